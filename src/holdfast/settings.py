@@ -1,0 +1,47 @@
+"""The only reader of the environment. An unknown HOLDFAST_ variable is an error, not a typo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.errors import HoldfastError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What may be set from outside.
+
+    ``threads``: threads that copy, digest, write and read; ``direct``: whether the local store
+    may go past the page cache with O_DIRECT.
+    """
+
+    threads: int = 6
+    direct: bool = True
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings, from ``HOLDFAST_THREADS`` and ``HOLDFAST_DIRECT``.
+
+    Raises ``HoldfastError`` for an unknown ``HOLDFAST_`` variable or a value that does not fit.
+    """
+    environ = os.environ if environ is None else environ
+    known = {"HOLDFAST_THREADS", "HOLDFAST_DIRECT"}
+    for name in environ:
+        if name.startswith("HOLDFAST_") and name not in known:
+            raise HoldfastError(
+                f"Unknown setting {name} in the environment",
+                expected=" or ".join(sorted(known)),
+                found=name,
+                todo="Correct its name or unset it",
+            )
+    threads = environ.get("HOLDFAST_THREADS", "6")
+    if not threads.isdecimal() or not 1 <= int(threads) <= 256:
+        raise HoldfastError(
+            "HOLDFAST_THREADS cannot be used", expected="1 to 256", found=repr(threads)
+        )
+    direct = environ.get("HOLDFAST_DIRECT", "1")
+    if direct not in ("0", "1"):
+        raise HoldfastError("HOLDFAST_DIRECT cannot be used", expected="0 or 1", found=repr(direct))
+    return Settings(threads=int(threads), direct=direct == "1")
