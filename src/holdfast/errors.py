@@ -69,7 +69,7 @@ class HoldfastError(Exception):
 
 
 class FormatError(HoldfastError):
-    """Bytes of a snapshot are not what they claim to be (fields: ``file``, ``offset``, ``leaf``)."""
+    """Bytes are not what they claim to be (fields: ``file``, ``offset``, ``leaf``)."""
 
 
 class ManifestInvalid(FormatError):

@@ -77,7 +77,7 @@ class Box:
     def inside(self, shape: tuple[int, ...]) -> bool:
         """Whether the box lies within a tensor of that shape."""
         return len(self.offsets) == len(self.sizes) == len(shape) and all(
-            0 <= o and 0 <= s and o + s <= n
+            min(o, s) >= 0 and o + s <= n
             for o, s, n in zip(self.offsets, self.sizes, shape, strict=True)
         )
 

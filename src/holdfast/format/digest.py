@@ -1,0 +1,23 @@
+"""XXH3-128: the digest of every byte that Holdfast writes.
+
+Fast enough (about 10 GiB/s per core) that it is never worth turning off. It finds damage, not
+malice: whoever can rewrite a snapshot can also rewrite its digests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+HEX_LENGTH = 32
+
+
+def digest(data: Any) -> str:
+    """XXH3-128 of the bytes of ``data`` (any buffer) as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def is_digest(text: str) -> bool:
+    """Whether ``text`` has the form of a digest: 32 lower-case hexadecimal digits."""
+    return len(text) == HEX_LENGTH and not text.strip("0123456789abcdef")

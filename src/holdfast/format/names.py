@@ -1,0 +1,93 @@
+"""Names of files and leaves: how they are made and how they are recognised."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+MANIFEST = "manifest.json"
+
+_VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")
+_SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetensors")
+_INDEX = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.index\.json")
+_BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
+_PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
+
+
+def new_attempt() -> str:
+    """A fresh attempt id: 12 hexadecimal digits that no other attempt will draw."""
+    return secrets.token_hex(6)
+
+
+def is_attempt(text: str) -> bool:
+    return len(text) == 12 and not text.strip("0123456789abcdef")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """A version's name: the step after which it was saved, and the branch (0: the first)."""
+
+    step: int
+    branch: int = 0
+
+    def __str__(self) -> str:
+        return f"version_{self.step}" + (f".{self.branch}" if self.branch else "")
+
+
+def parse_version(folder: str) -> Version | None:
+    """``version_120`` or ``version_120.2``; None for any other name."""
+    match = _VERSION.fullmatch(folder)
+    return None if match is None else Version(int(match[1]), int(match[2] or 0))
+
+
+def shard_name(rank: int, size: int, attempt: str) -> str:
+    return f"shard-{rank:05d}-of-{size:05d}.{attempt}.safetensors"
+
+
+def index_name(rank: int, size: int, attempt: str) -> str:
+    return f"shard-{rank:05d}-of-{size:05d}.{attempt}.index.json"
+
+
+def attempt_of(name: str) -> str | None:
+    """The attempt that wrote a shard or an index of that name; None for any other name."""
+    match = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
+    return None if match is None else match[3]
+
+
+def is_shard(name: str) -> bool:
+    return _SHARD.fullmatch(name) is not None
+
+
+def is_index(name: str) -> bool:
+    return _INDEX.fullmatch(name) is not None
+
+
+def branch_name(number: int) -> str:
+    return f"branch-{number}.json"
+
+
+def parse_branch(name: str) -> int | None:
+    match = _BRANCH.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def pin_name(pin: str) -> str:
+    return f"pin-{pin}.json"
+
+
+def parse_pin(name: str) -> str | None:
+    match = _PIN.fullmatch(name)
+    return None if match is None else match[1]
+
+
+def escape(segment: str) -> str:
+    """One level of a leaf's key; ``~`` and ``/`` are escaped as in JSON Pointer (RFC 6901)."""
+    if "~" in segment or "/" in segment:
+        return segment.replace("~", "~0").replace("/", "~1")
+    return segment
+
+
+def join(parent: str, segment: str) -> str:
+    """The key of a child: the parent's key (``None``-like empty at the top), then its level."""
+    return f"{parent}/{segment}" if parent else segment
