@@ -1,0 +1,148 @@
+"""Live objects as nested dicts: modules, optimizers, and whatever has ``state_dict()``.
+
+Names are made free of what wraps a model: DDP, DataParallel, ``torch.compile``, FSDP and
+activation checkpointing leave no trace in a key, so that a wrapped model's snapshot loads into a
+bare one. The state of an optimizer is keyed by the qualified names of its parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import PlanError
+from holdfast.format.names import escape
+
+if TYPE_CHECKING:
+    import torch
+
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+EXTRA_STATE = "_extra_state"
+
+
+def torch_or_none() -> Any:
+    """The torch module if the program has loaded it. What is no torch object needs no torch."""
+    return sys.modules.get("torch")
+
+
+def is_module(value: object) -> bool:
+    torch = torch_or_none()
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether it is an optimizer whose state can be keyed by parameter names: one that keeps
+    PyTorch's own ``state_dict`` and ``load_state_dict``. Others are taken by their own."""
+    torch = torch_or_none()
+    if torch is None or not isinstance(value, torch.optim.Optimizer):
+        return False
+    own, base = type(value), torch.optim.Optimizer
+    return bool(own.state_dict is base.state_dict and own.load_state_dict is base.load_state_dict)
+
+
+def is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+# -- modules -------------------------------------------------------------------------------------
+
+
+def plain_names(module: torch.nn.Module, names: list[str], key: str) -> list[str]:
+    """State-dict names without the marks of wrappers. Raises ``PlanError`` if two become one."""
+    torch = torch_or_none()
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    cuts = [
+        f"{path}.module" if path else "module"
+        for path, sub in module.named_modules()
+        if isinstance(sub, wrappers)
+    ]
+    if cuts or any(mark in name for name in names for mark in _WRAPPED):
+        plain = [_without_wrappers(n, cuts) for n in names]
+    else:
+        plain = names
+    if len(set(plain)) < len(plain):
+        twice = sorted({n for n in plain if plain.count(n) > 1})
+        raise PlanError(
+            f"Leaves of the module at {key!r} become one when wrappers are removed",
+            found=", ".join(twice[:5]),
+            todo="Give the submodules other names",
+            leaf=key,
+        )
+    return plain
+
+
+def _without_wrappers(name: str, cuts: list[str]) -> str:
+    for cut in sorted(cuts, key=len, reverse=True):
+        if name.startswith(cut + "."):
+            name = name[: len(cut) - len("module")] + name[len(cut) + 1 :]
+    return ".".join(level for level in name.split(".") if level not in _WRAPPED)
+
+
+def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
+    """``module.state_dict()`` under plain names; tensors share memory with the module's."""
+    state = module.state_dict()
+    return dict(zip(plain_names(module, list(state), key), state.values(), strict=True))
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def parameter_names(state: Any) -> dict[int, str]:
+    """``id(parameter)`` to qualified name, for all modules in the state.
+
+    A parameter of the module at ``model`` is called ``model.layers.0.weight``, whatever else is
+    in the state, so that adding a module renames nothing.
+    """
+    names: dict[int, str] = {}
+    for path, module in _modules(state, ""):
+        found = dict(module.named_parameters(remove_duplicate=False))
+        for name, parameter in zip(plain_names(module, list(found), path), found.values()):
+            names.setdefault(id(parameter), f"{path}.{name}")
+    return names
+
+
+def _modules(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if is_module(value):
+        yield path, value
+    elif type(value) in (dict, list, tuple) and depth < 100:
+        pairs = value.items() if type(value) is dict else enumerate(value)
+        for k, v in pairs:
+            name = escape(str(k))
+            yield from _modules(v, f"{path}.{name}" if path else name, depth + 1)
+
+
+def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:
+    """The names of the parameters of each group. One that belongs to no module in the state is
+    called by its place (``0.3``: the fourth of the first group)."""
+    return [
+        [names.get(id(p), f"{i}.{j}") for j, p in enumerate(group["params"])]
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], key: str
+) -> dict[str, Any]:
+    """``{"state": {parameter: {slot: value}}, "groups": [{option: value, "params": [...]}]}``."""
+    grouped = group_names(optimizer, names)
+    named: dict[int, str] = {}
+    for group, members in zip(optimizer.param_groups, grouped, strict=True):
+        named.update({id(p): n for p, n in zip(group["params"], members, strict=True)})
+    state = {}
+    for parameter, slots in optimizer.state.items():
+        name = named.get(id(parameter))
+        if name is None:
+            raise PlanError(
+                f"The optimizer at {key!r} has state for a parameter that is in none of its groups",
+                todo="Remove it from optimizer.state",
+                leaf=key,
+            )
+        state[name] = dict(slots)
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} | {"params": members}
+        for group, members in zip(optimizer.param_groups, grouped, strict=True)
+    ]
+    return {"state": state, "groups": groups}
