@@ -1,0 +1,188 @@
+"""Page-aligned buffers for direct I/O, a pool of them, and the arithmetic of alignment.
+
+Buffers are *shared* anonymous mappings. A private mapping becomes copy-on-write when the process
+forks (a data loader starts a worker while a save runs); a direct write in flight may then read
+from a page that is no longer ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from contextlib import suppress
+from threading import Condition
+
+import numpy as np
+
+from holdfast.errors import HoldfastError, StoreError
+from holdfast.words import ALIGNMENT, UNIT
+
+_MADV_POPULATE_WRITE = 23
+_LIBC = ctypes.CDLL(None)
+
+
+class Buffer:
+    """``size`` bytes at ``address``, page-aligned, already touched; ``view`` is their memory.
+
+    The memory is given back to the system when the buffer and every view of it are gone.
+    """
+
+    __slots__ = ("address", "free", "size", "view")
+
+    def __init__(self, size: int) -> None:
+        mapping = mmap.mmap(-1, size)
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.size = size
+        self.view = memoryview(mapping)
+        self.address = address_of(self.view)
+        self.free = False
+        # Through ctypes, because mmap.madvise keeps the interpreter's lock while pages are made.
+        where, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
+        if _LIBC.madvise(where, length, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14
+            ctypes.memset(self.address, 0, size)
+
+
+class Pool:
+    """Buffers of one size under a byte budget, reused last in, first out. Safe for threads.
+
+    ``budget`` may be set at any time: a larger one wakes who waits, a smaller one takes effect
+    as buffers come back. ``allocated`` counts the bytes of all buffers, ``free`` of those that
+    nobody holds.
+    """
+
+    def __init__(self, budget: int, unit: int = UNIT) -> None:
+        self.unit = unit
+        self._condition = Condition()
+        self._free: list[Buffer] = []
+        self._count = 0
+        self._stopped: BaseException | None = None
+        self._limit = self._buffers_in(budget)
+
+    @property
+    def budget(self) -> int:
+        return self._limit * self.unit
+
+    @budget.setter
+    def budget(self, budget: int) -> None:
+        with self._condition:
+            self._limit = self._buffers_in(budget)
+            self._condition.notify_all()
+
+    @property
+    def allocated(self) -> int:
+        return self._count * self.unit
+
+    @property
+    def free(self) -> int:
+        return len(self._free) * self.unit
+
+    def acquire(self, timeout: float | None = None) -> Buffer:
+        """A buffer, waiting for one while the budget is used up.
+
+        Raises ``StoreError`` when ``timeout`` (seconds) has passed, or when the pool was stopped
+        by ``abort`` or ``close``, whose cause is then chained.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._condition:
+            while True:
+                if self._stopped is not None:
+                    raise StoreError(
+                        f"No buffer is given out any more: {self._stopped}"
+                    ) from self._stopped
+                if self._free:
+                    buffer = self._free.pop()
+                    buffer.free = False
+                    return buffer
+                if self._count < self._limit:
+                    self._count += 1
+                    break
+                left = None if deadline is None else deadline - time.monotonic()
+                if (left is not None and left <= 0) or not self._condition.wait(left):
+                    raise StoreError(
+                        "No buffer became free in time",
+                        expected=f"one within {timeout} s",
+                        found=f"{self.allocated} bytes in use, which is the budget",
+                        todo="See what holds the writes up, or give a larger budget",
+                    )
+        try:
+            return Buffer(self.unit)  # outside the lock: touching its pages takes milliseconds
+        except BaseException:
+            with self._condition:
+                self._count -= 1
+                self._condition.notify()
+            raise
+
+    def release(self, buffer: Buffer) -> None:
+        """Give a buffer back. Also after ``abort``; twice is an error."""
+        with self._condition:
+            if buffer.free:
+                raise HoldfastError("A buffer was released twice: its bytes may be in use")
+            buffer.free = True
+            if self._count > self._limit:
+                self._count -= 1
+            else:
+                self._free.append(buffer)
+                self._condition.notify()
+
+    def trim(self, keep: int) -> None:
+        """Give free buffers back to the system until at most ``keep`` bytes are allocated."""
+        with self._condition:
+            while self._free and self.allocated > keep:
+                self._free.pop(0)
+                self._count -= 1
+            self._condition.notify_all()
+
+    def abort(self, error: BaseException) -> None:
+        """Make every present and later ``acquire`` raise, until ``reset``."""
+        with self._condition:
+            self._stopped = error
+            self._condition.notify_all()
+
+    def reset(self) -> None:
+        """Forget an ``abort``."""
+        with self._condition:
+            self._stopped = None
+
+    def close(self) -> None:
+        """Stop for good and give all free buffers back."""
+        self.abort(StoreError("The pool of buffers is closed"))
+        self.trim(0)
+
+    def _buffers_in(self, budget: int) -> int:
+        if budget < self.unit:
+            raise HoldfastError(
+                "The budget of a pool holds no buffer",
+                expected=f"at least {self.unit} bytes",
+                found=budget,
+            )
+        return budget // self.unit
+
+
+def flat(data: memoryview) -> memoryview:
+    """The same memory as single bytes. Raises ``TypeError`` if it is not contiguous."""
+    data = memoryview(data)
+    if data.format == "B" and data.ndim == 1 and data.contiguous:
+        return data
+    return data.cast("B") if data.nbytes else memoryview(b"")
+
+
+def address_of(data: memoryview) -> int:
+    """Where a flat view begins in memory; 0 if it is empty."""
+    if not len(data):
+        return 0
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def direct_span(offset: int, address: int, length: int, capacity: int) -> int:
+    """How many bytes from here may be asked for directly; 0 if none.
+
+    ``length`` are wanted; up to ``capacity`` may be transferred, so that an end that is not
+    aligned is rounded up where there is room for it, and left over where there is none.
+    """
+    if offset % ALIGNMENT or address % ALIGNMENT:
+        return 0
+    span = -(-length // ALIGNMENT) * ALIGNMENT
+    return span if span <= capacity else length // ALIGNMENT * ALIGNMENT

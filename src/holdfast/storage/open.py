@@ -1,0 +1,61 @@
+"""From what the user wrote to a store."""
+
+from __future__ import annotations
+
+import os
+import re
+from threading import Lock
+from urllib.parse import unquote
+
+from holdfast.errors import StoreError
+from holdfast.settings import read_settings
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Store
+
+_KNOWN = "a path, file:// or memory://"
+_memories: dict[str, MemoryStore] = {}
+_lock = Lock()
+
+
+def open_store(url: str | os.PathLike[str] | Store) -> Store:
+    """The store at ``url``; a store is returned as it is. Nothing is read or made yet.
+
+    A path or ``file:///path`` is a local folder. ``memory://NAME`` is one store per name in this
+    process, ``memory://NAME/folder`` the same one seen from a folder in it.
+
+    Raises ``StoreError`` for anything else.
+    """
+    if not isinstance(url, str | os.PathLike):
+        if hasattr(url, "put_if_absent"):
+            return url
+        raise StoreError("This is no store", expected=f"{_KNOWN}, or a Store", found=repr(url))
+    text = os.fspath(url)
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text) if isinstance(url, str) else None
+    if scheme is None:
+        return _local(text, text)
+    if scheme[1] == "file":
+        host, slash, path = text.removeprefix("file://").partition("/")
+        if host not in ("", "localhost"):
+            raise StoreError(f"{text} names another machine", expected="file:///path", found=host)
+        return _local(unquote(slash + path), text)
+    if scheme[1] == "memory":
+        return _memory(text.removeprefix("memory://").strip("/"), text)
+    raise StoreError(
+        f"Nothing is known of stores like {text}", expected=_KNOWN, found=f"{scheme[1]}://"
+    )
+
+
+def _local(path: str, url: str) -> LocalStore:
+    if not path:
+        raise StoreError("No folder is named", expected=_KNOWN, found=repr(url))
+    return LocalStore(path, direct=read_settings().direct)
+
+
+def _memory(path: str, url: str) -> MemoryStore:
+    name, _, folder = path.partition("/")
+    if not name:
+        raise StoreError("The memory store has no name", expected="memory://NAME", found=url)
+    with _lock:
+        store = _memories.setdefault(name, MemoryStore(name))
+    return store.at(folder) if folder else store
