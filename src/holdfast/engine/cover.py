@@ -352,15 +352,17 @@ def _slabs_by_chunk(hits: Sequence[_Hit], cuts: Ints) -> dict[int, list[Slab]]:
     for hit in hits:
         at, size = hit.found.at, hit.found.itemsize
         first, last = span(hit.part, hit.found.box)
-        begin, end = at + first * size, at + last * size
-        chunk = int(np.searchsorted(cuts, begin, "right"))
-        while begin < end:
+        stop = at + hit.found.box.elements * size
+        chunk = int(np.searchsorted(cuts, at + first * size, "right"))
+        # All of the box that lies in the chunk: whole rows make fewer rectangles.
+        begin = max(at, int(cuts[chunk - 1]))
+        while begin < at + last * size:
             # The index was checked: chunks end between elements.
-            stop = min(end, int(cuts[chunk]))
-            several = list(_slabs(hit, (begin - at) // size, (stop - at) // size))
+            end = min(stop, int(cuts[chunk]))
+            several = list(_slabs(hit, (begin - at) // size, (end - at) // size))
             if several:
                 slabs.setdefault(chunk, []).extend(several)
-            begin, chunk = stop, chunk + 1
+            begin, chunk = end, chunk + 1
     return slabs
 
 
