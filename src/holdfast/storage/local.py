@@ -88,12 +88,15 @@ class LocalStore:
     def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
         into = flat(into)
         check_range(key, self.url, offset, length, len(into))
+        if not length:
+            self.stat(key)
+            return
         path = self.path(key)
         done = 0
         with self.errors("read", key):
             if self._direct and direct_span(offset, address_of(into), length, len(into)):
                 done = self._read_direct(path, offset, length, into)
-            if done < length or not length:
+            if done < length:
                 done += self._read(path, offset + done, length - done, into[done:])
         if done < length:
             raise short_read(key, self.url, offset, length, done)

@@ -59,9 +59,9 @@ class LocalUpload:
         self._fds: list[int] = []
         self._direct_fd: int | None = None
         with store.errors("create", key, writing=True):
-            self._fd = self._create()
-            self._fds.append(self._fd)
             try:
+                self._fd = self._create()
+                self._fds.append(self._fd)
                 self._inode = self._fs.fstat(self._fd).inode
                 if length:
                     self._fs.fallocate(self._fd, length)

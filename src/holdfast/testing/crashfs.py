@@ -1,0 +1,329 @@
+"""A file system in memory that forgets what was not synced when the power is cut.
+
+The model is weaker than any real file system, so that what holds on it holds everywhere:
+
+- the bytes of a file are durable up to the last ``fsync`` of that file; of what was written
+  since, any subset of pages survives, and either the old or the new size;
+- a name (made by open, link, rename or mkdir, or removed) is durable after ``fsync`` of the
+  folder that holds it; of the operations since, any subset survives, in their order. A rename is
+  one operation;
+- ``fsync`` of a file says nothing of its name.
+
+``tests/storage/test_power_cut.py`` holds it against ext4 and xfs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count, product
+from threading import RLock
+
+from holdfast.storage.direct import address_of
+from holdfast.storage.fs import FileStat, Fs
+from holdfast.words import ALIGNMENT
+
+PAGE = 4096
+_inodes = count(1)
+
+
+class PowerCut(BaseException):
+    """The power is gone: this call and all later ones did not happen."""
+
+
+class _File:
+    def __init__(self, durable: bytes = b"") -> None:
+        self.data = bytearray(durable)
+        self.durable = durable
+        self.dirty: set[int] = set()
+        self.modified = time.time()
+        self.inode = (0, next(_inodes))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        self.grow(offset + len(data))
+        self.data[offset : offset + len(data)] = data
+        self.dirty.update(range(offset // PAGE, -(-(offset + len(data)) // PAGE)))
+        self.modified = time.time()
+
+    def grow(self, size: int) -> None:
+        self.data.extend(bytes(max(0, size - len(self.data))))
+
+    def sync(self) -> None:
+        self.durable = bytes(self.data)
+        self.dirty.clear()
+
+    def after_crash(self, keep: Callable[[str], bool]) -> _File:
+        resized = len(self.data) != len(self.durable)
+        size = len(self.data) if resized and keep("size of a file") else len(self.durable)
+        left = bytearray(self.durable)[:size].ljust(size, b"\0")
+        for page in sorted(self.dirty):
+            if page * PAGE < size and keep(f"page {page}"):
+                end = min((page + 1) * PAGE, size)
+                left[page * PAGE : end] = self.data[page * PAGE : end]
+        return _File(bytes(left))
+
+
+class _Folder:
+    def __init__(self) -> None:
+        self.names: dict[str, _File | _Folder] = {}
+        self.durable: dict[str, _File | _Folder] = {}
+        self.unsynced: list[_Operation] = []
+        self.modified = time.time()
+        self.inode = (0, next(_inodes))
+
+
+_Change = tuple[_Folder, str, _File | _Folder | None]
+
+
+class _Operation:
+    """Changes of names that happen together or not at all; None removes the name."""
+
+    def __init__(self, what: str, *changes: _Change) -> None:
+        self.what = what
+        self.changes = changes
+        for folder, name, node in changes:
+            _set(folder.names, name, node)
+            folder.unsynced.append(self)
+            folder.modified = time.time()
+
+    def sync(self) -> None:
+        for folder, name, node in self.changes:
+            _set(folder.durable, name, node)
+            folder.unsynced.remove(self)
+
+
+class CrashFs(Fs):
+    """An empty file system with the folder ``/``. Safe for threads.
+
+    ``operations`` counts the calls. With ``cut_at`` = n, the n-th call (from 1) and all after it
+    raise ``PowerCut`` and do nothing. O_DIRECT is taken as a disk takes it: EINVAL unless
+    address, offset and length are aligned.
+    """
+
+    def __init__(self, cut_at: int | None = None) -> None:
+        self.cut_at = cut_at
+        self.operations = 0
+        self._root = _Folder()
+        self._fds: dict[int, tuple[_File | _Folder, int]] = {}
+        self._numbers = count(1_000_000)  # no number of a real file
+        self._lock = RLock()
+
+    # What a power cut leaves.
+
+    def crash(self, keep: Callable[[str], bool]) -> CrashFs:
+        """The file system after a power cut now. ``keep`` is asked for each thing that was not
+        synced whether it survives; it is given a word on what that is."""
+        with self._lock:
+            left = CrashFs()
+            seen: dict[int, _File | _Folder] = {}
+            kept: dict[int, bool] = {}
+
+            def survivor(node: _File | _Folder) -> _File | _Folder:
+                if id(node) not in seen:
+                    if isinstance(node, _File):
+                        seen[id(node)] = node.after_crash(keep)
+                    else:
+                        seen[id(node)] = _Folder()
+                        fill(node, seen[id(node)])
+                return seen[id(node)]
+
+            def fill(folder: _Folder, copy: _File | _Folder) -> None:
+                names = dict(folder.durable)
+                for operation in folder.unsynced:
+                    if id(operation) not in kept:
+                        kept[id(operation)] = keep(operation.what)
+                    if kept[id(operation)]:
+                        for where, name, node in operation.changes:
+                            if where is folder:
+                                _set(names, name, node)
+                if isinstance(copy, _Folder):
+                    copy.names = {name: survivor(node) for name, node in names.items()}
+                    copy.durable = dict(copy.names)
+
+            fill(self._root, left._root)
+            return left
+
+    def crashes(self, limit: int = 64, seed: int = 0) -> Iterator[CrashFs]:
+        """Every file system that a power cut now may leave; if that are more than ``limit``, so
+        many of them: with nothing kept, with all kept, and others by chance."""
+        asked: list[str] = []
+
+        def keep(what: str) -> bool:
+            asked.append(what)
+            return True
+
+        self.crash(keep)
+        if 2 ** len(asked) <= limit:
+            for choice in product((False, True), repeat=len(asked)):
+                # Keeping less may ask less: a file without a name is not asked for.
+                choices = iter(choice)
+                yield self.crash(lambda _, choices=choices: next(choices, False))  # type: ignore[misc]
+            return
+        yield self.crash(lambda _: False)
+        yield self.crash(lambda _: True)
+        for number in range(limit - 2):
+            chance = random.Random(seed + number)
+            share = chance.random()
+            yield self.crash(lambda _, chance=chance, share=share: chance.random() < share)  # type: ignore[misc]
+
+    # The calls.
+
+    def open(self, path: str, flags: int) -> int:
+        with self._call():
+            folder, name = self._locate(path)
+            node = self._root if not name else folder.names.get(name)
+            if node is None:
+                if not flags & os.O_CREAT:
+                    raise _error(errno.ENOENT)
+                node = _File()
+                _Operation(f"create {path}", (folder, name, node))
+            elif flags & os.O_CREAT and flags & os.O_EXCL:
+                raise _error(errno.EEXIST)
+            if flags & os.O_DIRECTORY and isinstance(node, _File):
+                raise _error(errno.ENOTDIR)
+            fd = next(self._numbers)
+            self._fds[fd] = (node, flags)
+            return fd
+
+    def close(self, fd: int) -> None:
+        with self._call():
+            del self._fds[fd]
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        with self._call():
+            self._file(fd, address_of(data), offset, len(data)).write(data, offset)
+            return len(data)
+
+    def preadv(self, fd: int, into: memoryview, offset: int) -> int:
+        with self._call():
+            node = self._file(fd, address_of(into), offset, len(into))
+            found = node.data[offset : offset + len(into)]
+            into[: len(found)] = found
+            return len(found)
+
+    def fallocate(self, fd: int, length: int) -> bool:
+        with self._call():
+            self._file(fd).grow(length)
+            return True
+
+    def fsync(self, fd: int) -> None:
+        with self._call():
+            node, _ = self._fds[fd]
+            if isinstance(node, _File):
+                node.sync()
+            else:
+                for operation in list(node.unsynced):
+                    operation.sync()
+
+    def fstat(self, fd: int) -> FileStat:
+        with self._call():
+            return _stat(self._fds[fd][0])
+
+    def stat(self, path: str) -> FileStat:
+        with self._call():
+            return _stat(self._find(path))
+
+    def link(self, source: str, target: str) -> None:
+        with self._call():
+            node = self._find(source)
+            folder, name = self._free(target)
+            _Operation(f"link {target}", (folder, name, node))
+
+    def rename_noreplace(self, source: str, target: str) -> None:
+        with self._call():
+            node = self._find(source)
+            folder, name = self._free(target)
+            _Operation(f"rename {target}", (*self._locate(source), None), (folder, name, node))
+
+    def unlink(self, path: str) -> None:
+        with self._call():
+            if isinstance(self._find(path), _Folder):
+                raise _error(errno.EISDIR)
+            _Operation(f"unlink {path}", (*self._locate(path), None))
+
+    def mkdir(self, path: str) -> None:
+        with self._call():
+            folder, name = self._free(path)
+            _Operation(f"mkdir {path}", (folder, name, _Folder()))
+
+    def rmdir(self, path: str) -> None:
+        with self._call():
+            node = self._find(path)
+            if isinstance(node, _File):
+                raise _error(errno.ENOTDIR)
+            if node.names:
+                raise _error(errno.ENOTEMPTY)
+            _Operation(f"rmdir {path}", (*self._locate(path), None))
+
+    def scandir(self, path: str) -> list[tuple[str, bool]]:
+        with self._call():
+            node = self._find(path)
+            if isinstance(node, _File):
+                raise _error(errno.ENOTDIR)
+            return [(name, isinstance(child, _Folder)) for name, child in node.names.items()]
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._lock:
+            if self.cut_at is not None and self.operations + 1 >= self.cut_at:
+                raise PowerCut(f"at call {self.cut_at}")
+            self.operations += 1
+            yield
+
+    def _locate(self, path: str) -> tuple[_Folder, str]:
+        """The folder of a path and the name in it; an empty name is the root."""
+        *folders, name = path.strip("/").split("/")
+        here = self._root
+        for segment in folders:
+            node = here.names.get(segment)
+            if node is None:
+                raise _error(errno.ENOENT)
+            if isinstance(node, _File):
+                raise _error(errno.ENOTDIR)
+            here = node
+        if len(os.fsencode(name)) > 255:
+            raise _error(errno.ENAMETOOLONG)
+        return here, name
+
+    def _find(self, path: str) -> _File | _Folder:
+        folder, name = self._locate(path)
+        node = folder.names.get(name) if name else self._root
+        if node is None:
+            raise _error(errno.ENOENT)
+        return node
+
+    def _free(self, path: str) -> tuple[_Folder, str]:
+        folder, name = self._locate(path)
+        if not name or name in folder.names:
+            raise _error(errno.EEXIST)
+        return folder, name
+
+    def _file(self, fd: int, *aligned: int) -> _File:
+        """The open file; with O_DIRECT the numbers must be aligned."""
+        node, flags = self._fds[fd]
+        if isinstance(node, _Folder):
+            raise _error(errno.EISDIR)
+        if flags & os.O_DIRECT and any(number % ALIGNMENT for number in aligned):
+            raise _error(errno.EINVAL)
+        return node
+
+
+def _set(names: dict[str, _File | _Folder], name: str, node: _File | _Folder | None) -> None:
+    if node is None:
+        names.pop(name, None)
+    else:
+        names[name] = node
+
+
+def _stat(node: _File | _Folder) -> FileStat:
+    if isinstance(node, _File):
+        return FileStat("file", len(node.data), node.modified, node.inode)
+    return FileStat("folder", PAGE, node.modified, node.inode)
+
+
+def _error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))

@@ -1,0 +1,184 @@
+"""LocalStore when the power is cut at every call: what had returned is there, what had not is
+absent or whole."""
+
+import random
+from contextlib import suppress
+
+import pytest
+
+from holdfast.errors import AlreadyExists
+from holdfast.storage.local import LocalStore
+from holdfast.testing import CrashFs, PowerCut
+from holdfast.testing.stores import keys, put, sample
+
+SIZE = 2 * 4096 + 100
+DATA, OTHER = sample(SIZE), sample(SIZE, 1)
+
+
+def put_in_pieces(store, key):
+    with store.put(key, SIZE) as upload:
+        for at in (4096, 0, 8192):
+            upload.write_at(at, memoryview(DATA)[at : min(at + 4096, SIZE)])
+        upload.commit()
+
+
+def put_if_absent(store, key):
+    store.put_if_absent(key, DATA)
+
+
+WRITERS = pytest.mark.parametrize("write", [put_in_pieces, put_if_absent])
+
+
+def cut_everywhere(work):
+    """Runs ``work(fs, done)`` once for each call that it makes, cutting the power before it;
+    yields what a crash may leave and what ``done`` had recorded as returned."""
+    for cut_at in range(1, 1000):
+        fs, done = CrashFs(cut_at), []
+        try:
+            work(fs, done)
+        except PowerCut:
+            for left in fs.crashes(limit=24, seed=cut_at):
+                yield left, done
+        else:
+            fs.cut_at = None
+            for left in fs.crashes(limit=64):
+                yield left, done
+            return
+    pytest.fail("no end to the calls")
+
+
+def check(left, done, root="/a/run"):
+    store = LocalStore(root, fs=left)
+    found = keys(store)
+    for key in found:
+        assert store.get(key, SIZE) == DATA, key
+    assert set(done) <= set(found)
+
+
+@WRITERS
+def test_one_object_in_folders_that_were_not_there(write):
+    def work(fs, done):
+        write(LocalStore("/a/run", fs=fs), "v/w/a")
+        done.append("v/w/a")
+
+    states = 0
+    for left, done in cut_everywhere(work):
+        check(left, done)
+        states += 1
+    assert states > 200
+
+
+@WRITERS
+def test_several_objects_in_one_store(write):
+    def work(fs, done):
+        store = LocalStore("/a/run", fs=fs)
+        for key in ("v1/a", "v1/m", "v2/a"):
+            write(store, key)
+            done.append(key)
+
+    for left, done in cut_everywhere(work):
+        check(left, done)
+
+
+@WRITERS
+def test_a_folder_that_another_process_has_made_but_not_synced(write):
+    def work(fs, done):
+        other = LocalStore("/a/run", fs=fs).put("v/other", SIZE)
+        write(LocalStore("/a/run", fs=fs), "v/a")
+        done.append("v/a")
+        other.abort()
+
+    for left, done in cut_everywhere(work):
+        check(left, done)
+
+
+def test_an_aborted_first_upload_does_not_hide_that_the_root_is_new():
+    def work(fs, done):
+        store = LocalStore("/a/run", fs=fs)
+        store.put("v/other", SIZE).abort()
+        put_if_absent(store, "v/a")
+        done.append("v/a")
+
+    for left, done in cut_everywhere(work):
+        check(left, done)
+
+
+def test_the_same_bytes_put_by_two_are_durable_when_either_returns():
+    def work(fs, done):
+        first, second = LocalStore("/a/run", fs=fs), LocalStore("/a/run", fs=fs)
+        upload = first.put("v/a", SIZE)
+        upload.write_at(0, memoryview(DATA))
+        first.sync_folders = lambda folder: (put_if_absent(second, "v/a"), done.append("v/a"))
+        upload.commit()
+
+    for left, done in cut_everywhere(work):
+        check(left, done)
+
+
+def test_what_was_deleted_stays_deleted_and_its_neighbours_stay():
+    def work(fs, done):
+        store = LocalStore("/a/run", fs=fs)
+        for key in ("v/a", "v/b", "w/c"):
+            put(store, key, DATA)
+        done.extend(["v/a", "v/b", "w/c"])
+        for key in ("v/a", "w/c", "v/b"):
+            done.remove(key)
+            store.delete(key)
+            done.append("-" + key)
+
+    for left, done in cut_everywhere(work):
+        check(left, [key for key in done if not key.startswith("-")])
+        gone = {key[1:] for key in done if key.startswith("-")}
+        assert not gone & set(keys(LocalStore("/a/run", fs=left)))
+
+
+@WRITERS
+def test_after_a_crash_one_can_go_on(write):
+    def work(fs, done):
+        write(LocalStore("/a/run", fs=fs), "v/a")
+        done.append("v/a")
+
+    for left, _ in cut_everywhere(work):
+        store = LocalStore("/a/run", fs=left)
+        for partial in store.partials(""):
+            store.delete(partial.key)
+        if not keys(store):
+            write(store, "v/a")
+        for again in left.crashes(limit=4):
+            check(again, ["v/a"])
+
+
+def test_of_two_writers_whose_power_is_cut_no_mixture_is_left():
+    def work(fs, done):
+        for data in (DATA, OTHER):
+            with suppress(AlreadyExists):
+                LocalStore("/r", fs=fs).put_if_absent("m", data)
+                done.append(data)
+
+    for left, done in cut_everywhere(work):
+        store = LocalStore("/r", fs=left)
+        found = [store.get(key, SIZE) for key in keys(store)]
+        assert found in ([], [DATA], [OTHER])
+        assert not done or found == done[:1]
+
+
+@pytest.mark.slow
+def test_a_long_history_cut_at_random():
+    for seed in range(60):
+        chance = random.Random(seed)
+        fs, there = CrashFs(chance.randrange(5, 400)), set()
+        store, doubtful = LocalStore("/a/run", fs=fs), set()
+        try:
+            while True:
+                key = f"v{chance.randrange(3)}/{chance.randrange(4)}"
+                doubtful = {key}
+                if key in there and chance.random() < 0.6:
+                    store.delete(key)
+                    there.discard(key)
+                elif key not in there:
+                    chance.choice([put_in_pieces, put_if_absent])(store, key)
+                    there.add(key)
+        except PowerCut:
+            for left in fs.crashes(limit=16, seed=seed):
+                check(left, there - doubtful)
+                assert set(keys(LocalStore("/a/run", fs=left))) <= there | doubtful

@@ -1,0 +1,383 @@
+"""LocalStore when a call to the operating system fails: whole or absent, and nothing else left."""
+
+import errno
+import os
+
+import pytest
+
+from holdfast.errors import (
+    AlreadyExists,
+    Denied,
+    NoSpace,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
+from holdfast.storage.direct import Buffer
+from holdfast.storage.fs import Fs
+from holdfast.storage.local import LocalStore
+from holdfast.testing import Fault, FaultFs
+from holdfast.testing.stores import keys, leftovers, put, sample
+
+SIZE = 3 * 4096 + 100
+DATA = sample(SIZE)
+CLEAN_UP = {"unlink", "rmdir"}
+
+
+def put_in_pieces(store, key):
+    """A piece that can go directly and one that cannot."""
+    buffer = Buffer(8192)
+    buffer.view[:] = DATA[:8192]
+    with store.put(key, SIZE) as upload:
+        upload.write_at(0, buffer.view)
+        upload.write_at(8192, memoryview(DATA)[8192:])
+        return upload.commit()
+
+
+def put_if_absent(store, key):
+    return store.put_if_absent(key, DATA)
+
+
+WRITERS = pytest.mark.parametrize("write", [put_in_pieces, put_if_absent])
+
+
+def every_fault(root, write, fault):
+    """Fails the 1st, 2nd, 3rd ... call until none is left; yields what came of each."""
+    for at in range(1, 200):
+        folder = root / str(at)
+        fs = FaultFs(None, fault(at))
+        try:
+            write(LocalStore(folder / "run", fs=fs), "v/a")
+            error = None
+        except StoreError as caught:
+            error = caught
+        yield folder, fs.fired, error
+        if not fs.fired:
+            return
+    pytest.fail("no end to the calls")
+
+
+def check(folder, fired, error):
+    clean = LocalStore(folder / "run")
+    if error is None or keys(clean):
+        assert keys(clean) == ["v/a"]
+        assert clean.get("v/a", SIZE) == DATA
+    if error is not None:
+        assert error.key == "v/a"
+        assert error.store == str(folder / "run")
+        assert error.__cause__ is not None
+        assert not keys(clean) or error.outcome == "unknown"
+    if not CLEAN_UP & set(fired):
+        assert leftovers(clean) == []
+        assert keys(clean) or not (folder / "run" / "v").exists()
+
+
+@WRITERS
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE])
+def test_any_call_may_fail_once(tmp_path, write, number):
+    errors = 0
+    for outcome in every_fault(tmp_path, write, lambda at: Fault(None, at, number)):
+        check(*outcome)
+        errors += outcome[2] is not None
+    assert errors >= 8
+
+
+@WRITERS
+def test_any_call_may_fail_and_all_after_it(tmp_path, write):
+    for folder, fired, error in every_fault(
+        tmp_path, write, lambda at: Fault(None, at, errno.EIO, lasting=True)
+    ):
+        check(folder, [*fired, "unlink"] if fired else fired, error)
+
+
+@WRITERS
+@pytest.mark.parametrize("kind", ["open", "link", "unlink", "fsync", "mkdir", "fallocate"])
+def test_the_reply_of_any_call_may_be_lost(tmp_path, write, kind):
+    for folder, fired, error in every_fault(
+        tmp_path, write, lambda at: Fault(kind, at, errno.EIO, lost=True)
+    ):
+        check(folder, fired, error)
+
+
+@WRITERS
+@pytest.mark.parametrize("short", [1, 4095, 4096, 5000])
+def test_short_writes_are_continued(tmp_path, write, short):
+    fs = FaultFs(None, Fault("pwrite", 1, short=short, lasting=True))
+    if short < 4095:
+        fs.faults = [Fault("pwrite", at, short=short) for at in (1, 2, 3)]
+    store = LocalStore(tmp_path, fs=fs)
+    write(store, "v/a")
+    assert "pwrite" in fs.fired
+    assert store.get("v/a", SIZE) == DATA
+
+
+def test_a_write_that_writes_nothing_is_an_error(tmp_path):
+    fs = FaultFs(None, Fault("pwrite", 1, short=0))
+    with pytest.raises(StoreError):
+        put_in_pieces(LocalStore(tmp_path, fs=fs), "v/a")
+
+
+@pytest.mark.parametrize("short", [1, 4096, 5000])
+@pytest.mark.parametrize("offset", [0, 4096, 7])
+def test_short_reads_are_continued(tmp_path, short, offset):
+    fs = FaultFs(None, *(Fault("preadv", at, short=short) for at in (1, 2, 4)))
+    store = LocalStore(tmp_path, fs=fs)
+    put_in_pieces(store, "a")
+    buffer, length = Buffer(16_384), SIZE - offset
+    store.get_range("a", offset, length, buffer.view)
+    assert "preadv" in fs.fired
+    assert buffer.view[:length] == DATA[offset:]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("kind", ["pwrite", "preadv"])
+def test_direct_io_refused_at_the_first_byte_goes_through_the_page_cache(tmp_path, kind, number):
+    fs = FaultFs(None, Fault(kind, 1, number))
+    store = LocalStore(tmp_path, fs=fs)
+    put_in_pieces(store, "a")
+    buffer = Buffer(16_384)
+    store.get_range("a", 0, SIZE, buffer.view)
+    assert fs.fired == [kind]
+    assert buffer.view[:SIZE] == DATA
+
+
+class NoDirect(Fs):
+    def open(self, path, flags):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return super().open(path, flags)
+
+
+def test_direct_io_refused_at_open_goes_through_the_page_cache(tmp_path):
+    store = LocalStore(tmp_path, fs=NoDirect())
+    put_in_pieces(store, "a")
+    buffer = Buffer(16_384)
+    store.get_range("a", 0, SIZE, buffer.view)
+    assert buffer.view[:SIZE] == DATA
+
+
+class Recorded(Fs):
+    def __init__(self):
+        self.direct = set()
+        self.moved = []
+
+    def open(self, path, flags):
+        fd = super().open(path, flags)
+        (self.direct.add if flags & os.O_DIRECT else self.direct.discard)(fd)
+        return fd
+
+    def pwrite(self, fd, data, offset):
+        self.moved.append((fd in self.direct, offset, len(data)))
+        return super().pwrite(fd, data, offset)
+
+    def preadv(self, fd, into, offset):
+        self.moved.append((fd in self.direct, offset, len(into)))
+        return super().preadv(fd, into, offset)
+
+
+def test_what_is_aligned_goes_directly_and_only_that():
+    folder = f"/var/tmp/holdfast-aligned-{os.getpid()}"
+    fs = Recorded()
+    store = LocalStore(folder, fs=fs)
+    buffer = Buffer(16_384)
+    try:
+        with store.put("a", 9000) as upload:
+            upload.write_at(0, buffer.view[:9000])
+            upload.commit()
+        store.get_range("a", 0, 9000, buffer.view)
+        store.get_range("a", 0, 9000, buffer.view[:9000])
+        store.get_range("a", 1, 100, buffer.view)
+    finally:
+        store.delete("a")
+        os.rmdir(folder)
+    assert fs.moved == [
+        (True, 0, 8192),
+        (False, 8192, 808),
+        (True, 0, 12_288),
+        (True, 0, 8192),
+        (False, 8192, 808),
+        (False, 1, 100),
+    ]
+
+
+def test_without_fallocate_the_file_is_as_long(tmp_path):
+    class NoReserve(Fs):
+        def fallocate(self, fd, length):
+            return False
+
+    store = LocalStore(tmp_path, fs=NoReserve())
+    put_in_pieces(store, "a")
+    assert store.get("a", SIZE) == DATA
+
+
+def test_a_length_that_the_file_system_does_not_confirm_is_an_error(tmp_path):
+    class Cut(Fs):
+        def fstat(self, fd):
+            return super().fstat(fd)._replace(size=SIZE - 1)
+
+    with pytest.raises(StoreError, match="another length"):
+        put_in_pieces(LocalStore(tmp_path, fs=Cut()), "a")
+    assert os.listdir(tmp_path) == []
+
+
+# Publishing.
+
+
+@WRITERS
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ETIMEDOUT])
+def test_a_link_that_was_made_although_its_reply_was_lost_is_a_success(tmp_path, write, number):
+    fs = FaultFs(None, Fault("link", 1, number, lost=True))
+    store = LocalStore(tmp_path, fs=fs)
+    write(store, "v/a")
+    assert fs.fired == ["link"]
+    assert store.get("v/a", SIZE) == DATA
+    assert leftovers(store) == []
+
+
+@WRITERS
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+@pytest.mark.parametrize("lost", [None, errno.EEXIST, errno.ENOENT, errno.EIO])
+def test_without_hard_links_it_is_renamed_without_replacing(tmp_path, write, number, lost):
+    fs = FaultFs(None, Fault("link", 1, number, lasting=True))
+    if lost:
+        fs.faults.append(Fault("rename_noreplace", 1, lost, lost=True))
+    store = LocalStore(tmp_path, fs=fs)
+    write(store, "v/a")
+    assert fs.counts["rename_noreplace"] == 1
+    assert store.get("v/a", SIZE) == DATA
+    assert leftovers(store) == []
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("v/a", b"other")
+    assert store.get("v/a", SIZE) == DATA
+
+
+@WRITERS
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_with_neither_links_nor_noreplace_it_is_refused_by_name(tmp_path, write, number):
+    store = LocalStore(
+        tmp_path,
+        fs=FaultFs(None, Fault("link", 1, errno.EPERM), Fault("rename_noreplace", 1, number)),
+    )
+    with pytest.raises(StoreError, match="hard links"):
+        write(store, "v/a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_taken_by_a_folder_is_taken(tmp_path):
+    store = LocalStore(tmp_path)
+    put(store, "v/a/b", b"1")
+    for write in (put_if_absent, put_in_pieces):
+        with pytest.raises(AlreadyExists):
+            write(store, "v/a")
+    assert leftovers(store) == []
+
+
+@WRITERS
+def test_an_upload_that_was_swept_away_does_not_commit(tmp_path, write):
+    class Swept(Fs):
+        def link(self, source, target):
+            os.unlink(source)
+            super().link(source, target)
+
+    with pytest.raises(StoreError) as caught:
+        write(LocalStore(tmp_path, fs=Swept()), "v/a")
+    assert not isinstance(caught.value, NotFound)
+    assert os.listdir(tmp_path) == []
+
+
+@WRITERS
+def test_after_a_failed_fsync_the_file_is_gone_and_was_not_synced_again(tmp_path, write):
+    fs = FaultFs(None, Fault("fsync", 1, errno.EIO))
+    store = LocalStore(tmp_path, fs=fs)
+    with pytest.raises(StoreError):
+        write(store, "v/a")
+    assert fs.counts["fsync"] == 1
+    assert fs.counts["link"] == 0
+    assert os.listdir(tmp_path) == []
+    write(store, "v/a")
+
+
+@WRITERS
+def test_when_the_folder_cannot_be_synced_the_outcome_is_said_to_be_unknown(tmp_path, write):
+    store = LocalStore(tmp_path, fs=FaultFs(None, Fault("fsync", 2, errno.EIO)))
+    with pytest.raises(StoreError, match="unknown") as caught:
+        write(store, "v/a")
+    assert caught.value.outcome == "unknown"
+
+
+@WRITERS
+def test_a_file_system_that_cannot_sync_folders_is_taken_as_it_is(tmp_path, write):
+    fs = FaultFs(None, *(Fault("fsync", at, errno.EINVAL) for at in range(2, 99)))
+    store = LocalStore(tmp_path, fs=fs)
+    write(store, "v/a")
+    assert store.get("v/a", SIZE) == DATA
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EACCES, Denied),
+        (errno.EPERM, Denied),
+        (errno.EROFS, Denied),
+        (errno.ENOSPC, NoSpace),
+        (errno.EDQUOT, NoSpace),
+        (errno.EFBIG, NoSpace),
+        (errno.ETIMEDOUT, Unavailable),
+        (errno.ESTALE, Unavailable),
+        (errno.EAGAIN, Unavailable),
+        (errno.EIO, StoreError),
+    ],
+)
+def test_each_errno_is_the_error_that_one_can_act_on(tmp_path, number, kind):
+    for call, fault in [("pwrite", "pwrite"), ("fallocate", "fallocate"), ("open", "open")]:
+        store = LocalStore(tmp_path, fs=FaultFs(None, Fault(fault, 1, number)))
+        with pytest.raises(StoreError) as caught:
+            put_in_pieces(store, "v/a")
+        assert type(caught.value) is kind, call
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.errno == number
+        assert os.strerror(number) in str(caught.value)
+        assert "v/a" in str(caught.value)
+        assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["open", "preadv", "stat", "scandir"])
+def test_reading_that_fails_names_key_and_store(tmp_path, kind):
+    put(LocalStore(tmp_path), "v/a", DATA)
+    for look in (
+        lambda s: s.get("v/a", SIZE),
+        lambda s: s.get_range("v/a", 0, 4096, Buffer(4096).view),
+        lambda s: s.stat("v/a"),
+        lambda s: list(s.list("v")),
+    ):
+        fs = FaultFs(None, Fault(kind, 1, errno.EIO, lasting=True))
+        error = None
+        try:
+            look(LocalStore(tmp_path, fs=fs))
+        except StoreError as caught:
+            error = caught
+        assert bool(fs.fired) == (error is not None)
+        assert error is None or (error.store, error.key) in [
+            (str(tmp_path), "v/a"),
+            (str(tmp_path), "v"),
+        ]
+
+
+@pytest.mark.parametrize("kind", ["open", "unlink", "fsync"])
+def test_delete_that_fails_says_so_and_may_be_repeated(tmp_path, kind):
+    put(LocalStore(tmp_path), "v/a", DATA)
+    store = LocalStore(tmp_path, fs=FaultFs(None, Fault(kind, 1, errno.EIO)))
+    with pytest.raises(StoreError):
+        store.delete("v/a")
+    store.delete("v/a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_descriptors_are_closed_whatever_fails(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in every_fault(tmp_path, put_in_pieces, lambda at: Fault(None, at, errno.EIO)):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before
