@@ -1,1 +1,82 @@
-"""Holdfast keeps the state of a training run safe, and carries the run across what stops it."""
+"""Holdfast keeps the state of a training run safe, and carries the run across what stops it.
+
+The public names. Each is loaded when it is first used, so that ``import holdfast`` loads neither
+torch nor rich.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast import errors
+    from holdfast.checkpointer import Checkpointer
+    from holdfast.engine.load import load
+    from holdfast.engine.save import save, save_async
+    from holdfast.engine.snapshot import LeafView, Snapshot
+    from holdfast.engine.snapshot import open_snapshot as open
+    from holdfast.engine.verify import Report
+    from holdfast.engine.worker import Pending
+    from holdfast.policy import EverySeconds, EverySteps, KeepLast
+    from holdfast.progress import RNG, Progress
+    from holdfast.run import Run
+    from holdfast.storage.open import open_store
+    from holdfast.storage.store import Store
+
+__all__ = [
+    "Checkpointer",
+    "EverySeconds",
+    "EverySteps",
+    "KeepLast",
+    "LeafView",
+    "Pending",
+    "Progress",
+    "RNG",
+    "Report",
+    "Run",
+    "Snapshot",
+    "Store",
+    "errors",
+    "load",
+    "open",
+    "open_store",
+    "save",
+    "save_async",
+]
+
+_HOME = {
+    "Checkpointer": "checkpointer",
+    "EverySeconds": "policy",
+    "EverySteps": "policy",
+    "KeepLast": "policy",
+    "LeafView": "engine.snapshot",
+    "Pending": "engine.worker",
+    "Progress": "progress",
+    "RNG": "progress",
+    "Report": "engine.verify",
+    "Run": "run",
+    "Snapshot": "engine.snapshot",
+    "Store": "storage.store",
+    "errors": "errors",
+    "load": "engine.load",
+    "open": "engine.snapshot:open_snapshot",
+    "open_store": "storage.open",
+    "save": "engine.save",
+    "save_async": "engine.save",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    module, _, other = home.partition(":")
+    found = import_module(f"holdfast.{module}")
+    value = found if name == module else getattr(found, other or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -55,6 +55,18 @@ class HoldfastError(Exception):
             return fields[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def told(self, more: str = "", **fields: Any) -> HoldfastError:
+        """The same error, its advice longer by ``more`` and with further fields, for a layer
+        that knows more than the one which raised it. The caller chains the original."""
+        todo = f"{self.todo.rstrip('.')}. {more}" if self.todo and more else more or self.todo
+        return type(self)(
+            self.what,
+            expected=self.expected,
+            found=self.found,
+            todo=todo,
+            **{**self.fields, **fields},
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between processes, so keyword fields must survive pickling."""
         make = partial(

@@ -135,6 +135,11 @@ def unsupported(value: Any, key: str, why: str) -> Unsupported:
     )
 
 
+def refuse(value: Any, key: str) -> Node:
+    """For ``encode``: where there may be plain values only."""
+    raise unsupported(value, key, "only plain values can stand here")
+
+
 def child_keys(keys: list[Any], parent: str) -> list[str]:
     """The leaf keys of a dict's members, in its order. Dict keys that are equal as text (1 and
     "1") are told apart by ``~2``, ``~3`` ..., which no escaped text contains."""

@@ -1,0 +1,65 @@
+"""The commit: receipts checked, shards seen, then the manifest, whole and once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.location import Location
+from holdfast.errors import AlreadyExists, CommitError
+from holdfast.format.manifest import Manifest, Shard, encode_manifest
+from holdfast.format.names import MANIFEST
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a rank returns when its part is durable: the shard, and the bytes planned for it."""
+
+    rank: int
+    shard: Shard
+    planned: int
+
+
+def check_receipts(place: Location, receipts: Sequence[Receipt], ranks: int) -> None:
+    """Check that every rank has written what was planned, and that this process sees it.
+
+    A folder that hosts do not really share shows here: every file is looked at through this
+    process's own store. Raises ``CommitError`` or ``StoreError``.
+    """
+    if [r.rank for r in receipts] != list(range(ranks)):
+        raise CommitError(
+            f"Nothing was committed to {place.url}: receipts are missing",
+            expected=f"one of each of {ranks} ranks",
+            found=[r.rank for r in receipts],
+        )
+    for receipt in receipts:
+        shard, index = receipt.shard, receipt.shard.index
+        lengths = {shard.name: receipt.planned, index.name: index.length}
+        for name, length in lengths.items():
+            found = place.store.stat(place.key(name)).length
+            if found != length or shard.length != receipt.planned:
+                raise CommitError(
+                    f"Nothing was committed to {place.url}: {name} of rank {receipt.rank} differs",
+                    expected=f"{length} bytes",
+                    found=f"{found} bytes",
+                    todo="See whether all ranks really write to the same folder",
+                    rank=receipt.rank,
+                    file=name,
+                )
+
+
+def put_manifest(place: Location, manifest: Manifest) -> str:
+    """Write the manifest if there is none, and return its digest. This is the commit.
+
+    Raises ``CommitError`` if another save has committed this version first.
+    """
+    raw, made = encode_manifest(manifest)
+    try:
+        place.store.put_if_absent(place.key(MANIFEST), raw)
+    except AlreadyExists as e:
+        raise CommitError(
+            f"Nothing was committed to {place.url}: another save has committed this version",
+            todo="Look for a second job that writes to the same run; each needs a run of its own",
+            file=MANIFEST,
+        ) from e
+    return made

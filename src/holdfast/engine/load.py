@@ -1,0 +1,121 @@
+"""Loading: the recipe. Read it from top to bottom; every step is called from here and returns here.
+
+1. The manifest, totally validated. 2. Bind: the snapshot's tree against what is wanted; all
+differences at once, or a target for every leaf. 3. Plan the reads, read, check, copy. 4. Settle:
+plain values, options, ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from holdfast import events
+from holdfast.engine import live
+from holdfast.engine.group import current_group
+from holdfast.engine.location import Url
+from holdfast.engine.place import Binder, Room
+from holdfast.engine.select import ABSENT, prune, rename, selector
+from holdfast.engine.snapshot import Snapshot, open_snapshot
+from holdfast.errors import HoldfastError, MissingLeaf, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Leniency:
+    """What a load may overlook; nothing, unless it is asked for by name."""
+
+    missing: Literal["error", "keep"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    cast: bool = False
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.missing not in ("error", "keep") or self.unexpected not in ("error", "ignore"):
+            raise PlanError(
+                "This leniency is not known",
+                expected='missing="error" or "keep", unexpected="error" or "ignore"',
+                found=f"missing={self.missing!r}, unexpected={self.unexpected!r}",
+            )
+
+
+def load(
+    url: Url,
+    into: dict[str, Any] | None = None,
+    *,
+    keys: str | Sequence[str] | None = None,
+    device: Any = None,
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    cast: bool = False,
+    rename: Mapping[str, str] | None = None,
+) -> Any:
+    """Load the snapshot at ``url``; every byte is checked.
+
+    Without ``into``: a new dict of tensors on ``device`` (the CPU if None), arrays and plain
+    values. With ``into``: a dict like the one that was saved, filled in place and returned.
+    ``keys``: only leaves whose key matches (``"model/**"``; ``*`` within a level).
+
+    Strict unless asked otherwise: ``missing="keep"`` leaves live what the snapshot lacks,
+    ``unexpected="ignore"`` passes over what the live state lacks, ``cast=True`` converts dtypes,
+    ``rename={"model/old": "model/new"}`` gives members of the snapshot other names first.
+
+    Raises ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists every
+    difference; before any of the last kind nothing of ``into`` has been changed.
+    """
+    leniency = Leniency(missing, unexpected, cast, rename or {})
+    return load_snapshot(open_snapshot(url), into, keys, device, leniency)
+
+
+def load_snapshot(
+    snapshot: Snapshot,
+    into: dict[str, Any] | None = None,
+    keys: str | Sequence[str] | None = None,
+    device: Any = None,
+    leniency: Leniency = Leniency(),
+) -> Any:
+    """``load``, of a snapshot that is open."""
+    current_group()
+    selected = selector(keys)
+    tree = snapshot.manifest.tree
+    if leniency.rename:
+        tree = rename(tree, leniency.rename)
+    room = Room(snapshot, device)
+    if into is None:
+        tree = prune(tree, selected)
+        if tree is ABSENT:
+            raise _nothing(snapshot, keys)
+        settle = room.make(tree, "")
+    else:
+        binder = Binder(room, selected, live.parameter_names(into), leniency.cast)
+        settle = binder.bind(into, tree, "")
+        differences = binder.differences
+        if leniency.missing == "keep":
+            differences.missing.clear()
+        if leniency.unexpected == "ignore":
+            differences.unexpected.clear()
+        differences.raise_any(snapshot.url)
+        if keys is not None and not room.wants and not any(map(selected, snapshot.nodes())):
+            raise _nothing(snapshot, keys)
+    try:
+        snapshot.read(room.wants, room.targets)
+        loaded = settle()
+    except HoldfastError as e:
+        if into is None:
+            raise
+        raise e.told(
+            "The live state may have been overwritten in part and is not valid: load an intact"
+            " version into it before going on",
+            live_state="not valid",
+        ) from e
+    events.emit("loaded", url=snapshot.url, leaves=len(room.wants))
+    return loaded
+
+
+def _nothing(snapshot: Snapshot, keys: Any) -> MissingLeaf:
+    return MissingLeaf(
+        f"No leaf of {snapshot.url} matches",
+        expected=f"keys like {keys!r}",
+        found=", ".join(snapshot.keys()[:10]),
+        todo="`holdfast show SNAPSHOT` prints the keys; * stays within a level, ** crosses levels",
+    )

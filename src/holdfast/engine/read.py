@@ -1,0 +1,173 @@
+"""Chunks out of a store into their targets: read by several threads, checked, copied.
+
+Nothing is copied out of a chunk whose digest is not the one that the index holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from holdfast.engine.cover import ReadItem, ReadPlan, Slab
+from holdfast.engine.layout import rectangles
+from holdfast.engine.location import Location
+from holdfast.engine.parallel import in_parallel
+from holdfast.errors import DigestMismatch, StoreError
+from holdfast.format.digest import digest
+from holdfast.format.index import ShardIndex
+from holdfast.storage.direct import Buffer, Pool
+from holdfast.words import DTYPES
+
+
+@dataclass(slots=True)
+class Target:
+    """Room for a part of a leaf: ``sizes`` elements of the stored ``dtype``.
+
+    ``into`` is a torch tensor or NumPy array of that shape. Where its memory is on the CPU,
+    row-major and of the stored dtype, bytes go there directly (``address``; else 0).
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    into: Any
+    address: int
+
+    @classmethod
+    def of(cls, dtype: str, into: Any) -> Target:
+        """A target for stored elements of ``dtype``; another dtype of ``into`` is cast to."""
+        if isinstance(into, np.ndarray):
+            direct = into.flags.c_contiguous and into.flags.writeable
+            address = into.__array_interface__["data"][0] if direct and into.size else 0
+            return cls(dtype, into.shape, into, address)
+        same = str(into.dtype) == f"torch.{dtype}"
+        direct = same and into.device.type == "cpu" and into.is_contiguous()
+        direct = direct and not into.is_conj() and not into.is_neg()
+        return cls(dtype, tuple(into.shape), into, into.data_ptr() if direct else 0)
+
+
+def run_reads(
+    place: Location,
+    plan: ReadPlan,
+    indexes: Sequence[ShardIndex],
+    targets: Sequence[Target],
+    pool: Pool,
+    threads: int,
+) -> None:
+    """Carry out a plan whose wants are ``targets``, in their order.
+
+    Raises ``DigestMismatch`` or ``StoreError`` naming file, offset and leaves; targets may then
+    have been written in part, but never with bytes that failed their check.
+    """
+
+    def work(item: ReadItem) -> None:
+        base = item.start // place.store.traits.alignment * place.store.traits.alignment
+        length = item.stop - base
+        # our own chunks never need more than a pool's buffer; another writer's may
+        pooled = length <= pool.unit
+        buffer = pool.acquire() if pooled else Buffer(length)
+        try:
+            index = indexes[item.shard]
+            read_chunks(place, index, item, base, buffer.view)
+            for number, offset, at, size in item.linear.tolist():
+                _copy_run(targets[number], at, buffer, offset - base, size)
+            for slab in item.slabs:
+                _copy_slab(targets[slab.want], slab, buffer.view[slab.file_offset - base :])
+        finally:
+            if pooled:
+                pool.release(buffer)
+
+    in_parallel(plan.items, work, min(threads, len(plan.items)))
+
+
+def read_chunks(
+    place: Location, index: ShardIndex, item: ReadItem, base: int, into: memoryview
+) -> None:
+    """Read file bytes from ``base`` to the item's end and check the item's chunks."""
+    try:
+        place.store.get_range(place.key(index.shard), base, item.stop - base, into)
+    except StoreError as e:
+        leaves = leaves_between(index, item.start, item.stop)
+        raise e.told(
+            f"Needed for {', '.join(leaves[:5])}",
+            file=place.key(index.shard),
+            offset=item.start,
+            leaf=leaves[0] if leaves else None,
+        ) from e
+    start = item.start
+    for c in range(item.first, item.last):
+        stop = int(index.cuts[c])
+        found = digest(into[start - base : stop - base])
+        if found != index.digests[c]:
+            raise damaged(place, index, start, stop, index.digests[c], found)
+        start = stop
+
+
+def damaged(
+    place: Location, index: ShardIndex, start: int, stop: int, expected: str, found: str
+) -> DigestMismatch:
+    """The error for a chunk whose bytes are not those that were written."""
+    leaves = leaves_between(index, start, stop)
+    names = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
+    return DigestMismatch(
+        f"{place.url}/{index.shard} is damaged between bytes {start} and {stop}"
+        f" ({names or 'its header'})",
+        expected=f"digest {expected}",
+        found=found,
+        todo="Take another version; `holdfast verify` shows which are intact",
+        file=place.key(index.shard),
+        offset=start,
+        leaf=leaves[0] if leaves else None,
+        leaves=tuple(leaves),
+    )
+
+
+def leaves_between(index: ShardIndex, start: int, stop: int) -> list[str]:
+    """The leaves with bytes between two offsets of a shard."""
+    return [
+        leaf.key
+        for leaf in index.leaves
+        if any(
+            box.at < stop and box.at + DTYPES[leaf.dtype].itemsize * prod(box.sizes) > start
+            for box in leaf.boxes
+        )
+    ]
+
+
+def _copy_run(target: Target, at: int, buffer: Buffer, offset: int, size: int) -> None:
+    """``size`` bytes of the buffer to byte ``at`` of the row-major target."""
+    if target.address:
+        ctypes.memmove(target.address + at, buffer.address + offset, size)
+        return
+    item = DTYPES[target.dtype].itemsize
+    done = offset
+    for box in rectangles(target.sizes, at // item, (at + size) // item):
+        part = _elements(target, box.sizes, buffer.view, done)
+        target.into[box.slices((0,) * len(target.sizes))] = part
+        done += box.elements * item
+
+
+def _copy_slab(target: Target, slab: Slab, view: memoryview) -> None:
+    part = _elements(target, slab.shape, view, 0)[slab.source]
+    into = target.into
+    if target.address and not isinstance(into, np.ndarray):
+        # dtypes that torch itself may not copy elementwise: as opaque elements of one size
+        raw = (ctypes.c_char * into.nbytes).from_address(target.address)
+        whole = np.ndarray(target.sizes, f"V{slab.itemsize}", raw)
+        whole[slab.target] = np.ndarray(slab.shape, f"V{slab.itemsize}", view)[slab.source]
+    else:
+        into[slab.target] = part
+
+
+def _elements(target: Target, shape: tuple[int, ...], view: memoryview, offset: int) -> Any:
+    """Stored elements in a buffer as an array of the target's kind, without a copy."""
+    if isinstance(target.into, np.ndarray):
+        return np.ndarray(shape, target.into.dtype, view, offset)
+    import torch
+
+    dtype = getattr(torch, target.dtype)
+    return torch.frombuffer(view, dtype=dtype, count=prod(shape), offset=offset).view(shape)

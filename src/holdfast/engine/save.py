@@ -1,0 +1,183 @@
+"""Saving: the recipe. Read it from top to bottom; every step is called from here and returns here.
+
+1. ``flatten`` the state, and plan who writes which boxes. 2. Stage: make the shard's image, and for
+an asynchronous save fill it now, so that training may go on. 3. Write the shard, then its index.
+4. Gather the receipts, check them, and commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast import events
+from holdfast.engine import pin
+from holdfast.engine.commit import Receipt, check_receipts, put_manifest
+from holdfast.engine.group import Group, current_group
+from holdfast.engine.location import Location, Url, locate
+from holdfast.engine.offer import make_offer
+from holdfast.engine.plan import plan_write
+from holdfast.engine.snapshot import Snapshot, writer
+from holdfast.engine.stage import Image, Piece, make_image, stage_ahead, whole
+from holdfast.engine.tree import flatten
+from holdfast.engine.worker import Pending, sync_pool
+from holdfast.engine.write import write_index, write_shard
+from holdfast.errors import AlreadyExists, NotFound
+from holdfast.format import names, tree
+from holdfast.format.manifest import Manifest, Parent, Shard
+from holdfast.settings import read_settings
+from holdfast.storage.direct import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a manifest says beside the state. ``metrics``: numbers by name; ``note``: the user's."""
+
+    step: int | None = None
+    branch: int = 0
+    parent: Parent | None = None
+    reason: str = "request"
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    note: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A save between its two halves: staged, or ready to be staged piece by piece."""
+
+    place: Location
+    label: Label
+    group: Group
+    attempt: str
+    pin: str
+    tree: Any
+    image: Image
+    pieces: list[Piece]
+    pool: Pool
+    began: float
+    staged: float
+
+
+def save(
+    url: Url, state: dict[str, Any], *, step: int | None = None, note: Mapping[str, Any] = {}
+) -> Snapshot:
+    """Save ``state`` as the snapshot at ``url`` and return it once it is committed.
+
+    ``state``: a dict of tensors, arrays, plain values, dicts and lists of those, modules,
+    optimizers, and objects with ``state_dict()`` and ``load_state_dict()``. ``step`` is read from
+    a name like ``version_120`` if it is not given; ``note`` holds plain values for ``metadata``.
+
+    Uses at most 256 MiB of memory beyond the state. Raises ``AlreadyExists`` if there is such a
+    snapshot, ``Unsupported`` for what cannot be kept faithfully, ``StoreError`` or ``CommitError``;
+    whenever it raises, nothing was committed.
+    """
+    label = Label(step=step, note=note)
+    return finish(begin(locate(url), state, label, sync_pool(), ahead=False))
+
+
+def save_async(
+    url: Url, state: dict[str, Any], *, step: int | None = None, note: Mapping[str, Any] = {}
+) -> Pending:
+    """Copy ``state`` aside and return; what is left is done in the background.
+
+    As ``save``, but the state may be changed as soon as this returns. Memory: one copy of the
+    state and 256 MiB. ``wait()`` on the result returns the snapshot or raises what went wrong;
+    a failure that nobody has waited for ends the process with code 1.
+    """
+    label = Label(step=step, note=note)
+    pool = Pool(1 << 50)
+    draft = begin(locate(url), state, label, pool, ahead=True)
+    return Pending(lambda: finish(draft), draft.place.url, after=pool.close)
+
+
+def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool) -> Draft:
+    """The half that needs the live state to hold still: plan, and stage if ``ahead``."""
+    began = time.perf_counter()
+    group = current_group()
+    _refuse_existing(place)
+    flat = flatten(state)
+    holdings = [whole(leaf) for leaf in flat.leaves]
+    offers = group.gather(make_offer(holdings))
+    plan = None if offers is None else plan_write(offers)
+    mine = group.scatter(None if plan is None else [plan.mask(r) for r in range(group.size)])
+    chosen = mine.nonzero()[0].tolist()
+    image = make_image([flat.leaves[i] for i in chosen], [holdings[i] for i in chosen])
+    pieces = image.pieces()
+    attempt = names.new_attempt()
+    held = pin.hold(place, attempt)
+    if ahead:
+        try:
+            stage_ahead(image, pieces, pool, read_settings().threads)
+        except BaseException:
+            pin.release(place, held)
+            raise
+    staged = time.perf_counter()
+    events.emit("staged", url=place.url, bytes=image.length, seconds=staged - began)
+    return Draft(place, label, group, attempt, held, flat.tree, image, pieces, pool, began, staged)
+
+
+def finish(draft: Draft) -> Snapshot:
+    """The half that runs beside the training: write, gather, commit."""
+    place, group, image, attempt = draft.place, draft.group, draft.image, draft.attempt
+    shard = names.shard_name(group.rank, group.size, attempt)
+    index = names.index_name(group.rank, group.size, attempt)
+    threads = read_settings().threads
+    try:
+        digests = write_shard(place, shard, image, draft.pieces, draft.pool, threads)
+        vouched = write_index(place, index, shard, image, digests)
+        receipt = Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
+        receipts = group.gather(receipt)
+        made = None
+        if receipts is not None:
+            check_receipts(place, receipts, group.size)
+            manifest = _manifest(draft, [r.shard for r in receipts])
+            made = (manifest, put_manifest(place, manifest))
+        manifest, digest = group.scatter(None if made is None else [made] * group.size)
+    finally:
+        pin.release(place, draft.pin)
+    seconds = time.perf_counter() - draft.began
+    events.emit("committed", url=place.url, bytes=image.length, seconds=seconds)
+    return Snapshot(place, manifest, digest)
+
+
+def _manifest(draft: Draft, shards: list[Shard]) -> Manifest:
+    label = draft.label
+    version = names.parse_version(draft.place.folder.rpartition("/")[2])
+    step = version.step if label.step is None and version is not None else label.step
+    statistics = {
+        "bytes": sum(s.length for s in shards),
+        "staged_seconds": round(draft.staged - draft.began, 6),
+        "written_seconds": round(time.perf_counter() - draft.staged, 6),
+    }
+    about = {
+        "reason": label.reason,
+        "metrics": dict(label.metrics),
+        "note": dict(label.note),
+        "statistics": statistics,
+    }
+    return Manifest(
+        attempt=draft.attempt,
+        created=pin.now(),
+        writer=writer(),
+        step=step,
+        branch=label.branch,
+        parent=label.parent,
+        shards=shards,
+        metadata=tree.encode(about, "metadata", tree.refuse),
+        tree=draft.tree,
+    )
+
+
+def _refuse_existing(place: Location) -> None:
+    try:
+        place.store.stat(place.key(names.MANIFEST))
+    except NotFound:
+        return
+    raise AlreadyExists(
+        f"There is a snapshot at {place.url}; nothing was changed",
+        todo="Save under another name: a snapshot is never modified",
+        key=place.key(names.MANIFEST),
+        store=place.store.url,
+    )

@@ -1,0 +1,110 @@
+"""Choosing leaves by patterns over their keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.errors import PlanError
+from holdfast.format import tree
+from holdfast.format.names import join
+
+Selected = Callable[[str], bool]
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+"""Stands for a node where there is none; None is a node (``null``)."""
+
+
+def everything(key: str) -> bool:
+    """The choice where no pattern is given."""
+    return True
+
+
+def selector(patterns: str | Sequence[str] | None) -> Selected:
+    """Whether a key matches one of the patterns: ``*`` within a level, ``**`` across levels,
+    ``?`` one character; all else stands for itself. None chooses everything."""
+    if patterns is None:
+        return everything
+    several = [patterns] if isinstance(patterns, str) else list(patterns)
+    found = re.compile("|".join(f"(?:{_regex(p)})" for p in several), re.DOTALL)
+    return lambda key: found.fullmatch(key) is not None
+
+
+def _regex(pattern: str) -> str:
+    parts = re.split(r"(\*\*|\*|\?)", pattern)
+    special = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(special.get(p) or re.escape(p) for p in parts)
+
+
+def prune(node: Any, selected: Selected, key: str = "") -> Any:
+    """The tree without what is not selected; ``ABSENT`` where nothing is left. In lists and
+    tuples what is not selected becomes None, so that the rest keeps its place."""
+    tag = next(iter(node), None) if type(node) is dict else None
+    if tag in ("dict", "ordered", "items"):
+        several = [(n, prune(c, selected, k)) for n, c, k in tree.children(node, key)]
+        kept = [(i, n, c) for i, (n, c) in enumerate(several) if c is not ABSENT]
+        if several and not kept:
+            return ABSENT
+        if tag == "items":
+            return {"items": [[node["items"][i][0], c] for i, _, c in kept], "of": node["of"]}
+        return {tag: {n: c for _, n, c in kept}}
+    if tag in ("list", "tuple"):
+        parts = [prune(c, selected, join(key, str(i))) for i, c in enumerate(node[tag])]
+        if parts and all(p is ABSENT for p in parts):
+            return ABSENT
+        return {tag: [None if p is ABSENT else p for p in parts]}
+    if tag == "sparse":
+        return node if any(selected(k) for k, _ in tree.walk(node, key)) else ABSENT
+    return node if selected(key) else ABSENT
+
+
+def rename(node: Any, names: Mapping[str, str], key: str = "") -> Any:
+    """The tree with members of dicts under other names: ``{"model/old": "model/new"}`` renames
+    the member ``old`` of ``model``, and all whose name goes on after it with a dot. A leaf's
+    bytes stay under the key that they were saved with, so nodes of leaves get that key.
+
+    Raises ``PlanError`` for a name that would move a member to another place in the tree, that
+    fits nothing, or that two members would get.
+    """
+    for old, new in names.items():
+        if old.rpartition("/")[0] != new.rpartition("/")[0]:
+            raise PlanError(
+                f"Renaming {old!r} to {new!r} would move it to another level",
+                expected="names that differ in their last level only",
+                leaf=old,
+            )
+    used: set[str] = set()
+    made = _renamed(node, names, key, used)
+    if unused := sorted(set(names) - used):
+        raise PlanError(
+            "Some names to be changed are not in the snapshot",
+            expected=", ".join(unused),
+            todo="`holdfast show SNAPSHOT` prints the keys",
+        )
+    return made
+
+
+def _renamed(node: Any, names: Mapping[str, str], key: str, used: set[str]) -> Any:
+    tag = next(iter(node), None) if type(node) is dict else None
+    if tag in ("dict", "ordered"):
+        members: dict[str, Any] = {}
+        for name, child, k in tree.children(node, key):
+            target = name
+            for old, new in names.items():
+                parent, _, last = old.rpartition("/")
+                if parent == key and (name == last or name.startswith(last + ".")):
+                    target = new.rpartition("/")[2] + name[len(last) :]
+                    used.add(old)
+            if target in members:
+                raise PlanError(f"Two members of {key!r} would be called {target!r}", leaf=k)
+            members[target] = _renamed(child, names, k, used)
+        return {tag: members}
+    if tag in ("list", "tuple"):
+        return {tag: [_renamed(c, names, join(key, str(i)), used) for i, c in enumerate(node[tag])]}
+    if tag == "sparse":
+        parts = {n: _renamed(p, names, join(key, n), used) for n, p in node[tag]["parts"].items()}
+        return {tag: {**node[tag], "parts": parts}}
+    if tag in tree.LEAVES:
+        return {"tied": key, **node}
+    return node

@@ -1,0 +1,319 @@
+"""A committed snapshot, looked at lazily: the manifest at first, all else when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from holdfast.engine.cover import Want, plan_read
+from holdfast.engine.location import Location, Url, locate
+from holdfast.engine.read import Target, run_reads
+from holdfast.engine.worker import sync_pool
+from holdfast.errors import (
+    DigestMismatch,
+    FormatError,
+    HoldfastError,
+    ManifestInvalid,
+    NotFound,
+)
+from holdfast.format import tree
+from holdfast.format.digest import digest
+from holdfast.format.index import ShardIndex, decode_index
+from holdfast.format.manifest import MAX_BYTES, Manifest, Shard, decode_manifest
+from holdfast.format.names import MANIFEST
+from holdfast.settings import read_settings
+from holdfast.words import DTYPES, Box
+
+if TYPE_CHECKING:
+    from holdfast.engine.verify import Report
+
+Index = int | slice | EllipsisType
+
+
+def writer() -> str:
+    """Who writes, for the manifest: ``holdfast 0.1.0``."""
+    return f"holdfast {version('holdfast')}"
+
+
+def open_snapshot(url: Url) -> Snapshot:
+    """The snapshot at ``url``; only its manifest is read.
+
+    Raises ``NotFound`` if there is none, ``FormatError`` if its manifest is damaged.
+    """
+    return open_at(locate(url))
+
+
+def open_at(place: Location) -> Snapshot:
+    """As ``open_snapshot``, for a location."""
+    file = place.key(MANIFEST)
+    try:
+        raw = place.store.get(file, MAX_BYTES)
+    except NotFound as e:
+        raise NotFound(
+            f"There is no snapshot at {place.url}",
+            expected=f"a folder with a {MANIFEST}",
+            found="none",
+            todo="`holdfast ls RUN` shows the versions of a run; a folder without a manifest is a"
+            " save that was never committed",
+            key=file,
+            store=place.store.url,
+        ) from e
+    return Snapshot(place, *decode_manifest(raw, file))
+
+
+class Snapshot:
+    """An immutable, committed state. Made by ``holdfast.open``, ``save`` and ``Run``."""
+
+    def __init__(self, place: Location, manifest: Manifest, digest: str) -> None:
+        self.place = place
+        self.manifest = manifest
+        self.digest = digest
+        self.leaves = tree.leaves(manifest.tree)
+        """Leaves with bytes: key to (dtype name, global shape)."""
+        self._nodes: dict[str, Any] | None = None
+        self._indexes: list[ShardIndex] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Snapshot {self.url} step={self.step} leaves={len(self.leaves)}>"
+
+    @property
+    def url(self) -> str:
+        return self.place.url
+
+    @property
+    def step(self) -> int | None:
+        """The training step after which it was saved."""
+        return self.manifest.step
+
+    @property
+    def created(self) -> str:
+        """The time of day (UTC, ISO 8601) by the clock of the machine that saved it."""
+        return self.manifest.created
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """``reason``, ``metrics``, ``note`` and ``statistics`` of the save."""
+        found = tree.decode(self.manifest.metadata, "metadata", tree.refuse)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its shards."""
+        return sum(s.length for s in self.manifest.shards)
+
+    def nodes(self) -> dict[str, Any]:
+        """The tree's leaves and plain values by key, in order, as ``format/tree.py`` has them."""
+        if self._nodes is None:
+            self._nodes = dict(tree.walk(self.manifest.tree))
+        return self._nodes
+
+    def keys(self) -> list[str]:
+        """The keys of all leaves and plain values, in the state's order."""
+        return list(self.nodes())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.nodes()
+
+    def __getitem__(self, key: str) -> Any:
+        """A plain value, or a ``LeafView`` of a tensor or array. Raises ``KeyError``."""
+        node = self.nodes()[key]
+        if type(node) is dict and next(iter(node)) in (*tree.LEAVES, "tied"):
+            return LeafView(self, key, node)
+        return tree.decode(node, key, tree.refuse)
+
+    def indexes(self) -> list[ShardIndex]:
+        """The indexes of all shards, read once, checked against manifest and tree.
+
+        Raises ``FormatError`` or ``StoreError``.
+        """
+        if self._indexes is None:
+            indexes = [read_index(self.place, s) for s in self.manifest.shards]
+            self._check_indexes(indexes)
+            self._indexes = indexes
+        return self._indexes
+
+    def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
+        seen = set()
+        for index in indexes:
+            for leaf in index.leaves:
+                seen.add(leaf.key)
+                if self.leaves.get(leaf.key) != (leaf.dtype, leaf.shape):
+                    raise self._lie(
+                        f"leaf {leaf.key} as {self.leaves.get(leaf.key)}",
+                        f"{(leaf.dtype, leaf.shape)} in the index of {index.shard}",
+                        leaf.key,
+                    )
+        for key in self.leaves:
+            if key not in seen:
+                raise self._lie(f"boxes of leaf {key}", "none in any index", key)
+
+    def _lie(self, expected: str, found: str, leaf: str) -> ManifestInvalid:
+        return ManifestInvalid(
+            f"Manifest and indexes of {self.url} contradict each other",
+            expected=expected,
+            found=found,
+            todo="Take another version; this one was not written by a correct Holdfast",
+            file=self.place.key(MANIFEST),
+            leaf=leaf,
+        )
+
+    def check_files(self) -> None:
+        """See that every file is there with its length, without reading it.
+
+        Raises ``FormatError`` for a file that is missing or has another length.
+        """
+        for shard in self.manifest.shards:
+            for name, length in (
+                (shard.name, shard.length),
+                (shard.index.name, shard.index.length),
+            ):
+                check_length(self.place, name, length)
+
+    def read(self, wants: Sequence[Want], targets: Sequence[Target]) -> None:
+        """Fill the targets with what is wanted, checked. Raises ``FormatError``, ``StoreError``."""
+        self.check_files()
+        indexes = self.indexes()
+        plan = plan_read(indexes, wants)
+        threads = read_settings().threads
+        run_reads(self.place, plan, indexes, targets, sync_pool(), threads)
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> Report:
+        """Read every byte of every file and compare it with its digest.
+
+        Never raises for damage: the report names all of it. ``progress(nbytes)`` is called as
+        bytes are done, from several threads.
+        """
+        from holdfast.engine.verify import verify
+
+        return verify(self, progress)
+
+
+class LeafView:
+    """A leaf that has not been read. Indexing reads the chunks that cover it, and checks them."""
+
+    def __init__(self, snapshot: Snapshot, key: str, node: Any) -> None:
+        self.snapshot = snapshot
+        self.key = key
+        tied = node.get("tied")
+        self._key = tied if tied is not None else key
+        self._node = snapshot.nodes()[tied] if tied is not None else node
+        self.dtype, self.shape = snapshot.leaves[self._key]
+
+    def __repr__(self) -> str:
+        return f"<LeafView {self.key} {self.dtype} {list(self.shape)}>"
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).elements * DTYPES[self.dtype].itemsize
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
+        """A part, as a tensor (an array for what was an array), on the CPU.
+
+        Integers, slices of step 1 and ``...``; anything else is an ``IndexError``.
+        """
+        box, drop = _box_of(index, self.shape)
+        into = allocate(self._node, self._key, self.dtype, box.sizes)
+        if box.elements:
+            self.snapshot.read([Want(self._key, box)], [Target.of(self.dtype, into)])
+        return into.reshape([n for d, n in enumerate(box.sizes) if d not in drop])
+
+    def read(self) -> Any:
+        """The whole leaf."""
+        return self[...]
+
+
+def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None) -> Any:
+    """Empty room for elements of a leaf: an array for arrays and blobs, else a torch tensor."""
+    if "tensor" not in node:
+        return np.empty(sizes, dtype)
+    try:
+        import torch
+    except ImportError as e:
+        raise HoldfastError(
+            f"The leaf {key!r} is a torch tensor",
+            todo='Install it: pip install "holdfast[torch]"',
+            leaf=key,
+        ) from e
+    return torch.empty(sizes, dtype=getattr(torch, dtype), device=device)
+
+
+def read_index(place: Location, shard: Shard) -> ShardIndex:
+    """The index of a shard, its bytes and its claims checked against the manifest."""
+    file = place.key(shard.index.name)
+    check_length(place, shard.index.name, shard.index.length)
+    raw = place.store.get(file, MAX_BYTES)
+    found = digest(raw)
+    if found != shard.index.digest:
+        raise DigestMismatch(
+            f"{place.url}/{shard.index.name} is damaged",
+            expected=f"digest {shard.index.digest}",
+            found=found,
+            todo="Take another version; `holdfast verify` shows which are intact",
+            file=file,
+            offset=0,
+        )
+    index = decode_index(raw, file)
+    if (index.shard, index.length) != (shard.name, shard.length):
+        raise ManifestInvalid(
+            f"{file} is the index of another shard",
+            expected=f"{shard.name} of {shard.length} bytes",
+            found=f"{index.shard} of {index.length} bytes",
+            file=file,
+        )
+    return index
+
+
+def check_length(place: Location, name: str, length: int) -> None:
+    file = place.key(name)
+    try:
+        found = place.store.stat(file).length
+    except NotFound as e:
+        raise FormatError(
+            f"{place.url} is damaged: {name} is missing",
+            expected=f"{length} bytes",
+            found="no such file",
+            todo="Take another version; `holdfast verify` shows which are intact",
+            file=file,
+            offset=0,
+        ) from e
+    if found != length:
+        raise FormatError(
+            f"{place.url} is damaged: {name} has another length",
+            expected=f"{length} bytes",
+            found=f"{found} bytes",
+            todo="Take another version; `holdfast verify` shows which are intact",
+            file=file,
+            offset=min(found, length),
+        )
+
+
+def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
+    """The box that an index asks for, and the dimensions that an integer takes away."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if sum(p is Ellipsis for p in parts) > 1 or len(parts) - (Ellipsis in parts) > len(shape):
+        raise IndexError(f"{index!r} does not fit a tensor of shape {list(shape)}")
+    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    rest = parts[at + 1 :]
+    parts = parts[:at] + [slice(None)] * (len(shape) - at - len(rest)) + rest
+    offsets, sizes, drop = [], [], set()
+    for d, (part, n) in enumerate(zip(parts, shape, strict=True)):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(n)
+            if step != 1:
+                raise IndexError(f"slices of a leaf have step 1, not {step}")
+            stop = max(start, stop)
+        elif isinstance(part, int | np.integer):
+            start = int(part) + n if part < 0 else int(part)
+            stop = start + 1
+            drop.add(d)
+            if not 0 <= start < n:
+                raise IndexError(f"index {part} is out of range for dimension {d} of size {n}")
+        else:
+            raise IndexError(f"a leaf takes integers, slices and ..., not {part!r}")
+        offsets.append(start)
+        sizes.append(stop - start)
+    return Box(tuple(offsets), tuple(sizes)), drop

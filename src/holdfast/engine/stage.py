@@ -1,0 +1,187 @@
+"""The image of a shard before it is a file, and copying it out of the live state.
+
+The image is never in memory as a whole: any piece of it can be filled on demand into a buffer,
+from whatever thread. Filling pieces ahead, before the save returns, is what makes it asynchronous.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from holdfast.engine.layout import Holding, Ints, chunk_cuts, file_order, rectangles
+from holdfast.engine.parallel import in_parallel
+from holdfast.engine.tree import Leaf
+from holdfast.format.tensorfile import build_header, stored_shape
+from holdfast.storage.direct import Buffer, Pool
+from holdfast.words import DTYPES, UNIT, Box
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of the image: file offsets, at most ``UNIT`` bytes; staged once it has a buffer."""
+
+    start: int
+    stop: int
+    buffer: Buffer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A shard that is to be written: what its bytes are and where they come from.
+
+    ``holdings``, ``sources``, ``begins`` and ``ends`` (file offsets) are in file order; ``cuts``
+    are the ends of its chunks.
+    """
+
+    header: bytes
+    holdings: list[Holding]
+    sources: list[Any]
+    begins: list[int]
+    ends: list[int]
+    cuts: Ints
+
+    @property
+    def length(self) -> int:
+        return int(self.cuts[-1])
+
+    def pieces(self) -> list[Piece]:
+        """The file in pieces that begin at multiples of ``UNIT``, counted from the data's
+        beginning; the header comes first, in pieces of its own."""
+        split = len(self.header)
+        spans = [(a, min(a + UNIT, split)) for a in range(0, split, UNIT)]
+        spans += [(a, min(a + UNIT, self.length)) for a in range(split, self.length, UNIT)]
+        return [Piece(a, b) for a, b in spans]
+
+    def fill(self, piece: Piece, buffer: Buffer) -> None:
+        """Copy the piece's bytes to the beginning of the buffer."""
+        start, stop = piece.start, piece.stop
+        if start < len(self.header):
+            buffer.view[: stop - start] = self.header[start:stop]
+            return
+        i = bisect_right(self.begins, start) - 1
+        while i < len(self.begins) and self.begins[i] < stop:
+            a, b = max(start, self.begins[i]), min(stop, self.ends[i])
+            if b > a:
+                base = self.begins[i]
+                _copy_out(self.sources[i], a - base, b - base, buffer, a - start)
+            i += 1
+
+
+def make_image(leaves: Sequence[Leaf], holdings: Sequence[Holding]) -> Image:
+    """The image of the shard that holds these boxes; each is the whole of its leaf's source."""
+    order = file_order(holdings)
+    ordered = [holdings[i] for i in order]
+    lengths = np.array([h.nbytes for h in ordered], dtype=np.int64)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    names = _entry_names(ordered)
+    header = build_header(
+        (name, DTYPES[h.dtype].stored, stored_shape(DTYPES[h.dtype], h.box.sizes), a, b)
+        for name, h, a, b in zip(names, ordered, starts.tolist(), ends.tolist(), strict=True)
+    )
+    return Image(
+        header,
+        ordered,
+        [leaves[i].source for i in order],
+        (starts + len(header)).tolist(),
+        (ends + len(header)).tolist(),
+        chunk_cuts(len(header), lengths),
+    )
+
+
+def _entry_names(holdings: Sequence[Holding]) -> list[str]:
+    """Names in the safetensors header: the leaf's key, and for a part of a leaf where it begins.
+    ``__metadata__`` is the format's own."""
+    names: list[str] = []
+    taken = {"__metadata__"}
+    for h in holdings:
+        name = h.key
+        if h.box.sizes != h.shape:
+            name += "@" + ",".join(map(str, h.box.offsets))
+        while name in taken:
+            name += "~"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def stage_ahead(image: Image, pieces: Sequence[Piece], pool: Pool, threads: int) -> None:
+    """Fill all pieces now; when this returns, the live state may change."""
+
+    def fill(piece: Piece) -> None:
+        buffer = pool.acquire()
+        try:
+            image.fill(piece, buffer)
+        except BaseException:
+            pool.release(buffer)
+            raise
+        piece.buffer = buffer
+
+    try:
+        in_parallel(pieces, fill, min(threads, len(pieces)))
+    except BaseException:
+        drop(pieces, pool)
+        raise
+
+
+def drop(pieces: Sequence[Piece], pool: Pool) -> None:
+    """Give the buffers of all staged pieces back."""
+    for piece in pieces:
+        if piece.buffer is not None:
+            pool.release(piece.buffer)
+            piece.buffer = None
+
+
+def _copy_out(source: Any, start: int, stop: int, buffer: Buffer, at: int) -> None:
+    """Bytes ``start`` to ``stop`` of the row-major source to the buffer's byte ``at``."""
+    if isinstance(source, np.ndarray):
+        if source.flags.c_contiguous:
+            address = source.__array_interface__["data"][0]
+            ctypes.memmove(buffer.address + at, address + start, stop - start)
+        else:
+            _copy_strided_array(source, start, stop, buffer.view[at:])
+    elif source.device.type == "cpu" and source.is_contiguous():
+        ctypes.memmove(buffer.address + at, source.data_ptr() + start, stop - start)
+    else:
+        _copy_strided_tensor(source, start, stop, buffer.view[at:])
+
+
+def _copy_strided_array(
+    source: np.ndarray[Any, Any], start: int, stop: int, out: memoryview
+) -> None:
+    size = source.itemsize
+    done = 0
+    for box in rectangles(source.shape, start // size, stop // size):
+        target = np.ndarray(box.sizes, source.dtype, out, done)
+        target[...] = source[box.slices((0,) * source.ndim)]
+        done += target.nbytes
+
+
+def _copy_strided_tensor(source: Any, start: int, stop: int, out: memoryview) -> None:
+    """As integers of the same size, so that every bit pattern of every dtype passes unchanged."""
+    import torch
+
+    if source.is_complex():
+        source = torch.view_as_real(source)
+    size = source.element_size()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    source = source.view(integer)
+    shape = tuple(source.shape)
+    done = 0
+    for box in rectangles(shape, start // size, stop // size):
+        count = prod(box.sizes)
+        target = torch.frombuffer(out, dtype=integer, count=count, offset=done)
+        target.view(box.sizes).copy_(source[box.slices((0,) * len(shape))])
+        done += count * size
+
+
+def whole(leaf: Leaf) -> Holding:
+    """What a process holds of a leaf that is not cut over ranks: all of it."""
+    return Holding(leaf.key, leaf.dtype, leaf.shape, Box.whole(leaf.shape))

@@ -1,0 +1,144 @@
+"""Verification: every byte of every file of a snapshot read, and compared with its digest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from holdfast.engine.cover import ReadItem, whole_file
+from holdfast.engine.location import Location
+from holdfast.engine.parallel import in_parallel
+from holdfast.engine.read import read_chunks
+from holdfast.engine.snapshot import Snapshot, check_length, read_index
+from holdfast.engine.worker import sync_pool
+from holdfast.errors import FormatError, HoldfastError, ManifestInvalid, StoreError
+from holdfast.format.index import ShardIndex
+from holdfast.format.manifest import Shard
+from holdfast.format.names import MANIFEST
+from holdfast.format.tensorfile import header_length, parse_header, stored_shape
+from holdfast.settings import read_settings
+from holdfast.words import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a snapshot: file, offset in bytes, leaves, and the error."""
+
+    file: str
+    offset: int | None
+    leaves: tuple[str, ...]
+    error: HoldfastError
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``verify`` found: bytes that were checked, seconds it took, and every problem."""
+
+    url: str
+    nbytes: int
+    seconds: float
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(snapshot: Snapshot, progress: Callable[[int], None] | None) -> Report:
+    """See ``Snapshot.verify``."""
+    began = time.perf_counter()
+    problems: list[Problem] = []
+    done: list[int] = []
+
+    def tell(nbytes: int) -> None:
+        done.append(nbytes)
+        if progress is not None:
+            progress(nbytes)
+
+    for shard in snapshot.manifest.shards:
+        _verify_shard(snapshot.place, shard, problems, tell)
+    if not problems:
+        try:
+            snapshot.indexes()
+        except (FormatError, StoreError) as e:
+            problems.append(_as_problem(e, snapshot.place.key(MANIFEST)))
+    problems.sort(key=lambda p: (p.file, p.offset or 0))
+    return Report(snapshot.url, sum(done), time.perf_counter() - began, tuple(problems))
+
+
+def _as_problem(error: HoldfastError, file: str) -> Problem:
+    fields = error.fields
+    leaves = fields.get("leaves") or ((fields["leaf"],) if fields.get("leaf") else ())
+    return Problem(fields.get("file") or file, fields.get("offset"), tuple(leaves), error)
+
+
+def _verify_shard(
+    place: Location, shard: Shard, problems: list[Problem], tell: Callable[[int], None]
+) -> None:
+    """Add to ``problems`` all that is wrong with one shard and its index."""
+    file = place.key(shard.name)
+    try:
+        index = read_index(place, shard)
+        tell(shard.index.length)
+        check_length(place, shard.name, shard.length)
+    except (FormatError, StoreError) as e:
+        problems.append(_as_problem(e, file))
+        return
+    pool = sync_pool()
+    align = place.store.traits.alignment
+
+    def check(item: ReadItem) -> None:
+        base = item.start // align * align
+        pooled = item.stop - base <= pool.unit
+        buffer = pool.acquire() if pooled else None
+        view = buffer.view if buffer is not None else memoryview(bytearray(item.stop - base))
+        try:
+            read_chunks(place, index, item, base, view)
+        except (FormatError, StoreError) as e:
+            problems.append(_as_problem(e, file))
+        finally:
+            if buffer is not None:
+                pool.release(buffer)
+        tell(item.stop - item.start)
+
+    # one chunk an item, so that every damaged one is named
+    items = [i for whole in whole_file(0, index.cuts) for i in _single(whole, index)]
+    in_parallel(items, check, min(read_settings().threads, len(items)))
+    if not any(p.file == file for p in problems):
+        try:
+            _check_header(place, index)
+        except (FormatError, StoreError) as e:
+            problems.append(_as_problem(e, file))
+
+
+def _single(item: ReadItem, index: ShardIndex) -> list[ReadItem]:
+    cuts = [item.start, *index.cuts[item.first : item.last].tolist()]
+    return [
+        replace(item, first=item.first + i, last=item.first + i + 1, start=a, stop=b)
+        for i, (a, b) in enumerate(pairwise(cuts))
+    ]
+
+
+def _check_header(place: Location, index: ShardIndex) -> None:
+    """The safetensors header must say the same as the index, for those who read it alone."""
+    file = place.key(index.shard)
+    raw = bytearray(index.header)
+    place.store.get_range(file, 0, index.header, memoryview(raw))
+    header_length(bytes(raw[:8]), index.length, file)
+    begin, entries = parse_header(bytes(raw), index.length, file)
+    told = [(e.dtype, e.shape, begin + e.start) for e in entries]
+    boxes = [
+        (DTYPES[leaf.dtype].stored, stored_shape(DTYPES[leaf.dtype], b.sizes), b.at)
+        for leaf in index.leaves
+        for b in leaf.boxes
+    ]
+    if sorted(told, key=repr) != sorted(boxes, key=repr):
+        raise ManifestInvalid(
+            f"{file}: its header and its index contradict each other",
+            expected="the same tensors in both",
+            found=f"{len(told)} in the header, {len(boxes)} in the index",
+            file=file,
+            offset=0,
+        )

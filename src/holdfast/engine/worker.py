@@ -1,0 +1,102 @@
+"""The background half of an asynchronous save, and the buffers that saves share."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from threading import Lock, Thread
+from typing import TYPE_CHECKING
+
+from holdfast.storage.direct import Pool
+from holdfast.words import MIB
+
+if TYPE_CHECKING:
+    from holdfast.engine.snapshot import Snapshot
+
+BUDGET = 256 * MIB
+"""Memory that a synchronous save or a load may use beyond the state, in bytes."""
+
+_pool: Pool | None = None
+_lock = Lock()
+_unseen: set[Pending] = set()
+
+
+def sync_pool() -> Pool:
+    """The buffers that synchronous saves and loads of this process share."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = Pool(BUDGET // 2)
+        return _pool
+
+
+class Pending:
+    """A save that goes on in the background, on a thread of its own.
+
+    The thread is no daemon: a process that leaves normally finishes the save first.
+    """
+
+    def __init__(
+        self, finish: Callable[[], Snapshot], url: str, after: Callable[[], None] | None = None
+    ) -> None:
+        self.url = url
+        self._finish = finish
+        self._after = after
+        self._snapshot: Snapshot | None = None
+        self._error: BaseException | None = None
+        _unseen.add(self)
+        self._thread = Thread(target=self._run, name="holdfast-save")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has been committed or has failed."""
+        return not self._thread.is_alive()
+
+    def wait_staged(self) -> None:
+        """Return when the state may be changed: at once, for all that is on the CPU."""
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """The committed snapshot. Raises what made the save fail, or ``TimeoutError`` after
+        ``timeout`` seconds; the save then still goes on."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"The save to {self.url} is not done after {timeout} s")
+        _unseen.discard(self)
+        if self._error is not None:
+            raise self._error
+        if self._snapshot is None:
+            raise RuntimeError(f"The save to {self.url} ended without a result")
+        return self._snapshot
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._snapshot = self._finish()
+            finally:
+                if self._after is not None:
+                    self._after()
+            _unseen.discard(self)
+        except BaseException as e:  # noqa: BLE001  (top of a thread: raised by wait)
+            self._error = e
+        finally:
+            # the closure holds the whole state's copy
+            del self._finish, self._after
+
+
+def _report_unseen() -> None:
+    """A failed save that nobody waited for must not look like success to whoever started us."""
+    failed = [p for p in _unseen if p.done and p._error is not None]
+    if failed:
+        for pending in failed:
+            sys.stderr.write(f"holdfast: the save to {pending.url} failed:\n")
+            traceback.print_exception(pending._error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_report_unseen)

@@ -1,0 +1,72 @@
+"""A shard's image into a store: digests made on the way, pieces written by several threads."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from holdfast.engine.location import Location
+from holdfast.engine.parallel import in_parallel
+from holdfast.engine.stage import Image, Piece, drop
+from holdfast.format.digest import digest
+from holdfast.format.index import BoxAt, Index, Leaf, encode_index
+from holdfast.format.manifest import File
+from holdfast.storage.direct import Pool
+
+
+def write_shard(
+    place: Location, name: str, image: Image, pieces: list[Piece], pool: Pool, threads: int
+) -> list[str]:
+    """Write all pieces, staged or not, and return the digest of every chunk once the shard is
+    durable. Raises ``StoreError``; then there is no such shard. The pieces' buffers are given
+    back to the pool either way."""
+    cuts = image.cuts.tolist()
+    digests = [digest(image.header)] + [""] * (len(cuts) - 1)
+
+    def write(piece: Piece) -> None:
+        buffer, piece.buffer = piece.buffer, None
+        staged = buffer is not None
+        if buffer is None:
+            buffer = pool.acquire()
+        try:
+            if not staged:
+                image.fill(piece, buffer)
+            view = buffer.view[: piece.stop - piece.start]
+            if piece.start >= cuts[0]:
+                # every multiple of UNIT is a cut, so chunks begin and end with their piece
+                first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
+                for c in range(first, last + 1):
+                    a, b = cuts[c - 1] - piece.start, cuts[c] - piece.start
+                    digests[c] = digest(view[a:b])
+            upload.write_at(piece.start, view)
+        finally:
+            pool.release(buffer)
+
+    try:
+        with place.store.put(place.key(name), image.length) as upload:
+            in_parallel(pieces, write, min(threads, len(pieces)))
+            upload.commit()
+    finally:
+        drop(pieces, pool)
+    return digests
+
+
+def write_index(place: Location, name: str, shard: str, image: Image, digests: list[str]) -> File:
+    """Write the index of a shard, durably. Raises ``StoreError``."""
+    leaves: dict[str, Leaf] = {}
+    for h, at in zip(image.holdings, image.begins, strict=True):
+        leaf = leaves.get(h.key)
+        if leaf is None:
+            leaf = leaves[h.key] = Leaf(h.key, h.dtype, h.shape, [])
+        leaf.boxes.append(BoxAt(h.box.offsets, h.box.sizes, at))
+    index = Index(
+        format=1,
+        shard=shard,
+        length=image.length,
+        header=len(image.header),
+        leaves=list(leaves.values()),
+        cuts=image.cuts.tolist(),
+        digests=digests,
+    )
+    raw = encode_index(index)
+    place.store.put_if_absent(place.key(name), raw)
+    return File(name, len(raw), digest(raw))
