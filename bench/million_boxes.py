@@ -1,0 +1,280 @@
+"""A million boxes: what planning a save costs with many ranks, and what its index files cost.
+
+Every leaf is sharded over all ranks, so each rank holds one box of each of 977 leaves: 1,000,448
+boxes on 1,024 ranks. No process group is started: the ranks' parts are made one by one, the
+coordinator's part is run in a process of its own, whose memory is measured. Nothing is written.
+
+    python bench/million_boxes.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.engine.cover import Want, plan_read
+from holdfast.engine.layout import Holding, chunk_cuts, file_order
+from holdfast.engine.offer import Offer, make_offer, structure
+from holdfast.engine.plan import plan_write, same_structure
+from holdfast.format.index import BoxAt, Index, Leaf, decode_index, encode_index
+from holdfast.words import MIB, Box
+
+LEAVES = 977
+RANKS = (8, 64, 256, 1024)
+ROWS, WIDTH = 16, 4096
+
+
+class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The index as columns: ``offsets`` and ``sizes`` of all boxes one after the other."""
+
+    format: int
+    shard: str
+    length: int
+    header: int
+    keys: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    leaf: list[int]
+    offsets: list[int]
+    sizes: list[int]
+    at: list[int]
+    cuts: list[int]
+    digests: list[str]
+
+
+def holdings(rank: int, ranks: int) -> list[Holding]:
+    """One box of each leaf: rows of a bfloat16 matrix, 128 KiB each; a third are vectors."""
+    held = []
+    for i in range(LEAVES):
+        key = f"model/layers.{i // 12}.block.{i % 12}.weight"
+        if i % 3:
+            shape, box = (ranks * ROWS, WIDTH), Box((rank * ROWS, 0), (ROWS, WIDTH))
+        else:
+            shape, box = (ranks * 64,), Box((rank * 64,), (64,))
+        held.append(Holding(key, "bfloat16", shape, box))
+    return held
+
+
+def index(rank: int, ranks: int) -> Index:
+    """The index that the rank writes."""
+    held = holdings(rank, ranks)
+    held = [held[i] for i in file_order(held)]
+    lengths = np.array([h.nbytes for h in held])
+    header = 128 * 1024
+    cuts = chunk_cuts(header, lengths)
+    at = (header + np.cumsum(lengths) - lengths).tolist()
+    leaves = [
+        Leaf(h.key, h.dtype, h.shape, [BoxAt(h.box.offsets, h.box.sizes, a)])
+        for h, a in zip(held, at, strict=True)
+    ]
+    name = f"shard-{rank:05}-of-{ranks:05}.0123456789ab.safetensors"
+    digests = [f"{rank * 100_003 + i:032x}" for i in range(len(cuts))]
+    return Index(1, name, int(cuts[-1]), header, leaves, cuts.tolist(), digests)
+
+
+def columns(rows: Index) -> Columns:
+    boxes = [(i, b) for i, leaf in enumerate(rows.leaves) for b in leaf.boxes]
+    return Columns(
+        rows.format,
+        rows.shard,
+        rows.length,
+        rows.header,
+        [leaf.key for leaf in rows.leaves],
+        [leaf.dtype for leaf in rows.leaves],
+        [leaf.shape for leaf in rows.leaves],
+        [i for i, _ in boxes],
+        [o for _, b in boxes for o in b.offsets],
+        [s for _, b in boxes for s in b.sizes],
+        [b.at for _, b in boxes],
+        rows.cuts,
+        rows.digests,
+    )
+
+
+def parse_columns(raw: bytes) -> tuple[Any, ...]:
+    """The columns as checked arrays: the same rules as ``decode_index``, without a loop."""
+    c = msgspec.json.decode(raw, type=Columns)
+    leaf, at = np.array(c.leaf), np.array(c.at)
+    offsets, sizes, cuts = np.array(c.offsets), np.array(c.sizes), np.array(c.cuts)
+    dims = np.array([len(s) for s in c.shapes])
+    limit = np.array([n for i in c.leaf for n in c.shapes[i]])
+    if (offsets < 0).any() or (sizes < 0).any() or (offsets + sizes > limit).any():
+        raise ValueError("a box outside its leaf")
+    starts = np.cumsum(dims[leaf]) - dims[leaf]
+    nbytes = np.multiply.reduceat(sizes, starts) * 2
+    order = np.argsort(at)
+    if (at[order][1:] != (at + nbytes)[order][:-1]).any() or (np.diff(cuts, prepend=0) <= 0).any():
+        raise ValueError("holes")
+    if len(c.digests) != len(cuts) or not all(len(d) == 32 for d in c.digests):
+        raise ValueError("digests")
+    return c.keys, c.dtypes, c.shapes, leaf, offsets, sizes, at, cuts
+
+
+def timed(call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
+    """Seconds of the fastest of ``times`` calls, and the last result."""
+    best = float("inf")
+    for _ in range(times):
+        begin = time.perf_counter()
+        result = call()
+        best = min(best, time.perf_counter() - begin)
+    return best, result
+
+
+def resident(row: str) -> float:
+    """MiB of this process: ``VmRSS`` now, ``VmHWM`` at most so far (Linux).
+
+    Not ``ru_maxrss``: that of a process begins with its parent's.
+    """
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(text.split(f"{row}:")[1].split()[0]) / 1024
+
+
+def coordinator(ranks: int, folder: Path) -> dict[str, float]:
+    """Plan from the offers in the folder; memory counts the offers themselves, too."""
+    plan_write([make_offer(holdings(0, 1))])
+    before = resident("VmRSS")
+    raw = [path.read_bytes() for path in sorted(folder.glob("*.offer"))]
+    took, plan = timed(lambda: plan_write([Offer.from_bytes(r) for r in raw]))
+    used = resident("VmHWM") - before
+    if plan.writes.sum() != ranks * LEAVES:
+        raise SystemExit("the plan is wrong")
+    again, same = timed(lambda: same_structure([r[:16] for r in raw], plan))
+    if not same:
+        raise SystemExit("an unchanged structure was not known again")
+    return {"plan_s": took, "plan_mib": used, "reuse_s": again}
+
+
+def reader(ranks: int, folder: Path, shape: str) -> dict[str, float]:
+    """Decode and check all indexes in the folder, one by one, keeping what ``shape`` keeps."""
+    decode_index(encode_index(index(0, 1)), "warm")
+    before = resident("VmRSS")
+    paths = sorted(folder.glob("*.rows" if shape != "columns" else "*.columns"))
+    if shape == "read_plan":  # what a rank does that loads into half as many ranks
+
+        def indexes() -> Iterator[Any]:
+            for path in paths:
+                yield decode_index(path.read_bytes(), path.name)
+
+        wanted = [
+            Want(h.key, Box((0, *h.box.offsets[1:]), (2 * h.box.sizes[0], *h.box.sizes[1:])))
+            for h in holdings(0, ranks)
+        ]
+        took, plan = timed(lambda: plan_read(indexes(), wanted))
+        if len({i.shard for i in plan.items}) != 2:
+            raise SystemExit("the read plan is wrong")
+    elif shape == "columns":
+        took, _ = timed(lambda: [parse_columns(path.read_bytes())[3:] for path in paths])
+    else:
+        took, _ = timed(lambda: [_arrays(path) for path in paths])
+    return {f"{shape}_s": took, f"{shape}_mib": resident("VmHWM") - before}
+
+
+def _arrays(path: Path) -> tuple[np.ndarray, ...]:
+    """An index of rows, checked, as arrays."""
+    found = decode_index(path.read_bytes(), path.name)
+    boxes = [(i, b) for i, leaf in enumerate(found.leaves) for b in leaf.boxes]
+    return (
+        np.array([i for i, _ in boxes]),
+        np.array([o for _, b in boxes for o in b.offsets]),
+        np.array([s for _, b in boxes for s in b.sizes]),
+        np.array([b.at for _, b in boxes]),
+        found.cuts,
+    )
+
+
+def _apart(*arguments: object) -> dict[str, float]:
+    """One part of the simulation in a fresh process, so that its memory is its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, *map(str, arguments)], check=True, stdout=subprocess.PIPE
+    )
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
+
+
+def rows(counts: tuple[int, ...] = RANKS, folder: Path | None = None) -> list[dict[str, float]]:
+    """The figures, one dict for each number of ranks: seconds, bytes, and MiB resident."""
+    figures = []
+    for ranks in counts:
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            place = Path(made)
+            held = holdings(0, ranks)
+            offer_s, offer = timed(lambda h=held: make_offer(h), 5)
+            structure_s, _ = timed(lambda h=held: structure(h), 5)
+            made_rows = index(0, ranks)
+            encode_s, raw = timed(lambda i=made_rows: encode_index(i), 5)
+            made_columns = columns(made_rows)
+            columns_s, raw_columns = timed(lambda c=made_columns: msgspec.json.encode(c), 5)
+            for r in range(ranks):
+                (place / f"{r:05}.offer").write_bytes(make_offer(holdings(r, ranks)).to_bytes())
+                one = index(r, ranks)
+                (place / f"{r:05}.rows").write_bytes(encode_index(one))
+                (place / f"{r:05}.columns").write_bytes(msgspec.json.encode(columns(one)))
+            figures.append(
+                {
+                    "ranks": ranks,
+                    "boxes": ranks * LEAVES,
+                    "offer_s": offer_s,
+                    "structure_s": structure_s,
+                    "offers_bytes": ranks * len(offer.to_bytes()),
+                    "rows_bytes": ranks * len(raw),
+                    "rows_encode_s": encode_s,
+                    "columns_bytes": ranks * len(raw_columns),
+                    "columns_encode_s": columns_s,
+                    **_apart("coordinator", ranks, place),
+                    **_apart("rows", ranks, place),
+                    **_apart("columns", ranks, place),
+                    **_apart("read_plan", ranks, place),
+                }
+            )
+    return figures
+
+
+def table(figures: list[dict[str, float]]) -> str:
+    """The figures as a Markdown table."""
+    lines: list[tuple[str, Callable[[dict[str, float]], str]]] = [
+        ("boxes", lambda f: f"{f['boxes']:,}"),
+        ("offer of one rank, ms", lambda f: f"{1e3 * f['offer_s']:.2f}"),
+        ("its structure digest alone, ms", lambda f: f"{1e3 * f['structure_s']:.2f}"),
+        ("offers gathered, MiB", lambda f: f"{f['offers_bytes'] / MIB:.1f}"),
+        ("write plan at the coordinator, s", lambda f: f"{f['plan_s']:.3f}"),
+        ("its memory with the offers, MiB", lambda f: f"{f['plan_mib']:.0f}"),
+        ("unchanged structure, ms", lambda f: f"{1e3 * f['reuse_s']:.2f}"),
+        ("index encoded by one rank, ms (rows / columns)", _pair("encode_s", 1e3, ".2f")),
+        ("indexes, MiB (rows / columns)", _pair("bytes", 1 / MIB, ".1f")),
+        ("all indexes read, checked, s (rows / columns)", _pair("s", 1, ".2f")),
+        ("memory of that, MiB (rows / columns)", _pair("mib", 1, ".0f")),
+        ("read plan of one rank from all indexes, s", lambda f: f"{f['read_plan_s']:.2f}"),
+        ("its memory, MiB", lambda f: f"{f['read_plan_mib']:.0f}"),
+    ]
+    head = "| ranks | " + " | ".join(f"{f['ranks']:,}" for f in figures) + " |"
+    body = [f"| {name} | " + " | ".join(map(show, figures)) + " |" for name, show in lines]
+    return "\n".join([head, "|---|" + "---:|" * len(figures), *body])
+
+
+def _pair(what: str, factor: float, form: str) -> Callable[[dict[str, float]], str]:
+    def show(f: dict[str, float]) -> str:
+        return " / ".join(format(factor * f[f"{k}_{what}"], form) for k in ("rows", "columns"))
+
+    return show
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments:
+        print(table(rows()))
+    elif arguments[0] == "coordinator":
+        print(json.dumps(coordinator(int(arguments[1]), Path(arguments[2]))))
+    else:
+        print(json.dumps(reader(int(arguments[1]), Path(arguments[2]), arguments[0])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
