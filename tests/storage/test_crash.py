@@ -9,7 +9,7 @@ import pytest
 from holdfast.errors import AlreadyExists
 from holdfast.storage.local import LocalStore
 from holdfast.testing import CrashFs, PowerCut
-from holdfast.testing.stores import keys, put, sample
+from holdfast.testing.contract import keys, put, sample
 
 SIZE = 2 * 4096 + 100
 DATA, OTHER = sample(SIZE), sample(SIZE, 1)

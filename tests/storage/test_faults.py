@@ -17,7 +17,7 @@ from holdfast.storage.direct import Buffer
 from holdfast.storage.fs import Fs
 from holdfast.storage.local import LocalStore
 from holdfast.testing import Fault, FaultFs
-from holdfast.testing.stores import keys, leftovers, put, sample
+from holdfast.testing.contract import keys, leftovers, put, sample
 
 SIZE = 3 * 4096 + 100
 DATA = sample(SIZE)

@@ -5,7 +5,9 @@ Needs pytest.
 
 import pytest
 
-pytest.register_assert_rewrite("holdfast.testing.stores")
+pytest.register_assert_rewrite(
+    "holdfast.testing.contract", "holdfast.testing.writing", "holdfast.testing.stores"
+)
 
 from holdfast.testing.crashfs import CrashFs, PowerCut  # noqa: E402
 from holdfast.testing.faults import Fault, FaultFs  # noqa: E402

@@ -1,0 +1,73 @@
+"""What the parts of the Store contract share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.storage.direct import Buffer
+from holdfast.storage.store import Stat, Store
+
+
+def sample(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def put(store: Store, key: str, data: bytes) -> Stat:
+    """The object in one piece."""
+    with store.put(key, len(data)) as upload:
+        upload.write_at(0, memoryview(data))
+        return upload.commit()
+
+
+def read(store: Store, key: str, offset: int, length: int) -> bytes:
+    into = bytearray(length)
+    store.get_range(key, offset, length, memoryview(into))
+    return bytes(into)
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    return [stat.key for stat in store.list(prefix)]
+
+
+def leftovers(store: Store) -> list[str]:
+    return [stat.key for stat in store.partials("")]
+
+
+class Contract:
+    """See ``StoreContract``."""
+
+    put_sees_existing = True
+
+    def make_store(self, folder: Path) -> Store:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return self.make_store(tmp_path)
+
+    @staticmethod
+    def looks(store: Store, key: str) -> list[Callable[[], Any]]:
+        return [
+            lambda: store.get(key, 1 << 20),
+            lambda: store.get_range(key, 0, 1, memoryview(bytearray(1))),
+            lambda: store.get_range(key, 0, 0, memoryview(bytearray(1))),
+            lambda: store.get_range(key, 0, 4096, Buffer(4096).view),
+            lambda: store.stat(key),
+        ]
+
+    @staticmethod
+    def nothing_is_left(store: Store) -> None:
+        assert keys(store) == []
+        assert leftovers(store) == []
+
+    @staticmethod
+    def names(error: HoldfastError, store: Store, key: str) -> None:
+        assert (error.key, error.store) == (key, store.url)
+        assert key in str(error)
+        assert store.url in str(error)

@@ -1,0 +1,228 @@
+"""The half of the Store contract that is about ``put`` and ``put_if_absent``."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+
+from holdfast.errors import AlreadyExists, NotFound, StoreError
+from holdfast.storage.direct import Buffer
+from holdfast.storage.store import Store
+from holdfast.testing.contract import Contract, keys, leftovers, put, read, sample
+
+
+class WritingContract(Contract):
+    # put
+
+    @pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 100_000, (3 << 20) + 5])
+    def test_what_was_put_is_read_back(self, store: Store, size: int) -> None:
+        data = sample(size)
+        stat = put(store, "v/a", data)
+        assert (stat.key, stat.length) == ("v/a", size)
+        assert store.get("v/a", size) == data
+        assert read(store, "v/a", 0, size) == data
+        assert keys(store) == ["v/a"]
+        assert leftovers(store) == []
+
+    def test_commit_gives_what_stat_gives(self, store: Store) -> None:
+        assert put(store, "v/a", b"abc") == store.stat("v/a")
+
+    def test_an_empty_object_needs_no_write(self, store: Store) -> None:
+        with store.put("empty", 0) as upload:
+            upload.commit()
+        assert store.get("empty", 0) == b""
+
+    def test_pieces_come_in_any_order_from_many_threads(self, store: Store) -> None:
+        data, piece = sample(2_000_003), 65_536
+        starts = list(range(0, len(data), piece))
+        random.Random(1).shuffle(starts)
+        view = memoryview(data)
+        with store.put("v/a", len(data)) as upload, ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda at: upload.write_at(at, view[at : at + piece]), starts))
+            upload.commit()
+        assert store.get("v/a", len(data)) == data
+
+    def test_pieces_need_not_be_aligned(self, store: Store) -> None:
+        data, cuts = sample(50_000), [0, 1, 4095, 4097, 12_288, 20_481, 49_999, 50_000]
+        buffer = Buffer(65_536)
+        with store.put("a", len(data)) as upload:
+            for start, end in pairwise(cuts):
+                buffer.view[: end - start] = data[start:end]
+                upload.write_at(start, buffer.view[: end - start])
+            upload.commit()
+        assert store.get("a", len(data)) == data
+
+    def test_a_buffer_may_be_used_again_when_write_at_has_returned(self, store: Store) -> None:
+        buffer = Buffer(8192)
+        with store.put("a", 16_384) as upload:
+            for at, byte in ((8192, b"2"), (0, b"1")):
+                buffer.view[:] = byte * 8192
+                upload.write_at(at, buffer.view)
+            buffer.view[:] = b"3" * 8192
+            upload.commit()
+        assert store.get("a", 16_384) == b"1" * 8192 + b"2" * 8192
+
+    def test_memory_of_any_element_type_is_taken_as_bytes(self, store: Store) -> None:
+        data = sample(96)
+        with store.put("a", 96) as upload:
+            upload.write_at(0, cast(Any, memoryview(data).cast("d", (3, 4))))
+            upload.commit()
+        assert store.get("a", 96) == data
+
+    def test_a_missing_byte_is_an_error_at_commit(self, store: Store) -> None:
+        with store.put("v/a", 10) as upload:
+            upload.write_at(0, memoryview(b"01234"))
+            upload.write_at(6, memoryview(b"6789"))
+            with pytest.raises(StoreError, match="byte 5"):
+                upload.commit()
+        self.nothing_is_left(store)
+
+    def test_a_missing_end_is_an_error_at_commit(self, store: Store) -> None:
+        with store.put("v/a", 10) as upload:
+            upload.write_at(0, memoryview(b"01234"))
+            with pytest.raises(StoreError):
+                upload.commit()
+        self.nothing_is_left(store)
+
+    def test_a_byte_written_twice_is_an_error(self, store: Store) -> None:
+        with store.put("v/a", 4) as upload:
+            upload.write_at(0, memoryview(b"0123"))
+            with pytest.raises(StoreError):  # noqa: PT012
+                upload.write_at(1, memoryview(b"1"))
+                upload.commit()
+        self.nothing_is_left(store)
+
+    @pytest.mark.parametrize(("offset", "size"), [(-1, 1), (0, 11), (10, 1), (9, 2)])
+    def test_a_piece_outside_is_an_error(self, store: Store, offset: int, size: int) -> None:
+        with store.put("v/a", 10) as upload, pytest.raises(StoreError):
+            upload.write_at(offset, memoryview(bytes(size)))
+        self.nothing_is_left(store)
+
+    def test_a_negative_length_is_an_error(self, store: Store) -> None:
+        with pytest.raises(StoreError):
+            store.put("a", -1)
+        self.nothing_is_left(store)
+
+    def test_nothing_is_visible_before_commit(self, store: Store) -> None:
+        with store.put("v/a", 3) as upload:
+            upload.write_at(0, memoryview(b"abc"))
+            assert keys(store) == []
+            for look in (lambda: store.stat("v/a"), lambda: store.get("v/a", 9)):
+                with pytest.raises(NotFound):
+                    look()
+            upload.commit()
+        assert keys(store) == ["v/a"]
+
+    def test_abort_leaves_nothing_also_twice(self, store: Store) -> None:
+        upload = store.put("v/a", 3)
+        upload.write_at(0, memoryview(b"abc"))
+        upload.abort()
+        upload.abort()
+        self.nothing_is_left(store)
+
+    def test_leaving_the_context_without_commit_aborts(self, store: Store) -> None:
+        with store.put("v/a", 3) as upload:
+            upload.write_at(0, memoryview(b"abc"))
+        self.nothing_is_left(store)
+        with pytest.raises(KeyError), store.put("v/a", 3):
+            raise KeyError
+        self.nothing_is_left(store)
+
+    def test_abort_after_commit_changes_nothing(self, store: Store) -> None:
+        with store.put("v/a", 3) as upload:
+            upload.write_at(0, memoryview(b"abc"))
+            upload.commit()
+            upload.abort()
+        assert store.get("v/a", 3) == b"abc"
+
+    @pytest.mark.parametrize("end", ["commit", "abort"])
+    def test_an_upload_that_is_over_takes_no_more(self, store: Store, end: str) -> None:
+        with store.put("v/a", 0) as upload:
+            getattr(upload, end)()
+            for call in (upload.commit, lambda: upload.write_at(0, memoryview(b""))):
+                with pytest.raises(StoreError):
+                    call()
+
+    def test_abort_while_threads_write(self, store: Store) -> None:
+        upload, data = store.put("v/a", 64 * 4096), memoryview(bytes(4096))
+
+        def write(at: int) -> None:
+            try:
+                upload.write_at(at, data)
+            except StoreError:
+                return  # the upload was over before this piece
+
+        with ThreadPoolExecutor(4) as threads:
+            writes = [threads.submit(write, at * 4096) for at in range(64)]
+            upload.abort()
+            for done in writes:
+                done.result()
+        self.nothing_is_left(store)
+
+    def test_uploads_do_not_mix(self, store: Store) -> None:
+        def one(number: int) -> bool:
+            data = sample(20_000, number)
+            put(store, f"v/{number}", data)
+            return store.get(f"v/{number}", len(data)) == data
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(one, range(16)))
+        assert len(keys(store)) == 16
+
+    def test_put_does_not_replace(self, store: Store) -> None:
+        if not self.put_sees_existing:
+            pytest.skip("this store's put does not look for an existing object")
+        put(store, "v/a", b"first")
+        with pytest.raises(AlreadyExists):
+            put(store, "v/a", b"first")
+        assert store.get("v/a", 9) == b"first"
+        assert leftovers(store) == []
+
+    # put_if_absent
+
+    @pytest.mark.parametrize("size", [0, 1, 5000, 300_000])
+    def test_put_if_absent_writes_whole(self, store: Store, size: int) -> None:
+        stat = store.put_if_absent("v/m", sample(size))
+        assert stat.length == size
+        assert store.stat("v/m") == stat
+        assert store.get("v/m", size) == sample(size)
+        assert leftovers(store) == []
+
+    def test_put_if_absent_leaves_the_first_bytes(self, store: Store) -> None:
+        store.put_if_absent("v/m", b"first")
+        for other in (b"other", b"", b"first and more"):
+            with pytest.raises(AlreadyExists) as caught:
+                store.put_if_absent("v/m", other)
+            self.names(caught.value, store, "v/m")
+        assert store.get("v/m", 99) == b"first"
+        assert leftovers(store) == []
+
+    def test_put_if_absent_of_the_same_bytes_succeeds(self, store: Store) -> None:
+        store.put_if_absent("v/m", b"same")
+        assert store.put_if_absent("v/m", b"same").length == 4
+        assert leftovers(store) == []
+
+    def test_of_sixteen_racing_writers_one_wins(self, store: Store) -> None:
+        def race(number: int) -> int | None:
+            try:
+                store.put_if_absent("v/m", b"%d" % number * 1000)
+            except AlreadyExists:
+                return None
+            return number
+
+        for _ in range(3):
+            with ThreadPoolExecutor(16) as threads:
+                winners = [n for n in threads.map(race, range(10, 26)) if n is not None]
+            assert len(winners) == 1
+            assert store.get("v/m", 2000) == b"%d" % winners[0] * 1000
+            assert leftovers(store) == []
+            store.delete("v/m")
+
+    def test_sixteen_racing_writers_of_the_same_bytes_all_succeed(self, store: Store) -> None:
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(lambda _: store.put_if_absent("v/m", b"same"), range(16)))
+        assert store.get("v/m", 9) == b"same"

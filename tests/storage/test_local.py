@@ -1,0 +1,247 @@
+"""What the contract does not say of local folders: links, names, folders, races, real limits."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import Denied, NoSpace, NotFound, StoreError
+from holdfast.storage.fs import Fs
+from holdfast.storage.local import LocalStore
+from holdfast.testing.contract import keys, leftovers, put
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(tmp_path / "run")
+
+
+def test_an_absent_root_is_empty_and_is_not_made_by_looking(store, tmp_path):
+    assert keys(store) == leftovers(store) == []
+    for look in (store.stat, lambda key: store.get(key, 1)):
+        with pytest.raises(NotFound):
+            look("a")
+    store.delete("a")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_url_is_as_written_and_the_folder_stays_when_one_moves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = LocalStore("runs/a")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.put_if_absent("m", b"1")
+    assert store.url == "runs/a"
+    assert (tmp_path / "runs" / "a" / "m").read_bytes() == b"1"
+
+
+def test_two_views_of_one_folder_see_the_same_objects(store, tmp_path):
+    put(store, "v/a", b"1")
+    inner = LocalStore(tmp_path / "run" / "v")
+    assert keys(inner) == ["a"]
+    assert inner.get("a", 1) == b"1"
+
+
+def test_an_unfinished_upload_stands_beside_its_object(store, tmp_path):
+    upload = store.put("v/a", 3)
+    (name,) = os.listdir(tmp_path / "run" / "v")
+    assert name.startswith(".a.")
+    assert leftovers(store) == [f"v/{name}"]
+    assert list(store.partials("w")) == []
+    upload.abort()
+
+
+def test_what_a_killed_process_left_is_found_and_deleted(store):
+    program = f"""
+import os
+from holdfast.storage.local import LocalStore
+upload = LocalStore({store.url!r}).put("v/a", 5)
+upload.write_at(0, memoryview(b"123"))
+os._exit(9)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    assert keys(store) == []
+    (partial,) = store.partials("v")
+    assert partial.modified > 0
+    store.delete(partial.key)
+    assert leftovers(store) == []
+
+
+def test_a_key_with_the_name_of_an_unfinished_upload_is_refused(store):
+    for write in (lambda: store.put("v/.a.partial", 1), lambda: put(store, ".partial", b"")):
+        with pytest.raises(StoreError, match="unfinished"):
+            write()
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "日" * 85, "." + "x" * 254])
+def test_the_longest_names_that_the_file_system_takes(store, name):
+    store.put_if_absent(f"v/{name}", b"1")
+    assert keys(store) == [f"v/{name}"]
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "\ud800"])
+def test_names_that_the_file_system_does_not_take(store, name):
+    for call in (lambda: store.put_if_absent(name, b"1"), lambda: store.stat(name)):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert not isinstance(caught.value, NotFound)
+
+
+def test_a_name_that_is_no_text_can_be_listed_and_deleted(store, tmp_path):
+    (tmp_path / "run").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/run/\xff")).write_bytes(b"1")
+    (key,) = keys(store)
+    store.delete(key)
+    assert keys(store) == []
+
+
+def test_links_are_neither_listed_nor_followed(store, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"1")
+    put(store, "v/a", b"1")
+    (tmp_path / "run" / "folder").symlink_to(outside)
+    (tmp_path / "run" / "v" / "file").symlink_to(outside / "secret")
+    (tmp_path / "run" / "loop").symlink_to(tmp_path / "run")
+    assert keys(store) == ["v/a"]
+    assert keys(store, "folder") == keys(store, "loop") == []
+    for look in (store.stat, lambda key: store.get(key, 1)):
+        with pytest.raises(NotFound):
+            look("v/file")
+    with pytest.raises(NotFound):
+        store.get_range("v/file", 0, 1, memoryview(bytearray(1)))
+
+
+def test_the_root_may_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "run").symlink_to("real")
+    store = LocalStore(tmp_path / "run")
+    put(store, "v/a", b"1")
+    assert keys(store) == ["v/a"]
+    assert (tmp_path / "real" / "v" / "a").exists()
+
+
+def test_delete_removes_folders_that_become_empty_up_to_the_root(store, tmp_path):
+    put(store, "v/w/x/a", b"1")
+    put(store, "v/b", b"1")
+    store.delete("v/w/x/a")
+    assert not (tmp_path / "run" / "v" / "w").exists()
+    store.delete("v/b")
+    assert (tmp_path / "run").is_dir()
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_a_folder_removed_while_an_upload_begins_is_made_again(tmp_path):
+    class Racing(Fs):
+        races = 3
+
+        def open(self, path, flags):
+            if flags & os.O_CREAT and self.races:
+                self.races -= 1
+                os.rmdir(os.path.dirname(path))
+            return super().open(path, flags)
+
+    store = LocalStore(tmp_path / "run", fs=Racing())
+    put(store, "v/a", b"1")
+    assert keys(store) == ["v/a"]
+
+
+def test_objects_deleted_while_they_are_listed_are_left_out(tmp_path):
+    class Racing(Fs):
+        def scandir(self, path):
+            found = super().scandir(path)
+            return [*found, ("gone", False), ("gone too", True)]
+
+    store = LocalStore(tmp_path, fs=Racing())
+    put(store, "a", b"1")
+    assert keys(store) == ["a"]
+
+
+def test_an_abort_while_a_write_is_in_flight_does_not_close_under_it(tmp_path):
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(Fs):
+        def pwrite(self, fd, data, offset):
+            inside.set()
+            go.wait(10)
+            return super().pwrite(fd, data[:1], offset)
+
+    store = LocalStore(tmp_path, fs=Slow())
+    upload = store.put("a", 2)
+    thread = threading.Thread(target=upload.write_at, args=(0, memoryview(b"ab")))
+    thread.start()
+    inside.wait(10)
+    upload.abort()
+    # A descriptor closed too early would have its number given to this file.
+    with (tmp_path / "other").open("wb"):
+        go.set()
+        thread.join(10)
+    assert (tmp_path / "other").read_bytes() == b""
+    assert keys(store) == ["other"]
+    assert leftovers(store) == []
+
+
+def test_commit_while_a_write_is_in_flight_is_refused(tmp_path):
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(Fs):
+        def pwrite(self, fd, data, offset):
+            inside.set()
+            go.wait(10)
+            return super().pwrite(fd, data, offset)
+
+    with LocalStore(tmp_path, fs=Slow()).put("a", 2) as upload:
+        thread = threading.Thread(target=upload.write_at, args=(0, memoryview(b"ab")))
+        thread.start()
+        inside.wait(10)
+        with pytest.raises(StoreError, match="running"):
+            upload.commit()
+        go.set()
+        thread.join(10)
+        upload.commit()
+
+
+def test_a_limit_on_file_size_is_no_space(store):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(NoSpace):
+            store.put("v/a", 200_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert leftovers(store) == []
+
+
+def test_more_than_the_disk_has_is_refused_before_the_first_byte(tmp_path):
+    with pytest.raises(NoSpace) as caught:
+        LocalStore(tmp_path).put("v/a", 1 << 62)
+    assert "Free space" in str(caught.value) or "file size" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_where_a_file_stands_no_folder_can_be_made(store):
+    put(store, "v", b"1")
+    with pytest.raises(StoreError) as caught:
+        store.put("v/a", 1)
+    assert not isinstance(caught.value, NotFound)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_denied(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o500)
+    with pytest.raises(Denied):
+        LocalStore(tmp_path / "run").put("v/a", 1)
+
+
+def test_the_real_rename_does_not_replace(tmp_path):
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / "b").write_bytes(b"b")
+    with pytest.raises(FileExistsError):
+        Fs().rename_noreplace(str(tmp_path / "a"), str(tmp_path / "b"))
+    Fs().rename_noreplace(str(tmp_path / "a"), str(tmp_path / "c"))
+    assert (tmp_path / "c").read_bytes() == b"a"
+    assert sorted(os.listdir(tmp_path)) == ["b", "c"]

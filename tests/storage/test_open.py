@@ -1,0 +1,61 @@
+"""From what the user wrote to a store."""
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import StoreError
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
+from holdfast.testing.contract import keys
+
+
+@pytest.mark.parametrize(
+    "make", [str, Path, lambda p: f"file://{p}", lambda p: f"file://localhost{p}"]
+)
+def test_a_path_is_a_local_folder(tmp_path, make):
+    store = open_store(make(tmp_path / "a"))
+    assert isinstance(store, LocalStore)
+    store.put_if_absent("m", b"1")
+    assert (tmp_path / "a" / "m").read_bytes() == b"1"
+
+
+def test_a_file_url_is_decoded_and_a_path_is_not(tmp_path):
+    open_store(f"file://{tmp_path}/a%20b%3F").put_if_absent("m", b"1")
+    open_store(f"{tmp_path}/c%20d?x#y").put_if_absent("m", b"1")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a b?", "c%20d?x#y"]
+
+
+def test_memory_is_one_store_per_name():
+    one, two = open_store("memory://test-open-1"), open_store("memory://test-open-2")
+    one.put_if_absent("v/m", b"1")
+    assert open_store("memory://test-open-1") is one
+    assert keys(two) == []
+    inner = open_store("memory://test-open-1/v")
+    assert (keys(inner), inner.url) == (["m"], "memory://test-open-1/v")
+
+
+def test_a_store_is_returned_as_it_is():
+    store = MemoryStore()
+    assert open_store(store) is store
+
+
+def test_direct_is_read_from_the_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_DIRECT", "0")
+    assert not open_store(tmp_path)._direct
+    monkeypatch.setenv("HOLDFAST_DIRECT", "1")
+    assert open_store(tmp_path)._direct
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "S4://bucket/run"])
+def test_an_unknown_scheme_is_an_error_that_lists_the_known(url):
+    with pytest.raises(StoreError, match="memory://") as caught:
+        open_store(url)
+    assert url in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "file://", "file://host/x", "memory://", None, 3, b"x"])
+def test_what_names_no_place_is_an_error(url):
+    with pytest.raises(StoreError):
+        open_store(url)

@@ -1,0 +1,154 @@
+"""The model of a power cut itself."""
+
+import errno
+import os
+
+import pytest
+
+from holdfast.testing import CrashFs, PowerCut
+
+
+def write(fs, path, data, *, sync=False):
+    fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    fs.pwrite(fd, memoryview(data), 0)
+    if sync:
+        fs.fsync(fd)
+    fs.close(fd)
+
+
+def sync_folder(fs, path="/"):
+    fd = fs.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fs.fsync(fd)
+    fs.close(fd)
+
+
+def content(fs, path):
+    try:
+        fd = fs.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    into = bytearray(fs.fstat(fd).size)
+    fs.preadv(fd, memoryview(into), 0)
+    return bytes(into)
+
+
+def outcomes(fs, path="/a"):
+    return {content(left, path) for left in fs.crashes(limit=64)}
+
+
+def test_what_was_not_synced_may_be_lost_in_part():
+    fs = CrashFs()
+    data = b"1" * 4096 + b"2" * 4096
+    write(fs, "/a", data)
+    assert outcomes(fs) == {
+        None,
+        b"",
+        bytes(8192),
+        bytes(4096) + b"2" * 4096,
+        b"1" * 4096 + bytes(4096),
+        data,
+    }
+
+
+def test_a_synced_file_may_lack_its_name_and_a_synced_name_its_file():
+    fs = CrashFs()
+    write(fs, "/a", b"1", sync=True)
+    assert outcomes(fs) == {None, b"1"}
+    sync_folder(fs)
+    assert outcomes(fs) == {b"1"}
+    fs = CrashFs()
+    write(fs, "/a", b"1")
+    sync_folder(fs)
+    assert outcomes(fs) == {b"", b"\0", b"1"}
+
+
+def test_links_renames_and_removals_are_lost_until_the_folder_is_synced():
+    fs = CrashFs()
+    write(fs, "/t", b"1", sync=True)
+    sync_folder(fs)
+    fs.link("/t", "/a")
+    fs.unlink("/t")
+    assert {(content(x, "/t"), content(x, "/a")) for x in fs.crashes()} == {
+        (b"1", None),
+        (b"1", b"1"),
+        (None, None),
+        (None, b"1"),
+    }
+    sync_folder(fs)
+    assert {(content(x, "/t"), content(x, "/a")) for x in fs.crashes()} == {(None, b"1")}
+    fs.rename_noreplace("/a", "/b")
+    assert {(content(x, "/a"), content(x, "/b")) for x in fs.crashes()} == {
+        (b"1", None),
+        (None, b"1"),
+    }
+
+
+def test_a_folder_that_is_not_durable_takes_its_files_with_it():
+    fs = CrashFs()
+    fs.mkdir("/d")
+    write(fs, "/d/a", b"1", sync=True)
+    sync_folder(fs, "/d")
+    assert outcomes(fs, "/d/a") == {None, b"1"}
+    sync_folder(fs)
+    assert outcomes(fs, "/d/a") == {b"1"}
+
+
+def test_many_unsynced_things_are_sampled():
+    fs = CrashFs()
+    for number in range(20):
+        write(fs, f"/{number}", b"1")
+    sizes = {len(left.scandir("/")) for left in fs.crashes(limit=16)}
+    assert {0, 20} <= sizes
+    assert len(sizes) > 4
+
+
+def test_at_the_cut_and_after_it_nothing_happens():
+    fs = CrashFs(cut_at=2)
+    fs.mkdir("/a")
+    for _ in range(2):
+        with pytest.raises(PowerCut):
+            fs.mkdir("/b")
+    assert fs.operations == 1
+    (left, *_) = [x for x in fs.crashes() if x.scandir("/")]
+    assert left.scandir("/") == [("a", True)]
+
+
+def test_a_crash_leaves_the_first_file_system_as_it_was():
+    fs = CrashFs()
+    write(fs, "/a", b"1")
+    for left in fs.crashes():
+        left.mkdir("/x")
+    assert fs.scandir("/") == [("a", False)]
+    assert content(fs, "/a") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        (lambda fs: fs.open("/no", os.O_RDONLY), errno.ENOENT),
+        (lambda fs: fs.open("/f", os.O_CREAT | os.O_EXCL), errno.EEXIST),
+        (lambda fs: fs.open("/f", os.O_DIRECTORY), errno.ENOTDIR),
+        (lambda fs: fs.open("/f/x", os.O_CREAT), errno.ENOTDIR),
+        (lambda fs: fs.stat("/no/x"), errno.ENOENT),
+        (lambda fs: fs.link("/f", "/d"), errno.EEXIST),
+        (lambda fs: fs.link("/no", "/x"), errno.ENOENT),
+        (lambda fs: fs.rename_noreplace("/f", "/d"), errno.EEXIST),
+        (lambda fs: fs.mkdir("/d"), errno.EEXIST),
+        (lambda fs: fs.mkdir("/"), errno.EEXIST),
+        (lambda fs: fs.rmdir("/d"), errno.ENOTEMPTY),
+        (lambda fs: fs.rmdir("/f"), errno.ENOTDIR),
+        (lambda fs: fs.unlink("/d"), errno.EISDIR),
+        (lambda fs: fs.scandir("/f"), errno.ENOTDIR),
+        (lambda fs: fs.mkdir("/" + "n" * 256), errno.ENAMETOOLONG),
+        (lambda fs: fs.pwrite(fs.open("/f", os.O_DIRECT), memoryview(b"1"), 0), errno.EINVAL),
+        (lambda fs: fs.preadv(fs.open("/d", 0), memoryview(bytearray(1)), 0), errno.EISDIR),
+    ],
+)
+def test_errors_are_those_of_linux(call, number):
+    fs = CrashFs()
+    write(fs, "/f", b"1")
+    fs.mkdir("/d")
+    fs.mkdir("/d/e")
+    with pytest.raises(OSError) as caught:
+        call(fs)
+    assert caught.value.errno == number
