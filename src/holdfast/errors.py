@@ -158,3 +158,7 @@ class DeadlinePassed(CommitError):
 
 class NoSnapshot(HoldfastError):
     """A run holds no version that can be used (fields: ``skipped``)."""
+
+
+class SkippedVersion(UserWarning):
+    """``resume`` passed over a damaged version; the message says which, and what is wrong."""

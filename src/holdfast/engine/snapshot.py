@@ -24,7 +24,7 @@ from holdfast.format import tree
 from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex, decode_index
 from holdfast.format.manifest import MAX_BYTES, Manifest, Shard, decode_manifest
-from holdfast.format.names import MANIFEST
+from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.settings import read_settings
 from holdfast.words import DTYPES, Box
 
@@ -88,6 +88,22 @@ class Snapshot:
     def step(self) -> int | None:
         """The training step after which it was saved."""
         return self.manifest.step
+
+    @property
+    def version(self) -> Version:
+        """Step and branch, as the folder's name has them. Raises ``ManifestInvalid`` if it is
+        not named like a version of a run, or if its manifest says another step or branch."""
+        name = parse_version(self.place.folder.rpartition("/")[2])
+        said = (self.manifest.step, self.manifest.branch)
+        if name is None or (name.step, name.branch) != said:
+            raise ManifestInvalid(
+                f"{self.url} is not where it was saved",
+                expected="a folder whose name is version_STEP or version_STEP.BRANCH",
+                found=f"a manifest of step {said[0]} on branch {said[1]}",
+                todo="Give the folder its name back",
+                file=self.place.key(MANIFEST),
+            )
+        return name
 
     @property
     def created(self) -> str:
