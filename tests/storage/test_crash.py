@@ -103,6 +103,20 @@ def test_an_aborted_first_upload_does_not_hide_that_the_root_is_new():
         check(left, done)
 
 
+def test_a_root_that_was_removed_and_made_again():
+    def work(fs, done):
+        store = LocalStore("/a/run", fs=fs)
+        put_if_absent(store, "a")
+        store.delete("a")
+        fs.rmdir("/a/run")
+        fs.rmdir("/a")
+        put_if_absent(store, "v/a")
+        done.append("v/a")
+
+    for left, done in cut_everywhere(work):
+        check(left, done)
+
+
 def test_the_same_bytes_put_by_two_are_durable_when_either_returns():
     def work(fs, done):
         first, second = LocalStore("/a/run", fs=fs), LocalStore("/a/run", fs=fs)

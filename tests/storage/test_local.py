@@ -161,28 +161,31 @@ def test_objects_deleted_while_they_are_listed_are_left_out(tmp_path):
     assert keys(store) == ["a"]
 
 
-def test_an_abort_while_a_write_is_in_flight_does_not_close_under_it(tmp_path):
-    inside, go = threading.Event(), threading.Event()
+def test_an_abort_while_writes_are_in_flight_does_not_close_under_them(tmp_path):
+    inside, go = threading.Barrier(3), [threading.Event(), threading.Event()]
 
     class Slow(Fs):
         def pwrite(self, fd, data, offset):
-            inside.set()
-            go.wait(10)
+            if len(data) == 2:
+                inside.wait(10)
+                go[offset // 2].wait(10)
             return super().pwrite(fd, data[:1], offset)
 
-    store = LocalStore(tmp_path, fs=Slow())
-    upload = store.put("a", 2)
-    thread = threading.Thread(target=upload.write_at, args=(0, memoryview(b"ab")))
-    thread.start()
+    upload = LocalStore(tmp_path, fs=Slow()).put("a", 4)
+    threads = [
+        threading.Thread(target=upload.write_at, args=(at, memoryview(b"ab"))) for at in (0, 2)
+    ]
+    for thread in threads:
+        thread.start()
     inside.wait(10)
     upload.abort()
-    # A descriptor closed too early would have its number given to this file.
-    with (tmp_path / "other").open("wb"):
-        go.set()
-        thread.join(10)
-    assert (tmp_path / "other").read_bytes() == b""
-    assert keys(store) == ["other"]
-    assert leftovers(store) == []
+    for thread, gate in zip(threads, go, strict=True):
+        # A descriptor closed too early has its number given to a file like this one.
+        with (tmp_path / f"other-{thread.name}").open("wb"):
+            gate.set()
+            thread.join(10)
+    assert len(os.listdir(tmp_path)) == 2
+    assert all((tmp_path / name).read_bytes() == b"" for name in os.listdir(tmp_path))
 
 
 def test_commit_while_a_write_is_in_flight_is_refused(tmp_path):

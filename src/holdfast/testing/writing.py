@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.errors import AlreadyExists, NotFound, StoreError
 from holdfast.storage.direct import Buffer
-from holdfast.storage.store import Store
+from holdfast.storage.store import Store, Upload
 from holdfast.testing.contract import Contract, keys, leftovers, put, read, sample
 
 
@@ -88,12 +88,17 @@ class WritingContract(Contract):
                 upload.commit()
         self.nothing_is_left(store)
 
-    def test_a_byte_written_twice_is_an_error(self, store: Store) -> None:
-        with store.put("v/a", 4) as upload:
-            upload.write_at(0, memoryview(b"0123"))
-            with pytest.raises(StoreError):  # noqa: PT012
-                upload.write_at(1, memoryview(b"1"))
-                upload.commit()
+    @pytest.mark.parametrize("pieces", [((0, 4), (1, 1)), ((0, 4), (0, 4)), ((0, 3), (2, 2))])
+    def test_a_byte_written_twice_is_an_error(
+        self, store: Store, pieces: tuple[tuple[int, int], ...]
+    ) -> None:
+        def write(upload: Upload) -> None:
+            for offset, size in pieces:
+                upload.write_at(offset, memoryview(b"0123")[:size])
+            upload.commit()
+
+        with store.put("v/a", 4) as upload, pytest.raises(StoreError):
+            write(upload)
         self.nothing_is_left(store)
 
     @pytest.mark.parametrize(("offset", "size"), [(-1, 1), (0, 11), (10, 1), (9, 2)])
