@@ -1,0 +1,282 @@
+"""The versions of a run: which count, the newest intact, branches, retention, sweep."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import holdfast
+from holdfast import Run
+from holdfast.engine import pin
+from holdfast.engine.location import Location
+from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
+from holdfast.format.digest import digest
+from holdfast.format.manifest import Branch, encode_branch
+from holdfast.format.names import MANIFEST, Version, index_name, new_attempt, shard_name
+from holdfast.policy import EverySteps, KeepLast
+from holdfast.storage.memory import MemoryStore
+
+from .trainings import flip, shard_of, train, training
+
+DAY = 24 * 3600.0
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """A run with versions 20, 40, 60."""
+    store = MemoryStore()
+    with training(store, EverySteps(20)) as (state, ckpt):
+        train(state, ckpt, 60)
+    return store
+
+
+def steps(run: Run) -> list[int]:
+    return [s.step for s in run.snapshots() if s.step is not None]
+
+
+def branch_off(store: MemoryStore, at: int, to: int) -> None:
+    with training(store, EverySteps(20)) as (state, ckpt):
+        ckpt.resume(at=at)
+        train(state, ckpt, to)
+
+
+def test_an_absent_or_empty_run_has_nothing() -> None:
+    run = Run("memory://never-made")
+    assert run.snapshots() == []
+    assert run.latest() is None
+    assert run.line() == []
+    assert run.sweep().removed == []
+
+
+def test_versions_come_oldest_first_by_number(store: MemoryStore) -> None:
+    with training(store, EverySteps(20)) as (state, ckpt):
+        ckpt.resume()
+        train(state, ckpt, 120)
+    assert steps(Run(store)) == [20, 40, 60, 80, 100, 120]
+    latest = Run(store).latest()
+    assert latest is not None
+    assert latest.step == 120
+    assert latest.verify().ok
+
+
+def test_a_folder_without_manifest_is_no_version(store: MemoryStore) -> None:
+    store.delete(f"version_60/{MANIFEST}")
+    assert steps(Run(store)) == [20, 40]
+
+
+def test_other_folders_and_files_are_not_versions(store: MemoryStore) -> None:
+    for key in ("version_007/manifest.json", "version_-1/manifest.json", "notes/manifest.json"):
+        store.put_if_absent(key, b"{}")
+    store.put_if_absent("branch-x.json", b"{}")
+    store.put_if_absent("version_80", b"a file, not a folder")
+    assert steps(Run(store)) == [20, 40, 60]
+
+
+def test_latest_passes_over_what_is_damaged_or_cut_short(store: MemoryStore) -> None:
+    run = Run(store)
+    flip(store, f"version_60/{MANIFEST}")
+    latest = run.latest()
+    assert latest is not None
+    assert latest.step == 40
+    key = shard_of(store, "version_40")
+    raw = store.get(key, 1 << 30)
+    store.delete(key)
+    store.put_if_absent(key, raw[:-1])
+    latest = run.latest()
+    assert latest is not None
+    assert latest.step == 20
+
+
+def test_all_damaged_raises_and_names_each(store: MemoryStore) -> None:
+    for step in (20, 40, 60):
+        flip(store, f"version_{step}/{MANIFEST}")
+    with pytest.raises(NoSnapshot) as e:
+        Run(store).latest()
+    assert e.value.skipped == ("version_60", "version_40", "version_20")
+    assert "version_20" in str(e.value)
+
+
+def test_a_version_of_a_later_format_is_never_passed_over(store: MemoryStore) -> None:
+    key = f"version_60/{MANIFEST}"
+    raw = store.get(key, 1 << 20).replace(b'{"format":1,', b'{"format":2,', 1)
+    start = raw.index(b'"digest":"') + len('"digest":"')
+    made = digest(raw[:start] + b"0" * 32 + raw[start + 32 :])
+    store.delete(key)
+    store.put_if_absent(key, raw[:start] + made.encode() + raw[start + 32 :])
+    with pytest.raises(FormatTooNew, match="newer Holdfast"):
+        Run(store).latest()
+
+
+def test_a_version_in_the_folder_of_another_is_damaged(store: MemoryStore) -> None:
+    for stat in list(store.list("version_60")):
+        store.put_if_absent(stat.key.replace("_60", "_80"), store.get(stat.key, 1 << 30))
+    with pytest.raises(ManifestInvalid, match="not where it was saved"):
+        Run(store).open(Version(80))
+    latest = Run(store).latest()
+    assert latest is not None
+    assert latest.step == 60
+
+
+# -- branches ------------------------------------------------------------------------------------
+
+
+def test_versions_after_the_point_of_leaving_count_no_more(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=40)
+    run = Run(store)
+    assert run.line() == [Version(20), Version(40, 1)]
+    assert run.branch() == 1
+    assert run.read_branch(1).from_version == "version_20"
+    assert Version(60) in run.listing().versions  # kept until asked away
+
+
+def test_a_branch_of_a_branch(store: MemoryStore) -> None:
+    branch_off(store, at=40, to=100)  # 40, then 60.1, 80.1, 100.1
+    branch_off(store, at=80, to=100)  # leaves from 80.1
+    assert [str(v) for v in Run(store).line()] == [
+        "version_20",
+        "version_40",
+        "version_60.1",
+        "version_80.1",
+        "version_100.2",
+    ]
+
+
+def test_a_new_branch_without_versions_counts_at_once(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=20)
+    assert Run(store).line() == [Version(20)]
+
+
+def test_a_damaged_branch_record_is_told_by_its_first_version(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=60)
+    line = Run(store).line()
+    flip(store, "branch-1.json")
+    assert Run(store).line() == line
+    store.delete("branch-1.json")
+    assert Run(store).line() == line
+
+
+def test_a_damaged_record_of_an_empty_branch_is_as_if_never_left(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=20)
+    flip(store, "branch-1.json")
+    assert [v.step for v in Run(store).line()] == [20, 40, 60]
+    assert Run(store).branch() == 0
+    snapshot = Run(store).open(Version(20))
+    assert Run(store).leave_from(snapshot, Version(20), "again") == 2  # its number stays taken
+
+
+def test_a_branch_that_leaves_from_itself_is_refused(store: MemoryStore) -> None:
+    record = Branch(1, "version_20.1", "0" * 32, "", "")
+    store.put_if_absent("branch-1.json", encode_branch(record))
+    with pytest.raises(ManifestInvalid, match="before 1"):
+        Run(store).line()
+
+
+def test_two_that_leave_at_once_get_two_branches(store: MemoryStore) -> None:
+    snapshot = Run(store).open(Version(20))
+    numbers = {Run(store).leave_from(snapshot, Version(20), "x") for _ in range(3)}
+    assert numbers == {1, 2, 3}
+
+
+# -- deleting ------------------------------------------------------------------------------------
+
+
+def test_delete_takes_the_manifest_first(store: MemoryStore) -> None:
+    order: list[str] = []
+    delete = store.delete
+    store.delete = lambda key: (order.append(key), delete(key))[1]  # type: ignore[method-assign]
+    Run(store).delete(Version(40))
+    assert order[0] == f"version_40/{MANIFEST}"
+    assert list(store.list("version_40")) == []
+    assert steps(Run(store)) == [20, 60]
+
+
+def test_retention_counts_only_intact_versions(store: MemoryStore) -> None:
+    flip(store, f"version_60/{MANIFEST}")
+    assert Run(store).retain(KeepLast(1).keep) == [Version(20)]
+    assert Run(store).line() == [Version(40), Version(60)]  # the damaged one is not touched
+
+
+def test_retention_never_removes_the_newest_intact(store: MemoryStore) -> None:
+    Run(store).retain(lambda versions: [])
+    assert steps(Run(store)) == [60]
+
+
+def test_retention_leaves_other_branches_alone(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=60)
+    Run(store).retain(KeepLast(1).keep)
+    assert Run(store).line() == [Version(60, 1)]
+    assert Version(40) in Run(store).listing().versions
+
+
+# -- sweep ---------------------------------------------------------------------------------------
+
+
+def leave_orphans(store: MemoryStore, step: int) -> list[str]:
+    attempt = new_attempt()
+    keys = [f"version_{step}/{name(0, 1, attempt)}" for name in (shard_name, index_name)]
+    for key in keys:
+        store.put_if_absent(key, b"left over")
+    return keys
+
+
+def test_sweep_removes_old_orphans_only(store: MemoryStore) -> None:
+    before = {s.key for s in store.list("")}
+    orphans = leave_orphans(store, 60) + leave_orphans(store, 80)
+    run = Run(store)
+    assert run.sweep().removed == []
+    assert len(run.sweep().kept) == 4
+    told = run.sweep(now=time.time() + 2 * DAY, dry_run=True)
+    assert sorted(told.removed) == sorted(orphans)
+    assert {s.key for s in store.list("")} == before | set(orphans)
+    swept = run.sweep(now=time.time() + 2 * DAY)
+    assert sorted(swept.removed) == sorted(orphans)
+    assert swept.nbytes == 4 * len(b"left over")
+    assert {s.key for s in store.list("")} == before
+
+
+def test_sweep_keeps_what_a_living_process_holds_whatever_the_clock_says(
+    store: MemoryStore,
+) -> None:
+    attempt = new_attempt()
+    key = pin.hold(Location(store, "version_80"), attempt)
+    shard = f"version_80/{shard_name(0, 1, attempt)}"
+    store.put_if_absent(shard, b"half a save")
+    upload = store.put(f"version_80/{index_name(0, 1, attempt)}", 5)
+    swept = Run(store).sweep(now=time.time() + 365 * DAY)
+    assert swept.removed == []
+    assert {why for _, why in swept.kept} == {"a save is under way"}
+    upload.abort()
+    pin.release(Location(store, "version_80"), key)
+    assert Run(store).sweep(now=time.time() + 365 * DAY).removed == [shard]
+
+
+def test_sweep_touches_nothing_beside_a_manifest_that_cannot_be_read(store: MemoryStore) -> None:
+    flip(store, f"version_60/{MANIFEST}")
+    before = {s.key for s in store.list("")}
+    swept = Run(store).sweep(now=time.time() + 365 * DAY)
+    assert swept.removed == []
+    assert {s.key for s in store.list("")} == before
+
+
+def test_sweep_leaves_files_that_are_not_ours(store: MemoryStore) -> None:
+    for key in ("README.txt", "version_60/notes.txt", "version_60/eval-x.000000000000.json"):
+        store.put_if_absent(key, b"mine")
+    assert Run(store).sweep(now=time.time() + 365 * DAY).removed == []
+
+
+def test_sweep_takes_abandoned_versions_only_when_asked(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=40)
+    run = Run(store)
+    assert run.sweep(now=time.time() + 365 * DAY).removed == []
+    assert run.sweep(abandoned=True, dry_run=True).removed
+    run.sweep(abandoned=True)
+    assert run.listing().versions == [Version(20), Version(40, 1)]
+    assert run.line() == [Version(20), Version(40, 1)]
+
+
+def test_opening_a_version_that_is_not_there(store: MemoryStore) -> None:
+    with pytest.raises(NotFound, match="no snapshot"):
+        Run(store).open(Version(99))
+    with pytest.raises(NotFound):
+        holdfast.open("memory://never-made/version_1")

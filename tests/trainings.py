@@ -1,0 +1,81 @@
+"""A tiny training for tests: every step changes the whole state, and it is exactly repeatable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+import holdfast
+from holdfast.policy import KeepPolicy, SavePolicy
+from holdfast.storage.store import Store
+
+
+def fresh() -> dict[str, Any]:
+    """A state before its first step."""
+    return {
+        "weights": np.zeros(1000, np.float32),
+        "small": {"bias": np.ones(3, np.float64)},
+        "history": [0.0],
+        "progress": holdfast.Progress(),
+    }
+
+
+def train_step(state: dict[str, Any]) -> float:
+    """One step, which depends on everything before it."""
+    step = state["progress"].step + 1
+    state["weights"] += np.float32(step) * state["small"]["bias"][0].astype(np.float32)
+    state["small"]["bias"] *= 1.001
+    loss = float(state["weights"].sum() % 97)
+    state["history"] = [*state["history"][-4:], loss]
+    return loss
+
+
+def after(steps: int) -> dict[str, Any]:
+    """The state of a training that was never interrupted."""
+    state = fresh()
+    for _ in range(steps):
+        train_step(state)
+        state["progress"].step += 1
+    return state
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two states are equal bit for bit."""
+    return (
+        a["weights"].tobytes() == b["weights"].tobytes()
+        and a["small"]["bias"].tobytes() == b["small"]["bias"].tobytes()
+        and a["history"] == b["history"]
+        and a["progress"].state_dict() == b["progress"].state_dict()
+    )
+
+
+@contextmanager
+def training(
+    store: Store | str, save: SavePolicy, keep: KeepPolicy | None = None
+) -> Iterator[tuple[dict[str, Any], holdfast.Checkpointer]]:
+    state = fresh()
+    with holdfast.Checkpointer(store, state, save=save, keep=keep) as ckpt:
+        yield state, ckpt
+
+
+def train(state: dict[str, Any], ckpt: holdfast.Checkpointer, to: int) -> None:
+    """Steps until ``to`` are done."""
+    while state["progress"].step < to:
+        ckpt.step({"loss": train_step(state)})
+
+
+def flip(store: Store, key: str, byte: int = -1, bit: int = 0) -> None:
+    """Flip one bit of an object, as a bad disk would."""
+    raw = bytearray(store.get(key, 1 << 30))
+    raw[byte] ^= 1 << bit
+    store.delete(key)
+    store.put_if_absent(key, bytes(raw))
+
+
+def shard_of(store: Store, folder: str) -> str:
+    """The key of the only shard of a version."""
+    [key] = [s.key for s in store.list(folder) if s.key.endswith(".safetensors")]
+    return key
