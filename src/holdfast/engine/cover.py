@@ -25,8 +25,7 @@ SHOWN = 20
 _REFUSED = "Load another version; this one is damaged or was not written by a correct Holdfast"
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """A part of a leaf that the caller has room for: contiguous, row-major, in stored elements."""
 
     key: str

@@ -71,10 +71,11 @@ def _bind_slot(binder: Binder, old: Any, node: Any, key: str, device: Any) -> Se
     """In place where the live slot has the same shape and dtype, else into fresh memory."""
     torch = live.torch_or_none()
     if isinstance(old, torch.Tensor) and type(node) is dict and "tensor" in node:
-        stored = binder.room.snapshot.leaves[binder.room.leaf(node, key)[0]]
+        source, _ = binder.room.leaf(node, key)
+        stored = binder.room.snapshot.leaves[source]
         same = (str(old.dtype).removeprefix("torch."), tuple(old.shape)) == stored
         if same and old.layout is torch.strided and old.device == torch.device(device):
-            binder.into_tensor(old, node, key)
+            binder.into_tensor(old, source, key)
             return lambda: old
     return binder.room.make(node, key, device)
 

@@ -18,6 +18,7 @@ from holdfast.engine.cover import Want
 from holdfast.engine.read import Target
 from holdfast.engine.select import ABSENT, Selected
 from holdfast.engine.snapshot import Snapshot, allocate
+from holdfast.engine.tree import dtype_name
 from holdfast.errors import (
     DTypeMismatch,
     MissingLeaf,
@@ -30,6 +31,9 @@ from holdfast.format.names import escape, join
 from holdfast.words import Box
 
 Settle = Callable[[], Any]
+
+_LEAF_TAGS = frozenset(tree.LEAVES)
+_BYTES_TAGS = frozenset({*tree.LEAVES, "tied"})
 
 
 @dataclass(slots=True)
@@ -45,7 +49,7 @@ class Room:
     def leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """The key under which a leaf's bytes are stored, and the node that says what it is."""
         source = node.get("tied", key)
-        if any(tag in node for tag in tree.LEAVES):
+        if not _LEAF_TAGS.isdisjoint(node):
             return source, node
         return source, self.snapshot.nodes()[source]
 
@@ -53,13 +57,13 @@ class Room:
         """Have the whole leaf read into ``into``."""
         dtype, shape = self.snapshot.leaves[source]
         if 0 not in shape:
-            self.wants.append(Want(source, Box.whole(shape)))
+            self.wants.append(Want(source, Box((0,) * len(shape), shape)))
             self.targets.append(Target.of(dtype, into))
 
     def make(self, node: Any, key: str, device: Any = None) -> Settle:
         """Fresh memory for all leaves of a node; the result gives the node's value, later."""
         for k, n in tree.walk(node, key):
-            if type(n) is dict and (n.keys() & {*tree.LEAVES, "tied"}):
+            if type(n) is dict and not _BYTES_TAGS.isdisjoint(n):
                 source, leaf = self.leaf(n, k)
                 if source not in self.fresh:
                     dtype, shape = self.snapshot.leaves[source]
@@ -156,6 +160,15 @@ class Binder:
 
     def bind(self, value: Any, node: Any, key: str) -> Settle:
         torch = live.torch_or_none()
+        # tensors first: there are many of them, and asking them for attributes is slow
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self._place(self._tensor, value, node, key)
+        if isinstance(value, np.ndarray):
+            return self._place(self._array, value, node, key)
+        if isinstance(value, dict):
+            return self._dict(value, node, key)
+        if type(value) in (list, tuple):
+            return self._sequence(value, node, key)
         if live.is_module(value):
             return self._module(value, node, key)
         if live.is_optimizer(value):
@@ -164,19 +177,19 @@ class Binder:
             return bind_optimizer(self, value, node, key)
         if live.is_stateful(value):
             return self._stateful(value, node, key)
-        if isinstance(value, dict):
-            return self._dict(value, node, key)
-        if type(value) in (list, tuple):
-            return self._sequence(value, node, key)
-        if not self.selected(key):
-            return lambda: value
-        if node is ABSENT:
+        return self._place(self._value, value, node, key)
+
+    def _place(
+        self, bind: Callable[[Any, Any, str], Settle], value: Any, node: Any, key: str
+    ) -> Settle:
+        """Bind one leaf or plain value, if it is selected and there."""
+        if node is not ABSENT and self.selected(key):
+            return bind(value, node, key)
+        if node is ABSENT and self.selected(key):
             self.differences.missing.append(key)
-            return lambda: value
-        if torch is not None and isinstance(value, torch.Tensor):
-            return self._tensor(value, node, key)
-        if isinstance(value, np.ndarray):
-            return self._array(value, node, key)
+        return lambda: value
+
+    def _value(self, value: Any, node: Any, key: str) -> Settle:
         if value is not None and _is_leaf(node) and "blob" not in node:
             self._other_kind(type(value).__name__, node, key)
             return lambda: value
@@ -253,25 +266,33 @@ class Binder:
     def _tensor(self, value: Any, node: Any, key: str) -> Settle:
         if type(node) is dict and "sparse" in node:
             return self.room.make(node, key, value.device)
-        if not _is_leaf(node) or "tensor" not in self.room.leaf(node, key)[1]:
+        source = self._source(node, key, "tensor")
+        if source is None:
             self._other_kind("tensor", node, key)
-        elif self.fits(tuple(value.shape), str(value.dtype).removeprefix("torch."), node, key):
-            self.into_tensor(value, node, key)
+        elif self.fits(value.shape, dtype_name(value.dtype), source, key):
+            self.into_tensor(value, source, key)
         return lambda: value
 
-    def into_tensor(self, value: Any, node: Any, key: str) -> None:
+    def _source(self, node: Any, key: str, tag: str) -> str | None:
+        """The key under which the leaf's bytes are stored; None if it is no leaf of that kind."""
+        if not _is_leaf(node):
+            return None
+        source, leaf = self.room.leaf(node, key)
+        return source if tag in leaf else None
+
+    def into_tensor(self, value: Any, source: str, key: str) -> None:
         """Have a live tensor of the right shape filled in place."""
-        source, _ = self.room.leaf(node, key)
-        value = value.detach()
-        if any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True)):
+        if value.requires_grad:
+            value = value.detach()
+        stride = () if value.is_contiguous() else value.stride()
+        if 0 in stride and any(n > 1 and s == 0 for n, s in zip(value.shape, stride, strict=True)):
             raise PlanError(
                 f"The live tensor {key!r} is expanded: many of its elements share one place",
                 todo="Give the live state a tensor with memory of its own: tensor.contiguous()",
                 leaf=key,
             )
-        if value.numel():
-            place = (value.data_ptr(), value.shape, value.stride(), value.device)
-            first = self.bound.setdefault(place, source)
+        if pointer := value.data_ptr():
+            first = self.bound.setdefault((pointer, value.shape, stride), source)
             if first != source:
                 raise PlanError(
                     f"The live tensor {key!r} is tied to another, but the snapshot holds two",
@@ -283,26 +304,28 @@ class Binder:
         self.room.add(source, value)
 
     def _array(self, value: np.ndarray[Any, Any], node: Any, key: str) -> Settle:
-        if not _is_leaf(node) or "array" not in self.room.leaf(node, key)[1]:
+        source = self._source(node, key, "array")
+        if source is None:
             self._other_kind("array", node, key)
             return lambda: value
-        source, leaf = self.room.leaf(node, key)
+        leaf = self.room.leaf(node, key)[1]
         plain = len(leaf["array"]) == 2 and type(value) is np.ndarray and value.flags.writeable
         if not plain:
             return self.room.make(node, key)
-        if self.fits(value.shape, value.dtype.name, node, key):
+        if self.fits(value.shape, value.dtype.name, source, key):
             self.room.add(source, value)
         return lambda: value
 
-    def fits(self, shape: tuple[int, ...], dtype: str, node: Any, key: str) -> bool:
+    def fits(self, shape: tuple[int, ...], dtype: str | None, source: str, key: str) -> bool:
         """Whether a leaf's shape and dtype are those of the live place; notes what differs."""
-        stored, stored_shape = self.room.snapshot.leaves[self.room.leaf(node, key)[0]]
-        if shape != stored_shape:
-            self.differences.shapes.append(f"{key} {list(stored_shape)}, live {list(shape)}")
-        elif dtype != stored and not self.cast:
-            self.differences.dtypes.append(f"{key} {stored}, live {dtype}")
-        else:
+        stored, stored_shape = self.room.snapshot.leaves[source]
+        if shape == stored_shape and (dtype == stored or self.cast):
             return True
+        if shape != stored_shape:
+            told = f"{key} {list(stored_shape)}, live {list(shape)}"
+            self.differences.shapes.append(told)
+        else:
+            self.differences.dtypes.append(f"{key} {stored}, live {dtype}")
         return False
 
     def _other_kind(self, expected: str, node: Any, key: str) -> None:
@@ -379,7 +402,7 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _is_leaf(node: Any) -> bool:
-    return type(node) is dict and bool(node.keys() & {*tree.LEAVES, "tied"})
+    return type(node) is dict and not _BYTES_TAGS.isdisjoint(node)
 
 
 def _has_place(value: Any) -> bool:

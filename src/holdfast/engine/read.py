@@ -17,6 +17,7 @@ from holdfast.engine.cover import ReadItem, ReadPlan, Slab
 from holdfast.engine.layout import rectangles
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
+from holdfast.engine.tree import dtype_name
 from holdfast.errors import DigestMismatch, StoreError
 from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex
@@ -44,8 +45,7 @@ class Target:
             direct = into.flags.c_contiguous and into.flags.writeable
             address = into.__array_interface__["data"][0] if direct and into.size else 0
             return cls(dtype, into.shape, into, address)
-        same = str(into.dtype) == f"torch.{dtype}"
-        direct = same and into.device.type == "cpu" and into.is_contiguous()
+        direct = dtype_name(into.dtype) == dtype and into.is_cpu and into.is_contiguous()
         direct = direct and not into.is_conj() and not into.is_neg()
         return cls(dtype, tuple(into.shape), into, into.data_ptr() if direct else 0)
 

@@ -98,15 +98,16 @@ class _Taker:
             raise unsupported(t, key, "a subclass of Tensor whose inner parts are not known")
         if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
             return self._special(t, key)
-        name = _dtype_name(t.dtype)
+        name = dtype_name(t.dtype)
         if name is None:
             raise unsupported(t, key, f"the dtype {t.dtype} has no bytes that can be written")
-        t = t.detach()
+        if t.requires_grad:
+            t = t.detach()
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
         shape = tuple(t.shape)
         if t.numel():
-            place = (t.data_ptr(), name, shape, t.stride(), t.device)
+            place = (t.data_ptr(), name, shape, t.stride())
             first = self.seen.setdefault(place, key)
             if first != key:
                 return {"tied": first}
@@ -156,7 +157,7 @@ class _Taker:
 _dtype_names: dict[Any, str | None] = {}
 
 
-def _dtype_name(dtype: Any) -> str | None:
+def dtype_name(dtype: Any) -> str | None:
     """The name of a torch dtype if its elements are bytes that can be written."""
     if dtype not in _dtype_names:
         name = str(dtype).removeprefix("torch.")

@@ -42,6 +42,9 @@ _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozens
 _BUILD: dict[str, Callable[[Any], Any]] = {n: t for t, n in _SEQUENCES.items()}
 _NUMBERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_PLAIN = frozenset(
+    {str, type(None), bool, int, float, complex, bytes, bytearray, *_SEQUENCES, *_DICTS}
+)
 _NEW_DICT: dict[str, Callable[[], Any]] = {n: t for t, n in _DICTS.items()}
 
 
@@ -52,6 +55,8 @@ def encode(value: Any, key: str, other: Path, depth: int = 0) -> Node:
     """``value`` as a node. ``other(value, key)`` is asked for all that is not plain; it returns a
     node or raises ``Unsupported``."""
     kind = type(value)
+    if kind not in _PLAIN:
+        return _encode_scalar(value, key) if isinstance(value, np.generic) else other(value, key)
     if kind is str:
         return _checked_text(value, key)
     if value is None or kind is bool:
@@ -68,10 +73,8 @@ def encode(value: Any, key: str, other: Path, depth: int = 0) -> Node:
         return _encode_sequence(value, key, other, depth)
     if kind is complex:
         return {"complex": [encode(v, key, other) for v in (value.real, value.imag)]}
-    if kind in (bytes, bytearray) and len(value) < 4096:
+    if len(value) < 4096:
         return {kind.__name__: base64.b64encode(value).decode()}
-    if isinstance(value, np.generic):
-        return _encode_scalar(value, key)
     return other(value, key)
 
 
