@@ -7,7 +7,10 @@ element. So every byte of a shard, header and padding included, has exactly one 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,9 +19,16 @@ import numpy.typing as npt
 from holdfast.errors import ManifestInvalid
 from holdfast.format.digest import is_digest
 from holdfast.format.sealed import decode
-from holdfast.words import DTYPES, MIB, Box
+from holdfast.format.tensorfile import MAX_HEADER
+from holdfast.words import DTYPES, MIB
+
+Ints = npt.NDArray[np.int64]
+Broken = Callable[..., ManifestInvalid]
 
 MAX_CHUNK = 16 * MIB
+
+MAX_DIMENSIONS = 64
+"""NumPy's own limit."""
 
 
 class BoxAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,7 +68,7 @@ class ShardIndex:
     length: int
     header: int
     leaves: tuple[Leaf, ...]
-    cuts: npt.NDArray[np.int64]
+    cuts: Ints
     digests: tuple[str, ...]
 
 
@@ -85,56 +95,108 @@ def decode_index(raw: bytes, file: str) -> ShardIndex:
 
     if index.format != 1:
         raise broken("format 1", index.format)
-    if not (0 <= index.header <= index.length < 1 << 62):
-        raise broken("header <= length", (index.header, index.length))
-    spans: list[tuple[int, int, int]] = []
+    if not (8 <= index.header <= min(index.length, 8 + MAX_HEADER) and index.length < 1 << 62):
+        raise broken(
+            f"a header of 8 to {8 + MAX_HEADER} bytes within the shard",
+            (index.header, index.length),
+        )
     keys: set[str] = set()
     for leaf in index.leaves:
-        dtype = DTYPES.get(leaf.dtype)
-        if dtype is None or leaf.key in keys:
-            raise broken("a known dtype, and every leaf once", leaf.dtype, leaf.key)
+        if leaf.dtype not in DTYPES or leaf.key in keys or len(leaf.shape) > MAX_DIMENSIONS:
+            found = f"{leaf.dtype}, {len(leaf.shape)} dimensions"
+            raise broken(
+                f"every leaf once, with a known dtype and at most {MAX_DIMENSIONS} dimensions",
+                found if leaf.key not in keys else "it stands twice",
+                leaf.key,
+            )
         keys.add(leaf.key)
-        for box in leaf.boxes:
-            if not Box(box.offsets, box.sizes).inside(leaf.shape):
-                raise broken(f"a box within {leaf.shape}", box, leaf.key)
-            size = dtype.itemsize * Box(box.offsets, box.sizes).elements
-            spans.append((box.at, box.at + size, dtype.itemsize))
-    spans.sort()
-    at = index.header
-    for start, stop, _ in spans:
-        if start != at:
-            raise broken(f"boxes packed without holes: one at {at}", f"one at {start}")
-        at = stop
-    if at != index.length:
-        raise broken(f"boxes up to {index.length}", f"boxes up to {at}")
-    cuts = _check_chunks(index, spans, broken)
+    try:
+        cuts = np.array(index.cuts, dtype=np.int64)
+        spans = _spans(index, broken)
+    except OverflowError as e:
+        raise broken("numbers of 64 bits", str(e)) from e
+    ends = np.concatenate([np.array([index.header]), spans.stops])
+    begins = np.concatenate([spans.starts, np.array([index.length])])
+    wrong = ends != begins
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise broken(
+            f"boxes packed without holes up to {index.length}: one at {ends[i]}", begins[i]
+        )
+    _check_chunks(index, cuts, spans, broken)
     return ShardIndex(
         index.shard, index.length, index.header, tuple(index.leaves), cuts, tuple(index.digests)
     )
 
 
-def _check_chunks(index: Index, spans: list[tuple[int, int, int]], broken):  # type: ignore[no-untyped-def]
-    """The cuts as an array, if they tile the file and fall between elements."""
-    try:
-        cuts = np.array(index.cuts, dtype=np.int64)
-    except OverflowError as e:
-        raise broken("cuts of 64 bits", str(e)) from e
+class _Spans(NamedTuple):
+    """Where boxes begin and stop in the file, and the bytes of their elements, in file order."""
+
+    starts: Ints
+    stops: Ints
+    widths: Ints
+
+
+def _spans(index: Index, broken: Broken) -> _Spans:
+    """The spans of all boxes, each found to lie within its leaf. No loop goes over the boxes: of
+    these there may be millions, and every rank checks them at every load."""
+    leaves = index.leaves
+    boxes = [box for leaf in leaves for box in leaf.boxes]
+    of = np.repeat(np.arange(len(leaves)), np.array([len(leaf.boxes) for leaf in leaves], np.int64))
+    dims = np.array([len(leaf.shape) for leaf in leaves], np.int64)[of]
+    given = np.array([(len(b.offsets), len(b.sizes)) for b in boxes], np.int64).reshape(-1, 2)
+    sizes = _flat(b.sizes for b in boxes)
+    wrong = (given != dims[:, None]).any(axis=1)
+    if not wrong.any():
+        offsets = _flat(b.offsets for b in boxes)
+        limits = _flat(leaf.shape for leaf in leaves for _ in leaf.boxes)
+        outside = (offsets < 0) | (sizes < 0) | (sizes > limits) | (offsets > limits - sizes)
+        wrong[np.repeat(np.arange(len(boxes)), dims)[outside]] = True
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise broken(f"a box within {leaves[of[i]].shape}", boxes[i], leaves[of[i]].key)
+    widths = np.array([DTYPES[leaf.dtype].itemsize for leaf in leaves], np.int64)[of]
+    # the product in floats tells whether that in integers is exact
+    with np.errstate(over="ignore", invalid="ignore"):
+        large = _products(sizes.astype(np.float64), dims) * widths > index.length
+    if large.any():
+        i = int(large.argmax())
+        raise broken(f"a box of at most {index.length} bytes", boxes[i], leaves[of[i]].key)
+    starts = np.array([b.at for b in boxes], np.int64)
+    lengths = _products(sizes, dims) * widths
+    order = np.lexsort((lengths, starts))
+    return _Spans(starts[order], (starts + lengths)[order], widths[order])
+
+
+def _flat(rows: Iterable[tuple[int, ...]]) -> Ints:
+    return np.array(list(chain.from_iterable(rows)), np.int64)
+
+
+def _products(sizes: npt.NDArray[Any], dims: Ints) -> npt.NDArray[Any]:
+    """The product of each box's ``dims`` sizes, which lie one after the other; 1 for none."""
+    made = np.ones(len(dims), sizes.dtype)
+    some = dims > 0
+    if some.any():
+        made[some] = np.multiply.reduceat(sizes, (np.cumsum(dims) - dims)[some])
+    return made
+
+
+def _check_chunks(index: Index, cuts: Ints, spans: _Spans, broken: Broken) -> None:
+    """Raise unless the chunks tile the file and fall between elements."""
     lengths = np.diff(cuts, prepend=0)
     tiles = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == index.length
-    if not tiles or lengths.min() <= 0 or lengths[1:].max(initial=0) > MAX_CHUNK:
+    if not tiles or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:
         raise broken(
             f"chunks of 1 to {MAX_CHUNK} bytes, the first the header, the last to the end",
             index.cuts[:20],
         )
     if len(index.digests) != len(cuts) or not all(map(is_digest, index.digests)):
         raise broken(f"{len(cuts)} digests of 32 hex digits", f"{len(index.digests)} digests")
-    filled = [s for s in spans if s[1] > s[0]]
-    if filled:
-        starts = np.array([s[0] for s in filled], dtype=np.int64)
-        sizes = np.array([s[2] for s in filled], dtype=np.int64)
+    filled = spans.stops > spans.starts
+    if filled.any():
+        starts, widths = spans.starts[filled], spans.widths[filled]
         inner = cuts[:-1]
         inner = inner[inner >= starts[0]]
         box = np.searchsorted(starts, inner, side="right") - 1
-        if ((inner - starts[box]) % sizes[box]).any():
+        if ((inner - starts[box]) % widths[box]).any():
             raise broken("chunks that end between elements", index.cuts[:20])
-    return cuts

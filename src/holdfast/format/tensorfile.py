@@ -13,7 +13,7 @@ from math import prod
 
 import msgspec
 
-from holdfast.errors import ManifestInvalid
+from holdfast.errors import ManifestInvalid, Unsupported
 from holdfast.words import ALIGNMENT, DTYPES, DType
 
 MAX_HEADER = 100_000_000
@@ -50,13 +50,23 @@ def stored_shape(dtype: DType, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> bytes:
-    """The file's beginning up to its data. Entries: name, stored dtype, shape, start, stop."""
+    """The file's beginning up to its data. Entries: name, stored dtype, shape, start, stop.
+
+    Raises ``Unsupported`` for so many that the safetensors library would refuse the header.
+    """
     tensors = {
         name: {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
         for name, dtype, shape, start, stop in entries
     }
     text = msgspec.json.encode({"__metadata__": {"format": "pt"}} | tensors)
     padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
+    if padded > MAX_HEADER:
+        raise Unsupported(
+            f"The {len(tensors)} tensors of a shard are too many for one safetensors header",
+            expected=f"at most {MAX_HEADER} bytes",
+            found=f"{padded} bytes",
+            todo="Keep small values in fewer, larger tensors",
+        )
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
