@@ -58,7 +58,7 @@ class Room:
         dtype, shape = self.snapshot.leaves[source]
         if 0 not in shape:
             self.wants.append(Want(source, Box((0,) * len(shape), shape)))
-            self.targets.append(Target.of(dtype, into))
+            self.targets.append(Target.of(dtype, shape, into))
 
     def make(self, node: Any, key: str, device: Any = None) -> Settle:
         """Fresh memory for all leaves of a node; the result gives the node's value, later."""

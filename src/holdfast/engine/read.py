@@ -39,15 +39,15 @@ class Target:
     address: int
 
     @classmethod
-    def of(cls, dtype: str, into: Any) -> Target:
-        """A target for stored elements of ``dtype``; another dtype of ``into`` is cast to."""
+    def of(cls, dtype: str, sizes: tuple[int, ...], into: Any) -> Target:
+        """A target for ``sizes`` elements of ``dtype``; another dtype of ``into`` is cast to."""
+        address = 0
         if isinstance(into, np.ndarray):
-            direct = into.flags.c_contiguous and into.flags.writeable
-            address = into.__array_interface__["data"][0] if direct and into.size else 0
-            return cls(dtype, into.shape, into, address)
-        direct = dtype_name(into.dtype) == dtype and into.is_cpu and into.is_contiguous()
-        direct = direct and not into.is_conj() and not into.is_neg()
-        return cls(dtype, tuple(into.shape), into, into.data_ptr() if direct else 0)
+            if into.flags.c_contiguous and into.flags.writeable and into.size:
+                address = into.__array_interface__["data"][0]
+        elif into.is_cpu and into.is_contiguous() and dtype_name(into.dtype) == dtype:
+            address = 0 if into.is_neg() or into.is_conj() else into.data_ptr()
+        return cls(dtype, sizes, into, address)
 
 
 def run_reads(

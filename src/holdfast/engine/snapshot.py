@@ -234,7 +234,7 @@ class LeafView:
         box, drop = _box_of(index, self.shape)
         into = allocate(self._node, self._key, self.dtype, box.sizes)
         if box.elements:
-            self.snapshot.read([Want(self._key, box)], [Target.of(self.dtype, into)])
+            self.snapshot.read([Want(self._key, box)], [Target.of(self.dtype, box.sizes, into)])
         return into.reshape([n for d, n in enumerate(box.sizes) if d not in drop])
 
     def read(self) -> Any:

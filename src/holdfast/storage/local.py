@@ -27,7 +27,7 @@ from holdfast.storage.fs import UNSUPPORTED, Fs
 from holdfast.storage.pieces import check_range, short_read, too_long
 from holdfast.storage.store import Stat, Traits, Upload, check_key
 from holdfast.storage.upload import LocalUpload, is_partial
-from holdfast.words import ALIGNMENT
+from holdfast.words import ALIGNMENT, MIB
 
 _NO_SUCH = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _KINDS: dict[int, tuple[type[StoreError], str | None]] = {
@@ -46,6 +46,11 @@ _KINDS: dict[int, tuple[type[StoreError], str | None]] = {
     errno.ESTALE: (Unavailable, None),
     errno.EAGAIN: (Unavailable, None),
 }
+
+
+DIRECT_FROM = MIB
+"""Fewer bytes than this go through the page cache: there is too little to gain, and what was
+just written is often read next."""
 
 
 class LocalStore:
@@ -70,7 +75,7 @@ class LocalStore:
         return Traits(name="local", alignment=ALIGNMENT, durable=True)
 
     def put(self, key: str, length: int) -> Upload:
-        return LocalUpload(self, key, length, direct=self._direct)
+        return LocalUpload(self, key, length, direct=self._direct and length >= DIRECT_FROM)
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
         with LocalUpload(self, key, len(data), direct=False) as upload:
@@ -94,7 +99,8 @@ class LocalStore:
         path = self.path(key)
         done = 0
         with self.errors("read", key):
-            if self._direct and direct_span(offset, address_of(into), length, len(into)):
+            big = self._direct and length >= DIRECT_FROM
+            if big and direct_span(offset, address_of(into), length, len(into)):
                 done = self._read_direct(path, offset, length, into)
             if done < length:
                 done += self._read(path, offset + done, length - done, into[done:])
