@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from holdfast.storage.open import open_store
     from holdfast.storage.store import Store
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Checkpointer",
     "EverySeconds",

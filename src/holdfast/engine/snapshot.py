@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from holdfast import __version__
 from holdfast.engine.cover import Want, plan_read
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.read import Target, run_reads
@@ -36,7 +36,7 @@ Index = int | slice | EllipsisType
 
 def writer() -> str:
     """Who writes, for the manifest: ``holdfast 0.1.0``."""
-    return f"holdfast {version('holdfast')}"
+    return f"holdfast {__version__}"
 
 
 def open_snapshot(url: Url) -> Snapshot:

@@ -1,0 +1,118 @@
+"""On a CUDA device: what is saved from it, loaded onto it, and into live state on it.
+
+Skipped where there is none. Last run on an NVIDIA H200: see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.words import MIB
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def make(seed: int = 0, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.Flatten(),
+        torch.nn.LazyLinear(10),
+    ).cuda()
+    model(torch.zeros(2, 3, 8, 8, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    return {"model": model, "optimizer": optimizer, "rng": holdfast.RNG()}
+
+
+def train(state: dict[str, Any], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = state["model"](torch.randn(16, 3, 8, 8, device="cuda")).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> None:
+    torch.backends.cudnn.deterministic = True
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}, {"amsgrad": True}])
+def test_training_goes_on_exactly(options: dict[str, Any]) -> None:
+    state = make(**options)
+    train(state, 3)
+    store = MemoryStore()
+    holdfast.save(store, state)
+    expected = train(state, 3)
+    other = make(seed=1, **options)
+    holdfast.load(store, into=other)
+    assert train(other, 3) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+def test_tensors_come_back_where_they_are_asked_for(dtype: torch.dtype) -> None:
+    x = torch.randn(33, 65, device="cuda").to(dtype)
+    store = MemoryStore()
+    holdfast.save(store, {"x": x, "y": x.t(), "scalar": x[0, 0]})
+    for device in ("cpu", "cuda:0"):
+        back = holdfast.load(store, device=device)
+        assert back["x"].device.type == device[:4].rstrip(":")
+        assert torch.equal(back["x"].cpu().view(torch.uint8), x.cpu().view(torch.uint8))
+        y = x.t().contiguous().cpu().view(torch.uint8)
+        assert torch.equal(back["y"].cpu().contiguous().view(torch.uint8), y)
+
+
+def test_live_tensors_of_any_stride_are_filled_in_place() -> None:
+    values = {"plain": torch.randn(64, 48), "t": torch.randn(48, 64), "cl": torch.randn(2, 3, 9, 7)}
+    store = MemoryStore()
+    holdfast.save(store, values)
+    live = {
+        "plain": torch.zeros(64, 48, device="cuda"),
+        "t": torch.zeros(64, 48, device="cuda").t(),
+        "cl": torch.zeros(2, 3, 9, 7, device="cuda").to(memory_format=torch.channels_last),
+    }
+    before = {k: v.data_ptr() for k, v in live.items()}
+    holdfast.load(store, into=live)
+    for k, v in live.items():
+        assert v.data_ptr() == before[k]
+        assert torch.equal(v.cpu(), values[k])
+
+
+def test_the_state_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path: Any) -> None:
+    big = torch.randn(64 * MIB // 4, device="cuda")
+    expected = big.cpu()
+    pending = holdfast.save_async(LocalStore(tmp_path), {"big": big})
+    big.zero_()
+    pending.wait()
+    assert torch.equal(holdfast.load(LocalStore(tmp_path))["big"], expected)
+
+
+def test_cuda_random_numbers_go_on() -> None:
+    torch.cuda.manual_seed(3)
+    store = MemoryStore()
+    holdfast.save(store, {"rng": holdfast.RNG()})
+    expected = torch.randn(5, device="cuda").tolist()
+    torch.randn(7, device="cuda")
+    holdfast.load(store, into={"rng": holdfast.RNG()})
+    assert torch.randn(5, device="cuda").tolist() == expected
+
+
+def test_a_part_of_a_leaf_and_a_cast() -> None:
+    x = torch.arange(1000.0, device="cuda").view(50, 20)
+    store = MemoryStore()
+    holdfast.save(store, {"x": x, "a": np.arange(3)})
+    assert torch.equal(holdfast.open(store)["x"][10:20, 3:5], x[10:20, 3:5].cpu())
+    live = {"x": torch.zeros(50, 20, dtype=torch.float16, device="cuda")}
+    holdfast.load(store, into=live, keys="x", cast=True)
+    assert torch.equal(live["x"], x.half())
