@@ -63,7 +63,7 @@ class _Taker:
     inside: list[int] = field(default_factory=list)
     torch: Any = field(default_factory=live.torch_or_none)
 
-    def take(self, value: Any, key: str) -> Any:
+    def take(self, value: Any, key: str, depth: int) -> Any:
         torch = self.torch
         if torch is not None and isinstance(value, torch.Tensor):
             return self._tensor(value, key)
@@ -75,19 +75,20 @@ class _Taker:
             return {"blob": [type(value).__name__, len(value)]}
         if isinstance(value, np.ndarray):
             raise unsupported(value, key, "a subclass of ndarray; numpy.asarray() makes it plain")
-        return self._object(value, key)
+        return self._object(value, key, depth)
 
-    def _object(self, value: Any, key: str) -> Any:
+    def _object(self, value: Any, key: str, depth: int) -> Any:
         if id(value) in self.inside:
             raise unsupported(value, key, "its state contains itself")
         self.inside.append(id(value))
         try:
             if live.is_module(value):
-                return nodes.encode(live.module_state(value, key), key, self.take)
+                return nodes.encode(live.module_state(value, key), key, self.take, depth)
             if live.is_optimizer(value):
-                return nodes.encode(live.optimizer_state(value, self.names, key), key, self.take)
+                state = live.optimizer_state(value, self.names, key)
+                return nodes.encode(state, key, self.take, depth)
             if live.is_stateful(value):
-                return nodes.encode(value.state_dict(), key, self.take)
+                return nodes.encode(value.state_dict(), key, self.take, depth)
         finally:
             self.inside.pop()
         raise unsupported(value, key, "neither a tensor, an array nor a plain value")

@@ -20,6 +20,7 @@ from holdfast.errors import ManifestInvalid
 from holdfast.format.digest import is_digest
 from holdfast.format.sealed import decode
 from holdfast.format.tensorfile import MAX_HEADER
+from holdfast.format.tree import MAX_DIMENSIONS
 from holdfast.words import DTYPES, MIB
 
 Ints = npt.NDArray[np.int64]
@@ -27,11 +28,8 @@ Broken = Callable[..., ManifestInvalid]
 
 MAX_CHUNK = 16 * MIB
 
-MAX_DIMENSIONS = 64
-"""NumPy's own limit."""
 
-
-class BoxAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoxAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A rectangle of a leaf and the offset in the shard at which its bytes begin."""
 
     offsets: tuple[int, ...]

@@ -82,10 +82,11 @@ def parse_pin(name: str) -> str | None:
 
 
 def escape(segment: str) -> str:
-    """One level of a leaf's key; ``~`` and ``/`` are escaped as in JSON Pointer (RFC 6901)."""
+    """One level of a leaf's key; ``~`` and ``/`` are escaped as in JSON Pointer (RFC 6901), and
+    the empty name is ``~``, so that no level is empty."""
     if "~" in segment or "/" in segment:
         return segment.replace("~", "~0").replace("/", "~1")
-    return segment
+    return segment or "~"
 
 
 def join(parent: str, segment: str) -> str:

@@ -7,7 +7,7 @@ object with one member whose name says what it is:
 ``dict``            members by name; ``ordered`` the same for an OrderedDict
 ``items``           a dict whose keys are not all strings: ``[[key, value], ...]``, ``of`` which
 ``list`` ``tuple`` ``set`` ``frozenset``   the elements
-``int`` ``float``   what JSON cannot say: long integers, ``nan``, ``inf``, ``-inf``
+``int`` ``float``   what JSON cannot say: long integers in hexadecimal; ``nan inf -inf``
 ``complex`` ``bytes`` ``bytearray`` ``scalar``   numbers as pairs; bytes in base64; NumPy scalars
 ``tensor`` ``array`` ``blob``   a leaf: its bytes are in the shards, under the node's own key
 ``tied``            the same tensor as the leaf whose key it holds
@@ -15,15 +15,17 @@ object with one member whose name says what it is:
 ==================  =========================================================================
 
 A key is the path to a node: levels joined by ``/``. What is none of these is refused by name, at
-save time: nothing is pickled, and nothing comes back as something else.
+save time: nothing is pickled, and nothing comes back as something else. ``format/grammar.py``
+checks a tree that comes from outside; ``decode`` and ``walk`` are for one that was checked.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from math import isfinite
+from collections.abc import Callable, Iterator, Sequence
+from math import inf, isfinite, nan, prod
 from typing import Any
 
 import numpy as np
@@ -33,14 +35,22 @@ from holdfast.format.names import escape, join
 from holdfast.words import DTYPES
 
 Node = Any
-Path = Callable[[Node, str], Any]
+Take = Callable[[Any, str, int], Node]
+"""Makes the node of a value that is not plain, from value, key and depth."""
+Give = Callable[[Node, str], Any]
+"""Gives the value of a leaf, from node and key."""
 
 MAX_DEPTH = 100
+MAX_DIMENSIONS = 64
+"""NumPy's own limit."""
+
 LEAVES = ("tensor", "array", "blob")
 _LONG = 1 << 63
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 _BUILD: dict[str, Callable[[Any], Any]] = {n: t for t, n in _SEQUENCES.items()}
-_NUMBERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
+_FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
+_HEX = re.compile("-?0x[0-9a-f]{1,100000000}")
+_DESCR = re.compile(r"[<>|][biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}(/[0-9]{1,9})?\])?")
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _PLAIN = frozenset(
     {str, type(None), bool, int, float, complex, bytes, bytearray, *_SEQUENCES, *_DICTS}
@@ -51,10 +61,12 @@ _NEW_DICT: dict[str, Callable[[], Any]] = {n: t for t, n in _DICTS.items()}
 # -- values to nodes -----------------------------------------------------------------------------
 
 
-def encode(value: Any, key: str, other: Path, depth: int = 0) -> Node:
-    """``value`` as a node. ``other(value, key)`` is asked for all that is not plain; it returns a
-    node or raises ``Unsupported``."""
+def encode(value: Any, key: str, other: Take, depth: int = 0) -> Node:
+    """``value`` as a node. ``other(value, key, depth)`` is asked for all that is not plain; it
+    returns a node or raises ``Unsupported``."""
     kind = type(value)
+    if depth > MAX_DEPTH:
+        raise unsupported(value, key, f"nested deeper than {MAX_DEPTH} levels, or within itself")
     if kind not in _PLAIN:
         return _encode_scalar(value, key) if isinstance(value, np.generic) else other(value, key)
     if kind is str:
@@ -62,11 +74,9 @@ def encode(value: Any, key: str, other: Path, depth: int = 0) -> Node:
     if value is None or kind is bool:
         return value
     if kind is int:
-        return value if -_LONG <= value < _LONG else {"int": str(value)}
+        return value if is_integer(value) else {"int": hex(value)}
     if kind is float:
         return value if isfinite(value) else {"float": repr(value)}
-    if depth > MAX_DEPTH:
-        raise unsupported(value, key, f"nested deeper than {MAX_DEPTH} levels, or within itself")
     if kind in _DICTS:
         return _encode_dict(value, key, other, depth)
     if kind in _SEQUENCES:
@@ -75,10 +85,10 @@ def encode(value: Any, key: str, other: Path, depth: int = 0) -> Node:
         return {"complex": [encode(v, key, other) for v in (value.real, value.imag)]}
     if len(value) < 4096:
         return {kind.__name__: base64.b64encode(value).decode()}
-    return other(value, key)
+    return other(value, key, depth)
 
 
-def _encode_dict(value: Any, key: str, other: Path, depth: int) -> Node:
+def _encode_dict(value: Any, key: str, other: Take, depth: int) -> Node:
     name = _DICTS[type(value)]
     extra = {k: v for k, v in getattr(value, "__dict__", {}).items() if k != "_metadata"}
     if extra:
@@ -98,24 +108,26 @@ def _encode_dict(value: Any, key: str, other: Path, depth: int) -> Node:
     return node
 
 
-def _encode_sequence(value: Any, key: str, other: Path, depth: int) -> Node:
+def _encode_sequence(value: Any, key: str, other: Take, depth: int) -> Node:
     name = _SEQUENCES[type(value)]
     if name in ("set", "frozenset"):
         nodes = [encode(v, key, _refuse_key, depth + 1) for v in value]
         return {name: sorted(nodes, key=repr)}
-    if all(type(v) is int and -_LONG <= v < _LONG for v in value):
+    if all(type(v) is int and is_integer(v) for v in value):
         return {name: list(value)}
     return {name: [encode(v, join(key, str(i)), other, depth + 1) for i, v in enumerate(value)]}
 
 
 def _encode_scalar(value: np.generic, key: str) -> Node:
-    if value.dtype.hasobject or value.dtype.isbuiltin == 2:
-        raise unsupported(value, key, "its dtype cannot be written down")
+    try:
+        descr = to_descr(value.dtype)
+    except ValueError as e:
+        raise unsupported(value, key, str(e)) from e
     raw = np.asarray(value).tobytes()
-    return {"scalar": [to_descr(value.dtype), base64.b64encode(raw).decode()]}
+    return {"scalar": [descr, base64.b64encode(raw).decode()]}
 
 
-def _refuse_key(value: Any, key: str) -> Node:
+def _refuse_key(value: Any, key: str, depth: int) -> Node:
     raise unsupported(value, key, "a key of a dict or a member of a set must be a plain value")
 
 
@@ -138,7 +150,12 @@ def unsupported(value: Any, key: str, why: str) -> Unsupported:
     )
 
 
-def refuse(value: Any, key: str) -> Node:
+def is_integer(value: int) -> bool:
+    """Whether an integer stands as itself: one of 64 bits, signed."""
+    return -_LONG <= value < _LONG
+
+
+def refuse(value: Any, key: str, depth: int = 0) -> Node:
     """For ``encode``: where there may be plain values only."""
     raise unsupported(value, key, "only plain values can stand here")
 
@@ -159,40 +176,78 @@ def child_keys(keys: list[Any], parent: str) -> list[str]:
 # -- nodes to values -----------------------------------------------------------------------------
 
 
-def decode(node: Node, key: str, leaf: Path, depth: int = 0) -> Any:
+def decode(node: Node, key: str, leaf: Give, depth: int = 0) -> Any:
     """The value of a node. ``leaf(node, key)`` is asked for tensors, arrays, blobs and the like.
 
     Raises ``ManifestInvalid`` for a node that is none of those above.
     """
     if type(node) is not dict:
-        if type(node) is list or depth > MAX_DEPTH:
-            raise _no_node(node, key)
+        if type(node) is list:
+            raise no_node(node, key)
         return node
+    if depth > MAX_DEPTH:
+        raise no_node("nodes nested too deep", key)
     tag = next(iter(node), "")
     body: Any = node.get(tag)
     try:
         if tag in ("dict", "ordered", "items"):
             return _decode_dict(node, key, leaf, depth)
         if tag in _BUILD:
-            values = (decode(n, join(key, str(i)), leaf, depth + 1) for i, n in enumerate(body))
-            return _BUILD[tag](values)
-        if tag in _NUMBERS:
-            return _NUMBERS[tag](body)
-        if tag == "complex":
-            return complex(*(decode(n, key, leaf, depth + 1) for n in body))
-        if tag in ("bytes", "bytearray"):
-            raw = base64.b64decode(body, validate=True)
-            return raw if tag == "bytes" else bytearray(raw)
-        if tag == "scalar":
-            return np.frombuffer(base64.b64decode(body[1]), from_descr(body[0]), 1)[0]
+            return _decode_sequence(tag, body, key, leaf, depth)
+        if tag in _PLAIN:
+            return _PLAIN[tag](body)
         if tag in LEAVES or tag in ("tied", "sparse"):
             return leaf(node, key)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as e:
-        raise _no_node(node, key) from e
-    raise _no_node(node, key)
+        raise no_node(node, key) from e
+    raise no_node(node, key)
 
 
-def _decode_dict(node: Node, key: str, leaf: Path, depth: int) -> Any:
+def _decode_sequence(tag: str, body: Any, key: str, leaf: Give, depth: int) -> Any:
+    if type(body) is not list:
+        raise no_node({tag: body}, key)
+    made = _BUILD[tag](decode(n, join(key, str(i)), leaf, depth + 1) for i, n in enumerate(body))
+    if len(made) < len(body):
+        raise no_node({tag: body}, key)
+    return made
+
+
+def _decode_int(body: Any) -> int:
+    if not _HEX.fullmatch(body) or is_integer(made := int(body, 16)):
+        raise ValueError("no long integer")
+    return made
+
+
+def _decode_complex(body: Any) -> complex:
+    real, imag = (_FLOATS[n["float"]] if type(n) is dict else n for n in body)
+    if type(real) is not float or type(imag) is not float:
+        raise TypeError("no two floats")
+    return complex(real, imag)
+
+
+def _decode_bytes(body: Any) -> bytes:
+    return base64.b64decode(body.encode("ascii"), validate=True)
+
+
+def _decode_scalar(body: Any) -> Any:
+    descr, text = body
+    dtype, raw = from_descr(descr), _decode_bytes(text)
+    if dtype.itemsize != len(raw):
+        raise ValueError("bytes of another length")
+    return np.ndarray((), dtype, bytearray(raw))[()]
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "int": _decode_int,
+    "float": lambda body: _FLOATS[body],
+    "complex": _decode_complex,
+    "bytes": _decode_bytes,
+    "bytearray": lambda body: bytearray(_decode_bytes(body)),
+    "scalar": _decode_scalar,
+}
+
+
+def _decode_dict(node: Node, key: str, leaf: Give, depth: int) -> Any:
     made = _NEW_DICT[node["of"] if "items" in node else next(iter(node))]()
     for name, child, k in children(node, key):
         made[name] = decode(child, k, leaf, depth + 1)
@@ -204,7 +259,7 @@ def _decode_dict(node: Node, key: str, leaf: Path, depth: int) -> Any:
 def children(node: Node, key: str) -> list[tuple[Any, Node, str]]:
     """The members of a dict's node: key in the dict, node, key of the leaf."""
     if "items" in node:
-        names = [decode(k, key, _refuse_leaf) for k, _ in node["items"]]
+        names = [decode(k, key, refuse_leaf) for k, _ in node["items"]]
         nodes = [n for _, n in node["items"]]
     else:
         members = node[next(iter(node))]
@@ -212,96 +267,86 @@ def children(node: Node, key: str) -> list[tuple[Any, Node, str]]:
     return list(zip(names, nodes, child_keys(names, key), strict=True))
 
 
-def walk(node: Node, key: str = "", depth: int = 0) -> Iterator[tuple[str, Node]]:
+def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
     """Every node that is not a container, with its key, in order: leaves and plain values."""
     tag = next(iter(node), None) if type(node) is dict else None
-    if depth > MAX_DEPTH:
-        raise _no_node(node, key)
-    try:
-        if tag in ("dict", "ordered", "items"):
-            for _, child, k in children(node, key):
-                yield from walk(child, k, depth + 1)
-        elif tag in ("list", "tuple"):
-            for i, child in enumerate(node[tag]):
-                yield from walk(child, join(key, str(i)), depth + 1)
-        elif tag == "sparse":
-            for name, part in node["sparse"]["parts"].items():
-                yield join(key, name), part
-        else:
-            yield key, node
-    except (TypeError, ValueError, KeyError, AttributeError) as e:
-        raise _no_node(node, key) from e
+    if tag in ("dict", "ordered", "items"):
+        for _, child, k in children(node, key):
+            yield from walk(child, k)
+    elif tag in ("list", "tuple"):
+        for i, child in enumerate(node[tag]):
+            yield from walk(child, join(key, str(i)))
+    elif tag == "sparse":
+        for name, part in node["sparse"]["parts"].items():
+            yield join(key, name), part
+    else:
+        yield key, node
 
 
-def leaves(node: Node) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """All leaves with bytes in the shards: key to dtype and global shape. Validates them.
-
-    Raises ``ManifestInvalid`` for an unknown dtype, a bad shape, a key that stands twice, or a
-    tied leaf whose other half is not there.
-    """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    tied: list[tuple[str, Any]] = []
-    for key, n in walk(node):
-        tag = next(iter(n), None) if type(n) is dict else None
-        if tag == "tied":
-            tied.append((key, n["tied"]))
-        elif tag in LEAVES:
-            if key in found:
-                raise _no_node(n, key)
-            found[key] = dtype_and_shape(n, key)
-    for key, target in tied:
-        if type(target) is not str or target not in found:
-            raise _no_node({"tied": target}, key)
-    return found
-
-
-def dtype_and_shape(node: Node, key: str) -> tuple[str, tuple[int, ...]]:
-    """What a leaf's node says of its bytes. Raises ``ManifestInvalid``."""
-    body = node[next(iter(node))]
-    if "blob" in node and type(body) is list and len(body) == 2 and type(body[1]) is int:
-        body = ["uint8", [body[1]]]
-    try:
-        dtype, shape = body[0], tuple(body[1])
-        good = dtype in DTYPES and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
-    except (TypeError, KeyError, IndexError) as e:
-        raise _no_node(node, key) from e
-    if not good:
-        raise _no_node(node, key)
-    return dtype, shape
+def shape_fits(dtype: str, shape: Sequence[Any]) -> bool:
+    """Whether a leaf can have this dtype and shape: at most 64 dimensions and, each empty one
+    taken as 1, fewer than 2**62 bytes, so that no library's arithmetic overflows."""
+    return (
+        dtype in DTYPES
+        and len(shape) <= MAX_DIMENSIONS
+        and all(type(n) is int and n >= 0 for n in shape)
+        and prod(n or 1 for n in shape) * DTYPES[dtype].itemsize < 1 << 62
+    )
 
 
 def to_descr(dtype: np.dtype[Any]) -> Any:
-    """A NumPy dtype as JSON (lists for tuples)."""
-    return np.lib.format.dtype_to_descr(dtype)
+    """A NumPy dtype as JSON. Raises ``ValueError`` for one that would not come back the same."""
+    if dtype.hasobject or dtype.isbuiltin == 2 or dtype.metadata:
+        raise ValueError(f"the dtype {dtype} has no bytes that can be written")
+
+    def lists(descr: Any) -> Any:
+        return [lists(d) for d in descr] if isinstance(descr, list | tuple) else descr
+
+    descr = lists(np.lib.format.dtype_to_descr(dtype))
+    back = from_descr(descr)
+    if back != dtype or back.type is not dtype.type:
+        raise ValueError(f"the dtype {dtype} cannot be written down")
+    return descr
 
 
 def from_descr(descr: Any) -> np.dtype[Any]:
     """The way back. Raises ``ValueError`` or ``TypeError`` for what is no plain dtype."""
 
-    def tuples(d: Any) -> Any:
-        if type(d) is not list:
+    def plain(d: Any, depth: int) -> Any:
+        if type(d) is str and _DESCR.fullmatch(d):
             return d
+        if type(d) is not list or depth > 16:
+            raise ValueError("no dtype that NumPy writes")
         fields = []
-        for f in d:
-            name = tuple(f[0]) if type(f[0]) is list else f[0]
-            shape = (tuple(f[2]),) if len(f) > 2 else ()
-            fields.append((name, tuples(f[1]), *shape))
+        for name, inner, *shape in d:
+            title = tuple(name) if type(name) is list else name
+            fields.append((title, plain(inner, depth + 1), *map(tuple, shape)))
         return fields
 
-    dtype = np.lib.format.descr_to_dtype(tuples(descr))
-    if dtype.hasobject:
+    dtype = np.lib.format.descr_to_dtype(plain(descr, 0))
+    if dtype.hasobject or dtype.subdtype is not None:
         raise ValueError("a dtype with objects is never loaded")
     return dtype
 
 
-def _refuse_leaf(node: Node, key: str) -> Any:
-    raise _no_node(node, key)
+def refuse_leaf(node: Node, key: str) -> Any:
+    raise no_node(node, key)
 
 
-def _no_node(node: Node, key: str) -> ManifestInvalid:
+def no_node(node: Node, key: str, file: str | None = None) -> ManifestInvalid:
+    """The error for what is no node of a tree, by its key."""
     return ManifestInvalid(
-        f"The tree of the manifest breaks the format at {key[:300]!r}",
+        f"The tree of {file or 'the manifest'} breaks the format at {key[:300]!r}",
         expected="a node as docs/format.md has them",
-        found=repr(node)[:200],
+        found=shown(node),
+        todo="Take another version; this one was not written by a correct Holdfast",
+        file=file,
         leaf=key,
     )
+
+
+def shown(node: Node) -> str:
+    """A node for a message: short, whatever it is."""
+    if type(node) in (dict, list):
+        return f"{type(node).__name__} of {len(node)}: {', '.join(str(n)[:20] for n in list(node)[:3])}"
+    return repr(node[:60] if type(node) is str else node)[:80]
