@@ -10,11 +10,13 @@ import pytest
 import holdfast
 from holdfast import Run
 from holdfast.errors import (
+    Denied,
     HoldfastError,
     MissingLeaf,
     NoSnapshot,
     SkippedVersion,
     StoreError,
+    Unavailable,
     Unsupported,
 )
 from holdfast.format.names import MANIFEST, Version
@@ -319,3 +321,36 @@ def test_buffers_are_reused_and_no_thread_is_left() -> None:
         assert ckpt.statistics()["saves"] == 20
     assert ckpt._pool.allocated == 0
     assert threading.active_count() == before
+
+
+class BadSector(MemoryStore):
+    """A store that cannot read one folder's shards, for a reason."""
+
+    error: StoreError | None = None
+    folder = "version_20"
+
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        if self.error is not None and key.startswith(self.folder):
+            raise self.error
+        super().get_range(key, offset, length, into)
+
+
+def test_a_version_that_the_disk_cannot_read_is_stepped_over() -> None:
+    store = BadSector()
+    with training(store, EverySteps(10)) as (state, ckpt):
+        train(state, ckpt, 20)
+    store.error = StoreError("Cannot read: Input/output error")
+    with training(store, EverySteps(10)) as (state, ckpt), pytest.warns(SkippedVersion):
+        ckpt.resume()
+    assert same(state, after(10))
+
+
+@pytest.mark.parametrize("kind", [Denied, Unavailable])
+def test_a_store_that_does_not_answer_loses_no_steps(kind: type[StoreError]) -> None:
+    store = BadSector()
+    with training(store, EverySteps(10)) as (state, ckpt):
+        train(state, ckpt, 20)
+    store.error = kind("not now")
+    with training(store, EverySteps(10)) as (state, ckpt), pytest.raises(kind):
+        ckpt.resume()
+    assert Run(store).branch() == 0

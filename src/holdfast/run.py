@@ -17,12 +17,15 @@ from holdfast.engine.location import Location, Url
 from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.errors import (
     AlreadyExists,
+    Denied,
     FormatError,
     FormatTooNew,
     HoldfastError,
     ManifestInvalid,
     NoSnapshot,
     NotFound,
+    StoreError,
+    Unavailable,
 )
 from holdfast.format import names
 from holdfast.format.manifest import Branch, decode_branch, decode_pin, encode_branch
@@ -131,8 +134,10 @@ class Run:
     ) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
         """The newest version that ``use`` accepts, and those that were skipped, with reasons.
 
-        ``use`` refuses a damaged version by raising ``FormatError`` or ``NotFound``; all other
-        errors are the caller's. ``at``: only versions of that step. Raises ``NoSnapshot``.
+        ``use`` refuses a damaged version by raising ``FormatError`` or ``StoreError``. A store
+        that refuses us or does not answer is no damage, nor is a version of a later format: going
+        back a version for that would lose steps silently, so it is raised. ``at``: only versions
+        of that step. Raises ``NoSnapshot``.
         """
         versions = [v for v in self.line() if at is None or v.step == at]
         skipped: list[tuple[Version, HoldfastError]] = []
@@ -140,9 +145,9 @@ class Run:
             try:
                 snapshot = self.open(version)
                 use(snapshot)
-            except FormatTooNew:
+            except (FormatTooNew, Denied, Unavailable):
                 raise
-            except (FormatError, NotFound) as e:
+            except (FormatError, StoreError) as e:
                 events.emit("skipped", version=str(version), error=e)
                 skipped.append((version, e))
             else:
