@@ -166,7 +166,7 @@ def test_a_damaged_record_of_an_empty_branch_is_as_if_never_left(store: MemorySt
 
 
 def test_a_branch_that_leaves_from_itself_is_refused(store: MemoryStore) -> None:
-    record = Branch(1, "version_20.1", "0" * 32, "", "")
+    record = Branch(1, "version_20.1", "0" * 32, "2026-01-01T00:00:00+00:00", "")
     store.put_if_absent("branch-1.json", encode_branch(record))
     with pytest.raises(ManifestInvalid, match="before 1"):
         Run(store).line()

@@ -80,6 +80,7 @@ def load_snapshot(
     tree = snapshot.manifest.tree
     if leniency.rename:
         tree = rename(tree, leniency.rename)
+    snapshot.indexes()
     room = Room(snapshot, device)
     if into is None:
         tree = prune(tree, selected)

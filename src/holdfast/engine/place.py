@@ -91,20 +91,23 @@ def _sparse(body: Any, key: str, value: Callable[[Any, str], Any]) -> Any:
 
     parts = {n: value(p, join(key, n)) for n, p in body["parts"].items()}
     shape = tuple(body["shape"])
-    if body["layout"] == "sparse_coo":
-        made = torch.sparse_coo_tensor(
-            parts["indices"], parts["values"], shape, check_invariants=True
+    try:
+        if body["layout"] == "sparse_coo":
+            made = torch.sparse_coo_tensor(
+                parts["indices"], parts["values"], shape, check_invariants=True
+            )
+            return made._coalesced_(body["coalesced"])
+        compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
+        return torch.sparse_compressed_tensor(
+            parts[compressed],
+            parts[plain],
+            parts["values"],
+            shape,
+            layout=getattr(torch, body["layout"]),
+            check_invariants=True,
         )
-        return made._coalesced_(bool(body["coalesced"]))
-    compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
-    return torch.sparse_compressed_tensor(
-        parts[compressed],
-        parts[plain],
-        parts["values"],
-        shape,
-        layout=getattr(torch, body["layout"]),
-        check_invariants=True,
-    )
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise tree.no_node({"sparse": body}, key) from e
 
 
 @dataclass(slots=True)

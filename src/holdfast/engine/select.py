@@ -55,8 +55,12 @@ def prune(node: Any, selected: Selected, key: str = "") -> Any:
             return ABSENT
         return {tag: [None if p is ABSENT else p for p in parts]}
     if tag == "sparse":
-        return node if any(selected(k) for k, _ in tree.walk(node, key)) else ABSENT
-    return node if selected(key) else ABSENT
+        chosen = any(selected(k) for k, _ in tree.walk(node, key))
+        return _renamed(node, {}, key, set()) if chosen else ABSENT
+    if not selected(key):
+        return ABSENT
+    # its key may be another in the pruned tree, where members that were told apart are gone
+    return {"tied": key, **node} if tag in tree.LEAVES else node
 
 
 def rename(node: Any, names: Mapping[str, str], key: str = "") -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from holdfast.errors import (
 )
 from holdfast.format import tree
 from holdfast.format.digest import digest
+from holdfast.format.grammar import check_plain, check_tree
 from holdfast.format.index import ShardIndex, decode_index
 from holdfast.format.manifest import MAX_BYTES, Manifest, Shard, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
@@ -72,7 +75,9 @@ class Snapshot:
         self.place = place
         self.manifest = manifest
         self.digest = digest
-        self.leaves = tree.leaves(manifest.tree)
+        file = place.key(MANIFEST)
+        check_plain(manifest.metadata, "metadata", file)
+        self.leaves = check_tree(manifest.tree, file)
         """Leaves with bytes: key to (dtype name, global shape)."""
         self._nodes: dict[str, Any] | None = None
         self._indexes: list[ShardIndex] | None = None
@@ -113,8 +118,8 @@ class Snapshot:
     @property
     def metadata(self) -> dict[str, Any]:
         """``reason``, ``metrics``, ``note`` and ``statistics`` of the save."""
-        found = tree.decode(self.manifest.metadata, "metadata", tree.refuse)
-        return found if isinstance(found, dict) else {}
+        made: dict[str, Any] = tree.decode(self.manifest.metadata, "metadata", tree.refuse)
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -144,28 +149,31 @@ class Snapshot:
     def indexes(self) -> list[ShardIndex]:
         """The indexes of all shards, read once, checked against manifest and tree.
 
-        Raises ``FormatError`` or ``StoreError``.
+        The files' lengths are checked first. Raises ``FormatError`` or ``StoreError``.
         """
         if self._indexes is None:
+            self.check_files()
             indexes = [read_index(self.place, s) for s in self.manifest.shards]
             self._check_indexes(indexes)
             self._indexes = indexes
         return self._indexes
 
     def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
-        seen = set()
+        stored: Counter[str] = Counter()
         for index in indexes:
             for leaf in index.leaves:
-                seen.add(leaf.key)
+                stored[leaf.key] += sum(prod(box.sizes) for box in leaf.boxes)
                 if self.leaves.get(leaf.key) != (leaf.dtype, leaf.shape):
                     raise self._lie(
                         f"leaf {leaf.key} as {self.leaves.get(leaf.key)}",
                         f"{(leaf.dtype, leaf.shape)} in the index of {index.shard}",
                         leaf.key,
                     )
-        for key in self.leaves:
-            if key not in seen:
-                raise self._lie(f"boxes of leaf {key}", "none in any index", key)
+        for key, (_, shape) in self.leaves.items():
+            # so a shape asks for no more memory than there are bytes behind it
+            if key not in stored or stored[key] < prod(shape):
+                found = f"{stored[key]} in the indexes"
+                raise self._lie(f"{prod(shape)} elements of leaf {key[:200]!r}", found, key)
 
     def _lie(self, expected: str, found: str, leaf: str) -> ManifestInvalid:
         return ManifestInvalid(
@@ -191,7 +199,6 @@ class Snapshot:
 
     def read(self, wants: Sequence[Want], targets: Sequence[Target]) -> None:
         """Fill the targets with what is wanted, checked. Raises ``FormatError``, ``StoreError``."""
-        self.check_files()
         indexes = self.indexes()
         plan = plan_read(indexes, wants)
         threads = read_settings().threads
@@ -232,6 +239,7 @@ class LeafView:
         Integers, slices of step 1 and ``...``; anything else is an ``IndexError``.
         """
         box, drop = _box_of(index, self.shape)
+        self.snapshot.indexes()  # nothing is allocated for a shape that is a lie
         into = allocate(self._node, self._key, self.dtype, box.sizes)
         if box.elements:
             self.snapshot.read([Want(self._key, box)], [Target.of(self.dtype, box.sizes, into)])
@@ -254,6 +262,12 @@ def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: An
             todo='Install it: pip install "holdfast[torch]"',
             leaf=key,
         ) from e
+    if not hasattr(torch, dtype):
+        raise HoldfastError(
+            f"The leaf {key!r} is of dtype {dtype}, which torch {torch.__version__} lacks",
+            todo="Install a newer torch, or leave it out with keys=",
+            leaf=key,
+        )
     return torch.empty(sizes, dtype=getattr(torch, dtype), device=device)
 
 

@@ -107,13 +107,15 @@ class _Taker:
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
         shape = tuple(t.shape)
+        if not nodes.shape_fits(name, shape):
+            raise unsupported(t, key, f"{len(shape)} dimensions of {shape[:8]} are too many")
         if t.numel():
             place = (t.data_ptr(), name, shape, t.stride())
             first = self.seen.setdefault(place, key)
             if first != key:
                 return {"tied": first}
         self.leaves.append(Leaf(key, name, shape, t))
-        return {"tensor": [name, shape]}
+        return {"tensor": [name, list(shape)]}
 
     def _special(self, t: Any, key: str) -> Any:
         torch = self.torch
@@ -136,23 +138,28 @@ class _Taker:
         return {
             "sparse": {
                 "layout": str(t.layout).removeprefix("torch."),
-                "shape": tuple(t.shape),
+                "shape": list(t.shape),
                 "coalesced": t.layout is torch.sparse_coo and t.is_coalesced(),
                 "parts": taken,
             }
         }
 
     def _array(self, a: np.ndarray[Any, Any], key: str) -> Any:
-        if a.dtype.hasobject or a.dtype.isbuiltin == 2:
-            raise unsupported(a, key, f"the dtype {a.dtype} has no bytes that can be written")
-        name = a.dtype.name
-        if name in DTYPES and a.dtype.isnative:
+        name, rows = a.dtype.name, (*a.shape, a.dtype.itemsize)
+        plain = name in DTYPES and a.dtype.isnative and not a.dtype.metadata
+        if not nodes.shape_fits("uint8", rows):
+            raise unsupported(a, key, f"{a.ndim} dimensions of {a.shape[:8]} are too many")
+        if plain:
             self.leaves.append(Leaf(key, name, a.shape, a))
-            return {"array": [name, a.shape]}
+            return {"array": [name, list(a.shape)]}
+        try:
+            descr = nodes.to_descr(a.dtype)
+        except ValueError as e:
+            raise unsupported(a, key, str(e)) from e
         flat = np.ascontiguousarray(a).reshape(a.shape)
-        rows = np.ndarray((*a.shape, a.dtype.itemsize), np.uint8, flat.data if a.size else b"")
-        self.leaves.append(Leaf(key, "uint8", rows.shape, rows))
-        return {"array": ["uint8", rows.shape, nodes.to_descr(a.dtype)]}
+        raw = np.ndarray(rows, np.uint8, flat.data if a.nbytes else b"")
+        self.leaves.append(Leaf(key, "uint8", rows, raw))
+        return {"array": ["uint8", list(rows), descr]}
 
 
 _dtype_names: dict[Any, str | None] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from holdfast.engine.cover import ReadItem, whole_file
+from holdfast.engine.cover import ReadItem, Want, plan_read, whole_file
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.read import read_chunks
@@ -19,7 +19,7 @@ from holdfast.format.manifest import Shard
 from holdfast.format.names import MANIFEST
 from holdfast.format.tensorfile import header_length, parse_header, stored_shape
 from holdfast.settings import read_settings
-from holdfast.words import DTYPES
+from holdfast.words import DTYPES, Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,9 @@ def verify(snapshot: Snapshot, progress: Callable[[int], None] | None) -> Report
         _verify_shard(snapshot.place, shard, problems, tell)
     if not problems:
         try:
-            snapshot.indexes()
+            # every leaf whole, by the same plan that a load makes
+            wants = [Want(k, Box.whole(s)) for k, (_, s) in snapshot.leaves.items()]
+            plan_read(snapshot.indexes(), wants)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, snapshot.place.key(MANIFEST)))
     problems.sort(key=lambda p: (p.file, p.offset or 0))

@@ -6,6 +6,9 @@ and names the shards and their indexes by length and digest. See ``docs/format.m
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -17,6 +20,8 @@ from holdfast.format.sealed import seal, unseal
 
 MAX_BYTES = 1 << 30
 """A longer manifest or index is refused before it is read."""
+
+_PROCESS = re.compile(r"[0-9]{1,10}:([0-9]{1,20}|gone)")
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,10 +62,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From which version training went on, and why not from the newest (``reason``).
-
-    ``from_version`` is None where training began afresh on purpose.
-    """
+    """From which version training went on, and why not from the newest (``reason``)."""
 
     number: int
     from_version: str
@@ -104,7 +106,16 @@ def encode_branch(branch: Branch) -> bytes:
 
 
 def decode_branch(raw: bytes, file: str) -> Branch:
-    return unseal(raw, Branch, file)[0]
+    """The record of a branch, every field checked. Raises as ``decode_manifest`` does."""
+    branch = unseal(raw, Branch, file)[0]
+    demand = _demands(file)
+    demand(
+        names.parse_branch(names.branch_name(branch.number)) is not None, "a branch", branch.number
+    )
+    demand(names.parse_version(branch.from_version) is not None, "a version", branch.from_version)
+    demand(is_digest(branch.from_digest), "a digest of 32 hex digits", branch.from_digest)
+    demand(_is_time(branch.created), "a time of day in UTC", branch.created)
+    return branch
 
 
 def encode_pin(pin: Pin) -> bytes:
@@ -112,28 +123,53 @@ def encode_pin(pin: Pin) -> bytes:
 
 
 def decode_pin(raw: bytes, file: str) -> Pin:
-    return unseal(raw, Pin, file)[0]
+    """A pin, every field checked. Raises as ``decode_manifest`` does."""
+    pin = unseal(raw, Pin, file)[0]
+    demand = _demands(file)
+    demand(names.is_attempt(pin.attempt), "an attempt of 12 hex digits", pin.attempt)
+    version = pin.version is None or names.parse_version(pin.version) is not None
+    demand(version, "a version or null", pin.version)
+    demand(_is_time(pin.created), "a time of day in UTC", pin.created)
+    demand(_PROCESS.fullmatch(pin.process) is not None, "a process as pid:start", pin.process)
+    return pin
 
 
-def _check(manifest: Manifest, file: str) -> None:
+def _demands(file: str) -> Callable[[bool, str, object], None]:
     def demand(good: bool, expected: str, found: object) -> None:
         if not good:
             raise ManifestInvalid(
-                f"{file} breaks the format", expected=expected, found=repr(found)[:300], file=file
+                f"{file} breaks the format", expected=expected, found=str(found)[:300], file=file
             )
 
+    return demand
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return len(text) < 40 and datetime.fromisoformat(text).utcoffset() == timedelta(0)
+    except ValueError:
+        return False
+
+
+def _check(manifest: Manifest, file: str) -> None:
+    demand = _demands(file)
     demand(names.is_attempt(manifest.attempt), "an attempt of 12 hex digits", manifest.attempt)
-    demand(manifest.step is None or manifest.step >= 0, "a step of 0 or more", manifest.step)
-    demand(manifest.branch >= 0, "a branch of 0 or more", manifest.branch)
+    demand(_is_time(manifest.created), "a time of day in UTC", manifest.created)
+    step, branch = manifest.step, manifest.branch
+    demand(step is None or 0 <= step < 10**18, "a step below 10**18", step)
+    demand(0 <= branch < 10**9, "a branch below 10**9", branch)
     if manifest.parent is not None:
+        version = names.parse_version(manifest.parent.version)
+        demand(version is not None, "a version", manifest.parent.version)
         demand(is_digest(manifest.parent.digest), "a digest", manifest.parent.digest)
     seen: set[str] = set()
     for shard in manifest.shards:
         index = shard.index
         demand(names.is_shard(shard.name), "the name of a shard", shard.name)
-        demand(names.is_index(index.name), "the name of an index", index.name)
+        beside = shard.name.removesuffix(".safetensors") + ".index.json"
+        demand(index.name == beside, f"an index called {beside}", index.name)
         demand(is_digest(index.digest), "a digest of 32 hex digits", index.digest)
         demand(0 <= shard.length < 1 << 62, "a length in bytes", shard.length)
         demand(0 <= index.length <= MAX_BYTES, "a length in bytes", index.length)
-        demand(not seen & {shard.name, index.name}, "every file once", shard.name)
-        seen |= {shard.name, index.name}
+        demand(shard.name not in seen, "every file once", shard.name)
+        seen.add(shard.name)

@@ -59,10 +59,6 @@ def is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def is_index(name: str) -> bool:
-    return _INDEX.fullmatch(name) is not None
-
-
 def branch_name(number: int) -> str:
     return f"branch-{number}.json"
 

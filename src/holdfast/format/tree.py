@@ -49,7 +49,7 @@ _LONG = 1 << 63
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 _BUILD: dict[str, Callable[[Any], Any]] = {n: t for t, n in _SEQUENCES.items()}
 _FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
-_HEX = re.compile("-?0x[0-9a-f]{1,100000000}")
+_HEX = re.compile("-?0x[0-9a-f]+")
 _DESCR = re.compile(r"[<>|][biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}(/[0-9]{1,9})?\])?")
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _PLAIN = frozenset(
@@ -68,7 +68,11 @@ def encode(value: Any, key: str, other: Take, depth: int = 0) -> Node:
     if depth > MAX_DEPTH:
         raise unsupported(value, key, f"nested deeper than {MAX_DEPTH} levels, or within itself")
     if kind not in _PLAIN:
-        return _encode_scalar(value, key) if isinstance(value, np.generic) else other(value, key)
+        return (
+            _encode_scalar(value, key)
+            if isinstance(value, np.generic)
+            else other(value, key, depth)
+        )
     if kind is str:
         return _checked_text(value, key)
     if value is None or kind is bool:
@@ -192,10 +196,12 @@ def decode(node: Node, key: str, leaf: Give, depth: int = 0) -> Any:
     try:
         if tag in ("dict", "ordered", "items"):
             return _decode_dict(node, key, leaf, depth)
+        if (tag in _BUILD or tag in _PARSE) and len(node) > 1:
+            raise no_node(node, key)
         if tag in _BUILD:
             return _decode_sequence(tag, body, key, leaf, depth)
-        if tag in _PLAIN:
-            return _PLAIN[tag](body)
+        if tag in _PARSE:
+            return _PARSE[tag](body)
         if tag in LEAVES or tag in ("tied", "sparse"):
             return leaf(node, key)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as e:
@@ -219,7 +225,7 @@ def _decode_int(body: Any) -> int:
 
 
 def _decode_complex(body: Any) -> complex:
-    real, imag = (_FLOATS[n["float"]] if type(n) is dict else n for n in body)
+    real, imag = (decode(n, "", refuse_leaf) for n in body)
     if type(real) is not float or type(imag) is not float:
         raise TypeError("no two floats")
     return complex(real, imag)
@@ -237,7 +243,7 @@ def _decode_scalar(body: Any) -> Any:
     return np.ndarray((), dtype, bytearray(raw))[()]
 
 
-_PLAIN: dict[str, Callable[[Any], Any]] = {
+_PARSE: dict[str, Callable[[Any], Any]] = {
     "int": _decode_int,
     "float": lambda body: _FLOATS[body],
     "complex": _decode_complex,
@@ -348,5 +354,6 @@ def no_node(node: Node, key: str, file: str | None = None) -> ManifestInvalid:
 def shown(node: Node) -> str:
     """A node for a message: short, whatever it is."""
     if type(node) in (dict, list):
-        return f"{type(node).__name__} of {len(node)}: {', '.join(str(n)[:20] for n in list(node)[:3])}"
+        first = ", ".join(str(n)[:20] for n in list(node)[:3] if type(n) in (str, int))
+        return f"{type(node).__name__} of {len(node)}: {first}"
     return repr(node[:60] if type(node) is str else node)[:80]
