@@ -1,0 +1,195 @@
+"""What the demo compares: two runs bit for bit, and a save with those of others."""
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from demo_stage import Broken, Plan, Stage
+from rich.markup import escape
+from rich.table import Table
+
+import holdfast
+from holdfast.errors import FormatError
+
+
+@dataclass
+class Tally:
+    """What was compared in one part of the state."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    values: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def compare(self, a: Any, b: Any, key: str) -> None:
+        """Descend into two states side by side; tensors byte by byte, so NaNs count too."""
+        if type(a) is not type(b):
+            self.differences.append(f"{key}: {type(a).__name__} and {type(b).__name__}")
+        elif isinstance(a, dict):
+            if list(a) != list(b):
+                self.differences.append(f"{key}: other members")
+            for name in a.keys() & b.keys():
+                self.compare(a[name], b[name], f"{key}/{name}")
+        elif isinstance(a, list | tuple):
+            if len(a) != len(b):
+                self.differences.append(f"{key}: {len(a)} and {len(b)} members")
+            for i, (x, y) in enumerate(zip(a, b, strict=False)):
+                self.compare(x, y, f"{key}/{i}")
+        elif isinstance(a, torch.Tensor | np.ndarray):
+            x, y = np.asarray(a), np.asarray(b)
+            same = x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+            self.tensors, self.nbytes = self.tensors + 1, self.nbytes + x.nbytes
+            if not same:
+                self.differences.append(key)
+        else:
+            self.values += 1
+            if repr(a) != repr(b):  # repr gives every bit of a float
+                self.differences.append(f"{key}: {a!r} and {b!r}")
+
+
+def compare_runs(stage: Stage, a: Path, b: Path) -> None:
+    """Load the newest version of both runs, and compare all that is in them."""
+    newest = [holdfast.Run(run).latest() for run in (a, b)]
+    if newest[0] is None or newest[1] is None:
+        raise Broken("both runs have versions")
+    states = [holdfast.load(snapshot.url) for snapshot in newest if snapshot is not None]
+    stage.check(
+        list(states[0]) == list(states[1]), "the two states have the same parts", vital=True
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("  compared")
+    for name in ("tensors", "bytes", "values", "different"):
+        table.add_column(name, justify="right")
+    total = Tally()
+    for part in states[0]:
+        tally = Tally()
+        tally.compare(states[0][part], states[1][part], part)
+        row = (tally.tensors, tally.nbytes, tally.values, len(tally.differences))
+        table.add_row(f"  {part}", *(f"{n:,}" for n in row))
+        total.tensors += tally.tensors
+        total.nbytes += tally.nbytes
+        total.values += tally.values
+        total.differences += tally.differences
+    stage.console.print(table)
+    stage.console.print()
+    for difference in total.differences[:5]:
+        stage.say(f"[red]different:[/] {escape(difference)}")
+    names = " and ".join(
+        f"{s.place.store.url.split('/')[-1]}/{s.place.folder}" for s in newest if s
+    )
+    stage.check(
+        not total.differences and total.nbytes > 0,
+        f"{names}: all {total.tensors} tensors ({total.nbytes:,} bytes) and"
+        f" {total.values:,} plain values are equal, bit for bit",
+    )
+
+
+def flip_bit(path: Path) -> str:
+    """Flip one bit in the middle of a file, as a failing disk would; what was done, in words."""
+    at = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        file.seek(at)
+        old = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([old ^ 0x10]))
+    return f"byte {at:,} of {path.stat().st_size:,}: {old:08b} is now {old ^ 0x10:08b}"
+
+
+def sync(path: Path) -> None:
+    """What makes a written file durable: fsync of the file, and of the folder that names it."""
+    for place in (path, path.parent):
+        fd = os.open(place, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors and arrays of a state, by key: all that fits into one safetensors file."""
+    if isinstance(value, dict):
+        for name, member in value.items():
+            yield from flatten(member, f"{key}/{name}")
+    elif isinstance(value, list | tuple):
+        for i, member in enumerate(value):
+            yield from flatten(member, f"{key}/{i}")
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        yield key, torch.as_tensor(value)
+
+
+def by_holdfast(state: dict[str, Any], path: Path) -> Path:
+    holdfast.save(path, state)
+    return next(path.glob("shard-*.safetensors"))
+
+
+def by_torch(state: dict[str, Any], path: Path) -> Path:
+    torch.save(state, path)
+    sync(path)
+    return path
+
+
+def by_safetensors(state: dict[str, Any], path: Path) -> Path:
+    safetensors.torch.save_file(dict(flatten(state)), path)
+    sync(path)
+    return path
+
+
+def notices(load: Callable[[Path], Any], path: Path) -> bool:
+    """Whether loading refuses what has been damaged."""
+    try:
+        load(path)
+    except (FormatError, RuntimeError, safetensors.SafetensorError):
+        return True
+    return False
+
+
+SAVERS: dict[str, tuple[Callable[[dict[str, Any], Path], Path], Callable[[Path], Any]]] = {
+    "holdfast.save": (by_holdfast, holdfast.load),
+    "torch.save": (by_torch, lambda p: torch.load(p, weights_only=False)),
+    "safetensors": (by_safetensors, safetensors.torch.load_file),
+}
+
+
+def against(stage: Stage, plan: Plan, run: Path, work: Path) -> None:
+    newest = holdfast.Run(run).latest()
+    if newest is None:
+        raise Broken("run-a has versions")
+    state = holdfast.load(newest.url)
+    seconds: dict[str, list[float]] = {name: [] for name in SAVERS}
+    sizes, told = {}, {}
+    for turn in range(plan.rounds + 1):  # the first is to warm up, and is not counted
+        for name, (saver, load) in SAVERS.items():
+            path = work / f"{saver.__name__}-{turn}"
+            began = time.perf_counter()
+            file = saver(state, path)
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+            files = list(path.iterdir()) if path.is_dir() else [path]
+            sizes[name] = sum(f.stat().st_size for f in files)
+            if turn == plan.rounds:
+                flip_bit(file)
+                told[name] = notices(load, path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("  saved by")
+    for title in ("median", "fastest", "slowest", "bytes"):
+        table.add_column(title, justify="right")
+    table.add_column("a flipped bit: load")
+    for name, times in seconds.items():
+        cells = [f"{t * 1e3:.0f} ms" for t in (statistics.median(times), min(times), max(times))]
+        end = "[green]refuses it" if told[name] else "[red]says nothing"
+        table.add_row(f"  {name}", *cells, f"{sizes[name]:,}", end)
+    stage.console.print(table, highlight=False)
+    stage.console.print()
+    stage.say(
+        f"[dim]Synchronous saves, {plan.rounds} of each, taken in turn. torch.save and safetensors"
+        " do no fsync of their own: one of the file and one of the folder are added to each."
+        " safetensors holds tensors only: the plain values of the state are left out there."
+    )
+    stage.check(told["holdfast.save"], "holdfast.load refuses the damaged file")

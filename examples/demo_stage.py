@@ -1,0 +1,176 @@
+"""What the demo stands on: printing with checks, and training in a process that may be killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+HERE = Path(__file__).parent
+TOOL = Path(sys.executable).with_name("holdfast")
+TRIES = 5
+
+
+class Broken(Exception):
+    """A check failed on which all that follows depends."""
+
+
+@dataclass
+class Stage:
+    """What is printed, and the checks that were made."""
+
+    console: Console
+    held: int = 0
+    failed: list[str] = field(default_factory=list)
+    count: int = 0
+
+    @contextmanager
+    def part(self, title: str, sentence: str) -> Iterator[None]:
+        self.count += 1
+        began = time.perf_counter()
+        self.console.print()
+        self.console.rule(f"[bold cyan]{self.count}  {title}", align="left", style="cyan")
+        self.console.print(sentence, style="italic")
+        self.console.print()
+        yield
+        self.console.print(f"  [dim]{time.perf_counter() - began:.1f} s")
+
+    def say(self, text: str, indent: int = 2) -> None:
+        self.console.print(Padding(text, (0, 0, 0, indent), expand=False))
+
+    def check(self, good: bool, claim: str, *, vital: bool = False) -> None:
+        """Print a claim with the mark that it has earned."""
+        line = Table.grid(padding=(0, 1))
+        line.add_row("[green]✓[/]" if good else "[bold red]✗[/]", claim)
+        self.console.print(Padding(line, (0, 0, 0, 2), expand=False))
+        if good:
+            self.held += 1
+            return
+        self.failed.append(claim)
+        self.say("[bold red]This does not hold.", 4)
+        if vital:
+            raise Broken(claim)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is trained: steps, steps between saves, and what makes the model smaller."""
+
+    steps: int = 120
+    every: int = 20
+    model: tuple[str, ...] = ()
+    rounds: int = 7
+
+    @property
+    def kill_after(self) -> int:
+        """A later save than that of this step is the one that is struck."""
+        return self.steps // 2 // self.every * self.every
+
+
+QUICK = Plan(steps=40, every=8, model=("--layers", "2", "--batch", "2", "--length", "32"), rounds=3)
+
+
+@dataclass
+class Trained:
+    """What a training process said, and how it ended."""
+
+    code: int = 0
+    seconds: float = 0.0
+    lines: list[str] = field(default_factory=list)
+    warnings: str = ""
+
+    def said(self, beginning: str) -> str:
+        return next((line for line in self.lines if line.startswith(beginning)), "")
+
+
+def start(
+    stage: Stage,
+    plan: Plan,
+    run: Path,
+    watch: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Trained:
+    """Run ``train.py`` until it ends, with a bar; ``watch`` may end it sooner."""
+    command = [sys.executable, str(HERE / "train.py"), "--run", run.name, "--log", "2"]
+    command += ["--steps", str(plan.steps), "--every", str(plan.every), *plan.model]
+    columns = (TextColumn("  {task.description}"), BarColumn(40), TextColumn("{task.fields[loss]}"))
+    result = Trained()
+    began = time.perf_counter()
+    with (
+        Progress(
+            *columns,
+            console=stage.console,
+            transient=True,
+            disable=not stage.console.is_terminal,
+        ) as bar,
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, cwd=run.parent, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        task = bar.add_task(f"training {run.name}", total=plan.steps, loss="")
+
+        def listen() -> None:
+            for line in process.stdout or ():
+                result.lines.append(line.rstrip())
+                if found := re.match(r"step +(\d+)  (loss .*)", line):
+                    bar.update(
+                        task, completed=int(found[1]), loss=f"step {found[1]:>3}  {found[2]}"
+                    )
+
+        listener = Thread(target=listen)
+        listener.start()
+        try:
+            if watch is not None:
+                watch(process)
+            result.code = process.wait()
+        finally:
+            process.kill()
+            listener.join()
+        errors.seek(0)
+        result.warnings = errors.read()
+    result.seconds = time.perf_counter() - began
+    if result.code not in (0, -signal.SIGKILL):
+        stage.console.print(escape(result.warnings))
+    return result
+
+
+def kill_in_save(run: Path, after: int) -> Callable[[subprocess.Popen[str]], None]:
+    """Watches the run's folder, and sends SIGKILL while a shard later than ``after`` is written."""
+
+    def watch(process: subprocess.Popen[str]) -> None:
+        while process.poll() is None:
+            for folder in folders(run):
+                names = os.listdir(folder)
+                writing = any(n.startswith(".shard") and n.endswith(".partial") for n in names)
+                if step_of(folder) > after and writing and "manifest.json" not in names:
+                    process.send_signal(signal.SIGKILL)
+                    return
+            time.sleep(0.0005)
+
+    return watch
+
+
+def folders(run: Path) -> list[Path]:
+    return sorted(run.glob("version_*"), key=step_of) if run.exists() else []
+
+
+def short(name: str, most: int = 52) -> str:
+    """A file's name with its middle left out, if it is long."""
+    return name if len(name) <= most else f"{name[: most - 17]}...{name[-14:]}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("version_").partition(".")[0])
