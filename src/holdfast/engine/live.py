@@ -110,7 +110,10 @@ def _modules(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]
     elif type(value) in (dict, list, tuple) and depth < 100:
         pairs = value.items() if type(value) is dict else enumerate(value)
         for k, v in pairs:
-            name = escape(str(k))
+            try:
+                name = escape(str(k))
+            except ValueError:  # an integer too long for text, which is refused by its place
+                continue
             yield from _modules(v, f"{path}.{name}" if path else name, depth + 1)
 
 

@@ -157,7 +157,7 @@ class _Taker:
         except ValueError as e:
             raise unsupported(a, key, str(e)) from e
         flat = np.ascontiguousarray(a).reshape(a.shape)
-        raw = np.ndarray(rows, np.uint8, flat.data if a.nbytes else b"")
+        raw = flat.reshape(-1).view(np.uint8).reshape(rows) if a.nbytes else np.empty(rows, "u1")
         self.leaves.append(Leaf(key, "uint8", rows, raw))
         return {"array": ["uint8", list(rows), descr]}
 

@@ -97,7 +97,10 @@ def _encode_dict(value: Any, key: str, other: Take, depth: int) -> Node:
     extra = {k: v for k, v in getattr(value, "__dict__", {}).items() if k != "_metadata"}
     if extra:
         raise unsupported(value, key, f"it carries the attributes {sorted(extra)}")
-    levels = child_keys(list(value), key)
+    try:
+        levels = child_keys(list(value), key)
+    except ValueError as e:
+        raise unsupported(value, key, f"a key of it has no text: {e}") from e
     children = [encode(v, k, other, depth + 1) for k, v in zip(levels, value.values(), strict=True)]
     node: Node
     if name != "counter" and all(type(k) is str for k in value):
@@ -127,7 +130,7 @@ def _encode_scalar(value: np.generic, key: str) -> Node:
         descr = to_descr(value.dtype)
     except ValueError as e:
         raise unsupported(value, key, str(e)) from e
-    raw = np.asarray(value).tobytes()
+    raw = value.tobytes()[: value.dtype.itemsize]  # NumPy gives a byte for an empty text
     return {"scalar": [descr, base64.b64encode(raw).decode()]}
 
 

@@ -1,0 +1,251 @@
+"""Snapshots for tests that are damaged or lie: files as bytes, changed and sealed anew."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from math import inf, nan
+from typing import Any
+
+import numpy as np
+import torch
+
+import holdfast
+from holdfast.errors import FormatError, PlanError, StoreError
+from holdfast.format.digest import digest
+from holdfast.format.names import MANIFEST
+from holdfast.storage.memory import MemoryStore
+
+Files = dict[str, bytes]
+Json = Any
+
+FOLDER = "version_7"
+
+_DTYPES = (
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
+    " complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
+    " float8_e8m0fnu float4_e2m1fn_x2"
+)
+TORCH_DTYPES = _DTYPES.split()
+
+
+def small_state() -> dict[str, Any]:
+    """A state with every kind of node, small enough for thousands of loads."""
+    weight = torch.arange(6, dtype=torch.float32).view(2, 3)
+    return {
+        "weight": weight,
+        "tied": weight,
+        "half": torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+        "sparse": torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse(),
+        "csr": torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr(),
+        "array": np.arange(3, dtype=np.int16),
+        "big-endian": np.arange(2, dtype=">u2"),
+        "structured": np.array([(1, 2.5)], dtype=[("a", "<i4"), ("b", "<f8", (1,))]),
+        "blob": bytes(range(256)) * 16,
+        "plain": plain_values(),
+    }
+
+
+def plain_values() -> dict[str, Any]:
+    """Every kind of plain value."""
+    return {
+        "none": None,
+        "yes": True,
+        "int": -3,
+        "long": 1 << 70,
+        "float": 0.1,
+        "zero": -0.0,
+        "nan": nan,
+        "inf": [inf, -inf],
+        "text": "ü/~\0",
+        "complex": complex(1, -inf),
+        "bytes": b"\0\xff",
+        "bytearray": bytearray(b"x"),
+        "numpy": np.float32(1.5),
+        "date": np.datetime64("2026-01-02", "s"),
+        "list": [1, "two", [3.0]],
+        "ints": [1, 2, 3],
+        "tuple": (1, ("x",)),
+        "set": {1, "a"},
+        "frozenset": frozenset({2}),
+        "ordered": OrderedDict(b=1, a=2),
+        "counter": Counter("aab"),
+        "keys": {1: "int", "1": "text", (1, 2): "tuple", None: 0, b"k": 1, 2.5: 2},
+        "": {"": 1},
+    }
+
+
+def files_of(store: MemoryStore) -> Files:
+    return {s.key: store.get(s.key, 1 << 30) for s in store.list("")}
+
+
+def store_of(files: Files) -> MemoryStore:
+    store = MemoryStore("forged")
+    for key, data in files.items():
+        store.put_if_absent(key, data)
+    return store
+
+
+def saved(state: dict[str, Any], folder: str = FOLDER) -> Files:
+    """The files of a snapshot of ``state``."""
+    store = MemoryStore()
+    holdfast.save(store.at(folder), state, step=7, note={"by": "test"})
+    return files_of(store)
+
+
+def reseal(content: dict[str, Any], number: int = 1) -> bytes:
+    """A sealed file with a correct digest, whatever it says."""
+    body = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    return seal_body(body.encode()[1:], number)
+
+
+def seal_body(body: bytes, number: int = 1) -> bytes:
+    head = b'{"format":%d,"digest":"' % number
+    made = digest(head + b"0" * 32 + b'",' + body)
+    return head + made.encode() + b'",' + body
+
+
+def content_of(raw: bytes) -> dict[str, Any]:
+    content = json.loads(raw)
+    del content["format"], content["digest"]
+    return content
+
+
+def manifest_key(files: Files) -> str:
+    return next(k for k in files if k.endswith(MANIFEST))
+
+
+def index_key(files: Files) -> str:
+    return next(k for k in files if k.endswith(".index.json"))
+
+
+def shard_key(files: Files) -> str:
+    return next(k for k in files if k.endswith(".safetensors"))
+
+
+def lie(
+    files: Files,
+    manifest: Callable[[Json], object] | None = None,
+    index: Callable[[Json], object] | None = None,
+) -> Files:
+    """The files with a changed manifest or index; every digest is right again."""
+    files = dict(files)
+    content = content_of(files[manifest_key(files)])
+    if index is not None:
+        key = index_key(files)
+        changed = json.loads(files[key])
+        index(changed)
+        files[key] = json.dumps(changed).encode()
+        vouched = content["shards"][0]["index"]
+        vouched["length"], vouched["digest"] = len(files[key]), digest(files[key])
+    if manifest is not None:
+        manifest(content)
+    files[manifest_key(files)] = reseal(content)
+    return files
+
+
+def paths(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all parts of a JSON value."""
+    pairs: Any = ()
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = enumerate(value)
+    for k, v in pairs:
+        yield (*path, k)
+        yield from paths(v, (*path, k))
+
+
+def at(value: Json, path: tuple[Any, ...]) -> Json:
+    for k in path:
+        value = value[k]
+    return value
+
+
+def put(value: Json, path: tuple[Any, ...], new: Json) -> None:
+    at(value, path[:-1])[path[-1]] = copy.deepcopy(new)
+
+
+def uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
+    """Use a snapshot in every way; the ways that refused it, each with a proper error.
+
+    ``load``, ``into``, ``verify`` (its report not ok counts as refused).
+    """
+    store = store_of(files)
+    place = store.at(next(iter(files)).partition("/")[0])
+    refused = []
+    try:
+        holdfast.load(place)
+    except (FormatError, StoreError) as e:
+        assert_named(e)
+        refused.append("load")
+    try:
+        snapshot = holdfast.open(place)
+        _ = snapshot.metadata, snapshot.keys()
+        report = snapshot.verify()
+    except (FormatError, StoreError) as e:
+        assert_named(e)
+        refused.append("verify")
+    else:
+        for problem in report.problems:
+            assert_named(problem.error)
+        refused += [] if report.ok else ["verify"]
+    if into is not None:
+        try:
+            holdfast.load(place, into=into)
+        except (FormatError, StoreError) as e:
+            assert_named(e)
+            refused.append("into")
+        except PlanError:
+            refused.append("into")
+    return refused
+
+
+def assert_named(error: Exception) -> None:
+    """An error about bytes names the file that they are in."""
+    assert isinstance(error, FormatError | StoreError)
+    file = error.fields.get("file") or error.fields.get("key")
+    assert file, error
+    assert len(str(error)) < 2000, error
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type and value, to the bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
+            return False
+        if a.layout is not torch.strided:
+            return same(a.to_dense(), b.to_dense())
+        return _raw(a) == _raw(b)
+    if isinstance(a, np.ndarray | np.generic):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    if isinstance(a, dict):
+        pairs = zip(a.items(), b.items(), strict=True)
+        return len(a) == len(b) and all(same(x, y) for x, y in pairs)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, set | frozenset):
+        return sorted(map(_shown, a)) == sorted(map(_shown, b))
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    return bool(a == b) if isinstance(a, int) else repr(a) == repr(b)
+
+
+def _shown(value: Any) -> str:
+    """A member of a set, so that NaN is NaN and -0.0 is not 0.0."""
+    if isinstance(value, frozenset):
+        return f"frozenset({sorted(map(_shown, value))})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{type(value).__name__} {value!r}"
+
+
+def _raw(t: torch.Tensor) -> bytes:
+    t = t.contiguous().reshape(-1)
+    return bytes(t.untyped_storage()[: t.numel() * t.element_size()]) if t.numel() else b""

@@ -1,0 +1,228 @@
+"""Plain values and leaves come back as they were: value and type, whatever they are called."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from math import nan
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import holdfast
+from holdfast.errors import Unsupported
+from holdfast.format import tree
+from holdfast.format.grammar import check_tree
+from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS
+from holdfast.storage.memory import MemoryStore
+from tests.forging import TORCH_DTYPES, files_of, plain_values, same, small_state
+
+scalars: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(1 << 200), 1 << 200),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.binary(max_size=20),
+    st.sampled_from([-0.0, nan, 1 << 63, -(1 << 63), (1 << 63) - 1, "__metadata__", "..", "~2"]),
+    st.sampled_from([np.float32(0.1), np.int8(-1), np.bool_(True), np.str_("x"), np.bytes_(b"")]),
+)
+keys = st.recursive(scalars, lambda k: st.tuples(k) | st.frozensets(k, max_size=3), max_leaves=4)
+values = st.recursive(
+    scalars | st.sets(keys, max_size=3) | st.binary(max_size=5).map(bytearray),
+    lambda v: st.one_of(
+        st.lists(v, max_size=4),
+        st.lists(v, max_size=4).map(tuple),
+        st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), v, max_size=4),
+        st.dictionaries(keys, v, max_size=4),
+        st.dictionaries(keys, v, max_size=4).map(OrderedDict),
+        st.dictionaries(keys, st.integers(), max_size=4).map(Counter),
+    ),
+    max_leaves=12,
+)
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:ComplexHalf", "ignore:Sparse invariant"
+)
+
+
+def back(state: dict[str, Any]) -> Any:
+    store = MemoryStore()
+    holdfast.save(store, state)
+    return holdfast.load(store)
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(values)
+def test_plain_values_come_back_with_their_types(value: Any) -> None:
+    state = {"x": value}
+    assert same(back(state), state)
+
+
+def test_every_kind_of_node_comes_back() -> None:
+    assert same(back(small_state()), small_state())
+    assert same(back(plain_values()), plain_values())
+
+
+NAMES = ["..", ".", "a/b", "a", "b", "~", "~0", "~1", "~2", "nul\0", "🪸", "x" * 4096, "", " ",
+         "é", "__metadata__", "__metadata__~", "a@0", "%00", "C:\\x", "-", "\n", '"', "\u202e"]  # fmt: skip
+
+
+def test_names_do_not_matter() -> None:
+    state: dict[Any, Any] = {n: torch.tensor([i]) for i, n in enumerate(NAMES)}
+    state["deep"] = {n: {n: torch.tensor([i, i])} for i, n in enumerate(NAMES)}
+    state["keys"] = {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), "1~2": torch.tensor([3.0])}
+    store = MemoryStore()
+    snapshot = holdfast.save(store, state)
+    assert same(holdfast.load(store), state)
+    assert snapshot.verify().ok
+    assert len(set(snapshot.keys())) == len(snapshot.leaves) == 2 * len(NAMES) + 3
+    files = {key.partition("-")[0].partition(".")[0] for key in files_of(store)}
+    assert files == {"manifest", "shard"}, "no file is called like a leaf"
+
+
+def test_an_empty_name_is_no_other_leaf() -> None:
+    one, two = torch.tensor([1]), torch.tensor([2])
+    state = {"": {"a": one, "": {"a": two}}, "a": two + 1, "~": {"a": two + 2}}
+    assert same(back(state), state)
+
+
+def test_keys_that_are_equal_as_text_are_told_apart_in_a_part_of_a_load() -> None:
+    state = {"d": {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), (1,): [torch.tensor([3.0])]}}
+    store = MemoryStore()
+    keys = holdfast.save(store, state).keys()
+    for key, name, value in zip(keys, (1, "1"), (1.0, 2.0), strict=False):
+        part = holdfast.load(store, keys=key)
+        assert same(part, {"d": {name: torch.tensor([value])}})
+
+
+def test_safetensors_opens_the_shard(tmp_path: Any) -> None:
+    state = {n: torch.tensor([i]) for i, n in enumerate(NAMES) if n != "__metadata__"}
+    state |= {d: torch.zeros(4, dtype=getattr(torch, d)) for d in TORCH_DTYPES}
+    holdfast.save(str(tmp_path / "version_1"), state)
+    shard = next((tmp_path / "version_1").glob("*.safetensors"))
+    with safe_open(shard, "pt") as f:  # type: ignore[no-untyped-call]
+        names = set(f.keys())
+        assert names == set(holdfast.open(str(tmp_path / "version_1")).keys())
+        assert f.get_tensor("float32").dtype == torch.float32
+        assert f.get_tensor("🪸").tolist() == [NAMES.index("🪸")]
+        assert f.get_tensor("a~1b").tolist() == [NAMES.index("a/b")]
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 2)])
+def test_every_dtype_comes_back_to_the_bit(name: str, shape: tuple[int, ...]) -> None:
+    dtype = getattr(torch, name)
+    size = torch.empty((), dtype=dtype).element_size()
+    count = int(np.prod(shape)) * size
+    raw = np.random.default_rng(1).integers(0, 2 if name == "bool" else 256, count, np.uint8)
+    t = torch.from_numpy(raw).view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+    assert same(back({"t": t})["t"], t)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([1, 2], ">i4"),
+        np.array(["a", "bcd"]),
+        np.array([b"", b"x"]),
+        np.array(["2026-01-01"], "M8[ns]"),
+        np.array([3], "m8[25s]"),
+        np.zeros(3, "U0"),
+        np.zeros((2, 0), "S3"),
+        np.zeros(2, "V5"),
+        np.zeros(2, np.dtype([("a", "i1"), ("b", "i4")], align=True)),
+        np.zeros(2, [("a", "<i4", (2, 3)), (("title", "b"), [("c", "S2"), ("ä", ">f8")])]),
+        np.longdouble([1.25, -2]),
+        np.clongdouble([1.25j]),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(10, dtype=">i8")[::3],
+    ],
+    ids=lambda a: str(a.dtype)[:30],
+)
+def test_arrays_of_other_dtypes_come_back(array: np.ndarray[Any, Any]) -> None:
+    assert same(back({"a": array})["a"], array)
+    if array.size:
+        one = array.flat[0]
+        found = back({"a": one})["a"]
+        assert type(found) is type(one)
+        assert found.dtype == one.dtype
+        assert found == one
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.str_(""), np.bytes_(b""), np.void(b""), np.void(b"abc"), 1 << 20000, -(1 << 20000)],
+    ids=range(6),
+)
+def test_values_that_text_makes_hard(value: Any) -> None:
+    state = {"x": value, "in": [value], "as": {1: (value,)}}
+    assert same(back(state), state)
+
+
+def refused(value: Any) -> None:
+    store = MemoryStore()
+    with pytest.raises(Unsupported) as e:
+        holdfast.save(store, {"here": value})
+    assert e.value.leaf.startswith("here")
+    assert not list(store.list(""))
+
+
+def test_what_would_come_back_as_something_else_is_refused() -> None:
+    record = np.zeros(2, np.dtype((np.record, [("a", "<i4")])))
+    refused(record)
+    refused(record[0])
+    refused(np.array([None]))
+    refused(np.zeros(2, np.dtype("<i4", metadata={"unit": "m"})))
+    refused(torch.zeros([1] * (MAX_DIMENSIONS + 1)))
+    refused(np.zeros([1] * MAX_DIMENSIONS, ">i4"))
+    refused("\ud800")
+    refused({"\ud800": 1})
+    refused({1 << 20000: {}})
+
+
+def nested(depth: int, inner: Any) -> Any:
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+class Stateful:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner = state["inner"]
+
+
+@pytest.mark.parametrize("inner", [1, 1 << 80, "x", nan, torch.ones(1), [1, 2], {"a": None}, {1}])
+def test_what_is_nested_deep_is_refused_or_comes_back(inner: Any) -> None:
+    kept = 0
+    for depth in (1, *range(MAX_DEPTH - 4, MAX_DEPTH + 3)):
+        state = {"x": nested(depth, inner)}
+        store = MemoryStore()
+        try:
+            holdfast.save(store, state)
+        except Unsupported:
+            continue
+        assert same(holdfast.load(store), state)
+        kept += 1
+    assert 2 <= kept < 8
+    refused(nested(60, Stateful(nested(60, inner))))
+
+
+def test_what_is_written_is_what_the_grammar_allows() -> None:
+    def refuse(value: Any, key: str, depth: int) -> Any:
+        raise AssertionError(key)
+
+    check_tree(tree.encode(plain_values(), "", refuse), "f")
