@@ -78,6 +78,7 @@ def compare_runs(stage: Stage, a: Path, b: Path) -> None:
         total.nbytes += tally.nbytes
         total.values += tally.values
         total.differences += tally.differences
+    stage.console.print()
     stage.console.print(table)
     stage.console.print()
     for difference in total.differences[:5]:
