@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -167,7 +166,7 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
 
 
 def put(value: Json, path: tuple[Any, ...], new: Json) -> None:
-    at(value, path[:-1])[path[-1]] = copy.deepcopy(new)
+    at(value, path[:-1])[path[-1]] = json.loads(json.dumps(new))
 
 
 def uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:

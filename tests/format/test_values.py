@@ -71,8 +71,32 @@ def test_every_kind_of_node_comes_back() -> None:
     assert same(back(plain_values()), plain_values())
 
 
-NAMES = ["..", ".", "a/b", "a", "b", "~", "~0", "~1", "~2", "nul\0", "🪸", "x" * 4096, "", " ",
-         "é", "__metadata__", "__metadata__~", "a@0", "%00", "C:\\x", "-", "\n", '"', "\u202e"]  # fmt: skip
+NAMES = [
+    "..",
+    ".",
+    "a/b",
+    "a",
+    "b",
+    "~",
+    "~0",
+    "~1",
+    "~2",
+    "nul\0",
+    "🪸",
+    "x" * 4096,
+    "",
+    " ",
+    "é",
+    "__metadata__",
+    "__metadata__~",
+    "a@0",
+    "%00",
+    "C:\\x",
+    "-",
+    "\n",
+    '"',
+    "\u202e",
+]
 
 
 def test_names_do_not_matter() -> None:

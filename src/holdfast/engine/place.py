@@ -27,7 +27,7 @@ from holdfast.errors import (
     UnexpectedLeaf,
 )
 from holdfast.format import tree
-from holdfast.format.names import escape, join
+from holdfast.format.names import MANIFEST, escape, join
 from holdfast.words import Box
 
 Settle = Callable[[], Any]
@@ -75,7 +75,8 @@ class Room:
     def value(self, node: Any, key: str) -> Any:
         """For ``tree.decode``: the value of a leaf whose bytes are in."""
         if "sparse" in node:
-            return _sparse(node["sparse"], key, self.value)
+            file = self.snapshot.place.key(MANIFEST)
+            return _sparse(node["sparse"], key, self.value, file)
         source, leaf = self.leaf(node, key)
         made = self.fresh[source]
         if "blob" in leaf:
@@ -86,7 +87,7 @@ class Room:
         return made
 
 
-def _sparse(body: Any, key: str, value: Callable[[Any, str], Any]) -> Any:
+def _sparse(body: Any, key: str, value: Callable[[Any, str], Any], file: str) -> Any:
     import torch
 
     parts = {n: value(p, join(key, n)) for n, p in body["parts"].items()}
@@ -107,7 +108,7 @@ def _sparse(body: Any, key: str, value: Callable[[Any, str], Any]) -> Any:
             check_invariants=True,
         )
     except (RuntimeError, TypeError, ValueError) as e:
-        raise tree.no_node({"sparse": body}, key) from e
+        raise tree.no_node({"sparse": body}, key, file) from e
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from holdfast.engine.layout import Holding, Ints, chunk_cuts, file_order, rectangles
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.tree import Leaf
-from holdfast.format.tensorfile import build_header, stored_shape
+from holdfast.format.tensorfile import build_header, entry_name, stored_shape
 from holdfast.storage.direct import Buffer, Pool
 from holdfast.words import DTYPES, UNIT, Box
 
@@ -102,9 +102,7 @@ def _entry_names(holdings: Sequence[Holding]) -> list[str]:
     names: list[str] = []
     taken = {"__metadata__"}
     for h in holdings:
-        name = h.key
-        if h.box.sizes != h.shape:
-            name += "@" + ",".join(map(str, h.box.offsets))
+        name = entry_name(h.key, h.shape, h.box.offsets, h.box.sizes)
         while name in taken:
             name += "~"
         taken.add(name)

@@ -17,7 +17,7 @@ from holdfast.errors import FormatError, HoldfastError, ManifestInvalid, StoreEr
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Shard
 from holdfast.format.names import MANIFEST
-from holdfast.format.tensorfile import header_length, parse_header, stored_shape
+from holdfast.format.tensorfile import entry_name, header_length, parse_header, stored_shape
 from holdfast.settings import read_settings
 from holdfast.words import DTYPES, Box
 
@@ -130,9 +130,14 @@ def _check_header(place: Location, index: ShardIndex) -> None:
     place.store.get_range(file, 0, index.header, memoryview(raw))
     header_length(bytes(raw[:8]), index.length, file)
     begin, entries = parse_header(bytes(raw), index.length, file)
-    told = [(e.dtype, e.shape, begin + e.start) for e in entries]
+    told = [(e.name.rstrip("~"), e.dtype, e.shape, begin + e.start) for e in entries]
     boxes = [
-        (DTYPES[leaf.dtype].stored, stored_shape(DTYPES[leaf.dtype], b.sizes), b.at)
+        (
+            entry_name(leaf.key, leaf.shape, b.offsets, b.sizes).rstrip("~"),
+            DTYPES[leaf.dtype].stored,
+            stored_shape(DTYPES[leaf.dtype], b.sizes),
+            b.at,
+        )
         for leaf in index.leaves
         for b in leaf.boxes
     ]

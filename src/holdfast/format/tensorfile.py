@@ -49,6 +49,14 @@ def stored_shape(dtype: DType, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return sizes if dtype.per == 1 else (*sizes, dtype.per)
 
 
+def entry_name(
+    key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> str:
+    """What a box is called in the header: the leaf's key, and for a part where it begins. Where
+    that is taken, ``~`` is added until it is not."""
+    return key if sizes == shape else f"{key}@{','.join(map(str, offsets))}"
+
+
 def build_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> bytes:
     """The file's beginning up to its data. Entries: name, stored dtype, shape, start, stop.
 

@@ -1,0 +1,562 @@
+"""Manifests and indexes that lie, with every digest right: each is refused by name.
+
+Nothing else may come of a lie: no other exception, nothing loaded that is wrong, no memory beyond
+the bytes that are there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import DigestMismatch, FormatError, FormatTooNew, ManifestInvalid
+from holdfast.format.manifest import decode_branch, decode_manifest, decode_pin
+from tests.forging import (
+    FOLDER,
+    Files,
+    Json,
+    assert_named,
+    content_of,
+    index_key,
+    lie,
+    manifest_key,
+    paths,
+    put,
+    reseal,
+    saved,
+    seal_body,
+    small_state,
+    store_of,
+    uses,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant")
+
+HUGE = 1 << 62
+NUMBERS = [-1, 1 << 40, HUGE, (1 << 63) - 1, 1 << 63, -(1 << 63) - 1, 1 << 70]
+WRONG: list[Json] = [
+    *NUMBERS, 0, 1, 1.0, 1e300, True, None, "", "x", "../x", "a/b", "nul\0", "0" * 32, [], [[]],
+    [-1], [HUGE], [1 << 63], {}, {"x": 1}, {"tensor": ["float32", [1]]}, {"tied": "weight"},
+    {"list": []},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files() -> Files:
+    return saved(small_state())
+
+
+def tree_of(manifest: Json) -> Json:
+    return manifest["tree"]["dict"]
+
+
+# -- lies that every one must be refused ---------------------------------------------------------
+
+
+def shard(m: Json) -> Json:
+    return m["shards"][0]
+
+
+def rename(field: str, name: str) -> Callable[[Json], None]:
+    def change(m: Json) -> None:
+        part = shard(m) if field == "shard" else shard(m)["index"]
+        part["name"] = name
+
+    return change
+
+
+def set_in(*path: Any, to: Json) -> Callable[[Json], None]:
+    return lambda m: put(m, path, to)
+
+
+def node(value: Json, name: str = "weight") -> Callable[[Json], None]:
+    return lambda m: put(m, ("tree", "dict", name), value)
+
+
+def added(value: Json) -> Callable[[Json], None]:
+    return node(value, "added")
+
+
+def deep(levels: int) -> Json:
+    value: Json = 1
+    for _ in range(levels):
+        value = {"list": [value]}
+    return value
+
+
+def sparse(**changes: Json) -> Callable[[Json], None]:
+    def change(m: Json) -> None:
+        tree_of(m)["sparse"]["sparse"].update(changes)
+
+    return change
+
+
+MANIFEST_LIES: dict[str, Callable[[Json], object]] = {
+    "attempt-long": set_in("attempt", to="0" * 13),
+    "attempt-path": set_in("attempt", to="../../etc/pw"),
+    "created-empty": set_in("created", to=""),
+    "created-local": set_in("created", to="2026-01-01T00:00:00+02:00"),
+    "created-month": set_in("created", to="2026-13-01T00:00:00+00:00"),
+    "step-negative": set_in("step", to=-1),
+    "step-huge": set_in("step", to=1 << 63),
+    "step-float": set_in("step", to=7.0),
+    "branch-negative": set_in("branch", to=-1),
+    "branch-huge": set_in("branch", to=10**9),
+    "parent-name": set_in("parent", to={"version": "../version_1", "digest": "0" * 32}),
+    "parent-digest": set_in("parent", to={"version": "version_1", "digest": "0" * 31 + "g"}),
+    "no-shards": set_in("shards", to=[]),
+    "shard-twice": lambda m: m["shards"].append(copy.deepcopy(shard(m))),
+    "shard-up": rename("shard", "../" + "shard-00000-of-00001.000000000000.safetensors"),
+    "shard-nul": rename("shard", "shard-00000-of-00001.000000000000.safetensors\0"),
+    "shard-newline": rename("shard", "shard-00000-of-00001.000000000000.safetensors\n"),
+    "shard-manifest": rename("shard", "manifest.json"),
+    "shard-other": rename("shard", "shard-00000-of-00001.000000000000.safetensors"),
+    "index-other": rename("index", "shard-00000-of-00001.000000000000.index.json"),
+    "index-up": rename("index", "../" * 3 + "shard-00000-of-00001.000000000000.index.json"),
+    "shard-shorter": lambda m: shard(m).update(length=shard(m)["length"] - 1),
+    "shard-huge": lambda m: shard(m).update(length=HUGE),
+    "shard-negative": lambda m: shard(m).update(length=-1),
+    "index-huge": lambda m: shard(m)["index"].update(length=1 << 30),
+    "index-digest": lambda m: shard(m)["index"].update(digest="0" * 32),
+    "index-digest-form": lambda m: shard(m)["index"].update(digest="0" * 31 + "A"),
+    "unknown-field": set_in("extra", to=1),
+    "missing-field": lambda m: m.pop("tree"),
+    "tree-a-list": set_in("tree", to={"list": []}),
+    "tree-a-leaf": set_in("tree", to={"tensor": ["float32", [2, 3]]}),
+    "tree-null": set_in("tree", to=None),
+    "tree-empty": set_in("tree", to={}),
+    "metadata-leaf": set_in("metadata", to={"dict": {"a": {"tensor": ["float32", [2, 3]]}}}),
+    "metadata-number": set_in("metadata", to=1),
+    "node-list": node([1]),
+    "node-empty": node({}),
+    "node-unknown": node({"pickle": "gASVAAAAAA=="}),
+    "node-two": node({"list": [], "tuple": []}),
+    "node-integer": added(1 << 63),
+    "leaf-gone": lambda m: tree_of(m).pop("weight"),
+    "leaf-new": added({"tensor": ["float32", [1]]}),
+    "leaf-new-empty": added({"tensor": ["float32", [0]]}),
+    "dtype-unknown": node({"tensor": ["float31", [2, 3]]}),
+    "dtype-list": node({"tensor": [["float32"], [2, 3]]}),
+    "dtype-other": node({"tensor": ["int32", [2, 3]]}),
+    "dtype-no-numpy": node({"array": ["bfloat16", [2]]}, "half"),
+    "shape-other": node({"tensor": ["float32", [3, 2]]}),
+    "shape-huge": node({"tensor": ["float32", [1 << 40]]}),
+    "shape-overflow": node({"tensor": ["float32", [1 << 40, 1 << 40]]}),
+    "shape-zero-huge": node({"tensor": ["float32", [0, 1 << 62]]}, "empty"),
+    "shape-negative": node({"tensor": ["float32", [-2, -3]]}),
+    "shape-true": node({"tensor": ["float32", [2, 3, True]]}),
+    "shape-float": node({"tensor": ["float32", [2.0, 3]]}),
+    "shape-text": node({"tensor": ["float32", "23"]}),
+    "shape-long": node({"tensor": ["float32", [1] * 65]}),
+    "leaf-short": node({"tensor": ["float32"]}),
+    "leaf-long": node({"tensor": ["float32", [2, 3], 1]}),
+    "tied-nothing": node({"tied": "nothing"}, "tied"),
+    "tied-itself": node({"tied": "tied"}, "tied"),
+    "tied-round": lambda m: tree_of(m).update(a={"tied": "b"}, b={"tied": "a"}),
+    "tied-plain": node({"tied": "plain/int"}, "tied"),
+    "tied-array": node({"tied": "array"}, "tied"),
+    "tied-blob": node({"tied": "blob"}, "tied"),
+    "tied-number": node({"tied": 1}, "tied"),
+    "tied-list": node({"tied": ["weight"]}, "tied"),
+    "blob-kind": node({"blob": ["str", 4096]}, "blob"),
+    "blob-length": node({"blob": ["bytes", 4097]}, "blob"),
+    "blob-huge": node({"blob": ["bytes", 1 << 60]}, "blob"),
+    "descr-object": node({"array": ["uint8", [2, 8], "|O"]}, "big-endian"),
+    "descr-object-field": node({"array": ["uint8", [2, 8], [["a", "|O"]]]}, "big-endian"),
+    "descr-size": node({"array": ["uint8", [2, 2], ">u4"]}, "big-endian"),
+    "descr-smaller": node({"array": ["uint8", [2, 2], "|u1"]}, "big-endian"),
+    "descr-code": node({"array": ["uint8", [2, 2], "__import__('os')"]}, "big-endian"),
+    "descr-alias": node({"array": ["uint8", [2, 2], "a2"]}, "big-endian"),
+    "descr-number": node({"array": ["uint8", [2, 2], 2]}, "big-endian"),
+    "descr-dict": node({"array": ["uint8", [2, 2], {"names": []}]}, "big-endian"),
+    "descr-same-names": node(
+        {"array": ["uint8", [2, 2], [["a", "|u1"], ["a", "|u1"]]]}, "big-endian"
+    ),
+    "descr-of-float": node({"array": ["int16", [3], "<i2"]}, "array"),
+    "descr-huge": node({"array": ["uint8", [2, 2], [["a", "|u1", [1 << 40]]]]}, "big-endian"),
+    "int-short": added({"int": "0x1"}),
+    "int-decimal": added({"int": "18446744073709551616"}),
+    "int-text": added({"int": "x"}),
+    "int-number": added({"int": 1}),
+    "float-text": added({"float": "1.0"}),
+    "float-number": added({"float": 1.0}),
+    "complex-one": added({"complex": [1.0]}),
+    "complex-text": added({"complex": ["1j", 1.0]}),
+    "complex-int": added({"complex": [1, 1.0]}),
+    "bytes-base64": added({"bytes": "a"}),
+    "bytes-letters": added({"bytes": "ä==="}),
+    "bytes-list": added({"bytes": [1]}),
+    "scalar-object": added({"scalar": ["|O", "AAAAAAAAAAA="]}),
+    "scalar-length": added({"scalar": ["<f8", "AAAAAA=="]}),
+    "scalar-shape": added({"scalar": [[["a", "|u1", [1 << 50]]], ""]}),
+    "scalar-one": added({"scalar": ["<f8"]}),
+    "set-list": added({"set": [{"list": []}]}),
+    "set-twice": added({"set": [1, 1]}),
+    "set-equal": added({"set": [1, True]}),
+    "set-text": added({"set": "ab"}),
+    "set-leaf": added({"set": [{"tensor": ["float32", [1]]}]}),
+    "list-text": added({"list": "ab"}),
+    "list-object": added({"list": {"a": 1}}),
+    "list-null": added({"list": None}),
+    "dict-list": added({"dict": []}),
+    "dict-metadata": added({"dict": {}, "metadata": None}),
+    "ordered-metadata-leaf": added(
+        {"ordered": {}, "metadata": {"list": [{"tensor": ["float32", [1]]}]}}
+    ),
+    "items-of": added({"items": [], "of": "Popen"}),
+    "items-of-none": added({"items": []}),
+    "items-key-list": added({"items": [[{"list": []}, 1]], "of": "dict"}),
+    "items-key-dict": added({"items": [[{"dict": {}}, 1]], "of": "dict"}),
+    "items-key-leaf": added({"items": [[{"tensor": ["float32", [1]]}, 1]], "of": "dict"}),
+    "items-key-twice": added({"items": [["a", 1], ["a", 2]], "of": "dict"}),
+    "items-key-equal": added({"items": [[1, 1], [True, 2]], "of": "dict"}),
+    "items-triple": added({"items": [[1, 2, 3]], "of": "dict"}),
+    "items-object": added({"items": {"a": 1}, "of": "dict"}),
+    "depth-101": added(deep(101)),
+    "depth-300": added(deep(300)),
+    "sparse-layout": sparse(layout="strided"),
+    "sparse-layout-import": sparse(layout="load"),
+    "sparse-shape": sparse(shape=[1, 1]),
+    "sparse-shape-huge": sparse(shape=[HUGE, HUGE]),
+    "sparse-shape-negative": sparse(shape=[-2, 2]),
+    "sparse-coalesced": sparse(coalesced=1),
+    "sparse-parts": sparse(parts={}),
+    "sparse-extra": sparse(code=1),
+    "sparse-values": lambda m: tree_of(m)["sparse"]["sparse"]["parts"].update(values=1),
+    "sparse-dict": lambda m: tree_of(m)["sparse"]["sparse"]["parts"].update(values={"dict": {}}),
+    "sparse-tied": lambda m: tree_of(m)["sparse"]["sparse"]["parts"].update(
+        values={"tied": "weight"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANIFEST_LIES)
+def test_a_lie_in_the_manifest_is_refused(files: Files, name: str) -> None:
+    forged = lie(files, manifest=MANIFEST_LIES[name])
+    refused = uses(forged, into={**small_state(), "added": None})
+    # what only torch can tell of a sparse tensor shows when it is loaded
+    lax = ["load", "into"] if name in ("sparse-shape", "sparse-tied") else []
+    assert refused in (["load", "verify", "into"], lax), name
+
+
+def leaf_in(index: Json, key: str) -> Json:
+    return next(leaf for leaf in index["leaves"] if leaf["key"] == key)
+
+
+def leaf_set(key: str, /, **changes: Json) -> Callable[[Json], None]:
+    return lambda i: leaf_in(i, key).update(changes)
+
+
+def box_set(key: str, /, **changes: Json) -> Callable[[Json], None]:
+    return lambda i: leaf_in(i, key)["boxes"][0].update(changes)
+
+
+def swap_places(index: Json) -> None:
+    """Two leaves of one dtype and shape under each other's key."""
+    a, b = leaf_in(index, "csr/values"), leaf_in(index, "sparse/values")
+    assert (a["dtype"], a["shape"]) == (b["dtype"], b["shape"])
+    a["boxes"], b["boxes"] = b["boxes"], a["boxes"]
+
+
+INDEX_LIES: dict[str, Callable[[Json], object]] = {
+    "format-two": set_in("format", to=2),
+    "format-zero": set_in("format", to=0),
+    "unknown-field": set_in("extra", to=1),
+    "missing-field": lambda i: i.pop("cuts"),
+    "another-shard": set_in("shard", to="shard-00000-of-00001.000000000000.safetensors"),
+    "shard-up": set_in("shard", to="../../x"),
+    "length-shorter": lambda i: i.update(length=i["length"] - 1),
+    "length-huge": set_in("length", to=HUGE - 1),
+    "header-zero": set_in("header", to=0),
+    "header-huge": set_in("header", to=1 << 63),
+    "header-all": lambda i: i.update(header=i["length"]),
+    "leaf-twice": lambda i: i["leaves"].append(copy.deepcopy(i["leaves"][0])),
+    "leaf-gone": lambda i: i["leaves"].pop(),
+    "leaf-of-nothing": leaf_set("weight", key="nothing"),
+    "leaf-without-boxes": leaf_set("empty", boxes=[], shape=[0, 4]),
+    "dtype": leaf_set("weight", dtype="int32"),
+    "dtype-unknown": leaf_set("weight", dtype="float31"),
+    "shape": leaf_set("weight", shape=[3, 2]),
+    "shape-huge": leaf_set("weight", shape=[HUGE, 3]),
+    "shape-64": leaf_set("weight", shape=[1 << 64, 3]),
+    "shape-long": leaf_set("weight", shape=[2] * 65),
+    "box-at": box_set("weight", at=4096 + (1 << 20)),
+    "box-at-negative": box_set("weight", at=-24),
+    "box-at-huge": box_set("weight", at=(1 << 63) - 1),
+    "box-at-64": box_set("weight", at=1 << 64),
+    "box-out": box_set("weight", offsets=[1, 0]),
+    "box-negative": box_set("weight", offsets=[-1, 0]),
+    "box-smaller": box_set("weight", sizes=[1, 3]),
+    "box-larger": box_set("weight", sizes=[HUGE, HUGE]),
+    "box-empty": box_set("weight", sizes=[0, 3]),
+    "box-dimensions": box_set("weight", offsets=[0], sizes=[6]),
+    "box-ragged": box_set("weight", offsets=[0, 0, 0]),
+    "box-twice": lambda i: leaf_in(i, "weight")["boxes"].append(
+        copy.deepcopy(leaf_in(i, "weight")["boxes"][0])
+    ),
+    "places-swapped": swap_places,
+    "no-cuts": lambda i: i.update(cuts=[], digests=[]),
+    "cuts-short": lambda i: i["cuts"].pop(),
+    "cuts-long": lambda i: i["cuts"].append(i["length"] + 1),
+    "cuts-same": lambda i: (i["cuts"].append(i["cuts"][-1]), i["digests"].append("0" * 32)),
+    "cuts-back": lambda i: (i["cuts"].insert(1, 1), i["digests"].append("0" * 32)),
+    "cuts-huge": lambda i: i["cuts"].__setitem__(-1, 1 << 63),
+    "cuts-inside-an-element": lambda i: (
+        i["cuts"].insert(1, i["header"] + 1),
+        i["digests"].append("0" * 32),
+    ),
+    "digest-missing": lambda i: i["digests"].pop(),
+    "digest-other": lambda i: i["digests"].__setitem__(1, "0" * 32),
+    "digest-form": lambda i: i["digests"].__setitem__(1, "x"),
+    "digest-number": lambda i: i["digests"].__setitem__(1, 1),
+    "header-digest": lambda i: i["digests"].__setitem__(0, "0" * 32),
+}
+UNREAD = {"header-digest", "places-swapped"}
+"""Only the safetensors header contradicts these, which a load does not read; verify does."""
+
+
+@pytest.mark.parametrize("name", INDEX_LIES)
+def test_a_lie_in_an_index_is_refused(files: Files, name: str) -> None:
+    forged = lie(files, index=INDEX_LIES[name])
+    refused = uses(forged, into=small_state())
+    assert refused == (["verify"] if name in UNREAD else ["load", "verify", "into"])
+
+
+def test_errors_name_file_and_leaf(files: Files) -> None:
+    forged = store_of(lie(files, manifest=MANIFEST_LIES["dtype-unknown"])).at(FOLDER)
+    with pytest.raises(ManifestInvalid, match="'weight'") as e:
+        holdfast.open(forged)
+    assert (e.value.file, e.value.leaf) == ("manifest.json", "weight")
+    changed = lie(files, index=INDEX_LIES["box-out"])
+    with pytest.raises(ManifestInvalid, match="'weight'") as e:
+        holdfast.load(store_of(changed).at(FOLDER))
+    assert (e.value.file, e.value.leaf) == (index_key(changed).partition("/")[2], "weight")
+
+
+# -- every field, every wrong value --------------------------------------------------------------
+
+
+def only_proper_errors(forged: Files) -> None:
+    """The forged snapshot is used without any exception but ours; they name the file."""
+    uses(forged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["manifest", "index"])
+def test_any_field_with_any_wrong_value(which: str) -> None:
+    state = {"w": torch.ones(2, 3), "t": [torch.ones(1, dtype=torch.int8)], "p": {1: (2, b"x")}}
+    files = saved(state)
+    if which == "manifest":
+        original = content_of(files[manifest_key(files)])
+    else:
+        original = json.loads(files[index_key(files)])
+    for path in paths(original):
+        for wrong in WRONG:
+            only_proper_errors(lie(files, **{which: lambda c: put(c, path, wrong)}))  # noqa: B023
+
+
+# -- what seals and sizes say --------------------------------------------------------------------
+
+
+def decode_any(raw: bytes) -> None:
+    for decode in (decode_manifest, decode_branch, decode_pin):
+        with pytest.raises(FormatError) as e:
+            decode(raw, "file")
+        assert_named(e.value)
+
+
+def test_a_later_format_says_so(files: Files) -> None:
+    raw = reseal(content_of(files[manifest_key(files)]), number=2)
+    with pytest.raises(FormatTooNew, match="newer Holdfast"):
+        decode_manifest(raw, "manifest.json")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{}",
+        b"null",
+        b'{"format":1}',
+        b'{"format":1,"digest":"",',
+        b'{"format":01,"digest":"' + b"0" * 32 + b'",}',
+        seal_body(b""),
+        seal_body(b"}"),
+        seal_body(b'"a":1}'),
+        seal_body(b'"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        seal_body(b'"tree":' + b'{"list":[' * 100_000 + b"]}" * 100_000 + b"}"),
+        seal_body(b'"a":"\xff"}'),
+        seal_body(b'"step":1e999}'),
+        b"\xef\xbb\xbf" + seal_body(b"}"),
+        seal_body(b"}") + b"\n",
+    ],
+    ids=range(15),
+)
+def test_what_is_no_sealed_file(raw: bytes) -> None:
+    decode_any(raw)
+
+
+def test_nesting_to_the_limit_of_the_parser_is_refused(files: Files) -> None:
+    for levels in (101, 200, 300, 400, 480, 1000, 100_000):
+        content = content_of(files[manifest_key(files)])
+        content["tree"] = "HERE"
+        body = json.dumps(content, separators=(",", ":")).encode()[1:]
+        raw = seal_body(body.replace(b'"HERE"', b'{"dict":{"a":' * levels + b"1" + b"}}" * levels))
+        forged = {**files, manifest_key(files): raw}
+        assert "load" in uses(forged), levels
+
+
+def test_a_digest_is_compared_exactly(files: Files) -> None:
+    raw = files[manifest_key(files)]
+    start = raw.index(b'"digest":"') + 10
+    with pytest.raises((DigestMismatch, ManifestInvalid)):
+        decode_manifest(raw[:start] + raw[start : start + 32].upper() + raw[start + 32 :], "f")
+
+
+BRANCH = {
+    "number": 1,
+    "from_version": "version_7",
+    "from_digest": "0" * 32,
+    "created": "2026-01-01T00:00:00+00:00",
+    "reason": "x",
+}
+PIN = {
+    "attempt": "0" * 12,
+    "version": None,
+    "created": "2026-01-01T00:00:00+00:00",
+    "host": "h",
+    "boot": "b",
+    "process": "1:2",
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("number", 0), ("number", -1), ("number", 10**9), ("number", 1 << 70), ("number", "1"),
+        ("from_version", None), ("from_version", "version_-1"), ("from_version", "../version_7"),
+        ("from_digest", "x"), ("created", "x"), ("reason", None), ("extra", 1),
+    ],
+)  # fmt: skip
+def test_a_branch_that_lies(field: str, value: Json) -> None:
+    assert decode_branch(reseal(BRANCH), "f").number == 1
+    with pytest.raises(ManifestInvalid) as e:
+        decode_branch(reseal({**BRANCH, field: value}), "branch-1.json")
+    assert_named(e.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attempt", "x"), ("version", "x"), ("version", 1), ("created", ""), ("host", None),
+        ("boot", 1), ("process", ""), ("process", "x:1"), ("process", "1"), ("process", "-1:1"),
+        ("process", "1" * 5000 + ":1"), ("extra", 1),
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_a_pin_that_lies(field: str, value: Json) -> None:
+    assert decode_pin(reseal(PIN), "f").process == "1:2"
+    with pytest.raises(ManifestInvalid) as e:
+        decode_pin(reseal({**PIN, field: value}), "pin-0.json")
+    assert_named(e.value)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["shape-huge", "blob-huge", "shard-huge", "index-huge"])
+def test_a_lie_about_size_takes_no_memory(files: Files, name: str) -> None:
+    place = store_of(lie(files, manifest=MANIFEST_LIES[name])).at(FOLDER)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            holdfast.load(place)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def bigger(files: Files) -> Files:
+    """Manifest and index agree on a leaf of 4 TiB; only the shard's bytes say otherwise."""
+    size = 1 << 40
+
+    def index(i: Json) -> None:
+        i["length"] += 4 * size
+        leaf = {"key": "weight", "dtype": "float32", "shape": [size]}
+        i["leaves"] = [{**leaf, "boxes": [{"offsets": [0], "sizes": [size], "at": i["header"]}]}]
+        i["length"] = i["header"] + 4 * size
+        i["cuts"] = [i["header"], i["length"]]
+        i["digests"] = i["digests"][:2]
+
+    def manifest(m: Json) -> None:
+        m["tree"] = {"dict": {"weight": {"tensor": ["float32", [size]]}}}
+        m["shards"][0]["length"] += 4 * size
+
+    return lie(files, manifest, index)
+
+
+@pytest.mark.slow
+def test_lies_about_size_in_little_memory(files: Files, tmp_path: Path) -> None:
+    """In a process whose address space is bounded: headers of 2**63 bytes, leaves of terabytes."""
+    cases = [lie(files, manifest=MANIFEST_LIES[n]) for n in ("shape-huge", "blob-huge")]
+    cases.append(lie(files, index=INDEX_LIES["header-huge"]))
+    cases.append(bigger(files))
+    huge = dict(files)
+    key = next(k for k in files if k.endswith(".safetensors"))
+    huge[key] = (1 << 63).to_bytes(8, "little") + files[key][8:]
+    cases.append(huge)
+    for number, case in enumerate(cases):
+        for name, data in case.items():
+            path = tmp_path / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    program = """
+import resource, sys, torch, holdfast
+from pathlib import Path
+from holdfast.errors import FormatError
+now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30), now + (1 << 30)))
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    for use in (holdfast.load, lambda url: holdfast.open(url).verify()):
+        try:
+            report = use(str(folder / "version_7"))
+            print(folder.name, "loaded" if isinstance(report, dict) else report.ok)
+        except FormatError:
+            print(folder.name, "refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True, text=True, check=False, env={**os.environ, "HOLDFAST_THREADS": "1"},
+    )  # fmt: skip
+    said = done.stdout.split("\n")
+    assert done.returncode == 0, done.stderr
+    assert all(s.endswith(("refused", "False")) or s == "4 loaded" for s in said if s), said
+
+
+@pytest.mark.slow
+def test_a_million_keys_are_checked_in_bounded_memory(files: Files) -> None:
+    many = {f"k{i}": i for i in range(1_000_000)}
+    sound = lie(files, manifest=lambda m: tree_of(m).update(many={"dict": many}))
+    size = len(sound[manifest_key(sound)])
+    store = store_of(sound).at(FOLDER)
+    tracemalloc.start()
+    try:
+        holdfast.open(store)
+        assert tracemalloc.get_traced_memory()[1] < 30 * size
+    finally:
+        tracemalloc.stop()
+    many["last"] = {"tied": "nothing"}  # type: ignore[assignment]
+    forged = lie(files, manifest=lambda m: tree_of(m).update(many={"dict": many}))
+    with pytest.raises(ManifestInvalid, match="'many/last'"):
+        holdfast.open(store_of(forged).at(FOLDER))
