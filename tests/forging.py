@@ -246,6 +246,5 @@ def _shown(value: Any) -> str:
 
 
 def _raw(t: torch.Tensor) -> bytes:
-    t = t.contiguous()
-    start = t.storage_offset() * t.element_size()
-    return bytes(t.untyped_storage()[start : start + t.nbytes]) if t.numel() else b""
+    t = t.contiguous().reshape(-1)
+    return bytes(t.untyped_storage()[: t.numel() * t.element_size()]) if t.numel() else b""

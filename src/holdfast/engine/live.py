@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import PlanError
-from holdfast.format.names import escape
+from holdfast.format.tree import child_keys
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +33,20 @@ def is_module(value: object) -> bool:
 
 def is_optimizer(value: object) -> bool:
     """Whether it is an optimizer whose state can be keyed by parameter names: one that keeps
-    PyTorch's own ``state_dict`` and ``load_state_dict``. Others are taken by their own."""
+    PyTorch's own ``state_dict`` and ``load_state_dict``, without hooks. Others are taken by
+    their own."""
     torch = torch_or_none()
     if torch is None or not isinstance(value, torch.optim.Optimizer):
         return False
     own, base = type(value), torch.optim.Optimizer
-    return bool(own.state_dict is base.state_dict and own.load_state_dict is base.load_state_dict)
+    if own.state_dict is not base.state_dict or own.load_state_dict is not base.load_state_dict:
+        return False
+    return not (
+        value._optimizer_state_dict_pre_hooks
+        or value._optimizer_state_dict_post_hooks
+        or value._optimizer_load_state_dict_pre_hooks
+        or value._optimizer_load_state_dict_post_hooks
+    )
 
 
 def is_stateful(value: object) -> bool:
@@ -104,26 +112,41 @@ def parameter_names(state: Any) -> dict[int, str]:
     return names
 
 
-def _modules(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _modules(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     if is_module(value):
         yield path, value
-    elif type(value) in (dict, list, tuple) and depth < 100:
-        pairs = value.items() if type(value) is dict else enumerate(value)
-        for k, v in pairs:
-            try:
-                name = escape(str(k))
-            except ValueError:  # an integer too long for text, which is refused by its place
-                continue
-            yield from _modules(v, f"{path}.{name}" if path else name, depth + 1)
+    elif isinstance(value, dict | list | tuple) and id(value) not in inside:
+        members = list(value.values()) if isinstance(value, dict) else list(value)
+        levels = list(value) if isinstance(value, dict) else list(range(len(value)))
+        try:
+            names = child_keys(levels, "")
+        except ValueError:  # an integer too long for text, which is refused by its place
+            return
+        for name, member in zip(names, members, strict=True):
+            at = f"{path}.{name}" if path else name
+            yield from _modules(member, at, (*inside, id(value)))
 
 
 def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:
     """The names of the parameters of each group. One that belongs to no module in the state is
-    called by its place (``0.3``: the fourth of the first group)."""
-    return [
+    called by its place (``0.3``: the fourth of the first group).
+
+    Raises ``PlanError`` if two would have one name.
+    """
+    grouped = [
         [names.get(id(p), f"{i}.{j}") for j, p in enumerate(group["params"])]
         for i, group in enumerate(optimizer.param_groups)
     ]
+    flat = [name for group in grouped for name in group]
+    if len(set(flat)) < len(flat):
+        twice = next(name for name in flat if flat.count(name) > 1)
+        raise PlanError(
+            f"Two parameters of an optimizer would both be called {twice}",
+            todo='Name the modules in the state so that their paths differ: {"a.b": x, "a": {"b":'
+            " y}} gives both the same",
+            leaf=twice,
+        )
+    return grouped
 
 
 def optimizer_state(

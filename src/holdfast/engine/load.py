@@ -15,7 +15,8 @@ from holdfast import events
 from holdfast.engine import live
 from holdfast.engine.group import current_group
 from holdfast.engine.location import Url
-from holdfast.engine.place import Binder, Room
+from holdfast.engine.place import Binder
+from holdfast.engine.room import Room
 from holdfast.engine.select import ABSENT, prune, rename, selector
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError
@@ -101,14 +102,17 @@ def load_snapshot(
     try:
         snapshot.read(room.wants, room.targets)
         loaded = settle()
-    except HoldfastError as e:
+    except BaseException as e:
         if into is None:
             raise
-        raise e.told(
+        told = (
             "The live state may have been overwritten in part and is not valid: load an intact"
-            " version into it before going on",
-            live_state="not valid",
-        ) from e
+            " version into it before going on"
+        )
+        if isinstance(e, HoldfastError):
+            raise e.told(told, live_state="not valid") from e
+        e.add_note(told)
+        raise
     events.emit("loaded", url=snapshot.url, leaves=len(room.wants))
     return loaded
 

@@ -10,7 +10,8 @@ from holdfast.format import tree
 from holdfast.format.names import escape, join
 
 if TYPE_CHECKING:
-    from holdfast.engine.place import Binder, Settle
+    from holdfast.engine.place import Binder
+    from holdfast.engine.room import Settle
 
 
 def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settle:
@@ -23,7 +24,11 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
         if binder.selected(key) or binder.selected(f"{key}/state"):
             binder.differences.missing.append(key)
         return lambda: optimizer
-    members = {name: child for name, child, _ in tree.children(node, key)}
+    members = binder.members(optimizer, node, key)
+    if members is None or not _is_ours(members):
+        if members is not None and binder.selected(key):
+            binder.other_kind(type(optimizer).__name__, node, key)
+        return lambda: optimizer
     grouped = live.group_names(optimizer, binder.names)
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -31,11 +36,12 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
         for name, parameter in zip(names, group["params"], strict=True):
             params[name], options[name] = parameter, group
     settles: dict[str, dict[str, Settle]] = {}
-    state_key = join(key, "state")
-    for name, slots, k in tree.children(members["state"], state_key):
+    saved, state_key = members["state"]
+    exact = binder.selected(state_key) or binder.selected(f"{state_key}/**")
+    for name, slots, k in tree.children(saved, state_key):
         parameter = params.get(name)
         if parameter is None:
-            binder.unexpected({name: slots}, state_key)
+            binder.unexpected({name: (slots, k)})
             continue
         settles[name] = {}
         for slot, child, slot_key in tree.children(slots, k):
@@ -48,8 +54,7 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
                     _device(parameter, options[name], slot),
                 )
                 settles[name][slot] = made
-    groups = _bind_groups(binder, optimizer, grouped, members["groups"], join(key, "groups"))
-    exact = binder.selected(state_key) or binder.selected(f"{state_key}/**")
+    groups = _bind_groups(binder, optimizer, grouped, *members["groups"])
 
     def settle() -> Any:
         if exact:
@@ -57,14 +62,35 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
                 if name not in settles:
                     optimizer.state.pop(parameter, None)
         for name, slots in settles.items():
+            made = {slot: s() for slot, s in slots.items()}
             if exact:
-                optimizer.state[params[name]] = {}
-            optimizer.state[params[name]].update({slot: s() for slot, s in slots.items()})
+                optimizer.state[params[name]] = made
+            elif made:
+                optimizer.state[params[name]].update(made)
         for group, values in groups:
             group.update({option: s() for option, s in values.items()})
         return optimizer
 
     return settle
+
+
+def _is_ours(members: dict[Any, tuple[Any, str]]) -> bool:
+    """Whether a node is what ``live.optimizer_state`` makes, not a ``state_dict`` of PyTorch's."""
+
+    def kind(node: Any) -> Any:
+        return next(iter(node), None) if type(node) is dict else None
+
+    if members.keys() != {"state", "groups"}:
+        return False
+    (state, _), (groups, _) = members["state"], members["groups"]
+    return (
+        kind(state) == "dict"
+        and all(kind(slots) == "dict" for slots in state["dict"].values())
+        and kind(groups) == "list"
+        and all(
+            kind(g) == "dict" and kind(g["dict"].get("params")) == "list" for g in groups["list"]
+        )
+    )
 
 
 def _bind_slot(binder: Binder, old: Any, node: Any, key: str, device: Any) -> Settle:
@@ -109,10 +135,18 @@ def _bind_groups(
             (binder.differences.unexpected, [n for n in names if n not in set(grouped[i])]),
         ):
             side += [s for n in several if binder.selected(s := f"{k}/params/{escape(n)}")]
-        values = {
-            option: binder.room.make(child, join(k, option), "cpu")
-            for option, child in members.items()
-            if binder.selected(join(k, option))
-        }
-        bound.append((optimizer.param_groups[i], values))
+        group, values = optimizer.param_groups[i], {}
+        for option, child in members.items():
+            if option not in group and not _is_schedulers(option):
+                # another kind of optimizer, most likely, or one from a later PyTorch
+                binder.unexpected({option: (child, join(k, option))})
+            elif binder.selected(join(k, option)):
+                values[option] = binder.room.make(child, join(k, option), "cpu")
+        bound.append((group, values))
     return bound
+
+
+def _is_schedulers(option: str) -> bool:
+    """Whether a scheduler adds the option to the groups; it may be made after the load."""
+    names = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+    return option.startswith("initial_") or option in names

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.engine import live
-from holdfast.engine.cover import Want
-from holdfast.engine.read import Target
+from holdfast.engine.room import BYTES, Room, Settle
 from holdfast.engine.select import ABSENT, Selected
-from holdfast.engine.snapshot import Snapshot, allocate
 from holdfast.engine.tree import dtype_name
 from holdfast.errors import (
     DTypeMismatch,
@@ -27,88 +25,11 @@ from holdfast.errors import (
     UnexpectedLeaf,
 )
 from holdfast.format import tree
-from holdfast.format.names import MANIFEST, escape, join
-from holdfast.words import Box
+from holdfast.format.names import join
 
-Settle = Callable[[], Any]
-
-_LEAF_TAGS = frozenset(tree.LEAVES)
-_BYTES_TAGS = frozenset({*tree.LEAVES, "tied"})
-
-
-@dataclass(slots=True)
-class Room:
-    """All targets of one load. Leaves that have no live place get fresh memory here."""
-
-    snapshot: Snapshot
-    device: Any = None
-    wants: list[Want] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
-    fresh: dict[str, Any] = field(default_factory=dict)
-
-    def leaf(self, node: Any, key: str) -> tuple[str, Any]:
-        """The key under which a leaf's bytes are stored, and the node that says what it is."""
-        source = node.get("tied", key)
-        if not _LEAF_TAGS.isdisjoint(node):
-            return source, node
-        return source, self.snapshot.nodes()[source]
-
-    def add(self, source: str, into: Any) -> None:
-        """Have the whole leaf read into ``into``."""
-        dtype, shape = self.snapshot.leaves[source]
-        if 0 not in shape:
-            self.wants.append(Want(source, Box((0,) * len(shape), shape)))
-            self.targets.append(Target.of(dtype, shape, into))
-
-    def make(self, node: Any, key: str, device: Any = None) -> Settle:
-        """Fresh memory for all leaves of a node; the result gives the node's value, later."""
-        for k, n in tree.walk(node, key):
-            if type(n) is dict and not _BYTES_TAGS.isdisjoint(n):
-                source, leaf = self.leaf(n, k)
-                if source not in self.fresh:
-                    dtype, shape = self.snapshot.leaves[source]
-                    at = self.device if device is None else device
-                    self.fresh[source] = allocate(leaf, k, dtype, shape, at)
-                    self.add(source, self.fresh[source])
-        return lambda: tree.decode(node, key, self.value)
-
-    def value(self, node: Any, key: str) -> Any:
-        """For ``tree.decode``: the value of a leaf whose bytes are in."""
-        if "sparse" in node:
-            file = self.snapshot.place.key(MANIFEST)
-            return _sparse(node["sparse"], key, self.value, file)
-        source, leaf = self.leaf(node, key)
-        made = self.fresh[source]
-        if "blob" in leaf:
-            return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](made.data)
-        if "array" in leaf and len(leaf["array"]) == 3:
-            dtype = tree.from_descr(leaf["array"][2])
-            return np.ndarray(made.shape[:-1], dtype, made.data if made.size else b"")
-        return made
-
-
-def _sparse(body: Any, key: str, value: Callable[[Any, str], Any], file: str) -> Any:
-    import torch
-
-    parts = {n: value(p, join(key, n)) for n, p in body["parts"].items()}
-    shape = tuple(body["shape"])
-    try:
-        if body["layout"] == "sparse_coo":
-            made = torch.sparse_coo_tensor(
-                parts["indices"], parts["values"], shape, check_invariants=True
-            )
-            return made._coalesced_(body["coalesced"])
-        compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
-        return torch.sparse_compressed_tensor(
-            parts[compressed],
-            parts[plain],
-            parts["values"],
-            shape,
-            layout=getattr(torch, body["layout"]),
-            check_invariants=True,
-        )
-    except (RuntimeError, TypeError, ValueError) as e:
-        raise tree.no_node({"sparse": body}, key, file) from e
+_NO_VALUES = frozenset(
+    {"tensor", "array", "tied", "sparse", "dict", "ordered", "items", "list", "tuple"}
+)
 
 
 @dataclass(slots=True)
@@ -174,7 +95,9 @@ class Binder:
         if type(value) in (list, tuple):
             return self._sequence(value, node, key)
         if live.is_module(value):
-            return self._module(value, node, key)
+            from holdfast.engine.module import bind_module
+
+            return bind_module(self, value, node, key)
         if live.is_optimizer(value):
             from holdfast.engine.optimizer import bind_optimizer
 
@@ -194,67 +117,64 @@ class Binder:
         return lambda: value
 
     def _value(self, value: Any, node: Any, key: str) -> Settle:
-        if value is not None and _is_leaf(node) and "blob" not in node:
-            self._other_kind(type(value).__name__, node, key)
+        """A plain value is replaced by another one; None, where there is nothing yet, by all."""
+        if value is not None and type(node) is dict and not _NO_VALUES.isdisjoint(node):
+            self.other_kind(type(value).__name__, node, key)
             return lambda: value
         return self.room.make(node, key)
 
     # -- containers ----------------------------------------------------------------------------
 
     def _dict(self, value: Any, node: Any, key: str) -> Settle:
-        members = self._members(value, node, key)
+        members = self.members(value, node, key)
         if members is None:
             return lambda: value
-        names = list(value)
-        settles = {
-            name: self.bind(value[name], members.pop(name, ABSENT), k)
-            for name, k in zip(names, tree.child_keys(names, key), strict=True)
-        }
-        extra = self.unexpected(members, key)
+        settles = {}
+        for name, own in zip(value, tree.child_keys(list(value), key), strict=True):
+            # the snapshot's own key: where two names are equal as text, it tells which is which
+            child, k = members.pop(name, (ABSENT, own))
+            settles[name] = self.bind(value[name], child, k)
+        self.unexpected(members)
 
         def settle() -> Any:
             for name, s in settles.items():
-                value[name] = s()
-            for name, s in extra.items():
                 value[name] = s()
             return value
 
         return settle
 
-    def unexpected(self, members: dict[Any, Any], key: str) -> dict[Any, Settle]:
-        """Note members of the snapshot that the live dict lacks."""
-        for name, child in members.items():
-            for k, _ in tree.walk(child, join(key, escape(str(name)))):
-                if self.selected(k):
-                    self.differences.unexpected.append(k)
-        return {}
+    def unexpected(self, members: dict[Any, tuple[Any, str]]) -> None:
+        """Note members of the snapshot that the live state lacks."""
+        for child, key in members.values():
+            self.differences.unexpected += [k for k, _ in tree.walk(child, key) if self.selected(k)]
 
-    def _members(self, value: Any, node: Any, key: str) -> dict[Any, Any] | None:
-        """The members of a dict's node by name; None (and a difference) if it is no dict."""
+    def members(self, value: Any, node: Any, key: str) -> dict[Any, tuple[Any, str]] | None:
+        """The members of a dict's node by name, each with its key; None (and a difference) if it
+        is no dict."""
         if node is ABSENT:
             return {}
         tag = next(iter(node), None) if type(node) is dict else None
         if tag not in ("dict", "ordered", "items"):
             if self.selected(key):
-                self._other_kind(type(value).__name__, node, key)
+                self.other_kind(type(value).__name__, node, key)
             return None
-        return {name: child for name, child, _ in tree.children(node, key)}
+        return {name: (child, k) for name, child, k in tree.children(node, key)}
 
     def _sequence(self, value: Any, node: Any, key: str) -> Settle:
         tag = next(iter(node), None) if type(node) is dict else None
         nodes = node[tag] if tag in ("list", "tuple") else None
         if nodes is None and node is not ABSENT:
             if self.selected(key):
-                self._other_kind(type(value).__name__, node, key)
+                self.other_kind(type(value).__name__, node, key)
             return lambda: value
         if nodes is not None and len(nodes) != len(value) and not any(map(_has_place, value)):
-            return self.room.make(node, key)
+            return self._other_length(value, node, key)
         settles = [
             self.bind(v, nodes[i] if nodes and i < len(nodes) else ABSENT, join(key, str(i)))
             for i, v in enumerate(value)
         ]
-        for i in range(len(value), len(nodes or ())):
-            self.unexpected({i: (nodes or ())[i]}, key)
+        more = (nodes or ())[len(value) :]
+        self.unexpected({i: (n, join(key, str(i))) for i, n in enumerate(more, len(value))})
 
         def settle() -> Any:
             made = [s() for s in settles]
@@ -265,17 +185,54 @@ class Binder:
 
         return settle
 
+    def _other_length(self, value: Any, node: Any, key: str) -> Settle:
+        """A list of plain values (a history, say) takes the length that it was saved with."""
+        if not self._wanted(node, key):
+            return lambda: value
+        make = self.room.make(node, key)
+
+        def settle() -> Any:
+            if type(value) is list:
+                value[:] = make()
+                return value
+            return make()
+
+        return settle
+
+    def _wanted(self, node: Any, key: str) -> bool:
+        return self.selected(key) or any(self.selected(k) for k, _ in tree.walk(node, key))
+
     # -- leaves --------------------------------------------------------------------------------
 
     def _tensor(self, value: Any, node: Any, key: str) -> Settle:
         if type(node) is dict and "sparse" in node:
-            return self.room.make(node, key, value.device)
-        source = self._source(node, key, "tensor")
-        if source is None:
-            self._other_kind("tensor", node, key)
-        elif self.fits(value.shape, dtype_name(value.dtype), source, key):
+            return self._sparse(value, node, key)
+        source = self.tensor_source(value, node, key)
+        if source is not None:
             self.into_tensor(value, source, key)
         return lambda: value
+
+    def tensor_source(self, value: Any, node: Any, key: str) -> str | None:
+        """The key of the bytes for a live tensor; None (and a difference) if they do not fit."""
+        source = self._source(node, key, "tensor")
+        if source is None or str(value.layout) != "torch.strided":
+            self.other_kind(str(value.layout).replace("torch.", "tensor "), node, key)
+            return None
+        return source if self.fits(value, source, key) else None
+
+    def _sparse(self, value: Any, node: Any, key: str) -> Settle:
+        """A sparse tensor is replaced: the number of its elements is its own."""
+        body = node["sparse"]
+        shape, layout = list(value.shape), str(value.layout).removeprefix("torch.")
+        source = self.room.leaf(body["parts"]["values"], join(key, "values"))[0]
+        stored, live_dtype = self.room.snapshot.leaves[source][0], dtype_name(value.dtype)
+        if layout != body["layout"]:
+            self.other_kind(f"tensor {layout}", node, key)
+        elif shape != body["shape"]:
+            self.differences.shapes.append(f"{key} {body['shape']}, live {shape}")
+        elif stored != live_dtype:
+            self.differences.dtypes.append(f"{key} {stored}, live {live_dtype}")
+        return self.room.make(node, key, value.device)
 
     def _source(self, node: Any, key: str, tag: str) -> str | None:
         """The key under which the leaf's bytes are stored; None if it is no leaf of that kind."""
@@ -296,7 +253,7 @@ class Binder:
                 leaf=key,
             )
         if pointer := value.data_ptr():
-            first = self.bound.setdefault((pointer, value.shape, stride), source)
+            first = self.bound.setdefault((pointer, value.shape, stride, value.dtype), source)
             if first != source:
                 raise PlanError(
                     f"The live tensor {key!r} is tied to another, but the snapshot holds two",
@@ -305,34 +262,47 @@ class Binder:
                     todo="Untie them in the live state, or leave one out with keys=",
                     leaf=key,
                 )
+        elif value.numel():
+            raise PlanError(
+                f"The live tensor {key!r} has no memory that could be filled",
+                found=f"a tensor on {value.device} whose memory was freed or never made",
+                todo="A module on the meta device gets memory by module.to_empty(device=...)",
+                leaf=key,
+            )
         self.room.add(source, value)
 
     def _array(self, value: np.ndarray[Any, Any], node: Any, key: str) -> Settle:
         source = self._source(node, key, "array")
         if source is None:
-            self._other_kind("array", node, key)
+            self.other_kind("array", node, key)
             return lambda: value
-        leaf = self.room.leaf(node, key)[1]
-        plain = len(leaf["array"]) == 2 and type(value) is np.ndarray and value.flags.writeable
-        if not plain:
-            return self.room.make(node, key)
-        if self.fits(value.shape, value.dtype.name, source, key):
+        name, shape, *descr = self.room.leaf(node, key)[1]["array"]
+        dtype = tree.from_descr(descr[0]) if descr else np.dtype(name)
+        shape = shape[:-1] if descr else shape
+        if list(value.shape) != shape:
+            self.differences.shapes.append(f"{key} {shape}, live {list(value.shape)}")
+        elif value.dtype != dtype and not (self.cast and _numbers_fit(dtype, value.dtype)):
+            self.differences.dtypes.append(f"{key} {dtype}, live {value.dtype}")
+        elif value.flags.writeable and not descr:
             self.room.add(source, value)
+        else:
+            make = self.room.make(node, key)
+            return lambda: _assigned(value, make())
         return lambda: value
 
-    def fits(self, shape: tuple[int, ...], dtype: str | None, source: str, key: str) -> bool:
-        """Whether a leaf's shape and dtype are those of the live place; notes what differs."""
-        stored, stored_shape = self.room.snapshot.leaves[source]
-        if shape == stored_shape and (dtype == stored or self.cast):
+    def fits(self, value: Any, source: str, key: str) -> bool:
+        """Whether a leaf's shape and dtype are those of a live tensor; notes what differs."""
+        stored, shape = self.room.snapshot.leaves[source]
+        if value.shape != shape:
+            self.differences.shapes.append(f"{key} {list(shape)}, live {list(value.shape)}")
+            return False
+        name = dtype_name(value.dtype)
+        if name == stored or (self.cast and _can_cast(stored, value.dtype)):
             return True
-        if shape != stored_shape:
-            told = f"{key} {list(stored_shape)}, live {list(shape)}"
-            self.differences.shapes.append(told)
-        else:
-            self.differences.dtypes.append(f"{key} {stored}, live {dtype}")
+        self.differences.dtypes.append(f"{key} {stored}, live {name or value.dtype}")
         return False
 
-    def _other_kind(self, expected: str, node: Any, key: str) -> None:
+    def other_kind(self, expected: str, node: Any, key: str) -> None:
         tag = next(iter(node), "nothing") if type(node) is dict else type(node).__name__
         self.differences.dtypes.append(f"{key} {tag}, live {expected}")
 
@@ -343,7 +313,7 @@ class Binder:
             if self.selected(key):
                 self.differences.missing.append(key)
             return lambda: value
-        if not any(self.selected(k) for k, _ in tree.walk(node, key)):
+        if not self._wanted(node, key):
             return lambda: value
         made = self.room.make(node, key, "cpu")
 
@@ -353,60 +323,32 @@ class Binder:
 
         return settle
 
-    def _module(self, module: Any, node: Any, key: str) -> Settle:
-        members = self._members(module, node, key)
-        if members is None:
-            return lambda: module
-        state = module.state_dict()
-        own = {t.data_ptr() for t in _own_tensors(module)}
-        given: dict[str, Settle] = {}
-        for raw, plain in zip(state, live.plain_names(module, list(state), key), strict=True):
-            value, k = state[raw], join(key, escape(plain))
-            child = members.pop(plain, ABSENT)
-            if not self.selected(k):
-                continue
-            if child is ABSENT:
-                self.differences.missing.append(k)
-            elif _in_place(value, own):
-                self._tensor(value, child, k)
-            else:
-                given[raw] = self.room.make(child, k)
-        self.unexpected(members, key)
 
-        def settle() -> Any:
-            if given or _has_hooks(module):
-                # what is not a parameter's or buffer's own memory goes through the module's code
-                state.update({raw: make() for raw, make in given.items()})
-                module.load_state_dict(state)
-            return module
-
-        return settle
-
-
-def _own_tensors(module: Any) -> list[Any]:
+def _can_cast(stored: str, dtype: Any) -> bool:
+    """Whether elements become others of the same kind: no imaginary part is thrown away, no
+    fraction, and what is packed is not unpacked."""
     import torch
 
-    several = [*module.parameters(), *module.buffers()]
-    return [t for t in several if not torch.nn.parameter.is_lazy(t)]
+    packed = "float4_e2m1fn_x2"
+    fits: bool = torch.can_cast(getattr(torch, stored), dtype)
+    return fits and packed not in (stored, dtype_name(dtype))
 
 
-def _in_place(value: Any, own: set[int]) -> bool:
-    """Whether writing into this member of a module's state dict changes the module."""
-    import torch
-
-    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
-        return False
-    return value.numel() == 0 or value.data_ptr() in own
+def _numbers_fit(stored: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """As ``_can_cast``, for arrays."""
+    return {stored.kind, dtype.kind} <= set("biufc") and np.can_cast(stored, dtype, "same_kind")
 
 
-def _has_hooks(module: Any) -> bool:
-    return any(
-        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks for m in module.modules()
-    )
+def _assigned(value: np.ndarray[Any, Any], made: Any) -> Any:
+    """The live array with new elements; the new one where the live one may not be written."""
+    if not value.flags.writeable:
+        return made
+    value[...] = made
+    return value
 
 
 def _is_leaf(node: Any) -> bool:
-    return type(node) is dict and not _BYTES_TAGS.isdisjoint(node)
+    return type(node) is dict and not BYTES.isdisjoint(node)
 
 
 def _has_place(value: Any) -> bool:

@@ -43,7 +43,8 @@ class Target:
         """A target for ``sizes`` elements of ``dtype``; another dtype of ``into`` is cast to."""
         address = 0
         if isinstance(into, np.ndarray):
-            if into.flags.c_contiguous and into.flags.writeable and into.size:
+            direct = into.flags.c_contiguous and into.flags.writeable
+            if direct and into.dtype == np.dtype(dtype) and into.size:
                 address = into.__array_interface__["data"][0]
         elif into.is_cpu and into.is_contiguous() and dtype_name(into.dtype) == dtype:
             address = 0 if into.is_neg() or into.is_conj() else into.data_ptr()
@@ -166,7 +167,7 @@ def _copy_slab(target: Target, slab: Slab, view: memoryview) -> None:
 def _elements(target: Target, shape: tuple[int, ...], view: memoryview, offset: int) -> Any:
     """Stored elements in a buffer as an array of the target's kind, without a copy."""
     if isinstance(target.into, np.ndarray):
-        return np.ndarray(shape, target.into.dtype, view, offset)
+        return np.ndarray(shape, target.dtype, view, offset)
     import torch
 
     dtype = getattr(torch, target.dtype)

@@ -47,8 +47,8 @@ def prune(node: Any, selected: Selected, key: str = "") -> Any:
         if several and not kept:
             return ABSENT
         if tag == "items":
-            return {"items": [[node["items"][i][0], c] for i, _, c in kept], "of": node["of"]}
-        return {tag: {n: c for _, n, c in kept}}
+            return {**node, "items": [[node["items"][i][0], c] for i, _, c in kept]}
+        return {**node, tag: {n: c for _, n, c in kept}}
     if tag in ("list", "tuple"):
         parts = [prune(c, selected, join(key, str(i))) for i, c in enumerate(node[tag])]
         if parts and all(p is ABSENT for p in parts):
@@ -103,7 +103,10 @@ def _renamed(node: Any, names: Mapping[str, str], key: str, used: set[str]) -> A
             if target in members:
                 raise PlanError(f"Two members of {key!r} would be called {target!r}", leaf=k)
             members[target] = _renamed(child, names, k, used)
-        return {tag: members}
+        return {**node, tag: members}
+    if tag == "items":
+        several = [_renamed(child, names, k, used) for _, child, k in tree.children(node, key)]
+        return {**node, "items": [[n, c] for (n, _), c in zip(node["items"], several, strict=True)]}
     if tag in ("list", "tuple"):
         return {tag: [_renamed(c, names, join(key, str(i)), used) for i, c in enumerate(node[tag])]}
     if tag == "sparse":

@@ -70,7 +70,8 @@ class _Taker:
         if type(value) is np.ndarray:
             return self._array(value, key)
         if type(value) in (bytes, bytearray):
-            raw = np.frombuffer(value, np.uint8)
+            # a copy: while the memory of a bytearray is looked at, nobody can change its length
+            raw = np.frombuffer(bytes(value), np.uint8)
             self.leaves.append(Leaf(key, "uint8", raw.shape, raw))
             return {"blob": [type(value).__name__, len(value)]}
         if isinstance(value, np.ndarray):
@@ -87,7 +88,7 @@ class _Taker:
             if live.is_optimizer(value):
                 state = live.optimizer_state(value, self.names, key)
                 return nodes.encode(state, key, self.take, depth)
-            if live.is_stateful(value):
+            if live.is_stateful(value) and not isinstance(value, type):
                 return nodes.encode(value.state_dict(), key, self.take, depth)
         finally:
             self.inside.pop()
@@ -111,6 +112,8 @@ class _Taker:
             raise unsupported(t, key, f"{len(shape)} dimensions of {shape[:8]} are too many")
         if t.numel():
             place = (t.data_ptr(), name, shape, t.stride())
+            if not place[0]:
+                raise unsupported(t, key, "its memory has been freed")
             first = self.seen.setdefault(place, key)
             if first != key:
                 return {"tied": first}

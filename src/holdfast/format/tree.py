@@ -111,7 +111,7 @@ def _encode_dict(value: Any, key: str, other: Take, depth: int) -> Node:
     metadata = getattr(value, "_metadata", None)
     if metadata is not None:
         # module.state_dict() hangs its version numbers on the dict; load_state_dict reads them
-        node["metadata"] = encode(metadata, join(key, "~metadata"), other, depth + 1)
+        node["metadata"] = encode(metadata, join(key, "~metadata"), refuse, depth + 1)
     return node
 
 
@@ -171,13 +171,23 @@ def child_keys(keys: list[Any], parent: str) -> list[str]:
     """The leaf keys of a dict's members, in its order. Dict keys that are equal as text (1 and
     "1") are told apart by ``~2``, ``~3`` ..., which no escaped text contains."""
     prefix = f"{parent}/" if parent else ""
-    made = [prefix + escape(k if type(k) is str else str(k)) for k in keys]
+    made = [prefix + escape(k if type(k) is str else _text(k)) for k in keys]
     if len(set(made)) < len(made):
         seen: Counter[str] = Counter()
         for i, k in enumerate(made):
             seen[k] += 1
             made[i] = k if seen[k] == 1 else f"{k}~{seen[k]}"
     return made
+
+
+def _text(k: Any) -> str:
+    """A key of a dict as text, the same in every process and with every NumPy."""
+    if type(k) is tuple:
+        several = [repr(v) if type(v) is str else _text(v) for v in k]
+        return f"({', '.join(several)}{',' * (len(k) == 1)})"
+    if type(k) is frozenset:
+        return f"{{{', '.join(sorted(map(_text, k)))}}}"
+    return str(k)
 
 
 # -- nodes to values -----------------------------------------------------------------------------

@@ -1,0 +1,143 @@
+"""States to save, and how to tell whether what came back is the same."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+import holdfast
+
+_numbers = count()
+
+TORCH_DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+]
+
+
+def url() -> str:
+    """A place in memory that no other test uses."""
+    return f"memory://state{next(_numbers)}/version_1"
+
+
+def back(state: dict[str, Any], at: Any = None) -> Any:
+    """The state after a save and a plain load."""
+    at = at or url()
+    holdfast.save(at, state)
+    return holdfast.load(at)
+
+
+def saved(state: dict[str, Any], at: Any = None) -> Any:
+    """Where the state has been saved."""
+    at = at or url()
+    holdfast.save(at, state)
+    return at
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Any bits that the dtype may have, NaNs with payloads among them."""
+    raw = torch.randint(
+        0,
+        2 if dtype is torch.bool else 256,
+        (*shape, dtype.itemsize),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return raw.view(dtype).reshape(shape)
+
+
+def raw(t: torch.Tensor) -> bytes:
+    """The bits of a strided tensor, row-major, whatever its dtype, strides and views."""
+    t = t.detach().resolve_conj().resolve_neg().cpu()
+    out = bytearray()
+    plain = torch.empty(t.shape, dtype=t.dtype)
+    try:
+        plain.copy_(t)
+    except (RuntimeError, NotImplementedError):
+        plain = t.contiguous()
+    if plain.numel():
+        out += bytes(plain.reshape(-1).view(torch.uint8).numpy())
+    return bytes(out)
+
+
+def same(a: Any, b: Any, at: str = "state") -> None:
+    """Assert that two states are the same to the last bit, types, order and keys included."""
+    torch_types = (torch.Tensor, torch.nn.Parameter)
+    if isinstance(a, torch_types):
+        same_tensor(a, b, at)
+        return
+    assert type(a) is type(b), at
+    if isinstance(a, np.ndarray):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), at
+        if a.dtype.names and a.ndim:  # what lies between the fields is not looked at
+            for name in a.dtype.names:
+                same(a[name], b[name], f"{at}.{name}")
+            return
+        assert a.tobytes() == b.tobytes(), at
+    elif isinstance(a, np.generic):
+        assert a.dtype == b.dtype, at
+        assert a.tobytes() == b.tobytes(), at
+    elif isinstance(a, dict | OrderedDict | Counter):
+        assert [(type(k), k) for k in a] == [(type(k), k) for k in b], at
+        for k in a:
+            same(a[k], b[k], f"{at}[{k!r}]")
+        same(getattr(a, "_metadata", None), getattr(b, "_metadata", None), f"{at}._metadata")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), at
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(x, y, f"{at}[{i}]")
+    elif isinstance(a, float):
+        assert struct.pack("d", a) == struct.pack("d", b) or (a != a and b != b), at  # noqa: PLR0124
+    elif isinstance(a, complex):
+        same([a.real, a.imag], [b.real, b.imag], at)
+    else:
+        assert a == b, at
+
+
+def same_tensor(a: torch.Tensor, b: Any, at: str = "tensor") -> None:
+    assert isinstance(b, torch.Tensor), at
+    assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), at
+    if a.layout is torch.strided:
+        assert raw(a) == raw(b), at
+        return
+    if a.layout is torch.sparse_coo:
+        assert a.is_coalesced() == b.is_coalesced(), at
+        parts = [torch.Tensor._indices, torch.Tensor._values]
+    elif a.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values]
+    else:
+        parts = [torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values]
+    for part in parts:
+        same_tensor(part(a.detach()), part(b.detach()), f"{at}.{part.__name__}")
+
+
+def clone(state: Any) -> Any:
+    """A deep copy that keeps nothing in common."""
+    import copy
+
+    return copy.deepcopy(state)
