@@ -1,0 +1,84 @@
+"""Topic 4: how long ``Checkpointer.step`` holds up training when it saves, against one memcpy."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench import child, disk
+from bench.report import Options, Section, judge
+
+_REPEATS = 8
+
+
+def measure(folder: str, size: int) -> dict[str, list[float]]:
+    """In a child: seconds blocked, and seconds of a memcpy by so many threads, in turn."""
+    import holdfast
+    from bench import states
+    from holdfast.settings import read_settings
+
+    state = states.big(size)
+    sources = [value.numpy().view(np.uint8) for value in state.values()]
+    targets = [np.full_like(source, 1) for source in sources]
+    pieces = [
+        (source[at : at + disk.CHUNK], target[at : at + disk.CHUNK])
+        for source, target in zip(sources, targets, strict=True)
+        for at in range(0, len(source), disk.CHUNK)
+    ]
+
+    def memcpy(threads: int) -> float:
+        start = time.perf_counter()
+        disk.in_threads(threads, len(pieces), lambda at: np.copyto(pieces[at][1], pieces[at][0]))
+        return time.perf_counter() - start
+
+    teams = {"same": read_settings().threads, "cores": len(os.sched_getaffinity(0)), "one": 1}
+    found: dict[str, list[float]] = {name: [] for name in [*teams, "step"]}
+    with holdfast.Checkpointer(
+        str(Path(folder) / "run"),
+        {"model": state},
+        save=holdfast.EverySteps(1),
+        keep=holdfast.KeepLast(2),
+    ) as checkpointer:
+        for _ in range(_REPEATS + 1):
+            for name, threads in teams.items():
+                found[name].append(memcpy(threads))
+            start = time.perf_counter()
+            checkpointer.step()
+            found["step"].append(time.perf_counter() - start)
+            checkpointer.wait()
+    return {
+        **{name: values[1:] for name, values in found.items()},
+        "first": found["step"][:1],
+        "threads": [float(teams["same"]), float(teams["cores"])],
+    }
+
+
+def sections(options: Options) -> list[Section]:
+    title = f"Asynchronous save, {options.medium >> 20} MiB of CPU tensors: time that step() blocks"
+    text = "From the second save on. The floor is one copy of the same state into touched memory,"
+    text += " by 8 MiB, with as many threads as the library uses; both in one process, in turn."
+    what = "blocked / memcpy by as many threads"
+    try:
+        found = child.call("bench.blocked:measure", folder=str(options.folder), size=options.medium)
+    except child.Failed as failure:
+        return [Section(title, text, [judge(what, [], most=1.2)], missing=[f"holdfast: {failure}"])]
+    finally:
+        disk.remove(options.folder / "run")
+    same, cores = (int(each) for each in found["threads"])
+    ratios = [a / b for a, b in zip(found["step"], found["same"], strict=True)]
+    milliseconds = {name: [1000 * each for each in found[name]] for name in found}
+    reported = {
+        "step() that saves": "step",
+        "the first step() that saves": "first",
+        f"memcpy, {same} threads": "same",
+        f"memcpy, {cores} threads (one per core)": "cores",
+        "memcpy, 1 thread": "one",
+    }
+    verdicts = [judge(what, ratios, most=1.2)]
+    verdicts += [
+        judge(label, milliseconds[name], unit="ms", digits=0) for label, name in reported.items()
+    ]
+    return [Section(title, text, verdicts)]

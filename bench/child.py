@@ -1,0 +1,51 @@
+"""One measurement in one fresh process: a function by name, JSON in, JSON out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+_MARK = "BENCH-RESULT "
+
+
+class Failed(Exception):
+    """A measurement that gave no figure; its text is the reason that the report prints."""
+
+
+def call(function: str, timeout: float = 180, **arguments: Any) -> dict[str, Any]:
+    """Run ``bench.<module>:<name>`` with ``arguments`` in a process of its own.
+
+    Raises ``Failed`` with the last line of the error output, or on ``timeout`` (seconds).
+    """
+    command = [sys.executable, "-m", "bench.child", function, json.dumps(arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"no result in {timeout:.0f} s") from None
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith(_MARK):
+            result: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+            return result
+    raise Failed(_reason(done.stderr, done.returncode))
+
+
+def _reason(errors: str, code: int) -> str:
+    """The exception's own line; libraries print more lines, indented, below it."""
+    lines = [line for line in errors.splitlines() if line and not line[0].isspace()]
+    traces = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+    if traces and traces[-1] + 1 < len(lines):
+        return lines[traces[-1] + 1][:160]
+    return lines[-1][:160] if lines else f"exit status {code}"
+
+
+def main() -> None:
+    module, name = sys.argv[1].split(":")
+    result = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
+    print(_MARK + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The disk itself: what it can do at best, and how a measurement is made durable or cold."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CHUNK = 8 << 20
+THREADS = (1, 4, 6)
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that holds ``folder``: the longest mount point that fits."""
+    real, best, kind = str(folder.resolve()), "", "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        point, name = line.split()[1:3]
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, name
+    return kind
+
+
+@contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """A folder on a real disk, removed at the end. Memory file systems are refused."""
+    kind = file_system(parent)
+    if kind in _IN_MEMORY:
+        raise SystemExit(f"The scratch folder is on {kind}: choose a disk with --folder")
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return [Path(root) / name for root, _, names in os.walk(path) for name in names]
+
+
+def fsync_tree(path: Path) -> None:
+    """Make durable every file and every folder of ``path``, and its name in its parent."""
+    folders = [Path(root) for root, _, _ in os.walk(path)] if path.is_dir() else []
+    for each in [*files_of(path), *folders, path.parent]:
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete ``path`` and wait until the file system has, so that nobody else pays for it."""
+    shutil.rmtree(path, ignore_errors=True)
+    parent = os.open(path.parent, os.O_RDONLY)
+    os.fsync(parent)
+    os.close(parent)
+
+
+def make_cold(path: Path) -> float:
+    """Drop the pages of all files of ``path``; the fraction that is still resident after."""
+    fsync_tree(path)
+    resident = total = 0
+    for each in files_of(path):
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            here, pages = _resident(descriptor)
+            resident, total = resident + here, total + pages
+        finally:
+            os.close(descriptor)
+    return resident / max(total, 1)
+
+
+def _resident(descriptor: int) -> tuple[int, int]:
+    size = os.fstat(descriptor).st_size
+    if size == 0:
+        return 0, 0
+    pages = -(-size // mmap.PAGESIZE)
+    # A private writable mapping, since ctypes takes the address of writable buffers only.
+    with mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as held:
+        anchor = ctypes.c_char.from_buffer(held)
+        marks = (ctypes.c_ubyte * pages)()
+        libc = ctypes.CDLL(None, use_errno=True)
+        start = ctypes.c_void_p(ctypes.addressof(anchor))
+        failed = libc.mincore(start, ctypes.c_size_t(size), marks)
+        del anchor
+    if failed:
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(mark & 1 for mark in marks), pages
+
+
+def aligned(size: int) -> mmap.mmap:
+    """Touched memory, aligned as direct I/O wants it. Random, so that no disk can cheat."""
+    memory = mmap.mmap(-1, size)
+    block = os.urandom(CHUNK)
+    for at in range(0, size, CHUNK):
+        memory[at : at + CHUNK] = block[: size - at]
+        memory[at : at + 8] = at.to_bytes(8, "little")
+    return memory
+
+
+def in_threads(threads: int, chunks: int, work: Callable[[int], None]) -> None:
+    """Each thread takes the next chunk until none is left. The first failure is raised."""
+    numbers, failures = itertools.count(), []
+
+    def loop() -> None:
+        try:
+            while (number := next(numbers)) < chunks:
+                work(number)
+        except Exception as failure:  # noqa: BLE001  # the top of a thread hands it on
+            failures.append(failure)
+
+    team = [threading.Thread(target=loop) for _ in range(threads)]
+    for member in team:
+        member.start()
+    for member in team:
+        member.join()
+    if failures:
+        raise failures[0]
+
+
+def raw_write(path: Path, memory: mmap.mmap, threads: int) -> float:
+    """Seconds for a durable O_DIRECT write: fallocate, pwrite, fsync of file and folder."""
+    view, size = memoryview(memory), len(memory)
+    path.unlink(missing_ok=True)
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+
+        def write(number: int) -> None:
+            at = number * CHUNK
+            if os.pwrite(descriptor, view[at : at + CHUNK], at) != min(CHUNK, size - at):
+                raise OSError("short write")
+
+        in_threads(threads, -(-size // CHUNK), write)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    return time.perf_counter() - start
+
+
+def raw_read(path: Path, memory: mmap.mmap, threads: int) -> float:
+    """Seconds for an O_DIRECT read of ``path`` into ``memory``, which is touched already."""
+    view, size = memoryview(memory), len(memory)
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+
+        def read(number: int) -> None:
+            at = number * CHUNK
+            if os.preadv(descriptor, [view[at : at + CHUNK]], at) != min(CHUNK, size - at):
+                raise OSError("short read")
+
+        in_threads(threads, -(-size // CHUNK), read)
+    finally:
+        os.close(descriptor)
+    return time.perf_counter() - start
+
+
+def raw(
+    folder: str, size: int, writers: list[int], readers: list[int]
+) -> dict[str, dict[str, float]]:
+    """In a child: seconds of the raw write and the raw cold read, by number of threads."""
+    memory, path = aligned(size), Path(folder) / "raw"
+    found: dict[str, dict[str, float]] = {"save": {}, "load": {}}
+    for threads in writers:
+        found["save"][str(threads)] = raw_write(path, memory, threads)
+    make_cold(path)
+    for threads in readers:
+        found["load"][str(threads)] = raw_read(path, memory, threads)
+    path.unlink()
+    return found

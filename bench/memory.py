@@ -1,0 +1,82 @@
+"""Topic 6: peak memory beyond the state, for a save, a load and saves in the background."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench import child, disk
+from bench.report import Options, Section, judge
+from bench.states import MIB
+
+_KINDS = {
+    "save": "synchronous save",
+    "load": "load into live tensors",
+    "first": "asynchronous save, the first",
+    "third": "asynchronous save, until the third",
+}
+
+
+def measure(kind: str, folder: str, size: int) -> dict[str, int]:
+    """In a child: peak bytes above what the process held with its state, all pages counted."""
+    import holdfast
+    from bench import process, states
+
+    place, state = Path(folder), states.big(size)
+    holdfast.save(str(place / "tiny"), states.small(2), step=1)
+    if kind == "save":
+        with process.PeakMemory(children=True) as memory:
+            holdfast.save(str(place / "one"), {"model": state}, step=1)
+            return {kind: memory.so_far()}
+    if kind == "load":
+        holdfast.load(str(place / "tiny"), into=states.small(2))
+        with process.PeakMemory(children=True) as memory:
+            holdfast.load(str(place / "one"), into={"model": state})
+            return {kind: memory.so_far()}
+    found = {}
+    with (
+        process.PeakMemory(children=True) as memory,
+        holdfast.Checkpointer(
+            str(place / "run"),
+            {"model": state},
+            save=holdfast.EverySteps(1),
+            keep=holdfast.KeepLast(2),
+        ) as checkpointer,
+    ):
+        for name in ("first", "second", "third"):
+            checkpointer.step()
+            checkpointer.wait()
+            found[name] = memory.so_far()
+    return found
+
+
+def sections(options: Options) -> list[Section]:
+    found: dict[str, list[float]] = {}
+    missing: list[str] = []
+    place = options.folder / "memory"
+    for _ in range(1 if options.quick else 2):
+        for kind in ("save", "load", "asynchronous"):
+            place.mkdir(exist_ok=True)
+            disk.remove(place / "tiny")
+            try:
+                peaks = child.call(
+                    "bench.memory:measure", kind=kind, folder=str(place), size=options.big
+                )
+            except child.Failed as failure:
+                missing = sorted({*missing, f"holdfast, {kind}: {failure}"})
+                continue
+            for name, peak in peaks.items():
+                found.setdefault(name, []).append(peak / MIB)
+        disk.remove(place)
+    copy = options.big // MIB
+    most = {"save": 256, "load": 256, "first": copy + 256, "third": copy + 256}
+    verdicts = [
+        judge(label, found.get(name, []), most=most[name], unit="MiB", digits=0)
+        for name, label in _KINDS.items()
+    ]
+    text = (
+        "The kernel's high-water mark of resident memory above that of the process with its state:"
+        " anonymous, shared and mapped pages, and what child processes hold. An asynchronous save"
+        f" may hold one copy of the state ({copy} MiB) and 256 MiB, used again by the next."
+    )
+    title = f"Memory beyond the state, {copy} MiB"
+    return [Section(title, text, verdicts, missing=missing)]

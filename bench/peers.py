@@ -1,0 +1,166 @@
+"""Who is measured, as a table: how each saves a flat dict of tensors and loads into live ones.
+
+Each is used as its own documentation says, with its defaults; where a default does not work or a
+faster setting is as easy, the row's note says what was set. What only gives new tensors is copied
+into the live ones. ``durable``: its own save returns only
+when the bytes are on the disk; for the rest the harness adds fsync of all its files and folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    name: str
+    package: str
+    save: Callable[[State, Path], object]
+    load: Callable[[State, Path], object]
+    durable: bool = False
+    save_note: str = ""
+    load_note: str = ""
+
+
+def _copy(loaded: State, into: State) -> None:
+    for key, value in into.items():
+        value.copy_(loaded[key])
+
+
+def _holdfast_save(state: State, folder: Path) -> None:
+    import holdfast
+
+    holdfast.save(str(folder), state, step=1)
+
+
+def _holdfast_load(into: State, folder: Path) -> None:
+    import holdfast
+
+    holdfast.load(str(folder), into=into)
+
+
+def _torch_save(state: State, folder: Path) -> None:
+    folder.mkdir()
+    torch.save(state, folder / "state.pt")
+
+
+def _torch_load(into: State, folder: Path) -> None:
+    _copy(torch.load(folder / "state.pt", weights_only=True, mmap=True), into)
+
+
+def _safetensors_save(state: State, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(state, str(folder / "state.safetensors"))
+
+
+def _safetensors_load(into: State, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    _copy(load_file(str(folder / "state.safetensors")), into)
+
+
+def _dcp_save(state: State, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+
+
+def _dcp_save_threads(state: State, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.FileSystemWriter(str(folder), thread_count=4)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def _dcp_load(into: State, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load(into, checkpoint_id=str(folder), no_dist=True)
+
+
+def _torchsnapshot_save(state: State, folder: Path) -> None:
+    from torchsnapshot import Snapshot, StateDict
+
+    Snapshot.take(str(folder), {"state": StateDict(**state)})
+
+
+def _torchsnapshot_load(into: State, folder: Path) -> None:
+    from torchsnapshot import Snapshot, StateDict
+
+    Snapshot(str(folder)).restore({"state": StateDict(**into)})
+
+
+def _torch_checkpointing() -> object:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    # Its default (direct I/O) fails with EINVAL on most file systems: its writes are not aligned.
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    return CheckpointManager(
+        CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
+    )
+
+
+def _torch_checkpointing_save(state: State, folder: Path) -> None:
+    manager = _torch_checkpointing()
+    manager.save(str(folder), {"state": state})  # type: ignore[attr-defined]
+    manager.close()  # type: ignore[attr-defined]
+
+
+def _torch_checkpointing_load(into: State, folder: Path) -> None:
+    manager = _torch_checkpointing()
+    manager.load(str(folder), into={"state": into})  # type: ignore[attr-defined]
+    manager.close()  # type: ignore[attr-defined]
+
+
+def _orbax_save(state: State, folder: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, {key: value.numpy() for key, value in state.items()})
+        checkpointer.wait_until_finished()
+
+
+def _orbax_load(into: State, folder: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        loaded = checkpointer.restore(folder, {key: value.numpy() for key, value in into.items()})
+    _copy({key: torch.from_numpy(value) for key, value in loaded.items()}, into)
+
+
+HOLDFAST = Peer("holdfast", "holdfast", _holdfast_save, _holdfast_load, durable=True)
+
+PEERS = (
+    Peer("torch.save", "torch", _torch_save, _torch_load, load_note="mmap=True"),
+    Peer("safetensors", "safetensors", _safetensors_save, _safetensors_load),
+    Peer("DCP", "torch", _dcp_save, _dcp_load),
+    Peer("DCP, 4 threads", "torch", _dcp_save_threads, _dcp_load, save_note="thread_count=4"),
+    Peer("torchsnapshot", "torchsnapshot", _torchsnapshot_save, _torchsnapshot_load),
+    Peer(
+        "torch_checkpointing",
+        "torch_checkpointing",
+        _torch_checkpointing_save,
+        _torch_checkpointing_load,
+        save_note="synchronous; use_direct_io=False (the default fails: EINVAL)",
+    ),
+    Peer(
+        "Orbax",
+        "orbax-checkpoint",
+        _orbax_save,
+        _orbax_load,
+        save_note="NumPy arrays",
+        load_note="NumPy arrays",
+    ),
+)
+
+ALL = {peer.name: peer for peer in (HOLDFAST, *PEERS)}

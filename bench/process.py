@@ -1,0 +1,88 @@
+"""What a process costs: CPU seconds and memory, its children included."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from pathlib import Path
+
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+def descendants(root: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (fields := _stat(int(entry.name))):
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, queue = [], [root]
+    while queue:
+        children = parents.get(queue.pop(), [])
+        found += children
+        queue += children
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` from the state on; empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process, its children ended and its descendants alive."""
+    total = 0.0
+    for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        used = resource.getrusage(whose)
+        total += used.ru_utime + used.ru_stime
+    for pid in descendants(os.getpid()):
+        total += sum(int(each) for each in _stat(pid)[11:15]) / _TICK
+    return total
+
+
+def _status(field: str, pid: int | str = "self", name: str = "status") -> int:
+    """Bytes that ``/proc/PID/<name>`` gives for ``field``."""
+    for line in Path(f"/proc/{pid}/{name}").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+class PeakMemory:
+    """Peak resident memory above the start: anonymous, shared and mapped-file pages together.
+
+    The kernel's own high-water mark for this process, so nothing is missed between samples. With
+    ``children``, what descendants hold privately is sampled and added.
+    """
+
+    def __init__(self, *, children: bool = False) -> None:
+        self._ended = threading.Event()
+        self._sampler = threading.Thread(target=self._sample) if children else None
+
+    def __enter__(self) -> PeakMemory:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._start, self._private = _status("VmRSS"), 0
+        if self._sampler:
+            self._sampler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._sampler:
+            self._sampler.join()
+
+    def so_far(self) -> int:
+        return _status("VmHWM") - self._start + self._private
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.1):
+            private = 0
+            for pid in descendants(os.getpid()):
+                try:
+                    private += _status("Private_Dirty", pid, "smaps_rollup")
+                    private += _status("Private_Clean", pid, "smaps_rollup")
+                except (OSError, LookupError):
+                    continue
+            self._private = max(self._private, private)

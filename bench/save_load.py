@@ -1,0 +1,223 @@
+"""Topics 1 and 2: a durable save and a cold load of the large state, against the raw disk."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from bench import child, disk
+from bench.report import Options, Section, Verdict, judge, spread
+
+Samples = dict[str, list[float]]
+WHATS = ("save", "load")
+
+
+def save(peer: str, size: int, folder: str) -> dict[str, float]:
+    """In a child: seconds until the bytes are durable, and the peak of memory above the state."""
+    from bench import process, states
+
+    one = _warm(peer, folder)
+    state = states.big(size)
+    with process.PeakMemory() as memory:
+        start = time.perf_counter()
+        one.save(state, Path(folder) / "big")
+        if not one.durable:
+            disk.fsync_tree(Path(folder) / "big")
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "memory": memory.so_far()}
+
+
+def load(peer: str, size: int, folder: str) -> dict[str, float]:
+    """In a child: seconds until live tensors hold the values, which are checked after."""
+    from bench import process, states
+
+    one = _warm(peer, folder)
+    into = states.blank_big(size)
+    resident = disk.make_cold(Path(folder) / "big")
+    with process.PeakMemory() as memory:
+        start = time.perf_counter()
+        one.load(into, Path(folder) / "big")
+        seconds = time.perf_counter() - start
+        peak = memory.so_far()
+    if wrong := states.wrong_big(into):
+        raise ValueError(f"{len(wrong)} of {len(into)} tensors came back wrong")
+    if resident > 0.01:
+        raise ValueError(f"{resident:.0%} of the files stayed in the page cache")
+    return {"seconds": seconds, "memory": peak}
+
+
+def _warm(name: str, folder: str):  # type: ignore[no-untyped-def]  # Peer imports torch
+    """The peer, after one tiny save and load, so that no import is timed."""
+    from bench import peers, states
+
+    warnings.simplefilter("ignore")
+    one, place, state = peers.ALL[name], Path(folder) / "tiny", states.small(2)
+    one.save(state, place)
+    one.load(states.blank(state), place)
+    disk.remove(place)
+    return one
+
+
+@dataclass
+class _Round:
+    """What all rounds have given so far."""
+
+    options: Options
+    seconds: dict[str, Samples] = field(default_factory=lambda: {what: {} for what in WHATS})
+    memory: dict[str, Samples] = field(default_factory=lambda: {what: {} for what in WHATS})
+    raw: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {w: [] for w in WHATS})
+    missing: dict[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def best(self, what: str) -> str:
+        """The number of threads with which the raw disk was fastest in the first round."""
+        tried = self.raw[what][:2]
+        return min(tried[0], key=lambda threads: median(each[threads] for each in tried))
+
+    def floor(self) -> None:
+        """The raw disk: all numbers of threads in the first round, then the best."""
+        choice = {what: list(disk.THREADS) for what in WHATS}
+        if len(self.raw["save"]) >= 2:
+            choice = {what: [int(self.best(what))] for what in WHATS}
+        found = child.call(
+            "bench.disk:raw", folder=str(self.options.folder), size=self.options.big,
+            writers=choice["save"], readers=choice["load"],
+        )  # fmt: skip
+        for what in WHATS:
+            self.raw[what].append(found[what])
+
+    def peer(self, name: str) -> None:
+        if name in self.missing:
+            return
+        folder = self.options.folder
+        try:
+            for what in WHATS:
+                found = child.call(
+                    f"bench.save_load:{what}", peer=name, size=self.options.big, folder=str(folder)
+                )
+                self.seconds[what].setdefault(name, []).append(found["seconds"])
+                self.memory[what].setdefault(name, []).append(found["memory"] / 2**20)
+        except child.Failed as failure:
+            self.missing[name] = f"{name}, {what}: {failure}"
+        finally:
+            disk.remove(folder / "big")
+            disk.remove(folder / "tiny")
+
+    def sits_out(self, name: str) -> bool:
+        """Whether two rounds have shown that this peer is near the fastest at neither, or it is
+        late: the whole run is to end in twelve minutes."""
+
+        def slow(what: str) -> bool:
+            usual = {peer: median(values) for peer, values in self.seconds[what].items()}
+            return len(self.seconds[what][name]) >= 2 and usual[name] > 1.5 * min(usual.values())
+
+        late = time.monotonic() - self.began > 240
+        return name in self.missing or late or all(slow(what) for what in WHATS)
+
+
+def sections(options: Options) -> list[Section]:
+    from bench.peers import HOLDFAST, PEERS
+
+    names, taken = [peer.name for peer in PEERS], _Round(options)
+    for number in range(options.rounds):
+        turned = [*names[number:], *names[:number]]
+        half = len(turned) // 2
+        for part in (turned[:half], turned[half:]):
+            # The floor and ours come twice a round, next to each other: their ratio is the target.
+            taken.floor()
+            for name in [HOLDFAST.name, *part]:
+                if name == HOLDFAST.name or number < 2 or not taken.sits_out(name):
+                    taken.peer(name)
+    return [
+        _section(what, options, taken.raw[what], taken.best(what), taken.seconds[what],
+                 taken.memory[what], [*taken.missing.values()])
+        for what in WHATS
+    ]  # fmt: skip
+
+
+def _section(
+    what: str,
+    options: Options,
+    raw: list[dict[str, float]],
+    threads: str,
+    seconds: Samples,
+    memory: Samples,
+    missing: list[str],
+) -> Section:
+    from bench.peers import ALL
+
+    floor = [each[threads] for each in raw]
+    ours = seconds.get("holdfast", [])
+    verb = "write" if what == "save" else "read"
+    ratios = [a / b for a, b in zip(floor, ours, strict=False)]
+    verdicts = [judge(f"speed / raw O_DIRECT {verb}", ratios, least=0.85)]
+    verdicts += _against_peers(what, seconds, median(floor))
+    size = options.big / 2**30
+    rows = [_row(f"raw O_DIRECT {verb}, {threads} threads", "", size, floor, floor, [], "")]
+    for name, values in sorted(seconds.items(), key=lambda item: median(item[1])):
+        peer = ALL[name]
+        notes = {
+            "save": ["" if peer.durable else "fsync added", peer.save_note],
+            "load": [peer.load_note],
+        }[what]
+        rows.append(
+            _row(name, "yes" if name == "holdfast" else "no", size, values, floor,
+                 memory[name], "; ".join(filter(None, notes)))
+        )  # fmt: skip
+    title = "Durable save" if what == "save" else "Cold load into live tensors"
+    text = {
+        "save": "One process; seconds until file and folders are synced. The floor writes the same"
+        f" number of random bytes from aligned memory, threads by 8 MiB (tried:"
+        f" {', '.join(map(str, disk.THREADS))}; the best is used).",
+        "load": "The files' pages are dropped before (checked with mincore); the loaded values are"
+        " compared after. The floor reads into aligned, touched memory.",
+    }[what] + " Peers far from the fastest, or all if time is short, sit out the third round."
+    columns = [
+        "",
+        "digests",
+        "s",
+        "lowest to highest",
+        "times",
+        "GiB/s",
+        "of raw",
+        "memory, MiB",
+        "note",
+    ]
+    return Section(f"{title}, {options.big >> 20} MiB", text, verdicts, columns, rows,
+                   missing)  # fmt: skip
+
+
+def _against_peers(what: str, seconds: Samples, floor: float) -> list[Verdict]:
+    peers = {name: values for name, values in seconds.items() if name != "holdfast"}
+    if not peers or "holdfast" not in seconds:
+        return [Verdict("speed / the fastest peer", "more than 1 x")]
+    fastest = min(peers, key=lambda name: median(peers[name]))
+    ours = seconds["holdfast"]
+    pairs = [
+        theirs / median(ours[2 * at : 2 * at + 2])
+        for at, theirs in enumerate(peers[fastest])
+        if ours[2 * at :]
+    ]
+    found = [judge(f"speed / the fastest peer ({fastest})", pairs, least=1)]
+    if what == "save":
+        room = 0.85 * median(peers[fastest]) / floor
+        twice = judge("the same, where the disk leaves room", pairs, least=2)
+        if room < 2:
+            reached = f"no room: 0.85 of the raw write is {room:.1f} x"
+            twice = Verdict(twice.what, twice.target, twice.figure, twice.spread, reached)
+        found.append(twice)
+    return found
+
+
+def _row(
+    name: str, digests: str, size: float, values: list[float], floor: list[float],
+    memory: list[float], note: str,
+) -> list[str]:  # fmt: skip
+    middle = median(values)
+    return [
+        name, digests, f"{middle:.2f}", spread(values), str(len(values)), f"{size / middle:.2f}",
+        f"{median(floor) / middle:.2f}", f"{median(memory):.0f}" if memory else "", note,
+    ]  # fmt: skip

@@ -1,0 +1,42 @@
+"""The states that are saved: made the same way in every child, so that a load can be checked."""
+
+from __future__ import annotations
+
+import torch
+
+MIB = 1 << 20
+_EACH = 32 * MIB
+
+
+def _base() -> torch.Tensor:
+    return torch.randn(_EACH // 4, generator=torch.Generator().manual_seed(7))
+
+
+def big(size: int) -> dict[str, torch.Tensor]:
+    """``size`` bytes as float32 tensors of 32 MiB, all different, looking like weights."""
+    base = _base()
+    return {f"layers.{i:02}.weight": base + i / 64 for i in range(size // _EACH)}
+
+
+def small(count: int = 2000) -> dict[str, torch.Tensor]:
+    """``count`` float32 tensors of 64 bytes."""
+    return {f"layers.{i:04}.bias": torch.full((16,), float(i)) for i in range(count)}
+
+
+def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Live tensors to load into: their memory is touched."""
+    return {key: torch.full_like(value, -1.0) for key, value in state.items()}
+
+
+def blank_big(size: int) -> dict[str, torch.Tensor]:
+    return {f"layers.{i:02}.weight": torch.full((_EACH // 4,), -1.0) for i in range(size // _EACH)}
+
+
+def wrong_big(loaded: dict[str, torch.Tensor]) -> list[str]:
+    """Keys whose values are not those that ``big`` made."""
+    base = _base()
+    return [
+        key
+        for i, (key, value) in enumerate(loaded.items())
+        if not torch.equal(value, base + i / 64)
+    ]
