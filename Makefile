@@ -23,5 +23,14 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+.venv-bench/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet -c constraints.txt torch==2.13.0
+	.venv-bench/bin/pip install --quiet -c constraints.txt -e '.[bench]'
+	touch $@
+
+bench: .venv-bench/.ready
+	.venv-bench/bin/python -m bench $(ARGS)
+
 clean:
 	rm -rf $(VENV) .venv-bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
