@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from typing import Any, Self
 from holdfast import events
 from holdfast.engine.load import load_snapshot
 from holdfast.engine.location import Url
-from holdfast.engine.save import Draft, Label, begin, finish
+from holdfast.engine.save import Draft, Label, begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.worker import Pending
 from holdfast.errors import HoldfastError, SkippedVersion
@@ -61,6 +62,7 @@ class Checkpointer:
         self._branch = 0
         self._ready = False
         self._closed = False
+        self._process = os.getpid()
         self._newest: Snapshot | None = None
         self._pending: Pending | None = None
         self._late: HoldfastError | None = None
@@ -86,6 +88,7 @@ class Checkpointer:
         Raises ``NoSnapshot`` if there are versions but none that can be used, and ``PlanError``
         if the newest does not fit the state.
         """
+        self._refuse_fork()
         self._raise_failure()
         snapshot, skipped = self.run.newest(lambda s: load_snapshot(s, self.state), at)
         self._ready = True
@@ -114,14 +117,16 @@ class Checkpointer:
         """Call after every optimizer step: counts it, and saves when a save is due.
 
         ``metrics``: numbers by name, kept with the version that this step may become. Returns
-        when the state may be changed again. Raises what made an earlier save fail.
+        when the state may be changed again. Raises what made an earlier save fail; the step is
+        counted all the same, since the optimizer has made it.
         """
-        self._raise_failure()
-        self._refuse_blind_start()
+        self._refuse_closed()
         if self._progress is None:
             self._step += 1
         else:
             self._progress.step += 1
+        self._raise_failure()
+        self._refuse_blind_start()
         moment = Moment(self.current_step, time.monotonic(), *self._last)
         if self._save_policy.due(moment):
             self._start("cadence", metrics or {})
@@ -129,6 +134,7 @@ class Checkpointer:
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
         """Save now, and return the snapshot once it is committed. If this step is saved already
         on this branch, that snapshot is returned."""
+        self._refuse_closed()
         self._raise_failure()
         self._refuse_blind_start()
         self.wait()
@@ -142,15 +148,16 @@ class Checkpointer:
     def wait(self) -> Snapshot | None:
         """Wait until the save in flight is committed, and return the newest version that this
         Checkpointer saved or resumed; None if there is none. Raises what made the save fail."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._newest = pending.wait()
+        self._refuse_fork()
+        self._harvest()
         self._raise_failure()
         return self._newest
 
     def close(self) -> None:
         """Wait for the save in flight and give the memory back. Raises what made it fail."""
         self._closed = True
+        if self._process != os.getpid():
+            return  # saves and buffers are those of the process that this one was forked from
         try:
             self.wait()
         finally:
@@ -189,7 +196,7 @@ class Checkpointer:
             metrics={name: _number(value) for name, value in metrics.items()},
         )
         draft = begin(self.run.place(version), self.state, label, self._pool, ahead=True)
-        self._pending = Pending(lambda: self._finish(draft), self.run.place(version).url)
+        self._pending = in_background(draft, self._finish)
         self._last = (version.step, time.monotonic())
         blocked = time.perf_counter() - began
         self._seconds["last_blocked"] = blocked
@@ -208,18 +215,37 @@ class Checkpointer:
         self._seconds["background"] += time.perf_counter() - began
         return snapshot
 
+    def _harvest(self) -> None:
+        """Take the result of the save in flight, waiting for it."""
+        pending = self._pending
+        if pending is not None:
+            try:
+                self._newest = pending.wait()
+            finally:  # whoever is interrupted here has still to wait for it
+                if pending.done:
+                    self._pending = None
+
     def _raise_failure(self) -> None:
         if self._pending is not None and self._pending.done:
-            pending, self._pending = self._pending, None
-            self._newest = pending.wait()
+            self._harvest()
         if self._late is not None:
             error, self._late = self._late, None
             raise error
 
-    def _refuse_blind_start(self) -> None:
-        """Training afresh into a run that has versions would mix two trainings."""
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise HoldfastError("The Checkpointer is closed", todo="Make a new one")
+        self._refuse_fork()
+
+    def _refuse_fork(self) -> None:
+        if self._process != os.getpid():
+            raise HoldfastError(
+                "This Checkpointer belongs to the process that this one was forked from",
+                todo="Save in the process that trains",
+            )
+
+    def _refuse_blind_start(self) -> None:
+        """Training afresh into a run that has versions would mix two trainings."""
         if not self._ready:
             versions = self.run.listing().versions
             if versions:

@@ -275,13 +275,15 @@ class Run:
         on branches that training has left. ``dry_run``: only tell.
         """
         now = time.time() if now is None else now
-        listing = self.listing()
-        swept = _Sweep(self, now, grace, dry_run, *self._pinned(listing, now))
+        listing, partials = self.listing(), list(self.store.partials(""))
+        # Pins last: a save that has begun since has none of the files that were listed, and one
+        # that has ended since has its manifest, which is read after this.
+        swept = _Sweep(self, now, grace, dry_run, *self._pinned(self.listing(), now))
         for key in swept.dead_pins:
             swept.remove(Stat(key, 0, 0.0))
         for version, files in listing.folders.items():
             swept.folder(version, files)
-        for stat in self.store.partials(""):
+        for stat in partials:
             match = _ATTEMPT.search(stat.key)
             swept.offer(stat, match[1] if match else None)
         if abandoned:
@@ -339,8 +341,9 @@ class _Sweep:
                 self.offer(stat, attempt)
 
     def offer(self, stat: Stat, attempt: str | None) -> None:
-        """Remove an orphan, unless something speaks for it."""
-        if attempt in self.pinned:
+        """Remove an orphan, unless something speaks for it. What names no attempt (a manifest on
+        its way) may be of any that is under way."""
+        if attempt in self.pinned or (attempt is None and self.pinned):
             self.kept.append((stat.key, "a save is under way"))
         elif self.now - stat.modified < self.grace:
             self.kept.append((stat.key, f"younger than {self.grace:.0f} s"))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.location import Location
-from holdfast.errors import AlreadyExists, CommitError
+from holdfast.errors import AlreadyExists, CommitError, StoreError, Unavailable
 from holdfast.format.manifest import Manifest, Shard, encode_manifest
 from holdfast.format.names import MANIFEST
 
@@ -51,7 +51,8 @@ def check_receipts(place: Location, receipts: Sequence[Receipt], ranks: int) -> 
 def put_manifest(place: Location, manifest: Manifest) -> str:
     """Write the manifest if there is none, and return its digest. This is the commit.
 
-    Raises ``CommitError`` if another save has committed this version first.
+    Raises ``CommitError`` if another save has committed this version first, and ``StoreError``;
+    its field ``outcome`` is "unknown" where the store cannot tell whether the manifest is there.
     """
     raw, made = encode_manifest(manifest)
     try:
@@ -62,4 +63,10 @@ def put_manifest(place: Location, manifest: Manifest) -> str:
             todo="Look for a second job that writes to the same run; each needs a run of its own",
             file=MANIFEST,
         ) from e
+    except StoreError as e:
+        # A store settles lost answers itself; one that does not must not make us say "nothing".
+        if e.fields.get("outcome") != "unknown" and not isinstance(e, Unavailable):
+            raise
+        more = "Whether this version was committed is not known: `holdfast ls` shows it if it was"
+        raise e.told(more, outcome="unknown") from e
     return made

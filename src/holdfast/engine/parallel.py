@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -38,17 +38,46 @@ def in_parallel(items: Iterable[T], work: Callable[[T], None], threads: int) -> 
                 failures.append(e)
                 return
 
-    crew = [Thread(target=run, name=f"holdfast-{i}") for i in range(threads - 1)]
+    crew: list[_Hand] = []
     try:
-        for thread in crew:
-            thread.start()
+        for i in range(threads - 1):
+            crew.append(_Hand(run, f"holdfast-{i}"))
+            try:
+                crew[-1].start()
+            except RuntimeError:  # the system gives no more threads: those there are do the work
+                crew.pop()
+                break
         run()
     except BaseException as e:
         failures.append(e)
         raise
     finally:
-        for thread in crew:
-            if thread.ident is not None:
-                thread.join()
+        for hand in crew:
+            hand.rest(failures)
     if failures:
         raise failures[0]
+
+
+class _Hand(Thread):
+    """A thread that can be waited for in spite of Ctrl-C, unlike by ``join``: what it works on
+    must not be given back, nor the state changed, before it has come to rest."""
+
+    def __init__(self, run: Callable[[], None], name: str) -> None:
+        super().__init__(name=name)
+        self._work = run
+        self._ended = Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+
+    def rest(self, failures: list[BaseException]) -> None:
+        """Wait until it has ended. An interrupt is put with the failures, so it ends soon."""
+        while self.ident is not None and (self.is_alive() or not self._ended.is_set()):
+            try:
+                self._ended.wait()
+                self.join()
+            except BaseException as e:  # noqa: BLE001  (raised by the caller once all rest)
+                failures.append(e)

@@ -19,7 +19,11 @@ def hold(place: Location, attempt: str) -> str:
     host, boot, process = identity()
     pin = Pin(attempt, None, now(), host, boot, process)
     key = place.beside(pin_name(new_attempt()))
-    place.store.put_if_absent(key, encode_pin(pin))
+    try:
+        place.store.put_if_absent(key, encode_pin(pin))
+    except StoreError:
+        release(place, key)  # it may be there although its put failed
+        raise
     return key
 
 

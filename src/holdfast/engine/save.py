@@ -8,7 +8,7 @@ an asynchronous save fill it now, so that training may go on. 3. Write the shard
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,11 @@ from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.offer import make_offer
 from holdfast.engine.plan import plan_write
 from holdfast.engine.snapshot import Snapshot, writer
-from holdfast.engine.stage import Image, Piece, make_image, stage_ahead, whole
+from holdfast.engine.stage import Image, Piece, drop, make_image, stage_ahead, whole
 from holdfast.engine.tree import flatten
 from holdfast.engine.worker import Pending, sync_pool
 from holdfast.engine.write import write_index, write_shard
-from holdfast.errors import AlreadyExists, NotFound
+from holdfast.errors import AlreadyExists, CommitError, NotFound
 from holdfast.format import names, tree
 from holdfast.format.manifest import Manifest, Parent, Shard
 from holdfast.settings import read_settings
@@ -71,7 +71,7 @@ def save(
 
     Uses at most 256 MiB of memory beyond the state. Raises ``AlreadyExists`` if there is such a
     snapshot, ``Unsupported`` for what cannot be kept faithfully, ``StoreError`` or ``CommitError``;
-    whenever it raises, nothing was committed.
+    whenever it raises, nothing was committed, unless the error's ``outcome`` is "unknown".
     """
     label = Label(step=step, note=note)
     return finish(begin(locate(url), state, label, sync_pool(), ahead=False))
@@ -88,8 +88,24 @@ def save_async(
     """
     label = Label(step=step, note=note)
     pool = Pool(1 << 50)
-    draft = begin(locate(url), state, label, pool, ahead=True)
-    return Pending(lambda: finish(draft), draft.place.url, after=pool.close)
+    try:
+        draft = begin(locate(url), state, label, pool, ahead=True)
+        return in_background(draft, finish, after=pool.close)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def in_background(
+    draft: Draft, finish: Callable[[Draft], Snapshot], after: Callable[[], None] | None = None
+) -> Pending:
+    """The second half of a staged save, on a thread. Raises ``CommitError`` if there is none."""
+    try:
+        return Pending(lambda: finish(draft), draft.place.url, after)
+    except CommitError:
+        drop(draft.pieces, draft.pool)
+        pin.release(draft.place, draft.pin)
+        raise
 
 
 def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool) -> Draft:
@@ -107,14 +123,15 @@ def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool)
     pieces = image.pieces()
     attempt = names.new_attempt()
     held = pin.hold(place, attempt)
-    if ahead:
-        try:
+    try:
+        if ahead:
             stage_ahead(image, pieces, pool, read_settings().threads)
-        except BaseException:
-            pin.release(place, held)
-            raise
-    staged = time.perf_counter()
-    events.emit("staged", url=place.url, bytes=image.length, seconds=staged - began)
+        staged = time.perf_counter()
+        events.emit("staged", url=place.url, bytes=image.length, seconds=staged - began)
+    except BaseException:
+        drop(pieces, pool)
+        pin.release(place, held)
+        raise
     return Draft(place, label, group, attempt, held, flat.tree, image, pieces, pool, began, staged)
 
 
@@ -123,8 +140,8 @@ def finish(draft: Draft) -> Snapshot:
     place, group, image, attempt = draft.place, draft.group, draft.image, draft.attempt
     shard = names.shard_name(group.rank, group.size, attempt)
     index = names.index_name(group.rank, group.size, attempt)
-    threads = read_settings().threads
     try:
+        threads = read_settings().threads
         digests = write_shard(place, shard, image, draft.pieces, draft.pool, threads)
         vouched = write_index(place, index, shard, image, digests)
         receipt = Receipt(group.rank, Shard(shard, image.length, vouched), image.length)

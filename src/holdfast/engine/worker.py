@@ -7,9 +7,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
+from holdfast.errors import CommitError, HoldfastError
 from holdfast.storage.direct import Pool
 from holdfast.words import MIB
 
@@ -47,14 +48,26 @@ class Pending:
         self._after = after
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
-        _unseen.add(self)
+        self._process = os.getpid()
+        # Not Thread.join: before Python 3.13 a join that Ctrl-C interrupts takes the thread for
+        # ended, and then the process no longer waits for it when it leaves.
+        self._ended = Event()
         self._thread = Thread(target=self._run, name="holdfast-save")
-        self._thread.start()
+        _unseen.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError as e:
+            _unseen.discard(self)
+            raise CommitError(
+                f"Nothing was committed to {url}: no thread can be started",
+                found=str(e),
+                todo="Raise the limit on processes and threads (ulimit -u), or use save()",
+            ) from e
 
     @property
     def done(self) -> bool:
         """Whether the save has been committed or has failed."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait_staged(self) -> None:
         """Return when the state may be changed: at once, for all that is on the CPU."""
@@ -62,8 +75,14 @@ class Pending:
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The committed snapshot. Raises what made the save fail, or ``TimeoutError`` after
         ``timeout`` seconds; the save then still goes on."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if self._process != os.getpid():
+            raise HoldfastError(
+                f"The save to {self.url} goes on in the process that this one was forked from",
+                todo="Wait for it there",
+            )
+        if self._ended.wait(timeout):
+            self._thread.join()
+        else:
             raise TimeoutError(f"The save to {self.url} is not done after {timeout} s")
         _unseen.discard(self)
         if self._error is not None:
@@ -85,6 +104,7 @@ class Pending:
         finally:
             # the closure holds the whole state's copy
             del self._finish, self._after
+            self._ended.set()
 
 
 def _report_unseen() -> None:
@@ -99,4 +119,13 @@ def _report_unseen() -> None:
         os._exit(1)
 
 
+def _forget() -> None:
+    """In a forked child: the saves are its parent's, and so are the buffers, which are shared
+    memory: whatever the child wrote into them would stand in the parent's files."""
+    global _pool, _lock
+    _pool, _lock = None, Lock()
+    _unseen.clear()
+
+
 atexit.register(_report_unseen)
+os.register_at_fork(after_in_child=_forget)

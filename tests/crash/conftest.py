@@ -1,0 +1,65 @@
+"""Small saves that take the way of large ones: many pieces, several threads, pools that can be
+looked into."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from holdfast.engine import worker
+from holdfast.storage.direct import Pool
+from holdfast.storage.local import LocalStore
+from holdfast.storage.store import Store
+
+
+UNIT = 1024
+PAGE = 4096
+
+
+class Pools:
+    """All buffer pools that were made while a test runs, in small."""
+
+    def __init__(self) -> None:
+        self.made: list[Pool] = []
+
+    def make(self, budget: int) -> Pool:
+        self.made.append(Pool(min(budget, 1 << 30), PAGE))
+        return self.made[-1]
+
+    def check(self) -> None:
+        """Nobody holds a buffer any more."""
+        assert [p for p in self.made if p.allocated != p.free] == []
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("holdfast")]
+        assert threads == []
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
+    """Pieces of 1 KiB, three threads, pools of pages; ``check()`` says that all came back."""
+    pools = Pools()
+    for module in ("layout", "stage", "cover"):
+        monkeypatch.setattr(f"holdfast.engine.{module}.UNIT", UNIT)
+    monkeypatch.setattr("holdfast.engine.save.Pool", pools.make)
+    monkeypatch.setattr("holdfast.checkpointer.Pool", pools.make)
+    monkeypatch.setattr(worker, "_pool", pools.make(64 * PAGE))
+    monkeypatch.setenv("HOLDFAST_THREADS", "3")
+    return pools
+
+
+class Stores:
+    """What ``holdfast.save(url)`` opens, while a test runs."""
+
+    store: Store
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Stores:
+    """Set ``opened.store``, and every URL of a snapshot is one in that store."""
+    stores = Stores()
+    monkeypatch.setattr("holdfast.engine.location.open_store", lambda url: stores.store)
+    return stores
+
+
+def local(fs: object, root: str = "/a/run") -> LocalStore:
+    return LocalStore(root, fs=fs)  # type: ignore[arg-type]

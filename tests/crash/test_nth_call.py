@@ -1,0 +1,136 @@
+"""A save in which one call to the file system fails: it raises or it has committed, nothing is
+half, nothing is kept, and the next save works."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import holdfast
+from holdfast.errors import HoldfastError
+from holdfast.policy import EverySteps, KeepLast
+from holdfast.storage.local import LocalStore
+from holdfast.testing import CrashFs, Fault, FaultFs
+
+from ..trainings import after, fresh, train
+from .conftest import Pools, Stores
+from .promises import check_promises
+
+ROOT = "/a/run"
+ERRORS = ["ENOSPC", "EIO", "EDQUOT", "EACCES"]
+MOST = 2000
+
+
+class Outcome:
+    """What a training that met a fault knows: steps whose save returned, errors, doubts."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+        self.errors: list[HoldfastError] = []
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether an error said that the outcome is unknown."""
+        return any(e.fields.get("outcome") == "unknown" for e in self.errors)
+
+
+Work = Callable[[LocalStore, Stores, Outcome], None]
+
+
+def attempt(save: Callable[[], int], outcome: Outcome) -> None:
+    try:
+        outcome.committed.append(save())
+    except HoldfastError as e:
+        outcome.errors.append(e)
+
+
+def one_save(store: LocalStore, opened: Stores, outcome: Outcome) -> None:
+    attempt(lambda: holdfast.save(f"{ROOT}/version_1", after(1)).step or 0, outcome)
+
+
+def one_async(store: LocalStore, opened: Stores, outcome: Outcome) -> None:
+    attempt(lambda: holdfast.save_async(f"{ROOT}/version_1", after(1)).wait().step or 0, outcome)
+
+
+def training(store: LocalStore, opened: Stores, outcome: Outcome) -> None:
+    """Three steps saved by ``step`` and ``save``; older versions are deleted on the way."""
+    state = fresh()
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1))
+
+    def saved_by_step() -> int:
+        train(state, ckpt, state["progress"].step + 1)
+        snapshot = ckpt.wait()
+        return snapshot.step or 0 if snapshot else 0
+
+    attempt(saved_by_step, outcome)
+    attempt(saved_by_step, outcome)
+    attempt(lambda: ckpt.save().step or 0, outcome)
+    try:
+        ckpt.close()
+    except HoldfastError as e:
+        outcome.errors.append(e)
+
+
+WORKS = {"save": one_save, "save_async": one_async, "checkpointer": training}
+
+
+def faults(error: str) -> Iterator[Fault]:
+    """The n-th call fails, for n = 1, 2 and so on."""
+    for at in range(1, MOST):
+        if error == "short":
+            yield Fault("pwrite", at, short=100)
+        elif error == "nothing":
+            yield Fault("pwrite", at, short=0)
+        elif error == "lost":
+            yield Fault(None, at, errno.EIO, lost=True)
+        elif error == "full":
+            yield Fault(None, at, errno.ENOSPC, lasting=True)
+        else:
+            yield Fault(None, at, getattr(errno, error))
+
+
+def run_all(work: Work, error: str, pools: Pools, opened: Stores, *, every: int = 1) -> int:
+    """Run ``work`` with each fault until none fires; the number of runs."""
+    for number, fault in enumerate(faults(error)):
+        if number % every:
+            continue
+        fs = FaultFs(CrashFs(), fault)
+        opened.store = store = LocalStore(ROOT, fs=fs)
+        outcome = Outcome()
+        work(store, opened, outcome)
+        fired = bool(fs.fired)
+        fs.faults.clear()
+        pools.check()
+        check_outcome(LocalStore(ROOT, fs=fs.inner), work, outcome, error)
+        if not fired:
+            assert outcome.errors == []
+            return number
+    pytest.fail("no end to the calls")
+
+
+def check_outcome(store: LocalStore, work: Work, outcome: Outcome, error: str) -> None:
+    for e in outcome.errors:
+        assert ROOT in str(e) or e.fields.get("store"), e
+        assert e.__cause__ is not None or e.what
+    if error == "short":
+        assert outcome.errors == [], "a short write is no error: the rest is written next"
+    newest = max(outcome.committed, default=0)
+    steps = check_promises(store, [newest] if newest else [])
+    if not outcome.doubtful and work is not training:
+        assert steps == outcome.committed
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_call_that_fails_with_eio(name: str, pools: Pools, opened: Stores) -> None:
+    every = 13 if name == "checkpointer" else 5
+    assert run_all(WORKS[name], "EIO", pools, opened, every=every) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [*ERRORS, "lost", "full", "short", "nothing"])
+@pytest.mark.parametrize("name", WORKS)
+def test_every_call_with_every_error(name: str, error: str, pools: Pools, opened: Stores) -> None:
+    every = (3 if name == "checkpointer" else 1) * (2 if error in ("EDQUOT", "EACCES") else 1)
+    run_all(WORKS[name], error, pools, opened, every=every)

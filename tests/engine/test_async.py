@@ -1,0 +1,510 @@
+"""Saves in the background: the state may change, the process may leave or fork, the writer may
+fail, and nothing is lost or silent."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.crash.promises import check_promises
+from tests.trainings import after, fresh, same, train, train_step
+from unreliable import Wrapped
+
+import holdfast
+from holdfast import Run, events
+from holdfast.errors import CommitError, HoldfastError, StoreError
+from holdfast.format.names import MANIFEST
+from holdfast.policy import EverySteps, KeepLast
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+
+HERE = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Wrapped:
+    """A store that every URL opens."""
+    store = Wrapped(MemoryStore())
+    monkeypatch.setattr("holdfast.engine.location.open_store", lambda url: store)
+    return store
+
+
+def hold(store: Wrapped) -> threading.Event:
+    """Shards wait for the event that is returned."""
+    gate = threading.Event()
+    store.before = lambda method, key: method == "put" and gate.wait(20)
+    return gate
+
+
+def fail(store: Wrapped) -> None:
+    def refuse(method: str, key: str) -> None:
+        if method == "put":
+            raise StoreError(f"no write of {key}", key=key, store="memory://")
+
+    store.before = refuse
+
+
+# -- the state changes right after the call ----------------------------------------------------
+
+
+def test_the_state_may_change_as_soon_as_the_call_returns(store: Wrapped) -> None:
+    gate = hold(store)
+    rows = np.arange(3_000_000, dtype=np.float64)  # three pieces, copied by several threads
+    state = {
+        "rows": rows,
+        "strided": rows.reshape(1000, 3000)[:, ::7],
+        "structured": np.ones(50, [("a", "<i4"), ("b", ">f8")]),
+        "list": [1, {"a": (2.5, "x")}],
+    }
+    held = {"rows": rows.copy(), "strided": state["strided"].copy()}
+    pending = holdfast.save_async("run/version_1", state, note={"lr": 0.1})
+    pending.wait_staged()
+    assert not pending.done
+    rows[:] = -1
+    state["structured"]["a"] = 7
+    state["list"][1]["a"] = None
+    state["list"].append("later")
+    gate.set()
+    pending.wait()
+    loaded = holdfast.load("run/version_1")
+    assert np.array_equal(loaded["rows"], held["rows"])
+    assert np.array_equal(loaded["strided"], held["strided"])
+    assert loaded["structured"]["a"].tolist() == [1] * 50
+    assert loaded["list"] == [1, {"a": (2.5, "x")}]
+
+
+def test_tensors_may_change_as_soon_as_the_call_returns(store: Wrapped) -> None:
+    torch = pytest.importorskip("torch")
+    gate = hold(store)
+    model = torch.nn.Linear(300, 200)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(4, 300)).sum().backward()
+        optimizer.step()
+
+    step()
+    state = {"model": model, "optimizer": optimizer, "view": model.weight.detach().t()}
+    weight = model.weight.detach().clone()
+    moment = optimizer.state[model.weight]["exp_avg"].clone()
+    pending = holdfast.save_async("run/version_1", state)
+    step()
+    gate.set()
+    pending.wait()
+    loaded = holdfast.load("run/version_1")
+    assert torch.equal(loaded["model"]["weight"], weight)
+    assert torch.equal(loaded["view"], weight.t())
+    assert not torch.equal(model.weight, weight)
+    found = holdfast.open("run/version_1")
+    [key] = [k for k in found.keys() if k.endswith("weight/exp_avg")]  # noqa: SIM118
+    assert torch.equal(found[key].read(), moment)
+
+
+# -- the process leaves, or the writer fails and nobody looks ----------------------------------
+
+SLOW = """
+import os, resource, sys, time
+import numpy as np
+import holdfast
+from holdfast.policy import EverySteps
+from holdfast.storage import fs
+real = fs.Fs.fsync
+def fsync(self, fd):
+    time.sleep(0.02)
+    real(self, fd)
+fs.Fs.fsync = fsync
+state = {"x": np.arange(500_000), "progress": holdfast.Progress()}
+root = sys.argv[1]
+def break_writer():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+"""
+
+
+def script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with a slow file system; ``break_writer()`` lets large writes fail."""
+    command = [sys.executable, "-c", SLOW + body, str(tmp_path / "run")]
+    return subprocess.run(
+        command, cwd=HERE, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+SAVE = 'pending = holdfast.save_async(f"{root}/version_1", state)\n'
+STEP = "ckpt = holdfast.Checkpointer(root, state, save=EverySteps(1)); ckpt.step()\n"
+
+
+@pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("", 0), ("sys.exit(0)", 0), ("sys.exit(3)", 3), ("raise ValueError('other')", 1)],
+    ids=["end", "exit", "exit3", "error"],
+)
+def test_a_process_that_leaves_at_once_finishes_its_save(
+    tmp_path: Path, start: str, end: str, code: int
+) -> None:
+    done = script(tmp_path, f"{start}state['x'][:] = 0\n{end}")
+    assert done.returncode == code, done.stderr
+    assert "holdfast" not in done.stderr
+    snapshot = holdfast.open(tmp_path / "run" / "version_1")
+    assert snapshot.verify().ok
+    assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
+    assert len(list(LocalStore(tmp_path / "run").list(""))) == 3  # no pin is left
+
+
+@pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "time.sleep(0.5)"])
+def test_a_writer_that_fails_unseen_ends_the_process_with_1(
+    tmp_path: Path, start: str, end: str
+) -> None:
+    done = script(tmp_path, f"break_writer()\n{start}print('trained')\n{end}")
+    assert done.returncode == 1
+    assert done.stdout == "trained\n"
+    assert f"holdfast: the save to {tmp_path}/run/version_1 failed" in done.stderr
+    assert "NoSpace" in done.stderr
+    assert check_promises(LocalStore(tmp_path / "run"), pins_died=False) == []
+
+
+def test_a_failure_that_was_looked_at_is_not_told_again(tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        f"break_writer()\n{SAVE}"
+        "try:\n    pending.wait()\nexcept holdfast.errors.NoSpace:\n    print('seen')\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "seen\n", "")
+
+
+# -- many saves at once ------------------------------------------------------------------------
+
+
+def test_ten_saves_asked_for_while_one_runs_are_made_one_by_one() -> None:
+    store = Wrapped(MemoryStore())
+    order: list[str] = []
+    running, most = 0, 0
+    slow = threading.Event()
+
+    def before(method: str, key: str) -> None:
+        nonlocal running, most
+        if method == "put":
+            running += 1
+            most = max(most, running)
+            slow.wait(0.02)
+        if method == "put_if_absent" and key.endswith(MANIFEST):
+            order.append(key)
+            running -= 1
+
+    store.before = before
+    state = fresh()
+    allocated = set()
+    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+        for step in range(1, 12):
+            train(state, ckpt, step)
+            allocated.add(ckpt._pool.allocated)
+    assert order == [f"version_{step}/{MANIFEST}" for step in range(1, 12)]
+    assert most == 1
+    assert len(allocated) == 1  # one copy of the state, reused
+    parents = [s.manifest.parent.version for s in Run(store).snapshots() if s.manifest.parent]
+    assert parents == [f"version_{step}" for step in range(1, 11)]
+    store.before = lambda method, key: None
+    assert check_promises(store) == list(range(1, 12))
+
+
+def test_ten_saves_without_a_checkpointer_run_side_by_side(store: Wrapped) -> None:
+    gate = hold(store)
+    pending = [holdfast.save_async(f"run/version_{n}", after(n)) for n in range(1, 11)]
+    assert not any(p.done for p in pending)
+    gate.set()
+    assert [p.wait().step for p in pending] == list(range(1, 11))
+    assert check_promises(store) == list(range(1, 11))
+
+
+# -- failures are raised, and steps are counted ------------------------------------------------
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> None:
+    """The optimizer has made it: not counting it would name later versions wrongly."""
+    store = Wrapped(MemoryStore())
+    fail(store)
+    state = fresh()
+    if not progress:
+        state["progress"] = 0
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(2))
+    ckpt.step()
+    ckpt.step()
+    assert ckpt._pending is not None
+    ckpt._pending._thread.join()
+    with pytest.raises(StoreError, match="no write"):
+        ckpt.step()
+    assert ckpt.current_step == 3
+    store.before = lambda method, key: None
+    ckpt.step()
+    ckpt.close()
+    assert [s.step for s in Run(store).snapshots()] == [4]
+
+
+def test_without_a_thread_to_save_on_the_step_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    state = fresh()
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+
+    def refuse(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refuse)
+        with pytest.raises(CommitError, match="no thread can be started"):
+            train(state, ckpt, 1)
+    assert list(store.list("")) == []
+    assert ckpt._pool.free == ckpt._pool.allocated > 0
+    train(state, ckpt, 2)
+    ckpt.close()
+    assert check_promises(store) == [2]
+
+
+def test_with_fewer_threads_than_wanted_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "holdfast-1":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    store = MemoryStore()
+    snapshot = holdfast.save(store, {"x": np.arange(5_000_000)})
+    assert snapshot.verify().ok
+
+
+def test_a_sink_that_raises_leaves_no_pin_and_no_buffer() -> None:
+    store = MemoryStore()
+    state = fresh()
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+
+    def sink(name: str, fields: dict[str, Any]) -> None:
+        if name == "staged":
+            raise ZeroDivisionError
+
+    with events.attach(sink), pytest.raises(ZeroDivisionError):
+        train(state, ckpt, 1)
+    assert list(store.list("")) == []
+    assert ckpt._pool.free == ckpt._pool.allocated > 0
+    ckpt.close()
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_in_a_wait_does_not_lose_sight_of_the_save() -> None:
+    store = Wrapped(MemoryStore())
+    gate = hold(store)
+    state = fresh()
+    main = threading.get_ident()
+    interrupt = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+    with pytest.raises(KeyboardInterrupt), ckpt:
+        train(state, ckpt, 1)
+        interrupt.start()
+        try:
+            ckpt.wait()
+        finally:
+            assert ckpt._pending is not None
+            gate.set()
+    assert ckpt._pending is None
+    assert check_promises(store, [1]) == [1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment_of_a_step() -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    stopped = 0
+    try:
+        for turn in range(80):
+            store = MemoryStore()
+            state = fresh()
+            try:
+                with holdfast.Checkpointer(
+                    store, state, save=EverySteps(1), keep=KeepLast(2)
+                ) as ckpt:
+                    for _ in range(4):
+                        loss = train_step(state)
+                        signal.setitimer(signal.ITIMER_REAL, 0.0001 * (turn % 20 + 1))
+                        ckpt.step({"loss": loss})
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                stopped += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            deadline = time.monotonic() + 10
+            while any(t.name.startswith("holdfast") for t in threading.enumerate()):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            check_promises(store)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert stopped > 20
+
+
+# -- forks -------------------------------------------------------------------------------------
+
+FORK = """
+import warnings
+warnings.simplefilter("ignore")
+holdfast.save(f"{root}/version_0", {"x": np.arange(200_000), "y": np.ones(10)})
+"""
+
+CHILD = """
+pid = os.fork()
+if pid == 0:
+    state["x"][:] = -1
+    other = holdfast.load(f"{root}/version_0")
+    other["x"].sum()
+    sys.exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print("child", code)
+"""
+
+
+@pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
+def test_a_fork_during_a_save_does_no_harm(tmp_path: Path, start: str) -> None:
+    start = start.replace("ckpt.step()", "ckpt.resume(); ckpt.step()") if start is STEP else start
+    save_0 = FORK.replace('{"x": np.arange(200_000), "y": np.ones(10)}', "state")
+    done = script(tmp_path, save_0 + start + CHILD)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
+    snapshot = holdfast.open(tmp_path / "run" / "version_1")
+    assert snapshot.verify().ok
+    assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
+
+
+def test_a_child_does_not_report_what_failed_in_its_parent(tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        FORK + f"break_writer()\n{SAVE}time.sleep(0.3)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n    sys.exit(0)\n"
+        "print('child', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n",
+    )
+    assert done.stdout == "child 0\n"
+    assert done.returncode == 1
+    assert done.stderr.count("holdfast: the save to") == 1
+
+
+def test_a_child_leaves_the_checkpointer_to_its_parent(tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        """
+import warnings
+warnings.simplefilter("ignore")
+with holdfast.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
+    ckpt.step()
+    pid = os.fork()
+    if pid == 0:
+        for call in (ckpt.step, ckpt.save, ckpt.wait, ckpt.resume):
+            try:
+                call()
+            except holdfast.errors.HoldfastError as e:
+                assert "forked" in str(e), e
+            else:
+                sys.exit(5)
+        sys.exit(0)  # leaves the block
+    print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    ckpt.step()
+""",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
+    assert [s.step for s in Run(tmp_path / "run").snapshots()] == [1, 2]
+
+
+def test_a_child_never_writes_into_the_buffers_of_its_parent(tmp_path: Path) -> None:
+    """Buffers are shared memory: a child that took them over would write into its parent's
+    files, after the digests were made."""
+    done = script(
+        tmp_path,
+        FORK
+        + """
+from holdfast.engine.worker import sync_pool
+held = sync_pool().acquire()
+held.view[:5] = b"paren"
+sync_pool().release(held)
+pid = os.fork()
+if pid == 0:
+    mine = sync_pool().acquire()
+    mine.view[:5] = b"child"
+    os._exit(0)
+os.waitpid(pid, 0)
+print(bytes(held.view[:5]))
+""",
+    )
+    assert (done.stdout, done.stderr) == ("b'paren'\n", "")
+
+
+POOL = """
+import multiprocessing, warnings
+warnings.simplefilter("ignore")
+def work(n):
+    return int(holdfast.load(f"{root}/version_0")["x"].sum()) * n
+ckpt_state = {"x": np.arange(500_000)}
+if __name__ == "__main__":
+    holdfast.save(f"{root}/version_0", ckpt_state)
+    for step in range(1, 6):
+        pending = holdfast.save_async(f"{root}/version_{step}", ckpt_state)
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(work, [1, 2]) == [sum(range(500_000)), 2 * sum(range(500_000))]
+        holdfast.save(f"{root}/version_{step + 10}", ckpt_state)
+        pending.wait()
+    print("done")
+"""
+
+
+def test_forked_workers_that_load_while_their_parent_saves(tmp_path: Path) -> None:
+    done = script(tmp_path, POOL)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    for step in (1, 2, 3, 4, 5, 11, 12, 13, 14, 15):
+        assert holdfast.open(tmp_path / "run" / f"version_{step}").verify().ok
+
+
+LOADER = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(400, 400)
+state = {"model": model, "progress": holdfast.Progress()}
+data = TensorDataset(torch.arange(64))
+expected = {}
+with holdfast.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
+    for epoch in range(3):
+        for (batch,) in DataLoader(data, batch_size=16, num_workers=2):
+            with torch.no_grad():
+                model.weight += 1
+            expected[ckpt.current_step + 1] = float(model.weight.double().sum())
+            ckpt.step()
+for step, total in expected.items():
+    snapshot = holdfast.open(f"{root}/version_{step}")
+    assert snapshot.verify().ok
+    assert float(snapshot["model/weight"].read().double().sum()) == total
+print(len(expected))
+"""
+
+
+@pytest.mark.slow
+def test_data_loader_workers_start_while_a_save_runs(tmp_path: Path) -> None:
+    done = script(tmp_path, LOADER)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "12\n", "")
+
+
+def test_a_pending_save_is_the_parents(store: Wrapped) -> None:
+    pending = holdfast.save_async("run/version_1", after(1))
+    pending.wait()
+    pending._process += 1
+    with pytest.raises(HoldfastError, match="forked"):
+        pending.wait()
+    assert same(holdfast.load("run/version_1", into=fresh()), after(1))
