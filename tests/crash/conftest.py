@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.engine import worker
 from holdfast.storage.direct import Pool
-from holdfast.storage.local import LocalStore
 from holdfast.storage.store import Store
 
+from ..storage.test_power_cut import disk  # noqa: F401  (a fixture: ext4 and xfs on loop devices)
 
 UNIT = 1024
 PAGE = 4096
@@ -59,7 +59,3 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Stores:
     stores = Stores()
     monkeypatch.setattr("holdfast.engine.location.open_store", lambda url: stores.store)
     return stores
-
-
-def local(fs: object, root: str = "/a/run") -> LocalStore:
-    return LocalStore(root, fs=fs)  # type: ignore[arg-type]
