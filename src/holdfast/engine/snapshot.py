@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -135,6 +135,9 @@ class Snapshot:
     def keys(self) -> list[str]:
         """The keys of all leaves and plain values, in the state's order."""
         return list(self.nodes())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.nodes())
 
     def __contains__(self, key: object) -> bool:
         return key in self.nodes()
