@@ -222,6 +222,8 @@ MANIFEST_LIES: dict[str, Callable[[Json], object]] = {
     "items-key-twice": added({"items": [["a", 1], ["a", 2]], "of": "dict"}),
     "items-key-equal": added({"items": [[1, 1], [True, 2]], "of": "dict"}),
     "items-triple": added({"items": [[1, 2, 3]], "of": "dict"}),
+    "items-pair-object": added({"items": [{"a": 1, "b": 2}], "of": "dict"}),
+    "items-pair-text": added({"items": ["ab"], "of": "dict"}),
     "items-object": added({"items": {"a": 1}, "of": "dict"}),
     "depth-101": added(deep(101)),
     "depth-300": added(deep(300)),
@@ -235,6 +237,7 @@ MANIFEST_LIES: dict[str, Callable[[Json], object]] = {
     "sparse-extra": sparse(code=1),
     "sparse-values": lambda m: tree_of(m)["sparse"]["sparse"]["parts"].update(values=1),
     "sparse-dict": lambda m: tree_of(m)["sparse"]["sparse"]["parts"].update(values={"dict": {}}),
+    "sparse-empty": lambda m: tree_of(m)["sparse"]["sparse"]["parts"].update(values={}),
     "sparse-tied": lambda m: tree_of(m)["sparse"]["sparse"]["parts"].update(
         values={"tied": "weight"}
     ),
@@ -288,7 +291,7 @@ INDEX_LIES: dict[str, Callable[[Json], object]] = {
     "dtype": leaf_set("weight", dtype="int32"),
     "dtype-unknown": leaf_set("weight", dtype="float31"),
     "shape": leaf_set("weight", shape=[3, 2]),
-    "shape-huge": leaf_set("weight", shape=[HUGE, 3]),
+    "shape-62": leaf_set("weight", shape=[HUGE, 3]),
     "shape-64": leaf_set("weight", shape=[1 << 64, 3]),
     "shape-long": leaf_set("weight", shape=[2] * 65),
     "box-at": box_set("weight", at=4096 + (1 << 20)),

@@ -125,7 +125,11 @@ class _Checker:
             checker.node(metadata, join(key, "~metadata"), depth + 1)
             if checker.leaves or checker.tied or node.get("of") == "dict":
                 return False
-        if "items" in node and (type(node["items"]) is not list or type(node["of"]) is not str):
+        if "items" in node and not (
+            type(node["items"]) is list
+            and all(type(pair) is list for pair in node["items"])
+            and type(node["of"]) is str
+        ):
             return False
         members = children(node, key)
         if len({name for name, _, _ in members}) < len(members):
@@ -161,7 +165,7 @@ class _Checker:
         if body.keys() != {"layout", "shape", "coalesced", "parts"}:
             return False
         for name, part in parts.items():
-            if next(iter(part)) not in ("tensor", "tied"):
+            if next(iter(part), None) not in ("tensor", "tied"):
                 return False
             self.node(part, join(key, name), 0)
         return (

@@ -1,0 +1,220 @@
+"""Whatever the bytes: a valid result or a ``FormatError``, nothing else, in bounded memory.
+
+``FUZZ_EXAMPLES=n`` tries n examples of each property, in an order of its own each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.errors import FormatError
+from holdfast.format import tree
+from holdfast.format.grammar import check_tree
+from holdfast.format.index import decode_index
+from holdfast.format.manifest import decode_branch, decode_manifest, decode_pin
+from holdfast.format.tensorfile import build_header, parse_header
+from tests.forging import (
+    FOLDER,
+    Files,
+    Json,
+    at,
+    content_of,
+    files_of,
+    index_key,
+    lie,
+    manifest_key,
+    paths,
+    put,
+    reseal,
+    saved,
+    seal_body,
+    shard_key,
+    small_state,
+    store_of,
+    uses,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant")
+
+_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+fuzz = settings(
+    derandomize=not _EXAMPLES,
+    max_examples=_EXAMPLES or 150,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+FILES: Files = {}
+
+
+def files() -> Files:
+    if not FILES:
+        FILES.update(saved(small_state()))
+    return FILES
+
+
+def quietly(parse: Callable[[bytes, str], Any], raw: bytes) -> Any:
+    """The result, or None for a ``FormatError`` that names the file."""
+    try:
+        return parse(raw, "file")
+    except FormatError as e:
+        error = e
+    assert error.fields["file"] == "file"
+    assert len(str(error)) < 2000
+    return None
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+numbers = st.one_of(
+    st.integers(-2, 10), st.integers(), st.sampled_from([1 << n for n in (31, 32, 53, 62, 63, 64)])
+)
+scalars = st.one_of(
+    st.none(), st.booleans(), numbers, st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=8), st.sampled_from(["float32", "0" * 32, "<f4", "|O", "nan", "AA==", "dict"]),
+)  # fmt: skip
+TAGS = (
+    "dict ordered items of metadata list tuple set frozenset int float complex bytes bytearray"
+    " scalar tensor array blob tied sparse layout shape parts coalesced values indices"
+)
+tags = st.sampled_from(TAGS.split())
+jsons = st.recursive(
+    scalars,
+    lambda j: st.one_of(
+        st.lists(j, max_size=4),
+        st.dictionaries(tags, j, max_size=2),
+        st.dictionaries(st.text(max_size=4), j, max_size=3),
+    ),
+    max_leaves=15,
+)
+
+
+@fuzz
+@given(st.binary(max_size=300))
+def test_bytes_without_sense(raw: bytes) -> None:
+    for parse in (decode_manifest, decode_branch, decode_pin, decode_index):
+        assert quietly(parse, raw) is None
+        assert quietly(parse, seal_body(raw)) is None
+    quietly(lambda r, f: parse_header(r, len(r), f), raw)
+    header = len(raw).to_bytes(8, "little") + raw
+    quietly(lambda r, f: parse_header(r, len(r), f), header)
+
+
+@fuzz
+@given(st.dictionaries(st.text(max_size=6), jsons, max_size=8))
+def test_json_without_sense(content: Json) -> None:
+    for parse in (decode_manifest, decode_branch, decode_pin):
+        assert quietly(parse, reseal(content)) is None
+    assert quietly(decode_index, json.dumps(content).encode()) is None
+
+
+# -- trees ---------------------------------------------------------------------------------------
+
+
+@fuzz
+@given(jsons)
+@example({"items": [[{"list": []}, 1]], "of": "dict"})
+@example({"scalar": [["O"], ""]})
+@example({"scalar": [[[]], ""]})
+@example({"set": [{"set": []}]})
+@example({"complex": [{"float": "nan"}, {"tensor": []}]})
+@example({"dict": {"a": {"array": ["uint8", [], "|u1"]}}})
+def test_any_tree(node: Json) -> None:
+    """What the grammar lets through can be walked and decoded without any error."""
+    root = {"dict": {"x": node}}
+    leaves = quietly(lambda _, file: check_tree(root, file), b"")
+    if leaves is None:
+        with suppress(FormatError):
+            tree.decode(root, "", lambda n, k: n)
+        return
+    tree.decode(root, "", lambda n, k: n)
+    found = dict(tree.walk(root))
+    assert leaves.keys() <= found.keys()
+
+
+# -- changes to what is valid --------------------------------------------------------------------
+
+
+def change(data: st.DataObject, content: Json) -> None:
+    """Change a JSON document in one to three places."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        several = list(paths(content))
+        path = several[data.draw(st.integers(0, len(several) - 1))]
+        how = data.draw(st.sampled_from(["put", "delete", "copy", "near", "more"]))
+        parent = at(content, path[:-1])
+        old = parent[path[-1]]
+        if how == "delete":
+            del parent[path[-1]]
+        elif how == "copy":
+            put(content, path, at(content, several[data.draw(st.integers(0, len(several) - 1))]))
+        elif how == "near" and type(old) is int:
+            parent[path[-1]] = old + data.draw(st.sampled_from([-4096, -8, -1, 1, 8, 4096]))
+        elif how == "more" and isinstance(parent, list):
+            parent.append(json.loads(json.dumps(old)))
+        else:
+            parent[path[-1]] = data.draw(jsons)
+
+
+@fuzz
+@given(st.data())
+def test_a_manifest_that_was_changed(data: st.DataObject) -> None:
+    uses(lie(files(), manifest=lambda m: change(data, m)))
+
+
+@fuzz
+@given(st.data())
+def test_an_index_that_was_changed(data: st.DataObject) -> None:
+    uses(lie(files(), index=lambda i: change(data, i)))
+
+
+@fuzz
+@given(st.data())
+def test_a_header_that_was_changed(data: st.DataObject) -> None:
+    """Of a shard: what ``parse_header`` takes is packed without holes, to the file's end."""
+    raw = files()[shard_key(files())]
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    change(data, header)
+    text = json.dumps(header).encode()
+    changed = len(text).to_bytes(8, "little") + text + raw[8 + size :]
+    parsed = quietly(lambda r, f: parse_header(r, len(r), f), changed)
+    if parsed is not None:
+        begin, entries = parsed
+        assert begin + (entries[-1].stop if entries else 0) == len(changed)
+        assert all(a.stop == b.start for a, b in pairwise(entries))
+
+
+@fuzz
+@given(st.sampled_from(["manifest", "index"]), st.data())
+def test_bytes_changed_and_sealed_anew(which: str, data: st.DataObject) -> None:
+    """Not JSON any more, or JSON of another meaning."""
+    file = manifest_key(files()) if which == "manifest" else index_key(files())
+    raw = files()[file]
+    raw = raw if which == "index" else reseal(content_of(raw)).split(b'",', 1)[1]
+    start = data.draw(st.integers(0, len(raw)))
+    stop = min(len(raw), start + data.draw(st.integers(0, 8)))
+    raw = raw[:start] + data.draw(st.binary(max_size=8)) + raw[stop:]
+    if which == "manifest":
+        place = store_of({**files(), file: seal_body(raw)}).at(FOLDER)
+        with suppress(FormatError):
+            holdfast.load(place)
+    else:
+        quietly(decode_index, raw)
+
+
+def test_the_fuzzed_files_are_sound() -> None:
+    assert uses(files()) == []
+    assert files_of(store_of(files())) == files()
+    header = build_header([("a", "F32", (2,), 0, 8)])
+    assert parse_header(header, len(header) + 8, "f")[1][0].stop == 8

@@ -1,0 +1,124 @@
+"""``docs/format.md`` is held to the code: its examples are read, its tables are ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonschema import Draft202012Validator
+
+import holdfast
+from holdfast.format import names
+from holdfast.format.digest import digest
+from holdfast.format.grammar import check_tree
+from holdfast.format.index import MAX_CHUNK, decode_index
+from holdfast.format.manifest import MAX_BYTES, decode_branch, decode_manifest, decode_pin
+from holdfast.format.sealed import FORMAT
+from holdfast.format.tensorfile import MAX_HEADER, build_header
+from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
+from holdfast.words import ALIGNMENT, DTYPES, MIB
+from tests.forging import same, store_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "format.md").read_text()
+BLOCKS = [
+    json.loads(b) for b in re.findall(r"^```json\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+]
+MANIFEST, BRANCH, PIN, NODES, INDEX = BLOCKS
+
+
+def raw(document: Any) -> bytes:
+    """As it stands in a file: on one line."""
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def test_the_examples_are_what_the_schema_says() -> None:
+    schema = json.loads((DOCS / "format.schema.json").read_text())
+    for kind, document in (
+        ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX)
+    ):  # fmt: skip
+        of = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
+        of.validate(document)
+    tree = {**MANIFEST, "tree": {"dict": NODES}}
+    Draft202012Validator(schema).validate(tree)
+
+
+def test_the_examples_are_read() -> None:
+    assert decode_manifest(raw(MANIFEST), "f")[0].step == 120
+    assert decode_branch(raw(BRANCH), "f").number == 1
+    assert decode_pin(raw(PIN), "f").host == "node-3"
+    assert decode_index(raw(INDEX), "f").length == 4120
+
+
+def test_the_examples_are_one_snapshot() -> None:
+    """With the data that the text tells they can be loaded."""
+    weight = torch.arange(6, dtype=torch.float32).view(2, 3)
+    header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
+    vouched = MANIFEST["shards"][0]
+    files = {
+        "version_120.1/manifest.json": raw(MANIFEST),
+        "version_120.1/" + vouched["name"]: header + weight.numpy().tobytes(),
+        "version_120.1/" + vouched["index"]["name"]: raw(INDEX),
+        "branch-1.json": raw(BRANCH),
+    }
+    store = store_of(files)
+    snapshot = holdfast.Run(store).open(names.Version(120, 1))
+    assert snapshot.verify().ok
+    state = holdfast.load(store.at("version_120.1"))
+    want = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
+    assert same(state, want)
+    assert state["model"]["tied"] is state["model"]["weight"]
+
+
+def test_every_node_is_shown() -> None:
+    leaves = check_tree({"dict": NODES}, "f")
+    assert leaves.keys() == {
+        "tensor", "array", "structured", "blob", "sparse/indices", "sparse/values"
+    }  # fmt: skip
+    plain = {n: v for n, v in NODES.items() if n not in leaves and n not in ("tied", "sparse")}
+    made = decode({"dict": plain}, "", lambda n, k: None)
+    for name, value in made.items():
+        if name not in ("ordered", "items", "counter", "scalar"):
+            assert type(value).__name__ == name
+    assert made["int"] == -(1 << 64)
+    assert made["complex"] == complex(1, float("-inf"))
+    assert made["scalar"] == 1.5
+    assert made["items"] == {1: "one", "1": "text", (1, 2): None}
+    assert made["counter"] == {"a": 2}
+
+
+def test_the_table_of_dtypes() -> None:
+    rows = re.findall(r"`(\w+)` \| (\d+) \| (\w+)(?:, (\d))?", TEXT)
+    told = {name: (int(size), stored, int(per or 1)) for name, size, stored, per in rows}
+    assert told == {d.name: (d.itemsize, d.stored, d.per) for d in DTYPES.values()}
+
+
+def test_names_and_numbers_in_the_text() -> None:
+    assert f"number {FORMAT}" in TEXT.splitlines()[0]
+    tree = re.search(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    assert tree is not None
+    words = re.findall(r"^\s+(\S+)", tree[1], re.MULTILINE)
+    assert [names.parse_version(w.rstrip("/")) for w in words if w.endswith("/")] == [
+        names.Version(120), names.Version(120, 1)
+    ]  # fmt: skip
+    assert sum(names.is_shard(w) for w in words) == 1
+    assert sum(names.attempt_of(w) is not None for w in words) == 2
+    assert any(names.parse_branch(w) for w in words)
+    assert any(names.parse_pin(w) for w in words)
+    flat = " ".join(TEXT.split())
+    for said in (
+        f"{MAX_DEPTH} levels of nodes and {MAX_DIMENSIONS} dimensions",
+        f"header at most {MAX_HEADER:,} bytes",
+        f"longer than {MAX_CHUNK // MIB} MiB",
+        f"multiple of {ALIGNMENT:,}",
+    ):
+        assert said in flat, said
+    assert MAX_BYTES == 1 << 30
+    assert digest(b"") == "99aa06d3014798d86001c324468d497f", "XXH3-128 of nothing, canonical"
+
+
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) < 250

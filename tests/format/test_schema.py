@@ -1,0 +1,235 @@
+"""The published JSON Schema holds for all that we write, and refuses what our decoders refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from jsonschema import Draft202012Validator
+
+import holdfast
+from holdfast import Run
+from holdfast.engine import pin
+from holdfast.engine.location import Location
+from holdfast.errors import FormatError
+from holdfast.format.grammar import check_plain, check_tree
+from holdfast.format.index import decode_index
+from holdfast.format.manifest import decode_branch, decode_manifest, decode_pin
+from holdfast.format.names import Version
+from holdfast.storage.memory import MemoryStore
+from tests.attacks.test_lies import (
+    BRANCH,
+    INDEX_LIES,
+    MANIFEST_LIES,
+    PIN,
+    WRONG,
+)
+from tests.forging import (
+    TORCH_DTYPES,
+    Json,
+    at,
+    content_of,
+    files_of,
+    index_key,
+    lie,
+    manifest_key,
+    paths,
+    plain_values,
+    put,
+    reseal,
+    saved,
+    small_state,
+)
+from tests.format.test_values import values
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:ComplexHalf", "ignore:Sparse invariant"
+)
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text())
+KINDS = {
+    kind: Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
+    for kind in ("manifest", "index", "branch", "pin")
+}
+ANY = Draft202012Validator(SCHEMA)
+
+
+def kind_of(key: str) -> str | None:
+    name = key.rpartition("/")[2]
+    for kind, found in (
+        ("manifest", name == "manifest.json"),
+        ("index", name.endswith(".index.json")),
+        ("branch", name.startswith("branch-")),
+        ("pin", name.startswith("pin-")),
+    ):
+        if found:
+            return kind
+    assert name.endswith(".safetensors"), key
+    return None
+
+
+def check(store: MemoryStore) -> set[str]:
+    """Validate every file in the store; the kinds that were there."""
+    kinds = set()
+    for key, raw in files_of(store).items():
+        kind = kind_of(key)
+        if kind is not None:
+            KINDS[kind].validate(json.loads(raw))
+            kinds.add(kind)
+    return kinds
+
+
+def test_the_schema_is_one() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_every_kind_of_node_and_dtype() -> None:
+    store = MemoryStore()
+    holdfast.save(store.at("a"), small_state())
+    holdfast.save(store.at("b"), plain_values())
+    holdfast.save(store.at("c"), {})
+    tensors = {d: torch.zeros(3, 2, dtype=getattr(torch, d)) for d in TORCH_DTYPES}
+    holdfast.save(store.at("d"), tensors, note={"any": plain_values()})
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "raw": model.state_dict()}
+    holdfast.save(store.at("e"), {**state, "rng": holdfast.RNG()})
+    assert check(store) == {"manifest", "index"}
+
+
+def test_a_run_with_branches_and_pins() -> None:
+    store = MemoryStore()
+    run = Run(store)
+    holdfast.save(store.at("version_1"), {"n": 0, "p": holdfast.Progress()}, step=1)
+    run.leave_from(run.open(Version(1)), Version(1), "asked")
+    pin.hold(Location(store, "version_2"), "0" * 12)
+    with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}) as checkpointer:
+        checkpointer.resume()
+        checkpointer.save()
+    assert check(store) == {"manifest", "index", "branch", "pin"}
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(values)
+def test_any_plain_value(value: Any) -> None:
+    store = MemoryStore()
+    holdfast.save(store, {"x": value})
+    assert check(store) == {"manifest", "index"}
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+BEYOND = {
+    # two places in one file, or in two
+    "no-shards", "shard-twice", "shard-other", "index-other", "shard-shorter",
+    "index-huge", "index-digest", "leaf-gone", "leaf-new", "leaf-new-empty", "dtype-other",
+    "shape-other", "tied-nothing", "tied-itself", "tied-round", "tied-plain", "tied-array",
+    "tied-blob", "blob-length", "sparse-tied", "sparse-shape", "another-shard", "length-shorter",
+    "header-all", "leaf-twice", "leaf-of-nothing", "leaf-without-boxes", "dtype", "shape", "box-at",
+    "box-out", "box-smaller", "box-empty", "box-dimensions", "box-ragged", "box-twice",
+    "places-swapped", "cuts-short", "cuts-long", "cuts-same", "cuts-back", "digest-missing",
+    "digest-other", "header-digest", "cuts-inside-an-element",
+    # arithmetic
+    "shape-overflow", "shape-float", "shape-huge", "blob-huge",
+    "descr-size", "descr-smaller", "descr-huge", "scalar-length", "scalar-shape", "int-short",
+    "bytes-base64", "length-huge", "step-float",
+    # what JSON Schema has no words for: dates, 64 bits beside floats, depth, equal as Python
+    "created-month", "node-integer", "complex-int", "set-equal", "set-list", "set-leaf",
+    "items-key-list", "items-key-dict", "items-key-leaf", "items-key-twice", "items-key-equal",
+    "ordered-metadata-leaf", "metadata-leaf", "descr-same-names",
+    # Python's "$" is also before a last newline, where ECMA's is not
+    "shard-newline",
+}  # fmt: skip
+"""Lies that a schema cannot tell."""
+
+
+def test_the_schema_refuses_the_lies_that_it_can() -> None:
+    files = saved(small_state())
+    for name, change in MANIFEST_LIES.items():
+        if name.startswith("depth"):
+            continue  # that depth is too much for the validator itself
+        forged = lie(files, manifest=change)
+        good = KINDS["manifest"].is_valid(json.loads(forged[manifest_key(forged)]))
+        assert good == (name in BEYOND), name
+    for name, change in INDEX_LIES.items():
+        forged = lie(files, index=change)
+        good = KINDS["index"].is_valid(json.loads(forged[index_key(forged)]))
+        assert good == (name in BEYOND), name
+
+
+def decodes(kind: str, raw: bytes) -> bool:
+    try:
+        if kind == "manifest":
+            manifest, _ = decode_manifest(raw, "f")
+            check_plain(manifest.metadata, "metadata", "f")
+            check_tree(manifest.tree, "f")
+        else:
+            {"index": decode_index, "branch": decode_branch, "pin": decode_pin}[kind](raw, "f")
+    except FormatError:
+        return False
+    return True
+
+
+def documents() -> dict[str, Json]:
+    files = saved({"w": torch.ones(2, 3), "t": [1, ("x", b"y")], "s": {1: {2}}, "n": 1 << 70})
+    manifest = json.loads(files[manifest_key(files)])
+    index = json.loads(files[index_key(files)])
+    return {
+        "manifest": manifest,
+        "index": index,
+        "branch": json.loads(reseal(BRANCH)),
+        "pin": json.loads(reseal(PIN)),
+    }
+
+
+def raw_of(kind: str, document: Json) -> bytes:
+    if kind == "index":
+        return json.dumps(document).encode()
+    return reseal({k: v for k, v in document.items() if k not in ("format", "digest")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_schema_and_decoder_agree(kind: str) -> None:
+    """Fields that are missing, unknown or of another type, at every place in every kind of file."""
+    original = documents()[kind]
+    assert KINDS[kind].is_valid(original)
+    assert ANY.is_valid(original)
+    for path in paths(original):
+        if path[0] in ("format", "digest", "shard"):
+            continue
+        changed = json.loads(json.dumps(original))
+        del at(changed, path[:-1])[path[-1]]
+        agree(kind, changed, (*path, "deleted"))
+        changed = json.loads(json.dumps(original))
+        if isinstance(at(changed, path), dict):
+            at(changed, path)["unknown"] = 1
+            agree(kind, changed, (*path, "unknown"))
+        for wrong in WRONG:
+            changed = json.loads(json.dumps(original))
+            put(changed, path, wrong)
+            agree(kind, changed, (*path, wrong))
+
+
+def agree(kind: str, document: Json, where: tuple[Any, ...]) -> None:
+    decoded, valid = decodes(kind, raw_of(kind, document)), KINDS[kind].is_valid(document)
+    if decoded:
+        # what an index says of a leaf's shape is compared with the tree, which was checked
+        assert valid or (kind == "index" and "shape" in where), (
+            f"the schema refuses what the decoder takes at {where}"
+        )
+    elif valid:
+        # it knows no better of numbers and texts, but of fields and types
+        wrong = where[-1]
+        assert wrong is not None and wrong is not True and wrong != "unknown", where  # noqa: PT018
+        assert wrong != "deleted" or type(where[-2]) is int, where
+
+
+def test_content_of_leaves_out_the_seal() -> None:
+    assert content_of(reseal(PIN)) == PIN
