@@ -391,9 +391,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*is deprecated:DeprecationWarning"
-)  # in torch.compile's imports
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrappers_leave_no_trace(name):
     wrap = WRAPPERS[name]

@@ -77,6 +77,12 @@ def load_snapshot(
 ) -> Any:
     """``load``, of a snapshot that is open."""
     current_group()
+    if into is not None and not isinstance(into, dict):
+        raise PlanError(
+            f"into= is a {type(into).__name__}",
+            expected='a dict like the one that was saved, such as {"model": model}',
+            found=type(into).__name__,
+        )
     selected = selector(keys)
     tree = snapshot.manifest.tree
     if leniency.rename:
@@ -89,7 +95,8 @@ def load_snapshot(
             raise _nothing(snapshot, keys)
         settle = room.make(tree, "")
     else:
-        binder = Binder(room, selected, live.parameter_names(into), leniency.cast)
+        names = live.parameter_names(into)
+        binder = Binder(room, selected, names, leniency.cast, leniency.rename)
         settle = binder.bind(into, tree, "")
         differences = binder.differences
         if leniency.missing == "keep":

@@ -39,6 +39,7 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
     saved, state_key = members["state"]
     exact = binder.selected(state_key) or binder.selected(f"{state_key}/**")
     for name, slots, k in tree.children(saved, state_key):
+        name = _renamed(name, binder)
         parameter = params.get(name)
         if parameter is None:
             binder.unexpected({name: (slots, k)})
@@ -93,6 +94,15 @@ def _is_ours(members: dict[Any, tuple[Any, str]]) -> bool:
     )
 
 
+def _renamed(name: Any, binder: Binder) -> Any:
+    """A parameter's name after ``rename``: the path in the state, with dots."""
+    for old, new in binder.renamed.items():
+        start = old.replace("/", ".")
+        if name == start or name.startswith(start + "."):
+            return new.replace("/", ".") + name[len(start) :]
+    return name
+
+
 def _bind_slot(binder: Binder, old: Any, node: Any, key: str, device: Any) -> Settle:
     """In place where the live slot has the same shape and dtype, else into fresh memory."""
     torch = live.torch_or_none()
@@ -129,7 +139,7 @@ def _bind_groups(
                 side.append(k)
             continue
         members = {name: child for name, child, _ in tree.children(saved[i], k)}
-        names = tree.decode(members.pop("params"), k, tree.refuse)
+        names = [_renamed(n, binder) for n in tree.decode(members.pop("params"), k, tree.refuse)]
         for side, several in (
             (binder.differences.missing, [n for n in grouped[i] if n not in set(names)]),
             (binder.differences.unexpected, [n for n in names if n not in set(grouped[i])]),

@@ -7,7 +7,7 @@ for each leaf its target. Nothing of the live state is touched before all differ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class Binder:
     selected: Selected
     names: dict[int, str]
     cast: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
     differences: Differences = field(default_factory=Differences)
     bound: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
@@ -118,7 +119,7 @@ class Binder:
 
     def _value(self, value: Any, node: Any, key: str) -> Settle:
         """A plain value is replaced by another one; None, where there is nothing yet, by all."""
-        if value is not None and type(node) is dict and not _NO_VALUES.isdisjoint(node):
+        if value is not None and type(node) is dict and next(iter(node)) in _NO_VALUES:
             self.other_kind(type(value).__name__, node, key)
             return lambda: value
         return self.room.make(node, key)

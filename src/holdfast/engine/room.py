@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from holdfast.engine.cover import Want
 from holdfast.engine.read import Target
-from holdfast.engine.snapshot import Snapshot, allocate
+from holdfast.engine.snapshot import Snapshot, allocate, as_records
 from holdfast.format import tree
 from holdfast.format.names import MANIFEST, join
 from holdfast.words import Box
@@ -68,9 +66,8 @@ class Room:
         if "blob" in leaf:
             return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](made.data)
         if "array" in leaf and len(leaf["array"]) == 3:
-            dtype = tree.from_descr(leaf["array"][2])
-            made = made.reshape(-1).view(dtype) if made.size else np.empty(0, dtype)
-            return made.reshape(leaf["array"][1][:-1])
+            records = as_records(made, tree.from_descr(leaf["array"][2]))
+            return records.reshape(made.shape[:-1])
         return made
 
 

@@ -60,7 +60,12 @@ def prune(node: Any, selected: Selected, key: str = "") -> Any:
     if not selected(key):
         return ABSENT
     # its key may be another in the pruned tree, where members that were told apart are gone
-    return {"tied": key, **node} if tag in tree.LEAVES else node
+    return _at(node, key) if tag in tree.LEAVES else node
+
+
+def _at(leaf: Any, key: str) -> Any:
+    """A leaf's node that says where its bytes are, for a tree in which its key is another."""
+    return {**leaf, "tied": leaf.get("tied", key)}
 
 
 def rename(node: Any, names: Mapping[str, str], key: str = "") -> Any:
@@ -113,5 +118,5 @@ def _renamed(node: Any, names: Mapping[str, str], key: str, used: set[str]) -> A
         parts = {n: _renamed(p, names, join(key, n), used) for n, p in node[tag]["parts"].items()}
         return {tag: {**node[tag], "parts": parts}}
     if tag in tree.LEAVES:
-        return {"tied": key, **node}
+        return _at(node, key)
     return node

@@ -227,14 +227,19 @@ class LeafView:
         tied = node.get("tied")
         self._key = tied if tied is not None else key
         self._node = snapshot.nodes()[tied] if tied is not None else node
-        self.dtype, self.shape = snapshot.leaves[self._key]
+        self.dtype, self.shape = self._stored, _ = snapshot.leaves[self._key]
+        self._records: np.dtype[Any] | None = None
+        if "array" in self._node and len(self._node["array"]) == 3:
+            self._records = tree.from_descr(self._node["array"][2])
+            self.dtype, self.shape = str(self._records), self.shape[:-1]
 
     def __repr__(self) -> str:
         return f"<LeafView {self.key} {self.dtype} {list(self.shape)}>"
 
     @property
     def nbytes(self) -> int:
-        return Box.whole(self.shape).elements * DTYPES[self.dtype].itemsize
+        size = self._records or DTYPES[self._stored]
+        return Box.whole(self.shape).elements * size.itemsize
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
         """A part, as a tensor (an array for what was an array), on the CPU.
@@ -243,14 +248,22 @@ class LeafView:
         """
         box, drop = _box_of(index, self.shape)
         self.snapshot.indexes()  # nothing is allocated for a shape that is a lie
-        into = allocate(self._node, self._key, self.dtype, box.sizes)
+        sizes = [n for d, n in enumerate(box.sizes) if d not in drop]
+        if self._records is not None:  # stored as rows of bytes
+            box = Box((*box.offsets, 0), (*box.sizes, self._records.itemsize))
+        into = allocate(self._node, self._key, self._stored, box.sizes)
         if box.elements:
-            self.snapshot.read([Want(self._key, box)], [Target.of(self.dtype, box.sizes, into)])
-        return into.reshape([n for d, n in enumerate(box.sizes) if d not in drop])
+            self.snapshot.read([Want(self._key, box)], [Target.of(self._stored, box.sizes, into)])
+        return (into if self._records is None else as_records(into, self._records)).reshape(sizes)
 
     def read(self) -> Any:
         """The whole leaf."""
         return self[...]
+
+
+def as_records(rows: Any, dtype: np.dtype[Any]) -> Any:
+    """Rows of bytes as a flat array of a dtype that shards do not know."""
+    return rows.reshape(-1).view(dtype) if rows.size else np.empty(rows.shape[:-1], dtype)
 
 
 def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None) -> Any:
@@ -339,7 +352,7 @@ def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
             if step != 1:
                 raise IndexError(f"slices of a leaf have step 1, not {step}")
             stop = max(start, stop)
-        elif isinstance(part, int | np.integer):
+        elif isinstance(part, int | np.integer) and not isinstance(part, bool):
             start = int(part) + n if part < 0 else int(part)
             stop = start + 1
             drop.add(d)
