@@ -132,7 +132,7 @@ class _Checker:
         ):
             return False
         members = children(node, key)
-        if len({name for name, _, _ in members}) < len(members):
+        if "items" in node and len({name for name, _, _ in members}) < len(members):
             return False
         for _, child, k in members:
             self.node(child, k, depth + 1)

@@ -25,7 +25,7 @@ import base64
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from math import inf, isfinite, nan, prod
+from math import inf, isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -305,12 +305,15 @@ def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
 def shape_fits(dtype: str, shape: Sequence[Any]) -> bool:
     """Whether a leaf can have this dtype and shape: at most 64 dimensions and, each empty one
     taken as 1, fewer than 2**62 bytes, so that no library's arithmetic overflows."""
-    return (
-        dtype in DTYPES
-        and len(shape) <= MAX_DIMENSIONS
-        and all(type(n) is int and n >= 0 for n in shape)
-        and prod(n or 1 for n in shape) * DTYPES[dtype].itemsize < 1 << 62
-    )
+    known = DTYPES.get(dtype)
+    if known is None or len(shape) > MAX_DIMENSIONS:
+        return False
+    size = known.itemsize
+    for n in shape:
+        if type(n) is not int or n < 0:
+            return False
+        size *= n or 1
+    return size < 1 << 62
 
 
 def to_descr(dtype: np.dtype[Any]) -> Any:
