@@ -44,7 +44,10 @@ from tests.forging import (
     uses,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant"),
+]
 
 _EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 fuzz = settings(

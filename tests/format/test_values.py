@@ -59,6 +59,7 @@ def back(state: dict[str, Any]) -> Any:
     return holdfast.load(store)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(values)
 def test_plain_values_come_back_with_their_types(value: Any) -> None:
