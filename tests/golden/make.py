@@ -1,0 +1,108 @@
+"""Makes ``format-1``: a small run with every kind of node and dtype, and a branch.
+
+It was run once, when format 1 was settled. The files are never made anew and ``state`` is never
+changed: a later build has to read what an earlier one wrote. A new number gets a folder and a
+function of its own. ``python -m tests.golden.make FOLDER``
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from math import inf, nan
+from typing import Any
+
+import numpy as np
+import torch
+
+import holdfast
+from holdfast.policy import EverySteps
+
+DTYPES = (
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
+    " complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
+    " float8_e8m0fnu float4_e2m1fn_x2"
+)
+
+
+def tensor(dtype: str) -> torch.Tensor:
+    """Two times three elements whose bytes count up."""
+    kind = getattr(torch, dtype)
+    count = 6 * torch.empty((), dtype=kind).element_size()
+    raw = torch.arange(count, dtype=torch.uint8) % 2 if dtype == "bool" else torch.arange(count)
+    return raw.to(torch.uint8).view(kind).view(2, 3)
+
+
+def state(step: int) -> dict[str, Any]:
+    """The state after a step; all arithmetic in it is exact."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6.0).view(2, 3))
+        model.bias.fill_(0.25)
+    for _ in range(step):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    progress = holdfast.Progress()
+    progress.step = step
+    return {
+        "progress": progress,
+        "model": model,
+        "optimizer": optimizer,
+        "dtypes": {d: tensor(d) for d in DTYPES.split()},
+        "tied": [model.weight.detach()],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(float(step)),
+        "sparse": {
+            "coo": torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse(),
+            "csr": torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr(),
+        },
+        "arrays": {
+            "native": np.arange(step, step + 3, dtype=np.int16),
+            "big": np.arange(3, dtype=">u4"),
+            "dates": np.array(["2026-01-01"], "M8[s]"),
+            "records": np.array([(1, (2.5, 3.5), b"x")], "<i4, (2,)<f8, S3"),
+        },
+        "blob": bytes(range(256)) * 17,
+        "plain": plain(step),
+    }
+
+
+def plain(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "none": None,
+        "flags": [True, False],
+        "integers": [0, -1, 2**63 - 1, -(2**63), 2**63, -(2**100)],
+        "floats": [0.1, -0.0, 1e300, 5e-324, inf, -inf],
+        "nan": nan,
+        "texts": ["", "ü", "\0", "\U0001fab8", "/~"],
+        "complex": complex(1.5, -inf),
+        "bytes": b"\0\xff",
+        "bytearray": bytearray(b"x"),
+        "numpy": [np.float32(1.5), np.int8(-1), np.bool_(True), np.str_("x"), np.bytes_(b"")],
+        "tuple": (1, ("x", []), ()),
+        "set": {1, "a", (2, 3)},
+        "frozenset": frozenset({b"k"}),
+        "ordered": OrderedDict(b=1, a=2),
+        "counter": Counter("aab"),
+        "keys": {1: "integer", "1": "text", (1, 2): "tuple", None: 0, b"k": 1, 2.5: 2},
+        "names": {"": {"": 1}, "..": 2, "a/b": {"~": 3}, "\0": 4, "__metadata__": 5},
+    }
+
+
+def make(url: str) -> None:
+    """Versions 1 and 2; then 1 is resumed from, on branch 1, up to 3."""
+    for start, stop in ((0, 2), (1, 3)):
+        live = state(start)
+        with holdfast.Checkpointer(url, live, save=EverySteps(1)) as ckpt:
+            ckpt.resume(at=start or None)
+            for step in range(start + 1, stop + 1):
+                live.update({k: v for k, v in state(step).items() if k != "progress"})
+                ckpt.step({"loss": 1 / step})
+                ckpt.wait()
+
+
+if __name__ == "__main__":
+    make(sys.argv[1])
