@@ -28,12 +28,14 @@ from demo_stage import (
     Stage,
     folders,
     kill_in_save,
-    short,
     start,
     step_of,
+    written,
 )
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
+from rich.text import Text
 
 import holdfast
 from holdfast.errors import HoldfastError, NotFound
@@ -68,7 +70,8 @@ def killed(stage: Stage, plan: Plan, run: Path) -> Path:
     stage.say(f"{trained.lines[-1]}")
     stage.say(f"[bold red]SIGKILL[/] while {folder.name} was being written. What lies there now:")
     for path in sorted(folder.iterdir()):
-        stage.say(f"{escape(short(path.name))}  [dim]{path.stat().st_size:,} bytes[/]", 4)
+        stage.say(escape(path.name), 4)
+        stage.say(f"[dim]{written(path):,} of {path.stat().st_size:,} bytes written", 4)
     stage.check(trained.code == -signal.SIGKILL, "the process was ended by signal 9")
     stage.check(
         bool(shards) and not (folder / "manifest.json").exists(),
@@ -123,7 +126,7 @@ def damaged(stage: Stage, plan: Plan, a: Path, b: Path) -> None:
     compare_runs(stage, a, b)
 
 
-def command(stage: Stage, work: Path, words: list[str], code: int, rows: int = 14) -> None:
+def command(stage: Stage, work: Path, words: list[str], code: int, rows: int = 16) -> None:
     """Run the installed command, and print what it prints."""
     terminal = stage.console.is_terminal
     environment = {**os.environ, "COLUMNS": str(stage.console.width - 4)}
@@ -135,10 +138,9 @@ def command(stage: Stage, work: Path, words: list[str], code: int, rows: int = 1
     stage.say(f"[bold]$ holdfast {' '.join(words)}")
     lines = (done.stdout + done.stderr).rstrip().splitlines()
     for line in lines[:rows]:
-        sys.stdout.write(f"    {line}\n")
+        stage.console.print(Padding(Text.from_ansi(line), (0, 0, 0, 4), expand=False))
     if len(lines) > rows:
         stage.say(f"  [dim]... and {len(lines) - rows} more lines")
-    sys.stdout.flush()
     stage.check(done.returncode == code, f"exit code {code}")
     stage.console.print()
 
@@ -169,10 +171,15 @@ def show(stage: Stage, plan: Plan, work: Path) -> None:
         " and takes the version before, on a new branch.",
     ):
         damaged(stage, plan, a, b)
-    with stage.part("Looked into", "What lies in the second run now, as the commands tell it."):
+    with stage.part(
+        "Looked into",
+        "What lies in the second run now, as the commands tell it; the last one removes what the"
+        " killed save left.",
+    ):
         command(stage, work, ["ls", "run-b"], 0)
         command(stage, work, ["show", f"run-b/version_{plan.steps}.1"], 0)
-        command(stage, work, ["verify", "run-b"], 1)
+        command(stage, work, ["verify", "run-b"], 3)
+        command(stage, work, ["sweep", "run-b", "--grace", "0s"], 0)
     with stage.part("Compared", "The same state saved with torch.save and with safetensors."):
         against(stage, plan, a, work)
 

@@ -1,6 +1,5 @@
 """What the demo stands on: printing with checks, and training in a process that may be killed."""
 
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -152,24 +152,35 @@ def kill_in_save(run: Path, after: int) -> Callable[[subprocess.Popen[str]], Non
 
     def watch(process: subprocess.Popen[str]) -> None:
         while process.poll() is None:
-            for folder in folders(run):
-                names = os.listdir(folder)
-                writing = any(n.startswith(".shard") and n.endswith(".partial") for n in names)
-                if step_of(folder) > after and writing and "manifest.json" not in names:
-                    process.send_signal(signal.SIGKILL)
-                    return
+            if any(step_of(f) > after and half_written(f) for f in folders(run)):
+                process.send_signal(signal.SIGKILL)
+                return
             time.sleep(0.0005)
 
     return watch
 
 
+def half_written(folder: Path) -> bool:
+    """Whether a shard is being written there: it has its first bytes, and not yet its name."""
+    for path in folder.glob(".shard-*.safetensors.*.partial"):
+        try:
+            with path.open("rb") as file:
+                return any(file.read(8))
+        except FileNotFoundError:  # it has its name by now
+            return False
+    return False
+
+
+def written(path: Path) -> int:
+    """Bytes of a file in blocks that are not all zeros: what has been written of one that was
+    given its full length beforehand."""
+    blocks = np.fromfile(path, np.uint8)
+    blocks = np.pad(blocks, (0, -len(blocks) % 4096)).reshape(-1, 4096)
+    return min(int(blocks.any(axis=1).sum()) * 4096, path.stat().st_size)
+
+
 def folders(run: Path) -> list[Path]:
     return sorted(run.glob("version_*"), key=step_of) if run.exists() else []
-
-
-def short(name: str, most: int = 52) -> str:
-    """A file's name with its middle left out, if it is long."""
-    return name if len(name) <= most else f"{name[: most - 17]}...{name[-14:]}"
 
 
 def step_of(folder: Path) -> int:
