@@ -34,7 +34,7 @@ def check_promises(
     pins_died: bool = True,
 ) -> list[int]:
     """Check all promises on what a stopped training (of ``trainings.py``) has left, and return
-    the steps that were committed.
+    the steps that were committed on the line that training is on.
 
     ``committed``: steps whose save had returned and which no retention may have deleted.
     ``expected(step)``: the state that a version must hold. ``pins_died``: take every pin for one
@@ -42,14 +42,15 @@ def check_promises(
     """
     run = Run(store)
     found = whole(run, expected)
-    steps = [version.step for version in found]
+    line = run.line()
+    steps = [version.step for version in line]
     assert set(committed) <= set(steps), (committed, steps)
-    nothing_else_counts(run, set(found))
+    nothing_else_counts(run, set(found), line)
     newest = steps[-1] if steps else 0
     goes_on(store, newest, expected)
     left = whole(run, expected)
     assert {v: left[v] for v in found} == found, "a version was modified"
-    assert set(left) - set(found) == {Version(newest + 1)}
+    assert set(left) - set(found) == {Version(newest + 1, run.branch())}
     with dead_pins() if pins_died else no_change():
         swept = run.sweep(grace=0, now=time.time() + 1)
     assert swept.kept == []
@@ -88,15 +89,16 @@ def files_of(snapshot: Snapshot) -> list[str]:
     return [name for s in snapshot.manifest.shards for name in (s.name, s.index.name)]
 
 
-def nothing_else_counts(run: Run, versions: set[Version]) -> None:
-    """Promises 2 and 5: without a manifest there is no version."""
+def nothing_else_counts(run: Run, versions: set[Version], line: list[Version]) -> None:
+    """Promises 2 and 5: without a manifest there is no version, and off the line none counts."""
     listing = run.listing()
     for version in set(listing.folders) - versions:
         with pytest.raises(NotFound):
             run.open(version)
-    assert {s.version for s in run.snapshots()} == versions
+    assert set(line) <= versions
+    assert [s.version for s in run.snapshots()] == line
     latest = run.latest()
-    assert (latest and latest.version) == (max(versions) if versions else None)
+    assert (latest and latest.version) == (line[-1] if line else None)
 
 
 def goes_on(store: Store, newest: int, expected: Callable[[int], State]) -> None:

@@ -4,17 +4,19 @@ half, nothing is kept, and the next save works."""
 from __future__ import annotations
 
 import errno
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import holdfast
-from holdfast.errors import HoldfastError
+from holdfast import Run
+from holdfast.errors import HoldfastError, SkippedVersion, StoreError
 from holdfast.policy import EverySteps, KeepLast
 from holdfast.storage.local import LocalStore
 from holdfast.testing import CrashFs, Fault, FaultFs
 
-from ..trainings import after, fresh, train
+from ..trainings import after, fresh, same, train
 from .conftest import Pools, Stores
 from .promises import check_promises
 
@@ -120,6 +122,63 @@ def check_outcome(store: LocalStore, work: Work, outcome: Outcome, error: str) -
     steps = check_promises(store, [newest] if newest else [])
     if not outcome.doubtful and work is not training:
         assert steps == outcome.committed
+
+
+@pytest.mark.parametrize("error", ["EACCES", "ESTALE", "ETIMEDOUT", "EMFILE", "ENOMEM", "ENOTCONN"])
+def test_a_refusal_of_the_disk_while_resuming_is_no_damage(error: str, pools: Pools) -> None:
+    """It is raised: no sound version is passed over, and no branch is begun."""
+    inner = CrashFs()
+    with holdfast.Checkpointer(LocalStore(ROOT, fs=inner), fresh(), save=EverySteps(1)) as ckpt:
+        ckpt.step()
+        ckpt.step()
+    raised = 0
+    for fault in faults(error):
+        fs = FaultFs(inner, fault)
+        ckpt = holdfast.Checkpointer(LocalStore(ROOT, fs=fs), fresh())
+        try:
+            resumed = ckpt.resume()
+        except StoreError:
+            raised += 1
+        else:
+            assert resumed is not None
+            assert resumed.step == 2
+        ckpt.close()
+        pools.check()
+        assert Run(LocalStore(ROOT, fs=inner)).branch() == 0
+        if not fs.fired:
+            break
+    assert raised > 10
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_the_disk_cannot_read_is_stepped_over(every: int, pools: Pools) -> None:
+    """EIO at any call of a resume: it raises, or it gives a whole state and says what it has
+    passed over, and what it has passed over is still there."""
+    seen = set()
+    for fault in list(faults("EIO"))[::every]:
+        inner = CrashFs()
+        with holdfast.Checkpointer(LocalStore(ROOT, fs=inner), fresh(), save=EverySteps(1)) as c:
+            train(c.state, c, 2)
+        fs, state = FaultFs(inner, fault), fresh()
+        ckpt = holdfast.Checkpointer(LocalStore(ROOT, fs=fs), state)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SkippedVersion)
+                resumed = ckpt.resume()
+        except StoreError:
+            seen.add("raised")
+        else:
+            assert resumed is not None
+            step = resumed.step or 0
+            assert same(state, after(step))
+            seen.add(step)
+            assert Run(LocalStore(ROOT, fs=inner)).branch() == 2 - step
+        ckpt.close()
+        pools.check()
+        check_promises(LocalStore(ROOT, fs=inner), [1])
+        if not fs.fired:
+            break
+    assert seen == {"raised", 1, 2}
 
 
 @pytest.mark.parametrize("name", WORKS)

@@ -9,6 +9,7 @@ import pytest
 
 import holdfast
 from holdfast import Run
+from holdfast.format.names import Version
 from holdfast.policy import EverySteps, KeepLast
 from holdfast.storage.local import LocalStore
 from holdfast.testing import CrashFs, PowerCut
@@ -65,10 +66,18 @@ WORKS: dict[str, tuple[Work, int]] = {
 
 
 def cut_everywhere(
-    work: Work, kept: int, pools: Pools, opened: Stores, *, every: int, choices: int
+    work: Work,
+    kept: int,
+    pools: Pools,
+    opened: Stores,
+    *,
+    every: int,
+    choices: int,
+    look: Work | None = None,
 ) -> int:
     """Cut the power before every ``every``-th call, with ``choices`` of what survives each time;
-    ``kept``: how many of those saved last no retention can have deleted. The states seen."""
+    ``kept``: how many of those saved last no retention can have deleted, if
+    ``look`` does not look itself. How many states were seen."""
     states = 0
     for cut_at in range(1, MOST, every):
         fs, done = CrashFs(cut_at), list[int]()
@@ -81,9 +90,41 @@ def cut_everywhere(
             assert cut_at > fs.operations
             return states
         for left in fs.crashes(limit=choices, seed=cut_at):
-            check_promises(LocalStore(ROOT, fs=left), done[-kept:])
+            if look is not None:
+                look(LocalStore(ROOT, fs=left), done)
+            else:
+                check_promises(LocalStore(ROOT, fs=left), done[-kept:])
             states += 1
     pytest.fail("no end to the calls")
+
+
+def branches(store: LocalStore, done: list[int]) -> None:
+    """Training goes back to version 1 and on from there; what comes after it counts no more."""
+    save_twice(store, done)
+    state = fresh()
+    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+        ckpt.resume(at=1)
+        done.append(BRANCHED)
+        train(state, ckpt, 3)
+
+
+BRANCHED = -1
+
+
+@pytest.mark.parametrize(
+    ("every", "choices"), [(29, 3), pytest.param(1, 5, marks=pytest.mark.slow)]
+)
+def test_a_branch_that_was_left_stays_left(
+    every: int, choices: int, pools: Pools, opened: Stores
+) -> None:
+    def look(store: LocalStore, done: list[int]) -> None:
+        run = Run(store)
+        assert BRANCHED not in done or run.branch() == 1
+        assert run.branch() == 0 or Version(2) not in run.line()
+        assert run.branch() == 0 or run.read_branch(1).from_version == "version_1"
+        check_promises(store, done[:1])
+
+    cut_everywhere(branches, 1, pools, opened, every=every, choices=choices, look=look)
 
 
 @pytest.mark.parametrize("name", WORKS)

@@ -107,6 +107,15 @@ class Pending:
             self._ended.set()
 
 
+class _Exit:
+    """Ends the process with code 1 when it is deleted. Kept in ``sys``, which the interpreter
+    takes apart last: an exit from a handler of ``atexit`` would keep the other handlers (logs
+    that are flushed, children that are ended) from running, and an exception there is ignored."""
+
+    def __del__(self, end: Callable[[int], object] = os._exit) -> None:
+        end(1)
+
+
 def _report_unseen() -> None:
     """A failed save that nobody waited for must not look like success to whoever started us."""
     failed = [p for p in _unseen if p.done and p._error is not None]
@@ -114,9 +123,7 @@ def _report_unseen() -> None:
         for pending in failed:
             sys.stderr.write(f"holdfast: the save to {pending.url} failed:\n")
             traceback.print_exception(pending._error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        vars(sys)["_holdfast_exit"] = _Exit()
 
 
 def _forget() -> None:

@@ -45,6 +45,13 @@ _KINDS: dict[int, tuple[type[StoreError], str | None]] = {
     errno.ETIMEDOUT: (Unavailable, None),
     errno.ESTALE: (Unavailable, None),
     errno.EAGAIN: (Unavailable, None),
+    errno.EBUSY: (Unavailable, None),
+    errno.ENOTCONN: (Unavailable, "The file system's server or daemon is gone: mount it again"),
+    errno.EHOSTDOWN: (Unavailable, None),
+    errno.EHOSTUNREACH: (Unavailable, None),
+    errno.EMFILE: (Unavailable, "Raise the limit on open files (ulimit -n)"),
+    errno.ENFILE: (Unavailable, "The system has too many open files"),
+    errno.ENOMEM: (Unavailable, "The system has no memory left"),
 }
 
 
