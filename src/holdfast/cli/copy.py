@@ -1,0 +1,187 @@
+"""``holdfast copy A B``: a snapshot or a whole run to another place, every digest checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from holdfast.cli.answer import describe, json_option, line, print_json
+from holdfast.cli.exits import DAMAGED, exit_code
+from holdfast.cli.places import count, run_or_snapshot
+from holdfast.cli.screen import progress
+from holdfast.cli.verify import size_of
+from holdfast.engine.copy import copy_snapshot, refuse_existing
+from holdfast.engine.location import Location, locate
+from holdfast.engine.snapshot import Snapshot, open_at
+from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
+from holdfast.format.names import branch_name, parse_version
+from holdfast.run import Listing, Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SMALL = 1 << 20
+
+
+@dataclass(slots=True)
+class Copied:
+    """What was copied, what was there already, and what is damaged and therefore was not."""
+
+    source: str
+    to: str
+    copied: list[Snapshot] = field(default_factory=list)
+    present: list[Snapshot] = field(default_factory=list)
+    damaged: list[tuple[str, HoldfastError]] = field(default_factory=list)
+    branches: int = 0
+
+
+@click.command("copy", short_help="Copy a snapshot or a run, checked.")
+@click.argument("a")
+@click.argument("b")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
+    """Copy the snapshot or run A to B. Nothing that is there is overwritten.
+
+    Every byte is checked on the way, so that damage is never copied. Of a run, damaged versions
+    are named and left out, and versions that B has already are not copied again: a copy that was
+    interrupted goes on where it stopped.
+    """
+    found = run_or_snapshot(a)
+    began = perf_counter()
+    if isinstance(found, Snapshot):
+        copied = _one(found, b, as_json)
+    else:
+        copied = _whole(*found, Run(b), as_json)
+    seconds = perf_counter() - began
+    if as_json:
+        print_json(_document(copied, seconds))
+    else:
+        from holdfast.cli.screen import console
+
+        render(copied, seconds, console())
+    codes = [exit_code(e) for _, e in copied.damaged]
+    if codes:
+        ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
+
+
+def _one(snapshot: Snapshot, to: str, quiet: bool) -> Copied:
+    place = locate(to)
+    version = parse_version(place.folder.rpartition("/")[2])
+    if version is not None and (version.step, version.branch) != (
+        snapshot.manifest.step,
+        snapshot.manifest.branch,
+    ):
+        raise AlreadyExists(
+            f"{snapshot.url} cannot become {version}",
+            expected="its own step and branch in the name, or a name of another kind",
+            found=f"step {snapshot.step}, branch {snapshot.manifest.branch}",
+        )
+    refuse_existing(place)
+    with progress("copying", size_of(snapshot), quiet=quiet) as tell:
+        made = copy_snapshot(snapshot, place, tell)
+    return Copied(snapshot.url, made.url, [made])
+
+
+def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
+    """All intact versions of a run, oldest first, after the records of its branches: whenever
+    this ends, what has arrived is a run that can be resumed."""
+    copied = Copied(run.url, to.url)
+    todo: list[tuple[Snapshot, Location]] = []
+    for version in listing.versions:
+        try:
+            snapshot = run.open(version)
+            place = to.place(version)
+            if _same(snapshot, place):
+                copied.present.append(open_at(place))
+            else:
+                todo.append((snapshot, place))
+        except NotFound:
+            continue  # deleted meanwhile
+        except FormatError as e:
+            copied.damaged.append((str(version), e))
+    _refuse_strangers(to, copied)
+    for number in listing.branches:
+        to.store.put_if_absent(branch_name(number), run.store.get(branch_name(number), _SMALL))
+        copied.branches += 1
+    with progress("copying", sum(size_of(s) for s, _ in todo), quiet=quiet) as tell:
+        for snapshot, place in todo:
+            try:
+                copied.copied.append(copy_snapshot(snapshot, place, tell))
+            except FormatError as e:
+                copied.damaged.append((place.folder, e))
+    return copied
+
+
+def _same(snapshot: Snapshot, place: Location) -> bool:
+    """Whether a copy of the snapshot is at ``place``; False if nothing is.
+
+    Raises ``AlreadyExists`` if another snapshot is, or a damaged copy.
+    """
+    try:
+        other = open_at(place)
+        other.check_files()
+    except NotFound:
+        return False
+    except FormatError as e:
+        raise AlreadyExists(
+            f"A damaged snapshot is at {place.url} already; nothing was changed",
+            found=e.what,
+            todo="Delete it, or copy to another place",
+        ) from e
+    if other.digest != snapshot.digest:
+        raise AlreadyExists(
+            f"Another snapshot is at {place.url} already; nothing was changed",
+            expected=f"a copy of {snapshot.url}, or nothing",
+            found=f"a snapshot of {other.created} by another save",
+            todo="Copy to another place",
+        )
+    return True
+
+
+def _refuse_strangers(to: Run, copied: Copied) -> None:
+    """Two trainings in one run would be one that never was."""
+    versions = to.listing().versions
+    if versions and not copied.present:
+        raise AlreadyExists(
+            f"{to.url} holds another training; nothing was changed",
+            expected=f"an empty place, or an earlier copy of {copied.source}",
+            found=f"{count(len(versions), 'version')} that {copied.source} does not have",
+            todo="Copy to another place, or single versions one by one",
+        )
+
+
+def _document(copied: Copied, seconds: float) -> dict[str, Any]:
+    return {
+        "from": copied.source,
+        "to": copied.to,
+        "copied": [_snapshot(s) for s in copied.copied],
+        "present": [_snapshot(s) for s in copied.present],
+        "damaged": [{"version": v, **describe(e)} for v, e in copied.damaged],
+        "branches": copied.branches,
+        "bytes": sum(map(size_of, copied.copied)),
+        "seconds": round(seconds, 6),
+    }
+
+
+def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    return {"snapshot": snapshot.url, "step": snapshot.step, "bytes": snapshot.nbytes}
+
+
+def render(copied: Copied, seconds: float, screen: Console) -> None:
+    """Print each version's fate, and the sum."""
+    from holdfast.cli.screen import size, text
+
+    for snapshot in copied.present:
+        screen.print(text(f"already there  {snapshot.url}", "dim"), soft_wrap=True)
+    for snapshot in copied.copied:
+        screen.print(text(f"copied         {snapshot.url}"), soft_wrap=True)
+    for version, error in copied.damaged:
+        screen.print(text(f"NOT copied     {version}: {line(error)}", "red"), soft_wrap=True)
+    nbytes = sum(map(size_of, copied.copied))
+    speed = f", {size(int(nbytes / seconds))}/s" if seconds > 1 else ""
+    done = f"{count(len(copied.copied), 'snapshot')} copied, {size(nbytes)}, all checked{speed}"
+    screen.print(text(done, "red" if copied.damaged else "green"))

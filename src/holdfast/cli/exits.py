@@ -1,0 +1,68 @@
+"""Exit codes: one for every kind of failure, so that a script or a scheduler can act on it."""
+
+from __future__ import annotations
+
+import errno
+
+from holdfast.errors import (
+    AlreadyExists,
+    CommitError,
+    FormatError,
+    FormatTooNew,
+    HoldfastError,
+    NoSnapshot,
+    NotFound,
+    PlanError,
+    StoreError,
+    Unavailable,
+)
+
+OK, OTHER, USAGE, DAMAGED, NOT_FOUND, STORE, UNSUPPORTED, DIFFERS, EXISTS, UNAVAILABLE, FAILED = (
+    range(11)
+)
+INTERRUPTED, BROKEN_PIPE = 130, 141
+"""128 and the number of the signal, as shells have it."""
+
+MEANINGS: dict[int, str] = {
+    OK: "done; nothing is wrong",
+    OTHER: "failed otherwise: the message says how",
+    USAGE: "the command line is wrong",
+    DAMAGED: "damaged: bytes are missing or not those that were written",
+    NOT_FOUND: "there is no such snapshot, run or version",
+    STORE: "the store failed: permissions, no space, a disk error",
+    UNSUPPORTED: "cannot be done with this snapshot, or it is of a later format",
+    DIFFERS: "diff found differences",
+    EXISTS: "something else is there already; nothing was changed",
+    UNAVAILABLE: "the store does not answer for now: try again",
+    FAILED: "nothing was committed",
+    INTERRUPTED: "interrupted",
+}
+
+# The first that fits counts.
+_KINDS: tuple[tuple[type[HoldfastError], int], ...] = (
+    (FormatTooNew, UNSUPPORTED),
+    (FormatError, DAMAGED),
+    (NotFound, NOT_FOUND),
+    (NoSnapshot, NOT_FOUND),
+    (AlreadyExists, EXISTS),
+    (Unavailable, UNAVAILABLE),
+    (StoreError, STORE),
+    (PlanError, UNSUPPORTED),
+    (CommitError, FAILED),
+)
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code for an error that ended a command."""
+    for kind, code in _KINDS:
+        if isinstance(error, kind):
+            return code
+    if isinstance(error, OSError):
+        return NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else STORE
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else OTHER
+
+
+def epilog() -> str:
+    """The table for ``holdfast --help``; ``docs/commands.md`` has the same."""
+    lines = (f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())
+    return "\b\nExit codes:\n" + "\n".join(lines)

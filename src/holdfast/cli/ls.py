@@ -1,0 +1,255 @@
+"""``holdfast ls RUN``: all versions of a run, and what is known of each without reading bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from holdfast.cli.answer import brief, describe, json_option, print_json
+from holdfast.cli.places import count, run_at
+from holdfast.cli.screen import progress
+from holdfast.engine.snapshot import Snapshot
+from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
+from holdfast.format import names
+from holdfast.format.manifest import Branch
+from holdfast.format.names import Version
+from holdfast.run import Listing, Run
+from holdfast.storage.store import Stat
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+
+@dataclass(slots=True)
+class Entry:
+    """One version as it was found. ``nbytes``: of the files that its manifest names, or, where
+    that cannot be read, of all in its folder."""
+
+    version: Version
+    snapshot: Snapshot | None
+    problem: HoldfastError | None
+    on_line: bool
+    nbytes: int
+    created: str
+    latest: bool = False
+
+    @property
+    def state(self) -> str:
+        if isinstance(self.problem, FormatTooNew):
+            return "too new"
+        if self.problem is not None:
+            return "damaged" if isinstance(self.problem, FormatError) else "unreadable"
+        if self.latest:
+            return "latest"
+        return "ok" if self.on_line else "left"
+
+
+@dataclass(slots=True)
+class Found:
+    """A run as ``ls`` shows it."""
+
+    run: Run
+    entries: list[Entry]
+    branch: int
+    branches: dict[int, Branch | HoldfastError]
+    orphans: list[Stat]
+
+    @property
+    def latest(self) -> Entry | None:
+        return next((e for e in self.entries if e.latest), None)
+
+
+@click.command("ls", short_help="List the versions: step, age, size, metrics, intact or not.")
+@click.argument("run")
+@json_option
+def command(run: str, as_json: bool) -> None:
+    """List the versions of RUN: step, age, size, metrics, and whether they are intact.
+
+    Damaged versions are listed too, and those on branches that training has left. A version
+    counts as intact here if its manifest is sound and its files are there in full length; "verify"
+    reads the bytes.
+    """
+    place, listing = run_at(run)
+    with progress("reading manifests", len(listing.versions), quiet=as_json, unit="versions") as t:
+        found = look(place, listing, t)
+    if as_json:
+        print_json(_document(found))
+    else:
+        from holdfast.cli.screen import console
+
+        render(found, console())
+
+
+def look(run: Run, listing: Listing, tell: Any = lambda step: None) -> Found:
+    """Open every version. One that is deleted meanwhile is left out."""
+    line_now = set(run.line(listing))
+    entries: list[Entry] = []
+    orphans: list[Stat] = []
+    for version in listing.versions:
+        files = listing.folders[version]
+        entry = _entry(run, version, files, version in line_now)
+        if entry is not None:
+            entries.append(entry)
+            orphans += _orphans(files, entry.snapshot)
+        tell(1)
+    for version, files in listing.folders.items():
+        if version not in listing.versions:
+            orphans += [f for f in files if names.attempt_of(f.key.rpartition("/")[2])]
+    sound = [e for e in entries if e.on_line and e.problem is None]
+    if sound:
+        sound[-1].latest = True
+    branches: dict[int, Branch | HoldfastError] = {}
+    for number in listing.branches:
+        try:
+            branches[number] = run.read_branch(number)
+        except (FormatError, NotFound) as e:
+            branches[number] = e
+    orphans += run.store.partials("")
+    return Found(run, entries, run.branch(listing), branches, orphans)
+
+
+def _entry(run: Run, version: Version, files: list[Stat], on_line: bool) -> Entry | None:
+    snapshot, problem = None, None
+    try:
+        snapshot = run.open(version)
+        snapshot.check_files()
+    except NotFound:
+        return None
+    except (FormatError, StoreError) as e:
+        problem = e
+    if snapshot is not None:
+        return Entry(version, snapshot, problem, on_line, snapshot.nbytes, snapshot.created)
+    modified = max(f.modified for f in files)
+    created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
+    return Entry(version, None, problem, on_line, sum(f.length for f in files), created)
+
+
+def _orphans(files: list[Stat], snapshot: Snapshot | None) -> list[Stat]:
+    """The files of a version's folder that its manifest does not name."""
+    if snapshot is None:
+        return []
+    named = {n for s in snapshot.manifest.shards for n in (s.name, s.index.name)}
+    found = ((f, f.key.rpartition("/")[2]) for f in files)
+    return [f for f, n in found if names.attempt_of(n) is not None and n not in named]
+
+
+def _document(found: Found) -> dict[str, Any]:
+    latest = found.latest
+    return {
+        "run": found.run.url,
+        "latest": None if latest is None else str(latest.version),
+        "branch": found.branch,
+        "versions": [_version(found.run, e) for e in found.entries],
+        "branches": [
+            {"number": number, "problem": describe(b)}
+            if isinstance(b, HoldfastError)
+            else {
+                "number": number,
+                "from": b.from_version,
+                "reason": b.reason,
+                "created": b.created,
+                "problem": None,
+            }
+            for number, b in found.branches.items()
+        ],
+        "orphans": {"files": len(found.orphans), "bytes": sum(s.length for s in found.orphans)},
+        "bytes_checked": False,
+    }
+
+
+def _version(run: Run, entry: Entry) -> dict[str, Any]:
+    metadata = {} if entry.snapshot is None else entry.snapshot.metadata
+    return {
+        "version": str(entry.version),
+        "url": run.place(entry.version).url,
+        "step": entry.version.step,
+        "branch": entry.version.branch,
+        "on_line": entry.on_line,
+        "latest": entry.latest,
+        "created": entry.created,
+        "bytes": entry.nbytes,
+        "reason": metadata.get("reason"),
+        "metrics": metadata.get("metrics", {}),
+        "intact": entry.problem is None,
+        "problem": None if entry.problem is None else describe(entry.problem),
+    }
+
+
+def render(found: Found, screen: Console) -> None:
+    """Print the table, what is wrong, and what else lies there."""
+    from holdfast.cli import screen as show
+
+    total = sum(e.nbytes for e in found.entries)
+    many = count(len(found.entries), "version")
+    screen.print(
+        show.text(found.run.url, "bold"), show.text(f"{many}, {show.size(total)}", "dim"),
+        sep="  ", soft_wrap=True,
+    )  # fmt: skip
+    branched = any(e.version.branch for e in found.entries)
+    table = show.table(
+        *("step", *(("branch",) if branched else ()), "age", "size", "state", "reason", "metrics"),
+        right=("step", "branch", "age", "size"),
+    )
+    rows = [_cells(entry, branched) for entry in found.entries]
+    # metrics get what is left of the line
+    used = sum(max(7, *(r[i].cell_len for r in rows)) + 2 for i in range(len(rows[0]) - 1))
+    for row in rows:
+        row[-1].truncate(max(12, screen.width - used), overflow="ellipsis")
+        table.add_row(*row)
+    screen.print(table)
+    for note in _notes(found):
+        screen.print(note, soft_wrap=True)
+
+
+_STYLES = {"latest": "green", "ok": "", "left": "dim"}
+"""Of what is well; all else is red."""
+
+
+def _cells(entry: Entry, branched: bool) -> list[Text]:
+    from holdfast.cli.screen import age, numbers, size, text
+
+    metadata = {} if entry.snapshot is None else entry.snapshot.metadata
+    base = "dim" if entry.state == "left" or not entry.on_line else ""
+    branch = [text(entry.version.branch or "", base)] if branched else []
+    return [
+        text(entry.version.step, base),
+        *branch,
+        text(age(entry.created), base),
+        text(size(entry.nbytes), base),
+        text(entry.state, _STYLES.get(entry.state, "red")),
+        text(metadata.get("reason") or "", base, 12),
+        text(numbers(metadata.get("metrics")), base),
+    ]
+
+
+def _notes(found: Found) -> list[Text]:
+    from holdfast.cli.screen import size, text
+
+    notes = [
+        text(f"{e.version}: {brief(e.problem)}", "red")
+        for e in found.entries
+        if e.problem is not None
+    ]
+    for number, branch in found.branches.items():
+        if isinstance(branch, HoldfastError):
+            notes.append(text(f"branch {number}: {brief(branch)}", "red"))
+        else:
+            left = f"branch {number} left from {branch.from_version} ({branch.reason})"
+            notes.append(text(left, "dim"))
+    if found.latest is None:
+        notes.append(text("No version that training is on is intact.", "red"))
+    if found.orphans:
+        nbytes = size(sum(s.length for s in found.orphans))
+        notes.append(
+            text(
+                f"{count(len(found.orphans), 'file')} ({nbytes}) that no manifest names: of a save"
+                f" under way, or left behind (holdfast sweep {found.run.url})",
+                "yellow",
+            )
+        )
+    notes.append(text(f"Bytes are not checked: holdfast verify {found.run.url}", "dim"))
+    return notes

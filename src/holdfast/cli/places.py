@@ -1,0 +1,152 @@
+"""From what a person wrote to a run or a snapshot; if there is none, why, and what was meant."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from holdfast.engine.snapshot import Snapshot, open_snapshot
+from holdfast.errors import NoSnapshot, NotFound
+from holdfast.format import names
+from holdfast.run import Listing, Run
+from holdfast.storage.local import LocalStore
+from holdfast.storage.open import open_store
+
+
+def snapshot_at(url: str) -> Snapshot:
+    """The snapshot at ``url``. Raises ``NotFound`` with what is there instead."""
+    url = _named(url)
+    try:
+        return open_snapshot(url)
+    except NotFound:
+        pass
+    if _may_be_run(url) and (versions := Run(url).listing().versions):
+        raise NotFound(
+            f"{url} is a run of {count(len(versions), 'version')}, not a snapshot",
+            todo=f"Name one of them, such as {url.rstrip('/')}/{versions[-1]}",
+        )
+    raise _nothing(url, "snapshot")
+
+
+def run_at(url: str, *, committed: bool = True) -> tuple[Run, Listing]:
+    """The run at ``url`` and what it holds. Raises ``NotFound`` if it is none, ``NoSnapshot`` if
+    ``committed`` and it has no version."""
+    if _may_be_run(url):
+        run = Run(url)
+        listing = run.listing()
+        if listing.versions:
+            return run, listing
+        if listing.folders or listing.branches or listing.pins:
+            if not committed:
+                return run, listing
+            raise NoSnapshot(
+                f"{url} has no version",
+                found=f"{count(len(listing.folders), 'save')} that no manifest commits",
+                todo="One may be under way; `holdfast sweep` removes what was left behind",
+            )
+        if not committed and next(iter(run.store.partials("")), None) is not None:
+            return run, listing
+    if _is_snapshot(url):
+        whole = _named(url)
+        raise NotFound(
+            f"{url} is one snapshot, not a run",
+            todo=f"Name the run that holds it: {whole.rstrip('/').rpartition('/')[0] or '.'}",
+        )
+    raise _nothing(url, "run")
+
+
+def run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
+    """Whichever of the two is at ``url``. Raises as ``run_at`` does."""
+    return snapshot_at(url) if _is_snapshot(url) else run_at(url)
+
+
+def _is_snapshot(url: str) -> bool:
+    """Whether there is a manifest, damaged or not."""
+    try:
+        open_store(url).stat(names.MANIFEST)
+    except NotFound:
+        return False
+    return True
+
+
+def _named(url: str) -> str:
+    """A path whose last level is a name, so that the level above it can be reached."""
+    if "://" not in url and os.path.basename(url.rstrip("/")) in ("", ".", ".."):
+        return os.path.abspath(url) if url else url
+    return url
+
+
+def _folder(url: str) -> str | None:
+    """The path of a local place; None for other stores."""
+    store = open_store(url)
+    return store.url if isinstance(store, LocalStore) else None
+
+
+def _may_be_run(url: str) -> bool:
+    """False for a local folder with nothing of a run right in it: the store would look through
+    all that lies below, which may be a whole disk."""
+    path = _folder(url)
+    if path is None:
+        return True
+    return os.path.isdir(path) and any(map(_of_run, os.listdir(path)))
+
+
+def _of_run(name: str) -> bool:
+    parsers = (names.parse_version, names.parse_branch, names.parse_pin)
+    return any(parse(name) is not None for parse in parsers) or name.endswith(".partial")
+
+
+def _nothing(url: str, wanted: str) -> NotFound:
+    """The error that says what is at ``url``, where no run and no snapshot is."""
+    path, found, todo = _folder(url), "nothing", None
+    if path is not None:
+        found, todo = _look(path, wanted)
+    return NotFound(
+        f"There is no {wanted} at {url}",
+        expected="a folder of versions" if wanted == "run" else f"a folder with {names.MANIFEST}",
+        found=found,
+        todo=todo,
+        key=url,
+    )
+
+
+def _look(path: str, wanted: str) -> tuple[str, str | None]:
+    """What is at a path, and what to do."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if not os.path.lexists(path):
+        if not os.path.isdir(folder):
+            return f"that {folder} is no folder either", "Check the path"
+        beside = sorted(os.listdir(folder))
+        versions = sorted(v for v in map(names.parse_version, beside) if v is not None)
+        if wanted == "snapshot" and versions:
+            return f"{count(len(versions), 'version')} beside it", f"The newest is {versions[-1]}"
+        close = difflib.get_close_matches(name, beside, n=1)
+        if close:
+            return "nothing", f"Perhaps {os.path.join(os.path.dirname(path), close[0])} is meant"
+        return "nothing", "Check the path"
+    if not os.path.isdir(path):
+        if name == names.MANIFEST or names.attempt_of(name) is not None:
+            return "a file of a snapshot", f"Name its folder: {os.path.dirname(path) or '.'}"
+        return "a file", "Name a folder"
+    inside = sorted(os.listdir(path))
+    if not inside:
+        return "an empty folder", None
+    if any(names.attempt_of(n) is not None for n in inside):
+        return "files of a save that was never committed", "Take another version"
+    runs = [n for n in inside if os.path.isdir(os.path.join(path, n)) and _holds_run(path, n)]
+    if runs:
+        several = ", ".join(os.path.join(path, n) for n in runs[:3])
+        return f"{count(len(runs), 'run')} below it", f"Name one: {several}"
+    return f"a folder with {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}", None
+
+
+def _holds_run(path: str, name: str) -> bool:
+    try:
+        return any(names.parse_version(n) for n in os.listdir(os.path.join(path, name)))
+    except OSError:
+        return False  # only a suggestion is lost
+
+
+def count(number: int, noun: str) -> str:
+    """``1 version``, ``2 versions``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

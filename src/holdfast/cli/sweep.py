@@ -1,0 +1,83 @@
+"""``holdfast sweep RUN``: remove what saves that were never committed left behind."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import click
+
+from holdfast.cli.answer import json_option, print_json
+from holdfast.cli.places import count, run_at
+from holdfast.run import Swept
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """A length of time such as ``90s``, ``15m``, ``24h``, ``7d`` or ``1h30m``, in seconds."""
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
+    if value != "0" and (not parts or "".join(n + u for n, u in parts) != value):
+        raise click.BadParameter(f"{value!r} is no time; write 90s, 15m, 24h, 7d or 1h30m")
+    return sum(float(n) * _UNITS[u] for n, u in parts)
+
+
+@click.command("sweep", short_help="Remove what saves that were never committed left.")
+@click.argument("run")
+@click.option(
+    "--grace",
+    callback=seconds,
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="Leave alone what is younger: 90s, 15m, 24h, 7d.",
+)
+@click.option(
+    "--abandoned", is_flag=True, help="Also delete the versions on branches that training has left."
+)
+@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@json_option
+def command(run: str, grace: float, abandoned: bool, dry_run: bool, as_json: bool) -> None:
+    """Remove the files in RUN that no manifest names: what saves that were never committed left.
+
+    A committed version is never touched (but see --abandoned), nor is anything of a save that is
+    under way.
+    """  # fmt: skip
+    place, _ = run_at(run, committed=False)
+    swept = place.sweep(grace=grace, abandoned=abandoned, dry_run=dry_run)
+    if as_json:
+        print_json(
+            {
+                "run": place.url,
+                "dry_run": dry_run,
+                "grace_seconds": grace,
+                "abandoned": abandoned,
+                "removed": swept.removed,
+                "bytes": swept.nbytes,
+                "kept": [{"key": key, "why": why} for key, why in swept.kept],
+            }
+        )
+    else:
+        from holdfast.cli.screen import console
+
+        render(swept, dry_run, console())
+
+
+def render(swept: Swept, dry_run: bool, screen: Console) -> None:
+    """Print what was removed, what was kept and why, and the sum."""
+    from holdfast.cli.screen import size, text
+
+    word = "would remove" if dry_run else "removed"
+    for key in swept.removed:
+        screen.print(text(f"{word}  {key}"), soft_wrap=True)
+    for key, why in swept.kept:
+        screen.print(text(f"kept     {key} ({why})", "dim"), soft_wrap=True)
+    if not swept.removed and not swept.kept:
+        screen.print(text("Nothing to remove: every file belongs to a version.", "green"))
+        return
+    kept = f"; {count(len(swept.kept), 'file')} kept" if swept.kept else ""
+    done = f"{word.capitalize()} {count(len(swept.removed), 'file')}, {size(swept.nbytes)}"
+    screen.print(text(f"{done}{kept}", "bold"))

@@ -1,0 +1,176 @@
+"""``holdfast verify RUN|SNAPSHOT``: every byte read and compared with its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from holdfast.cli.answer import brief, describe, json_option, print_json
+from holdfast.cli.exits import DAMAGED, exit_code
+from holdfast.cli.places import count, run_or_snapshot
+from holdfast.cli.screen import progress
+from holdfast.engine.location import Location
+from holdfast.engine.snapshot import Snapshot, open_at
+from holdfast.engine.verify import Problem
+from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError
+from holdfast.format.names import MANIFEST, branch_name
+from holdfast.run import Listing, Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Tell = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found of one version (or of the record of a branch)."""
+
+    name: str
+    url: str
+    nbytes: int
+    problems: tuple[Problem, ...]
+
+
+@click.command("verify", short_help="Read every byte and compare it with its digest.")
+@click.argument("place", metavar="RUN|SNAPSHOT")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, place: str, as_json: bool) -> None:
+    """Read every byte of a SNAPSHOT, or of all versions of a RUN, and compare it with its digest.
+
+    All damage is told, by file, offset and leaf. The exit code is 3 if there is any.
+    """
+    found = run_or_snapshot(place)
+    began = perf_counter()
+    if isinstance(found, Snapshot):
+        url = found.url
+        checked = [_check_open(found, as_json)]
+    else:
+        url = found[0].url
+        checked = _check_run(*found, as_json)
+    seconds = perf_counter() - began
+    if as_json:
+        print_json(_document(url, checked, seconds))
+    else:
+        from holdfast.cli.screen import console
+
+        render(checked, seconds, console())
+    codes = [exit_code(p.error) for c in checked for p in c.problems]
+    if codes:
+        ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
+
+
+def _check_open(snapshot: Snapshot, quiet: bool) -> Checked:
+    with progress("verifying", size_of(snapshot), quiet=quiet) as tell:
+        report = snapshot.verify(tell)
+    name = snapshot.place.folder.rpartition("/")[2] or snapshot.url
+    return Checked(name, snapshot.url, report.nbytes, report.problems)
+
+
+def _check_run(run: Run, listing: Listing, quiet: bool) -> list[Checked]:
+    """Every version and branch record. What is deleted meanwhile is left out."""
+    checked: list[Checked] = []
+    opened: list[Snapshot] = []
+    for version in listing.versions:
+        place = run.place(version)
+        try:
+            opened.append(run.open(version))
+        except NotFound:
+            continue
+        except (FormatError, StoreError) as e:
+            checked.append(_broken(str(version), place.key(MANIFEST), place.url, e))
+    for number in listing.branches:
+        file = branch_name(number)
+        try:
+            run.read_branch(number)
+        except (FormatError, StoreError) as e:
+            checked.append(_broken(file, file, f"{run.url}/{file}", e))
+    with progress("verifying", sum(map(size_of, opened)), quiet=quiet) as tell:
+        for snapshot in opened:
+            report = snapshot.verify(tell)
+            if report.ok or _there(snapshot.place):
+                checked.append(
+                    Checked(snapshot.place.folder, snapshot.url, report.nbytes, report.problems)
+                )
+    order = {str(v): i for i, v in enumerate(listing.versions)}
+    return sorted(checked, key=lambda c: order.get(c.name, len(order)))
+
+
+def _broken(name: str, file: str, url: str, error: FormatError | StoreError) -> Checked:
+    return Checked(name, url, 0, (Problem(file, error.fields.get("offset"), (), error),))
+
+
+def _there(place: Location) -> bool:
+    """Whether it is still there: retention may have deleted it while it was read."""
+    try:
+        open_at(place)
+    except NotFound:
+        return False
+    except (FormatError, StoreError):
+        pass
+    return True
+
+
+def size_of(snapshot: Snapshot) -> int:
+    """Bytes of its shards and indexes."""
+    return sum(s.length + s.index.length for s in snapshot.manifest.shards)
+
+
+def _document(url: str, checked: list[Checked], seconds: float) -> dict[str, Any]:
+    return {
+        "place": url,
+        "ok": not any(c.problems for c in checked),
+        "bytes": sum(c.nbytes for c in checked),
+        "seconds": round(seconds, 6),
+        "versions": [
+            {
+                "version": c.name,
+                "url": c.url,
+                "ok": not c.problems,
+                "bytes": c.nbytes,
+                "problems": [
+                    {"file": p.file, "offset": p.offset, "leaves": p.leaves, **describe(p.error)}
+                    for p in c.problems
+                ],
+            }
+            for c in checked
+        ],
+    }
+
+
+def render(checked: list[Checked], seconds: float, screen: Console) -> None:
+    """Print one line for each version, and under it what is wrong with it."""
+    from holdfast.cli.screen import size, table, text
+
+    versions = table("version", "checked", "", right=("checked",))
+    for c in checked:
+        state = (
+            text(count(len(c.problems), "problem"), "red") if c.problems else text("ok", "green")
+        )
+        versions.add_row(text(c.name), text(size(c.nbytes)), state)
+    screen.print(versions)
+    for c in checked:
+        for p in c.problems:
+            where = p.file if p.offset is None else f"{p.file}, byte {p.offset}"
+            screen.print()
+            screen.print(text(where, "red"), soft_wrap=True)
+            screen.print(text(brief(p.error), "dim"), soft_wrap=True)
+            if p.leaves and not isinstance(p.error, DigestMismatch):  # that one names them
+                more = f" and {len(p.leaves) - 8} more" if len(p.leaves) > 8 else ""
+                told = f"leaves: {', '.join(p.leaves[:8])}{more}"
+                screen.print(text(told, "dim"), soft_wrap=True)
+    nbytes = sum(c.nbytes for c in checked)
+    bad = sum(bool(c.problems) for c in checked)
+    verdict = (
+        f"{bad} of {len(checked)} damaged" if bad else f"{count(len(checked), 'version')} intact"
+    )
+    speed = f", {size(int(nbytes / seconds))}/s" if seconds > 1 else ""
+    screen.print()
+    screen.print(
+        text(f"{verdict}; {size(nbytes)} read and compared{speed}", "red" if bad else "green")
+    )

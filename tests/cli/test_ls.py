@@ -1,0 +1,118 @@
+"""``holdfast ls``."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.engine.snapshot import Snapshot
+from holdfast.errors import Denied
+from holdfast.format.names import MANIFEST, Version, new_attempt, shard_name
+from holdfast.run import Run
+from holdfast.storage.memory import MemoryStore
+
+from ..trainings import flip, shard_of
+from .running import holdfast, leave
+
+
+def test_lists_all_versions_oldest_first(run: str) -> None:
+    answer = holdfast("ls", run)
+    assert answer.code == 0
+    rows = [line.split() for line in answer.out.splitlines()]
+    assert [r[0] for r in rows if r[0].isdecimal()] == ["20", "40", "60"]
+    assert "latest" in next(line for line in answer.out.splitlines() if line.startswith("  60"))
+    assert "loss" in answer.out
+    assert "not checked" in answer.out
+
+
+def test_json_keys_are_stable(run: str) -> None:
+    told = holdfast("ls", run, "--json").json
+    assert list(told) == [
+        "run", "latest", "branch", "versions", "branches", "orphans", "bytes_checked",
+    ]  # fmt: skip
+    assert list(told["versions"][0]) == [
+        "version", "url", "step", "branch", "on_line", "latest", "created", "bytes", "reason",
+        "metrics", "intact", "problem",
+    ]  # fmt: skip
+    assert told["latest"] == "version_60"
+    assert [v["step"] for v in told["versions"]] == [20, 40, 60]
+    assert all(v["intact"] and v["bytes"] > 4000 for v in told["versions"])
+    assert told["versions"][0]["reason"] == "cadence"
+    assert isinstance(told["versions"][0]["metrics"]["loss"], float)
+    assert told["bytes_checked"] is False
+
+
+def test_versions_on_a_branch_that_was_left_are_listed_and_marked(store: MemoryStore) -> None:
+    leave(store, at=40, to=60)
+    told = holdfast("ls", store.url, "--json").json
+    assert [(v["version"], v["on_line"]) for v in told["versions"]] == [
+        ("version_20", True), ("version_40", True), ("version_60", False), ("version_60.1", True),
+    ]  # fmt: skip
+    assert told["latest"] == "version_60.1"
+    assert told["branches"][0] == {
+        "number": 1,
+        "from": "version_40",
+        "reason": "on request",
+        "created": told["branches"][0]["created"],
+        "problem": None,
+    }
+    answer = holdfast("ls", store.url)
+    assert "left" in answer.out
+    assert "branch 1 left from version_40" in answer.out
+
+
+@pytest.mark.parametrize("damage", ["manifest", "cut", "gone"])
+def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, damage: str) -> None:
+    shard = shard_of(store, "version_60")
+    if damage == "manifest":
+        flip(store, f"version_60/{MANIFEST}")
+    else:
+        raw = store.get(shard, 1 << 20)
+        store.delete(shard)
+        if damage == "cut":
+            store.put_if_absent(shard, raw[:-1])
+    told = holdfast("ls", store.url, "--json").json
+    assert [v["intact"] for v in told["versions"]] == [True, True, False]
+    assert told["latest"] == "version_40"
+    assert told["versions"][2]["problem"]["message"]
+    assert told["versions"][2]["bytes"] > 0
+    answer = holdfast("ls", store.url)
+    assert answer.code == 0
+    assert "damaged" in answer.out
+    assert "version_60:" in answer.out
+
+
+def test_all_damaged_is_said(store: MemoryStore) -> None:
+    for step in (20, 40, 60):
+        flip(store, f"version_{step}/{MANIFEST}")
+    assert "No version that training is on is intact" in holdfast("ls", store.url).out
+    assert holdfast("ls", store.url, "--json").json["latest"] is None
+
+
+def test_a_damaged_branch_record_is_told(store: MemoryStore) -> None:
+    leave(store, at=40, to=60)
+    flip(store, "branch-1.json")
+    assert holdfast("ls", store.url, "--json").json["branches"][0]["problem"]
+    assert "branch 1:" in holdfast("ls", store.url).out
+
+
+def test_orphans_are_counted(store: MemoryStore) -> None:
+    for folder in ("version_60", "version_80"):
+        store.put_if_absent(f"{folder}/{shard_name(0, 1, new_attempt())}", b"x" * 10)
+    assert holdfast("ls", store.url, "--json").json["orphans"] == {"files": 2, "bytes": 20}
+    assert "2 files (20 B) that no manifest names" in holdfast("ls", store.url).out
+
+
+def test_a_version_that_may_not_be_read_is_listed(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Run.open
+
+    def refuse(self: Run, version: Version) -> Snapshot:
+        if version.step == 60:
+            raise Denied("Cannot read version_60")
+        return real(self, version)
+
+    monkeypatch.setattr(Run, "open", refuse)
+    answer = holdfast("ls", store.url)
+    assert answer.code == 0
+    assert "unreadable" in answer.out

@@ -1,0 +1,242 @@
+"""What people get wrong: one line that says what, an exit code that says what kind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.cli import VERBS, exits
+from holdfast.cli.answer import clean, plain
+from holdfast.errors import (
+    AlreadyExists,
+    CommitError,
+    Denied,
+    DigestMismatch,
+    FormatTooNew,
+    HoldfastError,
+    MissingLeaf,
+    NoSnapshot,
+    NoSpace,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
+from holdfast.run import Run
+
+from .running import Answer, holdfast
+
+ON_RUN = ("ls", "verify", "sweep")
+ON_SNAPSHOT = ("show",)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a run ``runs/a`` of versions 1, 2 and 10."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2, 10):
+        hf.save(f"runs/a/version_{step}", {"x": np.arange(3)})
+    return tmp_path
+
+
+def one_line(answer: Answer, code: int, *parts: str) -> None:
+    assert answer.code == code
+    assert answer.err.startswith("holdfast: ")
+    assert answer.err.count("\n") == 1
+    for part in parts:
+        assert part in answer.err
+
+
+def test_a_run_where_a_snapshot_is_meant(folder: Path) -> None:
+    told = "runs/a is a run of 3 versions, not a snapshot. Name one of them, such as"
+    one_line(holdfast("show", "runs/a"), 4, told, "runs/a/version_10")
+    one_line(holdfast("diff", "runs/a/version_1", "runs/a"), 4, told)
+
+
+@pytest.mark.parametrize("verb", ["ls", "sweep"])
+def test_a_snapshot_where_a_run_is_meant(folder: Path, verb: str) -> None:
+    one_line(holdfast(verb, "runs/a/version_2"), 4, "is one snapshot", "holds it: runs/a.")
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
+def test_a_wrong_path(folder: Path, verb: str) -> None:
+    one_line(holdfast(verb, "runs/aa"), 4, "at runs/aa", "Perhaps runs/a is meant")
+    one_line(holdfast(verb, "elsewhere/b"), 4, "is no folder either")
+    one_line(holdfast(verb, "zzz"), 4, "found nothing")
+
+
+def test_a_version_that_is_not_there(folder: Path) -> None:
+    one_line(holdfast("show", "runs/a/version_3"), 4, "3 versions beside it", "version_10")
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
+def test_an_empty_folder(folder: Path, verb: str) -> None:
+    (folder / "empty").mkdir()
+    one_line(holdfast(verb, "empty"), 4, "an empty folder")
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
+def test_a_file_instead_of_a_folder(folder: Path, verb: str) -> None:
+    (folder / "notes.txt").write_text("hello")
+    one_line(holdfast(verb, "notes.txt"), 4, "found a file")
+    one_line(
+        holdfast(verb, "runs/a/version_1/manifest.json"), 4, "Name its folder: runs/a/version_1"
+    )
+
+
+def test_the_folder_of_the_runs(folder: Path) -> None:
+    one_line(holdfast("ls", "runs"), 4, "1 run below it", "runs/a")
+
+
+def test_a_save_that_was_never_committed(folder: Path) -> None:
+    (folder / "runs/a/version_2/manifest.json").unlink()
+    one_line(holdfast("show", "runs/a/version_2"), 4, "never committed")
+
+
+def test_a_large_tree_of_other_files_is_not_walked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(self: object) -> None:
+        raise RuntimeError("the whole tree is walked")
+
+    monkeypatch.setattr(Run, "listing", never)
+    for verb in ("ls", "verify", "sweep", "show"):
+        assert holdfast(verb, "runs").code == 4
+
+
+def test_here_and_above_are_places_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "runs/a")
+    assert holdfast("ls", ".").code == 0
+    assert holdfast("verify", "./").code == 0
+    monkeypatch.chdir(folder / "runs/a/version_1")
+    assert holdfast("show", ".").code == 0
+    assert holdfast("verify", ".").code == 0
+    assert holdfast("ls", "..").code == 0
+    one_line(holdfast("ls", "."), 4, "is one snapshot")
+
+
+@pytest.mark.parametrize("place", ["", "s3://bucket/run", "file://other-host/x", "memory://", "/"])
+@pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
+def test_urls_that_name_no_place(verb: str, place: str) -> None:
+    answer = holdfast(verb, place)
+    one_line(answer, answer.code)
+    assert answer.code in (4, 5)
+
+
+def test_names_that_no_terminal_can_print(folder: Path) -> None:
+    answer = holdfast("ls", "runs/\x1b[31mred\nx")
+    one_line(answer, 4)
+    assert "\x1b" not in answer.err
+    os.mkdir(b"runs/\xff")
+    assert holdfast("ls", "runs/\udcff").code == 4
+
+
+def test_errors_as_json(folder: Path) -> None:
+    answer = holdfast("show", "runs/a", "--json")
+    assert answer.code == 4
+    told = answer.json
+    assert list(told) == ["error", "exit"]
+    assert told["error"]["kind"] == "NotFound"
+    assert told["exit"] == 4
+    assert answer.err.count("\n") == 1
+
+
+def test_a_typo_in_the_verb() -> None:
+    answer = holdfast("verfiy", "x")
+    assert answer.code == 2
+    assert "Did you mean verify?" in answer.err
+    assert "ls, show" in holdfast("qqqq").err
+
+
+@pytest.mark.parametrize("words", [["ls"], ["diff", "a"], ["ls", "a", "b"], ["ls", "a", "--jsno"]])
+def test_a_wrong_command_line(words: list[str]) -> None:
+    assert holdfast(*words).code == 2
+
+
+def test_a_wrong_setting_in_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_THREDS", "2")
+    one_line(holdfast("verify", "runs/a"), 1, "HOLDFAST_THREDS")
+
+
+ERRORS: list[tuple[BaseException, int]] = [
+    (HoldfastError("x"), 1),
+    (DigestMismatch("x"), 3),
+    (NotFound("x"), 4),
+    (NoSnapshot("x"), 4),
+    (FileNotFoundError(2, "No such file", "x"), 4),
+    (Denied("x"), 5),
+    (NoSpace("x"), 5),
+    (StoreError("x"), 5),
+    (PermissionError(13, "Permission denied", "x"), 5),
+    (FormatTooNew("x"), 6),
+    (MissingLeaf("x"), 6),
+    (AlreadyExists("x"), 8),
+    (Unavailable("x"), 9),
+    (CommitError("x"), 10),
+    (KeyboardInterrupt(), 130),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), ERRORS, ids=lambda v: type(v).__name__)
+def test_every_kind_of_failure_has_its_exit_code(
+    run: str, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def fail(self: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Run, "listing", fail)
+    one_line(holdfast("ls", run), code)
+
+
+def test_a_bug_is_not_hidden(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Run, "listing", fail)
+    with pytest.raises(ZeroDivisionError):
+        holdfast("ls", run)
+
+
+def test_the_exit_codes_stand_in_the_help() -> None:
+    answer = holdfast("--help")
+    assert answer.code == 0
+    for code, meaning in exits.MEANINGS.items():
+        assert f"{code}  {meaning}" in answer.out
+    assert all(verb in answer.out for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_json(verb: str) -> None:
+    answer = holdfast(verb, "--help")
+    assert answer.code == 0
+    assert "--json" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("value", "made"),
+    [
+        (float("nan"), "nan"),
+        ([1 << 63, 1 << 65], [1 << 63, hex(1 << 65)]),
+        ({1: (2, None)}, {"1": [2, None]}),
+        (np.float32(0.5), 0.5),
+        (b"x", "b'x'"),
+        (1j, "1j"),
+        (True, True),
+    ],
+)
+def test_values_as_json(value: Any, made: Any) -> None:
+    assert plain(value) == made
+
+
+def test_clean_text_is_one_line_of_printable_characters() -> None:
+    assert clean("a\x1b[1m\nb\udcffü") == "a\\x1b[1m b\\udcffü"
+
+
+def test_the_exit_codes_stand_in_the_document() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    for code, meaning in exits.MEANINGS.items():
+        assert f"| {code} | {meaning} |" in document

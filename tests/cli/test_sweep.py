@@ -1,0 +1,100 @@
+"""``holdfast sweep``."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.engine import pin
+from holdfast.engine.location import Location
+from holdfast.format.names import new_attempt, shard_name
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
+
+from .running import holdfast, leave
+
+
+def orphan(store: MemoryStore, attempt: str | None = None) -> str:
+    key = f"version_80/{shard_name(0, 1, attempt or new_attempt())}"
+    store.put_if_absent(key, b"x" * 10)
+    return key
+
+
+def keys(store: MemoryStore) -> list[str]:
+    return [s.key for s in store.list("")]
+
+
+def test_removes_only_what_no_manifest_names(store: MemoryStore) -> None:
+    before = keys(store)
+    key = orphan(store)
+    answer = holdfast("sweep", store.url, "--grace", "0")
+    assert answer.code == 0
+    assert f"removed  {key}" in answer.out
+    assert "Removed 1 file, 10 B" in answer.out
+    assert keys(store) == before
+    assert "Nothing to remove" in holdfast("sweep", store.url, "--grace", "0").out
+
+
+def test_json_keys_are_stable(store: MemoryStore) -> None:
+    key = orphan(store)
+    told = holdfast("sweep", store.url, "--json", "--grace", "1h30m").json
+    assert told == {
+        "run": store.url,
+        "dry_run": False,
+        "grace_seconds": 5400.0,
+        "abandoned": False,
+        "removed": [],
+        "bytes": 0,
+        "kept": [{"key": key, "why": "younger than 5400 s"}],
+    }
+
+
+def test_a_dry_run_only_tells(store: MemoryStore) -> None:
+    key = orphan(store)
+    assert "would remove" in holdfast("sweep", store.url, "--grace", "0", "--dry-run").out
+    assert key in keys(store)
+
+
+def test_a_save_under_way_is_kept_and_said(store: MemoryStore) -> None:
+    attempt = new_attempt()
+    key = orphan(store, attempt)
+    pin.hold(Location(store, "version_80"), attempt)
+    answer = holdfast("sweep", store.url, "--grace", "0")
+    assert "a save is under way" in answer.out
+    assert key in keys(store)
+
+
+def test_abandoned_versions_go_when_asked(store: MemoryStore) -> None:
+    leave(store, at=40, to=60)
+    assert not holdfast("sweep", store.url, "--grace", "0", "--json").json["removed"]
+    assert holdfast("sweep", store.url, "--abandoned").code == 0
+    told = holdfast("ls", store.url, "--json").json
+    assert [v["version"] for v in told["versions"]] == ["version_20", "version_40", "version_60.1"]
+
+
+def test_a_run_that_never_committed_can_be_swept(elsewhere: str) -> None:
+    store = open_store(elsewhere)
+    assert isinstance(store, MemoryStore)
+    orphan(store)
+    assert holdfast("ls", elsewhere).code == 4
+    assert "1 save that no manifest commits" in holdfast("ls", elsewhere).err
+    assert holdfast("sweep", elsewhere, "--grace", "0").code == 0
+    assert keys(store) == []
+
+
+def test_a_place_that_is_no_run_is_not_swept(elsewhere: str) -> None:
+    assert holdfast("sweep", elsewhere).code == 4
+
+
+@pytest.mark.parametrize("grace", ["", "5", "-5s", "1w", "h", "1h 2m", "nan", "24 h"])
+def test_a_grace_that_is_no_time_is_a_usage_error(run: str, grace: str) -> None:
+    answer = holdfast("sweep", run, "--grace", grace)
+    assert answer.code == 2
+    assert "24h" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("grace", "seconds"),
+    [("90s", 90), ("15m", 900), ("24h", 86400), ("7d", 604800), ("0.5h", 1800)],
+)
+def test_times(run: str, grace: str, seconds: float) -> None:
+    assert holdfast("sweep", run, "--grace", grace, "--json").json["grace_seconds"] == seconds

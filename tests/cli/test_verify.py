@@ -1,0 +1,109 @@
+"""``holdfast verify``."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.cli import verify as verb
+from holdfast.engine.snapshot import Snapshot
+from holdfast.errors import Denied, HoldfastError
+from holdfast.format.names import MANIFEST
+from holdfast.storage.memory import MemoryStore
+
+from ..trainings import flip, shard_of
+from .running import holdfast, leave
+
+
+def test_an_intact_run_is_ok(run: str) -> None:
+    answer = holdfast("verify", run)
+    assert answer.code == 0
+    assert answer.out.count("ok") == 3
+    assert "3 versions intact" in answer.out
+
+
+def test_one_snapshot(run: str) -> None:
+    answer = holdfast("verify", f"{run}/version_40")
+    assert answer.code == 0
+    assert "1 version intact" in answer.out
+
+
+def test_json_keys_are_stable(store: MemoryStore) -> None:
+    shard = shard_of(store, "version_40")
+    flip(store, shard)
+    answer = holdfast("verify", store.url, "--json")
+    assert answer.code == 3
+    told = answer.json
+    assert list(told) == ["place", "ok", "bytes", "seconds", "versions"]
+    assert [v["ok"] for v in told["versions"]] == [True, False, True]
+    assert list(told["versions"][1]) == ["version", "url", "ok", "bytes", "problems"]
+    [problem] = told["versions"][1]["problems"]
+    assert list(problem) == ["file", "offset", "leaves", "kind", "message", "fields"]
+    assert problem["file"] == shard
+    assert problem["kind"] == "DigestMismatch"
+    assert problem["offset"] > 0
+    assert problem["leaves"]
+
+
+@pytest.mark.parametrize("place", ["", "/version_40"])
+def test_damage_is_told_by_file_offset_and_leaf(store: MemoryStore, place: str) -> None:
+    flip(store, shard_of(store, "version_40"))
+    answer = holdfast("verify", store.url + place)
+    assert answer.code == 3
+    for part in (shard_of(store, "version_40"), "byte ", "weights", "1 problem"):
+        assert part in answer.out
+
+
+def test_a_damaged_manifest_is_damage(store: MemoryStore) -> None:
+    flip(store, f"version_40/{MANIFEST}")
+    answer = holdfast("verify", store.url)
+    assert answer.code == 3
+    assert f"version_40/{MANIFEST}" in answer.out
+    assert holdfast("verify", f"{store.url}/version_40").code == 3
+
+
+def test_versions_on_left_branches_and_branch_records_are_verified(store: MemoryStore) -> None:
+    leave(store, at=40, to=60)
+    flip(store, shard_of(store, "version_60"))
+    flip(store, "branch-1.json")
+    told = holdfast("verify", store.url, "--json").json
+    assert [v["version"] for v in told["versions"] if not v["ok"]] == [
+        "version_60",
+        "branch-1.json",
+    ]
+
+
+def test_a_version_that_retention_deletes_meanwhile_is_no_damage(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Snapshot.verify
+
+    def deleted(snapshot: Snapshot, progress: object) -> object:
+        for stat in list(store.list("version_20")):
+            store.delete(stat.key)
+        return real(snapshot, progress)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Snapshot, "verify", deleted)
+    answer = holdfast("verify", store.url, "--json")
+    assert answer.code == 0
+    assert [v["version"] for v in answer.json["versions"]] == ["version_40", "version_60"]
+
+
+def test_a_store_that_refuses_is_not_called_damage(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, version: object) -> None:
+        raise Denied("Cannot read it")
+
+    monkeypatch.setattr(verb.Run, "open", refuse)
+    assert holdfast("verify", store.url).code == 5
+
+
+def test_a_place_without_versions_is_not_found(elsewhere: str) -> None:
+    assert holdfast("verify", elsewhere).code == 4
+
+
+def test_errors_have_no_advice_twice() -> None:
+    from holdfast.cli.answer import brief
+
+    told = brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
+    assert told == "A is bad. Expected 1, found 2."
