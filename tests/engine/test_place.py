@@ -78,7 +78,7 @@ def test_a_long_list_of_differences_is_cut():
 
 def test_modules_tell_all_their_differences():
     m, live = nn.Linear(2, 3), nn.Linear(2, 4)
-    with pytest.raises(ShapeMismatch, match="2 of another shape: m/weight .*, m/bias") as e:
+    with pytest.raises(ShapeMismatch, match=r"2 of another shape: m/weight .*, m/bias") as e:
         holdfast.load(saved({"m": m}), into={"m": live})
     assert "m/weight [3, 2], live [4, 2]" in str(e.value)
     bare = nn.Linear(2, 3, bias=False)
