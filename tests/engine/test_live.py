@@ -684,6 +684,14 @@ def test_state_for_a_parameter_of_no_group_is_refused():
     opt.state[nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
     with pytest.raises(PlanError, match="in none of its groups"):
         holdfast.save(url(), {"m": m, "o": opt})
+    opt.state.clear()
+    opt.state["step"] = 5
+    with pytest.raises(PlanError, match="a int for what is in none of its groups"):
+        holdfast.save(url(), {"m": m, "o": opt})
+    opt.state.clear()
+    opt.state[m.weight] = torch.ones(1)
+    with pytest.raises(PlanError, match=r"a Tensor for m\.weight"):
+        holdfast.save(url(), {"m": m, "o": opt})
 
 
 def test_another_kind_of_optimizer_is_told_apart():
@@ -915,6 +923,19 @@ def test_an_object_with_a_state_of_tensors_and_values():
     a.state = state
     holdfast.load(saved({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
     same({**state, "in": {"n": 1}}, b.state)
+
+
+def test_a_dict_with_a_state_of_its_own_is_asked_for_it():
+    class Settings(dict):
+        def state_dict(self):
+            return {"all": dict(self)}
+
+        def load_state_dict(self, state):
+            self.update(state["all"])
+
+    live = Settings()
+    holdfast.load(saved({"s": Settings(a=1)}), into={"s": live})
+    assert live == {"a": 1}
 
 
 def test_what_load_state_dict_gets_is_its_own():

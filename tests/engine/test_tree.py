@@ -286,6 +286,9 @@ def test_arrays_that_are_refused():
     overlap = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]})
     refused(np.zeros(2, overlap), "dtype")
     refused(np.zeros(2, np.dtype("f8", metadata={"unit": "m"})), "dtype float64")
+    inner = np.dtype("f8", metadata={"unit": "m"})
+    refused(np.zeros(2, [("a", inner)]), "no bytes that can be written")
+    refused(np.zeros(2, [("a", inner, (2,))]), "no bytes that can be written")
 
 
 def test_a_memmap_is_refused_by_name(tmp_path):

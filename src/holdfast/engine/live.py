@@ -160,10 +160,13 @@ def optimizer_state(
     state = {}
     for parameter, slots in optimizer.state.items():
         name = named.get(id(parameter))
-        if name is None:
+        if name is None or not isinstance(slots, dict):
             raise PlanError(
-                f"The optimizer at {key!r} has state for a parameter that is in none of its groups",
-                todo="Remove it from optimizer.state",
+                f"The optimizer at {key!r} has state of a kind that is not known",
+                expected="for each parameter of its groups a dict of slots",
+                found=f"a {type(slots).__name__} for "
+                + ("what is in none of its groups" if name is None else name),
+                todo="Give the optimizer a state_dict() and load_state_dict() of its own",
                 leaf=key,
             )
         state[name] = dict(slots)

@@ -91,7 +91,7 @@ class Binder:
             return self._place(self._tensor, value, node, key)
         if isinstance(value, np.ndarray):
             return self._place(self._array, value, node, key)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and (type(value) is dict or not live.is_stateful(value)):
             return self._dict(value, node, key)
         if type(value) in (list, tuple):
             return self._sequence(value, node, key)

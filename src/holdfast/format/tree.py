@@ -318,7 +318,7 @@ def shape_fits(dtype: str, shape: Sequence[Any]) -> bool:
 
 def to_descr(dtype: np.dtype[Any]) -> Any:
     """A NumPy dtype as JSON. Raises ``ValueError`` for one that would not come back the same."""
-    if dtype.hasobject or dtype.isbuiltin == 2 or dtype.metadata:
+    if dtype.hasobject or dtype.isbuiltin == 2 or _has_metadata(dtype):
         raise ValueError(f"the dtype {dtype} has no bytes that can be written")
 
     def lists(descr: Any) -> Any:
@@ -329,6 +329,13 @@ def to_descr(dtype: np.dtype[Any]) -> Any:
     if back != dtype or back.type is not dtype.type:
         raise ValueError(f"the dtype {dtype} cannot be written down")
     return descr
+
+
+def _has_metadata(dtype: np.dtype[Any]) -> bool:
+    """Whether the dtype, or one within it, carries what ``.npy`` headers do not say."""
+    inner = [f[0] for f in (dtype.fields or {}).values()]
+    inner += [dtype.subdtype[0]] if dtype.subdtype else []
+    return bool(dtype.metadata) or any(map(_has_metadata, inner))
 
 
 def from_descr(descr: Any) -> np.dtype[Any]:
