@@ -23,7 +23,7 @@ from holdfast.engine.location import Url
 from holdfast.engine.save import Draft, Label, begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.worker import Pending
-from holdfast.errors import HoldfastError, SkippedVersion
+from holdfast.errors import AlreadyExists, HoldfastError, SkippedVersion
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
 from holdfast.policy import EverySeconds, KeepPolicy, Moment, SavePolicy
@@ -63,6 +63,7 @@ class Checkpointer:
         self._ready = False
         self._closed = False
         self._process = os.getpid()
+        self._attempt = ""
         self._newest: Snapshot | None = None
         self._pending: Pending | None = None
         self._late: HoldfastError | None = None
@@ -195,7 +196,16 @@ class Checkpointer:
             reason=reason,
             metrics={name: _number(value) for name, value in metrics.items()},
         )
-        draft = begin(self.run.place(version), self.state, label, self._pool, ahead=True)
+        try:
+            draft = begin(self.run.place(version), self.state, label, self._pool, ahead=True)
+        except AlreadyExists:
+            there = self.run.open(version)
+            if there.manifest.attempt != self._attempt:
+                raise  # of another job, or of an attempt that ended late
+            self._newest = there  # our own: an error had left it unknown whether it was committed
+            self._last = (version.step, time.monotonic())
+            return
+        self._attempt = draft.attempt
         self._pending = in_background(draft, self._finish)
         self._last = (version.step, time.monotonic())
         blocked = time.perf_counter() - began

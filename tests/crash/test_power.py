@@ -112,7 +112,7 @@ BRANCHED = -1
 
 
 @pytest.mark.parametrize(
-    ("every", "choices"), [(29, 3), pytest.param(1, 5, marks=pytest.mark.slow)]
+    ("every", "choices"), [(29, 3), pytest.param(3, 5, marks=pytest.mark.slow)]
 )
 def test_a_branch_that_was_left_stays_left(
     every: int, choices: int, pools: Pools, opened: Stores

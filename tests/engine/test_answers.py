@@ -192,6 +192,38 @@ def test_an_unknown_outcome_of_a_checkpointers_save_is_settled_by_resume() -> No
     assert check_promises(store, [1, 2]) == [1, 2]
 
 
+def test_a_save_of_unknown_outcome_is_found_when_it_is_tried_again() -> None:
+    store = Wrapped(MemoryStore())
+    state = fresh()
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(100))
+    train(state, ckpt, 1)
+    store.after = lost("put_if_absent", MANIFEST)
+    with pytest.raises(Unavailable, match="not known"):
+        ckpt.save()
+    store.after = lambda method, key: None
+    found = ckpt.save()
+    assert found.step == 1
+    train(state, ckpt, 2)
+    parent = ckpt.save().manifest.parent
+    assert parent is not None
+    assert (parent.version, parent.digest) == ("version_1", found.digest)
+    ckpt.close()
+    assert check_promises(store, [1, 2]) == [1, 2]
+
+
+def test_a_version_of_another_job_is_not_taken_for_our_own() -> None:
+    store = MemoryStore()
+    state = fresh()
+    with holdfast.Checkpointer(store, state, save=EverySteps(100)) as ckpt:
+        train(state, ckpt, 1)
+        save(store, 1)
+        with pytest.raises(AlreadyExists):
+            ckpt.save()
+        train(state, ckpt, 2)
+        assert ckpt.save().step == 2
+    assert check_promises(store, [1, 2]) == [1, 2]
+
+
 def test_what_is_refused_leaves_nothing() -> None:
     store = MemoryStore()
     with pytest.raises(holdfast.errors.Unsupported, match="bad"):
