@@ -19,6 +19,7 @@ from unreliable import Wrapped
 
 import holdfast
 from holdfast import Run
+from holdfast.engine import pin
 from holdfast.engine.save import Draft, finish
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import (
@@ -230,6 +231,7 @@ def test_a_save_that_begins_while_a_sweep_lists_is_safe() -> None:
             calls[0] += 1
             if calls[0] == at:
                 half = draft(store.inner, 1)
+                pin.hold(half.place, half.attempt)
                 upload = store.inner.put(f"version_1/{names.shard_name(0, 1, half.attempt)}", 3)
                 upload.write_at(0, memoryview(b"abc"))
                 upload.commit()
@@ -247,6 +249,7 @@ def test_a_save_that_begins_while_a_sweep_lists_is_safe() -> None:
 
 HELD = """
 import sys, time
+from holdfast.engine import pin
 from holdfast.engine.save import Label, begin
 from holdfast.engine.location import Location
 from holdfast.engine.worker import sync_pool
@@ -254,6 +257,7 @@ from holdfast.storage.local import LocalStore
 from tests.trainings import after
 store = LocalStore(sys.argv[1])
 draft = begin(Location(store, "version_1"), after(1), Label(step=1), sync_pool(), ahead=False)
+pin.hold(draft.place, draft.attempt)
 with store.put(f"version_1/shard-00000-of-00001.{draft.attempt}.safetensors", 5) as upload:
     upload.write_at(0, memoryview(b"12345"))
     upload.commit()

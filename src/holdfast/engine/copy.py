@@ -47,8 +47,7 @@ def copy_snapshot(
             found=found,
             todo="Open it anew",
         )
-    held = pin.hold(place, manifest.attempt)
-    try:
+    with pin.held(place, manifest.attempt):
         for index in indexes:
             _copy_shard(snapshot.place, place, index, progress)
         for shard in manifest.shards:
@@ -59,8 +58,6 @@ def copy_snapshot(
         copy = Snapshot(place, manifest, found)
         copy.indexes()  # read back through the store they went to; the shards by their length
         place.store.put_if_absent(place.key(MANIFEST), raw)
-    finally:
-        pin.release(place, held)
     events.emit("copied", url=snapshot.url, to=place.url, bytes=copy.nbytes)
     return copy
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,6 +29,16 @@ def hold(place: Location, attempt: str) -> str:
     return key
 
 
+@contextmanager
+def held(place: Location, attempt: str) -> Iterator[None]:
+    """Holds a pin for the time of a ``with`` block."""
+    key = hold(place, attempt)
+    try:
+        yield
+    finally:
+        release(place, key)
+
+
 def release(place: Location, key: str) -> None:
     """Take the pin away. What was saved is committed or not without it, so a store that fails
     here fails no save: the pin ends with this process, and ``sweep`` removes it."""
@@ -47,8 +59,16 @@ def alive(pin: Pin) -> bool | None:
 
 
 def identity() -> tuple[str, str, str]:
-    """This machine, this boot of it, and this process as ``pid:start`` (a pid alone returns)."""
-    return socket.gethostname(), _read("/proc/sys/kernel/random/boot_id"), _process(os.getpid())
+    """This machine, this boot of it, and this process as ``pid:start`` (a pid alone returns).
+
+    A container whose processes cannot be seen from here counts as another machine.
+    """
+    try:
+        seen = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        seen = ""
+    host = f"{socket.gethostname()} {seen}"
+    return host, _read("/proc/sys/kernel/random/boot_id"), _process(os.getpid())
 
 
 def now() -> str:

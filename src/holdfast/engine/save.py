@@ -51,7 +51,6 @@ class Draft:
     label: Label
     group: Group
     attempt: str
-    pin: str
     tree: Any
     image: Image
     pieces: list[Piece]
@@ -104,7 +103,6 @@ def in_background(
         return Pending(lambda: finish(draft), draft.place.url, after)
     except CommitError:
         drop(draft.pieces, draft.pool)
-        pin.release(draft.place, draft.pin)
         raise
 
 
@@ -121,42 +119,46 @@ def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool)
     chosen = mine.nonzero()[0].tolist()
     image = make_image([flat.leaves[i] for i in chosen], [holdings[i] for i in chosen])
     pieces = image.pieces()
-    attempt = names.new_attempt()
-    held = pin.hold(place, attempt)
     try:
         if ahead:
             stage_ahead(image, pieces, pool, read_settings().threads)
+            image.sources.clear()  # the live state is needed no more; temporaries of it may go
         staged = time.perf_counter()
         events.emit("staged", url=place.url, bytes=image.length, seconds=staged - began)
     except BaseException:
         drop(pieces, pool)
-        pin.release(place, held)
         raise
-    return Draft(place, label, group, attempt, held, flat.tree, image, pieces, pool, began, staged)
+    attempt = names.new_attempt()
+    return Draft(place, label, group, attempt, flat.tree, image, pieces, pool, began, staged)
 
 
 def finish(draft: Draft) -> Snapshot:
     """The half that runs beside the training: write, gather, commit."""
+    try:
+        with pin.held(draft.place, draft.attempt):
+            manifest, digest = _write_and_commit(draft)
+    finally:
+        drop(draft.pieces, draft.pool)
+    seconds = time.perf_counter() - draft.began
+    events.emit("committed", url=draft.place.url, bytes=draft.image.length, seconds=seconds)
+    return Snapshot(draft.place, manifest, digest)
+
+
+def _write_and_commit(draft: Draft) -> tuple[Manifest, str]:
     place, group, image, attempt = draft.place, draft.group, draft.image, draft.attempt
     shard = names.shard_name(group.rank, group.size, attempt)
     index = names.index_name(group.rank, group.size, attempt)
-    try:
-        threads = read_settings().threads
-        digests = write_shard(place, shard, image, draft.pieces, draft.pool, threads)
-        vouched = write_index(place, index, shard, image, digests)
-        receipt = Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
-        receipts = group.gather(receipt)
-        made = None
-        if receipts is not None:
-            check_receipts(place, receipts, group.size)
-            manifest = _manifest(draft, [r.shard for r in receipts])
-            made = (manifest, put_manifest(place, manifest))
-        manifest, digest = group.scatter(None if made is None else [made] * group.size)
-    finally:
-        pin.release(place, draft.pin)
-    seconds = time.perf_counter() - draft.began
-    events.emit("committed", url=place.url, bytes=image.length, seconds=seconds)
-    return Snapshot(place, manifest, digest)
+    threads = read_settings().threads
+    digests = write_shard(place, shard, image, draft.pieces, draft.pool, threads)
+    vouched = write_index(place, index, shard, image, digests)
+    receipt = Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
+    receipts = group.gather(receipt)
+    made = None
+    if receipts is not None:
+        check_receipts(place, receipts, group.size)
+        manifest = _manifest(draft, [r.shard for r in receipts])
+        made = (manifest, put_manifest(place, manifest))
+    return group.scatter(None if made is None else [made] * group.size)
 
 
 def _manifest(draft: Draft, shards: list[Shard]) -> Manifest:

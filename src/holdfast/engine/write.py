@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
-from holdfast.engine.stage import Image, Piece, drop
+from holdfast.engine.stage import Image, Piece
 from holdfast.format.digest import digest
 from holdfast.format.index import BoxAt, Index, Leaf, encode_index
 from holdfast.format.manifest import File
@@ -17,8 +17,8 @@ def write_shard(
     place: Location, name: str, image: Image, pieces: list[Piece], pool: Pool, threads: int
 ) -> list[str]:
     """Write all pieces, staged or not, and return the digest of every chunk once the shard is
-    durable. Raises ``StoreError``; then there is no such shard. The pieces' buffers are given
-    back to the pool either way."""
+    durable. Raises ``StoreError``; then there is no such shard, and pieces that were not reached
+    still have their buffers."""
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
 
@@ -41,12 +41,9 @@ def write_shard(
         finally:
             pool.release(buffer)
 
-    try:
-        with place.store.put(place.key(name), image.length) as upload:
-            in_parallel(pieces, write, min(threads, len(pieces)))
-            upload.commit()
-    finally:
-        drop(pieces, pool)
+    with place.store.put(place.key(name), image.length) as upload:
+        in_parallel(pieces, write, min(threads, len(pieces)))
+        upload.commit()
     return digests
 
 
