@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from tests.trainings import after
 
+from holdfast.engine.buffers import shared_pool
 from holdfast.engine.location import Location
 from holdfast.engine.save import Draft, Label, begin, finish
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.worker import sync_pool
 from holdfast.storage.store import Store
 
 
 def draft(store: Store, step: int, *, ahead: bool = False) -> Draft:
     label = Label(step=step)
-    return begin(Location(store, f"version_{step}"), after(step), label, sync_pool(), ahead=ahead)
+    return begin(Location(store, f"version_{step}"), after(step), label, shared_pool(), ahead=ahead)
 
 
 def save(store: Store, step: int) -> Snapshot:

@@ -14,9 +14,9 @@ from unreliable import Wrapped
 
 import holdfast
 from holdfast import Run, events
+from holdfast.engine.buffers import shared_pool
 from holdfast.engine.location import Location
 from holdfast.engine.save import Label, begin, finish
-from holdfast.engine.worker import sync_pool
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -229,7 +229,7 @@ def test_what_is_refused_leaves_nothing() -> None:
     with pytest.raises(holdfast.errors.Unsupported, match="bad"):
         finish(
             begin(
-                Location(store, "version_1"), {"bad": object()}, Label(), sync_pool(), ahead=False
+                Location(store, "version_1"), {"bad": object()}, Label(), shared_pool(), ahead=False
             )
         )
     assert keys(store) == []

@@ -1,6 +1,6 @@
 """On a CUDA device: what is saved from it, loaded onto it, and into live state on it.
 
-Skipped where there is none, and never run yet: until it has been, saving from a device is experimental.
+Skipped where there is none. Never run yet: until it has been, saving from a device is experimental.
 """
 
 from __future__ import annotations

@@ -86,13 +86,13 @@ def test_a_child_never_writes_into_the_buffers_of_its_parent(tmp_path: Path) -> 
         tmp_path,
         FORK
         + """
-from holdfast.engine.worker import sync_pool
-held = sync_pool().acquire()
+from holdfast.engine.buffers import shared_pool
+held = shared_pool().acquire()
 held.view[:5] = b"paren"
-sync_pool().release(held)
+shared_pool().release(held)
 pid = os.fork()
 if pid == 0:
-    mine = sync_pool().acquire()
+    mine = shared_pool().acquire()
     mine.view[:5] = b"child"
     os._exit(0)
 os.waitpid(pid, 0)

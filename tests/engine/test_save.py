@@ -252,11 +252,11 @@ import sys, time
 from holdfast.engine import pin
 from holdfast.engine.save import Label, begin
 from holdfast.engine.location import Location
-from holdfast.engine.worker import sync_pool
+from holdfast.engine.buffers import shared_pool
 from holdfast.storage.local import LocalStore
 from tests.trainings import after
 store = LocalStore(sys.argv[1])
-draft = begin(Location(store, "version_1"), after(1), Label(step=1), sync_pool(), ahead=False)
+draft = begin(Location(store, "version_1"), after(1), Label(step=1), shared_pool(), ahead=False)
 pin.hold(draft.place, draft.attempt)
 with store.put(f"version_1/shard-00000-of-00001.{draft.attempt}.safetensors", 5) as upload:
     upload.write_at(0, memoryview(b"12345"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.engine.location import Location
 from holdfast.errors import AlreadyExists, CommitError, StoreError, Unavailable
+from holdfast.format.grammar import check_tree
 from holdfast.format.manifest import Manifest, Shard, encode_manifest
 from holdfast.format.names import MANIFEST
 
@@ -55,6 +56,7 @@ def put_manifest(place: Location, manifest: Manifest) -> str:
     its field ``outcome`` is "unknown" where the store cannot tell whether the manifest is there.
     """
     raw, made = encode_manifest(manifest)
+    check_tree(manifest.tree, MANIFEST)  # nothing is committed that would be refused when read
     try:
         place.store.put_if_absent(place.key(MANIFEST), raw)
     except AlreadyExists as e:

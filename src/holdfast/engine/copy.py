@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from holdfast import events
 from holdfast.engine import pin
+from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import ReadItem, whole_file
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.read import read_chunks
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.worker import sync_pool
 from holdfast.errors import AlreadyExists, FormatError, NotFound
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import MAX_BYTES, decode_manifest
@@ -114,7 +114,7 @@ def _each(
     use: Callable[[ReadItem, memoryview], None],
 ) -> None:
     """Read all items, check them, and hand their bytes on; by several threads."""
-    pool = sync_pool()
+    pool = shared_pool()
     align = place.store.traits.alignment
 
     def work(item: ReadItem) -> None:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from holdfast import events
 from holdfast.engine import live
+from holdfast.engine.garbage import uncollected
 from holdfast.engine.group import current_group
 from holdfast.engine.location import Url
 from holdfast.engine.place import Binder
-from holdfast.engine.room import Room
+from holdfast.engine.room import Room, Settle
 from holdfast.engine.select import ABSENT, prune, rename, selector
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError
@@ -77,35 +78,8 @@ def load_snapshot(
 ) -> Any:
     """``load``, of a snapshot that is open."""
     current_group()
-    if into is not None and not isinstance(into, dict):
-        raise PlanError(
-            f"into= is a {type(into).__name__}",
-            expected='a dict like the one that was saved, such as {"model": model}',
-            found=type(into).__name__,
-        )
-    selected = selector(keys)
-    tree = snapshot.manifest.tree
-    if leniency.rename:
-        tree = rename(tree, leniency.rename)
-    snapshot.indexes()
     room = Room(snapshot, device)
-    if into is None:
-        tree = prune(tree, selected)
-        if tree is ABSENT:
-            raise _nothing(snapshot, keys)
-        settle = room.make(tree, "")
-    else:
-        names = live.parameter_names(into)
-        binder = Binder(room, selected, names, leniency.cast, leniency.rename)
-        settle = binder.bind(into, tree, "")
-        differences = binder.differences
-        if leniency.missing == "keep":
-            differences.missing.clear()
-        if leniency.unexpected == "ignore":
-            differences.unexpected.clear()
-        differences.raise_any(snapshot.url)
-        if keys is not None and not room.wants and not any(map(selected, snapshot.nodes())):
-            raise _nothing(snapshot, keys)
+    settle = _bind(room, into, keys, leniency)
     try:
         snapshot.read(room.wants, room.targets)
         loaded = settle()
@@ -122,6 +96,44 @@ def load_snapshot(
         raise
     events.emit("loaded", url=snapshot.url, leaves=len(room.wants))
     return loaded
+
+
+@uncollected()
+def _bind(
+    room: Room, into: dict[str, Any] | None, keys: str | Sequence[str] | None, leniency: Leniency
+) -> Settle:
+    """Give every leaf that is wanted a target, live or fresh; nothing live is touched.
+
+    Returns what gives the loaded state once the bytes are in. Raises ``PlanError``.
+    """
+    snapshot, selected = room.snapshot, selector(keys)
+    tree = snapshot.manifest.tree
+    if leniency.rename:
+        tree = rename(tree, leniency.rename)
+    snapshot.indexes()  # before any memory is taken: the bytes behind the shapes are there
+    if into is None:
+        tree = prune(tree, selected)
+        if tree is ABSENT:
+            raise _nothing(snapshot, keys)
+        return room.make(tree, "")
+    if not isinstance(into, dict):
+        raise PlanError(
+            f"into= is a {type(into).__name__}",
+            expected='a dict like the one that was saved, such as {"model": model}',
+            found=type(into).__name__,
+        )
+    names = live.parameter_names(into)
+    binder = Binder(room, selected, names, leniency.cast, leniency.rename)
+    settle = binder.bind(into, tree, "")
+    differences = binder.differences
+    if leniency.missing == "keep":
+        differences.missing.clear()
+    if leniency.unexpected == "ignore":
+        differences.unexpected.clear()
+    differences.raise_any(snapshot.url)
+    if keys is not None and not room.wants and not any(map(selected, snapshot.nodes())):
+        raise _nothing(snapshot, keys)
+    return settle
 
 
 def _nothing(snapshot: Snapshot, keys: Any) -> MissingLeaf:

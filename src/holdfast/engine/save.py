@@ -14,7 +14,9 @@ from typing import Any
 
 from holdfast import events
 from holdfast.engine import pin
+from holdfast.engine.buffers import shared_pool
 from holdfast.engine.commit import Receipt, check_receipts, put_manifest
+from holdfast.engine.garbage import uncollected
 from holdfast.engine.group import Group, current_group
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.offer import make_offer
@@ -22,7 +24,7 @@ from holdfast.engine.plan import plan_write
 from holdfast.engine.snapshot import Snapshot, writer
 from holdfast.engine.stage import Image, Piece, drop, make_image, stage_ahead, whole
 from holdfast.engine.tree import flatten
-from holdfast.engine.worker import Pending, sync_pool
+from holdfast.engine.worker import Pending
 from holdfast.engine.write import write_index, write_shard
 from holdfast.errors import AlreadyExists, CommitError, NotFound
 from holdfast.format import names, tree
@@ -73,7 +75,7 @@ def save(
     whenever it raises, nothing was committed, unless the error's ``outcome`` is "unknown".
     """
     label = Label(step=step, note=note)
-    return finish(begin(locate(url), state, label, sync_pool(), ahead=False))
+    return finish(begin(locate(url), state, label, shared_pool(), ahead=False))
 
 
 def save_async(
@@ -111,13 +113,14 @@ def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool)
     began = time.perf_counter()
     group = current_group()
     _refuse_existing(place)
-    flat = flatten(state)
-    holdings = [whole(leaf) for leaf in flat.leaves]
-    offers = group.gather(make_offer(holdings))
-    plan = None if offers is None else plan_write(offers)
-    mine = group.scatter(None if plan is None else [plan.mask(r) for r in range(group.size)])
-    chosen = mine.nonzero()[0].tolist()
-    image = make_image([flat.leaves[i] for i in chosen], [holdings[i] for i in chosen])
+    with uncollected():
+        flat = flatten(state)
+        holdings = [whole(leaf) for leaf in flat.leaves]
+        offers = group.gather(make_offer(holdings))
+        plan = None if offers is None else plan_write(offers)
+        mine = group.scatter(None if plan is None else [plan.mask(r) for r in range(group.size)])
+        chosen = mine.nonzero()[0].tolist()
+        image = make_image([flat.leaves[i] for i in chosen], [holdings[i] for i in chosen])
     pieces = image.pieces()
     try:
         if ahead:

@@ -6,33 +6,30 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from holdfast import __version__
+from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import Want, plan_read
+from holdfast.engine.files import check_length, read_index
+from holdfast.engine.garbage import uncollected
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.read import Target, run_reads
-from holdfast.engine.worker import sync_pool
+from holdfast.engine.verify import Report, verify
 from holdfast.errors import (
-    DigestMismatch,
-    FormatError,
     HoldfastError,
     ManifestInvalid,
     NotFound,
 )
 from holdfast.format import tree
-from holdfast.format.digest import digest
 from holdfast.format.grammar import check_plain, check_tree
-from holdfast.format.index import ShardIndex, decode_index
-from holdfast.format.manifest import MAX_BYTES, Manifest, Shard, decode_manifest
+from holdfast.format.index import ShardIndex
+from holdfast.format.manifest import MAX_BYTES, Manifest, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.settings import read_settings
 from holdfast.words import DTYPES, Box
-
-if TYPE_CHECKING:
-    from holdfast.engine.verify import Report
 
 Index = int | slice | EllipsisType
 
@@ -50,6 +47,7 @@ def open_snapshot(url: Url) -> Snapshot:
     return open_at(locate(url))
 
 
+@uncollected()
 def open_at(place: Location) -> Snapshot:
     """As ``open_snapshot``, for a location."""
     file = place.key(MANIFEST)
@@ -149,6 +147,7 @@ class Snapshot:
             return LeafView(self, key, node)
         return tree.decode(node, key, tree.refuse)
 
+    @uncollected()
     def indexes(self) -> list[ShardIndex]:
         """The indexes of all shards, read once, checked against manifest and tree.
 
@@ -203,9 +202,10 @@ class Snapshot:
     def read(self, wants: Sequence[Want], targets: Sequence[Target]) -> None:
         """Fill the targets with what is wanted, checked. Raises ``FormatError``, ``StoreError``."""
         indexes = self.indexes()
-        plan = plan_read(indexes, wants)
+        with uncollected():
+            plan = plan_read(indexes, wants)
         threads = read_settings().threads
-        run_reads(self.place, plan, indexes, targets, sync_pool(), threads)
+        run_reads(self.place, plan, indexes, targets, shared_pool(), threads)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Report:
         """Read every byte of every file and compare it with its digest.
@@ -213,9 +213,7 @@ class Snapshot:
         Never raises for damage: the report names all of it. ``progress(nbytes)`` is called as
         bytes are done, from several threads.
         """
-        from holdfast.engine.verify import verify
-
-        return verify(self, progress)
+        return verify(self.place, self.manifest, self.leaves, self.indexes, progress)
 
 
 class LeafView:
@@ -285,56 +283,6 @@ def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: An
             leaf=key,
         )
     return torch.empty(sizes, dtype=getattr(torch, dtype), device=device)
-
-
-def read_index(place: Location, shard: Shard) -> ShardIndex:
-    """The index of a shard, its bytes and its claims checked against the manifest."""
-    file = place.key(shard.index.name)
-    check_length(place, shard.index.name, shard.index.length)
-    raw = place.store.get(file, MAX_BYTES)
-    found = digest(raw)
-    if found != shard.index.digest:
-        raise DigestMismatch(
-            f"{place.url}/{shard.index.name} is damaged",
-            expected=f"digest {shard.index.digest}",
-            found=found,
-            todo="Take another version; `holdfast verify` shows which are intact",
-            file=file,
-            offset=0,
-        )
-    index = decode_index(raw, file)
-    if (index.shard, index.length) != (shard.name, shard.length):
-        raise ManifestInvalid(
-            f"{file} is the index of another shard",
-            expected=f"{shard.name} of {shard.length} bytes",
-            found=f"{index.shard} of {index.length} bytes",
-            file=file,
-        )
-    return index
-
-
-def check_length(place: Location, name: str, length: int) -> None:
-    file = place.key(name)
-    try:
-        found = place.store.stat(file).length
-    except NotFound as e:
-        raise FormatError(
-            f"{place.url} is damaged: {name} is missing",
-            expected=f"{length} bytes",
-            found="no such file",
-            todo="Take another version; `holdfast verify` shows which are intact",
-            file=file,
-            offset=0,
-        ) from e
-    if found != length:
-        raise FormatError(
-            f"{place.url} is damaged: {name} has another length",
-            expected=f"{length} bytes",
-            found=f"{found} bytes",
-            todo="Take another version; `holdfast verify` shows which are intact",
-            file=file,
-            offset=min(found, length),
-        )
 
 
 def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:

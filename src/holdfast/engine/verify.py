@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import ReadItem, Want, plan_read, whole_file
+from holdfast.engine.files import check_length, read_index
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.read import read_chunks
-from holdfast.engine.snapshot import Snapshot, check_length, read_index
-from holdfast.engine.worker import sync_pool
 from holdfast.errors import FormatError, HoldfastError, ManifestInvalid, StoreError
 from holdfast.format.index import ShardIndex
-from holdfast.format.manifest import Shard
+from holdfast.format.manifest import Manifest, Shard
 from holdfast.format.names import MANIFEST
 from holdfast.format.tensorfile import entry_name, header_length, parse_header, stored_shape
 from holdfast.settings import read_settings
@@ -46,8 +46,14 @@ class Report:
         return not self.problems
 
 
-def verify(snapshot: Snapshot, progress: Callable[[int], None] | None) -> Report:
-    """See ``Snapshot.verify``."""
+def verify(
+    place: Location,
+    manifest: Manifest,
+    leaves: Mapping[str, tuple[str, tuple[int, ...]]],
+    indexes: Callable[[], Sequence[ShardIndex]],
+    progress: Callable[[int], None] | None,
+) -> Report:
+    """See ``Snapshot.verify``. ``indexes`` reads and checks all of them, or raises."""
     began = time.perf_counter()
     problems: list[Problem] = []
     done: list[int] = []
@@ -57,17 +63,17 @@ def verify(snapshot: Snapshot, progress: Callable[[int], None] | None) -> Report
         if progress is not None:
             progress(nbytes)
 
-    for shard in snapshot.manifest.shards:
-        _verify_shard(snapshot.place, shard, problems, tell)
+    for shard in manifest.shards:
+        _verify_shard(place, shard, problems, tell)
     if not problems:
         try:
             # every leaf whole, by the same plan that a load makes
-            wants = [Want(k, Box.whole(s)) for k, (_, s) in snapshot.leaves.items()]
-            plan_read(snapshot.indexes(), wants)
+            wants = [Want(k, Box.whole(s)) for k, (_, s) in leaves.items()]
+            plan_read(indexes(), wants)
         except (FormatError, StoreError) as e:
-            problems.append(_as_problem(e, snapshot.place.key(MANIFEST)))
+            problems.append(_as_problem(e, place.key(MANIFEST)))
     problems.sort(key=lambda p: (p.file, p.offset or 0))
-    return Report(snapshot.url, sum(done), time.perf_counter() - began, tuple(problems))
+    return Report(place.url, sum(done), time.perf_counter() - began, tuple(problems))
 
 
 def _as_problem(error: HoldfastError, file: str) -> Problem:
@@ -88,7 +94,7 @@ def _verify_shard(
     except (FormatError, StoreError) as e:
         problems.append(_as_problem(e, file))
         return
-    pool = sync_pool()
+    pool = shared_pool()
     align = place.store.traits.alignment
 
     def check(item: ReadItem) -> None:

@@ -1,4 +1,4 @@
-"""The background half of an asynchronous save, and the buffers that saves share."""
+"""The background half of an asynchronous save."""
 
 from __future__ import annotations
 
@@ -7,31 +7,15 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitError, HoldfastError
-from holdfast.storage.direct import Pool
-from holdfast.words import MIB
 
 if TYPE_CHECKING:
     from holdfast.engine.snapshot import Snapshot
 
-BUDGET = 256 * MIB
-"""Memory that a synchronous save or a load may use beyond the state, in bytes."""
-
-_pool: Pool | None = None
-_lock = Lock()
 _unseen: set[Pending] = set()
-
-
-def sync_pool() -> Pool:
-    """The buffers that synchronous saves and loads of this process share."""
-    global _pool
-    with _lock:
-        if _pool is None:
-            _pool = Pool(BUDGET // 2)
-        return _pool
 
 
 class Pending:
@@ -126,13 +110,6 @@ def _report_unseen() -> None:
         vars(sys)["_holdfast_exit"] = _Exit()
 
 
-def _forget() -> None:
-    """In a forked child: the saves are its parent's, and so are the buffers, which are shared
-    memory: whatever the child wrote into them would stand in the parent's files."""
-    global _pool, _lock
-    _pool, _lock = None, Lock()
-    _unseen.clear()
-
-
 atexit.register(_report_unseen)
-os.register_at_fork(after_in_child=_forget)
+# in a forked child the saves are its parent's
+os.register_at_fork(after_in_child=_unseen.clear)

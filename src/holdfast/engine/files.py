@@ -1,0 +1,60 @@
+"""The files of a snapshot, held against what its manifest says of them."""
+
+from __future__ import annotations
+
+from holdfast.engine.location import Location
+from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
+from holdfast.format.digest import digest
+from holdfast.format.index import ShardIndex, decode_index
+from holdfast.format.manifest import MAX_BYTES, Shard
+
+
+def read_index(place: Location, shard: Shard) -> ShardIndex:
+    """The index of a shard, its bytes and its claims checked against the manifest."""
+    file = place.key(shard.index.name)
+    check_length(place, shard.index.name, shard.index.length)
+    raw = place.store.get(file, MAX_BYTES)
+    found = digest(raw)
+    if found != shard.index.digest:
+        raise DigestMismatch(
+            f"{place.url}/{shard.index.name} is damaged",
+            expected=f"digest {shard.index.digest}",
+            found=found,
+            todo="Take another version; `holdfast verify` shows which are intact",
+            file=file,
+            offset=0,
+        )
+    index = decode_index(raw, file)
+    if (index.shard, index.length) != (shard.name, shard.length):
+        raise ManifestInvalid(
+            f"{file} is the index of another shard",
+            expected=f"{shard.name} of {shard.length} bytes",
+            found=f"{index.shard} of {index.length} bytes",
+            file=file,
+        )
+    return index
+
+
+def check_length(place: Location, name: str, length: int) -> None:
+    """See that a file is there, with its length. Raises ``FormatError`` or ``StoreError``."""
+    file = place.key(name)
+    try:
+        found = place.store.stat(file).length
+    except NotFound as e:
+        raise FormatError(
+            f"{place.url} is damaged: {name} is missing",
+            expected=f"{length} bytes",
+            found="no such file",
+            todo="Take another version; `holdfast verify` shows which are intact",
+            file=file,
+            offset=0,
+        ) from e
+    if found != length:
+        raise FormatError(
+            f"{place.url} is damaged: {name} has another length",
+            expected=f"{length} bytes",
+            found=f"{found} bytes",
+            todo="Take another version; `holdfast verify` shows which are intact",
+            file=file,
+            offset=min(found, length),
+        )
