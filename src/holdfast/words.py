@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 KIB = 1024
@@ -66,9 +67,11 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
-        return cls((0,) * len(shape), shape)
+    @staticmethod
+    @lru_cache(1024)
+    def whole(shape: tuple[int, ...]) -> Box:
+        """All of a tensor of that shape. States have many tensors of few shapes."""
+        return Box((0,) * len(shape), shape)
 
     @property
     def elements(self) -> int:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from holdfast.engine import worker
+from holdfast.engine import buffers
 from holdfast.storage.direct import Pool
 from holdfast.storage.store import Store
 
@@ -42,7 +42,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
         monkeypatch.setattr(f"holdfast.engine.{module}.UNIT", UNIT)
     monkeypatch.setattr("holdfast.engine.save.Pool", pools.make)
     monkeypatch.setattr("holdfast.checkpointer.Pool", pools.make)
-    monkeypatch.setattr(worker, "_pool", pools.make(64 * PAGE))
+    monkeypatch.setattr(buffers, "_pool", pools.make(64 * PAGE))
     monkeypatch.setenv("HOLDFAST_THREADS", "3")
     return pools
 

@@ -113,18 +113,25 @@ def parameter_names(state: Any) -> dict[int, str]:
 
 
 def _modules(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The modules in a state, with their paths. Most members of a dict are neither module nor
+    container, and are passed over without being named."""
     if is_module(value):
         yield path, value
     elif isinstance(value, dict | list | tuple) and id(value) not in inside:
         members = list(value.values()) if isinstance(value, dict) else list(value)
-        levels = list(value) if isinstance(value, dict) else list(range(len(value)))
+        torch = torch_or_none()
+        kinds = (dict, list, tuple) if torch is None else (dict, list, tuple, torch.nn.Module)
+        deeper = [i for i, member in enumerate(members) if isinstance(member, kinds)]
+        if not deeper:
+            return
         try:
+            levels = list(value) if isinstance(value, dict) else list(range(len(value)))
             names = child_keys(levels, "")
         except ValueError:  # an integer too long for text, which is refused by its place
             return
-        for name, member in zip(names, members, strict=True):
-            at = f"{path}.{name}" if path else name
-            yield from _modules(member, at, (*inside, id(value)))
+        for i in deeper:
+            at = f"{path}.{names[i]}" if path else names[i]
+            yield from _modules(members[i], at, (*inside, id(value)))
 
 
 def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:

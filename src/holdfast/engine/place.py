@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.engine import live
+from holdfast.engine.module import bind_module
+from holdfast.engine.optimizer import bind_optimizer
 from holdfast.engine.room import BYTES, Room, Settle
 from holdfast.engine.select import ABSENT, Selected
 from holdfast.engine.tree import dtype_name
@@ -83,9 +85,10 @@ class Binder:
     renamed: Mapping[str, str] = field(default_factory=dict)
     differences: Differences = field(default_factory=Differences)
     bound: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    torch: Any = field(default_factory=live.torch_or_none)
 
     def bind(self, value: Any, node: Any, key: str) -> Settle:
-        torch = live.torch_or_none()
+        torch = self.torch
         # tensors first: there are many of them, and asking them for attributes is slow
         if torch is not None and isinstance(value, torch.Tensor):
             return self._place(self._tensor, value, node, key)
@@ -96,12 +99,8 @@ class Binder:
         if type(value) in (list, tuple):
             return self._sequence(value, node, key)
         if live.is_module(value):
-            from holdfast.engine.module import bind_module
-
             return bind_module(self, value, node, key)
         if live.is_optimizer(value):
-            from holdfast.engine.optimizer import bind_optimizer
-
             return bind_optimizer(self, value, node, key)
         if live.is_stateful(value):
             return self._stateful(value, node, key)
@@ -216,7 +215,7 @@ class Binder:
     def tensor_source(self, value: Any, node: Any, key: str) -> str | None:
         """The key of the bytes for a live tensor; None (and a difference) if they do not fit."""
         source = self._source(node, key, "tensor")
-        if source is None or str(value.layout) != "torch.strided":
+        if source is None or value.layout is not self.torch.strided:
             self.other_kind(str(value.layout).replace("torch.", "tensor "), node, key)
             return None
         return source if self.fits(value, source, key) else None

@@ -41,7 +41,7 @@ class Room:
         """Have the whole leaf read into ``into``."""
         dtype, shape = self.snapshot.leaves[source]
         if 0 not in shape:
-            self.wants.append(Want(source, Box((0,) * len(shape), shape)))
+            self.wants.append(Want(source, Box.whole(shape)))
             self.targets.append(Target.of(dtype, shape, into))
 
     def make(self, node: Any, key: str, device: Any = None) -> Settle:

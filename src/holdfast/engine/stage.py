@@ -145,7 +145,7 @@ def _copy_out(source: Any, start: int, stop: int, buffer: Buffer, at: int) -> No
             ctypes.memmove(buffer.address + at, address + start, stop - start)
         else:
             _copy_strided_array(source, start, stop, buffer.view[at:])
-    elif source.device.type == "cpu" and source.is_contiguous():
+    elif source.is_cpu and source.is_contiguous():
         ctypes.memmove(buffer.address + at, source.data_ptr() + start, stop - start)
     else:
         _copy_strided_tensor(source, start, stop, buffer.view[at:])
