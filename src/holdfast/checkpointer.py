@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from holdfast import events
+from holdfast.engine.draft import Draft, Label
 from holdfast.engine.load import load_snapshot
 from holdfast.engine.location import Url
-from holdfast.engine.save import Draft, Label, begin, finish, in_background
+from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.worker import Pending
 from holdfast.errors import AlreadyExists, HoldfastError, SkippedVersion

@@ -27,11 +27,11 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Raises ``PlanError`` for a state that is not one of ``Progress``."""
-        if set(state) != {"epoch", "step", "samples"}:
+        if not isinstance(state, dict) or set(state) != {"epoch", "step", "samples"}:
             raise PlanError(
                 "This is not the state of a Progress",
                 expected="epoch, step and samples",
-                found=", ".join(map(str, state)),
+                found=", ".join(map(str, state)) if isinstance(state, dict) else type(state),
             )
         self.epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]
 
@@ -53,7 +53,16 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Devices that were not there when the state was saved keep their own generators."""
+        """Devices that were not there when the state was saved keep their own generators.
+
+        Raises ``PlanError`` for a state that is not one of ``RNG``.
+        """
+        if not isinstance(state, dict) or not {"python", "numpy"} <= set(state):
+            raise PlanError(
+                "This is not the state of an RNG",
+                expected="python, numpy and torch",
+                found=", ".join(map(str, state)) if isinstance(state, dict) else type(state),
+            )
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch = _torch()

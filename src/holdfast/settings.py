@@ -17,7 +17,7 @@ class Settings:
     may go past the page cache with O_DIRECT.
     """
 
-    threads: int = 6
+    threads: int = 8
     direct: bool = True
 
 
@@ -36,7 +36,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
                 found=name,
                 todo="Correct its name or unset it",
             )
-    threads = environ.get("HOLDFAST_THREADS", "6")
+    threads = environ.get("HOLDFAST_THREADS", "8")
     if not threads.isdecimal() or not 1 <= int(threads) <= 256:
         raise HoldfastError(
             "HOLDFAST_THREADS cannot be used", expected="1 to 256", found=repr(threads)

@@ -10,8 +10,9 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
-UNIT = 8 * MIB
-"""Bytes that one thread writes, reads and digests in one piece."""
+UNIT = 4 * MIB
+"""Bytes that one thread writes, reads and digests in one piece. Eight threads' buffers then fit
+into a processor's last cache: with 8 MiB each, copying took twice the CPU time."""
 
 ALIGNMENT = 4096
 """What O_DIRECT asks of addresses, offsets and lengths on every disk that we know."""

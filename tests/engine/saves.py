@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.trainings import after
 
 from holdfast.engine.buffers import shared_pool
+from holdfast.engine.draft import Draft, Label
 from holdfast.engine.location import Location
-from holdfast.engine.save import Draft, Label, begin, finish
+from holdfast.engine.save import begin, finish
 from holdfast.engine.snapshot import Snapshot
 from holdfast.storage.store import Store
 

@@ -15,8 +15,9 @@ from unreliable import Wrapped
 import holdfast
 from holdfast import Run, events
 from holdfast.engine.buffers import shared_pool
+from holdfast.engine.draft import Label
 from holdfast.engine.location import Location
-from holdfast.engine.save import Label, begin, finish
+from holdfast.engine.save import begin, finish
 from holdfast.errors import (
     AlreadyExists,
     CommitError,

@@ -20,7 +20,8 @@ from unreliable import Wrapped
 import holdfast
 from holdfast import Run
 from holdfast.engine import pin
-from holdfast.engine.save import Draft, finish
+from holdfast.engine.draft import Draft
+from holdfast.engine.save import finish
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import (
     AlreadyExists,
@@ -250,7 +251,8 @@ def test_a_save_that_begins_while_a_sweep_lists_is_safe() -> None:
 HELD = """
 import sys, time
 from holdfast.engine import pin
-from holdfast.engine.save import Label, begin
+from holdfast.engine.draft import Label
+from holdfast.engine.save import begin
 from holdfast.engine.location import Location
 from holdfast.engine.buffers import shared_pool
 from holdfast.storage.local import LocalStore

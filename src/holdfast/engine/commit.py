@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.location import Location
-from holdfast.errors import AlreadyExists, CommitError, StoreError, Unavailable
+from holdfast.errors import AlreadyExists, CommitError, NotFound, StoreError, Unavailable
 from holdfast.format.grammar import check_tree
 from holdfast.format.manifest import Manifest, Shard, encode_manifest
 from holdfast.format.names import MANIFEST
@@ -72,3 +72,17 @@ def put_manifest(place: Location, manifest: Manifest) -> str:
         more = "Whether this version was committed is not known: `holdfast ls` shows it if it was"
         raise e.told(more, outcome="unknown") from e
     return made
+
+
+def refuse_existing(place: Location) -> None:
+    """Raise ``AlreadyExists`` if there is a snapshot, before anything is written."""
+    try:
+        place.store.stat(place.key(MANIFEST))
+    except NotFound:
+        return
+    raise AlreadyExists(
+        f"There is a snapshot at {place.url}; nothing was changed",
+        todo="Save under another name: a snapshot is never modified",
+        key=place.key(MANIFEST),
+        store=place.store.url,
+    )

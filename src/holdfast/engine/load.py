@@ -8,7 +8,6 @@ plain values, options, ``load_state_dict``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from holdfast import events
@@ -16,29 +15,11 @@ from holdfast.engine import live
 from holdfast.engine.garbage import uncollected
 from holdfast.engine.group import current_group
 from holdfast.engine.location import Url
-from holdfast.engine.place import Binder
+from holdfast.engine.place import STRICT, Binder, Leniency
 from holdfast.engine.room import Room, Settle
 from holdfast.engine.select import ABSENT, prune, rename, selector
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError
-
-
-@dataclass(frozen=True, slots=True)
-class Leniency:
-    """What a load may overlook; nothing, unless it is asked for by name."""
-
-    missing: Literal["error", "keep"] = "error"
-    unexpected: Literal["error", "ignore"] = "error"
-    cast: bool = False
-    rename: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.missing not in ("error", "keep") or self.unexpected not in ("error", "ignore"):
-            raise PlanError(
-                "This leniency is not known",
-                expected='missing="error" or "keep", unexpected="error" or "ignore"',
-                found=f"missing={self.missing!r}, unexpected={self.unexpected!r}",
-            )
 
 
 def load(
@@ -74,7 +55,7 @@ def load_snapshot(
     into: dict[str, Any] | None = None,
     keys: str | Sequence[str] | None = None,
     device: Any = None,
-    leniency: Leniency = Leniency(),
+    leniency: Leniency = STRICT,
 ) -> Any:
     """``load``, of a snapshot that is open."""
     current_group()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,6 +32,28 @@ from holdfast.format.names import join
 _NO_VALUES = frozenset(
     {"tensor", "array", "tied", "sparse", "dict", "ordered", "items", "list", "tuple"}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Leniency:
+    """What a load may overlook; nothing, unless it is asked for by name."""
+
+    missing: Literal["error", "keep"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    cast: bool = False
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.missing not in ("error", "keep") or self.unexpected not in ("error", "ignore"):
+            raise PlanError(
+                "This leniency is not known",
+                expected='missing="error" or "keep", unexpected="error" or "ignore"',
+                found=f"missing={self.missing!r}, unexpected={self.unexpected!r}",
+            )
+
+
+STRICT = Leniency()
+"""Nothing is overlooked."""
 
 
 @dataclass(slots=True)

@@ -9,56 +9,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast import events
 from holdfast.engine import pin
 from holdfast.engine.buffers import shared_pool
-from holdfast.engine.commit import Receipt, check_receipts, put_manifest
+from holdfast.engine.commit import Receipt, check_receipts, put_manifest, refuse_existing
+from holdfast.engine.draft import Draft, Label
 from holdfast.engine.garbage import uncollected
-from holdfast.engine.group import Group, current_group
+from holdfast.engine.group import current_group
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.offer import make_offer
 from holdfast.engine.plan import plan_write
-from holdfast.engine.snapshot import Snapshot, writer
-from holdfast.engine.stage import Image, Piece, drop, make_image, stage_ahead, whole
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.stage import drop, make_image, stage_ahead, whole
 from holdfast.engine.tree import flatten
 from holdfast.engine.worker import Pending
 from holdfast.engine.write import write_index, write_shard
-from holdfast.errors import AlreadyExists, CommitError, NotFound
-from holdfast.format import names, tree
-from holdfast.format.manifest import Manifest, Parent, Shard
+from holdfast.errors import CommitError
+from holdfast.format import names
+from holdfast.format.manifest import Manifest, Shard
 from holdfast.settings import read_settings
 from holdfast.storage.direct import Pool
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What a manifest says beside the state. ``metrics``: numbers by name; ``note``: the user's."""
-
-    step: int | None = None
-    branch: int = 0
-    parent: Parent | None = None
-    reason: str = "request"
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    note: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Draft:
-    """A save between its two halves: staged, or ready to be staged piece by piece."""
-
-    place: Location
-    label: Label
-    group: Group
-    attempt: str
-    tree: Any
-    image: Image
-    pieces: list[Piece]
-    pool: Pool
-    began: float
-    staged: float
 
 
 def save(
@@ -112,7 +84,8 @@ def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool)
     """The half that needs the live state to hold still: plan, and stage if ``ahead``."""
     began = time.perf_counter()
     group = current_group()
-    _refuse_existing(place)
+    refuse_existing(place)
+    about = label.node()
     with uncollected():
         flat = flatten(state)
         holdings = [whole(leaf) for leaf in flat.leaves]
@@ -132,7 +105,7 @@ def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool)
         drop(pieces, pool)
         raise
     attempt = names.new_attempt()
-    return Draft(place, label, group, attempt, flat.tree, image, pieces, pool, began, staged)
+    return Draft(place, label, about, group, attempt, flat.tree, image, pieces, pool, began, staged)
 
 
 def finish(draft: Draft) -> Snapshot:
@@ -159,47 +132,6 @@ def _write_and_commit(draft: Draft) -> tuple[Manifest, str]:
     made = None
     if receipts is not None:
         check_receipts(place, receipts, group.size)
-        manifest = _manifest(draft, [r.shard for r in receipts])
+        manifest = draft.manifest([r.shard for r in receipts])
         made = (manifest, put_manifest(place, manifest))
     return group.scatter(None if made is None else [made] * group.size)
-
-
-def _manifest(draft: Draft, shards: list[Shard]) -> Manifest:
-    label = draft.label
-    version = names.parse_version(draft.place.folder.rpartition("/")[2])
-    step = version.step if label.step is None and version is not None else label.step
-    statistics = {
-        "bytes": sum(s.length for s in shards),
-        "staged_seconds": round(draft.staged - draft.began, 6),
-        "written_seconds": round(time.perf_counter() - draft.staged, 6),
-    }
-    about = {
-        "reason": label.reason,
-        "metrics": dict(label.metrics),
-        "note": dict(label.note),
-        "statistics": statistics,
-    }
-    return Manifest(
-        attempt=draft.attempt,
-        created=pin.now(),
-        writer=writer(),
-        step=step,
-        branch=label.branch,
-        parent=label.parent,
-        shards=shards,
-        metadata=tree.encode(about, "metadata", tree.refuse),
-        tree=draft.tree,
-    )
-
-
-def _refuse_existing(place: Location) -> None:
-    try:
-        place.store.stat(place.key(names.MANIFEST))
-    except NotFound:
-        return
-    raise AlreadyExists(
-        f"There is a snapshot at {place.url}; nothing was changed",
-        todo="Save under another name: a snapshot is never modified",
-        key=place.key(names.MANIFEST),
-        store=place.store.url,
-    )

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from holdfast import __version__
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import Want, plan_read
 from holdfast.engine.files import check_length, read_index
@@ -32,11 +31,6 @@ from holdfast.settings import read_settings
 from holdfast.words import DTYPES, Box
 
 Index = int | slice | EllipsisType
-
-
-def writer() -> str:
-    """Who writes, for the manifest: ``holdfast 0.1.0``."""
-    return f"holdfast {__version__}"
 
 
 def open_snapshot(url: Url) -> Snapshot:

@@ -278,8 +278,9 @@ class LocalStore:
 
     def _scan(self, folder: str, prefix: str, partial: bool) -> Iterator[Stat]:
         try:
-            entries = self.fs.scandir(folder)
-        except _NO_SUCH:
+            with self.errors("list", prefix or "."):
+                entries = self.fs.scandir(folder)
+        except NotFound:
             return
         # A folder sorts as "name/", so that keys come in the order of keys.
         for name, is_folder in sorted((n + "/" * f, f) for n, f in entries):

@@ -1,0 +1,74 @@
+"""A save between its two halves, and what its manifest will say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast import __version__
+from holdfast.engine import pin
+from holdfast.engine.group import Group
+from holdfast.engine.location import Location
+from holdfast.engine.stage import Image, Piece
+from holdfast.format import names, tree
+from holdfast.format.manifest import Manifest, Parent, Shard
+from holdfast.storage.direct import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a manifest says beside the state. ``metrics``: numbers by name; ``note``: the user's."""
+
+    step: int | None = None
+    branch: int = 0
+    parent: Parent | None = None
+    reason: str = "request"
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    note: Mapping[str, Any] = field(default_factory=dict)
+
+    def node(self) -> Any:
+        """The manifest's ``metadata``, but for the statistics. Raises ``Unsupported``."""
+        about = {"reason": self.reason, "metrics": dict(self.metrics), "note": dict(self.note)}
+        return tree.encode(about, "metadata", tree.refuse)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A save between its two halves: staged, or ready to be staged piece by piece."""
+
+    place: Location
+    label: Label
+    about: Any
+    group: Group
+    attempt: str
+    tree: Any
+    image: Image
+    pieces: list[Piece]
+    pool: Pool
+    began: float
+    staged: float
+
+    def manifest(self, shards: list[Shard]) -> Manifest:
+        """The manifest that commits these shards."""
+        label = self.label
+        version = names.parse_version(self.place.folder.rpartition("/")[2])
+        step = version.step if label.step is None and version is not None else label.step
+        statistics = {
+            "bytes": sum(s.length for s in shards),
+            "staged_seconds": round(self.staged - self.began, 6),
+            "written_seconds": round(time.perf_counter() - self.staged, 6),
+        }
+        about = {**self.about["dict"], "statistics": {"dict": statistics}}
+        return Manifest(
+            attempt=self.attempt,
+            created=pin.now(),
+            writer=f"holdfast {__version__}",
+            step=step,
+            branch=label.branch,
+            parent=label.parent,
+            shards=shards,
+            metadata={"dict": about},
+            tree=self.tree,
+        )

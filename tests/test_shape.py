@@ -1,0 +1,83 @@
+"""The package's own shape: public names, what importing costs, limits on size, no leftovers."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+ROOT = Path(holdfast.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def test_public_names_are_sorted_and_all_there() -> None:
+    assert holdfast.__all__ == sorted(holdfast.__all__)
+    for name in holdfast.__all__:
+        assert getattr(holdfast, name) is not None
+    assert dir(holdfast) == holdfast.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Manager'"):
+        _ = holdfast.Manager
+
+
+def test_the_table_of_homes_is_the_list_of_names() -> None:
+    assert sorted(holdfast._HOME) == holdfast.__all__
+
+
+def fresh(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_importing_holdfast_loads_neither_torch_nor_rich() -> None:
+    code = (
+        "import sys, holdfast; print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
+    )
+    assert fresh(code) == "[]"
+
+
+def test_saving_arrays_needs_no_torch() -> None:
+    code = (
+        "import sys, holdfast, numpy as np\n"
+        "holdfast.save('memory://m/version_1', {'x': np.arange(3), 'n': 1})\n"
+        "assert holdfast.load('memory://m/version_1')['x'].tolist() == [0, 1, 2]\n"
+        "print([m for m in ('torch', 'rich', 'click') if m in sys.modules])"
+    )
+    assert fresh(code) == "[]"
+
+
+def test_every_error_is_in_the_tree_that_its_module_draws() -> None:
+    errors = holdfast.errors
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            assert kind is errors.SkippedVersion or issubclass(kind, errors.HoldfastError)
+            assert kind is errors.SkippedVersion or name in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_files_and_functions_stay_small(file: Path) -> None:
+    text = file.read_text()
+    assert text.count("\n") <= 400
+    assert not re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", text)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 66, node.name
+        if isinstance(node, ast.ClassDef):
+            vague = re.search(r"(Manager|Handler|Helper|Utils?|Info|Context|Data)$", node.name)
+            assert not vague, node.name
+
+
+def test_only_settings_reads_the_environment() -> None:
+    readers = {f.name for f in FILES if re.search(r"\bos\.(environ|getenv)\b", f.read_text())}
+    assert readers <= {"settings.py"}
+
+
+def test_the_recipes_fit_on_a_page() -> None:
+    for name, limit in (("save.py", 250), ("load.py", 200)):
+        assert (ROOT / "engine" / name).read_text().count("\n") <= limit
