@@ -13,7 +13,8 @@ from holdfast.cli.exits import DAMAGED, exit_code
 from holdfast.cli.places import count, run_or_snapshot
 from holdfast.cli.screen import progress
 from holdfast.cli.verify import size_of
-from holdfast.engine.copy import copy_snapshot, refuse_existing
+from holdfast.engine.commit import refuse_existing
+from holdfast.engine.copy import copy_snapshot
 from holdfast.engine.location import Location, locate
 from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound

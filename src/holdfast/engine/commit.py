@@ -81,8 +81,8 @@ def refuse_existing(place: Location) -> None:
     except NotFound:
         return
     raise AlreadyExists(
-        f"There is a snapshot at {place.url}; nothing was changed",
-        todo="Save under another name: a snapshot is never modified",
+        f"There is a snapshot at {place.url} already; nothing was changed",
+        todo="Take another name: a snapshot is never modified",
         key=place.key(MANIFEST),
         store=place.store.url,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from holdfast import events
 from holdfast.engine import pin
 from holdfast.engine.buffers import shared_pool
+from holdfast.engine.commit import refuse_existing
 from holdfast.engine.cover import ReadItem, whole_file
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
@@ -60,20 +61,6 @@ def copy_snapshot(
         place.store.put_if_absent(place.key(MANIFEST), raw)
     events.emit("copied", url=snapshot.url, to=place.url, bytes=copy.nbytes)
     return copy
-
-
-def refuse_existing(place: Location) -> None:
-    """Raise ``AlreadyExists`` if there is a snapshot, intact or not."""
-    try:
-        place.store.stat(place.key(MANIFEST))
-    except NotFound:
-        return
-    raise AlreadyExists(
-        f"There is a snapshot at {place.url} already; nothing was changed",
-        todo="Copy to another place, or delete that one first",
-        key=place.key(MANIFEST),
-        store=place.store.url,
-    )
 
 
 def _copy_shard(
