@@ -3,6 +3,7 @@ something is printed."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ def console() -> Console:
             raise  # noqa: PLE0704  (called while it is handled: the top of the command ends it)
 
     screen = Screen(highlight=False, emoji=False, markup=False, soft_wrap=False)
-    if not screen.is_terminal:
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
         screen.width = PIPED
     return screen
 
