@@ -12,8 +12,8 @@ from holdfast.engine import pin
 from holdfast.engine.location import Location
 from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
 from holdfast.format.digest import digest
-from holdfast.format.manifest import Branch, encode_branch
 from holdfast.format.names import MANIFEST, Version, index_name, new_attempt, shard_name
+from holdfast.format.records import Branch, encode_branch
 from holdfast.policy import EverySteps, KeepLast
 from holdfast.storage.memory import MemoryStore
 

@@ -28,8 +28,8 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.format import names
-from holdfast.format.manifest import Branch, decode_branch, decode_pin, encode_branch
 from holdfast.format.names import Version
+from holdfast.format.records import Branch, decode_branch, decode_pin, encode_branch
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 

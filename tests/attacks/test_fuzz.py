@@ -21,7 +21,8 @@ from holdfast.errors import FormatError
 from holdfast.format import tree
 from holdfast.format.grammar import check_tree
 from holdfast.format.index import decode_index
-from holdfast.format.manifest import decode_branch, decode_manifest, decode_pin
+from holdfast.format.manifest import decode_manifest
+from holdfast.format.records import decode_branch, decode_pin
 from holdfast.format.tensorfile import build_header, parse_header
 from tests.forging import (
     FOLDER,

@@ -15,7 +15,8 @@ from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.grammar import check_tree
 from holdfast.format.index import MAX_CHUNK, decode_index
-from holdfast.format.manifest import MAX_BYTES, decode_branch, decode_manifest, decode_pin
+from holdfast.format.manifest import MAX_BYTES, decode_manifest
+from holdfast.format.records import decode_branch, decode_pin
 from holdfast.format.sealed import FORMAT
 from holdfast.format.tensorfile import MAX_HEADER, build_header
 from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode

@@ -18,8 +18,9 @@ from holdfast.engine.location import Location
 from holdfast.errors import FormatError
 from holdfast.format.grammar import check_plain, check_tree
 from holdfast.format.index import decode_index
-from holdfast.format.manifest import decode_branch, decode_manifest, decode_pin
+from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import Version
+from holdfast.format.records import decode_branch, decode_pin
 from holdfast.storage.memory import MemoryStore
 from tests.attacks.test_lies import (
     BRANCH,

@@ -14,8 +14,8 @@ from holdfast.cli.screen import progress
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
 from holdfast.format import names
-from holdfast.format.manifest import Branch
 from holdfast.format.names import Version
+from holdfast.format.records import Branch
 from holdfast.run import Listing, Run
 from holdfast.storage.store import Stat
 

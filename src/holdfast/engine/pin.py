@@ -12,8 +12,8 @@ from pathlib import Path
 from holdfast import events
 from holdfast.engine.location import Location
 from holdfast.errors import StoreError
-from holdfast.format.manifest import Pin, encode_pin
 from holdfast.format.names import new_attempt, pin_name
+from holdfast.format.records import Pin, encode_pin
 
 
 def hold(place: Location, attempt: str) -> str:

@@ -8,6 +8,8 @@ replaced by zeros, compared exactly: a file that was changed in any byte does no
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import TypeVar
 
 import msgspec
@@ -85,3 +87,23 @@ def decode(raw: bytes, kind: type[T], file: str) -> T:
             found=str(e),
             file=file,
         ) from e
+
+
+def demands(file: str) -> Callable[[bool, str, object], None]:
+    """A check for the fields of a file: raises ``ManifestInvalid`` unless ``good``."""
+
+    def demand(good: bool, expected: str, found: object) -> None:
+        if not good:
+            raise ManifestInvalid(
+                f"{file} breaks the format", expected=expected, found=str(found)[:300], file=file
+            )
+
+    return demand
+
+
+def is_time(text: str) -> bool:
+    """Whether it is a time of day in UTC, as ISO 8601 has it."""
+    try:
+        return len(text) < 40 and datetime.fromisoformat(text).utcoffset() == timedelta(0)
+    except ValueError:
+        return False
