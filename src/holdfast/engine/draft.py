@@ -19,7 +19,8 @@ from holdfast.storage.direct import Pool
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a manifest says beside the state. ``metrics``: numbers by name; ``note``: the user's."""
+    """What a manifest says beside the state. ``metrics``: numbers by name; ``note``: the user's;
+    ``training``: what the services above must find again when the training is resumed."""
 
     step: int | None = None
     branch: int = 0
@@ -27,10 +28,13 @@ class Label:
     reason: str = "request"
     metrics: Mapping[str, Any] = field(default_factory=dict)
     note: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
 
     def node(self) -> Any:
         """The manifest's ``metadata``, but for the statistics. Raises ``Unsupported``."""
         about = {"reason": self.reason, "metrics": dict(self.metrics), "note": dict(self.note)}
+        if self.training:
+            about["training"] = dict(self.training)
         return tree.encode(about, "metadata", tree.refuse)
 
 
