@@ -17,7 +17,7 @@ import click
 from holdfast.cli.exits import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from holdfast.errors import HoldfastError
 
-VERBS = ("ls", "show", "verify", "diff", "copy", "sweep")
+VERBS = ("ls", "show", "verify", "diff", "copy", "sweep", "request-save")
 
 
 class Commands(click.Group):
@@ -29,7 +29,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command: click.Command = import_module(f"holdfast.cli.{cmd_name}").command
+        command: click.Command = import_module(f"holdfast.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def resolve_command(
@@ -63,7 +63,8 @@ class Commands(click.Group):
 )
 @click.version_option(package_name="holdfast", message="holdfast %(version)s")
 def cli() -> None:
-    """Look at the snapshots of a training run, check them, compare, copy and clean up.
+    """Look at the snapshots of a training run, check them, compare, copy and clean up; ask for
+    one more.
 
     RUN is a folder or URL that holds versions; SNAPSHOT is one of them, such as
     runs/a/version_120. Every command takes --json: one JSON document on stdout.
