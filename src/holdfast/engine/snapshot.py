@@ -115,8 +115,23 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its shards."""
+        """Bytes of its own shards."""
         return sum(s.length for s in self.manifest.shards)
+
+    @property
+    def bases(self) -> frozenset[Version]:
+        """The versions whose files it refers to; empty for a full one."""
+        return frozenset()
+
+    @property
+    def referred_bytes(self) -> int:
+        """Bytes that it refers to in files of its bases."""
+        return 0
+
+    @property
+    def chain(self) -> int:
+        """How many versions lie between it and a full one: 0 for a full one."""
+        return 0
 
     def nodes(self) -> dict[str, Any]:
         """The tree's leaves and plain values by key, in order, as ``format/tree.py`` has them."""
