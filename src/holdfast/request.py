@@ -265,10 +265,8 @@ class Watcher:
         with self._lock:
             if turn != self._turn:
                 return
-            if found != self._answered:
-                self._answered = None
+            self._asked = None if found == self._taken else found
             answered = self._answered
-            self._asked = None if found in (self._taken, answered) else found
         if answered is not None:
             self._remove(answered)
 
