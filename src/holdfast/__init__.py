@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast import errors
+    from holdfast import errors, sinks
     from holdfast.checkpointer import Checkpointer
     from holdfast.engine.load import load
     from holdfast.engine.save import save, save_async
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from holdfast.engine.snapshot import open_snapshot as open
     from holdfast.engine.verify import Report
     from holdfast.engine.worker import Pending
+    from holdfast.events import attach
     from holdfast.policy import EverySeconds, EverySteps, KeepLast
     from holdfast.progress import RNG, Progress
     from holdfast.run import Run
+    from holdfast.sampler import ElasticSampler
     from holdfast.storage.open import open_store
     from holdfast.storage.store import Store
 
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpointer",
+    "ElasticSampler",
     "EverySeconds",
     "EverySteps",
     "KeepLast",
@@ -39,16 +42,19 @@ __all__ = [
     "Run",
     "Snapshot",
     "Store",
+    "attach",
     "errors",
     "load",
     "open",
     "open_store",
     "save",
     "save_async",
+    "sinks",
 ]
 
 _HOME = {
     "Checkpointer": "checkpointer",
+    "ElasticSampler": "sampler",
     "EverySeconds": "policy",
     "EverySteps": "policy",
     "KeepLast": "policy",
@@ -60,12 +66,14 @@ _HOME = {
     "Run": "run",
     "Snapshot": "engine.snapshot",
     "Store": "storage.store",
+    "attach": "events",
     "errors": "errors",
     "load": "engine.load",
     "open": "engine.snapshot:open_snapshot",
     "open_store": "storage.open",
     "save": "engine.save",
     "save_async": "engine.save",
+    "sinks": "sinks",
 }
 
 

@@ -162,3 +162,11 @@ class NoSnapshot(HoldfastError):
 
 class SkippedVersion(UserWarning):
     """``resume`` passed over a damaged version; the message says which, and what is wrong."""
+
+
+class SinkFailed(UserWarning):
+    """A sink of events raised an error and is detached; the message says which, and why."""
+
+
+class UncountedBatches(UserWarning):
+    """An ``ElasticSampler`` gave out batches that no step has counted, more than one step takes."""

@@ -1,0 +1,108 @@
+"""Events as numbers over time: Prometheus, TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from holdfast.errors import HoldfastError
+from holdfast.sinks.wording import amount, rate
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+_COUNTERS = {
+    "saves": "Versions committed",
+    "save_failures": "Saves that failed",
+    "saves_skipped": "Saves left out because the one before was under way",
+    "resumes": "Times that a version was resumed",
+    "written_bytes": "Bytes that saves wrote",
+    "referred_bytes": "Bytes of earlier versions that saves referred to",
+    "blocked_seconds": "Time that steps were held up by saves",
+    "background_seconds": "Time of saves beside the training",
+}
+_GAUGES = {
+    "last_step": "Step of the newest version saved or resumed",
+    "last_success_timestamp_seconds": "Unix time of the last commit",
+}
+_COUNTED = {"saved": "saves", "save_failed": "save_failures", "save_skipped": "saves_skipped",
+            "resumed": "resumes"}  # fmt: skip
+_SUMMED = {"bytes": "written_bytes", "referred": "referred_bytes", "blocked": "blocked_seconds",
+           "seconds": "background_seconds"}  # fmt: skip
+
+
+class Prometheus:
+    """Counters and gauges ``holdfast_*``, in ``registry`` (the client's own if not given).
+
+    How they are served is the program's: ``prometheus_client.start_http_server`` or a push. Raises
+    ``HoldfastError`` if the client is not installed, ``ValueError`` if the registry has them.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        try:
+            from prometheus_client import REGISTRY, Counter, Gauge
+        except ImportError as e:
+            raise HoldfastError(
+                "The sink for Prometheus needs the package prometheus_client",
+                todo='Install it: pip install "holdfast[prometheus]"',
+            ) from e
+        where = REGISTRY if registry is None else registry
+        self._clock = clock
+        self._counters = {
+            n: Counter(f"holdfast_{n}", t, registry=where) for n, t in _COUNTERS.items()
+        }
+        self._gauges = {n: Gauge(f"holdfast_{n}", t, registry=where) for n, t in _GAUGES.items()}
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        if name not in _COUNTED:
+            return
+        self._counters[_COUNTED[name]].inc()
+        step = amount(fields, "step")
+        if name in ("saved", "resumed") and step is not None:
+            self._gauges["last_step"].set(step)
+        if name == "saved":
+            self._gauges["last_success_timestamp_seconds"].set(self._clock())
+            for field, counter in _SUMMED.items():
+                self._counters[counter].inc(amount(fields, field) or 0)
+
+
+class ScalarWriter(Protocol):
+    """What is asked of TensorBoard's ``SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Keep one value of a curve."""
+
+
+class TensorBoard:
+    """Curves ``holdfast/*`` over the training's steps, a point for each save: seconds blocked and
+    in the background, bytes written and referred to, GiB/s.
+
+    ``writer``: the program's ``SummaryWriter``, or whatever has its ``add_scalar``; it is called
+    from background threads, and it stays the program's to close.
+    """
+
+    def __init__(self, writer: ScalarWriter) -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise HoldfastError(
+                "The sink for TensorBoard cannot write to this",
+                expected="a writer with add_scalar, such as torch.utils.tensorboard.SummaryWriter",
+                found=type(writer).__qualname__,
+            )
+        self._writer = writer
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        step = amount(fields, "step")
+        if name != "saved" or step is None:
+            return
+        speed = rate(fields)
+        values = {curve: amount(fields, field) for field, curve in _SUMMED.items()}
+        values["gib_per_second"] = None if speed is None else speed / 2**30
+        for curve, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(f"holdfast/{curve}", value, int(step))

@@ -1,0 +1,135 @@
+"""Events for a person at a terminal: a line for each save."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import RLock
+from typing import Any, NamedTuple, TextIO
+
+from holdfast.sinks.wording import clean, pieces, sentence
+
+_STYLES = {
+    "saved": "green",
+    "save_waited": "dim",
+    "resumed": "cyan",
+    "skipped": "yellow",
+    "save_skipped": "yellow",
+    "pin_left": "yellow",
+    "save_failed": "bold red",
+}
+_METRICS = 5
+_LEAST = 12
+"""Columns below which metrics are left out rather than cut."""
+
+# One for all, taken around a fork too: no child inherits half a line in a buffer, or a held lock.
+_lines = RLock()
+os.register_at_fork(
+    before=_lines.acquire, after_in_parent=_lines.release, after_in_child=_lines.release
+)
+
+
+class Terminal:
+    """A line for each save: step, size, seconds and bytes a second in the background, seconds
+    blocked, and what else there is to say; a line for what was resumed, skipped or failed.
+
+    The versions that a save deleted stand at the end of its line. Colours, and the cut at
+    the right edge, only where ``stream`` is a terminal (rich decides, and heeds ``NO_COLOR``); a
+    failure is never cut. ``stream``: if not given, stderr, whatever that is at the moment. A line
+    is one write; a bar of tqdm moves out of its way. Raises what the stream raises.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._deleted: list[str] = []
+        self._told: set[str] = set()
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        with _lines:
+            if name == "deleted":
+                self._deleted.append(clean(fields.get("version", "?")).removeprefix("version_"))
+                return
+            said = sentence(name, fields)
+            if name not in _STYLES or said is None or said in self._told:
+                return
+            if name == "skipped":
+                self._told.add(said)  # retention meets a damaged version after every save
+            if name == "saved":
+                parts = _columns(fields, self._deleted)
+                self._deleted = []
+            else:
+                verb, _, rest = said.partition(" ")
+                loud = name == "save_failed"
+                parts = [
+                    Part(0, verb.upper() if loud else verb, _STYLES[name]),
+                    Part(0, f" {rest}", _STYLES[name] if loud else ""),
+                ]
+            stream = sys.stderr if self._stream is None else self._stream
+            if stream is not None:  # None: a program without a console
+                _print(stream, parts)
+
+
+class Part(NamedTuple):
+    """A piece of a line. ``rank``: what has the larger one goes first where room is short."""
+
+    rank: int
+    text: str
+    style: str = ""
+
+
+def _columns(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[Part]:
+    said = pieces(fields)
+    gone = ", ".join(deleted) if len(deleted) <= 3 else f"{len(deleted)} versions"
+    parts = [
+        Part(0, "saved", _STYLES["saved"]),
+        Part(0, f" step {said['step']:>5}"),
+        Part(0, f"  {said['size']:>8} in {said['seconds']:>7}"),
+        Part(1, f"  blocked {said['blocked']:>7}"),
+        Part(4, f"  {said['rate']:>10}", "dim"),
+        Part(2, f"  {said['referred']}", "dim") if said["referred"] else None,
+        Part(3, f"  {said['reason']}", "cyan") if said["reason"] else None,
+        Part(_METRICS, f"  {said['metrics']}") if said["metrics"] else None,
+        Part(6, f"  deleted {gone}", "dim") if deleted else None,
+    ]
+    return [part for part in parts if part is not None]
+
+
+def _print(stream: TextIO, parts: Sequence[Part]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, force_jupyter=False, highlight=False, markup=False, emoji=False)
+    if stream.isatty():
+        parts = _fit(parts, console.width)
+    text = Text()
+    for part in parts:
+        text.append(part.text, part.style)
+    with console.capture() as captured:
+        console.print(text, soft_wrap=True)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    line = captured.get().encode(encoding, "backslashreplace").decode(encoding)
+    with _bars_aside(stream):
+        stream.write(line)
+        stream.flush()
+
+
+def _fit(parts: Sequence[Part], room: int) -> list[Part]:
+    """The parts for which there is room, in their order; metrics may be cut short."""
+    from rich.cells import cell_len, set_cell_size
+
+    kept = {}
+    for number, part in sorted(enumerate(parts), key=lambda p: p[1].rank):
+        if part.rank == _METRICS and cell_len(part.text) > room >= _LEAST:
+            part = part._replace(text=set_cell_size(part.text, room - 2) + "..")
+        if part.rank == 0 or cell_len(part.text) <= room:
+            kept[number] = part
+            room -= cell_len(part.text)
+    return [kept[number] for number in sorted(kept)]
+
+
+def _bars_aside(stream: TextIO) -> AbstractContextManager[object]:
+    """Bars of tqdm are drawn anew below what is written meanwhile, if the program has any."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return nullcontext() if bars is None else bars.external_write_mode(file=stream)
