@@ -37,19 +37,26 @@ class Progress:
 
 
 class RNG:
-    """The global random generators: Python's, NumPy's, PyTorch's, and one per CUDA device.
+    """The global random generators: Python's, NumPy's, PyTorch's, and one for each device of the
+    accelerator that PyTorch uses here.
 
     Put one into the state; random numbers after a resume are then those that would have followed.
+    NumPy has one global generator, the legacy one; a ``numpy.random.Generator`` is its owner's.
     """
 
     def state_dict(self) -> dict[str, Any]:
+        """The generators' states by name; those of devices under the name of their type, such as
+        ``cuda``: a list, one per device, if the program uses the device at all."""
         numpy_state = np.random.get_state()
         state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy_state}
         torch = _torch()
         if torch is not None:
             state["torch"] = torch.get_rng_state()
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                state["cuda"] = torch.cuda.get_rng_state_all()
+            kind, device = _accelerator(torch)
+            # first whether the program uses it: the other question may spoil a later fork
+            used = getattr(device, "is_initialized", lambda: True)()
+            if used and torch.accelerator.is_available():
+                state[kind] = [device.get_rng_state(*place) for place in _places(torch)]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -68,10 +75,22 @@ class RNG:
         torch = _torch()
         if torch is not None and "torch" in state:
             torch.set_rng_state(state["torch"])
-            if "cuda" in state and torch.cuda.is_available():
-                count = min(len(state["cuda"]), torch.cuda.device_count())
-                for device, saved in enumerate(state["cuda"][:count]):
-                    torch.cuda.set_rng_state(saved, device)
+            kind, device = _accelerator(torch)
+            if kind in state and torch.accelerator.is_available():
+                for saved, place in zip(state[kind], _places(torch), strict=False):
+                    device.set_rng_state(saved, *place)
+
+
+def _accelerator(torch: Any) -> tuple[str, Any]:
+    """The type of the accelerator that PyTorch was built for, and its module; None if for none."""
+    device = torch.accelerator.current_accelerator()
+    return ("cpu", None) if device is None else (device.type, torch.get_device_module(device))
+
+
+def _places(torch: Any) -> list[tuple[int, ...]]:
+    """How the accelerator's module calls its devices: one alone needs no number; MPS takes none."""
+    count = torch.accelerator.device_count()
+    return [()] if count == 1 else [(i,) for i in range(count)]
 
 
 def _torch() -> Any:
