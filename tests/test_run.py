@@ -14,7 +14,7 @@ from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
 from holdfast.format.digest import digest
 from holdfast.format.names import MANIFEST, Version, index_name, new_attempt, shard_name
 from holdfast.format.records import Branch, encode_branch
-from holdfast.policy import EverySteps, KeepLast
+from holdfast.policy import EverySteps
 from holdfast.storage.memory import MemoryStore
 
 from .trainings import flip, shard_of, train, training
@@ -189,24 +189,6 @@ def test_delete_takes_the_manifest_first(store: MemoryStore) -> None:
     assert order[0] == f"version_40/{MANIFEST}"
     assert list(store.list("version_40")) == []
     assert steps(Run(store)) == [20, 60]
-
-
-def test_retention_counts_only_intact_versions(store: MemoryStore) -> None:
-    flip(store, f"version_60/{MANIFEST}")
-    assert Run(store).retain(KeepLast(1).keep) == [Version(20)]
-    assert Run(store).line() == [Version(40), Version(60)]  # the damaged one is not touched
-
-
-def test_retention_never_removes_the_newest_intact(store: MemoryStore) -> None:
-    Run(store).retain(lambda versions: [])
-    assert steps(Run(store)) == [60]
-
-
-def test_retention_leaves_other_branches_alone(store: MemoryStore) -> None:
-    branch_off(store, at=20, to=60)
-    Run(store).retain(KeepLast(1).keep)
-    assert Run(store).line() == [Version(60, 1)]
-    assert Version(40) in Run(store).listing().versions
 
 
 # -- sweep ---------------------------------------------------------------------------------------

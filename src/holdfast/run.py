@@ -1,27 +1,28 @@
-"""The versions of one run: which there are, which count, the newest intact, what to delete.
+"""The versions of one run: which there are, which count, the newest intact, the best, what is
+pinned. ``sweep.py`` deletes.
 
 Everything is computed from what lies in the store; there is no pointer file to lie.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from holdfast import events
+from holdfast import events, lines, sweep
 from holdfast.engine import pin
 from holdfast.engine.location import Location, Url
-from holdfast.engine.snapshot import Snapshot, open_at
+from holdfast.engine.snapshot import Snapshot, open_at, open_snapshot
 from holdfast.errors import (
     AlreadyExists,
     Denied,
     FormatError,
     FormatTooNew,
     HoldfastError,
-    ManifestInvalid,
     NoSnapshot,
     NotFound,
     StoreError,
@@ -29,55 +30,60 @@ from holdfast.errors import (
 )
 from holdfast.format import names
 from holdfast.format.names import Version
-from holdfast.format.records import Branch, decode_branch, decode_pin, encode_branch
+from holdfast.format.records import (
+    MAX_RECORD,
+    Branch,
+    LastingPin,
+    decode_branch,
+    encode_branch,
+    encode_evaluation,
+    encode_lasting,
+)
+from holdfast.known import Known, Ledger, new_evaluation
+from holdfast.known import Listing as Listing  # noqa: PLC0414  (where it is known)
+from holdfast.policy import Mode, best_first
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
+from holdfast.sweep import GRACE, Asked, Swept
 
-GRACE = 24 * 3600.0
-"""Seconds that a file which no manifest names is left alone."""
-
-FOREIGN_PIN = 7 * GRACE
-"""Seconds after which a pin of another machine, whose life cannot be seen, counts no more."""
-
-_SMALL = 1 << 20
-_ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
+_ADDRESS = re.compile(r"(.+)@(latest|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """One look at a run's store: objects by version folder, and the numbers of branches."""
+def open_version(text: str | os.PathLike[str]) -> Snapshot:
+    """The snapshot at an address: ``RUN@120`` (step 120 on the line that training is on),
+    ``RUN@120.1`` (step 120 of branch 1), ``RUN@latest`` (the newest intact), or a snapshot's own.
 
-    folders: dict[Version, list[Stat]]
-    branches: list[int]
-    pins: list[Stat]
-
-    @property
-    def versions(self) -> list[Version]:
-        """Versions with a manifest, that is: all that exist; oldest first."""
-        return sorted(
-            v
-            for v, files in self.folders.items()
-            if any(f.key.endswith("/" + names.MANIFEST) for f in files)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Swept:
-    """What ``sweep`` removed (or would): keys and bytes; and what it left alone, with why."""
-
-    removed: list[str] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
-    nbytes: int = 0
+    A snapshot whose own address it is goes first. Raises ``NotFound``, ``NoSnapshot``,
+    ``FormatError``.
+    """
+    address = _ADDRESS.fullmatch(os.fspath(text))
+    try:
+        return open_snapshot(text)
+    except NotFound:
+        if address is None:
+            raise
+    run = Run(address[1])
+    if address[2] == "latest":
+        snapshot = run.latest()
+        if snapshot is None:
+            raise NotFound(f"{run.url} has no version", key=os.fspath(text), store=run.url)
+        return snapshot
+    step, _, branch = address[2].partition(".")
+    return run.open(Version(int(step), int(branch)) if branch else run.find(int(step)))
 
 
 class Run:
     """A place that holds the snapshots of one training, and its branches.
 
-    Nothing is read when it is made; every call looks at the store afresh.
+    Nothing is read when it is made, and every call looks at the store afresh; but manifests and
+    evaluations, which never change, are read once.
     """
 
     def __init__(self, url: Url) -> None:
         self.store = open_store(url)
+        self.ledger = Ledger(self.store, self.open)
+        self.half_deleted: dict[Version, list[Stat]] = {}
+        """Files of versions whose manifest this process has deleted, and which are still there."""
 
     def __repr__(self) -> str:
         return f"<Run {self.url}>"
@@ -97,9 +103,14 @@ class Run:
         return snapshot
 
     def listing(self) -> Listing:
+        """One look at the store."""
+        return self.listed(self.store.list(""))
+
+    def listed(self, stats: Iterable[Stat]) -> Listing:
+        """What a list of the store's objects says of the run."""
         folders: dict[Version, list[Stat]] = defaultdict(list)
-        branches, pins = [], []
-        for stat in self.store.list(""):
+        branches, pins, lasting = [], [], {}
+        for stat in stats:
             folder, slash, rest = stat.key.partition("/")
             version = names.parse_version(folder)
             if slash and version is not None and "/" not in rest:
@@ -108,7 +119,9 @@ class Run:
                 branches.append(number)
             elif names.parse_pin(stat.key) is not None:
                 pins.append(stat)
-        return Listing(dict(folders), sorted(branches), pins)
+            elif (version := names.parse_lasting(stat.key)) is not None:
+                lasting[version] = stat
+        return Listing(dict(folders), sorted(branches), pins, lasting)
 
     def snapshots(self) -> list[Snapshot]:
         """The versions on the line that training is on, oldest first; damaged ones left out
@@ -130,16 +143,20 @@ class Run:
         return self.newest(lambda snapshot: snapshot.check_files())[0]
 
     def newest(
-        self, use: Callable[[Snapshot], object], at: int | None = None
+        self,
+        use: Callable[[Snapshot], object],
+        at: int | None = None,
+        branch: int | None = None,
     ) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
         """The newest version that ``use`` accepts, and those that were skipped, with reasons.
 
         ``use`` refuses a damaged version by raising ``FormatError`` or ``StoreError``. A store
         that refuses us or does not answer is no damage, nor is a version of a later format: going
         back a version for that would lose steps silently, so it is raised. ``at``: only versions
-        of that step. Raises ``NoSnapshot``.
+        of that step. ``branch``: along its line, not that which training is on. Raises
+        ``NoSnapshot``, and ``NotFound`` for a branch that is not there.
         """
-        versions = [v for v in self.line() if at is None or v.step == at]
+        versions = [v for v in self.line(branch=branch) if at is None or v.step == at]
         skipped: list[tuple[Version, HoldfastError]] = []
         for version in reversed(versions):
             try:
@@ -156,67 +173,45 @@ class Run:
             raise _none_left(self.url, at, skipped) from (skipped[0][1] if skipped else None)
         return None, []
 
+    def find(self, step: int, branch: int | None = None) -> Version:
+        """The version of that step on the line that training is on, or on that of ``branch``.
+        Raises ``NotFound``."""
+        line = self.line(branch=branch)
+        found = [v for v in line if v.step == step]
+        if not found:
+            near = sorted(line, key=lambda v: abs(v.step - step))[:3]
+            raise NotFound(
+                f"{self.url} has no version of step {step}"
+                + (
+                    " on the line that training is on" if branch is None else f" on branch {branch}"
+                ),
+                found=f"the nearest are {', '.join(map(str, sorted(near)))}" if near else "none",
+                todo="`holdfast ls RUN` shows all versions, those on other branches too",
+                key=str(Version(step, branch or 0)),
+                store=self.url,
+            )
+        return found[-1]
+
     # -- branches ------------------------------------------------------------------------------
 
-    def line(self, listing: Listing | None = None) -> list[Version]:
+    def line(self, listing: Listing | None = None, branch: int | None = None) -> list[Version]:
         """The versions that count, oldest first: those of the newest branch, and before it those
-        of the branches that it came from, up to where it left each."""
+        of the branches that it came from, up to where it left each.
+
+        ``branch``: those of that branch instead. Raises ``NotFound`` if there is none such.
+        """
         listing = self.listing() if listing is None else listing
-        versions = listing.versions
-        line: list[Version] = []
-        number, limit = self.branch(listing), None
-        while True:
-            own = [v for v in versions if v.branch == number and (limit is None or v.step <= limit)]
-            line = own + line
-            if number == 0:
-                return line
-            left = self._left_from(number, versions)
-            if left is None:
-                return line
-            number, limit = left.branch, left.step
+        return lines.line(self, listing, self.branch(listing) if branch is None else branch)
 
     def branch(self, listing: Listing | None = None) -> int:
         """The number of the branch that training is on; 0 is the first."""
         listing = self.listing() if listing is None else listing
-        known = {*listing.branches, *(v.branch for v in listing.versions)}
-        for number in sorted(known, reverse=True):
-            if number == 0 or self._left_from(number, listing.versions) is not None:
-                return number
-        return 0
-
-    def _left_from(self, number: int, versions: Iterable[Version]) -> Version | None:
-        """The version that a branch left from: by its record, or, should that be damaged, by the
-        parent of its first version. None if neither tells: such a branch holds nothing."""
-        file = names.branch_name(number)
-        try:
-            version = names.parse_version(self.read_branch(number).from_version)
-        except (FormatError, NotFound) as e:
-            events.emit("skipped", version=file, error=e)
-            version = self._first_parent(number, versions)
-        if version is not None and version.branch >= number:
-            raise ManifestInvalid(
-                f"{file} of {self.url} breaks the format",
-                expected=f"a branch that left from one before {number}",
-                found=str(version),
-                file=file,
-            )
-        return version
-
-    def _first_parent(self, number: int, versions: Iterable[Version]) -> Version | None:
-        for version in sorted(v for v in versions if v.branch == number):
-            try:
-                parent = self.open(version).manifest.parent
-            except (FormatError, NotFound):
-                continue
-            found = names.parse_version(parent.version) if parent is not None else None
-            if found is not None and found.branch < number:
-                return found
-        return None
+        return lines.newest_branch(self, listing)
 
     def read_branch(self, number: int) -> Branch:
         """The record of a branch. Raises ``NotFound`` or ``FormatError``."""
         file = names.branch_name(number)
-        return decode_branch(self.store.get(file, _SMALL), file)
+        return decode_branch(self.store.get(file, MAX_RECORD), file)
 
     def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
         """Start a branch at a version, durably, and return its number."""
@@ -231,34 +226,116 @@ class Run:
                 continue  # another process left at the same moment; the next number is ours
             return number
 
+    # -- metrics -------------------------------------------------------------------------------
+
+    def metrics(self, version: Version) -> dict[str, float]:
+        """The metrics of a version: those of the save, overridden by those of evaluations.
+
+        Of an evaluation's attempts the newest counts. Raises ``NotFound`` or ``FormatError``.
+        """
+        return self.ledger.metrics(version, *self._sound(version))
+
+    def add_metrics(
+        self, at: Snapshot | Version, metrics: Mapping[str, Any], name: str = "evaluation"
+    ) -> None:
+        """Write down what an evaluation of ``at`` found: numbers by name.
+
+        An attempt is written once and never changed: to correct it add another one of the same
+        ``name``. Raises ``NotFound`` if the version is gone, and ``FormatError`` if ``at`` is a
+        snapshot and another one has taken its place.
+        """
+        version = at if isinstance(at, Version) else at.version
+        known, files = self._sound(version)
+        if not isinstance(at, Version) and at.digest != known.digest:
+            raise FormatError(
+                f"{version} of {self.url} is not the snapshot that was evaluated",
+                expected=f"a manifest of digest {at.digest}",
+                found=known.digest,
+                todo="Evaluate the one that is there now",
+                file=self.place(version).key(names.MANIFEST),
+            )
+        earlier = self.ledger.evaluations(version, known.digest, files)
+        record = new_evaluation(name, version, known.digest, metrics, earlier)
+        file = names.evaluation_name(name, record.attempt)
+        self.store.put_if_absent(self.place(version).key(file), encode_evaluation(record))
+
+    def best(self, metric: str, mode: Mode = "min") -> Snapshot | None:
+        """The intact version on the line with the smallest (``mode="max"``: largest) ``metric``;
+        of equal ones the newest; None if no version has it. NaN is never the best."""
+        listing = self.listing()
+        known = self.ledger.versions(listing)
+        records = self.ledger.records(self.line(listing), listing, known)
+        for version in best_first(records, metric, mode):
+            try:
+                return self.open(version)
+            except NotFound:
+                continue  # deleted meanwhile
+        return None
+
+    def _sound(self, version: Version) -> tuple[Known, Sequence[Stat]]:
+        """What is known of a version whose manifest is sound, and the files of its folder."""
+        files = list(self.store.list(str(version)))
+        known = self.ledger.version(version, files)
+        if known is None or not known.digest:
+            self.open(version)  # raises what is wrong with it
+            raise NotFound(f"There is no {version} in {self.url}", store=self.url)
+        return known, files
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    def pin(self, step: int, branch: int | None = None) -> Version:
+        """Keep a version from retention and ``sweep`` until it is unpinned. Pinned already:
+        nothing happens. Raises ``NotFound``."""
+        version = self.find(step, branch)
+        place = self.place(version)
+        key = place.beside(names.pin_name(str(version)))
+        try:
+            self.store.put_if_absent(key, encode_lasting(LastingPin(str(version), pin.now())))
+        except AlreadyExists:
+            return version
+        try:
+            pin.seen(place)
+        except NotFound:
+            self.store.delete(key)
+            raise
+        return version
+
+    def unpin(self, step: int, branch: int | None = None) -> Version:
+        """Take a lasting pin away. Raises ``NotFound`` if the version is not pinned."""
+        pinned = [v for v in self.pins() if v.step == step]
+        wanted = pinned if len(pinned) == 1 and branch is None else [self.find(step, branch)]
+        if wanted[0] not in pinned:
+            raise NotFound(
+                f"{wanted[0]} of {self.url} is not pinned",
+                found=f"pinned: {', '.join(map(str, self.pins())) or 'none'}",
+                key=names.pin_name(str(wanted[0])),
+                store=self.url,
+            )
+        self.store.delete(names.pin_name(str(wanted[0])))
+        return wanted[0]
+
+    def pins(self) -> list[Version]:
+        """The versions with a lasting pin, oldest first."""
+        return sorted(self.listing().lasting)
+
     # -- deleting ------------------------------------------------------------------------------
 
     def delete(self, version: Version) -> int:
-        """Delete a version, manifest first, and return the bytes that this freed."""
-        files = list(self.store.list(str(version)))
-        self.store.delete(self.place(version).key(names.MANIFEST))
-        for stat in files:
-            self.store.delete(stat.key)
-        events.emit("deleted", version=str(version))
-        return sum(s.length for s in files)
+        """Delete a version, manifest first, and return the bytes that this freed.
 
-    def retain(self, keep: Callable[[list[Version]], Iterable[Version]]) -> list[Version]:
-        """Delete what ``keep`` does not keep of the intact versions on the line.
-
-        The newest intact one always stays; damaged versions and other branches are not touched.
+        Raises ``NotFound``, and ``HoldfastError`` if it is pinned, being read, or another version
+        refers to it.
         """
-        intact = []
-        for version in self.line():
-            try:
-                self.open(version).check_files()
-                intact.append(version)
-            except (FormatError, NotFound):
-                continue
-        kept = {*keep(intact), *intact[-1:]}
-        gone = [v for v in intact if v not in kept]
-        for version in gone:
-            self.delete(version)
-        return gone
+        return sweep.delete(self, version)
+
+    def retain(self, policy: Any) -> list[Version]:
+        """Delete what ``policy`` does not keep of the intact versions on the line; those deleted.
+
+        The newest intact one always stays, and so does what is pinned, being read, or referred to
+        by a version that stays; damaged versions and other branches are not touched. Raises
+        ``StoreError``; what it left undone is done by the next call.
+        """
+        return sweep.retain(self, getattr(policy, "__self__", policy))
 
     def sweep(
         self,
@@ -270,100 +347,13 @@ class Run:
     ) -> Swept:
         """Remove what no manifest names: leftovers of saves that were never committed.
 
-        Nothing younger than ``grace`` seconds, nothing of an attempt whose process lives, and
-        nothing beside a manifest that cannot be read. ``abandoned``: also delete the versions
-        on branches that training has left. ``dry_run``: only tell.
+        Nothing younger than ``grace`` seconds, nothing of an attempt whose process lives, nothing
+        that a manifest refers to, and nothing beside a manifest that cannot be read.
+        ``abandoned``: also delete the versions on branches that training has left, but for those
+        that are pinned or referred to. ``dry_run``: only tell.
         """
         now = time.time() if now is None else now
-        listing, partials = self.listing(), list(self.store.partials(""))
-        # Pins last: a save that has begun since has none of the files that were listed, and one
-        # that has ended since has its manifest, which is read after this.
-        swept = _Sweep(self, now, grace, dry_run, *self._pinned(self.listing(), now))
-        for key in swept.dead_pins:
-            swept.remove(Stat(key, 0, 0.0))
-        for version, files in listing.folders.items():
-            swept.folder(version, files)
-        for stat in partials:
-            match = _ATTEMPT.search(stat.key)
-            swept.offer(stat, match[1] if match else None)
-        if abandoned:
-            line = set(self.line(listing))
-            for version in listing.versions:
-                if version not in line:
-                    swept.version(version, listing.folders[version])
-        return swept.result()
-
-    def _pinned(self, listing: Listing, now: float) -> tuple[set[str], list[str]]:
-        """Attempts that are under way, and the keys of pins that count no more."""
-        pinned: set[str] = set()
-        dead: list[str] = []
-        for stat in listing.pins:
-            try:
-                record = decode_pin(self.store.get(stat.key, _SMALL), stat.key)
-            except (FormatError, NotFound):
-                continue
-            lives = pin.alive(record)
-            if lives or (lives is None and now - stat.modified < FOREIGN_PIN):
-                pinned.add(record.attempt)
-            else:
-                dead.append(stat.key)
-        return pinned, dead
-
-
-@dataclass(slots=True)
-class _Sweep:
-    """One sweep under way."""
-
-    run: Run
-    now: float
-    grace: float
-    dry_run: bool
-    pinned: set[str]
-    dead_pins: list[str]
-    removed: list[str] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
-    nbytes: int = 0
-
-    def folder(self, version: Version, files: list[Stat]) -> None:
-        """Offer the files of a version's folder that its manifest does not name."""
-        try:
-            snapshot = self.run.open(version)
-            named = {f for s in snapshot.manifest.shards for f in (s.name, s.index.name)}
-        except NotFound:
-            named = set()
-        except FormatError:
-            self.kept += [(s.key, "beside a manifest that cannot be read") for s in files]
-            return
-        for stat in files:
-            name = stat.key.rpartition("/")[2]
-            attempt = names.attempt_of(name)
-            if attempt is not None and name not in named:
-                self.offer(stat, attempt)
-
-    def offer(self, stat: Stat, attempt: str | None) -> None:
-        """Remove an orphan, unless something speaks for it. What names no attempt (a manifest on
-        its way) may be of any that is under way."""
-        if attempt in self.pinned or (attempt is None and self.pinned):
-            self.kept.append((stat.key, "a save is under way"))
-        elif self.now - stat.modified < self.grace:
-            self.kept.append((stat.key, f"younger than {self.grace:.0f} s"))
-        else:
-            self.remove(stat)
-
-    def version(self, version: Version, files: list[Stat]) -> None:
-        if not self.dry_run:
-            self.run.delete(version)
-        self.removed += [s.key for s in files]
-        self.nbytes += sum(s.length for s in files)
-
-    def remove(self, stat: Stat) -> None:
-        if not self.dry_run:
-            self.run.store.delete(stat.key)
-        self.removed.append(stat.key)
-        self.nbytes += stat.length
-
-    def result(self) -> Swept:
-        return Swept(self.removed, self.kept, self.nbytes)
+        return sweep.sweep(self, Asked(grace, abandoned, dry_run, now))
 
 
 def _none_left(

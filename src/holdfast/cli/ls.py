@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, 
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.records import Branch
-from holdfast.run import Listing, Run
+from holdfast.known import Listing
+from holdfast.run import Run
 from holdfast.storage.store import Stat
 
 if TYPE_CHECKING:
@@ -112,7 +114,7 @@ def look(run: Run, listing: Listing, tell: Any = lambda step: None) -> Found:
     return Found(run, entries, run.branch(listing), branches, orphans)
 
 
-def _entry(run: Run, version: Version, files: list[Stat], on_line: bool) -> Entry | None:
+def _entry(run: Run, version: Version, files: Sequence[Stat], on_line: bool) -> Entry | None:
     snapshot, problem = None, None
     try:
         snapshot = run.open(version)
@@ -128,7 +130,7 @@ def _entry(run: Run, version: Version, files: list[Stat], on_line: bool) -> Entr
     return Entry(version, None, problem, on_line, sum(f.length for f in files), created)
 
 
-def _orphans(files: list[Stat], snapshot: Snapshot | None) -> list[Stat]:
+def _orphans(files: Sequence[Stat], snapshot: Snapshot | None) -> list[Stat]:
     """The files of a version's folder that its manifest does not name."""
     if snapshot is None:
         return []

@@ -8,7 +8,8 @@ import os
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import NoSnapshot, NotFound
 from holdfast.format import names
-from holdfast.run import Listing, Run
+from holdfast.known import Listing
+from holdfast.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 

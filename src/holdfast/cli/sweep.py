@@ -9,7 +9,7 @@ import click
 
 from holdfast.cli.answer import json_option, print_json
 from holdfast.cli.places import count, run_at
-from holdfast.run import Swept
+from holdfast.sweep import Swept
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,28 +1,42 @@
-"""Pins: while one is held, ``sweep`` keeps its hands off the files of that attempt."""
+"""Pins: while one is held, nothing deletes the files of that attempt, or of that version.
+
+Whoever is to rely on a version that another process may delete pins it first and then looks
+whether its manifest is (still) there; whoever deletes takes the manifest first and then looks for
+pins. So one of the two always sees the other.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from holdfast import events
 from holdfast.engine.location import Location
-from holdfast.errors import StoreError
-from holdfast.format.names import new_attempt, pin_name
+from holdfast.errors import Denied, NotFound, StoreError
+from holdfast.format.names import MANIFEST, Version, new_attempt, pin_name
 from holdfast.format.records import Pin, encode_pin
+from holdfast.words import MIB
+
+WORTH = 64 * MIB
+"""Bytes from which on reading them takes long enough to be pinned: fewer are read in less time
+than a deletion takes to come to them."""
 
 
-def hold(place: Location, attempt: str) -> str:
-    """Pin the files of an attempt for as long as this process lives; returns the pin's key."""
+def hold(place: Location, attempt: str, version: Version | None = None) -> str:
+    """Pin the files of an attempt, and a version, for as long as this process lives; returns the
+    pin's key. ``place``: of any version of the run."""
     host, boot, process = identity()
-    pin = Pin(attempt, None, now(), host, boot, process)
+    name = None if version is None else str(version)
+    pin = Pin(attempt, name, now(), host, boot, process)
     key = place.beside(pin_name(new_attempt()))
     try:
         place.store.put_if_absent(key, encode_pin(pin))
+    except Denied:
+        raise  # so nothing was written, and to delete would be denied as well
     except StoreError:
         release(place, key)  # it may be there although its put failed
         raise
@@ -30,13 +44,47 @@ def hold(place: Location, attempt: str) -> str:
 
 
 @contextmanager
-def held(place: Location, attempt: str) -> Iterator[None]:
+def held(place: Location, attempt: str, version: Version | None = None) -> Iterator[None]:
     """Holds a pin for the time of a ``with`` block."""
-    key = hold(place, attempt)
+    key = hold(place, attempt, version)
     try:
         yield
     finally:
         release(place, key)
+
+
+@contextmanager
+def reading(place: Location, version: Version | None, nbytes: int) -> Iterator[None]:
+    """Pins ``version``, whose folder ``place`` is, while ``nbytes`` of it are read, if that is
+    worth a pin. Raises ``NotFound`` if it was deleted before the pin was there.
+
+    No pin where none can be written (a read-only folder, a full disk): the reader checks every
+    byte, so that a version which is deleted under it costs it an error, never wrong data.
+    """
+    key = None
+    if version is not None and nbytes >= WORTH:
+        with suppress(StoreError):
+            key = hold(place, new_attempt(), version)
+    try:
+        if key is not None:
+            seen(place)
+        yield
+    finally:
+        if key is not None:
+            release(place, key)
+
+
+def seen(place: Location) -> None:
+    """Look whether a version that was just pinned is still there. Raises ``NotFound``."""
+    try:
+        place.store.stat(place.key(MANIFEST))
+    except NotFound as e:
+        raise NotFound(
+            f"{place.url} was deleted before it could be pinned",
+            todo="Take another version; `holdfast pin RUN STEP` keeps one for good",
+            key=place.key(MANIFEST),
+            store=place.store.url,
+        ) from e
 
 
 def release(place: Location, key: str) -> None:

@@ -14,6 +14,8 @@ _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetens
 _INDEX = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.index\.json")
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
+_LASTING = re.compile(r"pin-(version_[0-9.]+)\.json")
+_EVALUATION = re.compile(r"eval-([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.([0-9a-f]{12})\.json")
 
 
 def new_attempt() -> str:
@@ -60,6 +62,20 @@ def is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
+def refer(folder: str, shard: str) -> str:
+    """The path from one version's folder to a shard in another version's."""
+    return f"../{folder}/{shard}"
+
+
+def parse_reference(path: str) -> tuple[Version, str] | None:
+    """Version and name of the shard that a path like ``../version_100/shard-...`` leads to; None
+    for any other path, so that none leaves the run."""
+    up, _, rest = path.partition("/")
+    folder, _, shard = rest.partition("/")
+    version = parse_version(folder)
+    return (version, shard) if up == ".." and version is not None and is_shard(shard) else None
+
+
 def branch_name(number: int) -> str:
     return f"branch-{number}.json"
 
@@ -76,6 +92,22 @@ def pin_name(pin: str) -> str:
 def parse_pin(name: str) -> str | None:
     match = _PIN.fullmatch(name)
     return None if match is None else match[1]
+
+
+def parse_lasting(name: str) -> Version | None:
+    """The version that a lasting pin is for, from its file's name."""
+    match = _LASTING.fullmatch(name)
+    return None if match is None else parse_version(match[1])
+
+
+def evaluation_name(name: str, attempt: str) -> str:
+    return f"eval-{name}.{attempt}.json"
+
+
+def parse_evaluation(file: str) -> tuple[str, str] | None:
+    """Name and attempt of an evaluation, from its file's name."""
+    match = _EVALUATION.fullmatch(file)
+    return None if match is None else (match[1], match[2])
 
 
 def escape(segment: str) -> str:

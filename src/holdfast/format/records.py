@@ -1,4 +1,5 @@
-"""The small records beside the versions of a run: branches and pins, with total validation.
+"""The small records of a run beside its manifests, with total validation: branches, pins,
+evaluations.
 
 See ``docs/format.md``.
 """
@@ -6,6 +7,9 @@ See ``docs/format.md``.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from math import inf, isfinite, nan
+from typing import Any
 
 import msgspec
 
@@ -13,7 +17,12 @@ from holdfast.format import names
 from holdfast.format.digest import is_digest
 from holdfast.format.sealed import demands, is_time, seal, unseal
 
+MAX_RECORD = 1 << 20
+"""Bytes; a longer record is refused before it is read."""
+
 _PROCESS = re.compile(r"[0-9]{1,10}:([0-9]{1,20}|gone)")
+_LONG = 1 << 63
+_FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
 
 
 class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +48,32 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     boot: str
     process: str
+
+
+class LastingPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keeps a version until the pin is taken away, whoever lives."""
+
+    version: str
+    created: str
+
+
+class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one attempt to evaluate a version found: ``metrics``, numbers by name, of exactly the
+    snapshot whose manifest has that digest."""
+
+    name: str
+    attempt: str
+    version: str
+    manifest_digest: str
+    created: str
+    metrics: Mapping[str, Any]
+
+    def numbers(self) -> dict[str, float]:
+        """The metrics as numbers; what JSON has no word for is ``{"float": "nan"}`` in a file."""
+        return {
+            name: _FLOATS[value["float"]] if isinstance(value, dict) else value
+            for name, value in self.metrics.items()
+        }
 
 
 def encode_branch(branch: Branch) -> bytes:
@@ -72,3 +107,51 @@ def decode_pin(raw: bytes, file: str) -> Pin:
     demand(is_time(pin.created), "a time of day in UTC", pin.created)
     demand(_PROCESS.fullmatch(pin.process) is not None, "a process as pid:start", pin.process)
     return pin
+
+
+def encode_lasting(pin: LastingPin) -> bytes:
+    return seal(pin)[0]
+
+
+def decode_lasting(raw: bytes, file: str) -> LastingPin:
+    """A lasting pin, every field checked. Raises as ``decode_manifest`` does."""
+    pin = unseal(raw, LastingPin, file)[0]
+    demand = demands(file)
+    demand(names.parse_version(pin.version) is not None, "a version", pin.version)
+    demand(is_time(pin.created), "a time of day in UTC", pin.created)
+    return pin
+
+
+def encode_evaluation(evaluation: Evaluation) -> bytes:
+    """``evaluation``, whose metrics are ints and floats, as a file."""
+    metrics = {
+        name: {"float": repr(value)} if isinstance(value, float) and not isfinite(value) else value
+        for name, value in evaluation.metrics.items()
+    }
+    return seal(msgspec.structs.replace(evaluation, metrics=metrics))[0]
+
+
+def decode_evaluation(raw: bytes, file: str) -> Evaluation:
+    """An evaluation, every field checked. Raises as ``decode_manifest`` does."""
+    found = unseal(raw, Evaluation, file)[0]
+    demand = demands(file)
+    good = names.parse_evaluation(names.evaluation_name(found.name, found.attempt)) is not None
+    demand(good, "a name and an attempt", f"{found.name}, {found.attempt}")
+    demand(names.parse_version(found.version) is not None, "a version", found.version)
+    demand(is_digest(found.manifest_digest), "a digest of 32 hex digits", found.manifest_digest)
+    demand(is_time(found.created), "a time of day in UTC", found.created)
+    for name, value in found.metrics.items():
+        demand(_is_number(value), f"a number for {name[:80]!r}", value)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, dict):
+        return (
+            list(value) == ["float"]
+            and isinstance(value["float"], str)
+            and (value["float"] in _FLOATS)
+        )
+    if isinstance(value, int):
+        return not isinstance(value, bool) and -_LONG <= value < _LONG
+    return isinstance(value, float)
