@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from holdfast.engine.verify import Report
     from holdfast.engine.worker import Pending
     from holdfast.events import attach
-    from holdfast.policy import EverySeconds, EverySteps, KeepLast
+    from holdfast.policy import (
+        EveryEpoch,
+        EverySeconds,
+        EverySteps,
+        KeepBest,
+        KeepEvery,
+        KeepLast,
+        OnException,
+        StopWhen,
+    )
     from holdfast.progress import RNG, Progress
     from holdfast.run import Run
     from holdfast.sampler import ElasticSampler
@@ -31,16 +40,21 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpointer",
     "ElasticSampler",
+    "EveryEpoch",
     "EverySeconds",
     "EverySteps",
+    "KeepBest",
+    "KeepEvery",
     "KeepLast",
     "LeafView",
+    "OnException",
     "Pending",
     "Progress",
     "RNG",
     "Report",
     "Run",
     "Snapshot",
+    "StopWhen",
     "Store",
     "attach",
     "errors",
@@ -55,16 +69,21 @@ __all__ = [
 _HOME = {
     "Checkpointer": "checkpointer",
     "ElasticSampler": "sampler",
+    "EveryEpoch": "policy",
     "EverySeconds": "policy",
     "EverySteps": "policy",
+    "KeepBest": "policy",
+    "KeepEvery": "policy",
     "KeepLast": "policy",
     "LeafView": "engine.snapshot",
+    "OnException": "policy",
     "Pending": "engine.worker",
     "Progress": "progress",
     "RNG": "progress",
     "Report": "engine.verify",
     "Run": "run",
     "Snapshot": "engine.snapshot",
+    "StopWhen": "policy",
     "Store": "storage.store",
     "attach": "events",
     "errors": "errors",
