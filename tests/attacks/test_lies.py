@@ -381,7 +381,7 @@ def decode_any(raw: bytes) -> None:
 
 
 def test_a_later_format_says_so(files: Files) -> None:
-    raw = reseal(content_of(files[manifest_key(files)]), number=2)
+    raw = reseal(content_of(files[manifest_key(files)]), number=3)
     with pytest.raises(FormatTooNew, match="newer Holdfast"):
         decode_manifest(raw, "manifest.json")
 

@@ -98,7 +98,7 @@ def test_the_table_of_dtypes() -> None:
 
 
 def test_names_and_numbers_in_the_text() -> None:
-    assert f"number {FORMAT}" in TEXT.splitlines()[0]
+    assert f"numbers 1 and {FORMAT}" in TEXT.splitlines()[0]
     tree = re.search(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     assert tree is not None
     words = re.findall(r"^\s+(\S+)", tree[1], re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.files import key_of
 from holdfast.engine.location import Location
 from holdfast.errors import AlreadyExists, CommitError, NotFound, StoreError, Unavailable
 from holdfast.format.grammar import check_tree
@@ -33,6 +34,7 @@ def check_receipts(place: Location, receipts: Sequence[Receipt], ranks: int) -> 
             expected=f"one of each of {ranks} ranks",
             found=[r.rank for r in receipts],
         )
+    _check_bases(place, receipts)
     for receipt in receipts:
         shard, index = receipt.shard, receipt.shard.index
         lengths = {shard.name: receipt.planned, index.name: index.length}
@@ -47,6 +49,23 @@ def check_receipts(place: Location, receipts: Sequence[Receipt], ranks: int) -> 
                     rank=receipt.rank,
                     file=name,
                 )
+
+
+def _check_bases(place: Location, receipts: Sequence[Receipt]) -> None:
+    """Look at every file of another version that a shard refers to. Raises ``CommitError``."""
+    for path, length in sorted({(f.path, f.length) for r in receipts for f in r.shard.refers}):
+        try:
+            found = f"{place.store.stat(key_of(place, path)).length} bytes"
+        except NotFound:
+            found = "no such file"
+        if found != f"{length} bytes":
+            raise CommitError(
+                f"Nothing was committed to {place.url}: {path}, to which it refers, is not there",
+                expected=f"{length} bytes",
+                found=found,
+                todo="Save again; see what deletes versions that a running save has pinned",
+                file=key_of(place, path),
+            )
 
 
 def put_manifest(place: Location, manifest: Manifest) -> str:

@@ -1,4 +1,7 @@
-"""Copying a snapshot to another place, as its bytes are: every digest checked on the way.
+"""Copying a snapshot to another place: every digest checked on the way.
+
+A full snapshot is copied byte for byte. An incremental one becomes a full one; its attempt is made
+from the digest of its manifest, so that every copy of it is the same, byte for byte.
 
 In the order of a save: shards, then their indexes, then the manifest. Nothing is ever removed: what
 a copy that failed left behind is checked and used when it is tried again, and is an orphan for
@@ -8,22 +11,34 @@ a copy that failed left behind is checked and used when it is tried again, and i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from holdfast import events
 from holdfast.engine import pin
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.commit import refuse_existing
 from holdfast.engine.cover import ReadItem, whole_file
+from holdfast.engine.entries import holdings_of, whole_entries
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
-from holdfast.engine.read import read_chunks
+from holdfast.engine.read import checked
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, FormatError, NotFound
-from holdfast.format.index import ShardIndex
-from holdfast.format.manifest import MAX_BYTES, decode_manifest
+from holdfast.format import names
+from holdfast.format.digest import digest
+from holdfast.format.index import BoxAt, Index, Leaf, ShardIndex, decode_index, encode_index
+from holdfast.format.manifest import (
+    MAX_BYTES,
+    File,
+    Incremental,
+    Manifest,
+    Shard,
+    decode_manifest,
+    encode_manifest,
+)
 from holdfast.format.names import MANIFEST
+from holdfast.format.tensorfile import build_header
 from holdfast.settings import read_settings
-from holdfast.storage.direct import Buffer
 
 Progress = Callable[[int], None]
 
@@ -48,14 +63,18 @@ def copy_snapshot(
             found=found,
             todo="Open it anew",
         )
+    if isinstance(manifest, Incremental):
+        parts = [_whole(snapshot, n, index) for n, index in enumerate(indexes)]
+        manifest = _manifest(snapshot, [part.shard for part in parts])
+        raw, found = encode_manifest(manifest)
+    else:
+        parts = [_as_it_is(snapshot, *pair) for pair in zip(manifest.shards, indexes, strict=True)]
     with pin.held(place, manifest.attempt):
-        for index in indexes:
-            _copy_shard(snapshot.place, place, index, progress)
-        for shard in manifest.shards:
-            data = snapshot.place.store.get(snapshot.place.key(shard.index.name), MAX_BYTES)
-            place.store.put_if_absent(place.key(shard.index.name), data)
-            if progress is not None:
-                progress(shard.index.length)
+        for index, part in zip(indexes, parts, strict=True):
+            _copy_shard(snapshot.place, place, index, part, progress)
+        for part in parts:
+            place.store.put_if_absent(place.key(part.shard.index.name), part.raw)
+            _tell(progress, len(part.raw))
         copy = Snapshot(place, manifest, found)
         copy.indexes()  # read back through the store they went to; the shards by their length
         place.store.put_if_absent(place.key(MANIFEST), raw)
@@ -63,34 +82,96 @@ def copy_snapshot(
     return copy
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A shard as it will be in the copy: its entry in the manifest, its index checked and as bytes;
+    and its header where that is a new one."""
+
+    shard: Shard
+    index: ShardIndex
+    raw: bytes
+    header: bytes | None
+
+
+def _as_it_is(snapshot: Snapshot, shard: Shard, index: ShardIndex) -> _Part:
+    raw = snapshot.place.store.get(snapshot.place.key(shard.index.name), MAX_BYTES)
+    return _Part(shard, index, raw, None)
+
+
+def copied_attempt(snapshot: Snapshot) -> str:
+    """The attempt of a copy of the snapshot."""
+    return snapshot.digest[:12] if snapshot.bases else snapshot.manifest.attempt
+
+
+def _whole(snapshot: Snapshot, number: int, index: ShardIndex) -> _Part:
+    """The full shard that an incremental one stands for."""
+    shards, attempt = len(snapshot.manifest.shards), copied_attempt(snapshot)
+    header = build_header(whole_entries(holdings_of(index)[0]))
+    shift = len(header) - index.header
+    moved = [
+        Leaf(f.key, f.dtype, f.shape, [BoxAt(b.offsets, b.sizes, b.at + shift) for b in f.boxes])
+        for f in index.leaves
+    ]
+    cuts = (index.cuts + shift).tolist()
+    made = Index(
+        format=1,
+        shard=names.shard_name(number, shards, attempt),
+        length=cuts[-1],
+        header=len(header),
+        leaves=moved,
+        cuts=cuts,
+        digests=[digest(header), *index.digests[1:]],
+    )
+    raw = encode_index(made)
+    file = File(names.index_name(number, shards, attempt), len(raw), digest(raw))
+    shard = Shard(made.shard, made.length, file)
+    return _Part(shard, decode_index(raw, file.name), raw, header)
+
+
+def _manifest(snapshot: Snapshot, shards: list[Shard]) -> Manifest:
+    fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
+    return Manifest(**{**fields, "attempt": copied_attempt(snapshot), "shards": shards})
+
+
 def _copy_shard(
-    source: Location, place: Location, index: ShardIndex, progress: Progress | None
+    source: Location,
+    place: Location,
+    index: ShardIndex,
+    part: _Part,
+    progress: Progress | None,
 ) -> None:
-    items = whole_file(0, index.cuts)
-    key = place.key(index.shard)
+    made = part.index
+    key = place.key(made.shard)
     try:
         length = place.store.stat(key).length
     except NotFound:
         pass
     else:
-        if length != index.length:
+        if length != made.length:
             raise AlreadyExists(
                 f"{key} is in {place.store.url} already, and is no copy",
-                expected=f"{index.length} bytes",
+                expected=f"{made.length} bytes",
                 found=f"{length} bytes",
                 todo="Copy to another place, or delete that file first",
                 key=key,
                 store=place.store.url,
             )
-        _each(place, index, items, lambda item, data: _tell(progress, len(data)))
+        items = whole_file(0, made.cuts)
+        _each(place, made, items, lambda item, data: _tell(progress, len(data)))
         return
-    with place.store.put(key, index.length) as upload:
+    shift = made.header - index.header
+    with place.store.put(key, made.length) as upload:
 
         def write(item: ReadItem, data: memoryview) -> None:
-            upload.write_at(item.start, data)
+            if part.header is None:
+                upload.write_at(item.start, data)
+            elif item.first == 0:  # the header is an item of its own
+                upload.write_at(0, memoryview(part.header))
+            else:
+                upload.write_at(item.start + shift, data)
             _tell(progress, len(data))
 
-        _each(source, index, items, write)
+        _each(source, index, whole_file(0, index.cuts, index.places), write)
         upload.commit()
 
 
@@ -102,18 +183,10 @@ def _each(
 ) -> None:
     """Read all items, check them, and hand their bytes on; by several threads."""
     pool = shared_pool()
-    align = place.store.traits.alignment
 
     def work(item: ReadItem) -> None:
-        base = item.start // align * align
-        pooled = item.stop - base <= pool.unit
-        buffer = pool.acquire() if pooled else Buffer(item.stop - base)
-        try:
-            read_chunks(place, index, item, base, buffer.view)
+        with checked(place, index, item, pool) as (buffer, base):
             use(item, buffer.view[item.start - base : item.stop - base])
-        finally:
-            if pooled:
-                pool.release(buffer)
 
     in_parallel(items, work, min(read_settings().threads, len(items)))
 

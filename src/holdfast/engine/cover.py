@@ -17,10 +17,14 @@ import numpy as np
 from holdfast.engine.layout import Ints, rectangles, span, subtract
 from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
 from holdfast.format.index import BoxAt, Leaf, ShardIndex
+from holdfast.format.places import Places
 from holdfast.words import DTYPES, UNIT, Box
 
 SHOWN = 20
 """Most leaves that one error message names."""
+
+Tiles = tuple[Ints, Places | None]
+"""The cuts of a shard's chunks, and where these lie if not all in the shard itself."""
 
 _REFUSED = "Load another version; this one is damaged or was not written by a correct Holdfast"
 
@@ -116,13 +120,13 @@ def plan_read(stored: Iterable[ShardIndex], wanted: Sequence[Want]) -> ReadPlan:
     """
     search = _Search(wanted)
     names: list[str] = []
-    cuts: dict[int, Ints] = {}
+    tiles: dict[int, Tiles] = {}
     needs: dict[int, _Needs] = {}
     for number, shard in enumerate(stored):
         names.append(shard.shard)
         need = _Needs([], [])
         if search.look(number, shard, need):
-            cuts[number], needs[number] = shard.cuts, need
+            tiles[number], needs[number] = (shard.cuts, shard.places), need
     search.check()
     lacking: list[tuple[Want, Box]] = []
     for number, want in enumerate(wanted):
@@ -134,14 +138,14 @@ def plan_read(stored: Iterable[ShardIndex], wanted: Sequence[Want]) -> ReadPlan:
         raise _not_covered(lacking)
     items: list[ReadItem] = []
     for number, need in needs.items():
-        items += _items(number, cuts[number], need)
+        items += _items(number, tiles[number], need)
     return ReadPlan(tuple(names), tuple(items), sum(i.stop - i.start for i in items))
 
 
-def whole_file(shard: int, cuts: Ints) -> list[ReadItem]:
+def whole_file(shard: int, cuts: Ints, places: Places | None = None) -> list[ReadItem]:
     """Items that read all of a shard, its header included, and copy nothing: to verify it."""
     none = np.empty((0, 4), np.int64)
-    return _Runs.of(np.arange(len(cuts)), cuts).items(shard, none, {})
+    return _Runs.of(np.arange(len(cuts)), (cuts, places)).items(shard, none, {})
 
 
 class _Search:
@@ -281,8 +285,9 @@ def _linear(number: int, part: Box, want: Box, found: _Found) -> tuple[int, int,
     return number, found.at + first * size, into * size, count * size
 
 
-def _items(shard: int, cuts: Ints, needs: _Needs) -> list[ReadItem]:
+def _items(shard: int, tiles: Tiles, needs: _Needs) -> list[ReadItem]:
     """The items of one shard that give all that is needed of it."""
+    cuts = tiles[0]
     linear = np.array(needs.linear, np.int64).reshape(-1, 4)
     linear = linear[linear[:, 3] > 0]
     begin = linear[:, 1]
@@ -293,7 +298,7 @@ def _items(shard: int, cuts: Ints, needs: _Needs) -> list[ReadItem]:
     np.add.at(needed, np.searchsorted(cuts, end, "left") + 1, -1)
     needed = np.cumsum(needed)
     needed[list(slabs)] += 1
-    return _Runs.of(np.flatnonzero(needed), cuts).items(shard, linear, slabs)
+    return _Runs.of(np.flatnonzero(needed), tiles).items(shard, linear, slabs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,13 +311,17 @@ class _Runs:
     stop: Ints
 
     @classmethod
-    def of(cls, chunks: Ints, cuts: Ints) -> _Runs:
-        """Merge neighbours within one ``UNIT`` counted from the header's end, as it was written."""
+    def of(cls, chunks: Ints, tiles: Tiles) -> _Runs:
+        """Merge neighbours that lie one behind the other in their file, within one ``UNIT`` counted
+        from the header's end, as it was written."""
+        cuts, places = tiles
         start = np.concatenate([np.zeros(1, np.int64), cuts[:-1]])[chunks]
         stop = cuts[chunks]
         # A chunk across the border of two units (we write none) has a number of its own.
         unit = (start - cuts[0]) // UNIT + (stop - 1 - cuts[0]) // UNIT
         apart = (chunks[1:] != chunks[:-1] + 1) | (unit[1:] != unit[:-1])
+        if places is not None:
+            apart |= ~places.joined(cuts)[chunks[:-1]]
         end = np.ones(min(1, len(chunks)), bool)
         begins, ends = np.concatenate([end, apart]), np.concatenate([apart, end])
         return cls(chunks[begins], chunks[ends] + 1, start[begins], stop[ends])

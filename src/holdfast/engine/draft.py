@@ -11,9 +11,10 @@ from holdfast import __version__
 from holdfast.engine import pin
 from holdfast.engine.group import Group
 from holdfast.engine.location import Location
+from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import Image, Piece
 from holdfast.format import names, tree
-from holdfast.format.manifest import Manifest, Parent, Shard
+from holdfast.format.manifest import Increment, Incremental, Manifest, Parent, Shard
 from holdfast.storage.direct import Pool
 
 
@@ -53,9 +54,11 @@ class Draft:
     pool: Pool
     began: float
     staged: float
+    base: Snapshot | None = None
 
-    def manifest(self, shards: list[Shard]) -> Manifest:
-        """The manifest that commits these shards."""
+    def manifest(self, shards: list[Shard], chain: int = 0) -> Manifest:
+        """The manifest that commits these shards; ``chain``: what it is if any refers to another
+        version."""
         label = self.label
         version = names.parse_version(self.place.folder.rpartition("/")[2])
         step = version.step if label.step is None and version is not None else label.step
@@ -65,14 +68,17 @@ class Draft:
             "written_seconds": round(time.perf_counter() - self.staged, 6),
         }
         about = {**self.about["dict"], "statistics": {"dict": statistics}}
-        return Manifest(
-            attempt=self.attempt,
-            created=pin.now(),
-            writer=f"holdfast {__version__}",
-            step=step,
-            branch=label.branch,
-            parent=label.parent,
-            shards=shards,
-            metadata={"dict": about},
-            tree=self.tree,
-        )
+        fields: dict[str, Any] = {
+            "attempt": self.attempt,
+            "created": pin.now(),
+            "writer": f"holdfast {__version__}",
+            "step": step,
+            "branch": label.branch,
+            "parent": label.parent,
+            "metadata": {"dict": about},
+            "tree": self.tree,
+        }
+        if not any(s.refers for s in shards):
+            return Manifest(shards=shards, **fields)
+        parts = [Increment(s.name, s.length, s.index, s.refers) for s in shards]
+        return Incremental(shards=parts, chain=chain, **fields)

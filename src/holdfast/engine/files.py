@@ -24,7 +24,7 @@ def read_index(place: Location, shard: Shard) -> ShardIndex:
             file=file,
             offset=0,
         )
-    index = decode_index(raw, file)
+    index = decode_index(raw, file, shard.refers)
     if (index.shard, index.length) != (shard.name, shard.length):
         raise ManifestInvalid(
             f"{file} is the index of another shard",
@@ -35,9 +35,26 @@ def read_index(place: Location, shard: Shard) -> ShardIndex:
     return index
 
 
+def key_of(place: Location, path: str) -> str:
+    """The key of a file by its path from the snapshot's folder."""
+    return place.beside(path[3:]) if path.startswith("../") else place.key(path)
+
+
 def check_length(place: Location, name: str, length: int) -> None:
-    """See that a file is there, with its length. Raises ``FormatError`` or ``StoreError``."""
-    file = place.key(name)
+    """See that a file is there, with its length. Raises ``FormatError`` or ``StoreError``.
+
+    ``name``: its path from the snapshot's folder.
+    """
+    file = key_of(place, name)
+    if not place.folder and file != name:
+        raise FormatError(
+            f"{place.url} refers to {name}, which cannot be reached from here",
+            expected="a snapshot opened within its run",
+            found="a store that ends at the snapshot's own folder",
+            todo="Open it as RUN/version_N; `holdfast copy` makes it self-contained",
+            file=file,
+            offset=0,
+        )
     try:
         found = place.store.stat(file).length
     except NotFound as e:

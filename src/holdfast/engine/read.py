@@ -6,7 +6,8 @@ Nothing is copied out of a chunk whose digest is not the one that the index hold
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.engine.cover import ReadItem, ReadPlan, Slab
+from holdfast.engine.files import key_of
 from holdfast.engine.layout import rectangles
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
@@ -21,6 +23,7 @@ from holdfast.engine.tree import dtype_name
 from holdfast.errors import DigestMismatch, StoreError
 from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex
+from holdfast.format.names import parse_reference
 from holdfast.storage.direct import Buffer, Pool
 from holdfast.words import DTYPES
 
@@ -66,64 +69,79 @@ def run_reads(
     """
 
     def work(item: ReadItem) -> None:
-        base = item.start // place.store.traits.alignment * place.store.traits.alignment
-        length = item.stop - base
-        # our own chunks never need more than a pool's buffer; another writer's may
-        pooled = length <= pool.unit
-        buffer = pool.acquire() if pooled else Buffer(length)
-        try:
-            index = indexes[item.shard]
-            read_chunks(place, index, item, base, buffer.view)
+        with checked(place, indexes[item.shard], item, pool) as (buffer, base):
             for number, offset, at, size in item.linear.tolist():
                 _copy_run(targets[number], at, buffer, offset - base, size)
             for slab in item.slabs:
                 _copy_slab(targets[slab.want], slab, buffer.view[slab.file_offset - base :])
-        finally:
-            if pooled:
-                pool.release(buffer)
 
     in_parallel(plan.items, work, min(threads, len(plan.items)))
 
 
-def read_chunks(
-    place: Location, index: ShardIndex, item: ReadItem, base: int, into: memoryview
-) -> None:
-    """Read file bytes from ``base`` to the item's end and check the item's chunks."""
+@contextmanager
+def checked(
+    place: Location, index: ShardIndex, item: ReadItem, pool: Pool
+) -> Iterator[tuple[Buffer, int]]:
+    """The item's chunks, read and checked: a buffer, and which offset of the shard it begins at.
+
+    For an incremental shard, offsets are those in the whole that it is a part of. Raises
+    ``DigestMismatch`` or ``StoreError`` naming file, offset and leaves.
+    """
+    path, at = index.where(item.first)
+    # so much before the chunk that the read is aligned in its file, if it fits into a buffer
+    before = at % place.store.traits.alignment
+    length = item.stop - item.start
+    if length <= pool.unit < before + length:
+        before = 0
+    # our own chunks never need more than a pool's buffer; another writer's may
+    pooled = before + length <= pool.unit
+    buffer = pool.acquire() if pooled else Buffer(before + length)
     try:
-        place.store.get_range(place.key(index.shard), base, item.stop - base, into)
-    except StoreError as e:
-        leaves = leaves_between(index, item.start, item.stop)
-        raise e.told(
-            f"Needed for {', '.join(leaves[:5])}",
-            file=place.key(index.shard),
-            offset=item.start,
-            leaf=leaves[0] if leaves else None,
-        ) from e
+        key = key_of(place, path)
+        try:
+            place.store.get_range(key, at - before, before + length, buffer.view)
+        except StoreError as e:
+            leaves = leaves_between(index, item.start, item.stop)
+            told = f"Needed for {', '.join(leaves[:5])}"
+            raise e.told(told, file=key, offset=at, leaf=leaves[0] if leaves else None) from e
+        base = item.start - before
+        _check(place, index, item, base, buffer.view)
+        yield buffer, base
+    finally:
+        if pooled:
+            pool.release(buffer)
+
+
+def _check(place: Location, index: ShardIndex, item: ReadItem, base: int, view: memoryview) -> None:
     start = item.start
     for c in range(item.first, item.last):
         stop = int(index.cuts[c])
-        found = digest(into[start - base : stop - base])
+        found = digest(view[start - base : stop - base])
         if found != index.digests[c]:
-            raise damaged(place, index, start, stop, index.digests[c], found)
+            raise damaged(place, index, c, found)
         start = stop
 
 
-def damaged(
-    place: Location, index: ShardIndex, start: int, stop: int, expected: str, found: str
-) -> DigestMismatch:
+def damaged(place: Location, index: ShardIndex, chunk: int, found: str) -> DigestMismatch:
     """The error for a chunk whose bytes are not those that were written."""
+    start, stop = int(index.cuts[chunk - 1]) if chunk else 0, int(index.cuts[chunk])
+    path, at = index.where(chunk)
     leaves = leaves_between(index, start, stop)
     names = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
+    where = f"between bytes {at} and {at + stop - start} ({names or 'its header'})"
+    reference = parse_reference(path)
     return DigestMismatch(
-        f"{place.url}/{index.shard} is damaged between bytes {start} and {stop}"
-        f" ({names or 'its header'})",
-        expected=f"digest {expected}",
+        f"{place.url}/{path} is damaged {where}"
+        if reference is None
+        else f"{place.url} refers to {path}, which is damaged {where}",
+        expected=f"digest {index.digests[chunk]}",
         found=found,
         todo="Take another version; `holdfast verify` shows which are intact",
-        file=place.key(index.shard),
-        offset=start,
+        file=key_of(place, path),
+        offset=at,
         leaf=leaves[0] if leaves else None,
         leaves=tuple(leaves),
+        base=None if reference is None else str(reference[0]),
     )
 
 

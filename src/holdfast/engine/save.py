@@ -1,8 +1,8 @@
 """Saving: the recipe. Read it from top to bottom; every step is called from here and returns here.
 
 1. ``flatten`` the state, and plan who writes which boxes. 2. Stage: make the shard's image, and for
-an asynchronous save fill it now, so that training may go on. 3. Write the shard, then its index.
-4. Gather the receipts, check them, and commit.
+an asynchronous save fill it now, so that training may go on. 3. Write the shard (only
+what its base lacks, if it has one), then its index. 4. Gather the receipts, check, and commit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from holdfast.engine.garbage import uncollected
 from holdfast.engine.group import current_group
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.offer import make_offer
+from holdfast.engine.pack import write_packed
 from holdfast.engine.plan import plan_write
+from holdfast.engine.refer import held_base, pack
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import drop, make_image, stage_ahead, whole
 from holdfast.engine.tree import flatten
 from holdfast.engine.worker import Pending
-from holdfast.engine.write import write_index, write_shard
+from holdfast.engine.write import digest_chunks, write_index, write_shard
 from holdfast.errors import CommitError
 from holdfast.format import names
-from holdfast.format.manifest import Manifest, Shard
+from holdfast.format.manifest import Increment, Manifest, Shard
 from holdfast.settings import read_settings
 from holdfast.storage.direct import Pool
 
@@ -80,8 +82,17 @@ def in_background(
         raise
 
 
-def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool) -> Draft:
-    """The half that needs the live state to hold still: plan, and stage if ``ahead``."""
+def begin(
+    place: Location,
+    state: Any,
+    label: Label,
+    pool: Pool,
+    *,
+    ahead: bool,
+    base: Snapshot | None = None,
+) -> Draft:
+    """The half that needs the live state to hold still: plan, and stage if ``ahead``. ``base``: a
+    version of the same run; what it has already is then referred to instead of written."""
     began = time.perf_counter()
     group = current_group()
     refuse_existing(place)
@@ -105,33 +116,55 @@ def begin(place: Location, state: Any, label: Label, pool: Pool, *, ahead: bool)
         drop(pieces, pool)
         raise
     attempt = names.new_attempt()
-    return Draft(place, label, about, group, attempt, flat.tree, image, pieces, pool, began, staged)
+    return Draft(
+        place, label, about, group, attempt, flat.tree, image, pieces, pool, began, staged, base
+    )
 
 
 def finish(draft: Draft) -> Snapshot:
     """The half that runs beside the training: write, gather, commit."""
     try:
-        with pin.held(draft.place, draft.attempt):
-            manifest, digest = _write_and_commit(draft)
+        with (
+            pin.held(draft.place, draft.attempt),
+            held_base(draft.place, draft.attempt, draft.base) as base,
+        ):
+            manifest, digest = _write_and_commit(draft, base)
     finally:
         drop(draft.pieces, draft.pool)
+    snapshot = Snapshot(draft.place, manifest, digest)
     seconds = time.perf_counter() - draft.began
-    events.emit("committed", url=draft.place.url, bytes=draft.image.length, seconds=seconds)
-    return Snapshot(draft.place, manifest, digest)
+    events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
+    return snapshot
 
 
-def _write_and_commit(draft: Draft) -> tuple[Manifest, str]:
-    place, group, image, attempt = draft.place, draft.group, draft.image, draft.attempt
-    shard = names.shard_name(group.rank, group.size, attempt)
-    index = names.index_name(group.rank, group.size, attempt)
-    threads = read_settings().threads
-    digests = write_shard(place, shard, image, draft.pieces, draft.pool, threads)
-    vouched = write_index(place, index, shard, image, digests)
-    receipt = Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
-    receipts = group.gather(receipt)
+def _write_and_commit(draft: Draft, base: Snapshot | None) -> tuple[Manifest, str]:
+    place, group = draft.place, draft.group
+    receipts = group.gather(_write(draft, base))
     made = None
     if receipts is not None:
         check_receipts(place, receipts, group.size)
-        manifest = draft.manifest([r.shard for r in receipts])
+        chain = 0 if base is None else base.chain + 1
+        manifest = draft.manifest([r.shard for r in receipts], chain)
         made = (manifest, put_manifest(place, manifest))
     return group.scatter(None if made is None else [made] * group.size)
+
+
+def _write(draft: Draft, base: Snapshot | None) -> Receipt:
+    """Write shard and index: in full, or what ``base`` lacks."""
+    place, group, image, attempt = draft.place, draft.group, draft.image, draft.attempt
+    pieces, pool, threads = draft.pieces, draft.pool, read_settings().threads
+    shard = names.shard_name(group.rank, group.size, attempt)
+    index = names.index_name(group.rank, group.size, attempt)
+    packing = None
+    if base is not None:
+        digests = digest_chunks(image, pieces, pool, threads)
+        packing = pack(base, image, digests)
+    if packing is None:
+        digests = write_shard(place, shard, image, pieces, pool, threads)
+        vouched = write_index(place, index, shard, image, digests)
+        return Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
+    drop(packing.unneeded(image, pieces), pool)
+    write_packed(place, shard, image, packing, pieces, pool, threads)
+    vouched = write_index(place, index, shard, image, digests, packing)
+    increment = Increment(shard, packing.length, vouched, packing.refers)
+    return Receipt(group.rank, increment, packing.length)

@@ -16,7 +16,7 @@ from holdfast.engine.files import check_length, read_index
 from holdfast.engine.garbage import uncollected
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.read import Target, run_reads
-from holdfast.engine.verify import Report, verify
+from holdfast.engine.verify import Report, Seen, verify
 from holdfast.errors import (
     HoldfastError,
     ManifestInvalid,
@@ -25,8 +25,8 @@ from holdfast.errors import (
 from holdfast.format import tree
 from holdfast.format.grammar import check_plain, check_tree
 from holdfast.format.index import ShardIndex
-from holdfast.format.manifest import MAX_BYTES, Manifest, decode_manifest
-from holdfast.format.names import MANIFEST, Version, parse_version
+from holdfast.format.manifest import MAX_BYTES, Manifest, Referred, decode_manifest
+from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version
 from holdfast.settings import read_settings
 from holdfast.words import DTYPES, Box
 
@@ -121,17 +121,21 @@ class Snapshot:
     @property
     def bases(self) -> frozenset[Version]:
         """The versions whose files it refers to; empty for a full one."""
-        return frozenset()
+        paths = [parse_reference(f.path) for f in self._referred()]
+        return frozenset(p[0] for p in paths if p is not None)
 
     @property
     def referred_bytes(self) -> int:
         """Bytes that it refers to in files of its bases."""
-        return 0
+        return sum(f.bytes for f in self._referred())
 
     @property
     def chain(self) -> int:
         """How many versions lie between it and a full one: 0 for a full one."""
-        return 0
+        return self.manifest.chain
+
+    def _referred(self) -> list[Referred]:
+        return [f for s in self.manifest.shards for f in s.refers]
 
     def nodes(self) -> dict[str, Any]:
         """The tree's leaves and plain values by key, in order, as ``format/tree.py`` has them."""
@@ -197,7 +201,7 @@ class Snapshot:
         )
 
     def check_files(self) -> None:
-        """See that every file is there with its length, without reading it.
+        """See that every file, of its bases too, is there with its length, without reading it.
 
         Raises ``FormatError`` for a file that is missing or has another length.
         """
@@ -205,6 +209,7 @@ class Snapshot:
             for name, length in (
                 (shard.name, shard.length),
                 (shard.index.name, shard.index.length),
+                *((f.path, f.length) for f in shard.refers),
             ):
                 check_length(self.place, name, length)
 
@@ -216,13 +221,16 @@ class Snapshot:
         threads = read_settings().threads
         run_reads(self.place, plan, indexes, targets, shared_pool(), threads)
 
-    def verify(self, progress: Callable[[int], None] | None = None) -> Report:
-        """Read every byte of every file and compare it with its digest.
+    def verify(
+        self, progress: Callable[[int], None] | None = None, seen: Seen | None = None
+    ) -> Report:
+        """Read every byte of every file, and all that it refers to, and compare it with its digest.
 
-        Never raises for damage: the report names all of it. ``progress(nbytes)`` is called as
-        bytes are done, from several threads.
+        ``seen``: chunks that were read for other versions; they are not read again. Never raises
+        for damage: the report names all of it. ``progress(nbytes)`` is called as bytes are done,
+        from several threads.
         """
-        return verify(self.place, self.manifest, self.leaves, self.indexes, progress)
+        return verify(self.place, self.manifest, self.leaves, self.indexes, progress, seen)
 
 
 class LeafView:

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.engine.entries import whole_entries
 from holdfast.engine.layout import Holding, Ints, chunk_cuts, file_order, rectangles
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.tree import Leaf
-from holdfast.format.tensorfile import build_header, entry_name, stored_shape
+from holdfast.format.tensorfile import build_header
 from holdfast.storage.direct import Buffer, Pool
-from holdfast.words import DTYPES, UNIT, Box
+from holdfast.words import UNIT, Box
 
 
 @dataclass(slots=True)
@@ -64,13 +65,17 @@ class Image:
         start, stop = piece.start, piece.stop
         if start < len(self.header):
             buffer.view[: stop - start] = self.header[start:stop]
-            return
+        else:
+            self.copy(start, stop, buffer, 0)
+
+    def copy(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        """Copy data from ``start`` to ``stop`` to the buffer's byte ``at``."""
         i = bisect_right(self.begins, start) - 1
         while i < len(self.begins) and self.begins[i] < stop:
             a, b = max(start, self.begins[i]), min(stop, self.ends[i])
             if b > a:
                 base = self.begins[i]
-                _copy_out(self.sources[i], a - base, b - base, buffer, a - start)
+                _copy_out(self.sources[i], a - base, b - base, buffer, at + a - start)
             i += 1
 
 
@@ -81,11 +86,7 @@ def make_image(leaves: Sequence[Leaf], holdings: Sequence[Holding]) -> Image:
     lengths = np.array([h.nbytes for h in ordered], dtype=np.int64)
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    names = _entry_names(ordered)
-    header = build_header(
-        (name, DTYPES[h.dtype].stored, stored_shape(DTYPES[h.dtype], h.box.sizes), a, b)
-        for name, h, a, b in zip(names, ordered, starts.tolist(), ends.tolist(), strict=True)
-    )
+    header = build_header(whole_entries(ordered))
     return Image(
         header,
         ordered,
@@ -94,20 +95,6 @@ def make_image(leaves: Sequence[Leaf], holdings: Sequence[Holding]) -> Image:
         (ends + len(header)).tolist(),
         chunk_cuts(len(header), lengths),
     )
-
-
-def _entry_names(holdings: Sequence[Holding]) -> list[str]:
-    """Names in the safetensors header: the leaf's key, and for a part of a leaf where it begins.
-    ``__metadata__`` is the format's own."""
-    names: list[str] = []
-    taken = {"__metadata__"}
-    for h in holdings:
-        name = entry_name(h.key, h.shape, h.box.offsets, h.box.sizes)
-        while name in taken:
-            name += "~"
-        taken.add(name)
-        names.append(name)
-    return names
 
 
 def stage_ahead(image: Image, pieces: Sequence[Piece], pool: Pool, threads: int) -> None:

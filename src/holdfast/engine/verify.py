@@ -9,17 +9,21 @@ from itertools import pairwise
 
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import ReadItem, Want, plan_read, whole_file
-from holdfast.engine.files import check_length, read_index
+from holdfast.engine.entries import holdings_of, own_spans, part_entries, whole_entries
+from holdfast.engine.files import check_length, key_of, read_index
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
-from holdfast.engine.read import read_chunks
-from holdfast.errors import FormatError, HoldfastError, ManifestInvalid, StoreError
+from holdfast.engine.read import checked, damaged
+from holdfast.errors import DigestMismatch, FormatError, HoldfastError, ManifestInvalid, StoreError
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Manifest, Shard
 from holdfast.format.names import MANIFEST
-from holdfast.format.tensorfile import entry_name, header_length, parse_header, stored_shape
+from holdfast.format.tensorfile import header_length, parse_header
 from holdfast.settings import read_settings
-from holdfast.words import DTYPES, Box
+from holdfast.words import Box
+
+Seen = dict[tuple[str, int, str], HoldfastError | None]
+"""Chunks that were read: file, offset, and digest expected there; and what was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,10 @@ def verify(
     leaves: Mapping[str, tuple[str, tuple[int, ...]]],
     indexes: Callable[[], Sequence[ShardIndex]],
     progress: Callable[[int], None] | None,
+    seen: Seen | None,
 ) -> Report:
     """See ``Snapshot.verify``. ``indexes`` reads and checks all of them, or raises."""
+    seen = {} if seen is None else seen
     began = time.perf_counter()
     problems: list[Problem] = []
     done: list[int] = []
@@ -64,7 +70,7 @@ def verify(
             progress(nbytes)
 
     for shard in manifest.shards:
-        _verify_shard(place, shard, problems, tell)
+        _verify_shard(place, shard, problems, tell, seen)
     if not problems:
         try:
             # every leaf whole, by the same plan that a load makes
@@ -83,9 +89,13 @@ def _as_problem(error: HoldfastError, file: str) -> Problem:
 
 
 def _verify_shard(
-    place: Location, shard: Shard, problems: list[Problem], tell: Callable[[int], None]
+    place: Location,
+    shard: Shard,
+    problems: list[Problem],
+    tell: Callable[[int], None],
+    seen: Seen,
 ) -> None:
-    """Add to ``problems`` all that is wrong with one shard and its index."""
+    """Add to ``problems`` all that is wrong with one shard, its index, and what it refers to."""
     file = place.key(shard.name)
     try:
         index = read_index(place, shard)
@@ -94,25 +104,36 @@ def _verify_shard(
     except (FormatError, StoreError) as e:
         problems.append(_as_problem(e, file))
         return
-    pool = shared_pool()
-    align = place.store.traits.alignment
-
-    def check(item: ReadItem) -> None:
-        base = item.start // align * align
-        pooled = item.stop - base <= pool.unit
-        buffer = pool.acquire() if pooled else None
-        view = buffer.view if buffer is not None else memoryview(bytearray(item.stop - base))
+    lost = set()
+    for referred in shard.refers:
         try:
-            read_chunks(place, index, item, base, view)
+            check_length(place, referred.path, referred.length)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, file))
-        finally:
-            if buffer is not None:
-                pool.release(buffer)
-        tell(item.stop - item.start)
+            lost.add(referred.path)
+    pool = shared_pool()
+
+    def check(item: ReadItem) -> None:
+        path, at = index.where(item.first)
+        if path in lost:
+            return
+        known = (key_of(place, path), at, index.digests[item.first])
+        error = seen.get(known)
+        if known not in seen:
+            try:
+                with checked(place, index, item, pool):
+                    pass
+            except (FormatError, StoreError) as e:
+                error = e
+            seen[known] = error
+            tell(item.stop - item.start)
+        elif isinstance(error, DigestMismatch):
+            error = damaged(place, index, item.first, str(error.found))
+        if error is not None:
+            problems.append(_as_problem(error, file))
 
     # one chunk an item, so that every damaged one is named
-    items = [i for whole in whole_file(0, index.cuts) for i in _single(whole, index)]
+    items = [i for part in whole_file(0, index.cuts, index.places) for i in _single(part, index)]
     in_parallel(items, check, min(read_settings().threads, len(items)))
     if not any(p.file == file for p in problems):
         try:
@@ -137,16 +158,13 @@ def _check_header(place: Location, index: ShardIndex) -> None:
     header_length(bytes(raw[:8]), index.length, file)
     begin, entries = parse_header(bytes(raw), index.length, file)
     told = [(e.name.rstrip("~"), e.dtype, e.shape, begin + e.start) for e in entries]
-    boxes = [
-        (
-            entry_name(leaf.key, leaf.shape, b.offsets, b.sizes).rstrip("~"),
-            DTYPES[leaf.dtype].stored,
-            stored_shape(DTYPES[leaf.dtype], b.sizes),
-            b.at,
-        )
-        for leaf in index.leaves
-        for b in leaf.boxes
-    ]
+    holdings, begins = holdings_of(index)
+    rows = (
+        whole_entries(holdings)
+        if index.places is None
+        else part_entries(holdings, begins, own_spans(index))
+    )
+    boxes = [(name.rstrip("~"), dtype, shape, begin + at) for name, dtype, shape, at, _ in rows]
     if sorted(told, key=repr) != sorted(boxes, key=repr):
         raise ManifestInvalid(
             f"{file}: its header and its index contradict each other",

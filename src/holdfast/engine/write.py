@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from typing import Any
 
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
+from holdfast.engine.refer import Packing
 from holdfast.engine.stage import Image, Piece
 from holdfast.format.digest import digest
-from holdfast.format.index import BoxAt, Index, Leaf, encode_index
+from holdfast.format.index import BoxAt, IncrementalIndex, Index, Leaf, encode_index
 from holdfast.format.manifest import File
-from holdfast.storage.direct import Pool
+from holdfast.storage.direct import Buffer, Pool
+
+
+def digest_chunks(image: Image, pieces: list[Piece], pool: Pool, threads: int) -> list[str]:
+    """The digest of every chunk; pieces that are not staged are filled for it, and not kept."""
+    digests = [digest(image.header)] + [""] * (len(image.cuts) - 1)
+    cuts = image.cuts.tolist()
+
+    def look(piece: Piece) -> None:
+        buffer = piece.buffer
+        if buffer is not None:
+            _digest(piece, buffer, cuts, digests)
+            return
+        buffer = pool.acquire()
+        try:
+            image.fill(piece, buffer)
+            _digest(piece, buffer, cuts, digests)
+        finally:
+            pool.release(buffer)
+
+    data = [p for p in pieces if p.start >= cuts[0]]
+    in_parallel(data, look, min(threads, len(data)))
+    return digests
+
+
+def _digest(piece: Piece, buffer: Buffer, cuts: list[int], digests: list[str]) -> None:
+    """Digest the chunks of a piece: it begins and ends with one, as every UNIT is a cut."""
+    view = buffer.view
+    first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
+    for c in range(first, last + 1):
+        digests[c] = digest(view[cuts[c - 1] - piece.start : cuts[c] - piece.start])
 
 
 def write_shard(
@@ -32,11 +64,7 @@ def write_shard(
                 image.fill(piece, buffer)
             view = buffer.view[: piece.stop - piece.start]
             if piece.start >= cuts[0]:
-                # every multiple of UNIT is a cut, so chunks begin and end with their piece
-                first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
-                for c in range(first, last + 1):
-                    a, b = cuts[c - 1] - piece.start, cuts[c] - piece.start
-                    digests[c] = digest(view[a:b])
+                _digest(piece, buffer, cuts, digests)
             upload.write_at(piece.start, view)
         finally:
             pool.release(buffer)
@@ -47,23 +75,42 @@ def write_shard(
     return digests
 
 
-def write_index(place: Location, name: str, shard: str, image: Image, digests: list[str]) -> File:
-    """Write the index of a shard, durably. Raises ``StoreError``."""
+def write_index(
+    place: Location,
+    name: str,
+    shard: str,
+    image: Image,
+    digests: list[str],
+    packing: Packing | None = None,
+) -> File:
+    """Write the index of a shard, durably; with a ``packing`` one of number 2. Raises
+    ``StoreError``."""
+    header = image.header if packing is None else packing.header
+    # boxes and cuts are counted from the beginning of the file, headers have lengths of their own
+    shift = len(header) - len(image.header)
     leaves: dict[str, Leaf] = {}
     for h, at in zip(image.holdings, image.begins, strict=True):
         leaf = leaves.get(h.key)
         if leaf is None:
             leaf = leaves[h.key] = Leaf(h.key, h.dtype, h.shape, [])
-        leaf.boxes.append(BoxAt(h.box.offsets, h.box.sizes, at))
-    index = Index(
-        format=1,
-        shard=shard,
-        length=image.length,
-        header=len(image.header),
-        leaves=list(leaves.values()),
-        cuts=image.cuts.tolist(),
-        digests=digests,
-    )
+        leaf.boxes.append(BoxAt(h.box.offsets, h.box.sizes, at + shift))
+    fields: dict[str, Any] = {
+        "shard": shard,
+        "header": len(header),
+        "leaves": list(leaves.values()),
+        "cuts": (image.cuts + shift).tolist(),
+    }
+    index: Index
+    if packing is None:
+        index = Index(format=1, length=image.length, digests=digests, **fields)
+    else:
+        index = IncrementalIndex(
+            format=2,
+            length=packing.length,
+            digests=[digest(header), *digests[1:]],
+            runs=packing.runs,
+            **fields,
+        )
     raw = encode_index(index)
     place.store.put_if_absent(place.key(name), raw)
     return File(name, len(raw), digest(raw))

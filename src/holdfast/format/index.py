@@ -3,11 +3,14 @@
 The file is tiled by chunks: ``cuts`` are their ends, the first chunk is exactly the safetensors
 header, the last ends with the file, and none is longer than 16 MiB. A chunk never ends inside an
 element. So every byte of a shard, header and padding included, has exactly one digest.
+
+In number 2 the boxes and chunks are those of the shard as it would be if it held everything, and
+``runs`` tell where its chunks lie: in the shard itself, or in files of earlier versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,6 +21,8 @@ import numpy.typing as npt
 
 from holdfast.errors import ManifestInvalid
 from holdfast.format.digest import is_digest
+from holdfast.format.manifest import Referred
+from holdfast.format.places import Places, places_of
 from holdfast.format.sealed import decode
 from holdfast.format.tensorfile import MAX_HEADER
 from holdfast.format.tree import MAX_DIMENSIONS
@@ -58,9 +63,18 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digests: list[str]
 
 
+class IncrementalIndex(Index, frozen=True, forbid_unknown_fields=True):
+    """An index of number 2. ``length`` is that of the file, the last cut that of the whole. A run:
+    the number of its first chunk, the number of a file (0: this shard, from 1 on: what the
+    manifest says that it refers to), and the offset there. Chunk 0, the header, is in none."""
+
+    runs: list[tuple[int, int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """A checked index, ready to plan with. ``cuts`` as int64, ``digests`` one per cut."""
+    """A checked index, ready to plan with. ``cuts`` as int64, ``digests`` one per cut; ``places``:
+    where its chunks lie, if not all in the shard."""
 
     shard: str
     length: int
@@ -68,18 +82,29 @@ class ShardIndex:
     leaves: tuple[Leaf, ...]
     cuts: Ints
     digests: tuple[str, ...]
+    places: Places | None = None
+    refers: tuple[Referred, ...] = ()
+
+    def where(self, chunk: int) -> tuple[str, int]:
+        """The file in which a chunk lies, as a path from the snapshot's folder, and where in it."""
+        if self.places is None:
+            return self.shard, int(self.cuts[chunk - 1]) if chunk else 0
+        file = int(self.places.file[chunk])
+        return self.refers[file - 1].path if file else self.shard, int(self.places.at[chunk])
 
 
 def encode_index(index: Index) -> bytes:
     return msgspec.json.encode(index)
 
 
-def decode_index(raw: bytes, file: str) -> ShardIndex:
+def decode_index(raw: bytes, file: str, refers: Sequence[Referred] = ()) -> ShardIndex:
     """The index, totally checked: boxes within their leaves tile the data, chunks tile the file.
 
+    ``refers``: what the manifest says that the shard refers to; with any, it is of number 2.
     Raises ``ManifestInvalid`` naming ``file`` and, where one is to blame, the leaf.
     """
-    index = decode(raw, Index, file)
+    index = decode(raw, IncrementalIndex if refers else Index, file)
+    number = 2 if refers else 1
 
     def broken(expected: str, found: object, leaf: str | None = None) -> ManifestInvalid:
         where = "" if leaf is None else f" at leaf {leaf[:200]!r}"
@@ -91,13 +116,16 @@ def decode_index(raw: bytes, file: str) -> ShardIndex:
             leaf=leaf,
         )
 
-    if index.format != 1:
-        raise broken("format 1", index.format)
+    if index.format != number:
+        raise broken(f"format {number}", index.format)
     if not (8 <= index.header <= min(index.length, 8 + MAX_HEADER) and index.length < 1 << 62):
         raise broken(
             f"a header of 8 to {8 + MAX_HEADER} bytes within the shard",
             (index.header, index.length),
         )
+    whole = index.cuts[-1] if refers and index.cuts else index.length
+    if not index.header <= whole < 1 << 62:
+        raise broken("chunks of fewer than 2**62 bytes", whole)
     keys: set[str] = set()
     for leaf in index.leaves:
         if leaf.dtype not in DTYPES or leaf.key in keys or len(leaf.shape) > MAX_DIMENSIONS:
@@ -110,20 +138,28 @@ def decode_index(raw: bytes, file: str) -> ShardIndex:
         keys.add(leaf.key)
     try:
         cuts = np.array(index.cuts, dtype=np.int64)
-        spans = _spans(index, broken)
+        spans = _spans(index, whole, broken)
     except OverflowError as e:
         raise broken("numbers of 64 bits", str(e)) from e
     ends = np.concatenate([np.array([index.header]), spans.stops])
-    begins = np.concatenate([spans.starts, np.array([index.length])])
+    begins = np.concatenate([spans.starts, np.array([whole])])
     wrong = ends != begins
     if wrong.any():
         i = int(wrong.argmax())
-        raise broken(
-            f"boxes packed without holes up to {index.length}: one at {ends[i]}", begins[i]
-        )
-    _check_chunks(index, cuts, spans, broken)
+        raise broken(f"boxes packed without holes up to {whole}: one at {ends[i]}", begins[i])
+    _check_chunks(index, whole, cuts, spans, broken)
+    places = None
+    if isinstance(index, IncrementalIndex):
+        places = places_of(index.runs, cuts, index.length, refers, broken)
     return ShardIndex(
-        index.shard, index.length, index.header, tuple(index.leaves), cuts, tuple(index.digests)
+        index.shard,
+        index.length,
+        index.header,
+        tuple(index.leaves),
+        cuts,
+        tuple(index.digests),
+        places,
+        tuple(refers),
     )
 
 
@@ -135,7 +171,7 @@ class _Spans(NamedTuple):
     widths: Ints
 
 
-def _spans(index: Index, broken: Broken) -> _Spans:
+def _spans(index: Index, whole: int, broken: Broken) -> _Spans:
     """The spans of all boxes, each found to lie within its leaf. No loop goes over the boxes: of
     these there may be millions, and every rank checks them at every load."""
     leaves = index.leaves
@@ -156,10 +192,10 @@ def _spans(index: Index, broken: Broken) -> _Spans:
     widths = np.array([DTYPES[leaf.dtype].itemsize for leaf in leaves], np.int64)[of]
     # the product in floats tells whether that in integers is exact
     with np.errstate(over="ignore", invalid="ignore"):
-        large = _products(sizes.astype(np.float64), dims) * widths > index.length
+        large = _products(sizes.astype(np.float64), dims) * widths > whole
     if large.any():
         i = int(large.argmax())
-        raise broken(f"a box of at most {index.length} bytes", boxes[i], leaves[of[i]].key)
+        raise broken(f"a box of at most {whole} bytes", boxes[i], leaves[of[i]].key)
     starts = np.array([b.at for b in boxes], np.int64)
     lengths = _products(sizes, dims) * widths
     order = np.lexsort((lengths, starts))
@@ -179,10 +215,10 @@ def _products(sizes: npt.NDArray[Any], dims: Ints) -> npt.NDArray[Any]:
     return made
 
 
-def _check_chunks(index: Index, cuts: Ints, spans: _Spans, broken: Broken) -> None:
+def _check_chunks(index: Index, whole: int, cuts: Ints, spans: _Spans, broken: Broken) -> None:
     """Raise unless the chunks tile the file and fall between elements."""
     lengths = np.diff(cuts, prepend=0)
-    tiles = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == index.length
+    tiles = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == whole
     if not tiles or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:
         raise broken(
             f"chunks of 1 to {MAX_CHUNK} bytes, the first the header, the last to the end",

@@ -6,6 +6,7 @@ and names the shards and their indexes by length and digest. See ``docs/format.m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +34,26 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: int
     index: File
 
+    @property
+    def refers(self) -> Sequence[Referred]:
+        """The files of earlier versions that hold a part of it; none in number 1."""
+        return ()
+
+
+class Referred(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A shard of an earlier version: its path from this version's folder, its length, and how many
+    of its bytes are referred to."""
+
+    path: str
+    length: int
+    bytes: int
+
+
+class Increment(Shard, frozen=True, forbid_unknown_fields=True):
+    """A shard of number 2: what is not in it lies in the files that it ``refers`` to."""
+
+    refers: Sequence[Referred]
+
 
 class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The snapshot that training had been resumed from, or that was saved just before."""
@@ -50,14 +71,26 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int | None
     branch: int
     parent: Parent | None
-    shards: list[Shard]
+    shards: Sequence[Shard]
     metadata: Any
     tree: Any
+
+    @property
+    def chain(self) -> int:
+        """How many versions lie between it and a full one: 0 for a full one."""
+        return 0
+
+
+class Incremental(Manifest, frozen=True, forbid_unknown_fields=True):
+    """A manifest of number 2: of a snapshot that refers to files of earlier versions."""
+
+    shards: Sequence[Increment]
+    chain: int
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
     """The file's bytes and its digest."""
-    return seal(manifest)
+    return seal(manifest, 2 if isinstance(manifest, Incremental) else 1)
 
 
 def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
@@ -65,7 +98,7 @@ def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
 
     Raises ``ManifestInvalid``, ``DigestMismatch`` or ``FormatTooNew``, naming ``file``.
     """
-    manifest, made = unseal(raw, Manifest, file)
+    manifest, made = unseal(raw, Manifest, file, {2: Incremental})
     _check(manifest, file)
     return manifest, made
 
@@ -92,3 +125,18 @@ def _check(manifest: Manifest, file: str) -> None:
         demand(0 <= index.length <= MAX_BYTES, "a length in bytes", index.length)
         demand(shard.name not in seen, "every file once", shard.name)
         seen.add(shard.name)
+        for referred in shard.refers:
+            _check_referred(referred, demand)
+        paths = [r.path for r in shard.refers]
+        demand(len(set(paths)) == len(paths), "every file that is referred to once", paths)
+    if isinstance(manifest, Incremental):
+        demand(0 < manifest.chain < 1 << 31, "a chain of 1 or more", manifest.chain)
+        refers = any(shard.refers for shard in manifest.shards)
+        demand(refers, "a shard that refers to another version", "none")
+
+
+def _check_referred(referred: Referred, demand: Callable[[bool, str, object], None]) -> None:
+    path = names.parse_reference(referred.path) is not None
+    demand(path, "a path like ../version_1/shard-...", referred.path)
+    demand(0 < referred.length < 1 << 62, "a length in bytes", referred.length)
+    demand(0 < referred.bytes <= referred.length, "1 byte to the file's length", referred.bytes)

@@ -1,14 +1,14 @@
 """Small JSON files that carry their own digest: manifests, branches, pins.
 
 A sealed file is one JSON object whose first two members are, byte for byte,
-``{"format":1,"digest":"<32 hex digits>",``. The digest is over the whole file with the 32 digits
+``{"format":N,"digest":"<32 hex digits>",``. The digest is over the whole file with the 32 digits
 replaced by zeros, compared exactly: a file that was changed in any byte does not open.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ import msgspec
 from holdfast.errors import DigestMismatch, FormatTooNew, ManifestInvalid
 from holdfast.format.digest import HEX_LENGTH, digest
 
-FORMAT = 1
+FORMAT = 2
 """The newest format number that this build writes and reads."""
 
 _HEAD = re.compile(rb'\{"format":([1-9][0-9]{0,8}),"digest":"([0-9a-f]{32})",')
@@ -27,20 +27,22 @@ T = TypeVar("T", bound=msgspec.Struct)
 _encoder = msgspec.json.Encoder()
 
 
-def seal(content: msgspec.Struct) -> tuple[bytes, str]:
-    """``content`` as a sealed file, and its digest."""
+def seal(content: msgspec.Struct, number: int = 1) -> tuple[bytes, str]:
+    """``content`` as a sealed file of a format number, and its digest."""
     body = _encoder.encode(content)[1:]
-    head = b'{"format":%d,"digest":"' % FORMAT
+    head = b'{"format":%d,"digest":"' % number
     made = digest(b"".join((head, b"0" * HEX_LENGTH, b'",', body)))
     return b"".join((head, made.encode(), b'",', body)), made
 
 
-def unseal(raw: bytes, kind: type[T], file: str) -> tuple[T, str]:
+def unseal(
+    raw: bytes, kind: type[T], file: str, later: Mapping[int, type[T]] = {}
+) -> tuple[T, str]:
     """The content of a sealed file and its digest, fully checked.
 
-    Raises ``ManifestInvalid`` if the file is not of the form, ``DigestMismatch`` if a byte is
-    not as it was written, ``FormatTooNew`` if it is of a later format. ``file`` names it in
-    messages.
+    ``kind``: what it is in number 1; ``later``: in other numbers, where there are any. Raises
+    ``ManifestInvalid`` if the file is not of the form, ``DigestMismatch`` if a byte is not as it
+    was written, ``FormatTooNew`` if it is of a later format. ``file`` names it in messages.
     """
     head = _HEAD.match(raw)
     if head is None:
@@ -73,7 +75,9 @@ def unseal(raw: bytes, kind: type[T], file: str) -> tuple[T, str]:
             todo="Install a newer Holdfast to read it",
             file=file,
         )
-    return decode(b"{" + raw[head.end() :], kind, file), claimed
+    kinds = {1: kind, **later}
+    demands(file)(number in kinds, f"format {' or '.join(map(str, kinds))}", f"format {number}")
+    return decode(b"{" + raw[head.end() :], kinds[number], file), claimed
 
 
 def decode(raw: bytes, kind: type[T], file: str) -> T:
@@ -83,7 +87,7 @@ def decode(raw: bytes, kind: type[T], file: str) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ManifestInvalid(
             f"{file} breaks the format",
-            expected=f"a {kind.__name__.lower()} as docs/format.md has it",
+            expected="the fields that docs/format.md has",
             found=str(e),
             file=file,
         ) from e

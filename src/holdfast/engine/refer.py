@@ -1,0 +1,201 @@
+"""What of an image stands in an earlier version already: the base of an incremental save.
+
+A chunk is referred to if the base has the same bytes (by digest) at the same offset of the same
+box of the same leaf, of the same dtype; everything else is written. References lead to the file
+that holds the bytes, never to another reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.engine import pin
+from holdfast.engine.entries import part_entries
+from holdfast.engine.layout import Ints
+from holdfast.engine.location import Location
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.stage import Image, Piece
+from holdfast.errors import FormatError, ManifestInvalid, NotFound
+from holdfast.format import names
+from holdfast.format.manifest import Referred
+from holdfast.format.places import Places
+from holdfast.format.tensorfile import build_header
+from holdfast.words import ALIGNMENT, DTYPES
+
+WORTH = 0.1
+"""The part of a shard that the base must have. Below it, a full shard costs hardly more bytes and
+depends on nothing."""
+
+Hashes = NDArray[np.uint64]
+
+
+@contextmanager
+def held_base(place: Location, attempt: str, base: Snapshot | None) -> Iterator[Snapshot | None]:
+    """``base``, pinned with all that it refers to, as the store of ``place`` shows it now.
+
+    None, and the save is a full one, if it is not a version of the same run, was deleted, or
+    is damaged as far as its manifest, its indexes and the lengths of its files tell.
+    """
+    with ExitStack() as pins:
+        found = None if base is None else _beside(place, base)
+        if found is not None:
+            for version in sorted({found.version, *found.bases}):
+                pins.enter_context(pin.held(place, attempt, version))
+            try:
+                pin.seen(found.place)
+                found.check_files()
+                found.indexes()
+            except (FormatError, NotFound):
+                found = None
+        yield found
+
+
+def _beside(place: Location, base: Snapshot) -> Snapshot | None:
+    """The base as a neighbour of ``place``, or None if it is none."""
+    run, _, folder = base.place.folder.rpartition("/")
+    own, _, mine = place.folder.rpartition("/")
+    try:
+        _ = base.version
+    except ManifestInvalid:
+        return None
+    if not mine or run != own or folder == mine or base.place.store.url != place.store.url:
+        return None
+    if base.place.store is place.store:
+        return base
+    return Snapshot(Location(place.store, base.place.folder), base.manifest, base.digest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """What an incremental shard holds of its image, and where the rest lies.
+
+    ``digests``, ``own``: of each chunk of the image, and whether the shard holds it; ``starts``,
+    ``stops`` (in the image) and ``at`` (in the shard) of the spans that it holds, in the shard's
+    order; ``length``: of the shard; ``runs`` and ``refers`` as index and manifest have them.
+    """
+
+    header: bytes
+    digests: list[str]
+    own: NDArray[np.bool_]
+    starts: list[int]
+    stops: list[int]
+    at: list[int]
+    length: int
+    runs: list[tuple[int, int, int]]
+    refers: list[Referred]
+
+    def unneeded(self, image: Image, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces of the image of which the shard holds nothing: those of its header too."""
+        written = np.concatenate([[0], np.cumsum(self.own)])
+        ends = np.searchsorted(image.cuts, [(p.start, p.stop) for p in pieces])
+        first, last = ends[:, 0] + 1, ends[:, 1] + 1
+        idle = written[last] == written[first]
+        return [p for p, none in zip(pieces, idle.tolist(), strict=True) if none]
+
+
+def pack(base: Snapshot, image: Image, digests: list[str]) -> Packing | None:
+    """What to write and what to refer to, or None if the base has too little of it."""
+    cuts = image.cuts
+    lengths = np.diff(cuts, prepend=0)
+    found = _find(base, image, digests)
+    own = np.array([f is None for f in found])
+    data = int(cuts[-1] - cuts[0])
+    if int(lengths[~own].sum()) < max(1, WORTH * data):
+        return None
+    files: dict[tuple[str, int], int] = {}
+    file = np.zeros(len(cuts), np.int64)
+    at = np.zeros(len(cuts), np.int64)
+    used: dict[int, int] = {}
+    for c, place in enumerate(found):
+        if place is not None:
+            number = files.setdefault(place[:2], len(files) + 1)
+            file[c], at[c] = number, place[2]
+            used[number] = used.get(number, 0) + int(lengths[c])
+    starts, stops, offsets = _spans(own, cuts)
+    spans = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True)
+    header = build_header(part_entries(image.holdings, image.begins, spans))
+    for start, stop, offset in zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True):
+        first, last = np.searchsorted(cuts, [start, stop])
+        at[first + 1 : last + 1] = cuts[first:last] - start + offset + len(header)
+    apart = np.flatnonzero(~Places(file, at).joined(cuts)[1:]) + 2
+    runs = [1, *apart.tolist()]
+    return Packing(
+        header,
+        digests,
+        own,
+        starts.tolist(),
+        stops.tolist(),
+        (offsets + len(header)).tolist(),
+        len(header) + int((stops - starts).sum()),
+        list(zip(runs, file[runs].tolist(), at[runs].tolist(), strict=True)),
+        [Referred(path, length, used[number]) for (path, length), number in files.items()],
+    )
+
+
+def _spans(own: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
+    """Spans of neighbouring chunks that are written, and where in the shard's data they go. Those
+    of whole pages come first, so that as much as can be is read and written past the page cache."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], own[1:], [False]]).astype(np.int8)))
+    starts, stops = cuts[edges[::2]], cuts[edges[1::2]]
+    order = np.argsort((stops - starts) % ALIGNMENT != 0, kind="stable")
+    starts, stops = starts[order], stops[order]
+    return starts, stops, np.cumsum(stops - starts) - (stops - starts)
+
+
+def _find(base: Snapshot, image: Image, digests: list[str]) -> list[tuple[str, int, int] | None]:
+    """For each chunk of the image path and length of the file that holds it, and where in it."""
+    known: dict[tuple[int, str], tuple[str, int, int]] = {}
+    for index, shard in zip(base.indexes(), base.manifest.shards, strict=True):
+        rows = [
+            (hash((f.key, f.dtype, b.offsets)), b.at, DTYPES[f.dtype].itemsize * prod(b.sizes))
+            for f in index.leaves
+            for b in f.boxes
+        ]
+        folder = base.place.folder.rpartition("/")[2]
+        lengths = {r.path: r.length for r in shard.refers}
+        for c, mark in enumerate(_marks(rows, index.cuts), 1):
+            path, at = index.where(c)
+            if path == shard.name:
+                place = names.refer(folder, path), shard.length, at
+            else:
+                place = path, lengths[path], at
+            known[mark, index.digests[c]] = place
+    rows = [
+        (hash((h.key, h.dtype, h.box.offsets)), begin, end - begin)
+        for h, begin, end in zip(image.holdings, image.begins, image.ends, strict=True)
+    ]
+    marks = enumerate(_marks(rows, image.cuts), 1)
+    return [None, *(known.get((mark, digests[c])) for c, mark in marks)]
+
+
+def _marks(rows: list[tuple[int, int, int]], cuts: Ints) -> list[int]:
+    """For each chunk but the header a number for what it holds: its length, and which boxes from
+    which of their bytes on. ``rows``: hash of the box, where it begins, its bytes."""
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    table = table[table[:, 2] > 0]
+    table = table[np.argsort(table[:, 1])]
+    box, begins, stops = table[:, 0], table[:, 1], table[:, 1] + table[:, 2]
+    starts, ends = cuts[:-1], cuts[1:]
+    first = np.searchsorted(stops, starts, "right")
+    counts = np.searchsorted(begins, ends, "left") - first
+    chunk = np.repeat(np.arange(len(starts)), counts)
+    row = np.arange(len(chunk)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    made = (ends - starts).astype(np.uint64)
+    np.add.at(made, chunk, _mixed(box[row], begins[row] - starts[chunk]))
+    marks: list[int] = made.tolist()
+    return marks
+
+
+def _mixed(box: Ints, offset: Ints) -> Hashes:
+    """One number for a box at an offset, so that sums of them tell who is in a chunk and where."""
+    mixed = box.astype(np.uint64) + offset.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(32)
+    return mixed
