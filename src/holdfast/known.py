@@ -174,7 +174,7 @@ def _known(snapshot: Snapshot) -> Known:
     for shard in snapshot.manifest.shards:
         files[snapshot.place.key(shard.name)] = shard.length
         files[snapshot.place.key(shard.index.name)] = shard.index.length
-        for other in getattr(shard, "refers", ()):
+        for other in shard.refers:
             files[snapshot.place.beside(other.path.removeprefix("../"))] = other.length
     return Known(snapshot.digest, files, snapshot.bases, numbers(snapshot.metadata.get("metrics")))
 

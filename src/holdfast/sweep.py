@@ -88,7 +88,7 @@ def look(run: Run, now: float | None = None) -> Claims:
     """Look at the pins of a run, and then at its manifests."""
     now = time.time() if now is None else now
     early = run.listed(takewhile(lambda stat: stat.key < "pin.", run.store.list("")))
-    pinned = dict.fromkeys(early.lasting, "it is pinned")
+    pinned: dict[Version, str] = {}
     attempts: set[str] = set()
     dead: list[Stat] = []
     for stat in early.pins:
@@ -105,8 +105,11 @@ def look(run: Run, now: float | None = None) -> Claims:
             attempts.add(record.attempt)
             version = names.parse_version(record.version or "")
             if version is not None:
-                pinned.setdefault(version, "a process is using it")
+                pinned[version] = "a process is using it"
     listing = run.listing()
+    # what has no manifest is no version: a lasting pin keeps nothing of it
+    lasting = {*early.lasting, *listing.lasting} & {*listing.versions}
+    pinned.update(dict.fromkeys(lasting, "it is pinned"))
     known = run.ledger.versions(listing)
     files = {key for k in known.values() for key in k.files}
     return Claims(pinned, attempts, dead, listing, known, files)
