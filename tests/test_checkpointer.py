@@ -205,8 +205,8 @@ def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
     train(state, ckpt, 9)
     train_step(state)
     ckpt.step()  # starts the save of step 10, which fails
-    assert ckpt._pending is not None
-    ckpt._pending._thread.join()
+    assert ckpt._saver._pending is not None
+    ckpt._saver._pending._thread.join()
     with pytest.raises(StoreError, match="no write"):
         getattr(ckpt, call)()
     store.broken = False
@@ -314,12 +314,12 @@ def test_buffers_are_reused_and_no_thread_is_left() -> None:
     with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
         train(state, ckpt, 3)
         ckpt.wait()
-        allocated = ckpt._pool.allocated
+        allocated = ckpt._saver._pool.allocated
         train(state, ckpt, 20)
         ckpt.wait()
-        assert ckpt._pool.allocated == allocated
+        assert ckpt._saver._pool.allocated == allocated
         assert ckpt.statistics()["saves"] == 20
-    assert ckpt._pool.allocated == 0
+    assert ckpt._saver._pool.allocated == 0
     assert threading.active_count() == before
 
 

@@ -14,63 +14,86 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
 
 from holdfast import events
-from holdfast.engine.draft import Draft, Label
-from holdfast.engine.load import load_snapshot
+from holdfast.engine import pin
+from holdfast.engine.boundary import Boundary
 from holdfast.engine.location import Url
-from holdfast.engine.save import begin, finish, in_background
+from holdfast.engine.place import STRICT, Leniency
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.worker import Pending
-from holdfast.errors import AlreadyExists, HoldfastError, SkippedVersion
-from holdfast.format.manifest import Parent
-from holdfast.format.names import Version
-from holdfast.policy import EverySeconds, KeepPolicy, Moment, SavePolicy
+from holdfast.engine.steady import found_in
+from holdfast.errors import CommitError, HoldfastError, SaveFailed, SkippedVersion, StoreError
+from holdfast.format.names import Version, new_attempt
+from holdfast.policy import EverySeconds, KeepPolicy, Moment, Patience, SavePolicy, StopWhen
 from holdfast.progress import Progress
+from holdfast.request import Watcher
+from holdfast.resume import begin_from, go_on
 from holdfast.run import Run
-from holdfast.storage.direct import Pool
+from holdfast.sampler import ElasticSampler
+from holdfast.saver import Order, Saver, number
+from holdfast.tally import Tally
 
 
 class Checkpointer:
     """Saves a state beside the training when a policy says so, and resumes it.
 
     ``run``: where the versions go. ``state``: as for ``holdfast.save``; it is read at every save,
-    and written by ``resume``. ``save``: when (every ten minutes if not given); ``keep``: what to
-    keep (everything if not given). A ``Progress`` in the state counts the steps; without one
-    the Checkpointer counts itself.
+    and written by ``resume``. A ``Progress`` in it counts the steps (without one the Checkpointer
+    counts itself), and an ``ElasticSampler`` is moved on with them.
 
-    One save is in flight at a time: the next that is due waits for it. A save that fails in the
-    background raises at the next ``step``, ``save``, ``wait`` or ``close``.
+    ``save``: when (every ten minutes if not given); ``keep``: what to keep (everything if not
+    given); ``stop``: when training should end (``should_stop``). ``incremental``: chunks that an
+    earlier version holds are referred to; every ``full_every``-th version is written in full all
+    the same (None: never).
+
+    One save is in flight at a time. ``busy``: the next that is due waits for it ("wait"), or is
+    left out until it is done ("skip"). A save that fails in the background raises at the next
+    ``step``, ``save``, ``wait`` or ``close``; with ``on_error="warn"`` a store that fails costs no
+    more than a ``SaveFailed`` warning in ``step`` and ``close``, and training goes on.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the public face; each is a thing that a person decides)
         self,
         run: Url,
         state: dict[str, Any],
         *,
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
+        stop: StopWhen | None = None,
+        incremental: bool = False,
+        full_every: int | None = 20,
+        busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
+        _check_choices(busy, on_error, full_every)
         self.run = Run(run)
         self.state = state
-        self._save_policy = EverySeconds(600) if save is None else save
-        self._keep_policy = KeepPolicy() if keep is None else keep
-        self._progress = _find_progress(state)
-        self._step = 0 if self._progress is None else self._progress.step
-        self._pool = Pool(1 << 50)
+        self._policy = EverySeconds(600) if save is None else save
+        self._stop = stop
+        self._busy = busy
+        self._on_error = on_error
+        self._progress = next(found_in(state, Progress), None)
+        self._samplers = list(found_in(state, ElasticSampler))
+        if self._progress is not None:
+            for sampler in self._samplers:
+                sampler.follow(self._progress)
+        _refuse_unable(self._policy, self._progress, self._samplers)
+        self._tally = Tally()
+        keep = KeepPolicy() if keep is None else keep
+        self._saver = Saver(self.run, keep, self._tally, incremental, full_every)
+        self._watcher = Watcher(self.run.store)
+        self._boundary = Boundary(state) if self._policy.on_exception else None
+        self._steps = 0
         self._branch = 0
+        self._note: Mapping[str, Any] = {}
+        self._patience = Patience()
         self._ready = False
+        self._started = False
         self._closed = False
         self._process = os.getpid()
-        self._attempt = ""
-        self._newest: Snapshot | None = None
-        self._pending: Pending | None = None
-        self._late: HoldfastError | None = None
-        self._last = (self._step, time.monotonic())
-        self._counts = {"saves": 0, "bytes": 0}
-        self._seconds = {"blocked": 0.0, "last_blocked": 0.0, "background": 0.0}
+        self._last = self._now()
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -78,82 +101,171 @@ class Checkpointer:
     @property
     def current_step(self) -> int:
         """Steps done, the resumed ones included."""
-        return self._step if self._progress is None else self._progress.step
+        return self._steps if self._progress is None else self._progress.step
 
-    def resume(self, at: int | None = None) -> Snapshot | None:
+    @property
+    def should_stop(self) -> bool:
+        """Whether the ``stop`` policy has seen enough. It is in the versions: a resumed training
+        goes on counting where it was."""
+        return self._patience.stopped
+
+    # -- resuming ------------------------------------------------------------------------------
+
+    def resume(
+        self,
+        at: int | None = None,
+        *,
+        branch: int | None = None,
+        start: str | None = None,
+        keys: str | Sequence[str] | None = None,
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        rename: Mapping[str, str] | None = None,
+    ) -> Snapshot | None:
         """Load the newest intact version into the state and return it; None if the run is empty.
 
-        ``at``: the version of that step instead. Going on from anything but the newest version,
-        because newer ones are damaged (each is told in a ``SkippedVersion`` warning) or because
-        ``at`` says so, starts a branch, durably, before this returns.
+        ``at``: the version of that step instead; ``branch``: along that branch. Going on from
+        anything but the newest version, because newer ones are damaged (each is told in a
+        ``SkippedVersion`` warning) or because ``at`` or ``branch`` says so, starts a branch,
+        durably, before this returns.
+
+        ``start``: what an empty run begins with: a snapshot (``"runs/a@120"``, ``"runs/a@latest"``
+        or a URL), of which ``keys``, ``missing``, ``unexpected`` and ``rename`` (as for
+        ``holdfast.load``) say how much is taken. A run that has versions of its own goes on from
+        those, whole and strictly, so that one script serves the first start and every restart.
 
         Raises ``NoSnapshot`` if there are versions but none that can be used, and ``PlanError``
-        if the newest does not fit the state.
+        with all differences if the version is of another state.
         """
         self._refuse_fork()
-        self._raise_failure()
-        snapshot, skipped = self.run.newest(lambda s: load_snapshot(s, self.state), at)
+        self._saver.look()
+        lenient = Leniency(missing, unexpected, False, rename or {})
+        if start is None and (keys is not None or lenient != STRICT):
+            raise HoldfastError(
+                "A run goes on from its own versions whole",
+                expected="keys=, missing=, unexpected= or rename= together with start=",
+                found="no start=",
+                todo="Give start=, or load the snapshot by holdfast.load",
+            )
+        found = go_on(self.run, self.state, at, branch)
         self._ready = True
-        for version, error in skipped:
-            told = f"{version} is skipped. {error.what.rstrip('.')}."
-            if error.expected is not None:
-                told += f" Expected {error.expected}, found {error.found}."
-            warnings.warn(told, SkippedVersion, stacklevel=2)
-        if snapshot is None:
+        if found is None and start is not None:
+            found = begin_from(start, self.state, keys, lenient)
+        if found is None:
             return None
-        version = snapshot.version
-        if version == self.run.line()[-1]:
-            self._branch = self.run.branch()
-        else:
-            reason = f"{len(skipped)} newer damaged" if skipped else "on request"
-            self._branch = self.run.leave_from(snapshot, version, reason)
-        self._newest = snapshot
-        self._step = version.step
-        if self._progress is not None:
-            self._progress.step = version.step
-        self._last = (version.step, time.monotonic())
-        events.emit("resumed", url=snapshot.url, step=version.step, branch=self._branch)
-        return snapshot
+        self._branch, self._steps, self._note = found.branch, found.step, found.note
+        if found.own:
+            self._saver.newest = found.snapshot
+            if self._progress is not None:
+                self._progress.step = found.step
+        if self._stop is not None:
+            self._patience = self._stop.from_plain(found.training.get("stop"))
+        self._tally.resumed(found.training)
+        self._last = self._now()
+        events.emit("resumed", url=found.snapshot.url, step=self.current_step, branch=self._branch)
+        for told in found.skipped:
+            warnings.warn(told, SkippedVersion, stacklevel=2)
+        return found.snapshot
 
-    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+    # -- training ------------------------------------------------------------------------------
+
+    def step(self, metrics: Mapping[str, Any] | None = None, *, batches: int = 1) -> None:
         """Call after every optimizer step: counts it, and saves when a save is due.
 
-        ``metrics``: numbers by name, kept with the version that this step may become. Returns
-        when the state may be changed again. Raises what made an earlier save fail; the step is
+        ``metrics``: numbers by name, kept with the version that this step may become;
+        ``batches``: how many the step was made of, where gradients are accumulated. Returns when
+        the state may be changed again. Raises what made an earlier save fail; the step is
         counted all the same, since the optimizer has made it.
         """
         self._refuse_closed()
+        self._tally.step_done()
+        metrics = metrics or {}
+        try:
+            self._count(metrics, batches)
+            self._refuse_blind_start()
+            self._try(self._saver.look)
+            self._save_if_due(metrics)
+        finally:
+            self._tally.step_next()
+
+    def _count(self, metrics: Mapping[str, Any], batches: int) -> None:
         if self._progress is None:
-            self._step += 1
+            self._steps += 1
         else:
             self._progress.step += 1
-        self._raise_failure()
-        self._refuse_blind_start()
-        moment = Moment(self.current_step, time.monotonic(), *self._last)
-        if self._save_policy.due(moment):
-            self._start("cadence", metrics or {})
+        for sampler in self._samplers:
+            sampler.advance(batches)
+        if self._stop is not None and self._stop.metric in metrics:
+            self._patience = self._stop.observe(self._patience, number(metrics[self._stop.metric]))
+        if self._boundary is not None:
+            self._boundary.mark()
+
+    def _save_if_due(self, metrics: Mapping[str, Any]) -> None:
+        asked = self._watcher.wanted is not None
+        if not asked:
+            if not self._policy.due(Moment(*self._now(), *self._last)):
+                return
+            if self._busy == "skip" and self._saver.busy:
+                self._tally.counts["skipped"] += 1
+                events.emit("save_skipped", run=self.run.url, step=self.current_step)
+                return
+        self._try(lambda: self._saver.settle(self.current_step), 4)
+        self._try(lambda: self._start("request" if asked else "cadence", metrics), 4)
+
+    def _start(self, reason: str, metrics: Mapping[str, Any]) -> None:
+        self._last = self._now()  # a save that fails at once is not tried again at every step
+        self._saver.start(self.state, self._order(reason, metrics, self._note))
+
+    def _order(self, reason: str, metrics: Mapping[str, Any], note: Mapping[str, Any]) -> Order:
+        """What is to be saved now. It answers whoever has asked for a save from outside."""
+        asked = self._watcher.take()
+
+        def ended(committed: bool) -> None:
+            (self._watcher.done if committed else self._watcher.failed)(asked)
+
+        return Order(
+            Version(self.current_step, self._branch),
+            reason,
+            metrics,
+            note,
+            {} if self._stop is None else {"stop": self._stop.to_plain(self._patience)},
+            ended,
+        )
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
         """Save now, and return the snapshot once it is committed. If this step is saved already
-        on this branch, that snapshot is returned."""
+        on this branch, that snapshot is returned. Raises what goes wrong, whatever ``on_error``."""
         self._refuse_closed()
-        self._raise_failure()
+        self._saver.look()
         self._refuse_blind_start()
-        self.wait()
-        if self._newest is None or self._newest.step != self.current_step:
+        newest = self._saver.wait()
+        if newest is None or newest.step != self.current_step:
             self._start("request", metrics or {})
-        snapshot = self.wait()
-        if snapshot is None:
+            newest = self._saver.wait()
+        if newest is None:
             raise HoldfastError("The save ended without a snapshot")
-        return snapshot
+        return newest
+
+    def save_on_signal(self, number: int) -> None:
+        """Let a signal such as ``signal.SIGUSR1`` ask for a save at the next step, as ``holdfast
+        request-save`` does, until ``close``. A handler that was there before is called as well."""
+        self._watcher.on_signal(number)
 
     def wait(self) -> Snapshot | None:
         """Wait until the save in flight is committed, and return the newest version that this
         Checkpointer saved or resumed; None if there is none. Raises what made the save fail."""
         self._refuse_fork()
-        self._harvest()
-        self._raise_failure()
-        return self._newest
+        return self._saver.wait()
+
+    def statistics(self) -> dict[str, float]:
+        """Since this Checkpointer was made: ``saves``, ``failures``, ``skipped``, ``bytes`` written
+        and ``referred_bytes``; the seconds that ``step`` was ``blocked`` (altogether and the last
+        time), of these ``waited`` for the save before, and that saves took in the ``background``.
+        And ``goodput``, of the whole run: the share of wall time, since the run first began, that
+        went into steps which a committed version holds."""
+        return self._tally.statistics()
+
+    # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for the save in flight and give the memory back. Raises what made it fail."""
@@ -161,9 +273,12 @@ class Checkpointer:
         if self._process != os.getpid():
             return  # saves and buffers are those of the process that this one was forked from
         try:
-            self.wait()
+            self._try(self._saver.wait)
         finally:
-            self._pool.close()
+            self._watcher.close()
+            if self._boundary is not None:
+                self._boundary.close()
+            self._saver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -173,75 +288,54 @@ class Checkpointer:
             self.close()
             return
         try:
-            self.close()
+            try:
+                self._save_boundary(error)
+            finally:
+                self.close()
         except HoldfastError as e:
             error.add_note(f"Besides, the last save failed: {e}")
 
-    def statistics(self) -> dict[str, float]:
-        """Since this Checkpointer was made: saves, bytes, and seconds that ``step`` blocked
-        (altogether and the last time) and that saves took in the background."""
-        seconds = {f"{name}_seconds": s for name, s in self._seconds.items()}
-        return {**self._counts, **seconds}
+    def _save_boundary(self, error: BaseException) -> None:
+        """Save the state before the step that raised, if that was asked for."""
+        boundary = self._boundary
+        if boundary is None or self._closed or not self._ready or self._process != os.getpid():
+            return
+        newest = self._saver.wait()
+        if newest is not None and newest.step == self.current_step:
+            return
+        state = boundary.state_at_boundary()
+        if state is None:
+            error.add_note(
+                f"The state after step {self.current_step} was not saved: the optimizer had begun"
+                " the next step"
+            )
+            return
+        note = {**self._note, "error": f"{type(error).__name__}: {error}"[:1000]}
+        self._saver.start(state, self._order("exception", {}, note))
+        self._saver.wait()
 
     # -- how it is done ------------------------------------------------------------------------
 
-    def _start(self, reason: str, metrics: Mapping[str, Any]) -> None:
-        began = time.perf_counter()
-        self.wait()
-        version = Version(self.current_step, self._branch)
-        parent = self._newest
-        label = Label(
-            step=version.step,
-            branch=version.branch,
-            parent=None if parent is None else Parent(parent.place.folder, parent.digest),
-            reason=reason,
-            metrics={name: _number(value) for name, value in metrics.items()},
-        )
+    def _now(self) -> tuple[int, float, int]:
+        """Steps, seconds and epochs, as a ``Moment`` has them."""
+        epochs = 0 if self._progress is None else self._progress.epoch
+        if self._samplers:
+            epochs = self._samplers[0].epochs
+        return self.current_step, time.monotonic(), epochs
+
+    def _try(self, call: Callable[[], object], stacklevel: int = 3) -> None:
+        """Call it; what a store does wrong is raised, or a warning, as ``on_error`` says."""
         try:
-            draft = begin(self.run.place(version), self.state, label, self._pool, ahead=True)
-        except AlreadyExists:
-            there = self.run.open(version)
-            if there.manifest.attempt != self._attempt:
-                raise  # of another job, or of an attempt that ended late
-            self._newest = there  # our own: an error had left it unknown whether it was committed
-            self._last = (version.step, time.monotonic())
-            return
-        self._attempt = draft.attempt
-        self._pending = in_background(draft, self._finish)
-        self._last = (version.step, time.monotonic())
-        blocked = time.perf_counter() - began
-        self._seconds["last_blocked"] = blocked
-        self._seconds["blocked"] += blocked
+            call()
+        except (StoreError, CommitError) as e:
+            if self._on_error == "raise":
+                raise
+            told = f"NOTHING WAS SAVED, and training goes on unsaved since {self._saved()}: {e}"
+            warnings.warn(told, SaveFailed, stacklevel=stacklevel)
 
-    def _finish(self, draft: Draft) -> Snapshot:
-        """The background half: commit, then delete what is not to be kept."""
-        began = time.perf_counter()
-        snapshot = finish(draft)
-        try:
-            self.run.retain(self._keep_policy.keep)
-        except HoldfastError as e:
-            self._late = e  # the save itself is committed; this is raised at the next call
-        self._counts["saves"] += 1
-        self._counts["bytes"] += snapshot.nbytes
-        self._seconds["background"] += time.perf_counter() - began
-        return snapshot
-
-    def _harvest(self) -> None:
-        """Take the result of the save in flight, waiting for it."""
-        pending = self._pending
-        if pending is not None:
-            try:
-                self._newest = pending.wait()
-            finally:  # whoever is interrupted here has still to wait for it
-                if pending.done:
-                    self._pending = None
-
-    def _raise_failure(self) -> None:
-        if self._pending is not None and self._pending.done:
-            self._harvest()
-        if self._late is not None:
-            error, self._late = self._late, None
-            raise error
+    def _saved(self) -> str:
+        newest = self._saver.newest
+        return "its beginning" if newest is None else f"step {newest.version.step}"
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -256,7 +350,10 @@ class Checkpointer:
             )
 
     def _refuse_blind_start(self) -> None:
-        """Training afresh into a run that has versions would mix two trainings."""
+        """Before the first step: training afresh into a run that has versions would mix two
+        trainings, and a run that cannot be written to should be known now, not hours later."""
+        if self._ready and self._started:
+            return
         if not self._ready:
             versions = self.run.listing().versions
             if versions:
@@ -267,19 +364,28 @@ class Checkpointer:
                     todo="Call ckpt.resume() to go on from it, or save to another folder",
                 )
             self._ready = True
+        with pin.held(self.run.place(Version(0)), new_attempt()):
+            pass
+        self._watcher.start()
+        self._started = True
 
 
-def _find_progress(value: Any, depth: int = 0) -> Progress | None:
-    if isinstance(value, Progress):
-        return value
-    if isinstance(value, dict) and depth < 5:
-        for member in value.values():
-            found = _find_progress(member, depth + 1)
-            if found is not None:
-                return found
-    return None
+def _check_choices(busy: str, on_error: str, full_every: object) -> None:
+    whole = full_every is None or (type(full_every) is int and full_every >= 1)
+    for name, good, expected, found in (
+        ("busy", busy in ("wait", "skip"), '"wait" or "skip"', busy),
+        ("on_error", on_error in ("raise", "warn"), '"raise" or "warn"', on_error),
+        ("full_every", whole, "a number of versions, 1 or more, or None", full_every),
+    ):
+        if not good:
+            raise HoldfastError(f"{name}={found!r} is no choice", expected=expected, found=found)
 
 
-def _number(value: Any) -> Any:
-    """A metric as a plain number; tensors and arrays of one element are read."""
-    return value.item() if hasattr(value, "item") else value
+def _refuse_unable(policy: SavePolicy, progress: object, samplers: Sequence[object]) -> None:
+    if policy.wants_epochs and progress is None and not samplers:
+        raise HoldfastError(
+            "EveryEpoch can never fire: nothing in the state counts epochs",
+            expected="a holdfast.Progress or a holdfast.ElasticSampler in the state",
+            found="neither",
+            todo='Put {"progress": holdfast.Progress()} into the state',
+        )

@@ -164,6 +164,10 @@ class SkippedVersion(UserWarning):
     """``resume`` passed over a damaged version; the message says which, and what is wrong."""
 
 
+class SaveFailed(UserWarning):
+    """A save failed and training goes on, since ``on_error="warn"`` was chosen."""
+
+
 class SinkFailed(UserWarning):
     """A sink of events raised an error and is detached; the message says which, and why."""
 

@@ -25,7 +25,7 @@ from holdfast.engine.plan import plan_write
 from holdfast.engine.refer import held_base, pack
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import drop, make_image, stage_ahead, whole
-from holdfast.engine.tree import flatten
+from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
 from holdfast.engine.write import digest_chunks, write_index, write_shard
 from holdfast.errors import CommitError
@@ -98,7 +98,7 @@ def begin(
     refuse_existing(place)
     about = label.node()
     with uncollected():
-        flat = flatten(state)
+        flat = state if isinstance(state, Flat) else flatten(state)
         holdings = [whole(leaf) for leaf in flat.leaves]
         offers = group.gather(make_offer(holdings))
         plan = None if offers is None else plan_write(offers)

@@ -1,0 +1,84 @@
+"""Where a training goes on: from its own run, or for the first time from a version of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.engine.load import load_snapshot
+from holdfast.engine.place import STRICT, Leniency
+from holdfast.engine.snapshot import Snapshot
+from holdfast.errors import HoldfastError
+from holdfast.format.names import Version
+from holdfast.run import Run, open_version
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The version that was loaded, and how training goes on from it.
+
+    ``own``: it is of the run itself; ``note``: what the versions to come say of where it came
+    from; ``training``: what it noted for the services; ``skipped``: newer versions that are
+    damaged, in words.
+    """
+
+    snapshot: Snapshot
+    step: int
+    own: bool = True
+    branch: int = 0
+    note: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Sequence[str] = ()
+
+
+def go_on(run: Run, state: dict[str, Any], at: int | None, branch: int | None) -> Found | None:
+    """Load the newest intact version of a run into ``state``; None if the run is empty.
+
+    ``at`` and ``branch`` as for ``Run.newest``. A branch is begun, durably, unless it is the
+    newest version of all. Raises as ``Run.newest`` does.
+    """
+    snapshot, skipped = run.newest(lambda s: load_snapshot(s, state), at, branch)
+    if snapshot is None:
+        return None
+    version = snapshot.version
+    if version == run.line()[-1]:
+        number = run.branch()
+    else:
+        reason = f"{len(skipped)} newer damaged" if skipped else "on request"
+        number = run.leave_from(snapshot, version, reason)
+    training = snapshot.metadata.get("training")
+    return Found(
+        snapshot,
+        version.step,
+        branch=number,
+        note=_origin(snapshot.metadata.get("note")),
+        training=training if isinstance(training, dict) else {},
+        skipped=[_told(v, e) for v, e in skipped],
+    )
+
+
+def begin_from(
+    start: str, state: dict[str, Any], keys: str | Sequence[str] | None, leniency: Leniency
+) -> Found:
+    """Load a version of another run, or a part of it, into ``state``. Steps go on only where all
+    of it was taken; else they begin at 0. Raises as ``load`` does."""
+    snapshot = open_version(start)
+    load_snapshot(snapshot, state, keys, None, leniency)
+    whole = keys is None and leniency == STRICT
+    note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}
+    return Found(snapshot, (snapshot.step or 0) if whole else 0, own=False, note=note)
+
+
+def _origin(note: Any) -> Mapping[str, Any]:
+    """The part of a note that all later versions keep."""
+    if isinstance(note, dict) and "started_from" in note:
+        return {"started_from": note["started_from"]}
+    return {}
+
+
+def _told(version: Version, error: HoldfastError) -> str:
+    told = f"{version} is skipped. {error.what.rstrip('.')}."
+    if error.expected is not None:
+        told += f" Expected {error.expected}, found {error.found}."
+    return told

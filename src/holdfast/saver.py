@@ -1,0 +1,203 @@
+"""The saves of one training: one in flight at a time, and after each the retention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast import events
+from holdfast.engine.draft import Draft, Label
+from holdfast.engine.save import begin, finish, in_background
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.worker import Pending
+from holdfast.errors import AlreadyExists, HoldfastError
+from holdfast.format.manifest import Parent
+from holdfast.format.names import Version
+from holdfast.policy import KeepPolicy
+from holdfast.run import Run
+from holdfast.storage.direct import Pool
+from holdfast.tally import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be saved: as which version, why, and what its manifest says beside the state.
+    ``ended`` is told whether it was committed."""
+
+    version: Version
+    reason: str
+    metrics: Mapping[str, Any]
+    note: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    ended: Callable[[bool], None] = lambda committed: None
+
+
+class Saver:
+    """Saves states into a run, each in the background, and keeps what is to be kept.
+
+    ``newest`` is the version that was saved or resumed last; the next one names it as its parent,
+    and refers to its chunks if ``incremental``, but for every ``full_every``-th version.
+    """
+
+    def __init__(
+        self, run: Run, keep: KeepPolicy, tally: Tally, incremental: bool, full_every: int | None
+    ) -> None:
+        self.run = run
+        self.newest: Snapshot | None = None
+        self._keep = keep
+        self._tally = tally
+        self._incremental = incremental
+        self._full_every = full_every
+        self._pool = Pool(1 << 50)
+        self._attempt = ""
+        self._pending: Pending | None = None
+        self._late: HoldfastError | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._pending is not None and not self._pending.done
+
+    def settle(self, step: int) -> None:
+        """Wait for the save in flight, since that of ``step`` is due. Raises what made it fail."""
+        if self.busy:
+            began = time.perf_counter()
+            try:
+                self.wait()
+            finally:
+                waited = time.perf_counter() - began
+                self._tally.seconds["waited"] += waited
+                events.emit("save_waited", run=self.run.url, step=step, seconds=waited)
+        self.wait()
+
+    def start(self, state: Any, order: Order) -> None:
+        """Begin to save ``state``; it may be changed when this returns. Waits for the save in
+        flight. Raises what made that one fail, and what is wrong with this one so far."""
+        began = time.perf_counter()
+        self.wait()
+        place, label, base = self.run.place(order.version), self._label(order), self._base()
+        try:
+            draft = begin(place, state, label, self._pool, ahead=True, base=base)
+        except AlreadyExists as e:
+            there = self.run.open(order.version)
+            if there.manifest.attempt != self._attempt:
+                self._failed(order, e)
+                raise  # of another job, or of an attempt that ended late
+            self.newest = there  # our own: an error had left it unknown whether it was committed
+            order.ended(True)
+            return
+        except BaseException as e:
+            self._failed(order, e)
+            raise
+        self._attempt = draft.attempt
+        blocked = time.perf_counter() - began
+        self._tally.blocked(blocked)
+        self._pending = in_background(draft, lambda d: self._finish(d, order, blocked))
+
+    def _label(self, order: Order) -> Label:
+        parent = self.newest
+        return Label(
+            step=order.version.step,
+            branch=order.version.branch,
+            parent=None if parent is None else Parent(parent.place.folder, parent.digest),
+            reason=order.reason,
+            metrics={name: number(value) for name, value in order.metrics.items()},
+            note=order.note,
+            training={**order.training, **self._tally.note()},
+        )
+
+    def _base(self) -> Snapshot | None:
+        """The version whose chunks the next one may refer to."""
+        base = self.newest
+        if base is None or not self._incremental:
+            return None
+        # the first of so many is full, the others are its chain
+        return base if self._full_every is None or base.chain + 1 < self._full_every else None
+
+    def _finish(self, draft: Draft, order: Order, blocked: float) -> Snapshot:
+        """The background half: commit, then delete what is not to be kept."""
+        began = time.perf_counter()
+        try:
+            snapshot = finish(draft)
+        except BaseException as e:
+            self._failed(order, e)
+            raise
+        order.ended(True)
+        self._tell_structure(snapshot)
+        try:
+            self.run.retain(self._keep)
+        except HoldfastError as e:
+            self._late = e  # the save itself is committed; this is raised at the next call
+        seconds = time.perf_counter() - began
+        tally = self._tally
+        tally.counts["saves"] += 1
+        tally.counts["bytes"] += snapshot.nbytes
+        tally.counts["referred_bytes"] += snapshot.referred_bytes
+        tally.seconds["background"] += seconds
+        tally.committed(draft.label.training["trained_seconds"])
+        events.emit(
+            "saved",
+            run=self.run.url,
+            version=str(order.version),
+            step=order.version.step,
+            reason=order.reason,
+            bytes=snapshot.nbytes,
+            referred=snapshot.referred_bytes,
+            blocked=blocked,
+            seconds=seconds,
+            metrics=dict(draft.label.metrics),
+        )
+        return snapshot
+
+    def _tell_structure(self, snapshot: Snapshot) -> None:
+        """A state of another structure than before is nothing wrong (an optimizer makes its slots
+        at its first step, a layer is thawed), but who wonders about it later should find it."""
+        was, now = {} if self.newest is None else self.newest.leaves, snapshot.leaves
+        if not was or was == now:
+            return
+        events.emit(
+            "structure_changed",
+            run=self.run.url,
+            version=str(snapshot.version),
+            added=sorted(now.keys() - was.keys()),
+            removed=sorted(was.keys() - now.keys()),
+            changed=sorted(k for k in now.keys() & was.keys() if now[k] != was[k]),
+        )
+
+    def _failed(self, order: Order, error: BaseException) -> None:
+        order.ended(False)
+        self._tally.counts["failures"] += 1
+        events.emit("save_failed", run=self.run.url, step=order.version.step, error=error)
+
+    def wait(self) -> Snapshot | None:
+        """Wait for the save in flight and return ``newest``. Raises what made the save fail."""
+        pending = self._pending
+        if pending is not None:
+            try:
+                self.newest = pending.wait()
+            finally:  # whoever is interrupted here has still to wait for it
+                if pending.done:
+                    self._pending = None
+        self._raise_late()
+        return self.newest
+
+    def look(self) -> None:
+        """As ``wait``, but a save that goes on is left to itself."""
+        if not self.busy:
+            self.wait()
+
+    def _raise_late(self) -> None:
+        if self._late is not None:
+            error, self._late = self._late, None
+            raise error
+
+    def close(self) -> None:
+        """Give the memory back; nothing is saved any more."""
+        self._pool.close()
+
+
+def number(value: Any) -> Any:
+    """A metric as a plain number; tensors and arrays of one element are read."""
+    return value.item() if hasattr(value, "item") else value

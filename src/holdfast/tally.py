@@ -1,0 +1,73 @@
+"""What a training has spent: on saves, and on steps that were kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Clock = Callable[[], float]
+
+
+class Tally:
+    """Counts of saves, and the seconds by which goodput is told.
+
+    Goodput is the share of wall time since the run first began, in whatever process, that went
+    into steps which a committed version holds. Time lost to saves, restarts, waiting for machines
+    and steps that had to be made again is the rest. ``clock`` does not jump; ``wall`` is the time
+    of day, since only that goes on from process to process.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic, wall: Clock = time.time) -> None:
+        self._clock = clock
+        self._wall = wall
+        self._began = wall()
+        self._trained = 0.0
+        self._kept = 0.0
+        self._last = clock()
+        self.counts = {"saves": 0, "failures": 0, "skipped": 0, "bytes": 0, "referred_bytes": 0}
+        self.seconds = {
+            "blocked": 0.0,
+            "last_blocked": 0.0,
+            "waited": 0.0,
+            "background": 0.0,
+        }
+
+    def resumed(self, training: Mapping[str, Any]) -> None:
+        """Go on from what the resumed version has noted."""
+        self._began = _seconds(training.get("began"), self._began)
+        self._trained = self._kept = _seconds(training.get("trained_seconds"), 0.0)
+        self._last = self._clock()
+
+    def step_done(self) -> None:
+        """A step has been made: since the last call of ``step_next`` the machine was training."""
+        now = self._clock()
+        self._trained += now - self._last
+        self._last = now
+
+    def step_next(self) -> None:
+        """Training goes on."""
+        self._last = self._clock()
+
+    def note(self) -> dict[str, float]:
+        """What a version notes for who resumes from it."""
+        return {"began": round(self._began, 3), "trained_seconds": round(self._trained, 6)}
+
+    def blocked(self, seconds: float) -> None:
+        self.seconds["last_blocked"] = seconds
+        self.seconds["blocked"] += seconds
+
+    def committed(self, trained: float) -> None:
+        """A version holds the first ``trained`` seconds of steps."""
+        self._kept = max(self._kept, trained)
+
+    def statistics(self) -> dict[str, float]:
+        wall = self._wall() - self._began
+        kept = min(max(self._kept / wall, 0.0), 1.0) if wall > 0 else 0.0
+        seconds = {f"{name}_seconds": s for name, s in self.seconds.items()}
+        return {**self.counts, **seconds, "goodput": kept}
+
+
+def _seconds(value: Any, default: float) -> float:
+    """A number from a manifest, which another writer may have filled otherwise."""
+    return float(value) if type(value) in (int, float) and abs(value) < 1e12 else default

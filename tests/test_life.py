@@ -1,0 +1,514 @@
+"""The life of a run as a trainer lives it: a store in trouble, going back, stopping, figures."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast import Checkpointer, Run, events
+from holdfast.errors import (
+    Denied,
+    HoldfastError,
+    MissingLeaf,
+    NoSpace,
+    PlanError,
+    SaveFailed,
+    StoreError,
+    UnexpectedLeaf,
+)
+from holdfast.format.names import Version
+from holdfast.policy import EveryEpoch, EverySteps, KeepLast, OnException, StopWhen
+from holdfast.storage.memory import MemoryStore
+from holdfast.tally import Tally
+
+from .trainings import after, fresh, same, train, train_step, training
+
+
+class Gate(MemoryStore):
+    """A store that writes shards only while the gate is open, and fails while it is ``broken``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+        self.broken: StoreError | None = None
+
+    def put(self, key: str, length: int) -> Any:
+        assert self.open.wait(20)
+        if self.broken is not None:
+            raise self.broken
+        return super().put(key, length)
+
+
+def told() -> tuple[list[tuple[str, dict[str, Any]]], Any]:
+    heard: list[tuple[str, dict[str, Any]]] = []
+    return heard, events.attach(lambda name, fields: heard.append((name, fields)))
+
+
+# -- one save in flight --------------------------------------------------------------------------
+
+
+def test_a_save_that_is_due_waits_for_the_one_in_flight_and_says_so() -> None:
+    store = Gate()
+    heard, attached = told()
+    with attached, training(store, EverySteps(2)) as (state, ckpt):
+        train(state, ckpt, 2)
+        ckpt.wait()
+        store.open.clear()
+        train(state, ckpt, 5)
+        threading.Timer(0.05, store.open.set).start()
+        train(state, ckpt, 6)
+        assert [f["step"] for n, f in heard if n == "save_waited"] == [6]
+        assert ckpt.statistics()["waited_seconds"] > 0
+    assert [s.step for s in Run(store).snapshots()] == [2, 4, 6]
+
+
+def test_a_save_that_is_due_can_be_skipped_until_the_one_in_flight_is_done() -> None:
+    store = Gate()
+    heard, attached = told()
+    state = fresh()
+    with attached, Checkpointer(store, state, save=EverySteps(2), busy="skip") as ckpt:
+        train(state, ckpt, 2)
+        ckpt.wait()
+        store.open.clear()
+        train(state, ckpt, 7)  # 4 is in flight; 6 is due and left out, and still at 7
+        assert [f["step"] for n, f in heard if n == "save_skipped"] == [6, 7]
+        assert ckpt.statistics()["skipped"] == 2
+        store.open.set()
+        ckpt.wait()
+        train(state, ckpt, 8)  # saved as soon as it can be
+    assert [s.step for s in Run(store).snapshots()] == [2, 4, 8]
+
+
+# -- a store in trouble --------------------------------------------------------------------------
+
+
+def full() -> NoSpace:
+    return NoSpace("Cannot write: No space left on device")
+
+
+def test_a_full_disk_with_warn_costs_no_step_and_says_so_loudly() -> None:
+    store = Gate()
+    state = fresh()
+    with Checkpointer(store, state, save=EverySteps(2), on_error="warn") as ckpt:
+        train(state, ckpt, 4)
+        ckpt.wait()
+        store.broken = full()
+        match = r"NOTHING WAS SAVED.*since step 4.*No space"
+        with pytest.warns(SaveFailed, match=match) as said:
+            train(state, ckpt, 12)
+        assert 2 <= len(said) <= 4
+        assert {str(w.filename)[-12:] for w in said} == {"trainings.py"}  # the line of its own step
+        assert Run(store).line() == [Version(2), Version(4)]
+        assert ckpt.statistics()["failures"] >= 3
+        store.broken = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SaveFailed)
+            train(state, ckpt, 14)
+            train(state, ckpt, 16)
+    assert same(state, after(16))
+    assert [s.step for s in Run(store).snapshots()][-1] == 16
+    assert all(s.verify().ok for s in Run(store).snapshots())
+
+
+def test_warn_does_not_silence_what_was_asked_for_by_name() -> None:
+    store = Gate()
+    state = fresh()
+    ckpt = Checkpointer(store, state, save=EverySteps(100), on_error="warn")
+    train(state, ckpt, 3)
+    store.broken = full()
+    with pytest.raises(NoSpace):
+        ckpt.save()
+    store.broken = None
+    assert ckpt.save().step == 3
+    store.broken = full()
+    train(state, ckpt, 100)
+    with pytest.warns(SaveFailed, match="since step 3"):
+        ckpt.close()
+
+
+def test_warn_is_for_stores_a_state_that_cannot_be_kept_still_raises() -> None:
+    state = fresh() | {"bad": object()}
+    ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1), on_error="warn")
+    with pytest.raises(PlanError, match="bad"):
+        ckpt.step()
+    ckpt.close()
+
+
+def test_a_folder_that_cannot_be_written_is_known_at_the_first_step() -> None:
+    class ReadOnly(MemoryStore):
+        def put_if_absent(self, key: str, data: bytes) -> Any:
+            raise Denied(f"Cannot write {key}: Read-only file system")
+
+    ckpt = Checkpointer(ReadOnly(), fresh(), save=EverySteps(1000))
+    with pytest.raises(Denied, match="Read-only"):
+        ckpt.step()
+    ckpt.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_local_folder_that_cannot_be_written(tmp_path: Any) -> None:
+    (tmp_path / "runs").mkdir(mode=0o555)
+    ckpt = Checkpointer(tmp_path / "runs" / "a", fresh(), save=EverySteps(1000))
+    with pytest.raises(Denied, match="runs"):
+        ckpt.step()
+    ckpt.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"busy": "drop"}, "busy"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"full_every": 0}, "full_every"),
+        ({"full_every": True}, "full_every"),
+        ({"full_every": 2.5}, "full_every"),
+    ],
+)
+def test_choices_that_are_none(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(HoldfastError, match=message):
+        Checkpointer(MemoryStore(), fresh(), **given)
+
+
+def test_every_epoch_needs_something_that_counts_epochs() -> None:
+    with pytest.raises(HoldfastError, match=r"EveryEpoch.*Progress"):
+        Checkpointer(MemoryStore(), {"x": 1}, save=EverySteps(5) | EveryEpoch())
+    Checkpointer(MemoryStore(), fresh(), save=EveryEpoch()).close()
+
+
+# -- the state before the step that raised -------------------------------------------------------
+
+
+def network(
+    seed: int = 0, kind: type[BaseException] = ZeroDivisionError
+) -> tuple[dict[str, Any], Callable[[], float]]:
+    """A model with buffers and dropout, and its step, which raises on demand."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "progress": holdfast.Progress(),
+        "rng": holdfast.RNG(),
+    }
+
+    def step(where: str | None = None) -> float:
+        loss = model(torch.randn(16, 4)).square().mean()
+        if where == "forward":
+            raise kind
+        optimizer.zero_grad()
+        loss.backward()
+        if where == "backward":
+            raise kind
+        optimizer.step()
+        if where == "optimizer":
+            raise kind
+        schedule.step()
+        return loss.item()
+
+    return state, step
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as a snapshot would hold it, to be compared."""
+    snapshot = holdfast.save(MemoryStore().at("version_0"), state)
+    values = {key: snapshot[key] for key in snapshot}
+    return {k: np.asarray(v[...]) if hasattr(v, "shape") else v for k, v in values.items()}
+
+
+def equal(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(
+        np.array_equal(a[k], b[k]) if isinstance(a[k], np.ndarray) else a[k] == b[k] for k in a
+    )
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_saves_the_state_before_the_step_that_raised(
+    where: str, kind: type[BaseException]
+) -> None:
+    store = MemoryStore()
+    state, step = network(0, kind)
+    wanted: Any = None
+    with (
+        pytest.raises(kind),
+        Checkpointer(store, state, save=EverySteps(100) | OnException()) as ckpt,
+    ):
+        for _ in range(7):
+            step()
+            ckpt.step()
+        wanted = plain(state)
+        step(where)
+    newest = Run(store).latest()
+    assert newest is not None
+    assert newest.step == 7
+    assert newest.metadata["reason"] == "exception"
+    assert newest.metadata["note"]["error"].startswith(kind.__name__)
+    other, _ = network(1)
+    with Checkpointer(store, other) as ckpt:
+        ckpt.resume()
+    assert equal(plain(other), wanted)
+
+
+def test_once_the_optimizer_has_stepped_that_state_is_gone_and_nothing_is_saved() -> None:
+    store = MemoryStore()
+    state, step = network()
+    with (
+        pytest.raises(ZeroDivisionError) as e,
+        Checkpointer(store, state, save=EverySteps(4) | OnException()) as ckpt,
+    ):
+        for _ in range(5):
+            step()
+            ckpt.step()
+        step("optimizer")
+    assert "after step 5 was not saved" in "".join(e.value.__notes__)
+    assert [s.step for s in Run(store).snapshots()] == [4]
+
+
+def test_an_exception_right_after_a_save_saves_nothing_more() -> None:
+    store = MemoryStore()
+    state, step = network()
+    with (
+        pytest.raises(ZeroDivisionError),
+        Checkpointer(store, state, save=EverySteps(4) | OnException()) as ckpt,
+    ):
+        for _ in range(4):
+            step()
+            ckpt.step()
+        step("forward")
+    assert [s.metadata["reason"] for s in Run(store).snapshots()] == ["cadence"]
+
+
+def test_an_exception_before_the_first_step_or_without_the_policy_saves_nothing() -> None:
+    for policy in (OnException(), EverySteps(100)):
+        store = MemoryStore()
+        state, step = network()
+        with pytest.raises(ZeroDivisionError), Checkpointer(store, state, save=policy) as ckpt:
+            ckpt.resume()
+            if policy == EverySteps(100):
+                step()
+                ckpt.step()
+            step("forward")
+        assert Run(store).latest() is None
+
+
+def test_a_save_on_exception_that_fails_hides_no_exception() -> None:
+    store = Gate()
+    state, step = network()
+    with (
+        pytest.raises(ZeroDivisionError) as e,
+        Checkpointer(store, state, save=OnException()) as ckpt,
+    ):
+        step()
+        ckpt.step()
+        store.broken = full()
+        step("forward")
+    assert "No space" in "".join(e.value.__notes__)
+
+
+# -- going back, and beginning from another run --------------------------------------------------
+
+
+def test_going_on_from_a_branch_that_was_left() -> None:
+    store = MemoryStore()
+    with training(store, EverySteps(10)) as (state, ckpt):
+        train(state, ckpt, 40)
+    with training(store, EverySteps(10)) as (state, ckpt):
+        ckpt.resume(at=20)
+        train(state, ckpt, 30)
+    with training(store, EverySteps(10)) as (state, ckpt):
+        snapshot = ckpt.resume(branch=0)
+        assert snapshot is not None
+        assert snapshot.version == Version(40)
+        assert same(state, after(40))
+        train(state, ckpt, 50)
+    assert Run(store).line() == [*map(Version, (10, 20, 30, 40)), Version(50, 2)]
+    with training(store, EverySteps(10)) as (state, ckpt):
+        snapshot = ckpt.resume(at=30, branch=1)
+        assert snapshot is not None
+        assert snapshot.version == Version(30, 1)
+
+
+def test_a_new_run_begins_where_another_is_and_goes_on_by_itself() -> None:
+    url = "memory://life-start"
+    with training(url, EverySteps(10)) as (state, ckpt):
+        train(state, ckpt, 40)
+    store = MemoryStore()
+    with training(store, EverySteps(10)) as (state, ckpt):
+        snapshot = ckpt.resume(start=f"{url}@20")
+        assert snapshot is not None
+        assert (snapshot.step, ckpt.current_step) == (20, 20)
+        assert same(state, after(20))
+        train(state, ckpt, 30)
+    [first] = Run(store).snapshots()
+    assert first.manifest.parent is None  # a parent is a version of the same run
+    assert first.metadata["note"]["started_from"]["url"].endswith("version_20")
+    with training(store, EverySteps(10)) as (state, ckpt):
+        again = ckpt.resume(start=f"{url}@20")  # the same script, restarted
+        assert again is not None
+        assert again.step == 30
+        assert same(state, after(30))
+    with training(MemoryStore(), EverySteps(10)) as (state, ckpt), pytest.raises(HoldfastError):
+        ckpt.resume(start=f"{url}@25")
+
+
+def test_a_warm_start_takes_what_fits_and_counts_from_zero() -> None:
+    url = "memory://life-warm"
+    holdfast.save(
+        f"{url}/version_70",
+        {"model": {"old": np.arange(3.0), "gone": 1}, "progress": holdfast.Progress()},
+        step=70,
+    )
+    state: dict[str, Any] = {
+        "model": {"new": np.zeros(3), "head": np.ones(2)},
+        "progress": holdfast.Progress(),
+    }
+    with Checkpointer(MemoryStore(), state, save=EverySteps(1)) as ckpt:
+        with pytest.raises(PlanError):
+            ckpt.resume(start=f"{url}@70", keys="model/**")
+        ckpt.resume(
+            start=f"{url}@70",
+            keys="model/**",
+            missing="keep",
+            unexpected="ignore",
+            rename={"model/old": "model/new"},
+        )
+        assert ckpt.current_step == 0
+        assert state["model"]["new"].tolist() == [0, 1, 2]
+        assert state["model"]["head"].tolist() == [1, 1]
+        ckpt.step()
+        ckpt.wait()
+        assert ckpt.run.line() == [Version(1)]
+
+
+def test_leniency_without_a_start_is_refused() -> None:
+    with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
+        with pytest.raises(HoldfastError, match="start="):
+            ckpt.resume(missing="keep")
+        ckpt.resume()
+
+
+def test_a_run_of_another_training_is_refused_with_all_differences() -> None:
+    store = MemoryStore()
+    with training(store, EverySteps(5)) as (state, ckpt):
+        train(state, ckpt, 5)
+    other = {"model": np.zeros(3), "progress": holdfast.Progress()}
+    with Checkpointer(store, other) as ckpt, pytest.raises(PlanError) as e:
+        ckpt.resume()
+    assert isinstance(e.value, MissingLeaf | UnexpectedLeaf | PlanError)
+    for key in ("model", "weights", "small/bias", "history"):
+        assert key in str(e.value)
+
+
+def test_a_structure_that_changes_is_saved_as_it_is_and_told() -> None:
+    store = MemoryStore()
+    heard, attached = told()
+    with attached, training(store, EverySteps(5)) as (state, ckpt):
+        train(state, ckpt, 5)
+        state["adapter"] = np.ones(7)
+        del state["small"]["bias"]
+        state["small"]["bias"] = np.ones(5)
+        for _ in range(5):
+            state["progress"].step += 0
+            ckpt.step()
+        ckpt.wait()
+    [fields] = [f for n, f in heard if n == "structure_changed"]
+    assert fields["added"] == ["adapter"]
+    assert fields["changed"] == ["small/bias"]
+    assert fields["removed"] == []
+    newest = Run(store).latest()
+    assert newest is not None
+    assert newest["adapter"].shape == (7,)
+    with training(store, EverySteps(5)) as (state, ckpt), pytest.raises(PlanError, match="adapter"):
+        ckpt.resume()
+
+
+# -- when to stop --------------------------------------------------------------------------------
+
+
+def test_early_stop_and_its_patience_is_in_the_snapshot() -> None:
+    store = MemoryStore()
+    losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0]
+    seen = 0
+    for stopped_at in (2, 3, 5):  # the process is ended and begun again on the way
+        state = fresh()
+        with Checkpointer(
+            store, state, save=EverySteps(1), stop=StopWhen("val_loss", patience=3)
+        ) as ckpt:
+            ckpt.resume()
+            while seen < stopped_at and not ckpt.should_stop:
+                train_step(state)
+                ckpt.step({"val_loss": torch.tensor(losses[seen]), "loss": 1.0})
+                ckpt.step({"loss": 1.0})  # a step without the metric counts for nothing
+                seen += 1
+            assert ckpt.should_stop == (seen == 5)
+    assert seen == 5
+    with Checkpointer(store, fresh(), stop=StopWhen("val_loss", patience=3)) as ckpt:
+        assert not ckpt.should_stop
+        ckpt.resume()
+        assert ckpt.should_stop
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def test_what_is_told_of_a_save() -> None:
+    store = MemoryStore()
+    heard, attached = told()
+    with attached, training(store, EverySteps(5), KeepLast(1)) as (state, ckpt):
+        train(state, ckpt, 10)
+        ckpt.wait()
+        figures = ckpt.statistics()
+    saved = [f for n, f in heard if n == "saved"]
+    assert [f["version"] for f in saved] == ["version_5", "version_10"]
+    assert saved[0]["metrics"]["loss"] == after(5)["history"][-1]
+    assert sum(f["bytes"] for f in saved) == figures["bytes"]
+    assert sum(f["blocked"] for f in saved) == pytest.approx(figures["blocked_seconds"])
+    assert figures["saves"] == 2
+    assert figures["failures"] == figures["skipped"] == 0
+    assert 0 < figures["goodput"] <= 1
+
+
+def test_goodput_counts_what_was_kept_over_all_processes() -> None:
+    now = [1000.0]
+    first = Tally(lambda: now[0], lambda: now[0])
+    now[0] += 10  # ten seconds of steps
+    first.step_done()
+    first.committed(first.note()["trained_seconds"])
+    now[0] += 5  # a save that blocks
+    first.step_next()
+    now[0] += 5  # steps that are lost with the process
+    first.step_done()
+    assert first.statistics()["goodput"] == pytest.approx(10 / 20)
+    noted = {"began": 1000.0, "trained_seconds": 10.0}
+    now[0] += 60  # until there is a machine again
+    second = Tally(lambda: now[0], lambda: now[0])
+    now[0] += 5  # starting
+    second.resumed(noted)
+    assert second.statistics()["goodput"] == pytest.approx(10 / 85)
+    now[0] += 15
+    second.step_done()
+    second.committed(second.note()["trained_seconds"])
+    assert second.statistics()["goodput"] == pytest.approx(25 / 100)
+    now[0] = 10.0  # the clock of the day jumps back
+    assert 0 <= second.statistics()["goodput"] <= 1
+
+
+@pytest.mark.parametrize("lie", [None, "x", float("nan"), True, [1], 10**400])
+def test_what_a_manifest_says_of_seconds_is_not_trusted(lie: Any) -> None:
+    tally = Tally()
+    tally.resumed({"began": lie, "trained_seconds": lie})
+    assert 0 <= tally.statistics()["goodput"] <= 1
