@@ -511,6 +511,23 @@ def test_whichever_call_fails_the_promises_hold_and_the_next_retention_finishes(
         pytest.fail("no end to the calls")
 
 
+def test_a_version_whose_manifest_could_not_be_deleted_is_whole(store: MemoryStore) -> None:
+    Run(store).add_metrics(Version(40), {"loss": 1})
+    before = {s.key for s in store.list("version_40")}
+    wrapped = Wrapped(store)
+
+    def refuse(method: str, key: str) -> None:
+        if method == "delete" and key == f"version_40/{MANIFEST}":
+            raise Unavailable("no")
+
+    wrapped.before = refuse
+    run = Run(wrapped)
+    with pytest.raises(Unavailable):
+        run.retain(KeepLast(1))
+    assert run.retain(KeepLast(2)) == [Version(20)]
+    assert {s.key for s in store.list("version_40")} == before
+
+
 def test_whichever_call_is_the_last_the_promises_hold() -> None:
     """The process dies there: another one goes on, and a sweep removes what is left."""
     for at in range(1, 200):

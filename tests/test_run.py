@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from holdfast.format.digest import digest
 from holdfast.format.names import MANIFEST, Version, index_name, new_attempt, shard_name
 from holdfast.format.records import Branch, encode_branch
 from holdfast.policy import EverySteps
+from holdfast.run import open_version
 from holdfast.storage.memory import MemoryStore
 
 from .trainings import flip, shard_of, train, training
@@ -176,6 +178,107 @@ def test_two_that_leave_at_once_get_two_branches(store: MemoryStore) -> None:
     snapshot = Run(store).open(Version(20))
     numbers = {Run(store).leave_from(snapshot, Version(20), "x") for _ in range(3)}
     assert numbers == {1, 2, 3}
+
+
+# -- going back ----------------------------------------------------------------------------------
+
+
+def branched(store: MemoryStore) -> MemoryStore:
+    """Lines 20 40 60 of branch 0, 20 40.1 60.1 of branch 1, 20 40.1 60.2 of branch 2."""
+    branch_off(store, at=20, to=60)
+    branch_off(store, at=40, to=60)
+    return store
+
+
+def test_the_line_of_each_branch(store: MemoryStore) -> None:
+    run = Run(branched(store))
+    lines = [[str(v)[8:] for v in run.line(branch=b)] for b in (0, 1, 2, None)]
+    assert lines[:3] == [["20", "40", "60"], ["20", "40.1", "60.1"], ["20", "40.1", "60.2"]]
+    assert lines[3] == lines[2]
+    for branch in (3, -1, 10**12):
+        with pytest.raises(NotFound, match=f"no branch {branch}.*0, 1, 2"):
+            run.line(branch=branch)
+
+
+@pytest.mark.parametrize(
+    ("step", "branch", "found"),
+    [
+        (20, None, "20"), (40, None, "40.1"), (60, None, "60.2"), (40, 0, "40"), (60, 1, "60.1"),
+        (20, 2, "20"), (30, None, None), (0, 0, None), (80, 1, None),
+    ],
+)  # fmt: skip
+def test_find(store: MemoryStore, step: int, branch: int | None, found: str | None) -> None:
+    run = Run(branched(store))
+    if found is None:
+        with pytest.raises(NotFound, match=f"no version of step {step} on .*the nearest are"):
+            run.find(step, branch)
+    else:
+        assert str(run.find(step, branch)) == f"version_{found}"
+
+
+def test_the_newest_of_another_branch(store: MemoryStore) -> None:
+    run = Run(branched(store))
+    flip(store, f"version_60/{MANIFEST}")
+    for branch, at, found in (
+        (0, None, "40"),
+        (1, None, "60.1"),
+        (None, 40, "40.1"),
+        (0, 20, "20"),
+    ):
+        snapshot, _ = run.newest(lambda s: None, at=at, branch=branch)
+        assert snapshot is not None
+        assert str(snapshot.version) == f"version_{found}"
+    with pytest.raises(NoSnapshot):
+        run.newest(lambda s: None, at=60, branch=0)
+    with pytest.raises(NotFound, match="no branch 7"):
+        run.newest(lambda s: None, branch=7)
+
+
+def test_an_empty_run_has_its_first_branch_only() -> None:
+    run = Run(MemoryStore())
+    assert run.line(branch=0) == []
+    assert run.newest(lambda s: None, branch=0) == (None, [])
+    with pytest.raises(NotFound):
+        run.find(1)
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("@20", "20"), ("@40", "40.1"), ("@latest", "60.2"), ("@40.0", "40"), ("@60.1", "60.1"),
+        ("/version_60.1", "60.1"), ("/version_60@20", None), ("@30", None), ("@40.7", None),
+        ("@latest.1", None), ("@", None), ("@-1", None), ("@020", None), ("@20@40", None),
+        ("@9999999999999999999", None), ("@ 20", None), ("@20\n", None),
+    ],
+)  # fmt: skip
+def test_addresses(tmp_path: Path, address: str, found: str | None) -> None:
+    folder = tmp_path / "a@7"  # an @ of its own does no harm
+    with training(str(folder), EverySteps(20)) as (state, ckpt):
+        train(state, ckpt, 60)
+    for at in (20, 40):
+        with training(str(folder), EverySteps(20)) as (state, ckpt):
+            ckpt.resume(at=at)
+            train(state, ckpt, 60)
+    if found is None:
+        with pytest.raises(NotFound):
+            open_version(f"{folder}{address}")
+    else:
+        assert str(open_version(f"{folder}{address}").version) == f"version_{found}"
+        assert str(open_version(Path(f"{folder}{address}")).version) == f"version_{found}"
+
+
+def test_a_snapshot_whose_name_has_an_at_goes_first(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run" / "version_5", {"n": 1})
+    assert open_version(tmp_path / "run@5").step == 5
+    holdfast.save(tmp_path / "run@5", {"n": 2})
+    assert open_version(tmp_path / "run@5")["n"] == 2
+
+
+def test_the_latest_of_nothing(tmp_path: Path) -> None:
+    for run in ("never", "memory://never-made"):
+        for address in ("@latest", "@20", "@20.1"):
+            with pytest.raises(NotFound):
+                open_version(f"{run}{address}")
 
 
 # -- deleting ------------------------------------------------------------------------------------
