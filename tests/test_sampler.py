@@ -398,6 +398,20 @@ def test_the_length_of_a_pass_is_that_of_a_whole_epoch() -> None:
     assert len(Sampler(8, 4)) == 2
 
 
+def test_the_batches_left_are_those_of_the_epoch() -> None:
+    sampler, left = Sampler(10, 4), []
+    assert sampler.left == 3
+    for _ in range(2):
+        for _ in sampler:
+            left.append(sampler.left)
+            sampler.advance()
+        left.append(sampler.left)
+    assert left == [3, 2, 1, 0] * 2
+    sampler = Sampler(10, 4, drop_last=True)
+    train(sampler, 1)
+    assert resumed(sampler, 10, 4, drop_last=True).left == 1
+
+
 def test_a_count_beyond_what_was_given_is_refused() -> None:
     sampler = Sampler(8, 2)
     with pytest.raises(HoldfastError, match="Expected at most 0, found 1"):

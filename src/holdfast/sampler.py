@@ -93,8 +93,7 @@ class ElasticSampler:
 
     def __len__(self) -> int:
         """Batches of a whole epoch, wherever the position is."""
-        whole, tail = divmod(self.length, self.batch_size)
-        return whole + (1 if tail and not self.drop_last else 0)
+        return self._batches(self.length)
 
     @property
     def padded(self) -> int:
@@ -107,6 +106,15 @@ class ElasticSampler:
         """Epochs that are complete at the counted position."""
         epoch, samples = self._counted
         return epoch + (1 if self._over(samples) else 0)
+
+    @property
+    def left(self) -> int:
+        """Batches of this epoch that no step has counted, those that were given out included.
+
+        A loop that ends a step of fewer batches with the epoch asks it, since counting the
+        batches of a pass goes wrong in the pass that is the rest of an epoch.
+        """
+        return self._batches(self.length - self._counted[1])
 
     def follow(self, progress: Progress) -> None:
         """Tells the sampler who counts epochs for the user. A ``Checkpointer`` calls it.
@@ -262,8 +270,10 @@ class ElasticSampler:
 
     def _over(self, samples: int) -> bool:
         """Whether an epoch has no batch behind so many samples."""
-        left = self.length - samples
-        return left < self.batch_size if self.drop_last else left == 0
+        return self._batches(self.length - samples) == 0
+
+    def _batches(self, samples: int) -> int:
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def _part(self, epoch: int, start: int, stop: int, rank: int, ranks: int) -> list[int]:
         if stop - start < self.batch_size:
