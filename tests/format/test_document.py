@@ -11,6 +11,7 @@ import torch
 from jsonschema import Draft202012Validator
 
 import holdfast
+from holdfast.engine.load import load_snapshot
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.grammar import check_tree
@@ -28,7 +29,7 @@ TEXT = (DOCS / "format.md").read_text()
 BLOCKS = [
     json.loads(b) for b in re.findall(r"^```json\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 ]
-MANIFEST, BRANCH, PIN, NODES, INDEX = BLOCKS
+MANIFEST, BRANCH, PIN, NODES, INDEX, MANIFEST_2, INDEX_2 = BLOCKS
 
 
 def raw(document: Any) -> bytes:
@@ -39,7 +40,8 @@ def raw(document: Any) -> bytes:
 def test_the_examples_are_what_the_schema_says() -> None:
     schema = json.loads((DOCS / "format.schema.json").read_text())
     for kind, document in (
-        ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX)
+        ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
+        ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
         of = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
         of.validate(document)
@@ -72,6 +74,26 @@ def test_the_examples_are_one_snapshot() -> None:
     want = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
     assert same(state, want)
     assert state["model"]["tied"] is state["model"]["weight"]
+
+
+def test_the_example_of_number_2_refers_to_that_of_number_1() -> None:
+    weight, bias = torch.arange(6, dtype=torch.float32).view(2, 3), torch.tensor([0.5])
+    header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
+    own = build_header([("model/bias", "F32", (1,), 0, 4)])
+    base, shard = MANIFEST["shards"][0]["name"], MANIFEST_2["shards"][0]["name"]
+    store = store_of(
+        {
+            f"version_120.1/{base}": header + weight.numpy().tobytes(),
+            "version_130.1/manifest.json": raw(MANIFEST_2),
+            f"version_130.1/{shard}": own + bias.numpy().tobytes(),
+            "version_130.1/" + MANIFEST_2["shards"][0]["index"]["name"]: raw(INDEX_2),
+        }
+    )
+    snapshot = holdfast.Run(store).open(names.Version(130, 1))
+    assert snapshot.bases == {names.Version(120, 1)}
+    assert (snapshot.chain, snapshot.nbytes, snapshot.referred_bytes) == (1, 4100, 24)
+    assert snapshot.verify().ok
+    assert same(load_snapshot(snapshot), {"model": {"weight": weight, "bias": bias}})
 
 
 def test_every_node_is_shown() -> None:
@@ -122,4 +144,4 @@ def test_names_and_numbers_in_the_text() -> None:
 
 
 def test_it_is_short() -> None:
-    assert len(TEXT.splitlines()) < 250
+    assert len(TEXT.splitlines()) < 270
