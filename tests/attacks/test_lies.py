@@ -22,7 +22,12 @@ import torch
 import holdfast
 from holdfast.errors import DigestMismatch, FormatError, FormatTooNew, ManifestInvalid
 from holdfast.format.manifest import decode_manifest
-from holdfast.format.records import decode_branch, decode_pin
+from holdfast.format.records import (
+    decode_branch,
+    decode_evaluation,
+    decode_lasting,
+    decode_pin,
+)
 from tests.forging import (
     FOLDER,
     Files,
@@ -374,7 +379,13 @@ def test_any_field_with_any_wrong_value(which: str) -> None:
 
 
 def decode_any(raw: bytes) -> None:
-    for decode in (decode_manifest, decode_branch, decode_pin):
+    for decode in (
+        decode_manifest,
+        decode_branch,
+        decode_pin,
+        decode_lasting,
+        decode_evaluation,
+    ):
         with pytest.raises(FormatError) as e:
             decode(raw, "file")
         assert_named(e.value)
@@ -473,6 +484,63 @@ def test_a_pin_that_lies(field: str, value: Json) -> None:
     assert decode_pin(reseal(PIN), "f").process == "1:2"
     with pytest.raises(ManifestInvalid) as e:
         decode_pin(reseal({**PIN, field: value}), "pin-0.json")
+    assert_named(e.value)
+
+
+LASTING = {"version": "version_7", "created": "2026-01-01T00:00:00+00:00"}
+EVALUATION = {
+    "name": "val",
+    "attempt": "0" * 12,
+    "version": "version_7",
+    "manifest_digest": "0" * 32,
+    "created": "2026-01-01T00:00:00+00:00",
+    "metrics": {"loss": 0.5, "n": 3, "worst": {"float": "-inf"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("version", None), ("version", "x"), ("version", "version_01"), ("version", 1),
+        ("created", ""), ("created", "2026-01-01T00:00:00+01:00"), ("extra", 1),
+    ],
+    ids=range(7),
+)  # fmt: skip
+def test_a_lasting_pin_that_lies(field: str, value: Json) -> None:
+    assert decode_lasting(reseal(LASTING), "f").version == "version_7"
+    with pytest.raises(ManifestInvalid) as e:
+        decode_lasting(reseal({**LASTING, field: value}), "pin-version_7.json")
+    assert_named(e.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""), ("name", "../x"), ("name", "a.b"), ("name", "a/b"), ("name", "a" * 65),
+        ("name", "a\n"), ("name", None), ("attempt", "x"), ("attempt", "0" * 13),
+        ("attempt", "A" * 12), ("version", "x"), ("version", None), ("manifest_digest", "0" * 31),
+        ("created", "yesterday"), ("extra", 1), ("metrics", None), ("metrics", []),
+        ("metrics", {"loss": None}), ("metrics", {"loss": True}), ("metrics", {"loss": "0.5"}),
+        ("metrics", {"loss": [0.5]}), ("metrics", {"loss": 1 << 63}), ("metrics", {"loss": {}}),
+        ("metrics", {"loss": -(1 << 63) - 1}), ("metrics", {"loss": {"float": "NaN"}}),
+        ("metrics", {"loss": {"float": 1.0}}), ("metrics", {"loss": {"int": "0x1"}}),
+        ("metrics", {"loss": {"float": "nan", "x": 1}}), ("metrics", {"loss": {"float": ["nan"]}}),
+    ],
+    ids=range(29),
+)  # fmt: skip
+def test_an_evaluation_that_lies(field: str, value: Json) -> None:
+    found = decode_evaluation(reseal(EVALUATION), "f")
+    assert found.numbers() == {"loss": 0.5, "n": 3, "worst": float("-inf")}
+    with pytest.raises(ManifestInvalid) as e:
+        decode_evaluation(reseal({**EVALUATION, field: value}), "version_7/eval-val.0.json")
+    assert_named(e.value)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" * 400, "1" * 5000])
+def test_an_evaluation_with_a_number_that_is_none(number: str) -> None:
+    body = json.dumps(EVALUATION, separators=(",", ":")).replace("0.5", number)
+    with pytest.raises(ManifestInvalid) as e:
+        decode_evaluation(seal_body(body.encode()[1:]), "version_7/eval-val.0.json")
     assert_named(e.value)
 
 

@@ -17,7 +17,12 @@ from holdfast.format.digest import digest
 from holdfast.format.grammar import check_tree
 from holdfast.format.index import MAX_CHUNK, decode_index
 from holdfast.format.manifest import MAX_BYTES, decode_manifest
-from holdfast.format.records import decode_branch, decode_pin
+from holdfast.format.records import (
+    decode_branch,
+    decode_evaluation,
+    decode_lasting,
+    decode_pin,
+)
 from holdfast.format.sealed import FORMAT
 from holdfast.format.tensorfile import MAX_HEADER, build_header
 from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
@@ -29,7 +34,7 @@ TEXT = (DOCS / "format.md").read_text()
 BLOCKS = [
     json.loads(b) for b in re.findall(r"^```json\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 ]
-MANIFEST, BRANCH, PIN, NODES, INDEX, MANIFEST_2, INDEX_2 = BLOCKS
+MANIFEST, BRANCH, PIN, LASTING, EVALUATION, NODES, INDEX, MANIFEST_2, INDEX_2 = BLOCKS
 
 
 def raw(document: Any) -> bytes:
@@ -41,6 +46,7 @@ def test_the_examples_are_what_the_schema_says() -> None:
     schema = json.loads((DOCS / "format.schema.json").read_text())
     for kind, document in (
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
+        ("lasting", LASTING), ("evaluation", EVALUATION),
         ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
         of = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
@@ -53,6 +59,8 @@ def test_the_examples_are_read() -> None:
     assert decode_manifest(raw(MANIFEST), "f")[0].step == 120
     assert decode_branch(raw(BRANCH), "f").number == 1
     assert decode_pin(raw(PIN), "f").host == "node-3"
+    assert decode_lasting(raw(LASTING), "f").version == "version_120"
+    assert decode_evaluation(raw(EVALUATION), "f").numbers()["perplexity"] == float("inf")
     assert decode_index(raw(INDEX), "f").length == 4120
 
 
@@ -131,6 +139,8 @@ def test_names_and_numbers_in_the_text() -> None:
     assert sum(names.attempt_of(w) is not None for w in words) == 2
     assert any(names.parse_branch(w) for w in words)
     assert any(names.parse_pin(w) for w in words)
+    assert any(names.parse_lasting(w) for w in words)
+    assert any(names.parse_evaluation(w) for w in words)
     flat = " ".join(TEXT.split())
     for said in (
         f"{MAX_DEPTH} levels of nodes and {MAX_DIMENSIONS} dimensions",
@@ -144,4 +154,4 @@ def test_names_and_numbers_in_the_text() -> None:
 
 
 def test_it_is_short() -> None:
-    assert len(TEXT.splitlines()) < 270
+    assert len(TEXT.splitlines()) < 300

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,18 @@ from holdfast.format.grammar import check_plain, check_tree
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import Version
-from holdfast.format.records import decode_branch, decode_pin
+from holdfast.format.records import (
+    decode_branch,
+    decode_evaluation,
+    decode_lasting,
+    decode_pin,
+)
 from holdfast.storage.memory import MemoryStore
 from tests.attacks.test_lies import (
     BRANCH,
+    EVALUATION,
     INDEX_LIES,
+    LASTING,
     MANIFEST_LIES,
     PIN,
     WRONG,
@@ -54,7 +62,7 @@ pytestmark = pytest.mark.filterwarnings(
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text())
 KINDS = {
     kind: Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
-    for kind in ("manifest", "index", "branch", "pin")
+    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation")
 }
 ANY = Draft202012Validator(SCHEMA)
 
@@ -65,7 +73,9 @@ def kind_of(key: str) -> str | None:
         ("manifest", name == "manifest.json"),
         ("index", name.endswith(".index.json")),
         ("branch", name.startswith("branch-")),
+        ("lasting", name.startswith("pin-version_")),
         ("pin", name.startswith("pin-")),
+        ("evaluation", name.startswith("eval-")),
     ):
         if found:
             return kind
@@ -110,10 +120,13 @@ def test_a_run_with_branches_and_pins() -> None:
     holdfast.save(store.at("version_1"), {"n": 0, "p": holdfast.Progress()}, step=1)
     run.leave_from(run.open(Version(1)), Version(1), "asked")
     pin.hold(Location(store, "version_2"), "0" * 12)
+    pin.hold(Location(store, "version_2"), "0" * 12, Version(1))
+    run.pin(1)
+    run.add_metrics(Version(1), {"loss": 0.5, "n": 3, "worst": float("inf"), "none": float("nan")})
     with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}) as checkpointer:
         checkpointer.resume()
         checkpointer.save()
-    assert check(store) == {"manifest", "index", "branch", "pin"}
+    assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation"}
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
@@ -164,6 +177,15 @@ def test_the_schema_refuses_the_lies_that_it_can() -> None:
         assert good == (name in BEYOND), name
 
 
+DECODE: dict[str, Callable[[bytes, str], Any]] = {
+    "index": decode_index,
+    "branch": decode_branch,
+    "pin": decode_pin,
+    "lasting": decode_lasting,
+    "evaluation": decode_evaluation,
+}
+
+
 def decodes(kind: str, raw: bytes) -> bool:
     try:
         if kind == "manifest":
@@ -171,7 +193,7 @@ def decodes(kind: str, raw: bytes) -> bool:
             check_plain(manifest.metadata, "metadata", "f")
             check_tree(manifest.tree, "f")
         else:
-            {"index": decode_index, "branch": decode_branch, "pin": decode_pin}[kind](raw, "f")
+            DECODE[kind](raw, "f")
     except FormatError:
         return False
     return True
@@ -186,6 +208,8 @@ def documents() -> dict[str, Json]:
         "index": index,
         "branch": json.loads(reseal(BRANCH)),
         "pin": json.loads(reseal(PIN)),
+        "lasting": json.loads(reseal(LASTING)),
+        "evaluation": json.loads(reseal(EVALUATION)),
     }
 
 
