@@ -1,8 +1,9 @@
-"""Makes ``format-1``: a small run with every kind of node and dtype, and a branch.
+"""Makes ``format-1``: a small run with every kind of node and dtype, and a branch; and
+``format-2``: incremental versions.
 
-It was run once, when format 1 was settled. The files are never made anew and ``state`` is never
+Each was run once, when its format was settled. The files are never made anew and ``state`` is never
 changed: a later build has to read what an earlier one wrote. A new number gets a folder and a
-function of its own. ``python -m tests.golden.make FOLDER``
+function of its own. ``python -m tests.golden.make NUMBER FOLDER``
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import numpy as np
 import torch
 
 import holdfast
+from holdfast.engine.buffers import shared_pool
+from holdfast.engine.draft import Label
+from holdfast.engine.save import begin, finish
+from holdfast.format.names import Version
 from holdfast.policy import EverySteps
 
 DTYPES = (
@@ -104,5 +109,22 @@ def make(url: str) -> None:
                 ckpt.wait()
 
 
+def with_frozen(step: int) -> dict[str, Any]:
+    """The state, and beside it what hardly ever changes."""
+    frozen = np.arange(33_000, dtype=np.int16)
+    frozen[:4] = step // 3
+    return {**state(step), "frozen": frozen, "more": np.arange(9_000.0)}
+
+
+def make_2(url: str) -> None:
+    """Version 1 in full; 2 and 3 refer to it; 4 to 1 and to 3, with which ``frozen`` changed."""
+    run, base = holdfast.Run(url), None
+    for step in range(1, 5):
+        label = Label(step=step, metrics={"loss": 1 / step})
+        place = run.place(Version(step))
+        draft = begin(place, with_frozen(step), label, shared_pool(), ahead=False, base=base)
+        base = finish(draft)
+
+
 if __name__ == "__main__":
-    make(sys.argv[1])
+    {"1": make, "2": make_2}[sys.argv[1]](sys.argv[2])

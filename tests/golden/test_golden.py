@@ -85,3 +85,42 @@ def test_this_build_writes_the_same(run: holdfast.Run, tmp_path: Path) -> None:
     (a,), (b,) = ours.indexes(), theirs.indexes()
     assert a.leaves == b.leaves
     assert a.digests == b.digests
+
+
+# -- number 2: incremental versions --------------------------------------------------------------
+
+BASES = {1: set(), 2: {Version(1)}, 3: {Version(1)}, 4: {Version(1), Version(3)}}
+
+
+@pytest.fixture
+def increments(tmp_path: Path) -> holdfast.Run:
+    return holdfast.Run(str(shutil.copytree(HERE / "format-2", tmp_path / "run")))
+
+
+@pytest.mark.parametrize("step", BASES)
+def test_every_incremental_version_is_sound_and_holds_its_values(
+    increments: holdfast.Run, step: int
+) -> None:
+    snapshot = increments.open(Version(step))
+    assert (snapshot.bases, snapshot.chain) == (BASES[step], step - 1)
+    report = snapshot.verify()
+    assert report.ok, report.problems
+    found, want = holdfast.load(snapshot.url), {**make.with_frozen(step), **plain(step)}
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        assert same(found[name], value), (name, found[name], value)
+
+
+def test_this_build_writes_the_same_increments(increments: holdfast.Run, tmp_path: Path) -> None:
+    make.make_2(str(tmp_path / "new"))
+    for step in BASES:
+        ours = holdfast.Run(str(tmp_path / "new")).open(Version(step))
+        theirs = increments.open(Version(step))
+        assert ours.manifest.tree == theirs.manifest.tree
+        assert (ours.nbytes, ours.referred_bytes) == (theirs.nbytes, theirs.referred_bytes)
+        (a,), (b,) = ours.indexes(), theirs.indexes()
+        assert a.leaves == b.leaves
+        assert a.digests == b.digests
+        if a.places is not None and b.places is not None:
+            assert (a.places.file == b.places.file).all()
+            assert (a.places.at == b.places.at).all()

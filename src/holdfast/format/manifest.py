@@ -126,7 +126,7 @@ def _check(manifest: Manifest, file: str) -> None:
         demand(shard.name not in seen, "every file once", shard.name)
         seen.add(shard.name)
         for referred in shard.refers:
-            _check_referred(referred, demand)
+            _check_referred(referred, manifest, demand)
         paths = [r.path for r in shard.refers]
         demand(len(set(paths)) == len(paths), "every file that is referred to once", paths)
     if isinstance(manifest, Incremental):
@@ -135,8 +135,14 @@ def _check(manifest: Manifest, file: str) -> None:
         demand(refers, "a shard that refers to another version", "none")
 
 
-def _check_referred(referred: Referred, demand: Callable[[bool, str, object], None]) -> None:
-    path = names.parse_reference(referred.path) is not None
-    demand(path, "a path like ../version_1/shard-...", referred.path)
+def _check_referred(
+    referred: Referred, manifest: Manifest, demand: Callable[[bool, str, object], None]
+) -> None:
+    found = names.parse_reference(referred.path)
+    other = found is not None and (found[0].step, found[0].branch) != (
+        manifest.step,
+        manifest.branch,
+    )
+    demand(other, "a path to another version, like ../version_1/shard-...", referred.path)
     demand(0 < referred.length < 1 << 62, "a length in bytes", referred.length)
     demand(0 < referred.bytes <= referred.length, "1 byte to the file's length", referred.bytes)
