@@ -64,6 +64,9 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class Training:
     options: Options
     losses: list[float] = field(default_factory=list)
+    batches: int = 0
+    fail_at: int = -1
+    fail_late: bool = False
 
     def __post_init__(self) -> None:
         o = self.options
@@ -99,9 +102,14 @@ class Training:
 
     def backward(self, batch: list[torch.Tensor]) -> float:
         x, y = batch
+        if self.batches == self.fail_at and not self.fail_late:
+            raise ZeroDivisionError
+        self.batches += 1
         x = x + random.gauss(0, 0.1) + float(np.random.normal()) * 0.1 + 0.1 * torch.randn_like(x)
         loss = (self.model(x).squeeze(1) - y).square().mean()
         loss.backward()
+        if self.batches == self.fail_at + 1 and self.fail_late:
+            raise ZeroDivisionError
         return loss.item()
 
     def run(self, ckpt: holdfast.Checkpointer, stop: int = 1 << 30) -> None:
@@ -204,6 +212,31 @@ def test_every_kill_step_ends_with_the_same_bits(options: Options) -> None:
         assert first.losses == whole.losses[: len(first.losses)]
         assert second.losses == whole.losses[done:]
         assert second.digest() == expected, f"saved at step {saved}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [Options(), Options(per_step=2, noisy=True)], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_every_step_that_raises_ends_with_the_same_bits(options: Options, late: bool) -> None:
+    """``late``: in the middle of a step that began before. What is saved is the state before it,
+    whatever the loop and the loader have done since, also where that is an epoch's end."""
+    whole = uninterrupted(options)
+    expected = whole.digest()
+    for raising in range(1, len(whole.losses)):
+        store = MemoryStore()
+        seed_all(0)
+        first = Training(options)
+        first.fail_at, first.fail_late = raising, late
+        ckpt = holdfast.Checkpointer(store, first.state, save=holdfast.OnException())
+        with pytest.raises(ZeroDivisionError), ckpt:
+            first.run(ckpt)
+        if len(first.losses) == 0:
+            assert list(store.list("")) == []  # before the first step there was nothing to save
+            continue
+        second, start = resumed(options, store)
+        assert start == len(first.losses) // options.per_step
+        assert first.losses + second.losses == whole.losses
+        assert second.digest() == expected, f"raised in batch {raising}"
 
 
 # -- the generators at the first batch -----------------------------------------------------------
