@@ -15,6 +15,8 @@ import pytest
 import holdfast
 from holdfast import Run, events, known
 from holdfast.engine import pin
+from holdfast.engine.copy import copy_snapshot
+from holdfast.engine.load import load_snapshot
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import HoldfastError, NotFound, SkippedVersion, StoreError, Unavailable
@@ -224,40 +226,77 @@ def test_what_a_process_reads_stays_as_long_as_it_lives(
     assert list(Run(store).sweep().removed) == [key]
 
 
-def test_reading_much_pins_and_reading_little_does_not(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_much_pins_and_reading_little_does_not(store: MemoryStore) -> None:
     place = Location(store, "version_20")
-    with pin.reading(place, Version(20), pin.WORTH - 1), pin.reading(place, None, pin.WORTH):
+    with pin.reading(place, pin.WORTH - 1), pin.reading(Location(store, "x"), pin.WORTH):
         assert Run(store).listing().pins == []
-    with pin.reading(place, Version(20), pin.WORTH):
+    with pin.reading(place, pin.WORTH):
         assert Run(store).retain(KeepLast(1)) == [Version(40)]
     assert Run(store).listing().pins == []
-    with pytest.raises(ZeroDivisionError), pin.reading(place, Version(20), pin.WORTH):
+    with pytest.raises(ZeroDivisionError), pin.reading(place, pin.WORTH):
         raise ZeroDivisionError
     assert Run(store).listing().pins == []
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
-    with (
-        pytest.raises(NotFound, match="deleted before"),
-        pin.reading(place, Version(20), pin.WORTH),
-    ):
+    with pytest.raises(NotFound, match="deleted before"), pin.reading(place, pin.WORTH):
         pytest.fail("it is gone")
     assert Run(store).listing().pins == []
+
+
+def test_reading_pins_the_bases_as_well() -> None:
+    store = make_run(10, 20, 30, 40)
+    with pin.reading(Location(store, "version_30"), pin.WORTH, {Version(10)}):
+        assert Run(store).retain(KeepLast(1)) == [Version(20)]
+    assert Run(store).retain(KeepLast(1)) == [Version(10), Version(30)]
+
+
+def read_by_load(run: Run) -> object:
+    return load_snapshot(run.open(Version(20)), None)
+
+
+def read_by_verify(run: Run) -> object:
+    return run.open(Version(20)).verify()
+
+
+def read_by_copy(run: Run) -> object:
+    return copy_snapshot(run.open(Version(20)), Location(MemoryStore(), "version_20"))
+
+
+@pytest.mark.parametrize("read", [read_by_load, read_by_verify, read_by_copy])
+def test_a_version_is_not_deleted_while_it_is_read(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, read: Callable[[Run], object]
+) -> None:
+    monkeypatch.setattr(pin, "WORTH", 1)
+    wrapped, tried = Wrapped(store), []
+
+    def retain(method: str, key: str) -> None:
+        if method == "get_range" and "version_20/" in key:  # it is in the middle of it
+            tried.append(Run(store).retain(KeepLast(1)))
+
+    wrapped.before = retain
+    read(Run(wrapped))
+    assert tried[0] == [Version(40)]
+    assert not any(tried[1:])
+    assert Run(store).listing().pins == []
+    assert Run(store).retain(KeepLast(1)) == [Version(20)]
 
 
 @pytest.mark.parametrize("error", [holdfast.errors.Denied, holdfast.errors.NoSpace, Unavailable])
 def test_where_no_pin_can_be_written_it_is_read_without(
     store: MemoryStore, error: type[StoreError]
 ) -> None:
-    wrapped = Wrapped(store)
+    wrapped, left = Wrapped(store), []
 
     def refuse(method: str, key: str) -> None:
         if method in ("put_if_absent", "delete"):
             raise error("no")
 
     wrapped.before = refuse
-    with pin.reading(Location(wrapped, "version_20"), Version(20), pin.WORTH):
+    with (
+        events.attach(lambda name, fields: left.append(name)),
+        pin.reading(Location(wrapped, "version_20"), pin.WORTH, {Version(40)}),
+    ):
         assert wrapped.get(f"version_20/{MANIFEST}", 1 << 20)
+    assert left == ([] if error is holdfast.errors.Denied else ["pin_left"])
 
 
 # -- bases ---------------------------------------------------------------------------------------

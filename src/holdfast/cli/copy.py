@@ -12,7 +12,7 @@ from holdfast.cli.answer import describe, json_option, line, print_json
 from holdfast.cli.exits import DAMAGED, exit_code
 from holdfast.cli.places import count, run_or_snapshot
 from holdfast.cli.screen import progress
-from holdfast.cli.verify import size_of
+from holdfast.cli.verify import size_of, there
 from holdfast.engine.commit import refuse_existing
 from holdfast.engine.copy import copy_snapshot
 from holdfast.engine.location import Location, locate
@@ -112,6 +112,9 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
         for snapshot, place in todo:
             try:
                 copied.copied.append(copy_snapshot(snapshot, place, tell))
+            except NotFound:
+                if there(snapshot.place):  # else deleted meanwhile
+                    raise
             except FormatError as e:
                 copied.damaged.append((place.folder, e))
     return copied

@@ -92,8 +92,11 @@ def _check_run(run: Run, listing: Listing, quiet: bool) -> list[Checked]:
             checked.append(_broken(file, file, f"{run.url}/{file}", e))
     with progress("verifying", sum(map(size_of, opened)), quiet=quiet) as tell:
         for snapshot in opened:
-            report = snapshot.verify(tell)
-            if report.ok or _there(snapshot.place):
+            try:
+                report = snapshot.verify(tell)
+            except NotFound:
+                continue
+            if report.ok or there(snapshot.place):
                 checked.append(
                     Checked(snapshot.place.folder, snapshot.url, report.nbytes, report.problems)
                 )
@@ -105,7 +108,7 @@ def _broken(name: str, file: str, url: str, error: FormatError | StoreError) -> 
     return Checked(name, url, 0, (Problem(file, error.fields.get("offset"), (), error),))
 
 
-def _there(place: Location) -> bool:
+def there(place: Location) -> bool:
     """Whether it is still there: retention may have deleted it while it was read."""
     try:
         open_at(place)

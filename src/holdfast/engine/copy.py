@@ -69,7 +69,7 @@ def copy_snapshot(
         raw, found = encode_manifest(manifest)
     else:
         parts = [_as_it_is(snapshot, *pair) for pair in zip(manifest.shards, indexes, strict=True)]
-    with pin.held(place, manifest.attempt):
+    with snapshot.pinned(), pin.held(place, manifest.attempt):
         for index, part in zip(indexes, parts, strict=True):
             _copy_shard(snapshot.place, place, index, part, progress)
         for part in parts:

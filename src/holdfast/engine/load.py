@@ -58,6 +58,17 @@ def load_snapshot(
     leniency: Leniency = STRICT,
 ) -> Any:
     """``load``, of a snapshot that is open."""
+    with snapshot.pinned():
+        return _load(snapshot, into, keys, device, leniency)
+
+
+def _load(
+    snapshot: Snapshot,
+    into: dict[str, Any] | None,
+    keys: str | Sequence[str] | None,
+    device: Any,
+    leniency: Leniency,
+) -> Any:
     current_group()
     room = Room(snapshot, device)
     settle = _bind(room, into, keys, leniency)

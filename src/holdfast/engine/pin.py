@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from holdfast import events
 from holdfast.engine.location import Location
 from holdfast.errors import Denied, NotFound, StoreError
-from holdfast.format.names import MANIFEST, Version, new_attempt, pin_name
+from holdfast.format.names import MANIFEST, Version, new_attempt, parse_version, pin_name
 from holdfast.format.records import Pin, encode_pin
 from holdfast.words import MIB
 
@@ -54,24 +54,24 @@ def held(place: Location, attempt: str, version: Version | None = None) -> Itera
 
 
 @contextmanager
-def reading(place: Location, version: Version | None, nbytes: int) -> Iterator[None]:
-    """Pins ``version``, whose folder ``place`` is, while ``nbytes`` of it are read, if that is
-    worth a pin. Raises ``NotFound`` if it was deleted before the pin was there.
+def reading(place: Location, nbytes: int, bases: Iterable[Version] = ()) -> Iterator[None]:
+    """Pins the version at ``place`` and its ``bases`` while ``nbytes`` of them are read, if that
+    is worth a pin. Raises ``NotFound`` if it was deleted before the pin was there.
 
     No pin where none can be written (a read-only folder, a full disk): the reader checks every
     byte, so that a version which is deleted under it costs it an error, never wrong data.
     """
-    key = None
-    if version is not None and nbytes >= WORTH:
-        with suppress(StoreError):
-            key = hold(place, new_attempt(), version)
-    try:
-        if key is not None:
-            seen(place)
+    version = parse_version(place.folder.rpartition("/")[2])
+    with ExitStack() as pins:
+        if version is not None and nbytes >= WORTH:
+            attempt, pinned = new_attempt(), False
+            with suppress(StoreError):
+                for each in (version, *bases):
+                    pins.enter_context(held(place, attempt, each))
+                pinned = True
+            if pinned:
+                seen(place)
         yield
-    finally:
-        if key is not None:
-            release(place, key)
 
 
 def seen(place: Location) -> None:

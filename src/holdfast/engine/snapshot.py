@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
+from holdfast.engine import pin
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import Want, plan_read
 from holdfast.engine.files import check_length, read_index
@@ -228,9 +230,14 @@ class Snapshot:
 
         ``seen``: chunks that were read for other versions; they are not read again. Never raises
         for damage: the report names all of it. ``progress(nbytes)`` is called as bytes are done,
-        from several threads.
+        from several threads. Raises ``NotFound`` if it has been deleted.
         """
-        return verify(self.place, self.manifest, self.leaves, self.indexes, progress, seen)
+        with self.pinned():
+            return verify(self.place, self.manifest, self.leaves, self.indexes, progress, seen)
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Keeps it from being deleted while it is read, if it is large. Raises ``NotFound``."""
+        return pin.reading(self.place, self.nbytes + self.referred_bytes, self.bases)
 
 
 class LeafView:
