@@ -46,7 +46,9 @@ class Checkpointer:
     ``save``: when (every ten minutes if not given); ``keep``: what to keep (everything if not
     given); ``stop``: when training should end (``should_stop``). ``incremental``: chunks that an
     earlier version holds are referred to; every ``full_every``-th version is written in full all
-    the same (None: never).
+    the same (None: never). ``overlap`` (experimental: it never ran on an accelerator): parameters
+    and slots of the optimizers in the state are copied beside the next forward and backward, and
+    ``optimizer.step`` waits for it; nothing else may change them meanwhile.
 
     One save is in flight at a time. ``busy``: the next that is due waits for it ("wait"), or is
     left out until it is done ("skip"). A save that fails in the background raises at the next
@@ -64,6 +66,7 @@ class Checkpointer:
         stop: StopWhen | None = None,
         incremental: bool = False,
         full_every: int | None = 20,
+        overlap: bool = False,
         busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
@@ -82,7 +85,8 @@ class Checkpointer:
         _refuse_unable(self._policy, self._progress, self._samplers)
         self._tally = Tally()
         keep = KeepPolicy() if keep is None else keep
-        self._saver = Saver(self.run, keep, self._tally, incremental, full_every)
+        full_every = full_every if incremental else 1
+        self._saver = Saver(self.run, keep, self._tally, full_every=full_every, overlap=overlap)
         self._watcher = Watcher(self.run.store)
         self._boundary = Boundary(state) if self._policy.on_exception else None
         self._steps = 0

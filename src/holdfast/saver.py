@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast import events
+from holdfast.engine.beside import pin_memory
 from holdfast.engine.draft import Draft, Label
 from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.steady import Guard, optimizers_in
+from holdfast.engine.tree import Flat
 from holdfast.engine.worker import Pending
 from holdfast.errors import AlreadyExists, HoldfastError
 from holdfast.format.manifest import Parent
@@ -38,19 +41,28 @@ class Saver:
     """Saves states into a run, each in the background, and keeps what is to be kept.
 
     ``newest`` is the version that was saved or resumed last; the next one names it as its parent,
-    and refers to its chunks if ``incremental``, but for every ``full_every``-th version.
+    and refers to its chunks, but for every ``full_every``-th version (None: never a full one). With
+    ``overlap`` parameters and slots are copied beside the next step, until an optimizer steps.
     """
 
     def __init__(
-        self, run: Run, keep: KeepPolicy, tally: Tally, incremental: bool, full_every: int | None
+        self,
+        run: Run,
+        keep: KeepPolicy,
+        tally: Tally,
+        *,
+        full_every: int | None,
+        overlap: bool,
     ) -> None:
         self.run = run
         self.newest: Snapshot | None = None
         self._keep = keep
         self._tally = tally
-        self._incremental = incremental
         self._full_every = full_every
-        self._pool = Pool(1 << 50)
+        self._overlap = overlap
+        self._optimizers: list[Any] = []
+        self._guard: Guard | None = None
+        self._pool = Pool(1 << 50, prepare=pin_memory if overlap else None)
         self._attempt = ""
         self._pending: Pending | None = None
         self._late: HoldfastError | None = None
@@ -78,8 +90,11 @@ class Saver:
         began = time.perf_counter()
         self.wait()
         place, label, base = self.run.place(order.version), self._label(order), self._base()
+        beside = self._overlap and not isinstance(state, Flat)
         try:
-            draft = begin(place, state, label, self._pool, ahead=True, base=base)
+            if beside:
+                self._guard_optimizers(state)
+            draft = begin(place, state, label, self._pool, ahead=True, base=base, beside=beside)
         except AlreadyExists as e:
             there = self.run.open(order.version)
             if there.manifest.attempt != self._attempt:
@@ -108,13 +123,33 @@ class Saver:
             training={**order.training, **self._tally.note()},
         )
 
+    def _guard_optimizers(self, state: Any) -> None:
+        """See that no optimizer of the state steps while its parameters are being copied."""
+        found = list(optimizers_in(state))
+        if [*map(id, found)] != [*map(id, self._optimizers)]:
+            self._unguard()
+            self._optimizers = found
+            self._guard = Guard(found, self._wait_staged)
+
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+            self._optimizers = []
+
+    def _wait_staged(self) -> None:
+        if self._pending is not None:
+            began = time.perf_counter()
+            self._pending.wait_staged()
+            self._tally.seconds["blocked"] += time.perf_counter() - began
+
     def _base(self) -> Snapshot | None:
         """The version whose chunks the next one may refer to."""
         base = self.newest
-        if base is None or not self._incremental:
-            return None
+        if base is None or self._full_every is None:
+            return base
         # the first of so many is full, the others are its chain
-        return base if self._full_every is None or base.chain + 1 < self._full_every else None
+        return base if base.chain + 1 < self._full_every else None
 
     def _finish(self, draft: Draft, order: Order, blocked: float) -> Snapshot:
         """The background half: commit, then delete what is not to be kept."""
@@ -195,6 +230,7 @@ class Saver:
 
     def close(self) -> None:
         """Give the memory back; nothing is saved any more."""
+        self._unguard()
         self._pool.close()
 
 

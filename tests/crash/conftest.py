@@ -23,7 +23,7 @@ class Pools:
     def __init__(self) -> None:
         self.made: list[Pool] = []
 
-    def make(self, budget: int) -> Pool:
+    def make(self, budget: int, prepare: object = None) -> Pool:
         self.made.append(Pool(min(budget, 1 << 30), PAGE))
         return self.made[-1]
 
@@ -41,7 +41,9 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
     for module in ("layout", "stage", "cover"):
         monkeypatch.setattr(f"holdfast.engine.{module}.UNIT", UNIT)
     monkeypatch.setattr("holdfast.engine.save.Pool", pools.make)
-    monkeypatch.setattr("holdfast.checkpointer.Pool", pools.make)
+    monkeypatch.setattr("holdfast.saver.Pool", pools.make)
+    # it looks for requests whenever it likes, so that calls could not be counted
+    monkeypatch.setattr("holdfast.request.Watcher.start", lambda self: None)
     monkeypatch.setattr(buffers, "_pool", pools.make(64 * PAGE))
     monkeypatch.setenv("HOLDFAST_THREADS", "3")
     return pools

@@ -191,7 +191,7 @@ def test_ten_saves_asked_for_while_one_runs_are_made_one_by_one() -> None:
     with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         for step in range(1, 12):
             train(state, ckpt, step)
-            allocated.add(ckpt._pool.allocated)
+            allocated.add(ckpt._saver._pool.allocated)
     assert order == [f"version_{step}/{MANIFEST}" for step in range(1, 12)]
     assert most == 1
     assert len(allocated) == 1  # one copy of the state, reused
@@ -224,8 +224,8 @@ def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> N
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(2))
     ckpt.step()
     ckpt.step()
-    assert ckpt._pending is not None
-    ckpt._pending._thread.join()
+    assert ckpt._saver._pending is not None
+    ckpt._saver._pending._thread.join()
     with pytest.raises(StoreError, match="no write"):
         ckpt.step()
     assert ckpt.current_step == 3
@@ -248,7 +248,7 @@ def test_without_a_thread_to_save_on_the_step_raises(monkeypatch: pytest.MonkeyP
         with pytest.raises(CommitError, match="no thread can be started"):
             train(state, ckpt, 1)
     assert list(store.list("")) == []
-    assert ckpt._pool.free == ckpt._pool.allocated > 0
+    assert ckpt._saver._pool.free == ckpt._saver._pool.allocated > 0
     train(state, ckpt, 2)
     ckpt.close()
     assert check_promises(store) == [2]
@@ -280,7 +280,7 @@ def test_an_interrupt_in_a_sink_leaves_no_pin_and_no_buffer() -> None:
     with events.attach(sink), pytest.raises(KeyboardInterrupt):
         train(state, ckpt, 1)
     assert list(store.list("")) == []
-    assert ckpt._pool.free == ckpt._pool.allocated > 0
+    assert ckpt._saver._pool.free == ckpt._saver._pool.allocated > 0
     ckpt.close()
 
 
@@ -300,9 +300,9 @@ def test_ctrl_c_in_a_wait_does_not_lose_sight_of_the_save() -> None:
         try:
             ckpt.wait()
         finally:
-            assert ckpt._pending is not None
+            assert ckpt._saver._pending is not None
             gate.set()
-    assert ckpt._pending is None
+    assert ckpt._saver._pending is None
     assert check_promises(store, [1]) == [1]
 
 

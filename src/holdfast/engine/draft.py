@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast import __version__
 from holdfast.engine import pin
+from holdfast.engine.beside import Rest
 from holdfast.engine.group import Group
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot
@@ -55,6 +56,7 @@ class Draft:
     began: float
     staged: float
     base: Snapshot | None = None
+    rest: Rest | None = None
 
     def manifest(self, shards: list[Shard], chain: int = 0) -> Manifest:
         """The manifest that commits these shards; ``chain``: what it is if any refers to another

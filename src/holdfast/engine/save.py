@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast import events
 from holdfast.engine import pin
+from holdfast.engine.beside import Rest, split
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.commit import Receipt, check_receipts, put_manifest, refuse_existing
 from holdfast.engine.draft import Draft, Label
@@ -24,7 +25,8 @@ from holdfast.engine.pack import write_packed
 from holdfast.engine.plan import plan_write
 from holdfast.engine.refer import held_base, pack
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.stage import drop, make_image, stage_ahead, whole
+from holdfast.engine.stage import drop, make_image, stage_ahead, wait_queued, whole
+from holdfast.engine.steady import steady
 from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
 from holdfast.engine.write import digest_chunks, write_index, write_shard
@@ -76,7 +78,8 @@ def in_background(
 ) -> Pending:
     """The second half of a staged save, on a thread. Raises ``CommitError`` if there is none."""
     try:
-        return Pending(lambda: finish(draft), draft.place.url, after)
+        done = None if draft.rest is None else draft.rest.done
+        return Pending(lambda: finish(draft), draft.place.url, after, done)
     except CommitError:
         drop(draft.pieces, draft.pool)
         raise
@@ -90,9 +93,12 @@ def begin(
     *,
     ahead: bool,
     base: Snapshot | None = None,
+    beside: bool = False,
 ) -> Draft:
     """The half that needs the live state to hold still: plan, and stage if ``ahead``. ``base``: a
-    version of the same run; what it has already is then referred to instead of written."""
+    version of the same run; what it has already is then referred to instead of written.
+    ``beside``: what holds still until an optimizer steps is left to ``finish``, and no optimizer
+    may step before ``rest.done``. ``state`` may be taken apart already."""
     began = time.perf_counter()
     group = current_group()
     refuse_existing(place)
@@ -106,10 +112,13 @@ def begin(
         chosen = mine.nonzero()[0].tolist()
         image = make_image([flat.leaves[i] for i in chosen], [holdings[i] for i in chosen])
     pieces = image.pieces()
+    rest = None
     try:
+        wait_queued(image.sources)
         if ahead:
-            stage_ahead(image, pieces, pool, read_settings().threads)
-            image.sources.clear()  # the live state is needed no more; temporaries of it may go
+            now, later = split(image, pieces, steady(state, flat) if beside else ())
+            stage_ahead(image, now, pool, read_settings().threads)
+            rest = Rest(image, later)
         staged = time.perf_counter()
         events.emit("staged", url=place.url, bytes=image.length, seconds=staged - began)
     except BaseException:
@@ -117,13 +126,27 @@ def begin(
         raise
     attempt = names.new_attempt()
     return Draft(
-        place, label, about, group, attempt, flat.tree, image, pieces, pool, began, staged, base
+        place,
+        label,
+        about,
+        group,
+        attempt,
+        flat.tree,
+        image,
+        pieces,
+        pool,
+        began,
+        staged,
+        base,
+        rest,
     )
 
 
 def finish(draft: Draft) -> Snapshot:
     """The half that runs beside the training: write, gather, commit."""
     try:
+        if draft.rest is not None:
+            draft.rest.stage(draft.pool, read_settings().threads)
         with (
             pin.held(draft.place, draft.attempt),
             held_base(draft.place, draft.attempt, draft.base) as base,

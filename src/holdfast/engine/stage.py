@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -97,13 +98,35 @@ def make_image(leaves: Sequence[Leaf], holdings: Sequence[Holding]) -> Image:
     )
 
 
-def stage_ahead(image: Image, pieces: Sequence[Piece], pool: Pool, threads: int) -> None:
-    """Fill all pieces now; when this returns, the live state may change."""
+def cuda_devices(sources: Sequence[Any]) -> set[Any]:
+    """The CUDA devices on which sources lie."""
+    return {s.device for s in sources if getattr(s, "is_cuda", False)}
+
+
+def wait_queued(sources: Sequence[Any]) -> None:
+    """Wait until all is done that this thread's streams have queued by now on devices where sources
+    lie. Other threads copy on streams of their own, which do not wait for it by themselves."""
+    for device in cuda_devices(sources):
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+
+
+def stage_ahead(
+    image: Image,
+    pieces: Sequence[Piece],
+    pool: Pool,
+    threads: int,
+    lane: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Fill all pieces now; when this returns, the live state may change. Each is filled within a
+    context that ``lane`` makes."""
 
     def fill(piece: Piece) -> None:
         buffer = pool.acquire()
         try:
-            image.fill(piece, buffer)
+            with lane():
+                image.fill(piece, buffer)
         except BaseException:
             pool.release(buffer)
             raise

@@ -25,9 +25,14 @@ class Pending:
     """
 
     def __init__(
-        self, finish: Callable[[], Snapshot], url: str, after: Callable[[], None] | None = None
+        self,
+        finish: Callable[[], Snapshot],
+        url: str,
+        after: Callable[[], None] | None = None,
+        staged: Event | None = None,
     ) -> None:
         self.url = url
+        self._staged = staged
         self._finish = finish
         self._after = after
         self._snapshot: Snapshot | None = None
@@ -54,7 +59,9 @@ class Pending:
         return self._ended.is_set()
 
     def wait_staged(self) -> None:
-        """Return when the state may be changed: at once, for all that is on the CPU."""
+        """Return when all of the state may be changed, parameters and slots too."""
+        if self._staged is not None and self._process == os.getpid():
+            self._staged.wait()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The committed snapshot. Raises what made the save fail, or ``TimeoutError`` after

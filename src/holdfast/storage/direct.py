@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Condition
 
@@ -28,7 +29,7 @@ class Buffer:
     The memory is given back to the system when the buffer and every view of it are gone.
     """
 
-    __slots__ = ("address", "free", "size", "view")
+    __slots__ = ("__weakref__", "address", "free", "size", "view")
 
     def __init__(self, size: int) -> None:
         mapping = mmap.mmap(-1, size)
@@ -49,11 +50,17 @@ class Pool:
 
     ``budget`` may be set at any time: a larger one wakes who waits, a smaller one takes effect
     as buffers come back. ``allocated`` counts the bytes of all buffers, ``free`` of those that
-    nobody holds.
+    nobody holds. ``prepare`` is called with every buffer that is made.
     """
 
-    def __init__(self, budget: int, unit: int = UNIT) -> None:
+    def __init__(
+        self,
+        budget: int,
+        unit: int = UNIT,
+        prepare: Callable[[Buffer], object] | None = None,
+    ) -> None:
         self.unit = unit
+        self._prepare = prepare
         self._condition = Condition()
         self._free: list[Buffer] = []
         self._count = 0
@@ -107,12 +114,15 @@ class Pool:
                         todo="See what holds the writes up, or give a larger budget",
                     )
         try:
-            return Buffer(self.unit)  # outside the lock: touching its pages takes milliseconds
+            buffer = Buffer(self.unit)  # outside the lock: touching its pages takes milliseconds
+            if self._prepare is not None:
+                self._prepare(buffer)
         except BaseException:
             with self._condition:
                 self._count -= 1
                 self._condition.notify()
             raise
+        return buffer
 
     def release(self, buffer: Buffer) -> None:
         """Give a buffer back. Also after ``abort``; twice is an error."""
