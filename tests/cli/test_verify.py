@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast.cli import verify as verb
@@ -77,10 +79,10 @@ def test_a_version_that_retention_deletes_meanwhile_is_no_damage(
 ) -> None:
     real = Snapshot.verify
 
-    def deleted(snapshot: Snapshot, progress: object) -> object:
+    def deleted(snapshot: Snapshot, *rest: Any) -> object:
         for stat in list(store.list("version_20")):
             store.delete(stat.key)
-        return real(snapshot, progress)  # type: ignore[arg-type]
+        return real(snapshot, *rest)
 
     monkeypatch.setattr(Snapshot, "verify", deleted)
     answer = holdfast("verify", store.url, "--json")

@@ -14,7 +14,7 @@ from holdfast.cli.places import count, run_or_snapshot
 from holdfast.cli.screen import progress
 from holdfast.cli.verify import size_of, there
 from holdfast.engine.commit import refuse_existing
-from holdfast.engine.copy import copy_snapshot
+from holdfast.engine.copy import copied_attempt, copy_snapshot
 from holdfast.engine.location import Location, locate
 from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
@@ -47,9 +47,10 @@ class Copied:
 def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     """Copy the snapshot or run A to B. Nothing that is there is overwritten.
 
-    Every byte is checked on the way, so that damage is never copied. Of a run, damaged versions
-    are named and left out, and versions that B has already are not copied again: a copy that was
-    interrupted goes on where it stopped.
+    What is incremental becomes self-contained: the copy refers to no other version. Every byte is
+    checked on the way, so that damage is never copied. Of a run, damaged versions are named and
+    left out, and versions that B has already are not copied again: a copy that was interrupted
+    goes on where it stopped.
     """
     found = run_or_snapshot(a)
     began = perf_counter()
@@ -136,7 +137,7 @@ def _same(snapshot: Snapshot, place: Location) -> bool:
             found=e.what,
             todo="Delete it, or copy to another place",
         ) from e
-    if other.digest != snapshot.digest:
+    if other.digest != snapshot.digest and other.manifest.attempt != copied_attempt(snapshot):
         raise AlreadyExists(
             f"Another snapshot is at {place.url} already; nothing was changed",
             expected=f"a copy of {snapshot.url}, or nothing",

@@ -128,6 +128,9 @@ def _document(snapshot: Snapshot, found: Sequence[Row], layouts: Layouts | None)
         "statistics": metadata.get("statistics", {}),
         "shards": [{"name": s.name, "bytes": s.length} for s in manifest.shards],
         "bytes": snapshot.nbytes,
+        "referred_bytes": snapshot.referred_bytes,
+        "bases": [str(v) for v in sorted(snapshot.bases)],
+        "chain": snapshot.chain,
         "intact": problem is None,
         "problem": None if problem is None else describe(problem),
         "bytes_checked": False,
@@ -215,6 +218,9 @@ def _header(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
             yield name, numbers(value) if isinstance(value, dict) else str(value)
     shards = count(len(manifest.shards), "shard")
     yield "files", f"{shards}, {size(snapshot.nbytes)}; bytes not checked"
+    if snapshot.bases:
+        bases = ", ".join(map(str, sorted(snapshot.bases)))
+        yield "refers to", f"{size(snapshot.referred_bytes)} in {bases}"
 
 
 class _Cells(NamedTuple):

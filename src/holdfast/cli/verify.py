@@ -15,7 +15,7 @@ from holdfast.cli.places import count, run_or_snapshot
 from holdfast.cli.screen import progress
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot, open_at
-from holdfast.engine.verify import Problem
+from holdfast.engine.verify import Problem, Seen
 from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError
 from holdfast.format.names import MANIFEST, branch_name
 from holdfast.run import Listing, Run
@@ -43,7 +43,8 @@ class Checked:
 def command(ctx: click.Context, place: str, as_json: bool) -> None:
     """Read every byte of a SNAPSHOT, or of all versions of a RUN, and compare it with its digest.
 
-    All damage is told, by file, offset and leaf. The exit code is 3 if there is any.
+    All damage is told, by file, offset and leaf; of an incremental version also what is damaged in
+    the versions that it refers to. The exit code is 3 if there is any.
     """
     found = run_or_snapshot(place)
     began = perf_counter()
@@ -90,10 +91,12 @@ def _check_run(run: Run, listing: Listing, quiet: bool) -> list[Checked]:
             run.read_branch(number)
         except (FormatError, StoreError) as e:
             checked.append(_broken(file, file, f"{run.url}/{file}", e))
-    with progress("verifying", sum(map(size_of, opened)), quiet=quiet) as tell:
+    seen: Seen = {}  # so that what several versions refer to is read once
+    nbytes = sum(size_of(s) - s.referred_bytes for s in opened)
+    with progress("verifying", nbytes, quiet=quiet) as tell:
         for snapshot in opened:
             try:
-                report = snapshot.verify(tell)
+                report = snapshot.verify(tell, seen)
             except NotFound:
                 continue
             if report.ok or there(snapshot.place):
@@ -120,8 +123,9 @@ def there(place: Location) -> bool:
 
 
 def size_of(snapshot: Snapshot) -> int:
-    """Bytes of its shards and indexes."""
-    return sum(s.length + s.index.length for s in snapshot.manifest.shards)
+    """Bytes of its shards and indexes, and those that it refers to."""
+    own = sum(s.length + s.index.length for s in snapshot.manifest.shards)
+    return own + snapshot.referred_bytes
 
 
 def _document(url: str, checked: list[Checked], seconds: float) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Commands on incremental versions: what they refer to is told, checked once, and copied whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.buffers import shared_pool
+from holdfast.engine.draft import Label
+from holdfast.engine.location import Location
+from holdfast.engine.save import begin, finish
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
+
+from ..trainings import flip, shard_of
+from .running import holdfast
+
+
+@pytest.fixture
+def store(elsewhere: str) -> MemoryStore:
+    """Version 1 in full; 2 and 3 refer to it."""
+    made = open_store(elsewhere)
+    assert isinstance(made, MemoryStore)
+    base = None
+    for step in (1, 2, 3):
+        state = {"frozen": np.arange(20_000.0), "adapter": np.full(10, float(step))}
+        place = Location(made, f"version_{step}")
+        draft = begin(place, state, Label(step=step), shared_pool(), ahead=False, base=base)
+        base = finish(draft)
+    return made
+
+
+def test_show_tells_own_and_referred_bytes_and_bases(store: MemoryStore) -> None:
+    told = holdfast("show", f"{store.url}/version_3", "--json").json
+    assert told["bytes"] == 4096 + 80
+    assert told["referred_bytes"] == 160_000
+    assert told["bases"] == ["version_1"]
+    assert told["chain"] == 2
+    answer = holdfast("show", f"{store.url}/version_3")
+    assert "156.2 KiB in version_1" in answer.out
+    full = holdfast("show", f"{store.url}/version_1", "--json").json
+    assert (full["referred_bytes"], full["bases"], full["chain"]) == (0, [], 0)
+    assert "refers to" not in holdfast("show", f"{store.url}/version_1").out
+
+
+def test_verify_names_every_version_that_a_damaged_base_takes_along(store: MemoryStore) -> None:
+    flip(store, shard_of(store, "version_1"), byte=5000)
+    answer = holdfast("verify", store.url, "--json")
+    assert answer.code == 3
+    versions = answer.json["versions"]
+    assert [v["ok"] for v in versions] == [False, False, False]
+    problems = [p for v in versions for p in v["problems"]]
+    assert {p["file"] for p in problems} == {shard_of(store, "version_1")}
+    assert [tuple(p["leaves"]) for p in problems] == [("frozen",)] * 3
+    assert [p["fields"].get("base") for p in problems] == [None, "version_1", "version_1"]
+    people = holdfast("verify", store.url)
+    assert "3 of 3 damaged" in people.out
+    assert people.out.count("refers to ../version_1/") == 2
+
+
+def test_verify_of_a_run_reads_a_shared_chunk_once(store: MemoryStore) -> None:
+    told = holdfast("verify", store.url, "--json").json
+    assert told["ok"]
+    first, *others = [v["bytes"] for v in told["versions"]]
+    assert first > 160_000
+    assert max(others) < 10_000
+    alone = holdfast("verify", f"{store.url}/version_3", "--json").json
+    assert alone["bytes"] > 160_000
+
+
+def test_a_copy_is_self_contained_and_known_again(store: MemoryStore) -> None:
+    to = "memory://cli-copies-of-increments"
+    answer = holdfast("copy", store.url, to, "--json")
+    assert answer.code == 0
+    assert [s["snapshot"] for s in answer.json["copied"]] == [
+        f"{to}/version_{n}" for n in (1, 2, 3)
+    ]
+    store.delete(shard_of(store, "version_1"))
+    for step in (1, 2, 3):
+        found = hf.load(f"{to}/version_{step}")
+        assert found["adapter"].tolist() == [float(step)] * 10
+        assert hf.open(f"{to}/version_{step}").bases == frozenset()
+    assert holdfast("verify", to).code == 0
+
+
+def test_a_copy_is_not_made_twice(store: MemoryStore) -> None:
+    to = "memory://cli-copies-made-twice"
+    assert holdfast("copy", store.url, to).code == 0
+    again = holdfast("copy", store.url, to, "--json")
+    assert again.code == 0
+    assert again.json["copied"] == []
+    assert len(again.json["present"]) == 3
+
+
+def test_one_version_alone_can_be_copied(store: MemoryStore) -> None:
+    to = "memory://cli-one-increment/version_3"
+    assert holdfast("copy", f"{store.url}/version_3", to).code == 0
+    assert hf.load(to)["frozen"][5] == 5.0
