@@ -72,7 +72,7 @@ def cut(store: MemoryStore, key: str) -> None:
 def refers(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
     """Which versions refer to which: a table that stands for incremental versions."""
     table: dict[Version, set[Version]] = {}
-    real = known._known
+    real = known.known_of
 
     def read(snapshot: Snapshot) -> Known:
         found = real(snapshot)
@@ -84,7 +84,7 @@ def refers(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
                     files[stat.key] = stat.length
         return replace(found, bases=bases, files=files)
 
-    monkeypatch.setattr(known, "_known", read)
+    monkeypatch.setattr(known, "known_of", read)
     return table
 
 
@@ -274,8 +274,7 @@ def test_a_version_is_not_deleted_while_it_is_read(
 
     wrapped.before = retain
     read(Run(wrapped))
-    assert tried[0] == [Version(40)]
-    assert not any(tried[1:])
+    assert {v for gone in tried for v in gone} == {Version(40)}  # by several threads
     assert Run(store).listing().pins == []
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
 

@@ -96,7 +96,7 @@ class Ledger:
 
     def _read(self, version: Version, manifest: Stat) -> Known:
         try:
-            return _known(self._open(version))
+            return known_of(self._open(version))
         except FormatError as e:
             events.emit("skipped", version=str(version), error=e)
             raw = self._store.get(manifest.key, MAX_BYTES)
@@ -169,7 +169,8 @@ class Ledger:
                 self._evaluations.pop(pair, None)
 
 
-def _known(snapshot: Snapshot) -> Known:
+def known_of(snapshot: Snapshot) -> Known:
+    """What is known of an open snapshot."""
     files = {}
     for shard in snapshot.manifest.shards:
         files[snapshot.place.key(shard.name)] = shard.length

@@ -56,20 +56,26 @@ def open_version(text: str | os.PathLike[str]) -> Snapshot:
     A snapshot whose own address it is goes first. Raises ``NotFound``, ``NoSnapshot``,
     ``FormatError``.
     """
-    address = _ADDRESS.fullmatch(os.fspath(text))
+    place, version = split_address(os.fspath(text))
     try:
         return open_snapshot(text)
     except NotFound:
-        if address is None:
+        if version is None:
             raise
-    run = Run(address[1])
-    if address[2] == "latest":
+    run = Run(place)
+    if version == "latest":
         snapshot = run.latest()
         if snapshot is None:
             raise NotFound(f"{run.url} has no version", key=os.fspath(text), store=run.url)
         return snapshot
-    step, _, branch = address[2].partition(".")
+    step, _, branch = version.partition(".")
     return run.open(Version(int(step), int(branch)) if branch else run.find(int(step)))
+
+
+def split_address(text: str) -> tuple[str, str | None]:
+    """``RUN@120`` as the run and what is behind the ``@``; None if it is no such address."""
+    match = _ADDRESS.fullmatch(text)
+    return (text, None) if match is None else (match[1], match[2])
 
 
 class Run:

@@ -31,7 +31,7 @@ def test_json_keys_are_stable(run: str) -> None:
     ]  # fmt: skip
     assert list(told["versions"][0]) == [
         "version", "url", "step", "branch", "on_line", "latest", "created", "bytes", "reason",
-        "metrics", "intact", "problem",
+        "metrics", "pinned", "intact", "problem",
     ]  # fmt: skip
     assert told["latest"] == "version_60"
     assert [v["step"] for v in told["versions"]] == [20, 40, 60]
@@ -93,6 +93,14 @@ def test_a_damaged_branch_record_is_told(store: MemoryStore) -> None:
     flip(store, "branch-1.json")
     assert holdfast("ls", store.url, "--json").json["branches"][0]["problem"]
     assert "branch 1:" in holdfast("ls", store.url).out
+
+
+def test_metrics_are_those_of_evaluations(store: MemoryStore) -> None:
+    Run(store).add_metrics(Version(40), {"loss": 0.125, "worst": float("nan")})
+    told = holdfast("ls", store.url, "--json").json
+    assert told["versions"][1]["metrics"] == {"loss": 0.125, "worst": "nan"}
+    assert told["orphans"]["files"] == 0
+    assert "loss 0.125, worst nan" in holdfast("ls", store.url).out
 
 
 def test_orphans_are_counted(store: MemoryStore) -> None:

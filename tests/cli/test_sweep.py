@@ -71,6 +71,18 @@ def test_abandoned_versions_go_when_asked(store: MemoryStore) -> None:
     assert [v["version"] for v in told["versions"]] == ["version_20", "version_40", "version_60.1"]
 
 
+def test_abandoned_versions_that_are_pinned_are_left_and_said(store: MemoryStore) -> None:
+    leave(store, at=40, to=60)
+    holdfast("pin", store.url, "60.0")
+    answer = holdfast("sweep", store.url, "--abandoned")
+    assert answer.code == 0
+    assert "kept     version_60 (it is pinned)" in answer.out
+    told = holdfast("sweep", store.url, "--abandoned", "--json").json
+    assert told["kept"] == [{"key": "version_60", "why": "it is pinned"}]
+    holdfast("pin", store.url, "60", "--remove")
+    assert "version_60/manifest.json" in holdfast("sweep", store.url, "--abandoned").out
+
+
 def test_a_run_that_never_committed_can_be_swept(elsewhere: str) -> None:
     store = open_store(elsewhere)
     assert isinstance(store, MemoryStore)

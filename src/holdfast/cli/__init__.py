@@ -17,7 +17,7 @@ import click
 from holdfast.cli.exits import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from holdfast.errors import HoldfastError
 
-VERBS = ("ls", "show", "verify", "diff", "copy", "sweep", "request-save")
+VERBS = ("ls", "show", "verify", "diff", "copy", "pin", "sweep", "request-save")
 
 
 class Commands(click.Group):
@@ -67,7 +67,7 @@ def cli() -> None:
     one more.
 
     RUN is a folder or URL that holds versions; SNAPSHOT is one of them, such as
-    runs/a/version_120. Every command takes --json: one JSON document on stdout.
+    runs/a/version_120 or runs/a@120. Every command takes --json: one JSON document on stdout.
     """
 
 

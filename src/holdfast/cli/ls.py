@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, 
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.records import Branch
-from holdfast.known import Listing
+from holdfast.known import Known, Listing, known_of
 from holdfast.run import Run
 from holdfast.storage.store import Stat
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Entry:
     """One version as it was found. ``nbytes``: of the files that its manifest names, or, where
-    that cannot be read, of all in its folder."""
+    that cannot be read, of all in its folder. ``metrics``: of its save and of evaluations."""
 
     version: Version
     snapshot: Snapshot | None
@@ -37,6 +37,9 @@ class Entry:
     on_line: bool
     nbytes: int
     created: str
+    known: Known = Known()  # noqa: RUF009  (frozen)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    pinned: bool = False
     latest: bool = False
 
     @property
@@ -90,17 +93,13 @@ def look(run: Run, listing: Listing, tell: Any = lambda step: None) -> Found:
     """Open every version. One that is deleted meanwhile is left out."""
     line_now = set(run.line(listing))
     entries: list[Entry] = []
-    orphans: list[Stat] = []
     for version in listing.versions:
-        files = listing.folders[version]
-        entry = _entry(run, version, files, version in line_now)
+        entry = _entry(run, version, listing.folders[version], version in line_now)
         if entry is not None:
+            entry.pinned = version in listing.lasting
             entries.append(entry)
-            orphans += _orphans(files, entry.snapshot)
         tell(1)
-    for version, files in listing.folders.items():
-        if version not in listing.versions:
-            orphans += [f for f in files if names.attempt_of(f.key.rpartition("/")[2])]
+    orphans = _orphans(listing, entries)
     sound = [e for e in entries if e.on_line and e.problem is None]
     if sound:
         sound[-1].latest = True
@@ -124,19 +123,29 @@ def _entry(run: Run, version: Version, files: Sequence[Stat], on_line: bool) -> 
     except (FormatError, StoreError) as e:
         problem = e
     if snapshot is not None:
-        return Entry(version, snapshot, problem, on_line, snapshot.nbytes, snapshot.created)
+        known = known_of(snapshot)
+        metrics = {**snapshot.metadata.get("metrics", {})}
+        metrics.update(run.ledger.metrics(version, known, files))
+        nbytes, created = snapshot.nbytes, snapshot.created
+        return Entry(version, snapshot, problem, on_line, nbytes, created, known, metrics)
     modified = max(f.modified for f in files)
     created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
     return Entry(version, None, problem, on_line, sum(f.length for f in files), created)
 
 
-def _orphans(files: Sequence[Stat], snapshot: Snapshot | None) -> list[Stat]:
-    """The files of a version's folder that its manifest does not name."""
-    if snapshot is None:
-        return []
-    named = {n for s in snapshot.manifest.shards for n in (s.name, s.index.name)}
-    found = ((f, f.key.rpartition("/")[2]) for f in files)
-    return [f for f, n in found if names.attempt_of(n) is not None and n not in named]
+def _orphans(listing: Listing, entries: list[Entry]) -> list[Stat]:
+    """The files of versions that no manifest names or refers to; none beside a manifest that
+    cannot be read."""
+    named = {key for e in entries for key in e.known.files}
+    unread = {e.version for e in entries if e.snapshot is None}
+    return [
+        f
+        for version, files in listing.folders.items()
+        for f in files
+        if version not in unread
+        and names.attempt_of(f.key.rpartition("/")[2]) is not None
+        and f.key not in named
+    ]
 
 
 def _document(found: Found) -> dict[str, Any]:
@@ -175,7 +184,8 @@ def _version(run: Run, entry: Entry) -> dict[str, Any]:
         "created": entry.created,
         "bytes": entry.nbytes,
         "reason": metadata.get("reason"),
-        "metrics": metadata.get("metrics", {}),
+        "metrics": entry.metrics,
+        "pinned": entry.pinned,
         "intact": entry.problem is None,
         "problem": None if entry.problem is None else describe(entry.problem),
     }
@@ -222,9 +232,9 @@ def _cells(entry: Entry, branched: bool) -> list[Text]:
         *branch,
         text(age(entry.created), base),
         text(size(entry.nbytes), base),
-        text(entry.state, _STYLES.get(entry.state, "red")),
+        text(entry.state + ", pinned" * entry.pinned, _STYLES.get(entry.state, "red")),
         text(metadata.get("reason") or "", base, 12),
-        text(numbers(metadata.get("metrics")), base),
+        text(numbers(entry.metrics), base),
     ]
 
 

@@ -9,13 +9,17 @@ from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import NoSnapshot, NotFound
 from holdfast.format import names
 from holdfast.known import Listing
-from holdfast.run import Run
+from holdfast.run import Run, open_version, split_address
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 
 
 def snapshot_at(url: str) -> Snapshot:
-    """The snapshot at ``url``. Raises ``NotFound`` with what is there instead."""
+    """The snapshot at ``url``, which may be ``RUN@120``, ``RUN@120.1`` or ``RUN@latest``. Raises
+    ``NotFound`` with what is there instead."""
+    if _is_address(url):
+        run_at(split_address(url)[0])  # or says what is there instead
+        return open_version(url)
     url = _named(url)
     try:
         return open_snapshot(url)
@@ -58,7 +62,15 @@ def run_at(url: str, *, committed: bool = True) -> tuple[Run, Listing]:
 
 def run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
     """Whichever of the two is at ``url``. Raises as ``run_at`` does."""
-    return snapshot_at(url) if _is_snapshot(url) else run_at(url)
+    return snapshot_at(url) if _is_address(url) or _is_snapshot(url) else run_at(url)
+
+
+def _is_address(url: str) -> bool:
+    """Whether it is an address within a run; what exists under that very name goes first."""
+    if split_address(url)[1] is None or _is_snapshot(url):
+        return False
+    path = _folder(url)
+    return path is None or not os.path.lexists(path)
 
 
 def _is_snapshot(url: str) -> bool:
@@ -93,7 +105,7 @@ def _may_be_run(url: str) -> bool:
 
 
 def _of_run(name: str) -> bool:
-    parsers = (names.parse_version, names.parse_branch, names.parse_pin)
+    parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting)
     return any(parse(name) is not None for parse in parsers) or name.endswith(".partial")
 
 

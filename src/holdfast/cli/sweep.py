@@ -44,7 +44,7 @@ def command(run: str, grace: float, abandoned: bool, dry_run: bool, as_json: boo
     """Remove the files in RUN that no manifest names: what saves that were never committed left.
 
     A committed version is never touched (but see --abandoned), nor is anything of a save that is
-    under way.
+    under way. With --abandoned, what is pinned or referred to is left alone, and named.
     """  # fmt: skip
     place, _ = run_at(run, committed=False)
     swept = place.sweep(grace=grace, abandoned=abandoned, dry_run=dry_run)

@@ -1,0 +1,77 @@
+"""``holdfast pin``."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.policy import KeepLast
+from holdfast.run import Run
+from holdfast.storage.memory import MemoryStore
+
+from ..trainings import flip
+from .running import holdfast, leave
+
+
+def test_pins_until_it_is_removed(store: MemoryStore) -> None:
+    answer = holdfast("pin", store.url, 20)
+    assert (answer.code, answer.out) == (0, "version_20 is pinned\n")
+    assert holdfast("pin", store.url, 20).code == 0
+    Run(store).retain(KeepLast(1))
+    assert [v.step for v in Run(store).line()] == [20, 60]
+    answer = holdfast("pin", store.url, "20", "--remove")
+    assert (answer.code, answer.out) == (0, "version_20 is no longer pinned\n")
+    assert holdfast("pin", store.url, "20", "--remove").code == 4
+    Run(store).retain(KeepLast(1))
+    assert [v.step for v in Run(store).line()] == [60]
+
+
+def test_json_keys_are_stable(run: str) -> None:
+    told = holdfast("pin", run, 40, "--json").json
+    assert told == {"run": run, "version": "version_40", "pinned": True}
+    told = holdfast("pin", run, 40, "--remove", "--json").json
+    assert told == {"run": run, "version": "version_40", "pinned": False}
+
+
+def test_steps_of_branches(store: MemoryStore) -> None:
+    leave(store, at=40, to=60)
+    assert holdfast("pin", store.url, 60).out == "version_60.1 is pinned\n"
+    assert holdfast("pin", store.url, "60.0").out == "version_60 is pinned\n"
+    assert (
+        holdfast("pin", store.url, "60.1", "--remove").out == "version_60.1 is no longer pinned\n"
+    )
+    answer = holdfast("pin", store.url, "60.7")
+    assert answer.code == 4
+    assert "no branch 7" in answer.err
+
+
+def test_a_step_that_is_not_there_is_told_with_those_that_are(run: str) -> None:
+    answer = holdfast("pin", run, 50)
+    assert answer.code == 4
+    assert "no version of step 50" in answer.err
+    assert "version_40" in answer.err
+    assert holdfast("pin", run, 50, "--json").json["error"]["kind"] == "NotFound"
+
+
+@pytest.mark.parametrize("step", ["", "x", "1.", ".1", "-", "01", "1.2.3", "version_20", "20 "])
+def test_what_is_no_step_is_a_usage_error(run: str, step: str) -> None:
+    answer = holdfast("pin", run, step)
+    assert answer.code == 2
+    assert "120.1" in answer.err
+
+
+def test_a_place_that_is_no_run(elsewhere: str, run: str) -> None:
+    assert holdfast("pin", elsewhere, 20).code == 4
+    assert holdfast("pin", f"{run}/version_20", 20).code == 4
+
+
+def test_ls_marks_what_is_pinned(store: MemoryStore) -> None:
+    holdfast("pin", store.url, 20)
+    holdfast("pin", store.url, 60)
+    told = holdfast("ls", store.url, "--json").json
+    assert [v["pinned"] for v in told["versions"]] == [True, False, True]
+    lines = holdfast("ls", store.url).out.splitlines()
+    assert "ok, pinned" in next(line for line in lines if line.startswith("  20"))
+    assert "pinned" not in next(line for line in lines if line.startswith("  40"))
+    assert "latest, pinned" in next(line for line in lines if line.startswith("  60"))
+    flip(store, "pin-version_20.json")
+    assert holdfast("ls", store.url, "--json").json["versions"][0]["pinned"]
