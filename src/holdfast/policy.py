@@ -29,16 +29,9 @@ class Moment:
     step: int
     seconds: float
     epochs: int
-    last_step: float
-    last_seconds: float = -1.0
-    last_epochs: int = -1
-
-    def __post_init__(self) -> None:
-        if self.last_epochs < 0:  # a caller that knows no epochs yet
-            object.__setattr__(self, "last_seconds", self.last_step)
-            object.__setattr__(self, "last_step", self.epochs)
-            object.__setattr__(self, "epochs", 0)
-            object.__setattr__(self, "last_epochs", 0)
+    last_step: int
+    last_seconds: float
+    last_epochs: int
 
 
 @dataclass(frozen=True, slots=True)

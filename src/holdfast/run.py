@@ -41,7 +41,7 @@ from holdfast.format.records import (
 )
 from holdfast.known import Known, Ledger, new_evaluation
 from holdfast.known import Listing as Listing  # noqa: PLC0414  (where it is known)
-from holdfast.policy import Mode, best_first
+from holdfast.policy import KeepPolicy, Mode, best_first
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 from holdfast.sweep import GRACE, Asked, Swept
@@ -334,14 +334,14 @@ class Run:
         """
         return sweep.delete(self, version)
 
-    def retain(self, policy: Any) -> list[Version]:
+    def retain(self, policy: KeepPolicy) -> list[Version]:
         """Delete what ``policy`` does not keep of the intact versions on the line; those deleted.
 
         The newest intact one always stays, and so does what is pinned, being read, or referred to
         by a version that stays; damaged versions and other branches are not touched. Raises
         ``StoreError``; what it left undone is done by the next call.
         """
-        return sweep.retain(self, getattr(policy, "__self__", policy))
+        return sweep.retain(self, policy)
 
     def sweep(
         self,

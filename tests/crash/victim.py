@@ -20,7 +20,7 @@ def saves(root: str) -> None:
     for step in (1, 2):
         holdfast.save(f"{root}/version_{step}", after(step))
         print(step, flush=True)
-    run.retain(KeepLast(1).keep)
+    run.retain(KeepLast(1))
     holdfast.save(f"{root}/version_3", after(3))
     print(3, flush=True)
     run.sweep(grace=0, now=1e12)
