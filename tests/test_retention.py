@@ -3,6 +3,8 @@ every call."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import time
 from collections import Counter
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import holdfast
@@ -23,8 +26,10 @@ from holdfast.errors import HoldfastError, NotFound, SkippedVersion, StoreError,
 from holdfast.format.names import MANIFEST, Version, new_attempt
 from holdfast.known import Known
 from holdfast.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
+from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
+from holdfast.testing import CrashFs, Fault, FaultFs
 
 from .crash.promises import check_promises
 from .engine.unreliable import Wrapped
@@ -589,6 +594,50 @@ def test_whichever_call_is_the_last_the_promises_hold() -> None:
         else:
             assert at > 10
             break
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["refused", "lost"])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_whichever_call_to_the_disk_fails(every: int, lost: bool) -> None:
+    for at in range(every, 400, every):
+        disk = CrashFs()
+        with training(LocalStore("/a/run", fs=disk), EverySteps(1)) as (state, ckpt):
+            train(state, ckpt, 3)
+        error = (errno.EIO, errno.EACCES, errno.ESTALE)[at % 3]
+        fs = FaultFs(disk, Fault(None, at, error, lost=lost))
+        run = Run(LocalStore("/a/run", fs=fs))
+        with contextlib.suppress(StoreError):
+            run.retain(KeepLast(1))
+        if not fs.fired:
+            assert at > 30
+            break
+        run.retain(KeepLast(1))
+        found = LocalStore("/a/run", fs=disk)
+        assert {s.key.partition("/")[0] for s in found.list("")} == {"version_3"}
+        if at % 5 == 0:
+            check_promises(found, [3])
+
+
+def test_incremental_versions_keep_what_they_refer_to() -> None:
+    """Each refers to the one before it, up to the next full one; then all of them go."""
+    store = MemoryStore()
+    state = {"frozen": np.arange(9000.0), "live": np.zeros(9)}
+    seen = []
+    with holdfast.Checkpointer(
+        store, state, save=EverySteps(1), keep=KeepLast(1), incremental=True, full_every=3
+    ) as ckpt:
+        for step in range(1, 8):
+            state["live"] += 1
+            ckpt.step()
+            ckpt.wait()
+            seen.append(steps(store))
+            for version in Run(store).listing().versions:
+                assert Run(store).open(version).verify().ok
+            assert Run(store).sweep(grace=0, now=time.time() + 1).removed == []
+            assert step in seen[-1]
+    full = [step for step, found in enumerate(seen, 1) if found == [step]]
+    assert full == [1, 4, 7]
+    assert seen[1] == [1, 2]
 
 
 # -- what it costs -------------------------------------------------------------------------------
