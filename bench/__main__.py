@@ -9,7 +9,9 @@ from pathlib import Path
 
 from bench import disk, report
 
-TOPICS = ("save_load", "small", "blocked", "slowdown", "memory", "million", "walk")
+TOPICS = (
+    "save_load", "small", "blocked", "slowdown", "memory", "million", "walk", "incremental"
+)  # fmt: skip
 
 
 def main() -> None:

@@ -1,0 +1,125 @@
+"""Topic 8: incremental versions of a large state of which little changes, beside full ones."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+
+from bench import child, disk
+from bench.report import Options, Section, judge
+
+_SAVES = 6
+_ADAPTER = 4 << 20
+WAYS = ("full", "incremental")
+CASES = {
+    "adapter": "frozen base, adapter of 4 MiB",
+    "embedding": "embedding of which each version changes a 64th",
+}
+
+
+def save(folder: str, size: int, case: str, way: str) -> dict[str, list[float]]:
+    """In a child: bytes of each version, seconds that its step blocked, and until its commit."""
+    import torch
+
+    import holdfast
+    from bench import states
+
+    state = {"base": states.big(size), "adapter": {"a": torch.zeros(_ADAPTER // 4)}}
+    tensors = list(state["base"].values())
+    found: dict[str, list[float]] = {"bytes": [], "blocked": [], "committed": []}
+    with holdfast.Checkpointer(
+        str(Path(folder) / way),
+        state,
+        save=holdfast.EverySteps(1),
+        incremental=way == "incremental",
+        full_every=None,
+    ) as checkpointer:
+        for step in range(_SAVES):
+            if case == "adapter":
+                state["adapter"]["a"] += 1
+            elif step:
+                # a 64th of all rows, elsewhere each time
+                part = size // 64 // 4
+                tensor = tensors[step * 3 % len(tensors)]
+                tensor[: part % tensor.numel() or tensor.numel()] += 1
+            start = time.perf_counter()
+            checkpointer.step()
+            blocked = time.perf_counter() - start
+            snapshot = checkpointer.wait()
+            found["committed"].append(time.perf_counter() - start)
+            found["blocked"].append(blocked)
+            found["bytes"].append(float(snapshot.nbytes if snapshot else 0))
+    return found
+
+
+def load(folder: str, size: int, way: str) -> dict[str, float]:
+    """In a child: seconds until live tensors hold the newest version, from a cold disk."""
+    import torch
+
+    import holdfast
+    from bench import states
+
+    into = {"base": states.blank_big(size), "adapter": {"a": torch.ones(_ADAPTER // 4)}}
+    snapshot = holdfast.Run(str(Path(folder) / way)).latest()
+    if snapshot is None:
+        raise ValueError("there is nothing to load")
+    resident = disk.make_cold(Path(folder) / way)
+    start = time.perf_counter()
+    holdfast.load(snapshot.url, into=into)
+    seconds = time.perf_counter() - start
+    if resident > 0.01:
+        raise ValueError(f"{resident:.0%} of the files stayed in the page cache")
+    return {"seconds": seconds}
+
+
+def _measured(options: Options, case: str) -> tuple[list[list[str]], list[float]]:
+    """Rows of the table, and for each round the time of an incremental load by a full one's."""
+    folder = str(options.folder)
+    rows, seconds = [], {way: list[float]() for way in WAYS}
+    try:
+        saved = {
+            way: child.call(
+                "bench.incremental:save", folder=folder, size=options.medium, case=case, way=way
+            )
+            for way in WAYS
+        }
+        for number in range(max(4, options.rounds)):
+            for way in WAYS[:: 1 - 2 * (number % 2)]:  # each goes first half of the time
+                told = child.call(
+                    "bench.incremental:load", folder=folder, size=options.medium, way=way
+                )
+                seconds[way].append(told["seconds"])
+    finally:
+        for way in WAYS:
+            disk.remove(options.folder / way)
+    for way in WAYS:
+        later = {name: values[1:] for name, values in saved[way].items()}
+        rows.append(
+            [
+                f"{CASES[case]}: {way}",
+                f"{median(later['bytes']) / 2**20:.1f} MiB",
+                f"{1000 * median(later['blocked']):.0f} ms",
+                f"{1000 * median(later['committed']):.0f} ms",
+                f"{median(seconds[way]):.2f} s",
+            ]
+        )
+    return rows, [a / b for a, b in zip(seconds["incremental"], seconds["full"], strict=True)]
+
+
+def sections(options: Options) -> list[Section]:
+    size = options.medium >> 20
+    title = f"Incremental versions of {size} MiB"
+    text = "Per version, from the second one on: what is written, how long step() blocks, how long"
+    text += " until it is committed; and the cold load of the last one. Checkpointer, CPU tensors."
+    section = Section(title, text, [], ["state", "written", "blocked", "committed", "cold load"])
+    for case, state in CASES.items():
+        what = f"{state}: cold load, incremental / full"
+        try:
+            rows, ratios = _measured(options, case)
+        except child.Failed as failure:
+            section.missing.append(f"{case}: {failure}")
+            continue
+        section.rows += rows
+        section.verdicts.append(judge(what, ratios))
+    return [section]
