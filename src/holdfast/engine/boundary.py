@@ -67,6 +67,7 @@ class Boundary:
         self._owned: list[torch.Tensor] = []
         self._places: list[int] = []
         self._counts: list[int] = []
+        self._outline: list[int] = []
         self._still: frozenset[int] = frozenset()
         self._loose: dict[int, Members | None] = {}
         self._pure: set[int] = set()
@@ -119,6 +120,7 @@ class Boundary:
             and modules_in(self._state) == self._modules
             and [*map(id, owned(self._optimizers))] == self._ids
             and [t.data_ptr() for t in self._owned] == self._places
+            and _outline(self._modules) == self._outline
         )
 
     def _learn(self) -> None:
@@ -132,6 +134,7 @@ class Boundary:
         self._still = storages(self._tensors, self._modules)
         self._owned = [t for t in self._tensors if storage(t) in self._still]
         self._places = [t.data_ptr() for t in self._owned]
+        self._outline = _outline(self._modules)
         self._loose = {id(m): _loose(m, self._still) for m in self._modules}
         self._pure = {
             id(o)
@@ -168,7 +171,7 @@ class Boundary:
         for prefix, sub in loose:
             sub._save_to_state_dict(members, prefix, False)
         held = {name: _mapped(v, self._hold, depth) for name, v in members.items()}
-        return _HeldModule(module, held, loose, self._still)
+        return _HeldModule(module, held, self._still)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +180,17 @@ class _HeldModule:
 
     module: torch.nn.Module
     held: dict[str, Any]
-    loose: Members
     still: frozenset[int]
 
     def together(self) -> dict[str, Any]:
         """Its state dict. Raises ``_Gone`` if it is made in another way now."""
         now = self.module.state_dict()
-        if _loose(self.module, self.still) != self.loose or not self.held.keys() <= now.keys():
+        others = now.keys() - self.held.keys()
+        if len(others) + len(self.held) != len(now):
+            raise _Gone
+        if not all(storage(now[name]) in self.still for name in others):
             raise _Gone
         made = {**now, **self.held}
-        if not all(storage(now[n]) in self.still for n in now.keys() - self.held.keys()):
-            raise _Gone
         return dict(zip(live.plain_names(self.module, list(made), ""), made.values(), strict=True))
 
 
@@ -240,6 +243,20 @@ def _loose(module: torch.nn.Module, still: frozenset[int]) -> Members | None:
     return found
 
 
+def _outline(modules: list[torch.nn.Module]) -> list[int]:
+    """Numbers that change when submodules, parameters or buffers come or go, or hooks do."""
+    found: list[int] = []
+    ahead: list[Any] = list(modules)
+    while ahead:
+        sub = ahead.pop()
+        if sub is not None:
+            hooks = len(sub._state_dict_hooks) + len(sub._state_dict_pre_hooks)
+            found += (id(sub), hooks, len(sub._buffers), len(sub._modules))
+            found += map(id, sub._parameters.values())
+            ahead += sub._modules.values()
+    return found
+
+
 def _counts(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often PyTorch has seen each tensor changed. A second look only: fused optimizers and
     ``p.data`` change tensors unseen."""
@@ -289,16 +306,14 @@ class _Copies:
         if type(t) is not pt.Tensor and type(t) is not pt.nn.Parameter:
             return t  # refused by name when the state is taken apart
         t = t.detach()
-        plain = t.layout is pt.strided and not (t.is_nested or t.is_quantized or t.is_meta)
-        if not plain or t.is_conj() or t.is_neg():
+        if t.layout is not pt.strided or t.is_nested or t.is_quantized or t.is_meta:
             return t.clone()
         kind = (t.shape, t.dtype, t.device)
         place = ((t.data_ptr(), t.stride()), kind)
         if place not in self._made:
             self._sources.append(t)
             made = self._room(kind, lambda: pt.empty(t.shape, dtype=t.dtype, device=t.device))
-            _bits(made).copy_(_bits(t))
-            self._made[place] = made
+            self._made[place] = made.copy_(t)
         return self._made[place]
 
     def array(self, a: np.ndarray[Any, Any]) -> Any:
@@ -314,9 +329,3 @@ class _Copies:
     def _room(self, kind: Kind, make: Callable[[], Any]) -> Any:
         free = self._free.get(kind)
         return free.pop() if free else make()
-
-
-def _bits(t: Any) -> Any:
-    """The small dtypes as integers: PyTorch cannot copy all of them."""
-    torch = live.torch_or_none()
-    return t.view(torch.uint8) if t.element_size() == 1 else t
