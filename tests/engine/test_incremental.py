@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from itertools import pairwise
 from typing import Any
 
@@ -296,6 +299,48 @@ def test_real_chunks_on_a_disk(tmp_path: Any) -> None:
         last = save(store, step, state, last, ahead=step % 2 == 0)
         assert 4 << 20 < last.nbytes < 20 << 20
         sound(store, last, state)
+
+
+MEASURE = """
+import sys, numpy as np, holdfast
+from pathlib import Path
+from holdfast.engine.buffers import shared_pool
+from holdfast.engine.draft import Label
+from holdfast.engine.location import locate
+from holdfast.engine.save import begin, finish
+
+def memory(name):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+
+folder = sys.argv[1]
+state = {f"t{i}": np.ones(12_345_679 + i, np.float32) for i in range(8)}
+base = holdfast.save(folder + "/version_1", state)
+for i in range(0, 8, 2):
+    state[f"t{i}"][5_000_000:] = i  # odd spans of many chunks, of which each lies across two pieces
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+place = locate(folder + "/version_2")
+saved = finish(begin(place, state, Label(step=2), shared_pool(), ahead=False, base=base))
+print((memory("VmHWM") - before) >> 20, saved.nbytes, saved.referred_bytes)
+Path("/proc/self/clear_refs").write_text("5")
+holdfast.load(folder + "/version_2", into=state)
+print((memory("VmHWM") - before) >> 20)
+"""
+
+
+@pytest.mark.slow
+def test_memory_beyond_the_state() -> None:
+    """Saving 400 MB, of which a quarter is new, and loading it takes at most 256 MiB more: 128 of
+    the pool, which the first save has filled already, and no more than as much again."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        command = [sys.executable, "-c", MEASURE, folder]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        saving, own, referred, loading = map(int, done.stdout.split())
+        assert own > 100 << 20
+        assert referred > 200 << 20
+        assert max(saving, loading) <= 128
 
 
 # -- bases that cannot be had --------------------------------------------------------------------

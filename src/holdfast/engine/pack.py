@@ -13,6 +13,7 @@ from holdfast.engine.stage import Image, Piece
 from holdfast.errors import CommitError
 from holdfast.format.digest import digest
 from holdfast.storage.direct import Buffer, Pool
+from holdfast.words import UNIT
 
 
 def write_packed(
@@ -65,6 +66,8 @@ class _Gather:
         self.cuts = image.cuts.tolist()
         self.pieces = pieces
         self.begins = [p.start for p in pieces]
+        self.checked = bytearray(len(self.cuts))
+        self.spare: list[Buffer] = []
 
     def fill(self, start: int, stop: int, buffer: Buffer) -> None:
         """Copy the shard's bytes from ``start`` to ``stop`` to the buffer's beginning."""
@@ -89,16 +92,24 @@ class _Gather:
         start, stop = self.cuts[chunk - 1], self.cuts[chunk]
         piece = self.pieces[bisect_right(self.begins, start) - 1]
         if piece.buffer is not None:
-            source, begin = piece.buffer, start - piece.start
+            begin = start - piece.start
+            if not self.checked[chunk]:  # what is staged stays as it is
+                self._check(chunk, piece.buffer.view[begin : begin + stop - start])
+                self.checked[chunk] = 1
+            source = piece.buffer.address + begin
+            ctypes.memmove(buffer.address + at, source + first, last - first)
         elif last - first == stop - start:
             self.image.copy(start, stop, buffer, at)
             self._check(chunk, buffer.view[at : at + stop - start])
-            return
         else:
-            source, begin = Buffer(stop - start), 0
-            self.image.copy(start, stop, source, 0)
-        self._check(chunk, source.view[begin : begin + stop - start])
-        ctypes.memmove(buffer.address + at, source.address + begin + first, last - first)
+            try:
+                whole = self.spare.pop()
+            except IndexError:
+                whole = Buffer(UNIT)  # no chunk of ours is longer
+            self.image.copy(start, stop, whole, 0)
+            self._check(chunk, whole.view[: stop - start])
+            ctypes.memmove(buffer.address + at, whole.address + first, last - first)
+            self.spare.append(whole)
 
     def _check(self, chunk: int, view: memoryview) -> None:
         found = digest(view)
