@@ -12,9 +12,11 @@ _LEVELS = {
     "save_waited": logging.INFO,
     "resumed": logging.INFO,
     "deleted": logging.INFO,
+    "structure_changed": logging.INFO,
     "skipped": logging.WARNING,
     "save_skipped": logging.WARNING,
     "pin_left": logging.WARNING,
+    "request_unseen": logging.WARNING,
     "save_failed": logging.ERROR,
 }
 

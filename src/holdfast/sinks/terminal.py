@@ -6,18 +6,21 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from io import StringIO
 from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
-from holdfast.sinks.wording import clean, pieces, sentence
+from holdfast.sinks.wording import pieces, sentence, told
 
 _STYLES = {
     "saved": "green",
     "save_waited": "dim",
+    "structure_changed": "dim",
     "resumed": "cyan",
     "skipped": "yellow",
     "save_skipped": "yellow",
     "pin_left": "yellow",
+    "request_unseen": "yellow",
     "save_failed": "bold red",
 }
 _METRICS = 5
@@ -49,7 +52,7 @@ class Terminal:
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         with _lines:
             if name == "deleted":
-                self._deleted.append(clean(fields.get("version", "?")).removeprefix("version_"))
+                self._deleted.append(told(fields, "version").removeprefix("version_"))
                 return
             said = sentence(name, fields)
             if name not in _STYLES or said is None or said in self._told:
@@ -100,16 +103,22 @@ def _print(stream: TextIO, parts: Sequence[Part]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(file=stream, force_jupyter=False, highlight=False, markup=False, emoji=False)
+    seen = Console(file=stream, force_jupyter=False)
     if stream.isatty():
-        parts = _fit(parts, console.width)
-    text = Text()
-    for part in parts:
-        text.append(part.text, part.style)
-    with console.capture() as captured:
-        console.print(text, soft_wrap=True)
+        parts = _fit(parts, seen.width)
+    # rich is asked what the stream shows, but not to write: it would write more than once, and
+    # ends the program if the pipe is broken
+    written = StringIO()
+    console = Console(
+        file=written,
+        force_terminal=seen.is_terminal,
+        force_jupyter=False,
+        color_system=seen.color_system,  # type: ignore[arg-type]
+        no_color=seen.no_color,
+    )
+    console.print(Text.assemble(*((part.text, part.style) for part in parts)), soft_wrap=True)
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    line = captured.get().encode(encoding, "backslashreplace").decode(encoding)
+    line = written.getvalue().encode(encoding, "backslashreplace").decode(encoding)
     with _bars_aside(stream):
         stream.write(line)
         stream.flush()

@@ -19,7 +19,10 @@ def amount(fields: Mapping[str, Any], name: str) -> float | None:
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
     return number if isfinite(number) and number >= 0 else None
 
 
@@ -79,13 +82,18 @@ def clean(text: object) -> str:
     )
 
 
+def told(fields: Mapping[str, Any], name: str, missing: str = "?") -> str:
+    """A field as clean text."""
+    return clean(plain(fields.get(name, missing)))
+
+
 def pieces(fields: Mapping[str, Any]) -> dict[str, str]:
     """What there is to say about a ``saved`` event; a piece that is not known is empty."""
     nbytes, seconds = amount(fields, "bytes"), amount(fields, "seconds")
     blocked, referred = amount(fields, "blocked"), amount(fields, "referred")
-    speed, reason = rate(fields), clean(fields.get("reason") or "")
+    speed, reason = rate(fields), told(fields, "reason", "cadence")
     return {
-        "step": clean(fields.get("step", "?")),
+        "step": told(fields, "step"),
         "size": "" if nbytes is None else size(nbytes),
         "seconds": "" if seconds is None else span(seconds),
         "rate": "" if speed is None else f"{size(speed)}/s",
@@ -98,8 +106,7 @@ def pieces(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
     """An event as one line that begins with a verb; None for one that people need not see."""
-    step, version = clean(fields.get("step", "?")), clean(fields.get("version", "?"))
-    error = clean(plain(fields.get("error", "?")))
+    step, version, error = (told(fields, name) for name in ("step", "version", "error"))
     if name == "saved":
         said = pieces(fields)
         rest = [" in ".join(filter(None, (said["size"], said["seconds"]))), said["rate"]]
@@ -107,18 +114,24 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
         rest += [said["referred"], said["reason"], said["metrics"]]
         return ": ".join(filter(None, (f"saved step {step}", ", ".join(filter(None, rest)))))
     if name == "resumed":
-        branch = f", branch {clean(fields['branch'])}" if fields.get("branch") else ""
-        return f"resumed step {step} from {clean(fields.get('url', '?'))}{branch}"
+        branch = told(fields, "branch", "0")
+        at = "" if branch == "0" else f", branch {branch}"
+        return f"resumed step {step} from {told(fields, 'url')}{at}"
     if name == "save_waited":
         seconds = amount(fields, "seconds")
         waited = "" if seconds is None else f"{span(seconds)} "
         return f"waited {waited}before saving step {step}: the save before it was under way"
+    if name == "structure_changed":
+        counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
+        leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
+        return f"noticed that the state has other leaves in {version}: {', '.join(leaves)}"
     return {
         "save_failed": f"failed to save step {step}: {error}",
         "save_skipped": f"skipped the save of step {step}: the one before it was under way",
         "skipped": f"skipped {version}: {error}",
         "deleted": f"deleted {version}",
-        "pin_left": f"left the pin {clean(fields.get('key', '?'))} behind: {error}",
+        "pin_left": f"left the pin {told(fields, 'key')} behind: {error}",
+        "request_unseen": f"lost sight of requests in {told(fields, 'store')}: {error}",
     }.get(name)
 
 

@@ -1,0 +1,103 @@
+"""What holds for all sinks."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from holdfast import sinks
+from tests.sinks.told import EVENTS, ODDITIES, Curves, Stream, read
+
+
+def everything(tmp: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], object]]:
+    from prometheus_client import CollectorRegistry
+
+    return [
+        sinks.Terminal(io.StringIO()),
+        sinks.Terminal(Stream(terminal=True, encoding="ascii")),
+        sinks.Logging(),
+        sinks.JsonLines(tmp / "events.jsonl"),
+        sinks.Prometheus(CollectorRegistry()),
+        sinks.TensorBoard(writer),
+    ]
+
+
+@pytest.fixture(scope="module")
+def all_sinks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return everything(tmp_path_factory.mktemp("all"), Curves())
+
+
+FIELDS = sorted({field for fields in EVENTS.values() for field in fields} | {"time", "event"})
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([*EVENTS, "unheard_of"]),
+    st.dictionaries(st.sampled_from(FIELDS), ODDITIES),
+    st.booleans(),
+)
+def test_no_sink_fails_at_missing_or_odd_fields(
+    all_sinks: list[Any], name: str, odd: dict[str, Any], known: bool
+) -> None:
+    for sink in all_sinks:
+        sink(name, {**(EVENTS.get(name, {}) if known else {}), **odd})
+
+
+FORKED = """
+import os, sys, threading
+import holdfast
+from holdfast import events, sinks
+
+stream = open("lines", "w", buffering=1 << 20)
+holdfast.attach(sinks.Terminal(stream))
+holdfast.attach(sinks.JsonLines("events.jsonl"))
+from holdfast.sinks import terminal
+inside, go_on = threading.Event(), threading.Event()
+flush = stream.flush
+class Slow:  # a thread is between its write and its flush when the fork is asked for
+    encoding = "utf-8"
+    isatty = staticmethod(lambda: False)
+    write = staticmethod(stream.write)
+    def flush(self):
+        inside.set()
+        go_on.wait(0.2)
+        flush()
+holdfast.attach(sinks.Terminal(Slow()))
+thread = threading.Thread(target=lambda: events.emit("saved", step=1))
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    events.emit("saved", step=2)  # no lock is left held
+    sys.exit()  # flushes whatever lies in a buffer
+thread.join()
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_fork_writes_nothing_twice(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    steps = [line.split()[2] for line in (tmp_path / "lines").read_text().splitlines()]
+    assert sorted(steps) == ["1", "1", "2", "2"]
+    assert sorted(told["step"] for told in read(tmp_path / "events.jsonl")) == [1, 2]
+
+
+def test_sinks_load_neither_torch_nor_rich() -> None:
+    code = (
+        "import sys, logging, holdfast\n"
+        "holdfast.sinks.Logging()('saved', {'step': 1})\n"
+        "holdfast.sinks.Terminal()\n"
+        "names = ('torch', 'rich', 'numpy', 'prometheus_client', 'tqdm')\n"
+        "print([m for m in names if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,78 @@
+"""Prometheus and TensorBoard."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast import sinks
+from holdfast.errors import HoldfastError
+from tests.sinks.told import EVENTS, SAVED, Curves
+
+
+def test_counters_and_gauges() -> None:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    sink = sinks.Prometheus(registry, clock=lambda: 1e9)
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(f"holdfast_{name}")
+
+    assert value("saves_total") == 0  # there before the first event, so that rates begin right
+    sink("resumed", EVENTS["resumed"])
+    assert value("last_step") == 1200
+    assert value("last_success_timestamp_seconds") == 0
+    sink("saved", {**SAVED, "referred": 5})
+    sink("saved", {**SAVED, "bytes": -1, "seconds": float("nan"), "blocked": "long"})
+    sink("save_failed", EVENTS["save_failed"])
+    sink("save_skipped", EVENTS["save_skipped"])
+    wanted = {
+        "saves_total": 2,
+        "resumes_total": 1,
+        "save_failures_total": 1,
+        "saves_skipped_total": 1,
+        "written_bytes_total": SAVED["bytes"],
+        "referred_bytes_total": 5,
+        "blocked_seconds_total": 0.0123,
+        "background_seconds_total": 2.31,
+        "last_step": 1300,
+        "last_success_timestamp_seconds": 1e9,
+    }
+    assert {name: value(name) for name in wanted} == wanted
+    names = {
+        s.name for m in registry.collect() for s in m.samples if not s.name.endswith("_created")
+    }
+    assert names == {f"holdfast_{name}" for name in wanted}
+    document = (Path(holdfast.__file__).parents[2] / "docs/events.md").read_text()
+    assert all(f"`{name}`" in document for name in names)
+    with pytest.raises(ValueError, match="Duplicated"):
+        sinks.Prometheus(registry)
+
+
+def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(HoldfastError, match=r'pip install "holdfast\[prometheus\]"'):
+        sinks.Prometheus()
+
+
+def test_curves() -> None:
+    curves = Curves()
+    sink = sinks.TensorBoard(curves)
+    for name, fields in EVENTS.items():
+        sink(name, fields)
+    sink("saved", {"step": 7, "bytes": 0, "seconds": 0.0})
+    assert curves == [
+        ("holdfast/written_bytes", SAVED["bytes"], 1300),
+        ("holdfast/referred_bytes", 0, 1300),
+        ("holdfast/blocked_seconds", 0.0123, 1300),
+        ("holdfast/background_seconds", 2.31, 1300),
+        ("holdfast/gib_per_second", SAVED["bytes"] / 2.31 / 2**30, 1300),
+        ("holdfast/written_bytes", 0, 7),
+        ("holdfast/background_seconds", 0, 7),
+    ]
+    with pytest.raises(HoldfastError, match=r"add_scalar.*found Path|PosixPath"):
+        sinks.TensorBoard(Path())  # type: ignore[arg-type]

@@ -1,0 +1,214 @@
+"""What a person sees at a terminal."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import warnings
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+import holdfast
+from holdfast import events, sinks
+from holdfast.errors import SinkFailed
+from tests.sinks.told import EVENTS, FULL, SAVED, Stream
+
+LINE = (
+    "saved step  1300  1.31 GiB in  2.31 s  blocked 12.3 ms   581 MiB/s  loss 0.2512, accuracy 0.91"
+)
+
+
+def lines(*told: tuple[str, dict[str, Any]], **how: Any) -> list[str]:
+    """What a terminal shows of events, each write one line."""
+    stream = Stream(**how)
+    sink = sinks.Terminal(stream)
+    for name, fields in told:
+        sink(name, fields)
+    assert all(w.endswith("\n") and w.count("\n") == 1 for w in stream.writes)
+    assert stream.flushes == len(stream.writes)
+    return [w[:-1] for w in stream.writes]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def test_a_line_for_each_save() -> None:
+    more = {**SAVED, "step": 1400, "referred": 5 << 30, "reason": "request", "metrics": {}}
+    assert lines(("saved", SAVED), ("saved", more)) == [
+        LINE,
+        "saved step  1400  1.31 GiB in  2.31 s  blocked 12.3 ms   581 MiB/s  + 5.00 GiB referred"
+        "  request",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("save_failed", "FAILED to save step 1400: NoSpace: No space for shard-0. Expected 4096 "
+                        "bytes, found 1024. Free space."),
+        ("save_skipped", "skipped the save of step 1400: the one before it was under way"),
+        ("save_waited", "waited 1.20 s before saving step 1400: the save before it was under way"),
+        ("resumed", "resumed step 1200 from runs/a/version_1200"),
+        ("pin_left", "left the pin pin-1.json behind: timeout"),
+        ("structure_changed", "noticed that the state has other leaves in version_9: 2 added, "
+                              "1 changed"),
+        ("request_unseen", "lost sight of requests in runs/a: timeout"),
+    ],
+)  # fmt: skip
+def test_a_line_for_what_else_happens(name: str, line: str) -> None:
+    assert lines((name, EVENTS[name])) == [line]
+    assert lines(("staged", EVENTS["staged"]), ("unheard_of", {})) == []
+
+
+def test_deleted_versions_stand_in_the_next_save_s_line() -> None:
+    gone = [("deleted", {"version": f"version_{n}.1"}) for n in range(5)]
+    shown = lines(*gone[:3], ("saved", SAVED), *gone, ("saved", SAVED), ("saved", SAVED))
+    assert shown == [f"{LINE}  deleted 0.1, 1.1, 2.1", f"{LINE}  deleted 5 versions", LINE]
+
+
+def test_a_damaged_version_is_told_once() -> None:
+    other = {"version": "version_7", "error": FULL}
+    told = [("skipped", EVENTS["skipped"])] * 3 + [("skipped", other)]
+    assert [x.partition(":")[0] for x in lines(*told)] == [
+        "skipped version_1250",
+        "skipped version_7",
+    ]
+
+
+def test_nothing_steers_the_terminal() -> None:
+    metrics = {"loss\x1b[31m": 1.5, "a\nb": "\r\x07x", "n" * 5000: 1}
+    for name, fields in EVENTS.items():
+        odd = dict.fromkeys(fields, "\x1b]0;x\x07\n\x9b") | {"metrics": metrics}
+        for line in lines(("deleted", odd), (name, odd), ("saved", odd)):
+            assert line.isprintable()
+            assert len(line) < 400
+
+
+def test_many_metrics_are_told_by_the_first() -> None:
+    (line,) = lines(("saved", {**SAVED, "metrics": {f"m{n}": n / 3 for n in range(100_000)}}))
+    assert line.endswith("  m0 0, m1 0.3333, m2 0.6667, m3 1, 99996 more")
+
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.mark.parametrize("width", [20, 40, 57, 60, 75, 80, 81, 100, 132, 200])
+def test_a_save_s_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    wide = {**SAVED, "metrics": {"\u640d\u5931": 0.25, "\u7cbe\u5ea6" * 9: 0.5}, "referred": 1}
+    told = [("deleted", EVENTS["deleted"]), ("saved", wide), ("saved", SAVED)]
+    for line in lines(*told, terminal=True):
+        shown = ANSI.sub("", line)
+        base = "saved step  1300  1.31 GiB in  2.31 s"
+        assert shown.startswith(base)
+        assert cell_len(shown) <= max(width, len(base))
+        assert ("blocked 12.3 ms" in shown) == (width >= 55)
+    (failed,) = lines(("save_failed", EVENTS["save_failed"]), terminal=True)
+    assert "Free space." in failed  # a failure is never cut
+    (piped,) = lines(("saved", SAVED))
+    assert piped == LINE
+
+
+def test_metrics_are_cut_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "84")
+    (line,) = lines(("saved", SAVED), terminal=True)
+    assert ANSI.sub("", line) == LINE[:82] + ".."
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[32msaved" in lines(("saved", SAVED), terminal=True)[0]
+    assert "\x1b[1;31m" in lines(("save_failed", EVENTS["save_failed"]), terminal=True)[0]
+    assert "\x1b" not in lines(("saved", SAVED))[0]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in lines(("saved", SAVED), terminal=True)[0]
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in lines(("saved", SAVED), terminal=True)[0]
+
+
+def test_a_terminal_of_ascii_shows_the_rest_escaped() -> None:
+    (line,) = lines(("saved", {**SAVED, "metrics": {"\u640d": 0.5, "\udcff": 1}}), encoding="ascii")
+    assert line.endswith("  \\u640d 0.5, \\udcff 1")
+
+
+def test_it_is_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = sinks.Terminal()
+    for _ in range(2):
+        stream = Stream()
+        monkeypatch.setattr(sys, "stderr", stream)
+        sink("saved", SAVED)
+        assert stream.getvalue() == LINE + "\n"
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
+    sink("saved", SAVED)
+
+
+class Gone(Stream):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_stream_that_fails_ends_the_sink_only() -> None:
+    closed = Stream()
+    closed.close()
+    for stream in (closed, Gone()):
+        with holdfast.attach(sinks.Terminal(stream)), pytest.warns(SinkFailed, match="Terminal"):
+            events.emit("saved", **SAVED)
+
+
+def screen(written: str) -> list[str]:
+    """What a terminal shows of this: ``\\r`` goes back, and later text covers earlier."""
+    shown = []
+    for line in written.split("\n"):
+        row = ""
+        for part in line.split("\r"):
+            row = part + row[len(part) :]
+        shown.append(row.rstrip())
+    return shown
+
+
+def test_a_bar_of_tqdm_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tqdm import tqdm
+
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with tqdm(total=3, desc="training", mininterval=0, ncols=60) as bar:
+        for _ in range(3):
+            bar.update()
+            sinks.Terminal()("saved", {**SAVED, "metrics": {}})
+            last = screen(stream.getvalue())[-1]
+            assert last.startswith("training:")
+    shown = screen(stream.getvalue())
+    assert [x for x in shown if x.startswith("saved")] == [LINE.rpartition("  loss")[0]] * 3
+    assert sum("training" in x for x in shown) == 1
+
+
+def test_eight_threads_on_one_terminal() -> None:
+    stream = Stream()
+    with warnings.catch_warnings(), holdfast.attach(sinks.Terminal(stream)):
+        warnings.simplefilter("error")
+
+        def run() -> None:
+            for _ in range(20):
+                events.emit("deleted", version="version_1")
+                events.emit("saved", **SAVED)
+
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(stream.writes) == 160
+    assert all(w.startswith(LINE) for w in stream.writes)
+    deleted = [re.search(r"deleted (.*)\n", w) for w in stream.writes]
+    counts = [
+        int(m[1].split()[0]) if "versions" in m[1] else len(m[1].split(",")) for m in deleted if m
+    ]
+    assert sum(counts) == 160

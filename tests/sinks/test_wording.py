@@ -1,0 +1,97 @@
+"""Sizes, times and odd values in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from holdfast.sinks import wording
+from tests.sinks.told import ODDITIES, Odd
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (10_230, "9.99 KiB"),
+        (10_235, "10.0 KiB"),
+        (1023 * 1024, "1.00 MiB"),
+        (12_600_000, "12.0 MiB"),
+        (3 << 40, "3.00 TiB"),
+        (5 << 60, "5120 PiB"),
+    ],
+)
+def test_sizes(nbytes: int, shown: str) -> None:
+    assert wording.size(nbytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0 us"),
+        (12e-6, "12 us"),
+        (0.0009994, "999 us"),
+        (0.0009996, "1.00 ms"),
+        (0.9996, "1.00 s"),
+        (99.96, "100 s"),
+        (119.6, "1.99 min"),
+        (7300, "2.03 h"),
+        (1e6, "278 h"),
+    ],
+)
+def test_spans(seconds: float, shown: str) -> None:
+    assert wording.span(seconds) == shown
+
+
+@given(st.floats(0, 2.0**59), st.floats(0, 3.5e6))
+def test_sizes_and_spans_keep_their_column_and_their_value(nbytes: float, seconds: float) -> None:
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+    units |= {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
+    for value, shown, least in (
+        (nbytes, wording.size(nbytes), 0.5),
+        (seconds, wording.span(seconds), 0.5e-6),
+    ):
+        assert len(shown) <= 8
+        number, unit = shown.split()
+        assert float(number) * units[unit] == pytest.approx(value, rel=0.0052, abs=least)
+
+
+@given(ODDITIES)
+def test_every_value_can_be_said_in_json(value: Any) -> None:
+    json.loads(json.dumps(wording.plain(value), allow_nan=False))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.tensor([2.5]), 2.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (float("nan"), "nan"),
+        (2**70, hex(2**70)),
+        (torch.zeros(2, 3), "<Tensor of shape (2, 3)>"),
+        (OSError(28, "No space"), "OSError: [Errno 28] No space"),
+        (ValueError(), "ValueError"),
+        ({1: (2, {3})}, {"1": [2, [3]]}),
+        (Odd(), "<Odd of shape (3,)>"),
+        (torch.empty(1, device="meta"), "<Tensor>"),
+    ],
+)
+def test_what_a_value_becomes_in_json(value: Any, said: Any) -> None:
+    assert wording.plain(value) == said
+    assert type(wording.plain(value)) is type(said)
+
+
+def test_what_holds_itself_is_cut() -> None:
+    deep: Any = []
+    deep.append(deep)
+    assert str(wording.plain({"x": deep})).count("[") < 10

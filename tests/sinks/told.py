@@ -1,0 +1,101 @@
+"""What the tests tell the sinks, and what they look at."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import torch
+
+from holdfast.errors import NoSpace
+
+SAVED: dict[str, Any] = {
+    "run": "runs/a",
+    "version": "version_1300",
+    "step": 1300,
+    "reason": "cadence",
+    "bytes": 1_407_374_883,
+    "referred": 0,
+    "blocked": 0.0123,
+    "seconds": 2.31,
+    "metrics": {"loss": 0.25123, "accuracy": 0.91},
+}
+FULL = NoSpace("No space for shard-0", expected="4096 bytes", found="1024", todo="Free space")
+EVENTS: dict[str, dict[str, Any]] = {
+    "saved": SAVED,
+    "save_failed": {"run": "runs/a", "step": 1400, "error": FULL},
+    "save_skipped": {"run": "runs/a", "step": 1400},
+    "save_waited": {"run": "runs/a", "step": 1400, "seconds": 1.2},
+    "resumed": {"url": "runs/a/version_1200", "step": 1200, "branch": 0},
+    "skipped": {"version": "version_1250", "error": FULL},
+    "deleted": {"version": "version_1000"},
+    "pin_left": {"key": "pin-1.json", "store": "runs/a", "error": "timeout"},
+    "request_unseen": {"store": "runs/a", "error": "timeout"},
+    "structure_changed": {
+        "version": "version_9",
+        "added": ["a", "b"],
+        "removed": [],
+        "changed": ["c"],
+    },
+    "staged": {"url": "runs/a/version_1300", "bytes": 1, "seconds": 0.1},
+}
+
+
+class Stream(io.StringIO):
+    """A stream that keeps what each call of ``write`` wrote."""
+
+    def __init__(self, terminal: bool = False, encoding: str = "utf-8") -> None:
+        super().__init__()
+        self.writes: list[str] = []
+        self.flushes = 0
+        self._terminal, self._encoding = terminal, encoding
+
+    encoding = property(lambda self: self._encoding)  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def write(self, text: str) -> int:
+        text.encode(self._encoding)  # as strictly as a file would
+        self.writes.append(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+
+class Curves(list):  # type: ignore[type-arg]
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        assert type(scalar_value) is float
+        assert type(global_step) is int
+        self.append((tag, scalar_value, global_step))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+class Odd:
+    shape = (3,)
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+circle: list[Any] = []
+circle.append(circle)
+ODD = [
+    None, True, -1, 10**5000, float("nan"), -float("inf"), "", "\x1b[31m\n\udcff\u5dee",
+    b"x" * 9999, np.float32(0.5), np.arange(3), torch.tensor(2.5), torch.zeros(2, 3),
+    torch.empty(1, device="meta"), {1: {(2, 3): {4}}}, circle, Odd(), Odd, FULL,
+    ValueError(), [[[[[[[[[[[[1]]]]]]]]]]]], object(),
+]  # fmt: skip
+ODDITIES = st.recursive(
+    st.integers(0, len(ODD) - 1).map(lambda n: ODD[n]) | st.text() | st.floats() | st.integers(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=8,
+)
