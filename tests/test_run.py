@@ -210,7 +210,7 @@ def test_the_line_of_each_branch(store: MemoryStore) -> None:
 def test_find(store: MemoryStore, step: int, branch: int | None, found: str | None) -> None:
     run = Run(branched(store))
     if found is None:
-        with pytest.raises(NotFound, match=f"no version of step {step} on .*the nearest are"):
+        with pytest.raises(NotFound, match=f"no version of step {step} on .*found version_"):
             run.find(step, branch)
     else:
         assert str(run.find(step, branch)) == f"version_{found}"

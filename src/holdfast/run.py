@@ -182,16 +182,17 @@ class Run:
     def find(self, step: int, branch: int | None = None) -> Version:
         """The version of that step on the line that training is on, or on that of ``branch``.
         Raises ``NotFound``."""
-        line = self.line(branch=branch)
+        listing = self.listing()
+        line = self.line(listing, branch)
         found = [v for v in line if v.step == step]
         if not found:
-            near = sorted(line, key=lambda v: abs(v.step - step))[:3]
+            where = "the line that training is on" if branch is None else f"branch {branch}"
+            others = [v for v in listing.versions if v.step == step]
+            near = others or sorted(sorted(line, key=lambda v: abs(v.step - step))[:3])
             raise NotFound(
-                f"{self.url} has no version of step {step}"
-                + (
-                    " on the line that training is on" if branch is None else f" on branch {branch}"
-                ),
-                found=f"the nearest are {', '.join(map(str, sorted(near)))}" if near else "none",
+                f"{self.url} has no version of step {step} on {where}",
+                expected=f"a version of step {step}",
+                found=", ".join(map(str, near)) + (" elsewhere" if others else "") or "none",
                 todo="`holdfast ls RUN` shows all versions, those on other branches too",
                 key=str(Version(step, branch or 0)),
                 store=self.url,
@@ -313,7 +314,8 @@ class Run:
         if wanted[0] not in pinned:
             raise NotFound(
                 f"{wanted[0]} of {self.url} is not pinned",
-                found=f"pinned: {', '.join(map(str, self.pins())) or 'none'}",
+                expected="a lasting pin",
+                found=", ".join(map(str, self.pins())) or "none at all",
                 key=names.pin_name(str(wanted[0])),
                 store=self.url,
             )
