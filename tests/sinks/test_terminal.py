@@ -53,8 +53,8 @@ def test_a_line_for_each_save() -> None:
     [
         ("save_failed", "FAILED to save step 1400: NoSpace: No space for shard-0. Expected 4096 "
                         "bytes, found 1024. Free space."),
-        ("save_skipped", "skipped the save of step 1400: the one before it was under way"),
-        ("save_waited", "waited 1.20 s before saving step 1400: the save before it was under way"),
+        ("save_skipped", "skipped the save of step 1400: one was under way"),
+        ("save_waited", "waited 1.20 s to save step 1400: one was under way"),
         ("resumed", "resumed step 1200 from runs/a/version_1200"),
         ("pin_left", "left the pin pin-1.json behind: timeout"),
         ("structure_changed", "noticed that the state has other leaves in version_9: 2 added, "

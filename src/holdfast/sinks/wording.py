@@ -120,14 +120,14 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
     if name == "save_waited":
         seconds = amount(fields, "seconds")
         waited = "" if seconds is None else f"{span(seconds)} "
-        return f"waited {waited}before saving step {step}: the save before it was under way"
+        return f"waited {waited}to save step {step}: one was under way"
     if name == "structure_changed":
         counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
         leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
         return f"noticed that the state has other leaves in {version}: {', '.join(leaves)}"
     return {
         "save_failed": f"failed to save step {step}: {error}",
-        "save_skipped": f"skipped the save of step {step}: the one before it was under way",
+        "save_skipped": f"skipped the save of step {step}: one was under way",
         "skipped": f"skipped {version}: {error}",
         "deleted": f"deleted {version}",
         "pin_left": f"left the pin {told(fields, 'key')} behind: {error}",
