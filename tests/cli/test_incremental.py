@@ -31,6 +31,19 @@ def store(elsewhere: str) -> MemoryStore:
     return made
 
 
+def test_ls_tells_own_and_referred_bytes(store: MemoryStore) -> None:
+    versions = holdfast("ls", store.url, "--json").json["versions"]
+    assert [v["referred_bytes"] for v in versions] == [0, 160_000, 160_000]
+    assert [v["bytes"] for v in versions][1:] == [4096 + 80] * 2
+    out = holdfast("ls", store.url).out
+    assert "own" in out
+    assert "referred" in out
+    assert out.count("156.2 KiB") == 2
+    alone = "memory://cli-ls-of-full-versions"
+    hf.save(f"{alone}/version_1", {"n": 1})
+    assert "referred" not in holdfast("ls", alone).out
+
+
 def test_show_tells_own_and_referred_bytes_and_bases(store: MemoryStore) -> None:
     told = holdfast("show", f"{store.url}/version_3", "--json").json
     assert told["bytes"] == 4096 + 80

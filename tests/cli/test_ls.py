@@ -30,8 +30,8 @@ def test_json_keys_are_stable(run: str) -> None:
         "run", "latest", "branch", "versions", "branches", "orphans", "bytes_checked",
     ]  # fmt: skip
     assert list(told["versions"][0]) == [
-        "version", "url", "step", "branch", "on_line", "latest", "created", "bytes", "reason",
-        "metrics", "pinned", "intact", "problem",
+        "version", "url", "step", "branch", "on_line", "latest", "created", "bytes",
+        "referred_bytes", "reason", "metrics", "pinned", "intact", "problem",
     ]  # fmt: skip
     assert told["latest"] == "version_60"
     assert [v["step"] for v in told["versions"]] == [20, 40, 60]

@@ -43,6 +43,11 @@ class Entry:
     latest: bool = False
 
     @property
+    def referred(self) -> int:
+        """Bytes in files of other versions."""
+        return 0 if self.snapshot is None else self.snapshot.referred_bytes
+
+    @property
     def state(self) -> str:
         if isinstance(self.problem, FormatTooNew):
             return "too new"
@@ -183,6 +188,7 @@ def _version(run: Run, entry: Entry) -> dict[str, Any]:
         "latest": entry.latest,
         "created": entry.created,
         "bytes": entry.nbytes,
+        "referred_bytes": entry.referred,
         "reason": metadata.get("reason"),
         "metrics": entry.metrics,
         "pinned": entry.pinned,
@@ -202,11 +208,13 @@ def render(found: Found, screen: Console) -> None:
         sep="  ", soft_wrap=True,
     )  # fmt: skip
     branched = any(e.version.branch for e in found.entries)
+    refers = any(e.referred for e in found.entries)
+    sizes = ("own", "referred") if refers else ("size",)
     table = show.table(
-        *("step", *(("branch",) if branched else ()), "age", "size", "state", "reason", "metrics"),
-        right=("step", "branch", "age", "size"),
+        *("step", *(("branch",) if branched else ()), "age", *sizes, "state", "reason", "metrics"),
+        right=("step", "branch", "age", *sizes),
     )
-    rows = [_cells(entry, branched) for entry in found.entries]
+    rows = [_cells(entry, branched, refers) for entry in found.entries]
     # metrics get what is left of the line
     used = sum(max(7, *(r[i].cell_len for r in rows)) + 2 for i in range(len(rows[0]) - 1))
     for row in rows:
@@ -221,17 +229,19 @@ _STYLES = {"latest": "green", "ok": "", "left": "dim"}
 """Of what is well; all else is red."""
 
 
-def _cells(entry: Entry, branched: bool) -> list[Text]:
+def _cells(entry: Entry, branched: bool, refers: bool) -> list[Text]:
     from holdfast.cli.screen import age, numbers, size, text
 
     metadata = {} if entry.snapshot is None else entry.snapshot.metadata
     base = "dim" if entry.state == "left" or not entry.on_line else ""
     branch = [text(entry.version.branch or "", base)] if branched else []
+    referred = [text(size(entry.referred) if entry.referred else "", base)] if refers else []
     return [
         text(entry.version.step, base),
         *branch,
         text(age(entry.created), base),
         text(size(entry.nbytes), base),
+        *referred,
         text(entry.state + ", pinned" * entry.pinned, _STYLES.get(entry.state, "red")),
         text(metadata.get("reason") or "", base, 12),
         text(numbers(entry.metrics), base),
