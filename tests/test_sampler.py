@@ -508,6 +508,18 @@ def test_batches_that_no_step_counts_are_told() -> None:
     assert flat(rest) == order(10)[4:]
 
 
+@pytest.mark.parametrize(("uncounted", "told"), [(0, False), (1, False), (2, True), (3, True)])
+def test_what_is_told_is_as_much_as_a_step_takes(uncounted: int, told: bool) -> None:
+    sampler = Sampler(2 * (4 + uncounted), 2)
+    for number, _ in enumerate(sampler):
+        if number in (1, 3):
+            sampler.advance(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        next(iter(sampler))
+    assert [w.category for w in caught] == [UncountedBatches] * told
+
+
 def test_nothing_counted_at_all_is_told() -> None:
     sampler = Sampler(10, 2)
     list(sampler)
@@ -632,6 +644,8 @@ def test_a_loaded_state_is_saved_again_as_it_was() -> None:
     other.follow(progress)
     progress.epoch += 5
     assert other.state_dict() == saved
+    sampler.load_state_dict(saved)  # also where passes were made before, in this process
+    assert sampler.state_dict() == saved
 
 
 # -- states --------------------------------------------------------------------------------------

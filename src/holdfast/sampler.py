@@ -249,7 +249,7 @@ class ElasticSampler:
         """Whether the pass gave out all that it had, and what is not yet counted of it is less
         than a step's batches: the beginning of a step that ends in the next epoch."""
         whole = self._given[0] == self._last and self._over(self._given[1])
-        return whole and not self._resumed and self._walk(self._per_step - 1)[0] == self._given
+        return whole and self._walk(self._per_step - 1)[0] == self._given
 
     def _counted_up(self) -> bool:
         """Whether the user has counted the pass's epoch as done."""
