@@ -272,6 +272,37 @@ def test_chunks_that_small_boxes_share_stay_while_all_of_them_stay(small: None) 
     sound(store, third, state)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", ["grows", "shrinks", "comes", "goes", "grows itself"])
+def test_what_lies_behind_a_change_of_structure_is_found(
+    small: None, kind: str, ahead: bool
+) -> None:
+    """A leaf before it shifts it against the grid of chunks; only the leaf itself is written."""
+    store = MemoryStore()
+    frozen = np.random.default_rng(0).random(20_000)
+    state: State = {"a": np.arange(101.0), "frozen": frozen, "z": np.ones(50)}
+    last = save(store, 0, state, None)
+    for step in range(1, 6):
+        if kind == "grows":
+            state["a"] = np.arange(101.0 + step)
+        elif kind == "shrinks":
+            state["a"] = np.arange(101.0 - step)
+        elif kind == "comes":
+            state[f"a{step}"] = np.arange(101.0 + step)
+        elif kind == "goes":
+            state.pop("a" if step == 1 else f"none{step}", None)
+        else:
+            state["frozen"] = np.concatenate([state["frozen"], np.ones(300)])
+        last = save(store, step, state, last, ahead=ahead)
+        written = last.nbytes - last.indexes()[0].header
+        assert last.referred_bytes >= 160_000 - UNIT
+        assert written <= 5 * UNIT
+        sound(store, last, state)
+    [index] = last.indexes()
+    assert np.diff(index.cuts).max() <= UNIT
+    assert len(index.cuts) < 200, "no more and more chunks"
+
+
 def test_pages_come_first_so_that_most_is_read_past_the_page_cache(small: None) -> None:
     store = MemoryStore()
     state = {"a": np.arange(3.0), "b": np.arange(4096.0), "c": np.arange(4096.0), "d": np.ones(99)}

@@ -114,6 +114,13 @@ def chunk_cuts(header_length: int, lengths: Ints) -> Ints:
     return np.unique(cuts) + header_length
 
 
+def split_long(cuts: Ints) -> Ints:
+    """The cuts, and more where a chunk behind the first one is longer than ``UNIT``."""
+    long = np.flatnonzero(np.diff(cuts) > UNIT).tolist()
+    more = [np.arange(cuts[i], cuts[i + 1], UNIT, dtype=np.int64) for i in long]
+    return np.unique(np.concatenate([cuts, *more]))
+
+
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """The elements ``start`` to ``stop`` of a row-major array of ``shape``, as rectangles.
 

@@ -4,30 +4,83 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.refer import Packing
 from holdfast.engine.stage import Image, Piece
 from holdfast.errors import CommitError
-from holdfast.format.digest import digest
+from holdfast.format.digest import digest, digest_of
 from holdfast.storage.direct import Buffer, Pool
 from holdfast.words import UNIT
+
+
+class Chunks:
+    """The chunks of an image: in staged pieces, of which one chunk may touch two, or else still in
+    the live state."""
+
+    def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
+        self.image = image
+        self.cuts = image.cuts.tolist()
+        self._pieces = pieces
+        self._begins = [p.start for p in pieces]
+
+    def staged(self, chunk: int, first: int, last: int) -> list[tuple[Buffer, int, int]]:
+        """Where bytes ``first`` to ``last`` of a chunk lie, in order: a buffer, and from where to
+        where in it. Nothing if they are not staged."""
+        start, stop = self.cuts[chunk - 1] + first, self.cuts[chunk - 1] + last
+        found = []
+        for i in range(bisect_right(self._begins, start) - 1, len(self._pieces)):
+            piece = self._pieces[i]
+            if start >= stop or piece.buffer is None:
+                break
+            end = min(stop, piece.stop)
+            found.append((piece.buffer, start - piece.start, end - piece.start))
+            start = end
+        return found
+
+    def length(self, chunk: int) -> int:
+        """Bytes of a chunk."""
+        return int(self.cuts[chunk] - self.cuts[chunk - 1])
+
+    def copy(self, chunk: int, buffer: Buffer, at: int) -> memoryview:
+        """Copy a chunk out of the live state to the buffer's byte ``at``; its bytes there."""
+        self.image.copy(self.cuts[chunk - 1], self.cuts[chunk], buffer, at)
+        return buffer.view[at : at + self.length(chunk)]
+
+
+def digest_chunks(image: Image, pieces: Sequence[Piece], pool: Pool, threads: int) -> list[str]:
+    """The digest of every chunk; what is not staged is copied for it, and not kept."""
+    chunks = Chunks(image, pieces)
+    digests = [digest(image.header)] + [""] * (len(chunks.cuts) - 1)
+
+    def look(chunk: int) -> None:
+        staged = chunks.staged(chunk, 0, chunks.length(chunk))
+        if staged:
+            digests[chunk] = digest_of(b.view[first:last] for b, first, last in staged)
+            return
+        buffer = pool.acquire()
+        try:
+            digests[chunk] = digest(chunks.copy(chunk, buffer, 0))
+        finally:
+            pool.release(buffer)
+
+    in_parallel(range(1, len(digests)), look, min(threads, len(digests)))
+    return digests
 
 
 def write_packed(
     place: Location,
     name: str,
-    image: Image,
     packing: Packing,
-    pieces: list[Piece],
+    pieces: Sequence[Piece],
     pool: Pool,
     threads: int,
 ) -> None:
     """Write the shard. Raises ``StoreError``, or ``CommitError`` if the state has changed since
     its digests were made; then there is no such shard."""
-    gather = _Gather(place, image, packing, pieces)
+    gather = _Gather(place, packing, pieces)
     header = packing.header
     spans = [(a, min(a + pool.unit, len(header))) for a in range(0, len(header), pool.unit)]
     data = range(len(header), packing.length, pool.unit)
@@ -53,21 +106,12 @@ def write_packed(
 class _Gather:
     """Brings parts of the image together as they follow one another in the shard."""
 
-    def __init__(
-        self,
-        place: Location,
-        image: Image,
-        packing: Packing,
-        pieces: list[Piece],
-    ) -> None:
-        self.url = place.url
-        self.image = image
-        self.packing = packing
-        self.cuts = image.cuts.tolist()
-        self.pieces = pieces
-        self.begins = [p.start for p in pieces]
-        self.checked = bytearray(len(self.cuts))
-        self.spare: list[Buffer] = []
+    def __init__(self, place: Location, packing: Packing, pieces: Sequence[Piece]) -> None:
+        self._url = place.url
+        self._packing = packing
+        self._chunks = Chunks(packing.image, pieces)
+        self._checked = bytearray(len(packing.digests))
+        self._spare: list[Buffer] = []
 
     def fill(self, start: int, stop: int, buffer: Buffer) -> None:
         """Copy the shard's bytes from ``start`` to ``stop`` to the buffer's beginning."""
@@ -76,7 +120,7 @@ class _Gather:
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """What lies there: the number of a chunk, which of its bytes, and where in the shard."""
-        packing, cuts = self.packing, self.cuts
+        packing, cuts = self._packing, self._chunks.cuts
         for i in range(bisect_right(packing.at, start) - 1, len(packing.at)):
             shift = packing.at[i] - packing.starts[i]
             a, b = max(start - shift, packing.starts[i]), min(stop - shift, packing.stops[i])
@@ -89,36 +133,36 @@ class _Gather:
     def _copy(self, chunk: int, first: int, last: int, buffer: Buffer, at: int) -> None:
         """Bytes ``first`` to ``last`` of a chunk to the buffer's byte ``at``. The chunk is checked
         as a whole, wherever its other bytes go."""
-        start, stop = self.cuts[chunk - 1], self.cuts[chunk]
-        piece = self.pieces[bisect_right(self.begins, start) - 1]
-        if piece.buffer is not None:
-            begin = start - piece.start
-            if not self.checked[chunk]:  # what is staged stays as it is
-                self._check(chunk, piece.buffer.view[begin : begin + stop - start])
-                self.checked[chunk] = 1
-            source = piece.buffer.address + begin
-            ctypes.memmove(buffer.address + at, source + first, last - first)
-        elif last - first == stop - start:
-            self.image.copy(start, stop, buffer, at)
-            self._check(chunk, buffer.view[at : at + stop - start])
+        chunks, length = self._chunks, self._chunks.length(chunk)
+        staged = chunks.staged(chunk, first, last)
+        if staged:
+            if not self._checked[chunk]:  # what is staged stays as it is
+                whole = chunks.staged(chunk, 0, length)
+                self._check(chunk, digest_of(b.view[i:j] for b, i, j in whole))
+                self._checked[chunk] = 1
+            for source, i, j in staged:
+                ctypes.memmove(buffer.address + at, source.address + i, j - i)
+                at += j - i
+        elif last - first == length:
+            self._check(chunk, digest(chunks.copy(chunk, buffer, at)))
         else:
             try:
-                whole = self.spare.pop()
+                spare = self._spare.pop()
             except IndexError:
-                whole = Buffer(UNIT)  # no chunk of ours is longer
-            self.image.copy(start, stop, whole, 0)
-            self._check(chunk, whole.view[: stop - start])
-            ctypes.memmove(buffer.address + at, whole.address + first, last - first)
-            self.spare.append(whole)
+                spare = Buffer(UNIT)  # no chunk of ours is longer
+            self._check(chunk, digest(chunks.copy(chunk, spare, 0)))
+            ctypes.memmove(buffer.address + at, spare.address + first, last - first)
+            self._spare.append(spare)
 
-    def _check(self, chunk: int, view: memoryview) -> None:
-        found = digest(view)
-        if found != self.packing.digests[chunk]:
-            image = self.image
-            holding = image.holdings[bisect_right(image.begins, self.cuts[chunk - 1]) - 1]
+    def _check(self, chunk: int, found: str) -> None:
+        expected = self._packing.digests[chunk]
+        if found != expected:
+            image = self._packing.image
+            start = self._chunks.cuts[chunk - 1]
+            holding = image.holdings[bisect_right(image.begins, start) - 1]
             raise CommitError(
-                f"Nothing was committed to {self.url}: {holding.key} changed while it was saved",
-                expected=f"digest {self.packing.digests[chunk]}",
+                f"Nothing was committed to {self._url}: {holding.key} changed while it was saved",
+                expected=f"digest {expected}",
                 found=found,
                 todo="Change nothing in the state until the save returns; if nothing did, suspect"
                 " the machine's memory",

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine import pin
+from holdfast.engine import layout, pin
 from holdfast.engine.entries import part_entries
 from holdfast.engine.layout import Ints
 from holdfast.engine.location import Location
@@ -75,11 +75,13 @@ def _beside(place: Location, base: Snapshot) -> Snapshot | None:
 class Packing:
     """What an incremental shard holds of its image, and where the rest lies.
 
-    ``digests``, ``own``: of each chunk of the image, and whether the shard holds it; ``starts``,
-    ``stops`` (in the image) and ``at`` (in the shard) of the spans that it holds, in the shard's
-    order; ``length``: of the shard; ``runs`` and ``refers`` as index and manifest have them.
+    ``image``: with the cuts that the digests are for; ``digests``, ``own``: of each of its chunks,
+    and whether the shard holds it; ``starts``, ``stops`` (in the image) and ``at`` (in the shard)
+    of the spans that it holds, in the shard's order; ``length``: of the shard; ``runs`` and
+    ``refers`` as index and manifest have them.
     """
 
+    image: Image
     header: bytes
     digests: list[str]
     own: NDArray[np.bool_]
@@ -90,13 +92,51 @@ class Packing:
     runs: list[tuple[int, int, int]]
     refers: list[Referred]
 
-    def unneeded(self, image: Image, pieces: Sequence[Piece]) -> list[Piece]:
+    def unneeded(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces of the image of which the shard holds nothing: those of its header too."""
-        written = np.concatenate([[0], np.cumsum(self.own)])
-        ends = np.searchsorted(image.cuts, [(p.start, p.stop) for p in pieces])
-        first, last = ends[:, 0] + 1, ends[:, 1] + 1
-        idle = written[last] == written[first]
+        written = np.cumsum(self.own)
+        first = np.searchsorted(self.image.cuts, [p.start for p in pieces], "right")
+        last = np.searchsorted(self.image.cuts, [p.stop for p in pieces], "left")
+        idle = written[last] == written[np.maximum(first, 1) - 1]
         return [p for p, none in zip(pieces, idle.tolist(), strict=True) if none]
+
+
+def recut(image: Image, base: Snapshot) -> Image:
+    """The image with the chunks of each large box cut as the base has cut that box.
+
+    Otherwise a leaf that has grown, come or gone would shift all that lies behind it against the
+    multiples of ``UNIT`` at which an image is cut, and nothing there would be found again.
+    """
+    own = image.cuts - len(image.header)
+    indexes = base.indexes()
+    if any(np.array_equal(index.cuts - index.header, own) for index in indexes):
+        return image
+    known = {
+        (leaf.key, leaf.dtype, box.offsets): (
+            index.cuts,
+            box.at,
+            DTYPES[leaf.dtype].itemsize * prod(box.sizes),
+        )
+        for index in indexes
+        for leaf in index.leaves
+        for box in leaf.boxes
+    }
+    keep = np.ones(len(image.cuts), bool)
+    parts = []
+    for h, begin, end in zip(image.holdings, image.begins, image.ends, strict=True):
+        found = known.get((h.key, h.dtype, h.box.offsets))
+        if found is None or end - begin < layout.SMALL:
+            continue
+        cuts, at, nbytes = found
+        parts.append(_between(cuts, at, at + min(nbytes, end - begin)) - at + begin)
+        keep[np.searchsorted(image.cuts, begin, "right") : np.searchsorted(image.cuts, end)] = False
+    cuts = np.unique(np.concatenate([image.cuts[keep], *parts]))
+    # a leaf may have grown, or another writer's chunks may be longer than ours
+    return replace(image, cuts=layout.split_long(cuts))
+
+
+def _between(cuts: Ints, low: int, high: int) -> Ints:
+    return cuts[np.searchsorted(cuts, low, "right") : np.searchsorted(cuts, high)]
 
 
 def pack(base: Snapshot, image: Image, digests: list[str]) -> Packing | None:
@@ -126,6 +166,7 @@ def pack(base: Snapshot, image: Image, digests: list[str]) -> Packing | None:
     apart = np.flatnonzero(~Places(file, at).joined(cuts)[1:]) + 2
     runs = [1, *apart.tolist()]
     return Packing(
+        image,
         header,
         digests,
         own,

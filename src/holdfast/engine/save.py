@@ -21,15 +21,15 @@ from holdfast.engine.garbage import uncollected
 from holdfast.engine.group import current_group
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.offer import make_offer
-from holdfast.engine.pack import write_packed
+from holdfast.engine.pack import digest_chunks, write_packed
 from holdfast.engine.plan import plan_write
-from holdfast.engine.refer import held_base, pack
+from holdfast.engine.refer import held_base, pack, recut
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import drop, make_image, stage_ahead, wait_queued, whole
 from holdfast.engine.steady import steady
 from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
-from holdfast.engine.write import digest_chunks, write_index, write_shard
+from holdfast.engine.write import write_index, write_shard
 from holdfast.errors import CommitError
 from holdfast.format import names
 from holdfast.format.manifest import Increment, Manifest, Shard
@@ -180,14 +180,14 @@ def _write(draft: Draft, base: Snapshot | None) -> Receipt:
     index = names.index_name(group.rank, group.size, attempt)
     packing = None
     if base is not None:
-        digests = digest_chunks(image, pieces, pool, threads)
-        packing = pack(base, image, digests)
+        cut = recut(image, base)
+        packing = pack(base, cut, digest_chunks(cut, pieces, pool, threads))
     if packing is None:
         digests = write_shard(place, shard, image, pieces, pool, threads)
         vouched = write_index(place, index, shard, image, digests)
         return Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
-    drop(packing.unneeded(image, pieces), pool)
-    write_packed(place, shard, image, packing, pieces, pool, threads)
-    vouched = write_index(place, index, shard, image, digests, packing)
+    drop(packing.unneeded(pieces), pool)
+    write_packed(place, shard, packing, pieces, pool, threads)
+    vouched = write_index(place, index, shard, packing.image, packing.digests, packing)
     increment = Increment(shard, packing.length, vouched, packing.refers)
     return Receipt(group.rank, increment, packing.length)

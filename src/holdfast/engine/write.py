@@ -12,37 +12,7 @@ from holdfast.engine.stage import Image, Piece
 from holdfast.format.digest import digest
 from holdfast.format.index import BoxAt, IncrementalIndex, Index, Leaf, encode_index
 from holdfast.format.manifest import File
-from holdfast.storage.direct import Buffer, Pool
-
-
-def digest_chunks(image: Image, pieces: list[Piece], pool: Pool, threads: int) -> list[str]:
-    """The digest of every chunk; pieces that are not staged are filled for it, and not kept."""
-    digests = [digest(image.header)] + [""] * (len(image.cuts) - 1)
-    cuts = image.cuts.tolist()
-
-    def look(piece: Piece) -> None:
-        buffer = piece.buffer
-        if buffer is not None:
-            _digest(piece, buffer, cuts, digests)
-            return
-        buffer = pool.acquire()
-        try:
-            image.fill(piece, buffer)
-            _digest(piece, buffer, cuts, digests)
-        finally:
-            pool.release(buffer)
-
-    data = [p for p in pieces if p.start >= cuts[0]]
-    in_parallel(data, look, min(threads, len(data)))
-    return digests
-
-
-def _digest(piece: Piece, buffer: Buffer, cuts: list[int], digests: list[str]) -> None:
-    """Digest the chunks of a piece: it begins and ends with one, as every UNIT is a cut."""
-    view = buffer.view
-    first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
-    for c in range(first, last + 1):
-        digests[c] = digest(view[cuts[c - 1] - piece.start : cuts[c] - piece.start])
+from holdfast.storage.direct import Pool
 
 
 def write_shard(
@@ -64,7 +34,11 @@ def write_shard(
                 image.fill(piece, buffer)
             view = buffer.view[: piece.stop - piece.start]
             if piece.start >= cuts[0]:
-                _digest(piece, buffer, cuts, digests)
+                # every multiple of UNIT is a cut, so chunks begin and end with their piece
+                first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
+                for c in range(first, last + 1):
+                    a, b = cuts[c - 1] - piece.start, cuts[c] - piece.start
+                    digests[c] = digest(view[a:b])
             upload.write_at(piece.start, view)
         finally:
             pool.release(buffer)

@@ -6,6 +6,7 @@ malice: whoever can rewrite a snapshot can also rewrite its digests.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import xxhash
@@ -16,6 +17,14 @@ HEX_LENGTH = 32
 def digest(data: Any) -> str:
     """XXH3-128 of the bytes of ``data`` (any buffer) as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of(parts: Iterable[Any]) -> str:
+    """``digest`` of several buffers as if they were one."""
+    made = xxhash.xxh3_128()
+    for part in parts:
+        made.update(part)
+    return made.hexdigest()
 
 
 def is_digest(text: str) -> bool:
