@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from holdfast import Checkpointer, Run, events
 from holdfast.errors import (
     Denied,
     HoldfastError,
+    MetricMissing,
     MissingLeaf,
     NoSpace,
     PlanError,
@@ -25,7 +28,8 @@ from holdfast.errors import (
     UnexpectedLeaf,
 )
 from holdfast.format.names import Version
-from holdfast.policy import EveryEpoch, EverySteps, KeepLast, OnException, StopWhen
+from holdfast.policy import EveryEpoch, EverySteps, KeepBest, KeepLast, OnException, StopWhen
+from holdfast.request import Answer, Watcher, ask, put_request, read_request
 from holdfast.storage.memory import MemoryStore
 from holdfast.tally import Tally
 
@@ -319,6 +323,59 @@ def test_a_save_on_exception_that_fails_hides_no_exception() -> None:
     assert "No space" in "".join(e.value.__notes__)
 
 
+# -- asked from outside --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are looked for without pause."""
+    monkeypatch.setattr("holdfast.checkpointer.Watcher", partial(Watcher, interval=0.002))
+
+
+def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, quick: None) -> None:
+    url, state, answers = tmp_path / "a", fresh(), list[Answer]()
+    with Checkpointer(url, state, save=EverySteps(10**6)) as ckpt:
+        train(state, ckpt, 1)  # nothing is saved yet, and it can be asked all the same
+        asking = threading.Thread(target=lambda: answers.append(ask(Run(url), 60, interval=0.01)))
+        asking.start()
+        while asking.is_alive():
+            train(state, ckpt, state["progress"].step + 1)
+        asked = state["progress"].step
+        train(state, ckpt, asked + 100)
+    [snapshot] = Run(url).snapshots()
+    assert answers[0].version == snapshot.version
+    assert snapshot.metadata["reason"] == "request"
+    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+
+
+def test_a_request_whose_save_fails_is_answered_by_a_later_one(tmp_path: Any, quick: None) -> None:
+    store, state = Gate(), fresh()
+    with Checkpointer(store, state, save=EverySteps(10**6), on_error="warn") as ckpt:
+        train(state, ckpt, 1)
+        store.broken = full()
+        put_request(store, "a" * 12)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SaveFailed)
+            while ckpt.statistics()["failures"] < 2:
+                train(state, ckpt, state["progress"].step + 1)
+            store.broken = None
+            while read_request(store) is not None:
+                train(state, ckpt, state["progress"].step + 1)
+    assert len(Run(store).snapshots()) == 1
+
+
+def test_a_signal_asks_for_a_save_until_the_end() -> None:
+    store, state = MemoryStore(), fresh()
+    before = signal.getsignal(signal.SIGUSR1)
+    with Checkpointer(store, state, save=EverySteps(10**6)) as ckpt:
+        ckpt.save_on_signal(signal.SIGUSR1)
+        train(state, ckpt, 3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        train(state, ckpt, 6)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert Run(store).line() == [Version(4)]
+
+
 # -- going back, and beginning from another run --------------------------------------------------
 
 
@@ -460,6 +517,33 @@ def test_early_stop_and_its_patience_is_in_the_snapshot() -> None:
         assert not ckpt.should_stop
         ckpt.resume()
         assert ckpt.should_stop
+
+
+def test_a_metric_that_never_comes_is_told_once() -> None:
+    for given in ({"keep": KeepLast(5) | KeepBest(1, "val_los")}, {"stop": StopWhen("val_los")}):
+        store, state = MemoryStore(), fresh()
+        with Checkpointer(store, state, save=EverySteps(1), **given) as ckpt:  # type: ignore[arg-type]
+            train(state, ckpt, 3)
+            ckpt.wait()
+            with pytest.warns(MetricMissing, match=r"val_los.*they have loss") as told:
+                train(state, ckpt, 10)
+            assert len(told) == 1
+
+
+def test_a_metric_that_comes_with_an_evaluation_is_none_to_worry_about() -> None:
+    store, state = MemoryStore(), fresh()
+    with Checkpointer(
+        store, state, save=EverySteps(1), keep=KeepLast(1) | KeepBest(1, "acc", mode="max")
+    ) as ckpt:
+        for step in range(1, 9):
+            train(state, ckpt, step)
+            newest = ckpt.wait()
+            assert newest is not None
+            Run(store).add_metrics(newest, {"acc": step % 5})
+    assert Run(store).line() == [Version(4), Version(8)]
+    best = Run(store).best("acc", "max")
+    assert best is not None
+    assert best.step == 4
 
 
 # -- figures -------------------------------------------------------------------------------------

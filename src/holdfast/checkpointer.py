@@ -21,15 +21,29 @@ from holdfast import events
 from holdfast.engine import pin
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.location import Url
-from holdfast.engine.place import STRICT, Leniency
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.steady import found_in
-from holdfast.errors import CommitError, HoldfastError, SaveFailed, SkippedVersion, StoreError
+from holdfast.errors import (
+    CommitError,
+    HoldfastError,
+    MetricMissing,
+    SaveFailed,
+    SkippedVersion,
+    StoreError,
+)
 from holdfast.format.names import Version, new_attempt
-from holdfast.policy import EverySeconds, KeepPolicy, Moment, Patience, SavePolicy, StopWhen
+from holdfast.policy import (
+    EverySeconds,
+    KeepPolicy,
+    Moment,
+    Patience,
+    SavePolicy,
+    StopWhen,
+    refuse_unable,
+)
 from holdfast.progress import Progress
 from holdfast.request import Watcher
-from holdfast.resume import begin_from, go_on
+from holdfast.resume import Part, begin_from, go_on
 from holdfast.run import Run
 from holdfast.sampler import ElasticSampler
 from holdfast.saver import Order, Saver, number
@@ -82,11 +96,12 @@ class Checkpointer:
         if self._progress is not None:
             for sampler in self._samplers:
                 sampler.follow(self._progress)
-        _refuse_unable(self._policy, self._progress, self._samplers)
+        refuse_unable(self._policy, self._progress is not None or bool(self._samplers))
         self._tally = Tally()
         keep = KeepPolicy() if keep is None else keep
         full_every = full_every if incremental else 1
         self._saver = Saver(self.run, keep, self._tally, full_every=full_every, overlap=overlap)
+        self._saver.wanted |= set() if stop is None else {stop.metric}
         self._watcher = Watcher(self.run.store)
         self._boundary = Boundary(state) if self._policy.on_exception else None
         self._steps = 0
@@ -143,18 +158,11 @@ class Checkpointer:
         """
         self._refuse_fork()
         self._saver.look()
-        lenient = Leniency(missing, unexpected, False, rename or {})
-        if start is None and (keys is not None or lenient != STRICT):
-            raise HoldfastError(
-                "A run goes on from its own versions whole",
-                expected="keys=, missing=, unexpected= or rename= together with start=",
-                found="no start=",
-                todo="Give start=, or load the snapshot by holdfast.load",
-            )
+        part = Part.of(start, keys, missing, unexpected, rename)
         found = go_on(self.run, self.state, at, branch)
         self._ready = True
         if found is None and start is not None:
-            found = begin_from(start, self.state, keys, lenient)
+            found = begin_from(start, self.state, part)
         if found is None:
             return None
         self._branch, self._steps, self._note = found.branch, found.step, found.note
@@ -188,6 +196,9 @@ class Checkpointer:
             self._count(metrics, batches)
             self._refuse_blind_start()
             self._try(self._saver.look)
+            if self._saver.advice is not None:
+                advice, self._saver.advice = self._saver.advice, None
+                warnings.warn(advice, MetricMissing, stacklevel=2)
             self._save_if_due(metrics)
         finally:
             self._tally.step_next()
@@ -383,13 +394,3 @@ def _check_choices(busy: str, on_error: str, full_every: object) -> None:
     ):
         if not good:
             raise HoldfastError(f"{name}={found!r} is no choice", expected=expected, found=found)
-
-
-def _refuse_unable(policy: SavePolicy, progress: object, samplers: Sequence[object]) -> None:
-    if policy.wants_epochs and progress is None and not samplers:
-        raise HoldfastError(
-            "EveryEpoch can never fire: nothing in the state counts epochs",
-            expected="a holdfast.Progress or a holdfast.ElasticSampler in the state",
-            found="neither",
-            todo='Put {"progress": holdfast.Progress()} into the state',
-        )

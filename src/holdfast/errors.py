@@ -168,6 +168,10 @@ class SaveFailed(UserWarning):
     """A save failed and training goes on, since ``on_error="warn"`` was chosen."""
 
 
+class MetricMissing(UserWarning):
+    """A policy waits for a metric that no version has; the message says which there are."""
+
+
 class SinkFailed(UserWarning):
     """A sink of events raised an error and is detached; the message says which, and why."""
 

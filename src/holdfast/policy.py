@@ -313,6 +313,17 @@ class StopWhen:
         return Patience(best, misses, misses >= self.patience)
 
 
+def refuse_unable(policy: SavePolicy, epochs_counted: bool) -> None:
+    """Raise ``HoldfastError`` for a policy that can never fire in this training."""
+    if policy.wants_epochs and not epochs_counted:
+        raise HoldfastError(
+            "EveryEpoch can never fire: nothing in the state counts epochs",
+            expected="a holdfast.Progress or a holdfast.ElasticSampler in the state",
+            found="neither",
+            todo='Put {"progress": holdfast.Progress()} into the state',
+        )
+
+
 # -- what can never fire is refused --------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.engine.load import load_snapshot
 from holdfast.engine.place import STRICT, Leniency
@@ -58,16 +58,45 @@ def go_on(run: Run, state: dict[str, Any], at: int | None, branch: int | None) -
     )
 
 
-def begin_from(
-    start: str, state: dict[str, Any], keys: str | Sequence[str] | None, leniency: Leniency
-) -> Found:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """How much of another run's version is taken."""
+
+    keys: str | Sequence[str] | None
+    leniency: Leniency
+
+    @property
+    def whole(self) -> bool:
+        return self.keys is None and self.leniency == STRICT
+
+    @classmethod
+    def of(
+        cls,
+        start: str | None,
+        keys: str | Sequence[str] | None,
+        missing: Literal["error", "keep"],
+        unexpected: Literal["error", "ignore"],
+        rename: Mapping[str, str] | None,
+    ) -> Part:
+        """Raises ``HoldfastError`` where there is no ``start`` of which to take a part."""
+        part = cls(keys, Leniency(missing, unexpected, False, rename or {}))
+        if start is None and not part.whole:
+            raise HoldfastError(
+                "A run goes on from its own versions whole",
+                expected="keys=, missing=, unexpected= or rename= together with start=",
+                found="no start=",
+                todo="Give start=, or load the snapshot by holdfast.load",
+            )
+        return part
+
+
+def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
     """Load a version of another run, or a part of it, into ``state``. Steps go on only where all
     of it was taken; else they begin at 0. Raises as ``load`` does."""
     snapshot = open_version(start)
-    load_snapshot(snapshot, state, keys, None, leniency)
-    whole = keys is None and leniency == STRICT
+    load_snapshot(snapshot, state, part.keys, None, part.leniency)
     note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}
-    return Found(snapshot, (snapshot.step or 0) if whole else 0, own=False, note=note)
+    return Found(snapshot, (snapshot.step or 0) if part.whole else 0, own=False, note=note)
 
 
 def _origin(note: Any) -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ from holdfast.format.records import (
 )
 from holdfast.known import Known, Ledger, new_evaluation
 from holdfast.known import Listing as Listing  # noqa: PLC0414  (where it is known)
-from holdfast.policy import KeepPolicy, Mode, best_first
+from holdfast.policy import KeepPolicy, Mode, Record, best_first
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 from holdfast.sweep import GRACE, Asked, Swept
@@ -266,13 +266,17 @@ class Run:
         file = names.evaluation_name(name, record.attempt)
         self.store.put_if_absent(self.place(version).key(file), encode_evaluation(record))
 
+    def records(self) -> list[Record]:
+        """The intact versions on the line that training is on, oldest first, with their metrics:
+        what keep policies look at."""
+        listing = self.listing()
+        known = self.ledger.versions(listing)
+        return self.ledger.records(self.line(listing), listing, known)
+
     def best(self, metric: str, mode: Mode = "min") -> Snapshot | None:
         """The intact version on the line with the smallest (``mode="max"``: largest) ``metric``;
         of equal ones the newest; None if no version has it. NaN is never the best."""
-        listing = self.listing()
-        known = self.ledger.versions(listing)
-        records = self.ledger.records(self.line(listing), listing, known)
-        for version in best_first(records, metric, mode):
+        for version in best_first(self.records(), metric, mode):
             try:
                 return self.open(version)
             except NotFound:

@@ -23,6 +23,9 @@ from holdfast.run import Run
 from holdfast.storage.direct import Pool
 from holdfast.tally import Tally
 
+ENOUGH = 3
+"""Saves after which a metric that no version has is worth a warning."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -66,6 +69,10 @@ class Saver:
         self._attempt = ""
         self._pending: Pending | None = None
         self._late: HoldfastError | None = None
+        self.wanted = set(keep.metrics)
+        """Metrics that policies wait for."""
+        self.advice: str | None = None
+        """What the training should be told at its next step."""
 
     @property
     def busy(self) -> bool:
@@ -168,6 +175,8 @@ class Saver:
         seconds = time.perf_counter() - began
         tally = self._tally
         tally.counts["saves"] += 1
+        if tally.counts["saves"] == ENOUGH:
+            self._look_for_metrics()
         tally.counts["bytes"] += snapshot.nbytes
         tally.counts["referred_bytes"] += snapshot.referred_bytes
         tally.seconds["background"] += seconds
@@ -200,6 +209,22 @@ class Saver:
             removed=sorted(was.keys() - now.keys()),
             changed=sorted(k for k in now.keys() & was.keys() if now[k] != was[k]),
         )
+
+    def _look_for_metrics(self) -> None:
+        """Once, after some saves: a policy that waits for a metric which never comes keeps nothing,
+        and whoever misspelt its name should not find that out when the best is wanted."""
+        try:
+            given = {name for record in self.run.records() for name in record.metrics}
+        except HoldfastError:
+            return  # the store is in trouble, which retention tells
+        missing = " or ".join(sorted(self.wanted - given))
+        if missing:
+            there = ", ".join(sorted(given)) or "no metrics"
+            self.advice = (
+                f"None of the versions of {self.run.url} has {missing}, which a policy waits for;"
+                f" they have {there}. Give it to step(), or add it by Run.add_metrics; until then"
+                " none is the best, and nothing stops"
+            )
 
     def _failed(self, order: Order, error: BaseException) -> None:
         order.ended(False)

@@ -123,10 +123,14 @@ def test_in_a_folder(tmp_path: Path, never: None) -> None:
     assert not (tmp_path / "to" / REQUEST).exists()
 
 
-@pytest.mark.parametrize("place", ["none", "empty", "other", "run/version_1", "file"])
+def test_an_empty_folder_may_be_that_of_a_training_that_has_not_saved_yet(tmp_path: Path) -> None:
+    answer = holdfast("request-save", tmp_path, "--no-wait")
+    assert (answer.code, answer.out) == (0, "Asked to save at the next step\n")
+
+
+@pytest.mark.parametrize("place", ["none", "other", "run/version_1", "file"])
 def test_what_is_no_run_is_not_written_to(tmp_path: Path, never: None, place: str) -> None:
     hf.save(tmp_path / "run" / "version_1", {"x": np.arange(3)})
-    (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").write_text("x")
     (tmp_path / "file").write_text("x")

@@ -73,6 +73,18 @@ def _is_address(url: str) -> bool:
     return path is None or not os.path.lexists(path)
 
 
+def started_at(url: str) -> Run:
+    """As ``run_at``, but a folder with nothing in it will do: that of a training which has not
+    saved yet."""
+    try:
+        return run_at(url, committed=False)[0]
+    except NotFound:
+        path = _folder(url)
+        if path is None or not os.path.isdir(path) or os.listdir(path):
+            raise
+        return Run(url)
+
+
 def _is_snapshot(url: str) -> bool:
     """Whether there is a manifest, damaged or not."""
     try:

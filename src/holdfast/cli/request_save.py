@@ -7,7 +7,7 @@ from time import sleep
 import click
 
 from holdfast.cli.answer import json_option, print_json
-from holdfast.cli.places import run_at
+from holdfast.cli.places import started_at
 from holdfast.cli.screen import progress
 from holdfast.cli.sweep import seconds
 from holdfast.format.names import new_attempt
@@ -33,7 +33,7 @@ def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
     A request that is there already is joined. One that nobody answers in time, or that Ctrl-C
     ends, is taken back.
     """
-    place, _ = run_at(run, committed=False)
+    place = started_at(run)
     if no_wait:
         mine = new_attempt()
         version, joined = None, put_request(place.store, mine) != mine
