@@ -101,7 +101,7 @@ class Checkpointer:
         keep = KeepPolicy() if keep is None else keep
         full_every = full_every if incremental else 1
         self._saver = Saver(self.run, keep, self._tally, full_every=full_every, overlap=overlap)
-        self._saver.wanted |= set() if stop is None else {stop.metric}
+        self._saver.awaited = None if stop is None else stop.metric
         self._watcher = Watcher(self.run.store)
         self._boundary = Boundary(state) if self._policy.on_exception else None
         self._steps = 0
@@ -212,6 +212,7 @@ class Checkpointer:
             sampler.advance(batches)
         if self._stop is not None and self._stop.metric in metrics:
             self._patience = self._stop.observe(self._patience, number(metrics[self._stop.metric]))
+            self._saver.awaited = None
         if self._boundary is not None:
             self._boundary.mark()
 

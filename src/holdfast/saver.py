@@ -69,8 +69,8 @@ class Saver:
         self._attempt = ""
         self._pending: Pending | None = None
         self._late: HoldfastError | None = None
-        self.wanted = set(keep.metrics)
-        """Metrics that policies wait for."""
+        self.awaited: str | None = None
+        """A metric that no step has been given so far, although a policy waits for it."""
         self.advice: str | None = None
         """What the training should be told at its next step."""
 
@@ -217,7 +217,8 @@ class Saver:
             given = {name for record in self.run.records() for name in record.metrics}
         except HoldfastError:
             return  # the store is in trouble, which retention tells
-        missing = " or ".join(sorted(self.wanted - given))
+        awaited = set() if self.awaited is None else {self.awaited}
+        missing = " or ".join(sorted((self._keep.metrics - given) | awaited))
         if missing:
             there = ", ".join(sorted(given)) or "no metrics"
             self.advice = (
