@@ -422,6 +422,18 @@ def test_a_new_run_begins_where_another_is_and_goes_on_by_itself() -> None:
         ckpt.resume(start=f"{url}@25")
 
 
+def test_a_resume_waits_for_the_save_in_flight() -> None:
+    store, state = Gate(), fresh()
+    with Checkpointer(store, state, save=EverySteps(5)) as ckpt:
+        store.open.clear()
+        train(state, ckpt, 7)
+        threading.Timer(0.05, store.open.set).start()
+        snapshot = ckpt.resume()
+        assert snapshot is not None
+        assert snapshot.step == 5
+        assert same(state, after(5))
+
+
 def test_a_warm_start_takes_what_fits_and_counts_from_zero() -> None:
     url = "memory://life-warm"
     holdfast.save(

@@ -157,7 +157,7 @@ class Checkpointer:
         with all differences if the version is of another state.
         """
         self._refuse_fork()
-        self._saver.look()
+        self._saver.wait()
         part = Part.of(start, keys, missing, unexpected, rename)
         found = go_on(self.run, self.state, at, branch)
         self._ready = True
