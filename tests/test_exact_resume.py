@@ -263,7 +263,7 @@ def generators() -> str:
     return repr((state["python"], state["numpy"][1].tolist(), state["torch"].tolist()))
 
 
-@pytest.mark.parametrize("options", LOADERS, ids=str)
+@pytest.mark.parametrize("options", LOADERS, ids=["0", "1", "2", "persistent", "own generator"])
 @pytest.mark.parametrize("steps", [1, 3, 4, 5])
 def test_the_first_batch_finds_the_restored_generators(options: dict[str, Any], steps: int) -> None:
     sampler = holdfast.ElasticSampler(8, 2)
