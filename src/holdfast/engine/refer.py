@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from holdfast.engine import layout, pin
 from holdfast.engine.entries import part_entries
+from holdfast.engine.garbage import uncollected
 from holdfast.engine.layout import Ints
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot
@@ -24,7 +25,7 @@ from holdfast.engine.stage import Image, Piece
 from holdfast.errors import FormatError, ManifestInvalid, NotFound
 from holdfast.format import names
 from holdfast.format.manifest import Referred
-from holdfast.format.places import Places
+from holdfast.format.places import Places, places_of
 from holdfast.format.tensorfile import build_header
 from holdfast.words import ALIGNMENT, DTYPES
 
@@ -101,6 +102,7 @@ class Packing:
         return [p for p, none in zip(pieces, idle.tolist(), strict=True) if none]
 
 
+@uncollected()
 def recut(image: Image, base: Snapshot) -> Image:
     """The image with the chunks of each large box cut as the base has cut that box.
 
@@ -111,6 +113,9 @@ def recut(image: Image, base: Snapshot) -> Image:
     indexes = base.indexes()
     if any(np.array_equal(index.cuts - index.header, own) for index in indexes):
         return image
+    lengths = np.array(image.ends) - np.array(image.begins)
+    large = np.flatnonzero(lengths >= layout.SMALL).tolist()
+    keys = {image.holdings[i].key for i in large}
     known = {
         (leaf.key, leaf.dtype, box.offsets): (
             index.cuts,
@@ -119,17 +124,19 @@ def recut(image: Image, base: Snapshot) -> Image:
         )
         for index in indexes
         for leaf in index.leaves
+        if leaf.key in keys
         for box in leaf.boxes
     }
     keep = np.ones(len(image.cuts), bool)
     parts = []
-    for h, begin, end in zip(image.holdings, image.begins, image.ends, strict=True):
+    for i in large:
+        h, begin, end = image.holdings[i], image.begins[i], image.ends[i]
         found = known.get((h.key, h.dtype, h.box.offsets))
-        if found is None or end - begin < layout.SMALL:
-            continue
-        cuts, at, nbytes = found
-        parts.append(_between(cuts, at, at + min(nbytes, end - begin)) - at + begin)
-        keep[np.searchsorted(image.cuts, begin, "right") : np.searchsorted(image.cuts, end)] = False
+        if found is not None:
+            cuts, at, nbytes = found
+            parts.append(_between(cuts, at, at + min(nbytes, end - begin)) - at + begin)
+            inside = slice(*np.searchsorted(image.cuts, [begin + 1, end]).tolist())
+            keep[inside] = False
     cuts = np.unique(np.concatenate([image.cuts[keep], *parts]))
     # a leaf may have grown, or another writer's chunks may be longer than ours
     return replace(image, cuts=layout.split_long(cuts))
@@ -139,6 +146,7 @@ def _between(cuts: Ints, low: int, high: int) -> Ints:
     return cuts[np.searchsorted(cuts, low, "right") : np.searchsorted(cuts, high)]
 
 
+@uncollected()
 def pack(base: Snapshot, image: Image, digests: list[str]) -> Packing | None:
     """What to write and what to refer to, or None if the base has too little of it."""
     cuts = image.cuts
@@ -164,8 +172,8 @@ def pack(base: Snapshot, image: Image, digests: list[str]) -> Packing | None:
         first, last = np.searchsorted(cuts, [start, stop])
         at[first + 1 : last + 1] = cuts[first:last] - start + offset + len(header)
     apart = np.flatnonzero(~Places(file, at).joined(cuts)[1:]) + 2
-    runs = [1, *apart.tolist()]
-    return Packing(
+    firsts = [1, *apart.tolist()]
+    packing = Packing(
         image,
         header,
         digests,
@@ -174,9 +182,17 @@ def pack(base: Snapshot, image: Image, digests: list[str]) -> Packing | None:
         stops.tolist(),
         (offsets + len(header)).tolist(),
         len(header) + int((stops - starts).sum()),
-        list(zip(runs, file[runs].tolist(), at[runs].tolist(), strict=True)),
+        list(zip(firsts, file[firsts].tolist(), at[firsts].tolist(), strict=True)),
         [Referred(path, length, used[number]) for (path, length), number in files.items()],
     )
+    # nothing is committed that would be refused when read
+    shifted = cuts + (len(header) - len(image.header))
+    places_of(packing.runs, shifted, packing.length, packing.refers, _unsound)
+    return packing
+
+
+def _unsound(expected: str, found: object) -> ManifestInvalid:
+    return ManifestInvalid("An incremental index went wrong", expected=expected, found=str(found))
 
 
 def _spans(own: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
