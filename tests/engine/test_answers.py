@@ -150,7 +150,7 @@ def test_a_slow_store_and_one_that_answers_after_a_while() -> None:
     state = fresh()
     with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         train(state, ckpt, 1)
-        pending = ckpt._pending
+        pending = ckpt._saver._pending
         assert pending is not None
         with pytest.raises(TimeoutError, match="not done"):
             pending.wait(0.05)
