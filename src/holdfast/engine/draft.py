@@ -58,9 +58,8 @@ class Draft:
     base: Snapshot | None = None
     rest: Rest | None = None
 
-    def manifest(self, shards: list[Shard], chain: int = 0) -> Manifest:
-        """The manifest that commits these shards; ``chain``: what it is if any refers to another
-        version."""
+    def manifest(self, shards: list[Shard], base: Snapshot | None = None) -> Manifest:
+        """The manifest that commits these shards, which may refer to ``base``."""
         label = self.label
         version = names.parse_version(self.place.folder.rpartition("/")[2])
         step = version.step if label.step is None and version is not None else label.step
@@ -80,7 +79,7 @@ class Draft:
             "metadata": {"dict": about},
             "tree": self.tree,
         }
-        if not any(s.refers for s in shards):
+        if base is None or not any(s.refers for s in shards):
             return Manifest(shards=shards, **fields)
         parts = [Increment(s.name, s.length, s.index, s.refers) for s in shards]
-        return Incremental(shards=parts, chain=chain, **fields)
+        return Incremental(shards=parts, chain=base.chain + 1, **fields)

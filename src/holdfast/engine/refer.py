@@ -37,17 +37,20 @@ Hashes = NDArray[np.uint64]
 
 
 @contextmanager
-def held_base(place: Location, attempt: str, base: Snapshot | None) -> Iterator[Snapshot | None]:
-    """``base``, pinned with all that it refers to, as the store of ``place`` shows it now.
+def held(place: Location, attempt: str, base: Snapshot | None) -> Iterator[Snapshot | None]:
+    """Pins the attempt, and ``base`` with all that it refers to; gives ``base`` as the store of
+    ``place`` shows it now.
 
     None, and the save is a full one, if it is not a version of the same run, was deleted, or
     is damaged as far as its manifest, its indexes and the lengths of its files tell.
     """
     with ExitStack() as pins:
         found = None if base is None else _beside(place, base)
+        # each pin names the attempt too
+        versions = [None] if found is None else sorted({found.version, *found.bases})
+        for version in versions:
+            pins.enter_context(pin.held(place, attempt, version))
         if found is not None:
-            for version in sorted({found.version, *found.bases}):
-                pins.enter_context(pin.held(place, attempt, version))
             try:
                 pin.seen(found.place)
                 found.check_files()

@@ -12,27 +12,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast import events
-from holdfast.engine import pin
 from holdfast.engine.beside import Rest, split
 from holdfast.engine.buffers import shared_pool
-from holdfast.engine.commit import Receipt, check_receipts, put_manifest, refuse_existing
+from holdfast.engine.commit import check_receipts, put_manifest, refuse_existing
 from holdfast.engine.draft import Draft, Label
 from holdfast.engine.garbage import uncollected
 from holdfast.engine.group import current_group
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.offer import make_offer
-from holdfast.engine.pack import digest_chunks, write_packed
 from holdfast.engine.plan import plan_write
-from holdfast.engine.refer import held_base, pack, recut
+from holdfast.engine.refer import held
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import drop, make_image, stage_ahead, wait_queued, whole
 from holdfast.engine.steady import steady
 from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
-from holdfast.engine.write import write_index, write_shard
+from holdfast.engine.write import write_part
 from holdfast.errors import CommitError
 from holdfast.format import names
-from holdfast.format.manifest import Increment, Manifest, Shard
 from holdfast.settings import read_settings
 from holdfast.storage.direct import Pool
 
@@ -147,47 +144,17 @@ def finish(draft: Draft) -> Snapshot:
     try:
         if draft.rest is not None:
             draft.rest.stage(draft.pool, read_settings().threads)
-        with (
-            pin.held(draft.place, draft.attempt),
-            held_base(draft.place, draft.attempt, draft.base) as base,
-        ):
-            manifest, digest = _write_and_commit(draft, base)
+        with held(draft.place, draft.attempt, draft.base) as base:
+            receipts = draft.group.gather(write_part(draft, base))
+            made = None
+            if receipts is not None:
+                check_receipts(draft.place, receipts, draft.group.size)
+                manifest = draft.manifest([r.shard for r in receipts], base)
+                made = [(manifest, put_manifest(draft.place, manifest))] * draft.group.size
+            manifest, digest = draft.group.scatter(made)
     finally:
         drop(draft.pieces, draft.pool)
     snapshot = Snapshot(draft.place, manifest, digest)
     seconds = time.perf_counter() - draft.began
     events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
     return snapshot
-
-
-def _write_and_commit(draft: Draft, base: Snapshot | None) -> tuple[Manifest, str]:
-    place, group = draft.place, draft.group
-    receipts = group.gather(_write(draft, base))
-    made = None
-    if receipts is not None:
-        check_receipts(place, receipts, group.size)
-        chain = 0 if base is None else base.chain + 1
-        manifest = draft.manifest([r.shard for r in receipts], chain)
-        made = (manifest, put_manifest(place, manifest))
-    return group.scatter(None if made is None else [made] * group.size)
-
-
-def _write(draft: Draft, base: Snapshot | None) -> Receipt:
-    """Write shard and index: in full, or what ``base`` lacks."""
-    place, group, image, attempt = draft.place, draft.group, draft.image, draft.attempt
-    pieces, pool, threads = draft.pieces, draft.pool, read_settings().threads
-    shard = names.shard_name(group.rank, group.size, attempt)
-    index = names.index_name(group.rank, group.size, attempt)
-    packing = None
-    if base is not None:
-        cut = recut(image, base)
-        packing = pack(base, cut, digest_chunks(cut, pieces, pool, threads))
-    if packing is None:
-        digests = write_shard(place, shard, image, pieces, pool, threads)
-        vouched = write_index(place, index, shard, image, digests)
-        return Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
-    drop(packing.unneeded(pieces), pool)
-    write_packed(place, shard, packing, pieces, pool, threads)
-    vouched = write_index(place, index, shard, packing.image, packing.digests, packing)
-    increment = Increment(shard, packing.length, vouched, packing.refers)
-    return Receipt(group.rank, increment, packing.length)

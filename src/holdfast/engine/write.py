@@ -5,14 +5,41 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import Any
 
+from holdfast.engine.commit import Receipt
+from holdfast.engine.draft import Draft
 from holdfast.engine.location import Location
+from holdfast.engine.pack import digest_chunks, write_packed
 from holdfast.engine.parallel import in_parallel
-from holdfast.engine.refer import Packing
-from holdfast.engine.stage import Image, Piece
+from holdfast.engine.refer import Packing, pack, recut
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.stage import Image, Piece, drop
+from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import BoxAt, IncrementalIndex, Index, Leaf, encode_index
-from holdfast.format.manifest import File
+from holdfast.format.manifest import File, Increment, Shard
+from holdfast.settings import read_settings
 from holdfast.storage.direct import Pool
+
+
+def write_part(draft: Draft, base: Snapshot | None) -> Receipt:
+    """Write this rank's shard and index, in full or what ``base`` lacks. Raises ``StoreError``."""
+    place, group, image, attempt = draft.place, draft.group, draft.image, draft.attempt
+    pieces, pool, threads = draft.pieces, draft.pool, read_settings().threads
+    shard = names.shard_name(group.rank, group.size, attempt)
+    index = names.index_name(group.rank, group.size, attempt)
+    packing = None
+    if base is not None:
+        cut = recut(image, base)
+        packing = pack(base, cut, digest_chunks(cut, pieces, pool, threads))
+    if packing is None:
+        digests = write_shard(place, shard, image, pieces, pool, threads)
+        vouched = write_index(place, index, shard, image, digests)
+        return Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
+    drop(packing.unneeded(pieces), pool)
+    write_packed(place, shard, packing, pieces, pool, threads)
+    vouched = write_index(place, index, shard, packing.image, packing.digests, packing)
+    increment = Increment(shard, packing.length, vouched, packing.refers)
+    return Receipt(group.rank, increment, packing.length)
 
 
 def write_shard(
