@@ -10,7 +10,7 @@ from pathlib import Path
 from bench import disk, report
 
 TOPICS = (
-    "save_load", "small", "blocked", "slowdown", "memory", "million", "walk", "incremental"
+    "save_load", "small", "blocked", "slowdown", "memory", "million", "walk", "incremental", "step"
 )  # fmt: skip
 
 
