@@ -114,12 +114,12 @@ def content_of(raw: bytes) -> dict[str, Any]:
     return content
 
 
-def manifest_key(files: Files) -> str:
-    return next(k for k in files if k.endswith(MANIFEST))
+def manifest_key(files: Files, folder: str = "") -> str:
+    return next(k for k in files if k.startswith(folder) and k.endswith(MANIFEST))
 
 
-def index_key(files: Files) -> str:
-    return next(k for k in files if k.endswith(".index.json"))
+def index_key(files: Files, folder: str = "") -> str:
+    return next(k for k in files if k.startswith(folder) and k.endswith(".index.json"))
 
 
 def shard_key(files: Files) -> str:
@@ -130,12 +130,16 @@ def lie(
     files: Files,
     manifest: Callable[[Json], object] | None = None,
     index: Callable[[Json], object] | None = None,
+    *,
+    folder: str = "",
+    number: int = 1,
 ) -> Files:
-    """The files with a changed manifest or index; every digest is right again."""
+    """The files with a changed manifest or index, of the version in ``folder`` and of that format
+    number; every digest is right again."""
     files = dict(files)
-    content = content_of(files[manifest_key(files)])
+    content = content_of(files[manifest_key(files, folder)])
     if index is not None:
-        key = index_key(files)
+        key = index_key(files, folder)
         changed = json.loads(files[key])
         index(changed)
         files[key] = json.dumps(changed).encode()
@@ -143,7 +147,7 @@ def lie(
         vouched["length"], vouched["digest"] = len(files[key]), digest(files[key])
     if manifest is not None:
         manifest(content)
-    files[manifest_key(files)] = reseal(content)
+    files[manifest_key(files, folder)] = reseal(content, number)
     return files
 
 

@@ -25,7 +25,7 @@ from holdfast.known import new_evaluation
 from holdfast.policy import EverySteps, KeepBest, KeepLast
 from holdfast.storage.memory import MemoryStore
 
-from .trainings import after, flip, shard_of, train, training
+from .trainings import after, flip, shard_of, train, trained, training
 
 V20 = Version(20)
 
@@ -33,10 +33,7 @@ V20 = Version(20)
 @pytest.fixture
 def store() -> MemoryStore:
     """A training with versions 20, 40, 60, each with the metric ``loss``."""
-    store = MemoryStore()
-    with training(store, EverySteps(20)) as (state, ckpt):
-        train(state, ckpt, 60)
-    return store
+    return trained()
 
 
 @pytest.fixture

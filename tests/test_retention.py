@@ -33,7 +33,7 @@ from holdfast.testing import CrashFs, Fault, FaultFs
 
 from .crash.promises import check_promises
 from .engine.unreliable import Wrapped
-from .trainings import after, flip, shard_of, train, training
+from .trainings import after, flip, shard_of, train, trained, training
 
 DAY = 24 * 3600.0
 YEAR = 365 * DAY
@@ -57,10 +57,7 @@ def make_run(*steps: int) -> MemoryStore:
 @pytest.fixture
 def store() -> MemoryStore:
     """A training with versions 20, 40, 60."""
-    store = MemoryStore()
-    with training(store, EverySteps(20)) as (state, ckpt):
-        train(state, ckpt, 60)
-    return store
+    return trained()
 
 
 def steps(store: Store) -> list[int]:

@@ -19,7 +19,7 @@ from holdfast.policy import EverySteps
 from holdfast.run import open_version
 from holdfast.storage.memory import MemoryStore
 
-from .trainings import flip, shard_of, train, training
+from .trainings import flip, shard_of, train, trained, training
 
 DAY = 24 * 3600.0
 
@@ -27,10 +27,7 @@ DAY = 24 * 3600.0
 @pytest.fixture
 def store() -> MemoryStore:
     """A run with versions 20, 40, 60."""
-    store = MemoryStore()
-    with training(store, EverySteps(20)) as (state, ckpt):
-        train(state, ckpt, 60)
-    return store
+    return trained()
 
 
 def steps(run: Run) -> list[int]:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import holdfast
-from holdfast.policy import KeepPolicy, SavePolicy
+from holdfast.policy import EverySteps, KeepPolicy, SavePolicy
+from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 
 
@@ -65,6 +66,14 @@ def train(state: dict[str, Any], ckpt: holdfast.Checkpointer, to: int) -> None:
     """Steps until ``to`` are done."""
     while state["progress"].step < to:
         ckpt.step({"loss": train_step(state)})
+
+
+def trained(to: int = 60, every: int = 20) -> MemoryStore:
+    """A run of versions 20, 40, 60, each with the metric ``loss``."""
+    store = MemoryStore()
+    with training(store, EverySteps(every)) as (state, ckpt):
+        train(state, ckpt, to)
+    return store
 
 
 def flip(store: Store, key: str, byte: int = -1, bit: int = 0) -> None:

@@ -20,11 +20,11 @@ from holdfast.engine.load import load_snapshot
 from holdfast.engine.location import Location
 from holdfast.engine.save import begin, finish
 from holdfast.errors import FormatError, ManifestInvalid, StoreError
-from holdfast.format.digest import digest
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import Referred, decode_manifest
 from holdfast.format.names import Version
 from holdfast.storage.memory import MemoryStore
+from tests import forging
 from tests.attacks.test_fuzz import change
 from tests.attacks.test_lies import WRONG
 from tests.forging import (
@@ -34,6 +34,7 @@ from tests.forging import (
     at,
     content_of,
     files_of,
+    index_key,
     paths,
     put,
     reseal,
@@ -75,25 +76,9 @@ def files() -> Files:
     return files_of(store)
 
 
-def index_key(files: Files) -> str:
-    return next(k for k in files if k.startswith("version_2/") and k.endswith(".index.json"))
-
-
 def lie(files: Files, manifest: Change | None = None, index: Change | None = None) -> Files:
     """The run with a changed manifest or index of its last version; the digests are right again."""
-    files = dict(files)
-    content = content_of(files[MANIFEST])
-    if index is not None:
-        key = index_key(files)
-        changed = json.loads(files[key])
-        index(changed)
-        files[key] = json.dumps(changed).encode()
-        vouched = content["shards"][0]["index"]
-        vouched["length"], vouched["digest"] = len(files[key]), digest(files[key])
-    if manifest is not None:
-        manifest(content)
-    files[MANIFEST] = reseal(content, 2)
-    return files
+    return forging.lie(files, manifest, index, folder="version_2/", number=2)
 
 
 def refused(files: Files) -> list[str]:
@@ -281,7 +266,7 @@ def test_the_fields_of_a_number_go_with_it(files: Files) -> None:
     with pytest.raises(ManifestInvalid, match="chain"):
         decode_manifest(reseal(one, 1), "f")
     with pytest.raises(ManifestInvalid, match="runs"):
-        decode_index(files[index_key(files)], "f")
+        decode_index(files[index_key(files, "version_2/")], "f")
 
 
 def test_a_small_base_backs_no_large_state(files: Files) -> None:
@@ -318,7 +303,7 @@ BEYOND = {
 
 
 def test_the_schema_takes_what_we_write_and_refuses_the_lies_that_it_can(files: Files) -> None:
-    key = index_key(files)
+    key = index_key(files, "version_2/")
     for raw in (files[MANIFEST], files[key]):
         assert ANY.is_valid(json.loads(raw))
     for name, edit in MANIFEST_LIES.items():
@@ -340,7 +325,7 @@ def test_the_schema_takes_what_we_write_and_refuses_the_lies_that_it_can(files: 
 def test_any_field_with_any_wrong_value(files: Files, which: str) -> None:
     """Nothing but proper errors; what is loaded nevertheless is what was saved."""
     wanted = {**state(2), "b": state(1)["b"]}
-    raw = files[MANIFEST] if which == "manifest" else files[index_key(files)]
+    raw = files[MANIFEST] if which == "manifest" else files[index_key(files, "version_2/")]
     original = content_of(raw) if which == "manifest" else json.loads(raw)
     chosen = [p for p in paths(original) if p[0] in ("shards", "chain", "runs", "length", "header")]
     for path in chosen:
