@@ -382,6 +382,7 @@ class Checkpointer:
             self._ready = True
         with pin.held(self.run.place(Version(0)), new_attempt()):
             pass
+        self._saver.make_room(self.state)
         self._watcher.start()
         self._started = True
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 from holdfast import events
@@ -12,8 +14,9 @@ from holdfast.engine.beside import pin_memory
 from holdfast.engine.draft import Draft, Label
 from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.stage import whole
 from holdfast.engine.steady import Guard, optimizers_in
-from holdfast.engine.tree import Flat
+from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
 from holdfast.errors import AlreadyExists, HoldfastError
 from holdfast.format.manifest import Parent
@@ -66,6 +69,7 @@ class Saver:
         self._optimizers: list[Any] = []
         self._guard: Guard | None = None
         self._pool = Pool(1 << 50, prepare=pin_memory if overlap else None)
+        self._reserving: Thread | None = None
         self._attempt = ""
         self._pending: Pending | None = None
         self._late: HoldfastError | None = None
@@ -78,6 +82,15 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save is in flight."""
         return self._pending is not None and not self._pending.done
+
+    def make_room(self, state: Any) -> None:
+        """Make the buffers for ``state`` before the first save is due, on a thread: to touch new
+        memory takes ten times as long as to copy into it. Raises what is wrong with the state."""
+        flat = flatten(state)
+        nbytes = sum(whole(leaf).nbytes for leaf in flat.leaves) + 2 * self._pool.unit
+        self._reserving = Thread(target=self._pool.reserve, args=(nbytes,), name="holdfast-room")
+        with suppress(RuntimeError):  # no thread can be had: the first save makes them
+            self._reserving.start()
 
     def settle(self, step: int) -> None:
         """Wait for the save in flight, since that of ``step`` is due. Raises what made it fail."""
@@ -258,6 +271,8 @@ class Saver:
         """Give the memory back; nothing is saved any more."""
         self._unguard()
         self._pool.close()
+        if self._reserving is not None and self._reserving.ident is not None:
+            self._reserving.join()
 
 
 def number(value: Any) -> Any:

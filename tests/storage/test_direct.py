@@ -93,23 +93,6 @@ def test_acquire_gives_up_in_time():
         pool.acquire(timeout=0)
 
 
-def test_abort_wakes_who_waits_and_reset_forgets_it():
-    pool = Pool(UNIT, UNIT)
-    held, cause = pool.acquire(), OSError("disk gone")
-    with blocked(pool, 3) as waits:
-        pool.abort(cause)
-        for wait in waits:
-            error = wait.exception(5)
-            assert isinstance(error, StoreError)
-            assert error.__cause__ is cause
-            assert "disk gone" in str(error)
-    pool.release(held)
-    with pytest.raises(StoreError):
-        pool.acquire()
-    pool.reset()
-    assert pool.acquire() is held
-
-
 def test_close_wakes_who_waits_and_gives_the_memory_back():
     pool = Pool(2 * UNIT, UNIT)
     pool.release(pool.acquire())
@@ -120,6 +103,28 @@ def test_close_wakes_who_waits_and_gives_the_memory_back():
     with pytest.raises(StoreError, match="closed"):
         pool.acquire()
     pool.release(held.pop())
+    assert pool.allocated == 0
+    pool = Pool(UNIT, UNIT)
+    pool.acquire()
+    with blocked(pool, 3) as waits:
+        pool.close()
+        for wait in waits:
+            assert isinstance(wait.exception(5), StoreError)
+
+
+def test_reserve_makes_buffers_ahead_and_never_too_many():
+    made = []
+    pool = Pool(4 * UNIT, UNIT, made.append)
+    held = pool.acquire()
+    pool.reserve(2 * UNIT + 1)
+    assert (pool.allocated, pool.free) == (3 * UNIT, 2 * UNIT)
+    pool.reserve(UNIT)
+    pool.reserve(100 * UNIT)
+    assert (pool.allocated, len(made)) == (4 * UNIT, 4)
+    pool.release(held)
+    pool.close()
+    pool.reserve(100 * UNIT)
+    assert pool.allocated == 0
 
 
 def test_trim_keeps_as_much_as_is_said():

@@ -64,7 +64,7 @@ class Pool:
         self._condition = Condition()
         self._free: list[Buffer] = []
         self._count = 0
-        self._stopped: BaseException | None = None
+        self._closed = False
         self._limit = self._buffers_in(budget)
 
     @property
@@ -88,16 +88,13 @@ class Pool:
     def acquire(self, timeout: float | None = None) -> Buffer:
         """A buffer, waiting for one while the budget is used up.
 
-        Raises ``StoreError`` when ``timeout`` (seconds) has passed, or when the pool was stopped
-        by ``abort`` or ``close``, whose cause is then chained.
+        Raises ``StoreError`` when ``timeout`` (seconds) has passed, or when the pool is closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._condition:
             while True:
-                if self._stopped is not None:
-                    raise StoreError(
-                        f"No buffer is given out any more: {self._stopped}"
-                    ) from self._stopped
+                if self._closed:
+                    raise StoreError("No buffer is given out any more: the pool is closed")
                 if self._free:
                     buffer = self._free.pop()
                     buffer.free = False
@@ -113,8 +110,24 @@ class Pool:
                         found=f"{self.allocated} bytes in use, which is the budget",
                         todo="See what holds the writes up, or give a larger budget",
                     )
+        return self._make()
+
+    def reserve(self, nbytes: int) -> None:
+        """Make buffers until there are so many bytes of them, or the budget is used up, or the
+        pool is closed. For a thread that has nothing better to do; others are not held up."""
+        while True:
+            with self._condition:
+                enough = self._count >= min(-(-nbytes // self.unit), self._limit)
+                if enough or self._closed:
+                    return
+                self._count += 1
+            self.release(self._make())
+
+    def _make(self) -> Buffer:
+        """A buffer that is counted already. Outside the lock: touching its pages takes
+        milliseconds."""
         try:
-            buffer = Buffer(self.unit)  # outside the lock: touching its pages takes milliseconds
+            buffer = Buffer(self.unit)
             if self._prepare is not None:
                 self._prepare(buffer)
         except BaseException:
@@ -125,12 +138,12 @@ class Pool:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Give a buffer back. Also after ``abort``; twice is an error."""
+        """Give a buffer back. Also after ``close``; twice is an error."""
         with self._condition:
             if buffer.free:
                 raise HoldfastError("A buffer was released twice: its bytes may be in use")
             buffer.free = True
-            if self._count > self._limit:
+            if self._closed or self._count > self._limit:
                 self._count -= 1
             else:
                 self._free.append(buffer)
@@ -144,20 +157,10 @@ class Pool:
                 self._count -= 1
             self._condition.notify_all()
 
-    def abort(self, error: BaseException) -> None:
-        """Make every present and later ``acquire`` raise, until ``reset``."""
-        with self._condition:
-            self._stopped = error
-            self._condition.notify_all()
-
-    def reset(self) -> None:
-        """Forget an ``abort``."""
-        with self._condition:
-            self._stopped = None
-
     def close(self) -> None:
-        """Stop for good and give all free buffers back."""
-        self.abort(StoreError("The pool of buffers is closed"))
+        """Make every present and later ``acquire`` raise, and give all free buffers back."""
+        with self._condition:
+            self._closed = True
         self.trim(0)
 
     def _buffers_in(self, budget: int) -> int:
