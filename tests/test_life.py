@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -182,10 +184,193 @@ def test_choices_that_are_none(given: dict[str, Any], message: str) -> None:
         Checkpointer(MemoryStore(), fresh(), **given)
 
 
-def test_every_epoch_needs_something_that_counts_epochs() -> None:
-    with pytest.raises(HoldfastError, match=r"EveryEpoch.*Progress"):
-        Checkpointer(MemoryStore(), {"x": 1}, save=EverySteps(5) | EveryEpoch())
-    Checkpointer(MemoryStore(), fresh(), save=EveryEpoch()).close()
+def test_every_epoch_needs_to_know_which_step_completes_one() -> None:
+    for state in ({"x": 1}, fresh()):
+        with pytest.raises(HoldfastError, match=r"EveryEpoch.*ElasticSampler"):
+            Checkpointer(MemoryStore(), state, save=EverySteps(5) | EveryEpoch())
+    state = fresh() | {"sampler": holdfast.ElasticSampler(10, 2)}
+    Checkpointer(MemoryStore(), state, save=EveryEpoch()).close()
+
+
+# -- mistakes that a person makes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"save": 500}, r"save=.*EverySteps\(500\), found 500"),
+        ({"save": KeepLast(1)}, r"save=.*found KeepLast"),
+        ({"keep": EverySteps(1)}, r"keep=.*KeepLast\(3\)"),
+        ({"keep": 3}, "keep="),
+        ({"stop": "loss"}, r"stop=.*found 'loss'"),
+        ({"state": torch.nn.Linear(2, 2)}, r"state=.*a dict such as .*Linear"),
+        ({"state": [1]}, "state="),
+    ],
+)
+def test_arguments_of_another_kind(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(HoldfastError, match=message):
+        Checkpointer(MemoryStore(), given.pop("state", fresh()), **given)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (1.5, r"a dict such as .*a float"),
+        (torch.tensor(1.0), "a Tensor"),
+        ({"loss": "low"}, r"'loss' is no number.*a str"),
+        ({"loss": None}, "NoneType"),
+        ({"loss": [1.0]}, "a list"),
+        ({"loss": torch.ones(3)}, "3 elements"),
+        ({"loss": np.ones((2, 2))}, "4 elements"),
+        ({3: 1.0}, "3 is no number"),
+    ],
+)
+def test_metrics_that_are_none_are_refused_at_once(metrics: Any, message: str) -> None:
+    with training(MemoryStore(), EverySteps(10**6)) as (_, ckpt):
+        with pytest.raises(PlanError, match=message):
+            ckpt.step(metrics)
+        with pytest.raises(PlanError, match=message):
+            ckpt.save(metrics)
+        ckpt.step({"a": 1, "b": 2.5, "c": np.float32(1), "d": torch.ones(1), "e": True})
+
+
+def test_what_state_dict_returned_is_refused_by_name() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for more in ({"opt": optimizer.state_dict()}, {"all": {"opt": schedule.state_dict()}}):
+        with pytest.raises(PlanError, match=r"opt in the state.*copy made once"):
+            Checkpointer(MemoryStore(), {"model": model, **more})
+    state = {"model": model.state_dict(), "optimizer": optimizer, "schedule": schedule}
+    Checkpointer(MemoryStore(), state).close()
+
+
+@pytest.mark.parametrize("name", ["version_8", "version_8.1", "a@latest", "a@8", "a@8.1"])
+def test_a_version_or_its_address_is_no_run(tmp_path: Any, name: str) -> None:
+    with pytest.raises(HoldfastError, match=r"is no run.*resume\(start="):
+        Checkpointer(tmp_path / name, fresh())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_is_no_run(tmp_path: Any) -> None:
+    holdfast.save(tmp_path / "mine", fresh())
+    with pytest.raises(HoldfastError, match="found a snapshot"):
+        Checkpointer(tmp_path / "mine", fresh())
+
+
+def test_counting_progress_by_hand_too_is_refused() -> None:
+    with training(MemoryStore(), EverySteps(10**6)) as (state, ckpt):
+        state["progress"].step = 7  # before the first step it may be set
+        ckpt.step()
+        assert ckpt.current_step == 8
+        state["progress"].step += 1
+        with pytest.raises(HoldfastError, match="Expected 8, found 9"):
+            ckpt.step()
+
+
+def test_a_save_right_after_a_step_has_its_metrics() -> None:
+    with training(MemoryStore(), EverySteps(10**6)) as (state, ckpt):
+        train(state, ckpt, 3)
+        assert ckpt.save().metadata["metrics"] == {"loss": state["history"][-1]}
+        ckpt.step()
+        assert ckpt.save().metadata["metrics"] == {}
+        ckpt.step({"loss": 2.0})
+        assert ckpt.save({"other": 1.0}).metadata["metrics"] == {"other": 1.0}
+
+
+def test_a_resume_that_goes_nowhere() -> None:
+    with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
+        for wrong in ({"at": "8"}, {"at": 8.0}, {"branch": True}):
+            with pytest.raises(HoldfastError, match="whole numbers"):
+                ckpt.resume(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_beginning_and_steps_that_are_left_unsaved_are_told() -> None:
+    store = MemoryStore()
+    heard, attached = told()
+    with attached:
+        with training(store, EverySteps(4)) as (state, ckpt):
+            ckpt.resume()
+            train(state, ckpt, 6)
+        with training(store, EverySteps(4)) as (state, ckpt):
+            ckpt.resume()
+            train(state, ckpt, 8)
+        with training(store, EverySteps(4)) as (_, ckpt):
+            ckpt.resume()
+    wanted = ("began", "left_unsaved", "resumed")
+    assert [n for n, _ in heard if n in wanted] == ["began", "left_unsaved", "resumed", "resumed"]
+    [unsaved] = [f for n, f in heard if n == "left_unsaved"]
+    assert (unsaved["step"], unsaved["since"]) == (6, 4)
+
+
+# -- two trainings in one run --------------------------------------------------------------------
+
+OTHER = """
+import sys, holdfast
+state = {"x": [0.0], "progress": holdfast.Progress()}
+ckpt = holdfast.Checkpointer(sys.argv[1], state, save=holdfast.EverySteps(1))
+ckpt.resume()
+ckpt.step()
+ckpt.wait()
+print("training", flush=True)
+sys.stdin.readline()
+ckpt.step()
+ckpt.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path: Any) -> None:
+    command = [sys.executable, "-c", OTHER, str(tmp_path / "a")]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdin is not None
+    assert first.stdout is not None
+    assert first.stdout.readline() == "training\n"
+    state: dict[str, Any] = {"x": [0.0], "progress": holdfast.Progress()}
+    for choice in ("raise", "warn"):
+        ckpt = Checkpointer(tmp_path / "a", state, on_error=choice)  # type: ignore[arg-type]
+        ckpt.resume()
+        with pytest.raises(HoldfastError, match=rf"Another training.*process {first.pid} on"):
+            ckpt.step()
+        ckpt.close()
+    if first.pid % 2:  # at its end it makes room; killed, it blocks nobody either
+        first.kill()
+    first.communicate("\n", timeout=60)
+    with Checkpointer(tmp_path / "a", state, save=EverySteps(1)) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+    assert not (tmp_path / "a" / "writer.json").exists()
+
+
+def test_a_training_that_is_succeeded_saves_nothing_more() -> None:
+    """As when a node that was taken for dead comes back: its successor runs elsewhere."""
+    store = MemoryStore()
+    old = Checkpointer(store, state := fresh(), save=EverySteps(2), on_error="warn")
+    train(state, old, 2)
+    old.wait()
+    with training(store, EverySteps(2)) as (new_state, new):
+        new.resume()
+        train(new_state, new, 3)
+        with pytest.raises(HoldfastError, match="taken this run over"):
+            train(state, old, 6)
+            old.wait()
+        train(new_state, new, 4)
+    assert Run(store).line() == [Version(2), Version(4)]
+    old.close()
+
+
+def test_a_writer_that_is_removed_by_hand_is_put_back() -> None:
+    store = MemoryStore()
+    with training(store, EverySteps(1)) as (state, ckpt):
+        train(state, ckpt, 1)
+        ckpt.wait()
+        for lie in (None, b"{}", b""):
+            store.delete("writer.json")
+            if lie is not None:
+                store.put_if_absent("writer.json", lie)
+            train(state, ckpt, state["progress"].step + 1)
+            ckpt.wait()
+    assert "writer.json" not in [s.key for s in store.list("")]
 
 
 # -- the state before the step that raised -------------------------------------------------------

@@ -1,13 +1,4 @@
-"""What a trainer holds: resume, step, and the run's state is safe.
-
-::
-
-    with holdfast.Checkpointer("runs/a", state, save=holdfast.EverySteps(100)) as ckpt:
-        ckpt.resume()
-        while progress.step < steps:
-            loss = train_step()
-            ckpt.step({"loss": loss})
-"""
+"""What a trainer holds: resume, step, and the run's state is safe."""
 
 from __future__ import annotations
 
@@ -18,7 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from holdfast import events
-from holdfast.engine import pin
+from holdfast.checks import (
+    check_arguments,
+    check_metrics,
+    refuse_copies,
+    refuse_snapshot,
+    refuse_versions,
+)
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.location import Url
 from holdfast.engine.snapshot import Snapshot
@@ -31,12 +28,11 @@ from holdfast.errors import (
     SkippedVersion,
     StoreError,
 )
-from holdfast.format.names import Version, new_attempt
+from holdfast.format.names import Version
 from holdfast.policy import (
     EverySeconds,
     KeepPolicy,
     Moment,
-    Patience,
     SavePolicy,
     StopWhen,
     refuse_unable,
@@ -46,8 +42,10 @@ from holdfast.request import Watcher
 from holdfast.resume import Part, begin_from, go_on
 from holdfast.run import Run
 from holdfast.sampler import ElasticSampler
-from holdfast.saver import Order, Saver, number
+from holdfast.saver import Order, Saver
+from holdfast.stopping import Stopping
 from holdfast.tally import Tally
+from holdfast.writer import Writer
 
 
 class Checkpointer:
@@ -84,11 +82,21 @@ class Checkpointer:
         busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        _check_choices(busy, on_error, full_every)
+        save = EverySeconds(600) if save is None else save
+        keep = KeepPolicy() if keep is None else keep
+        check_arguments(
+            state=state,
+            save=save,
+            keep=keep,
+            stop=stop,
+            busy=busy,
+            on_error=on_error,
+            full_every=full_every,
+        )
         self.run = Run(run)
         self.state = state
-        self._policy = EverySeconds(600) if save is None else save
-        self._stop = stop
+        self._policy = save
+        self._stopping = Stopping(stop, self.run.url)
         self._busy = busy
         self._on_error = on_error
         self._progress = next(found_in(state, Progress), None)
@@ -96,18 +104,21 @@ class Checkpointer:
         if self._progress is not None:
             for sampler in self._samplers:
                 sampler.follow(self._progress)
-        refuse_unable(self._policy, self._progress is not None or bool(self._samplers))
+        refuse_unable(save, bool(self._samplers))
+        refuse_copies(state)
+        refuse_snapshot(self.run)
         self._tally = Tally()
-        keep = KeepPolicy() if keep is None else keep
         full_every = full_every if incremental else 1
         self._saver = Saver(self.run, keep, self._tally, full_every=full_every, overlap=overlap)
-        self._saver.awaited = None if stop is None else stop.metric
+        self._saver.stopping = self._stopping
+        self._writer = Writer(self.run.store)
+        self._saver.writer = self._writer
         self._watcher = Watcher(self.run.store)
         self._boundary = Boundary(state) if self._policy.on_exception else None
         self._steps = 0
         self._branch = 0
         self._note: Mapping[str, Any] = {}
-        self._patience = Patience()
+        self._metrics: Mapping[str, Any] = {}
         self._ready = False
         self._started = False
         self._closed = False
@@ -126,7 +137,7 @@ class Checkpointer:
     def should_stop(self) -> bool:
         """Whether the ``stop`` policy has seen enough. It is in the versions: a resumed training
         goes on counting where it was."""
-        return self._patience.stopped
+        return self._stopping.stopped
 
     # -- resuming ------------------------------------------------------------------------------
 
@@ -164,14 +175,15 @@ class Checkpointer:
         if found is None and start is not None:
             found = begin_from(start, self.state, part)
         if found is None:
+            events.emit("began", run=self.run.url)
             return None
+        self._metrics = {}
         self._branch, self._steps, self._note = found.branch, found.step, found.note
         if found.own:
-            self._saver.newest = found.snapshot
+            self._saver.resumed(found.snapshot)
             if self._progress is not None:
                 self._progress.step = found.step
-        if self._stop is not None:
-            self._patience = self._stop.from_plain(found.training.get("stop"))
+        self._stopping.resumed(found.training)
         self._tally.resumed(found.training)
         self._last = self._now()
         events.emit("resumed", url=found.snapshot.url, step=self.current_step, branch=self._branch)
@@ -191,8 +203,8 @@ class Checkpointer:
         """
         self._refuse_closed()
         self._tally.step_done()
-        metrics = metrics or {}
         try:
+            self._metrics = metrics = check_metrics(metrics)
             self._count(metrics, batches)
             self._refuse_blind_start()
             self._try(self._saver.look)
@@ -204,15 +216,21 @@ class Checkpointer:
             self._tally.step_next()
 
     def _count(self, metrics: Mapping[str, Any], batches: int) -> None:
-        if self._progress is None:
-            self._steps += 1
-        else:
+        if self._progress is not None:
+            if self._started and self._progress.step != self._steps:
+                raise HoldfastError(
+                    "progress.step was changed between two steps",
+                    expected=self._steps,
+                    found=self._progress.step,
+                    todo="Leave it alone: ckpt.step() counts it",
+                )
             self._progress.step += 1
+            self._steps = self._progress.step
+        else:
+            self._steps += 1
         for sampler in self._samplers:
             sampler.advance(batches)
-        if self._stop is not None and self._stop.metric in metrics:
-            self._patience = self._stop.observe(self._patience, number(metrics[self._stop.metric]))
-            self._saver.awaited = None
+        self._stopping.observe(metrics, self.current_step)
         if self._boundary is not None:
             self._boundary.mark()
 
@@ -244,19 +262,21 @@ class Checkpointer:
             reason,
             metrics,
             note,
-            {} if self._stop is None else {"stop": self._stop.to_plain(self._patience)},
+            self._stopping.note(),
             ended,
         )
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
         """Save now, and return the snapshot once it is committed. If this step is saved already
-        on this branch, that snapshot is returned. Raises what goes wrong, whatever ``on_error``."""
+        on this branch, that snapshot is returned. ``metrics``: those that this step was given, if
+        None. Raises what goes wrong, whatever ``on_error`` says."""
         self._refuse_closed()
+        metrics = self._metrics if metrics is None else check_metrics(metrics)
         self._saver.look()
         self._refuse_blind_start()
         newest = self._saver.wait()
         if newest is None or newest.step != self.current_step:
-            self._start("request", metrics or {})
+            self._start("request", metrics)
             newest = self._saver.wait()
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
@@ -292,6 +312,7 @@ class Checkpointer:
             self._try(self._saver.wait)
         finally:
             self._watcher.close()
+            self._writer.release()
             if self._boundary is not None:
                 self._boundary.close()
             self._saver.close()
@@ -302,6 +323,9 @@ class Checkpointer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
+            run, step, since = self.run.url, self.current_step, self._saver.saved_step
+            if self._started and since != step:
+                events.emit("left_unsaved", run=run, step=step, since=since)
             return
         try:
             try:
@@ -334,9 +358,7 @@ class Checkpointer:
 
     def _now(self) -> tuple[int, float, int]:
         """Steps, seconds and epochs, as a ``Moment`` has them."""
-        epochs = 0 if self._progress is None else self._progress.epoch
-        if self._samplers:
-            epochs = self._samplers[0].epochs
+        epochs = self._samplers[0].epochs if self._samplers else 0
         return self.current_step, time.monotonic(), epochs
 
     def _try(self, call: Callable[[], object], stacklevel: int = 3) -> None:
@@ -346,12 +368,9 @@ class Checkpointer:
         except (StoreError, CommitError) as e:
             if self._on_error == "raise":
                 raise
-            told = f"NOTHING WAS SAVED, and training goes on unsaved since {self._saved()}: {e}"
+            told = "NOTHING WAS SAVED, and training goes on unsaved since step"
+            told += f" {self._saver.saved_step}: {e}"
             warnings.warn(told, SaveFailed, stacklevel=stacklevel)
-
-    def _saved(self) -> str:
-        newest = self._saver.newest
-        return "its beginning" if newest is None else f"step {newest.version.step}"
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -368,31 +387,12 @@ class Checkpointer:
     def _refuse_blind_start(self) -> None:
         """Before the first step: training afresh into a run that has versions would mix two
         trainings, and a run that cannot be written to should be known now, not hours later."""
-        if self._ready and self._started:
+        if self._started:
             return
         if not self._ready:
-            versions = self.run.listing().versions
-            if versions:
-                raise HoldfastError(
-                    f"{self.run.url} holds versions of an earlier training",
-                    expected="an empty run, or a call of resume() before the first step",
-                    found=f"{len(versions)} versions, the newest {versions[-1]}",
-                    todo="Call ckpt.resume() to go on from it, or save to another folder",
-                )
+            refuse_versions(self.run)
             self._ready = True
-        with pin.held(self.run.place(Version(0)), new_attempt()):
-            pass
         self._saver.make_room(self.state)
+        self._writer.claim()
         self._watcher.start()
         self._started = True
-
-
-def _check_choices(busy: str, on_error: str, full_every: object) -> None:
-    whole = full_every is None or (type(full_every) is int and full_every >= 1)
-    for name, good, expected, found in (
-        ("busy", busy in ("wait", "skip"), '"wait" or "skip"', busy),
-        ("on_error", on_error in ("raise", "warn"), '"raise" or "warn"', on_error),
-        ("full_every", whole, "a number of versions, 1 or more, or None", full_every),
-    ):
-        if not good:
-            raise HoldfastError(f"{name}={found!r} is no choice", expected=expected, found=found)

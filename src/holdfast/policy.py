@@ -313,14 +313,16 @@ class StopWhen:
         return Patience(best, misses, misses >= self.patience)
 
 
-def refuse_unable(policy: SavePolicy, epochs_counted: bool) -> None:
-    """Raise ``HoldfastError`` for a policy that can never fire in this training."""
-    if policy.wants_epochs and not epochs_counted:
+def refuse_unable(policy: SavePolicy, epochs_end: bool) -> None:
+    """Raise ``HoldfastError`` for a policy that can never fire in this training. ``epochs_end``:
+    whether it is known at a step that it completes an epoch."""
+    if policy.wants_epochs and not epochs_end:
         raise HoldfastError(
-            "EveryEpoch can never fire: nothing in the state counts epochs",
-            expected="a holdfast.Progress or a holdfast.ElasticSampler in the state",
-            found="neither",
-            todo='Put {"progress": holdfast.Progress()} into the state',
+            "EveryEpoch can never fire: nothing in the state tells which step completes an epoch",
+            expected="a holdfast.ElasticSampler in the state",
+            found="none",
+            todo="Put the sampler of the loader into the state; with another loader call"
+            " ckpt.save() when an epoch is over",
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from holdfast.engine.load import load_snapshot
 from holdfast.engine.place import STRICT, Leniency
 from holdfast.engine.snapshot import Snapshot
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, PlanError
 from holdfast.format.names import Version
 from holdfast.run import Run, open_version
 
@@ -38,7 +38,21 @@ def go_on(run: Run, state: dict[str, Any], at: int | None, branch: int | None) -
     ``at`` and ``branch`` as for ``Run.newest``. A branch is begun, durably, unless it is the
     newest version of all. Raises as ``Run.newest`` does.
     """
-    snapshot, skipped = run.newest(lambda s: load_snapshot(s, state), at, branch)
+    if not all(type(n) in (int, type(None)) for n in (at, branch)):
+        raise HoldfastError(
+            "resume() cannot go there", expected="whole numbers", found=f"{at=}, {branch=}"
+        )
+    try:
+        snapshot, skipped = run.newest(lambda s: load_snapshot(s, state), at, branch)
+    except PlanError as e:
+        raise type(e)(
+            e.what,
+            expected=e.expected,
+            found=e.found,
+            todo="Make the state as it was. Or go on with the changed one in a new run: another"
+            f' folder, and resume(start="{run.url}@latest", missing="keep", unexpected="ignore")',
+            **e.fields,
+        ) from e
     if snapshot is None:
         return None
     version = snapshot.version

@@ -235,25 +235,27 @@ class Run:
 
     # -- metrics -------------------------------------------------------------------------------
 
-    def metrics(self, version: Version) -> dict[str, float]:
-        """The metrics of a version: those of the save, overridden by those of evaluations.
+    def metrics(self, at: Version | int) -> dict[str, float]:
+        """The metrics of a version (or step): those of the save, overridden by evaluations'.
 
         Of an evaluation's attempts the newest counts. Raises ``NotFound`` or ``FormatError``.
         """
+        version = at if isinstance(at, Version) else self.find(at)
         return self.ledger.metrics(version, *self._sound(version))
 
     def add_metrics(
-        self, at: Snapshot | Version, metrics: Mapping[str, Any], name: str = "evaluation"
+        self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = "evaluation"
     ) -> None:
-        """Write down what an evaluation of ``at`` found: numbers by name.
+        """Write down what an evaluation of a snapshot, version or step found: numbers by name.
 
         An attempt is written once and never changed: to correct it add another one of the same
         ``name``. Raises ``NotFound`` if the version is gone, and ``FormatError`` if ``at`` is a
         snapshot and another one has taken its place.
         """
-        version = at if isinstance(at, Version) else at.version
+        version = self.find(at) if isinstance(at, int) else at
+        version = version.version if isinstance(version, Snapshot) else version
         known, files = self._sound(version)
-        if not isinstance(at, Version) and at.digest != known.digest:
+        if isinstance(at, Snapshot) and at.digest != known.digest:
             raise FormatError(
                 f"{version} of {self.url} is not the snapshot that was evaluated",
                 expected=f"a manifest of digest {at.digest}",
@@ -276,6 +278,8 @@ class Run:
     def best(self, metric: str, mode: Mode = "min") -> Snapshot | None:
         """The intact version on the line with the smallest (``mode="max"``: largest) ``metric``;
         of equal ones the newest; None if no version has it. NaN is never the best."""
+        if mode not in ("min", "max"):
+            raise HoldfastError("No best can be told", expected='mode "min" or "max"', found=mode)
         for version in best_first(self.records(), metric, mode):
             try:
                 return self.open(version)

@@ -23,8 +23,10 @@ from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
 from holdfast.policy import KeepPolicy
 from holdfast.run import Run
+from holdfast.stopping import Stopping
 from holdfast.storage.direct import Pool
-from holdfast.tally import Tally
+from holdfast.tally import Tally, number
+from holdfast.writer import Writer
 
 ENOUGH = 3
 """Saves after which a metric that no version has is worth a warning."""
@@ -73,8 +75,10 @@ class Saver:
         self._attempt = ""
         self._pending: Pending | None = None
         self._late: HoldfastError | None = None
-        self.awaited: str | None = None
-        """A metric that no step has been given so far, although a policy waits for it."""
+        self.writer: Writer | None = None
+        """Asked before every commit whether this is still the training that writes."""
+        self.stopping: Stopping | None = None
+        """Asked whether it still waits for its metric."""
         self.advice: str | None = None
         """What the training should be told at its next step."""
 
@@ -82,6 +86,11 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save is in flight."""
         return self._pending is not None and not self._pending.done
+
+    @property
+    def saved_step(self) -> int:
+        """The step of ``newest``; 0 if there is none."""
+        return 0 if self.newest is None else self.newest.version.step
 
     def make_room(self, state: Any) -> None:
         """Make the buffers for ``state`` before the first save is due, on a thread: to touch new
@@ -119,7 +128,11 @@ class Saver:
             there = self.run.open(order.version)
             if there.manifest.attempt != self._attempt:
                 self._failed(order, e)
-                raise  # of another job, or of an attempt that ended late
+                raise HoldfastError(
+                    f"Another training has saved {order.version} of {self.run.url}",
+                    todo="Look for a second job that writes to the same run; end one of them, and"
+                    " start the other again",
+                ) from e
             self.newest = there  # our own: an error had left it unknown whether it was committed
             order.ended(True)
             return
@@ -175,6 +188,8 @@ class Saver:
         """The background half: commit, then delete what is not to be kept."""
         began = time.perf_counter()
         try:
+            if self.writer is not None:
+                self.writer.check()
             snapshot = finish(draft)
         except BaseException as e:
             self._failed(order, e)
@@ -230,8 +245,10 @@ class Saver:
             given = {name for record in self.run.records() for name in record.metrics}
         except HoldfastError:
             return  # the store is in trouble, which retention tells
-        awaited = set() if self.awaited is None else {self.awaited}
-        missing = " or ".join(sorted((self._keep.metrics - given) | awaited))
+        wanted = set(self._keep.metrics - given)
+        if self.stopping is not None and self.stopping.awaited is not None:
+            wanted.add(self.stopping.awaited)
+        missing = " or ".join(sorted(wanted))
         if missing:
             there = ", ".join(sorted(given)) or "no metrics"
             self.advice = (
@@ -257,6 +274,11 @@ class Saver:
         self._raise_late()
         return self.newest
 
+    def resumed(self, snapshot: Snapshot) -> None:
+        """Go on from a version."""
+        self.newest = snapshot
+        self._attempt = ""
+
     def look(self) -> None:
         """As ``wait``, but a save that goes on is left to itself."""
         if not self.busy:
@@ -273,8 +295,3 @@ class Saver:
         self._pool.close()
         if self._reserving is not None and self._reserving.ident is not None:
             self._reserving.join()
-
-
-def number(value: Any) -> Any:
-    """A metric as a plain number; tensors and arrays of one element are read."""
-    return value.item() if hasattr(value, "item") else value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
 REQUEST = "request-save.json"
+WRITER = "writer.json"
 
 _VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetensors")

@@ -1,0 +1,126 @@
+"""What a Checkpointer refuses at once, since a person would find it out only much later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.errors import HoldfastError, NotFound, PlanError
+from holdfast.format.names import MANIFEST, parse_version
+from holdfast.policy import KeepPolicy, SavePolicy, StopWhen
+from holdfast.run import Run
+
+_ADDRESS = re.compile(r".+@(latest|[0-9.]+)")
+
+
+def check_arguments(**given: Any) -> None:
+    """Raise ``HoldfastError`` for an argument of a kind that cannot be meant."""
+    full_every = given["full_every"]
+    whole = full_every is None or (type(full_every) is int and full_every >= 1)
+    state = given["state"]
+    for name, good, expected in (
+        ("state", type(state) is dict, 'a dict such as {"model": model, "optimizer": optimizer}'),
+        ("save", isinstance(given["save"], SavePolicy), "a save policy such as EverySteps(500)"),
+        ("keep", isinstance(given["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
+        ("stop", isinstance(given["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
+        ("busy", given["busy"] in ("wait", "skip"), '"wait" or "skip"'),
+        ("on_error", given["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
+        ("full_every", whole, "a number of versions, 1 or more, or None"),
+    ):
+        if not good:
+            found = repr(given[name])
+            raise HoldfastError(
+                f"{name}= cannot be that",
+                expected=expected,
+                found=found if len(found) < 80 else f"a {type(given[name]).__name__}",
+            )
+
+
+def refuse_copies(state: dict[str, Any]) -> None:
+    """Raise ``PlanError`` for what ``state_dict()`` of an optimizer or a scheduler has returned: a
+    copy made once, which training does not change, and which nothing is loaded into."""
+    for key, value in _dicts(state, ""):
+        kind = None
+        if value.keys() == {"state", "param_groups"}:
+            kind = "an optimizer"
+        elif value.keys() >= {"last_epoch", "_step_count"}:
+            kind = "a scheduler"
+        if kind is not None:
+            raise PlanError(
+                f"{key} in the state is the state_dict() of {kind}, a copy made once",
+                expected=f"{kind} itself, so that each save sees it as it is then",
+                found="a dict that training does not change",
+                todo='Write {"optimizer": optimizer}, without .state_dict()',
+                leaf=key,
+            )
+
+
+def _dicts(value: dict[Any, Any], path: str) -> Iterator[tuple[str, dict[Any, Any]]]:
+    for name, member in value.items():
+        if type(member) is dict:
+            key = f"{path}/{name}" if path else str(name)
+            yield key, member
+            if len(path) < 200:
+                yield from _dicts(member, key)
+
+
+def refuse_snapshot(run: Run) -> None:
+    """Raise ``HoldfastError`` if the place of a run is a snapshot, or the address of one."""
+    name = run.url.rstrip("/").rpartition("/")[2]
+    found = None
+    if parse_version(name) is not None:
+        found = "the folder of a version"
+    elif _ADDRESS.fullmatch(name):
+        found = "the address of a version"
+    else:
+        try:
+            run.store.stat(MANIFEST)
+            found = "a snapshot"
+        except NotFound:
+            pass
+    if found is not None:
+        raise HoldfastError(
+            f"{run.url} is no run",
+            expected="the folder that holds, or will hold, the versions of one training",
+            found=found,
+            todo='Name the run itself; resume(at=...) goes back in it, and resume(start="RUN@STEP")'
+            " begins another one",
+        )
+
+
+def refuse_versions(run: Run) -> None:
+    """Raise ``HoldfastError`` if there are versions: to train afresh would mix two trainings."""
+    versions = run.listing().versions
+    if versions:
+        raise HoldfastError(
+            f"{run.url} holds versions of an earlier training",
+            expected="an empty run, or a call of resume() before the first step",
+            found=f"{len(versions)} versions, the newest {versions[-1]}",
+            todo="Call ckpt.resume() to go on from it, or save to another folder",
+        )
+
+
+def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The metrics as a dict of their own, if all are numbers. What lies on a device is not read:
+    that would hold training up at every step. Raises ``PlanError``."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise PlanError(
+            "Metrics are numbers by name",
+            expected='a dict such as {"loss": loss}',
+            found=f"a {type(metrics).__name__}",
+        )
+    for name, value in metrics.items():
+        elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
+        number = isinstance(value, int | float) or hasattr(value, "item")
+        if not isinstance(name, str) or not number or elements != 1:
+            many = f" of {elements} elements" if elements != 1 else ""
+            raise PlanError(
+                f"The metric {name!r} is no number",
+                expected="a number, or a tensor or array of one element",
+                found=f"a {type(value).__name__}{many}",
+                todo="Give its mean, or leave it out",
+            )
+    return dict(metrics)

@@ -1,0 +1,45 @@
+"""Early stop in a training: what its ``StopWhen`` has seen so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast import events
+from holdfast.policy import Patience, StopWhen
+from holdfast.tally import number
+
+
+class Stopping:
+    """Observes the metrics of the steps, for a ``StopWhen`` or for none."""
+
+    def __init__(self, stop: StopWhen | None, run: str) -> None:
+        self._stop = stop
+        self._run = run
+        self._patience = Patience()
+        self.awaited = None if stop is None else stop.metric
+        """The metric, as long as no step was given it."""
+
+    @property
+    def stopped(self) -> bool:
+        return self._patience.stopped
+
+    def observe(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Look at what a step was given."""
+        stop, before = self._stop, self._patience
+        if stop is None or stop.metric not in metrics:
+            return
+        self.awaited = None
+        self._patience = stop.observe(before, number(metrics[stop.metric]))
+        if self.stopped and not before.stopped:
+            best = self._patience.best
+            events.emit("stopped", run=self._run, step=step, metric=stop.metric, best=best)
+
+    def note(self) -> dict[str, Any]:
+        """What a version notes for who resumes from it."""
+        return {} if self._stop is None else {"stop": self._stop.to_plain(self._patience)}
+
+    def resumed(self, training: Mapping[str, Any]) -> None:
+        """Go on from what the resumed version has noted."""
+        if self._stop is not None:
+            self._patience = self._stop.from_plain(training.get("stop"))
