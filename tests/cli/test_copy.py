@@ -28,7 +28,7 @@ def test_a_snapshot(run: str, elsewhere: str) -> None:
 def test_json_keys_are_stable(run: str, elsewhere: str) -> None:
     told = holdfast("copy", run, elsewhere, "--json").json
     assert list(told) == [
-        "from", "to", "copied", "present", "damaged", "branches", "bytes", "seconds",
+        "from", "to", "copied", "present", "damaged", "branches", "stray", "bytes", "seconds",
     ]  # fmt: skip
     assert [list(c) for c in told["copied"]] == [["snapshot", "step", "bytes"]] * 3
     assert [c["step"] for c in told["copied"]] == [20, 40, 60]

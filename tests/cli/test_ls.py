@@ -27,7 +27,7 @@ def test_lists_all_versions_oldest_first(run: str) -> None:
 def test_json_keys_are_stable(run: str) -> None:
     told = holdfast("ls", run, "--json").json
     assert list(told) == [
-        "run", "latest", "branch", "versions", "branches", "orphans", "bytes_checked",
+        "run", "latest", "branch", "versions", "branches", "orphans", "stray", "bytes_checked",
     ]  # fmt: skip
     assert list(told["versions"][0]) == [
         "version", "url", "step", "branch", "on_line", "latest", "created", "bytes",

@@ -8,6 +8,7 @@ import pytest
 
 import holdfast as library
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
 
 from .running import holdfast, leave
 
@@ -54,3 +55,39 @@ def test_a_path_that_exists_goes_first(tmp_path: Path) -> None:
     library.save(tmp_path / "b@5" / "version_7", {"n": 1})  # a run of that name
     assert holdfast("show", tmp_path / "b@5").code == 4
     assert holdfast("verify", tmp_path / "b@5", "--json").json["place"] == str(tmp_path / "b@5")
+
+
+def test_a_run_is_no_place_for_a_copy(run: str) -> None:
+    before = keys(run)
+    for to in (run, f"{run}/"):
+        answer = holdfast("copy", f"{run}@40", to)
+        assert answer.code == 8
+        assert "is a run of 3 versions; nothing was changed. Name a version in it" in answer.err
+    assert keys(run) == before
+
+
+def test_what_is_a_run_and_a_snapshot_is_taken_as_a_run_and_said(
+    store: MemoryStore, elsewhere: str
+) -> None:
+    url = store.url
+    for verb in ("ls", "verify"):
+        assert "a snapshot of its own besides" not in holdfast(verb, url).out
+        assert holdfast(verb, url, "--json").json["stray"] is False
+    library.save(elsewhere, {"n": 1})  # the snapshot was there first
+    for stat in list(store.list("")):
+        open_store(elsewhere).put_if_absent(stat.key, store.get(stat.key, 1 << 20))
+    for verb, said in (("ls", "3 versions"), ("verify", "3 versions intact")):
+        answer = holdfast(verb, elsewhere)
+        assert answer.code == 0
+        assert said in answer.out
+        assert f"{elsewhere} is a run, and a snapshot of its own besides" in answer.out
+        assert holdfast(verb, elsewhere, "--json").json["stray"] is True
+    answer = holdfast("copy", elsewhere, f"{elsewhere}-copy")
+    assert "3 snapshots copied" in answer.out
+    assert "a snapshot of its own besides" in answer.out
+    assert keys(f"{elsewhere}-copy") == keys(url)
+    assert holdfast("show", elsewhere, "--json").json["snapshot"] == elsewhere
+
+
+def keys(url: str) -> list[str]:
+    return [s.key for s in open_store(url).list("")]

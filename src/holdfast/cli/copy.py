@@ -10,7 +10,7 @@ import click
 
 from holdfast.cli.answer import describe, json_option, line, print_json
 from holdfast.cli.exits import DAMAGED, exit_code
-from holdfast.cli.places import count, run_or_snapshot
+from holdfast.cli.places import count, run_or_snapshot, stray
 from holdfast.cli.screen import progress
 from holdfast.cli.verify import size_of, there
 from holdfast.engine.commit import refuse_existing
@@ -37,6 +37,7 @@ class Copied:
     present: list[Snapshot] = field(default_factory=list)
     damaged: list[tuple[str, HoldfastError]] = field(default_factory=list)
     branches: int = 0
+    stray: str | None = None
 
 
 @click.command("copy", short_help="Copy a snapshot or a run, checked.")
@@ -91,7 +92,7 @@ def _one(snapshot: Snapshot, to: str, quiet: bool) -> Copied:
 def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
     """All intact versions of a run, oldest first, after the records of its branches: whenever
     this ends, what has arrived is a run that can be resumed."""
-    copied = Copied(run.url, to.url)
+    copied = Copied(run.url, to.url, stray=stray(run))
     todo: list[tuple[Snapshot, Location]] = []
     for version in listing.versions:
         try:
@@ -167,6 +168,7 @@ def _document(copied: Copied, seconds: float) -> dict[str, Any]:
         "present": [_snapshot(s) for s in copied.present],
         "damaged": [{"version": v, **describe(e)} for v, e in copied.damaged],
         "branches": copied.branches,
+        "stray": copied.stray is not None,
         "bytes": sum(map(size_of, copied.copied)),
         "seconds": round(seconds, 6),
     }
@@ -186,6 +188,8 @@ def render(copied: Copied, seconds: float, screen: Console) -> None:
         screen.print(text(f"copied         {snapshot.url}"), soft_wrap=True)
     for version, error in copied.damaged:
         screen.print(text(f"NOT copied     {version}: {line(error)}", "red"), soft_wrap=True)
+    if copied.stray is not None:
+        screen.print(text(copied.stray, "yellow"), soft_wrap=True)
     nbytes = sum(map(size_of, copied.copied))
     speed = f", {size(int(nbytes / seconds))}/s" if seconds > 1 else ""
     done = f"{count(len(copied.copied), 'snapshot')} copied, {size(nbytes)}, all checked{speed}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.cli.answer import brief, describe, json_option, print_json
-from holdfast.cli.places import count, run_at
+from holdfast.cli.places import count, run_at, stray
 from holdfast.cli.screen import progress
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
@@ -67,6 +67,7 @@ class Found:
     branch: int
     branches: dict[int, Branch | HoldfastError]
     orphans: list[Stat]
+    stray: str | None = None
 
     @property
     def latest(self) -> Entry | None:
@@ -115,7 +116,7 @@ def look(run: Run, listing: Listing, tell: Any = lambda step: None) -> Found:
         except (FormatError, NotFound) as e:
             branches[number] = e
     orphans += run.store.partials("")
-    return Found(run, entries, run.branch(listing), branches, orphans)
+    return Found(run, entries, run.branch(listing), branches, orphans, stray(run))
 
 
 def _entry(run: Run, version: Version, files: Sequence[Stat], on_line: bool) -> Entry | None:
@@ -173,6 +174,7 @@ def _document(found: Found) -> dict[str, Any]:
             for number, b in found.branches.items()
         ],
         "orphans": {"files": len(found.orphans), "bytes": sum(s.length for s in found.orphans)},
+        "stray": found.stray is not None,
         "bytes_checked": False,
     }
 
@@ -273,5 +275,7 @@ def _notes(found: Found) -> list[Text]:
                 "yellow",
             )
         )
+    if found.stray is not None:
+        notes.append(text(found.stray, "yellow"))
     notes.append(text(f"Bytes are not checked: holdfast verify {found.run.url}", "dim"))
     return notes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 
+from holdfast.engine.location import Url, locate, versions_in
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import NoSnapshot, NotFound
 from holdfast.format import names
@@ -23,13 +24,9 @@ def snapshot_at(url: str) -> Snapshot:
     url = _named(url)
     try:
         return open_snapshot(url)
-    except NotFound:
-        pass
-    if _may_be_run(url) and (versions := Run(url).listing().versions):
-        raise NotFound(
-            f"{url} is a run of {count(len(versions), 'version')}, not a snapshot",
-            todo=f"Name one of them, such as {url.rstrip('/')}/{versions[-1]}",
-        )
+    except NotFound as e:
+        if "versions" in e.fields:
+            raise
     raise _nothing(url, "snapshot")
 
 
@@ -61,8 +58,23 @@ def run_at(url: str, *, committed: bool = True) -> tuple[Run, Listing]:
 
 
 def run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
-    """Whichever of the two is at ``url``. Raises as ``run_at`` does."""
-    return snapshot_at(url) if _is_address(url) or _is_snapshot(url) else run_at(url)
+    """Whichever of the two is at ``url``; a run if it is both (see ``stray``). Raises as
+    ``run_at`` does."""
+    if _is_address(url) or (_is_snapshot(url) and not versions_in(locate(_named(url)))):
+        return snapshot_at(url)
+    return run_at(url)
+
+
+def stray(run: Run) -> str | None:
+    """What to say of a snapshot right in the run's folder, beside the versions; None if there is
+    none. ``save`` refuses a run's folder, but the snapshot may have been there first."""
+    if not _is_snapshot(run.store):
+        return None
+    return (
+        f"{run.url} is a run, and a snapshot of its own besides: that one is no version and is not"
+        f" looked at here. Delete {names.MANIFEST} in it, then its shard-* files, unless it is"
+        " needed"
+    )
 
 
 def _is_address(url: str) -> bool:
@@ -74,18 +86,18 @@ def _is_address(url: str) -> bool:
 
 
 def started_at(url: str) -> Run:
-    """As ``run_at``, but a folder with nothing in it will do: that of a training which has not
-    saved yet."""
+    """As ``run_at``, but the folder of a training that has not saved yet will do: there is nothing
+    in it, or nothing that is not of a run."""
     try:
         return run_at(url, committed=False)[0]
     except NotFound:
         path = _folder(url)
-        if path is None or not os.path.isdir(path) or os.listdir(path):
+        if path is None or not os.path.isdir(path) or not all(map(_of_run, os.listdir(path))):
             raise
         return Run(url)
 
 
-def _is_snapshot(url: str) -> bool:
+def _is_snapshot(url: Url) -> bool:
     """Whether there is a manifest, damaged or not."""
     try:
         open_store(url).stat(names.MANIFEST)
@@ -118,7 +130,8 @@ def _may_be_run(url: str) -> bool:
 
 def _of_run(name: str) -> bool:
     parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting)
-    return any(parse(name) is not None for parse in parsers) or name.endswith(".partial")
+    known = name in (names.WRITER, names.REQUEST) or name.endswith(".partial")
+    return known or any(parse(name) is not None for parse in parsers)
 
 
 def _nothing(url: str, wanted: str) -> NotFound:

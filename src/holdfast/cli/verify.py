@@ -11,7 +11,7 @@ import click
 
 from holdfast.cli.answer import brief, describe, json_option, print_json
 from holdfast.cli.exits import DAMAGED, exit_code
-from holdfast.cli.places import count, run_or_snapshot
+from holdfast.cli.places import count, run_or_snapshot, stray
 from holdfast.cli.screen import progress
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot, open_at
@@ -50,17 +50,20 @@ def command(ctx: click.Context, place: str, as_json: bool) -> None:
     began = perf_counter()
     if isinstance(found, Snapshot):
         url = found.url
-        checked = [_check_open(found, as_json)]
+        checked, note = [_check_open(found, as_json)], None
     else:
-        url = found[0].url
+        url, note = found[0].url, stray(found[0])
         checked = _check_run(*found, as_json)
     seconds = perf_counter() - began
     if as_json:
-        print_json(_document(url, checked, seconds))
+        print_json({**_document(url, checked, seconds), "stray": note is not None})
     else:
-        from holdfast.cli.screen import console
+        from holdfast.cli.screen import console, text
 
-        render(checked, seconds, console())
+        screen = console()
+        render(checked, seconds, screen)
+        if note is not None:
+            screen.print(text(note, "yellow"), soft_wrap=True)
     codes = [exit_code(p.error) for c in checked for p in c.problems]
     if codes:
         ctx.exit(DAMAGED if DAMAGED in codes else codes[0])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.files import key_of
-from holdfast.engine.location import Location
+from holdfast.engine.location import Location, run_of, versions_in
 from holdfast.errors import AlreadyExists, CommitError, NotFound, StoreError, Unavailable
 from holdfast.format.grammar import check_tree
 from holdfast.format.manifest import Manifest, Shard, encode_manifest
@@ -94,10 +94,17 @@ def put_manifest(place: Location, manifest: Manifest) -> str:
 
 
 def refuse_existing(place: Location) -> None:
-    """Raise ``AlreadyExists`` if there is a snapshot, before anything is written."""
+    """Raise ``AlreadyExists`` if there is a snapshot, or a run, before anything is written."""
     try:
         place.store.stat(place.key(MANIFEST))
     except NotFound:
+        if versions := versions_in(place):
+            raise AlreadyExists(
+                f"{place.url} is {run_of(versions)}; nothing was changed",
+                todo=f"Name a version in it, such as {place.url}/version_N, or another folder",
+                key=place.folder,
+                store=place.store.url,
+            ) from None
         return
     raise AlreadyExists(
         f"There is a snapshot at {place.url} already; nothing was changed",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import StoreError
+from holdfast.errors import NotFound, StoreError
+from holdfast.format.names import MANIFEST, Version, parse_version
+from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
 
@@ -47,3 +50,46 @@ def locate(url: Url) -> Location:
     if not scheme:
         root = root or ("/" if text.startswith("/") else ".")
     return Location(open_store(f"{scheme}{mark}{root}"), folder)
+
+
+def versions_in(place: Location) -> list[Version]:
+    """The versions that lie right in a place, oldest first: it is a run's folder if there are any.
+
+    A place that is called like a version holds none. Of a local folder only that one is listed,
+    since what lies below it may be a whole disk.
+    """
+    if parse_version(place.folder.rpartition("/")[2]) is not None:
+        return []
+    if isinstance(place.store, LocalStore):
+        return _versions_in_folder(place.store, place)
+    found = []
+    for stat in place.store.list(place.folder):
+        folder, _, name = stat.key.removeprefix(place.key("")).partition("/")
+        version = parse_version(folder)
+        if version is not None and name == MANIFEST:
+            found.append(version)
+    return sorted(found)
+
+
+def _versions_in_folder(store: LocalStore, place: Location) -> list[Version]:
+    path = os.path.dirname(store.path(place.key(MANIFEST)))
+    try:
+        with store.errors("list", place.folder or "."):
+            entries = store.fs.scandir(path)
+    except NotFound:
+        return []
+    versions = [parse_version(name) for name, is_folder in entries if is_folder]
+    return sorted(v for v in versions if v is not None and _committed(place, v))
+
+
+def _committed(place: Location, version: Version) -> bool:
+    try:
+        place.store.stat(place.key(f"{version}/{MANIFEST}"))
+    except NotFound:
+        return False
+    return True
+
+
+def run_of(versions: Sequence[Version]) -> str:
+    """What a place with these versions is, in words."""
+    return f"a run of {len(versions):,} version{'' if len(versions) == 1 else 's'}"

@@ -16,7 +16,7 @@ from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import Want, plan_read
 from holdfast.engine.files import check_length, read_index
 from holdfast.engine.garbage import uncollected
-from holdfast.engine.location import Location, Url, locate
+from holdfast.engine.location import Location, Url, locate, run_of, versions_in
 from holdfast.engine.read import Target, run_reads
 from holdfast.engine.verify import Report, Seen, verify
 from holdfast.errors import (
@@ -50,6 +50,14 @@ def open_at(place: Location) -> Snapshot:
     try:
         raw = place.store.get(file, MAX_BYTES)
     except NotFound as e:
+        if versions := versions_in(place):
+            raise NotFound(
+                f"{place.url} is {run_of(versions)}, not a snapshot",
+                todo=f"Name one of them, such as {place.url}/{versions[-1]}",
+                key=file,
+                store=place.store.url,
+                versions=len(versions),
+            ) from e
         raise NotFound(
             f"There is no snapshot at {place.url}",
             expected=f"a folder with a {MANIFEST}",
