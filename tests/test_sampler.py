@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import holdfast
-from holdfast.errors import HoldfastError, PlanError, UncountedBatches
-from holdfast.sampler import permuted
+from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
+from holdfast.order import permuted
 from holdfast.storage.memory import MemoryStore
 
 Sampler = holdfast.ElasticSampler
@@ -429,6 +429,14 @@ def test_a_count_beyond_what_was_given_is_refused() -> None:
         sampler.advance(-1)
 
 
+def test_a_step_that_is_called_twice_is_told_with_the_sampler_and_the_usual_cause() -> None:
+    sampler = Sampler(8, 2, 5)
+    next(iter(sampler))
+    sampler.advance()
+    with pytest.raises(HoldfastError, match=r"8, 2, 5, at sample 2 .*step\(\) called twice"):
+        sampler.advance()
+
+
 def test_a_loader_from_before_the_resume_is_refused() -> None:
     sampler = Sampler(8, 2)
     saved = sampler.state_dict()
@@ -520,12 +528,67 @@ def test_what_is_told_is_as_much_as_a_step_takes(uncounted: int, told: bool) -> 
     assert [w.category for w in caught] == [UncountedBatches] * told
 
 
-def test_nothing_counted_at_all_is_told() -> None:
+NEVER = r"No step has counted ElasticSampler\(10, .*state of the Checkpointer.*plain DataLoader"
+
+
+def test_nothing_counted_at_all_is_told_once_and_then_refused() -> None:
+    """Forgotten in the state, or used for evaluation; the first may be a look at the data."""
     sampler = Sampler(10, 2)
     list(sampler)
-    with pytest.warns(UncountedBatches):
+    with pytest.warns(UncountedBatches, match=NEVER):
         again = list(sampler)
     assert flat(again) == order(10)
+    for _ in range(2):
+        with pytest.raises(HoldfastError, match=NEVER):
+            next(iter(sampler))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_tells_it_too(workers: int) -> None:
+    loader = DataLoader(Squares(), batch_sampler=Sampler(10, 2), num_workers=workers)
+    list(loader)
+    with pytest.warns(UncountedBatches, match=NEVER):
+        list(loader)
+    with pytest.raises(HoldfastError, match=NEVER):
+        list(loader)
+
+
+def test_looks_at_the_first_batches_are_not_told() -> None:
+    sampler = Sampler(10, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            list(islice(sampler, 4))
+        train(sampler)
+        assert flat(train(sampler)) == order(10, epoch=1)
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+def test_who_counts_too_few_is_never_refused(counted: int) -> None:
+    """``step(batches=0)``, say, or without ``batches=``: it is in the state."""
+    sampler = Sampler(10, 2)
+    passing = iter(sampler)
+    next(passing)
+    sampler.advance(counted)
+    list(passing)
+    for _ in range(3):
+        with pytest.warns(UncountedBatches, match="but batches of it were never counted"):
+            again = list(sampler)
+        assert flat(again) == order(10)[2 * counted :]
+
+
+def test_a_loaded_sampler_that_no_step_counts_is_told_as_well() -> None:
+    sampler = Sampler(10, 2)
+    train(sampler, 2)
+    other = resumed(sampler, 10, 2)
+    assert flat(other) == order(10)[4:]
+    with pytest.warns(UncountedBatches, match=NEVER):
+        assert flat(other) == order(10)[4:]
+    with pytest.raises(HoldfastError, match=NEVER):
+        next(iter(other))
+    other.load_state_dict(sampler.state_dict())
+    train(other)
+    assert flat(train(other)) == order(10, epoch=1)
 
 
 def test_a_step_that_ends_in_the_next_epoch_is_not_told() -> None:
@@ -648,6 +711,63 @@ def test_a_loaded_state_is_saved_again_as_it_was() -> None:
     assert sampler.state_dict() == saved
 
 
+@pytest.mark.parametrize("how", ["after", "before", "within", "late", "breaks", "no progress"])
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
+def test_epochs_that_are_counted_are_not_told(how: str, start: int) -> None:
+    """However they are counted, and wherever the training was resumed."""
+    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    if start:
+        old = Sampler(6, 2)
+        for _ in range(start):
+            train(old, 1)
+        sampler.load_state_dict(old.state_dict())
+        progress.epoch = start // 3
+    if how != "no progress":
+        sampler.follow(progress)
+    for epoch in range(progress.epoch, 6):
+        if how == "before":
+            progress.epoch = epoch
+        for number, _ in enumerate(sampler):
+            if how == "within" or (how == "late" and number == 2):
+                progress.epoch = epoch
+            sampler.advance()
+            if how == "breaks" and number == epoch % 3:
+                break
+        if how in ("after", "breaks"):
+            progress.epoch += 1
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_epochs_that_are_not_counted_are_told_once(start: int) -> None:
+    """When the third pass begins; again only in the next process."""
+    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    sampler.follow(progress)
+    progress.epoch = 4
+    if start:
+        old = Sampler(6, 2)
+        train(old, start)
+        sampler.load_state_dict(old.state_dict())
+    train(sampler)
+    train(sampler)
+    with pytest.warns(UncountedEpochs, match=r"goes on to epoch 2, .*epoch 4 again") as caught:
+        train(sampler)
+    assert len(caught) == 1
+    train(sampler)
+    train(sampler)
+
+
+def test_a_resume_begins_to_look_anew() -> None:
+    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    sampler.follow(progress)
+    for _ in range(3):
+        train(sampler)
+        train(sampler)
+        sampler.load_state_dict(sampler.state_dict())
+    sampler.follow(holdfast.Progress())
+    train(sampler)
+    train(sampler)
+
+
 # -- states --------------------------------------------------------------------------------------
 
 
@@ -682,9 +802,50 @@ def test_another_length_is_taken_where_an_epoch_begins() -> None:
     assert flat(train(other)) == order(90)
     sampler, _ = between(count_up=True)
     assert flat(train(resumed(sampler, 90, 2))) == order(90, epoch=1)
-    sampler, _ = between(count_up=False)
-    with pytest.raises(PlanError, match="length=8, found length=90"):
-        resumed(sampler, 90, 2)
+
+
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 9), st.integers(1, 9), st.booleans())
+@example(10, 7, 4, 4, True)
+@example(8, 4, 4, 4, False)
+@settings(deadline=None)
+def test_another_length_is_taken_where_an_epoch_ends(
+    length: int, other: int, batch: int, other_batch: int, drop_last: bool
+) -> None:
+    """With drop_last as well, where fewer are left than a batch; and nowhere else."""
+    if drop_last:
+        batch, other_batch = min(batch, length), min(other_batch, other)
+    sampler = Sampler(length, batch, drop_last=drop_last)
+    for _ in sampler:
+        sampler.advance()
+        rest = length - sampler.state_dict()["samples"]
+        if other != length and rest >= (other_batch if drop_last else 1):
+            with pytest.raises(PlanError, match=f"length={length}, found length={other}"):
+                resumed(sampler, other, other_batch, drop_last=drop_last)
+    if drop_last and rest >= other_batch:
+        return  # these smaller batches would go on in the epoch
+    live = resumed(sampler, other, other_batch, drop_last=drop_last)
+    live = resumed(live, other, other_batch, drop_last=drop_last)  # and saved before it goes on
+    assert (live.epochs, live.left) == (1, 0)
+    assert train(live) == []
+    kept = other // other_batch * other_batch if drop_last else other
+    assert flat(train(live)) == order(other, epoch=1)[:kept]
+    assert live.epochs == 2
+
+
+def test_another_length_in_the_middle_of_a_step_is_refused() -> None:
+    """The step would be finished with samples of another order."""
+    sampler, progress = Sampler(10, 2), holdfast.Progress()
+    sampler.follow(progress)
+    for number, _ in enumerate(sampler):
+        if number == 3:
+            sampler.advance(4)
+    with pytest.raises(PlanError, match="where an epoch begins or ends"):
+        resumed(sampler, 12, 2)
+    progress.epoch += 1
+    assert sampler.state_dict()["ahead"] == 1
+    for samples in (0, 8, 10):
+        with pytest.raises(PlanError, match="length=10, found length=12"):
+            Sampler(12, 2).load_state_dict(sampler.state_dict() | {"samples": samples})
 
 
 @pytest.mark.parametrize(
@@ -693,6 +854,8 @@ def test_another_length_is_taken_where_an_epoch_begins() -> None:
         {"epoch": -1},
         {"samples": -1},
         {"samples": 9},
+        {"samples": 12, "length": 11},
+        {"samples": -1, "length": -1},
         {"ahead": -1},
         {"per_step": 0},
         {"epoch": "1"},

@@ -178,3 +178,7 @@ class SinkFailed(UserWarning):
 
 class UncountedBatches(UserWarning):
     """An ``ElasticSampler`` gave out batches that no step has counted, more than one step takes."""
+
+
+class UncountedEpochs(UserWarning):
+    """The epochs of an ``ElasticSampler`` go on, and ``progress.epoch`` is never counted."""

@@ -15,15 +15,13 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterator
-from hashlib import shake_256
-from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.engine.live import torch_or_none
-from holdfast.errors import HoldfastError, PlanError, UncountedBatches
+from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
+from holdfast.order import permuted
 from holdfast.progress import RNG
 
 if TYPE_CHECKING:
@@ -78,10 +76,14 @@ class ElasticSampler:
         self._last = 0  # the epoch at whose end the pass ends
         self._per_step = 1  # the most batches that one step has counted
         self._passes = 0
+        self._advanced = False  # a step has counted it, whatever it counted
+        self._ignored = 0  # passes that were over when no step had
         self._resumed = False  # loaded, and no pass has begun since
         self._generators: dict[str, Any] | None = None
         self._progress: Progress | None = None
         self._label: int | None = None  # progress.epoch when the pass began
+        self._first: tuple[int, int] | None = None  # the first pass's epoch, and its label
+        self._told = False  # that progress.epoch is not counted
         self._refuse_sizes()
 
     def __repr__(self) -> str:
@@ -124,22 +126,25 @@ class ElasticSampler:
         before; without a ``Progress`` always with the latter.
         """
         self._progress = progress
+        self._first = None
 
     def advance(self, batches: int = 1) -> None:
         """Count so many batches as trained on. ``Checkpointer.step(batches=...)`` calls it.
 
         Raises ``HoldfastError`` if fewer have been given out; nothing is counted then.
         """
+        self._advanced = True
         batches = operator.index(batches)
         _demand("A step cannot count so many batches", batches >= 0, "0 or more", batches)
         at, left = self._walk(batches)
         if left:
             raise HoldfastError(
-                "A step counts batches that the ElasticSampler has not given out",
+                f"A step counts batches that {self} has not given out",
                 expected=f"at most {batches - left}",
                 found=batches,
-                todo="After a resume, iterate over the loader anew; a step that takes no batch from"
-                " it is step(batches=0)",
+                todo="Is step() called twice for one batch? After a resume, iterate over the loader"
+                " anew; a step that takes no batch from it is step(batches=0); a sampler for"
+                " evaluation does not belong into the state",
             )
         self._per_step = max(self._per_step, batches)
         if self._over(at[1]) and self._given[0] > at[0]:
@@ -164,18 +169,21 @@ class ElasticSampler:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there: the next pass is the rest of that epoch. The batch size may be
-        another, and so may the length where an epoch begins.
+        another, and so may the length where an epoch begins or ends.
 
         Raises ``PlanError``, which tells all differences at once, for the state of a sampler that
         is not like this one; nothing is changed then.
         """
         self._refuse_state(state)
-        self._counted = self._given = (state["epoch"], state["samples"])
+        samples = state["samples"]
+        if samples and state["length"] != self.length:
+            samples = self.length  # the epoch was over, and is so with another length
+        self._counted = self._given = (state["epoch"], samples)
         self._last = state["epoch"] + state["ahead"]
         self._per_step = state["per_step"]
         self._passes += 1
         self._resumed = True
-        self._generators = self._label = None
+        self._generators = self._label = self._first = None
 
     def __iter__(self) -> Iterator[list[int]]:
         """The part of this rank in each batch of the pass.
@@ -223,21 +231,49 @@ class ElasticSampler:
         elif self._closed():
             self._last += 1
             self._enter(self._last)
-        elif self._over(self._given[1]) and self._given[0] == self._last:
+        else:
+            if self._over(self._given[1]) and self._given[0] == self._last:
+                self._tell_uncounted()
+            self._given = self._counted
+        if self._progress is not None:
+            self._look_at(self._progress.epoch)
+        if self._generators is not None:
+            RNG().load_state_dict(self._generators)
+            self._generators = None
+
+    def _tell_uncounted(self) -> None:
+        """A pass gave out all that it had, and more of it than a step takes was not counted."""
+        if self._advanced:
             warnings.warn(
                 f"{self} gave out its epoch to the end, but batches of it were never counted: "
                 "call step(batches=k) where a step takes k batches. If the loop was left early, "
                 "all is well. The rest of the epoch follows",
                 UncountedBatches,
-                stacklevel=2,
+                stacklevel=3,
             )
-            self._given = self._counted
-        else:
-            self._given = self._counted
-        self._label = None if self._progress is None else self._progress.epoch
-        if self._generators is not None:
-            RNG().load_state_dict(self._generators)
-            self._generators = None
+            return
+        what = f"No step has counted {self}, so each pass would be the same epoch"
+        todo = "Put it into the state of the Checkpointer; for evaluation use a plain DataLoader"
+        self._ignored += 1
+        if self._ignored > 1:  # once may be a look at the data before the first step
+            raise HoldfastError(what, todo=todo)
+        warnings.warn(f"{what}. {todo}", UncountedBatches, stacklevel=3)
+
+    def _look_at(self, label: int) -> None:
+        """Keep what ``progress.epoch`` is when a pass begins. Twice the same is what a loop may do
+        that sets it within the pass; three epochs of the same are not counted."""
+        self._label = label
+        if self._first is None:
+            self._first = (self._last, label)
+        elif not self._told and self._last >= self._first[0] + 2 and label == self._first[1]:
+            self._told = True
+            warnings.warn(
+                f"{self} goes on to epoch {self._last}, and progress.epoch is still {label}: "
+                "count progress.epoch, by progress.epoch += 1 after the loop over the loader. "
+                f"After a restart a loop over epochs would begin at epoch {label} again",
+                UncountedEpochs,
+                stacklevel=3,
+            )
 
     def _enter(self, epoch: int) -> None:
         """Go on to an epoch's beginning, and let the count go along if it owes nothing."""
@@ -336,60 +372,25 @@ class ElasticSampler:
                 expected="numbers: " + ", ".join((*_FIXED, *_COUNTS)),
                 found=state if isinstance(state, dict) else type(state).__name__,
             )
-        free = {"length"} if not state["samples"] and not state["ahead"] else set()
+        edge = not state["samples"] or not self._batches(state["length"] - state["samples"])
+        free = {"length"} if edge and not state["ahead"] else set()
         other = [n for n in _FIXED if state[n] != getattr(self, n) and n not in free]
         if other:
             raise PlanError(
                 "This ElasticSampler would give other samples than the one that was saved",
                 expected=", ".join(f"{n}={state[n]!r}" for n in other),
                 found=", ".join(f"{n}={getattr(self, n)!r}" for n in other),
-                todo="Make it as it was, or leave it out of what is loaded and begin anew",
+                todo="Make it as it was (another length is taken where an epoch begins or ends), or"
+                " begin a new run without it: another folder, and"
+                ' resume(start="RUN@latest", keys=["model/**", ...])',
             )
         counts = [state[n] for n in _COUNTS]
-        if min(counts) < 0 or state["samples"] > self.length or not state["per_step"]:
+        if min(counts) < 0 or state["samples"] > state["length"] or not state["per_step"]:
             raise PlanError(
                 "The state of an ElasticSampler names a position that does not exist",
-                expected=f"at most {self.length} samples, and no count below 0",
+                expected=f"at most {state['length']} samples, and no count below 0",
                 found=", ".join(f"{n}={state[n]}" for n in _COUNTS),
             )
-
-
-# -- the order -----------------------------------------------------------------------------------
-
-
-def permuted(at: NDArray[np.int64], length: int, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """The samples at these places (each below ``length``) of the epoch's order.
-
-    A permutation of ``range(length)`` that needs neither memory nor time for more than is asked
-    for: a Feistel network over pairs of digits, the first below a, the second below b, with
-    a * b just over ``length``; what falls out of the range is permuted again until it is inside
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Few places need more
-    rounds to be shuffled evenly. It must never change: saved positions refer to it.
-    """
-    rounds = 24 if length < 1024 else 12
-    key = shake_256(f"{seed} {epoch}".encode()).digest(8 * rounds)
-    keys = np.frombuffer(key, "<u8").astype(np.uint64)
-    rows = isqrt(length - 1) + 1
-    columns = -(-length // rows)
-    a, b = np.uint64(rows), np.uint64(columns)
-    order = at.astype(np.uint64)
-    outside = np.arange(len(order))
-    while len(outside):
-        row, column = np.divmod(order[outside], b)
-        for first, second in zip(keys[::2], keys[1::2]):
-            row = (row + _mixed(column ^ first)) % a
-            column = (column + _mixed(row ^ second)) % b
-        again = row * b + column
-        order[outside] = again
-        outside = outside[again >= length]
-    return order
-
-
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _demand(what: str, good: bool, expected: str, found: object) -> None:
