@@ -43,8 +43,10 @@ class HoldfastError(Exception):
         self.todo = todo
         self.fields = fields
         parts = [what.rstrip(".") + "."]
-        if expected is not None or found is not None:
+        if expected is not None and found is not None:
             parts.append(f"Expected {expected}, found {found}.")
+        elif expected is not None or found is not None:
+            parts.append(f"Expected {expected}." if found is None else f"Found {found}.")
         if todo is not None:
             parts.append(todo.rstrip(".") + ".")
         super().__init__(" ".join(parts))

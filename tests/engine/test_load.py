@@ -56,6 +56,14 @@ def nested():
         ("optimizer/2/1", {"optimizer": [None, None, (None, 8)]}),
         (["note", "5"], {"note": "hi", 5: TWO + 1}),
         (("model/deep/n",), {"model": {"deep": {"n": 3}}}),
+        ("model", {"model": nested()["model"]}),
+        (
+            ["model/deep", "optimizer/1"],
+            {
+                "model": {"deep": nested()["model"]["deep"]},
+                "optimizer": [None, {"lr": 0.5}, None],
+            },
+        ),
     ],
     ids=str,
 )
@@ -63,7 +71,9 @@ def test_keys_choose_a_part(keys, expected):
     same(expected, holdfast.load(saved(nested()), keys=keys))
 
 
-@pytest.mark.parametrize("keys", ["nothing", "model", "model/*/*/*", [], "Note", "model.a"])
+@pytest.mark.parametrize(
+    "keys", ["nothing", "mode", "model/*/*/*", [], "Note", "model.a", "*del", ""]
+)
 def test_a_pattern_that_fits_nothing_says_what_there_is(keys):
     at = saved(nested())
     with pytest.raises(MissingLeaf, match=r"keys like.*model/a\.weight"):
@@ -137,14 +147,34 @@ def test_names_can_be_exchanged():
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"x": "y"}, "not in the snapshot"),
-        ({"model/a.weight": "a.weight"}, "another level"),
+        ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `holdfast show SNAPSHOT`"),
+        ({"model/a.weight": "a.weight"}, "another level. Expected names that differ"),
         ({"model/a.weight": "model/a.bias"}, "would be called 'a.bias'"),
+        ({"net": "model"}, "not in the snapshot: net. The snapshot has model, so write "
+                           "rename={'model': 'net'}: its name first."),
+        ({"a": "b", "model/x": "model/deep"}, "write rename={'model/deep': 'model/x'}"),
+        ({"model/**": "net/**"}, "are no patterns, but 'model/**': 'net/**' is one. "
+                                 "rename={'model': 'net'} renames model and all"),
+        ({"net/**": "model/**"}, "are no patterns, but 'net/**': 'model/**' is one. "
+                                 "The snapshot has model, so write rename={'model': 'net'}"),
+        ({"model/*": "net/*"}, "rename={'model': 'net'} renames"),
+        ({"model/a.????": "model/b"}, "are no patterns, but 'model/a.????'"),
+        ({"model/a.?": "net/b.?"}, "are no patterns, but 'model/a.?': 'net/b.?' is one. "
+                                   "`holdfast show SNAPSHOT`"),
+        ({"**": "x/**"}, "are no patterns, but '**': 'x/**' is one. `holdfast show SNAPSHOT`"),
+        ({"model": "net/**"}, "rename={'model': 'net'} renames"),
     ],
-)
+)  # fmt: skip
 def test_names_that_cannot_be_changed(names, words):
-    with pytest.raises(PlanError, match=words):
-        holdfast.load(saved(nested()), rename=names)
+    state = {k: v for k, v in nested().items() if isinstance(k, str)}
+    with pytest.raises(PlanError) as e:
+        holdfast.load(saved(state), rename=names)
+    assert words in str(e.value)
+    assert "None" not in str(e.value)
+
+
+def test_a_name_with_a_star_in_it_is_a_name():
+    same({"x": ONE, "b": TWO}, holdfast.load(saved({"a*": ONE, "b": TWO}), rename={"a*": "x"}))
 
 
 def test_rename_reaches_the_names_in_an_optimizer():

@@ -7,10 +7,13 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from states import TORCH_DTYPES, clone, random_tensor, same, saved
 from torch import nn
 
 import holdfast
+from holdfast.engine.differences import fold
 from holdfast.errors import (
     DTypeMismatch,
     MissingLeaf,
@@ -74,6 +77,56 @@ def test_a_long_list_of_differences_is_cut():
     state = {f"k{i}": i for i in range(50)}
     e = fails(state, {}, UnexpectedLeaf, "50 unexpected", "k19 and 30 more")
     assert len(e.unexpected) == 50
+    state = {f"k{i}": [i, i, ONE] for i in range(50)}
+    fails(state, {}, UnexpectedLeaf, "150 unexpected", "k19 (3 leaves) and 90 more")
+
+
+def test_what_lacks_as_a_whole_is_told_by_its_highest_key():
+    rng = {"python": (3, tuple(range(600)), None), "numpy": [1, 2]}
+    e = fails(
+        {"rng": rng, "a": {"x": 1, "y": {"u": 1, "v": 2}}},
+        {
+            "a": {"z": {"u": ONE, "v": 2}, "x": 0},
+            "net": {"weight": ONE, "b": 1},
+            "one": {"leaf": 1},
+        },
+        PlanError,
+        "5 missing in the snapshot: a/z (2 leaves), net (2 leaves), one/leaf.",
+        "606 unexpected in the snapshot: a/y (2 leaves), rng (604 leaves).",
+    )
+    assert len(e.unexpected) == 606
+    assert e.missing[:3] == ("a/z/u", "a/z/v", "net/weight")
+
+
+def test_a_level_of_which_something_is_there_is_not_folded():
+    state, live = {"a": {"x": 1, "y": {"u": 1, "v": 2}}}, {"a": {"y": {"w": 1}}}
+    fails(
+        state, live, UnexpectedLeaf, "3 unexpected in the snapshot: a/y/u, a/y/v, a/x.",
+        missing="keep",
+    )  # fmt: skip
+    fails(state, live, MissingLeaf, "1 missing in the snapshot: a/y/w.", unexpected="ignore")
+    fails(state, {"a": {"x": ONE}}, PlanError, "2 unexpected in the snapshot: a/y (2 leaves). 1 of")
+    fails(state, {"b": 1}, UnexpectedLeaf, "2 unexpected in the snapshot: a/y (2", keys="a/y/**",
+          missing="keep")  # fmt: skip
+
+
+KEYS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
+
+
+@given(st.lists(KEYS, unique=True), st.sets(KEYS))
+def test_folding_loses_no_leaf_and_hides_none_that_is_there(keys, others):
+    keys = [k for k in keys if k not in others]
+    folded = fold(keys, others)
+    assert sum(n for _, n in folded) == len(keys)
+    for key, n in folded:
+        below = [k for k in keys if k == key or k.startswith(key + "/")]
+        if n > 1:
+            assert len(below) == n
+            assert not any(o == key or o.startswith(key + "/") for o in others)
+            above = key.rpartition("/")[0]
+            assert not above or any(o == above or o.startswith(above + "/") for o in others)
+        else:
+            assert key in keys
 
 
 def test_modules_tell_all_their_differences():

@@ -37,11 +37,13 @@ def load(
 
     Without ``into``: a new dict of tensors on ``device`` (the CPU if None), arrays and plain
     values. With ``into``: a dict like the one that was saved, filled in place and returned.
-    ``keys``: only leaves whose key matches (``"model/**"``; ``*`` within a level).
+    ``keys``: only leaves whose key matches: ``"model"`` is that leaf or all below it; ``*``
+    stands for anything within a level, ``**`` across levels.
 
     Strict unless asked otherwise: ``missing="keep"`` leaves live what the snapshot lacks,
     ``unexpected="ignore"`` passes over what the live state lacks, ``cast=True`` converts dtypes,
-    ``rename={"model/old": "model/new"}`` gives members of the snapshot other names first.
+    ``rename={"model/old": "model/new"}`` gives members of the snapshot, each with all below it,
+    the names of the live state first.
 
     Raises ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists every
     difference; before any of the last kind nothing of ``into`` has been changed.
@@ -117,12 +119,12 @@ def _bind(
     names = live.parameter_names(into)
     binder = Binder(room, selected, names, leniency.cast, leniency.rename)
     settle = binder.bind(into, tree, "")
-    differences = binder.differences
-    if leniency.missing == "keep":
-        differences.missing.clear()
-    if leniency.unexpected == "ignore":
-        differences.unexpected.clear()
-    differences.raise_any(snapshot.url)
+    binder.differences.raise_any(
+        snapshot.url,
+        tree,
+        missing=leniency.missing == "error",
+        unexpected=leniency.unexpected == "error",
+    )
     if keys is not None and not room.wants and not any(map(selected, snapshot.nodes())):
         raise _nothing(snapshot, keys)
     return settle

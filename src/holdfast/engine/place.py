@@ -14,18 +14,13 @@ from typing import Any, Literal
 import numpy as np
 
 from holdfast.engine import live
+from holdfast.engine.differences import Differences
 from holdfast.engine.module import bind_module
 from holdfast.engine.optimizer import bind_optimizer
 from holdfast.engine.room import BYTES, Room, Settle
 from holdfast.engine.select import ABSENT, Selected
 from holdfast.engine.tree import dtype_name
-from holdfast.errors import (
-    DTypeMismatch,
-    MissingLeaf,
-    PlanError,
-    ShapeMismatch,
-    UnexpectedLeaf,
-)
+from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.format.names import join
 
@@ -54,42 +49,6 @@ class Leniency:
 
 STRICT = Leniency()
 """Nothing is overlooked."""
-
-
-@dataclass(slots=True)
-class Differences:
-    """How a snapshot differs from the live state that it is to be loaded into."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-
-    def raise_any(self, url: str) -> None:
-        """Raise one error that lists all differences, of the narrowest class that fits them."""
-        kinds: list[tuple[type[PlanError], str, list[str]]] = [
-            (MissingLeaf, "missing in the snapshot", self.missing),
-            (UnexpectedLeaf, "unexpected in the snapshot", self.unexpected),
-            (ShapeMismatch, "of another shape", self.shapes),
-            (DTypeMismatch, "of another dtype or kind", self.dtypes),
-        ]
-        found = [(kind, said, several) for kind, said, several in kinds if several]
-        if not found:
-            return
-        kind = found[0][0] if len(found) == 1 else PlanError
-        lines = [
-            f"{len(several)} {said}: {', '.join(several[:20])}"
-            + (f" and {len(several) - 20} more" if len(several) > 20 else "")
-            for _, said, several in found
-        ]
-        raise kind(
-            f"The snapshot {url} does not fit the live state; nothing was changed. "
-            + ". ".join(lines),
-            todo="Load into the same state as was saved, or ask for leniency by name:"
-            ' missing="keep", unexpected="ignore", cast=True, rename={...}, keys="..."',
-            missing=tuple(self.missing),
-            unexpected=tuple(self.unexpected),
-        )
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ def everything(key: str) -> bool:
 
 def selector(patterns: str | Sequence[str] | None) -> Selected:
     """Whether a key matches one of the patterns: ``*`` within a level, ``**`` across levels,
-    ``?`` one character; all else stands for itself. None chooses everything."""
+    ``?`` one character; all else stands for itself. A pattern with none of these also matches
+    whatever is below that key. None chooses everything."""
     if patterns is None:
         return everything
     several = [patterns] if isinstance(patterns, str) else list(patterns)
@@ -34,7 +35,8 @@ def selector(patterns: str | Sequence[str] | None) -> Selected:
 def _regex(pattern: str) -> str:
     parts = re.split(r"(\*\*|\*|\?)", pattern)
     special = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return "".join(special.get(p) or re.escape(p) for p in parts)
+    below = "(?:/.*)?" if len(parts) == 1 else ""
+    return "".join(special.get(p) or re.escape(p) for p in parts) + below
 
 
 def prune(node: Any, selected: Selected, key: str = "") -> Any:
@@ -77,21 +79,54 @@ def rename(node: Any, names: Mapping[str, str], key: str = "") -> Any:
     fits nothing, or that two members would get.
     """
     for old, new in names.items():
-        if old.rpartition("/")[0] != new.rpartition("/")[0]:
+        fits = _same_level(old, new) and _has(node, old, key)
+        if not fits and _WILD & set(old + new):
+            raise PlanError(
+                f"Names to be changed are no patterns, but {old!r}: {new!r} is one",
+                todo=_advice(node, old.rstrip("*/"), new.rstrip("*/"), key),
+                leaf=old,
+            )
+        if not _same_level(old, new):
             raise PlanError(
                 f"Renaming {old!r} to {new!r} would move it to another level",
                 expected="names that differ in their last level only",
+                found=f"{old!r} and {new!r}",
                 leaf=old,
             )
     used: set[str] = set()
     made = _renamed(node, names, key, used)
     if unused := sorted(set(names) - used):
+        old = next((o for o in unused if _has(node, names[o], key)), unused[0])
         raise PlanError(
-            "Some names to be changed are not in the snapshot",
-            expected=", ".join(unused),
-            todo="`holdfast show SNAPSHOT` prints the keys",
+            f"Names to be changed are not in the snapshot: {', '.join(unused)}",
+            todo=_advice(node, old, names[old], key),
+            leaf=old,
         )
     return made
+
+
+_WILD = frozenset("*?")
+
+
+def _same_level(old: str, new: str) -> bool:
+    return old.rpartition("/")[0] == new.rpartition("/")[0]
+
+
+def _has(node: Any, name: str, key: str) -> bool:
+    """Whether there is a member of that name."""
+    used: set[str] = set()
+    _renamed(node, {name: name}, key, used)
+    return bool(used)
+
+
+def _advice(node: Any, old: str, new: str, key: str) -> str:
+    """What to write in place of a rename that fits nothing."""
+    if old and new and old != new and _same_level(old, new):
+        if _has(node, old, key):
+            return f"rename={{{old!r}: {new!r}}} renames {old} and all that is below it"
+        if _has(node, new, key):
+            return f"The snapshot has {new}, so write rename={{{new!r}: {old!r}}}: its name first"
+    return "`holdfast show SNAPSHOT` prints the keys"
 
 
 def _renamed(node: Any, names: Mapping[str, str], key: str, used: set[str]) -> Any:
