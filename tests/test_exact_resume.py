@@ -7,9 +7,11 @@ resumed. ``tests/crash`` kills real processes.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import holdfast
+from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -318,6 +322,142 @@ def test_what_is_drawn_between_the_loader_and_its_first_batch_is_undone() -> Non
     assert generators() == restored
 
 
+# -- what a person forgets or changes -------------------------------------------------------------
+
+
+def small(length: int = 8, lr: float = 0.1) -> dict[str, Any]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 100),
+        "progress": holdfast.Progress(),
+        "sampler": holdfast.ElasticSampler(length, 2),
+        "rng": holdfast.RNG(),
+    }
+
+
+def saved_at(store: Store, step: int) -> None:
+    """A version of that step of an epoch of four."""
+    state = small()
+    with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(step)) as ckpt:
+        for number, _ in enumerate(state["sampler"], 1):
+            ckpt.step()
+            if number == step:
+                return
+
+
+def test_a_sampler_that_was_forgotten_in_the_state_is_refused_in_the_third_epoch() -> None:
+    state = small()
+    sampler = state.pop("sampler")
+    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+        for _ in sampler:
+            ckpt.step()
+        with pytest.warns(UncountedBatches, match="state of the Checkpointer"):
+            batches = list(sampler)
+        for _ in batches:
+            ckpt.step()
+        with pytest.raises(HoldfastError, match="state of the Checkpointer"):
+            next(iter(sampler))
+
+
+def test_a_sampler_for_evaluation_is_refused_in_the_third_epoch_or_in_the_first_step() -> None:
+    state, evaluation = small(), holdfast.ElasticSampler(6, 2)
+    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+        for epoch in range(2):
+            for _ in state["sampler"]:
+                ckpt.step()
+            state["progress"].epoch += 1
+            if epoch:
+                with pytest.warns(UncountedBatches, match="plain DataLoader"):
+                    list(evaluation)
+            else:
+                list(evaluation)
+        with pytest.raises(HoldfastError, match="plain DataLoader"):
+            list(evaluation)
+    state["evaluation"] = holdfast.ElasticSampler(6, 2)
+    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+        next(iter(state["sampler"]))
+        with pytest.raises(HoldfastError, match=r"Sampler\(6, 2.*for evaluation does not belong"):
+            ckpt.step()
+
+
+def test_a_loop_that_never_counts_its_epochs_is_told() -> None:
+    state = small()
+    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+        for epoch in range(state["progress"].epoch, 3):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in state["sampler"]:
+                    ckpt.step()
+            assert [w.category for w in caught] == [UncountedEpochs] * (epoch == 2)
+
+
+def test_a_step_that_is_called_twice_for_a_batch_is_told() -> None:
+    state = small()
+    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+        next(iter(state["sampler"]))
+        ckpt.step()
+        with pytest.raises(HoldfastError, match=r"Is step\(\) called twice"):
+            ckpt.step()
+
+
+def test_a_data_set_may_grow_between_two_epochs() -> None:
+    """The version is of the epoch's last step; nothing of it is left."""
+    store = MemoryStore()
+    saved_at(store, 4)
+    state = small(12)
+    with holdfast.Checkpointer(store, state) as ckpt:
+        ckpt.resume()
+        passes = []
+        while state["progress"].epoch < 2:
+            passes.append(0)
+            for _ in state["sampler"]:
+                ckpt.step()
+                passes[-1] += 1
+            state["progress"].epoch += 1
+        assert passes == [0, 6]
+        assert ckpt.current_step == 10
+
+
+def test_a_data_set_that_grew_within_an_epoch_begins_a_new_run(tmp_path: Path) -> None:
+    """What the error says is possible."""
+    store = open_store(tmp_path / "a")
+    saved_at(store, 3)
+    state = small(12)
+    with pytest.raises(PlanError, match="length=8, found length=12"):
+        state["sampler"].load_state_dict(holdfast.load(tmp_path / "a/version_3")["sampler"])
+    with (
+        holdfast.Checkpointer(tmp_path / "a", state) as ckpt,
+        pytest.raises(PlanError, match="length=8, found length=12"),
+    ):
+        ckpt.resume()
+    with holdfast.Checkpointer(tmp_path / "b", state) as ckpt:
+        others = [f"{name}/**" for name in state if name != "sampler"]
+        ckpt.resume(start=f"{tmp_path}/a@latest", keys=others)
+        assert ckpt.current_step == state["progress"].step == 3
+        assert len(list(state["sampler"])) == 6
+
+
+def test_options_of_an_optimizer_come_from_the_version_and_can_be_set_after() -> None:
+    store = MemoryStore()
+    saved_at(store, 4)
+    state = small(lr=0.5)
+    group = state["optimizer"].param_groups[0]
+    with holdfast.Checkpointer(store, state) as ckpt:
+        ckpt.resume()
+        assert state["optimizer"].param_groups[0]["lr"] == group["lr"] == 0.1
+        assert state["scheduler"].base_lrs == [0.1]
+        group["lr"] = 0.5
+        ckpt.step(batches=0)
+        ckpt.save()
+    other = small()
+    with holdfast.Checkpointer(store, other) as ckpt:
+        ckpt.resume()
+    assert other["optimizer"].param_groups[0]["lr"] == 0.5
+
+
 # -- loaders and data sets that have a state of their own ----------------------------------------
 
 
@@ -398,6 +538,58 @@ def test_an_iterable_data_set_goes_on_by_its_own_state() -> None:
         return Reading({"data": data}, loader)
 
     goes_on_exactly(make)
+
+
+def plain() -> dict[str, Any]:
+    return {"loader": DataLoader(list(map(float, range(10))), batch_size=4, shuffle=True)}
+
+
+def streamed() -> dict[str, Any]:
+    data = Stream()
+    return {"data": data, "loader": DataLoader(data, batch_size=4, generator=torch.Generator())}
+
+
+def stateful() -> dict[str, Any]:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    data = list(map(float, range(10)))
+    order = torchdata.sampler.RandomSampler(data, generator=torch.Generator().manual_seed(1))
+    options = {"sampler": order, "generator": torch.Generator()}
+    loader = torchdata.StatefulDataLoader(data, batch_size=4, **options)
+    return {"data": loader, "loader": loader}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("make", "good"),
+    [(plain, True), (streamed, False), (stateful, True)],
+    ids=["plain", "streamed", "stateful"],
+)
+def test_a_save_between_two_epochs_goes_on_exactly(make: Any, good: bool, late: bool) -> None:
+    """``good``: if it is made after the epoch is counted (``late``), or before; as documented."""
+
+    def run(store: Store, epochs: int) -> list[list[float]]:
+        parts, progress, seen = make(), holdfast.Progress(), []
+        loader = parts.pop("loader")
+        state = {**parts, "progress": progress, "rng": holdfast.RNG()}
+        with holdfast.Checkpointer(store, state) as ckpt:
+            ckpt.resume()
+            while progress.epoch < epochs:
+                for batch in loader:
+                    seen.append(batch.tolist())
+                    ckpt.step()
+                progress.epoch += late
+                ckpt.save()
+                progress.epoch += not late
+        return seen
+
+    seed_all(0)
+    whole = run(MemoryStore(), 3)
+    seed_all(0)
+    store = MemoryStore()
+    first = run(store, 1)
+    seed_all(99)
+    assert (first + run(store, 3) == whole) is (good is late)
 
 
 def test_without_a_generator_of_its_own_a_plain_loader_draws_once_more() -> None:

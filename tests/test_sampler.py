@@ -763,9 +763,16 @@ def test_a_resume_begins_to_look_anew() -> None:
         train(sampler)
         train(sampler)
         sampler.load_state_dict(sampler.state_dict())
-    sampler.follow(holdfast.Progress())
-    train(sampler)
-    train(sampler)
+
+
+def test_another_progress_is_looked_at_anew() -> None:
+    sampler = Sampler(6, 2)
+    for _ in range(3):
+        progress = holdfast.Progress()
+        sampler.follow(progress)
+        for _ in range(2):
+            train(sampler)
+            progress.epoch += 1
 
 
 # -- states --------------------------------------------------------------------------------------
