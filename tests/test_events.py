@@ -14,7 +14,7 @@ import pytest
 
 import holdfast
 from holdfast import events
-from holdfast.errors import SinkFailed
+from holdfast.errors import HoldfastError, SinkFailed
 from holdfast.storage.memory import MemoryStore
 
 ROOT = Path(holdfast.__file__).parent
@@ -75,6 +75,20 @@ def test_a_sink_is_told_while_its_context_lasts() -> None:
         events.emit("within", step=1)
     events.emit("after")
     assert told == [("within", {"step": 1})]
+
+
+def test_what_is_no_sink_is_refused_at_once() -> None:
+    wrong: list[tuple[Any, str]] = [
+        (holdfast.sinks.Terminal, "Terminal is no sink"),
+        (Told, "found a class. Call it: attach(Told())."),
+        (None, "None is no sink. Expected a callable: sink(name, fields)."),
+        ("events.jsonl", "'events.jsonl' is no sink"),
+    ]
+    for given, words in wrong:
+        with pytest.raises(HoldfastError) as e:
+            holdfast.attach(given)
+        assert words in str(e.value)
+    assert not events._attached
 
 
 def test_close_detaches_as_well_and_twice_is_once() -> None:
@@ -151,7 +165,7 @@ def test_a_sink_that_fails_a_second_time_is_told_again() -> None:
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("sink", [[].append, 3, type("Odd", (), {"__call__": None})()])
+@pytest.mark.parametrize("sink", [[].append, type("Odd", (), {"__call__": None})()])
 def test_what_is_no_sink_is_told_too(sink: Any) -> None:
     with holdfast.attach(sink), pytest.warns(SinkFailed, match="TypeError"):
         events.emit("a")

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from holdfast.errors import SinkFailed
+from holdfast.errors import HoldfastError, SinkFailed
 
 Sink = Callable[[str, dict[str, Any]], object]
 
@@ -42,7 +42,18 @@ def emit(name: str, **fields: Any) -> None:
 
 
 def attach(sink: Sink) -> ExitStack:
-    """Attach a sink at once. Leaving the returned context, or its ``close()``, detaches it."""
+    """Attach a sink at once. Leaving the returned context, or its ``close()``, detaches it.
+
+    Raises ``HoldfastError`` for what is no sink, such as the class of one.
+    """
+    if isinstance(sink, type) or not callable(sink):
+        name = sink.__name__ if isinstance(sink, type) else repr(sink)[:100]
+        raise HoldfastError(
+            f"{name} is no sink",
+            expected="a callable: sink(name, fields)",
+            found="a class" if isinstance(sink, type) else None,
+            todo=f"Call it: attach({name}())" if isinstance(sink, type) else None,
+        )
     key = object()
     _attached[key] = sink
     detach = ExitStack()

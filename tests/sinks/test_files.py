@@ -27,6 +27,9 @@ def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> No
         "save_failed": "ERROR",
         "save_skipped": "WARNING",
         "save_waited": "INFO",
+        "began": "INFO",
+        "stopped": "INFO",
+        "left_unsaved": "WARNING",
         "resumed": "INFO",
         "skipped": "WARNING",
         "deleted": "INFO",
@@ -41,6 +44,10 @@ def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> No
     )
     assert first.fields == SAVED
     assert wording.sentence("saved", {"step": 1}) == "saved step 1"
+    [skipped] = [r.getMessage() for r in caplog.records if r.event == "skipped"]
+    assert skipped == (
+        "skipped version_1250: NoSpace: No space for shard-0. Expected 4096 bytes, found 1024."
+    )
 
 
 def test_an_event_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

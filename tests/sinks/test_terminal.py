@@ -55,6 +55,10 @@ def test_a_line_for_each_save() -> None:
                         "bytes, found 1024. Free space."),
         ("save_skipped", "skipped the save of step 1400: one was under way"),
         ("save_waited", "waited 1.20 s to save step 1400: one was under way"),
+        ("began", "began a training in runs/a: no version is there yet"),
+        ("stopped", "stopped improving at step 1500: val_loss was at best 0.2312"),
+        ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: ckpt.save() at the end "
+                         "keeps them"),
         ("resumed", "resumed step 1200 from runs/a/version_1200"),
         ("pin_left", "left the pin pin-1.json behind: timeout"),
         ("structure_changed", "noticed that the state has other leaves in version_9: 2 added, "
@@ -65,6 +69,34 @@ def test_a_line_for_each_save() -> None:
 def test_a_line_for_what_else_happens(name: str, line: str) -> None:
     assert lines((name, EVENTS[name])) == [line]
     assert lines(("staged", EVENTS["staged"]), ("unheard_of", {})) == []
+
+
+def test_a_wait_is_told_where_a_person_could_feel_it() -> None:
+    waits: list[dict[str, Any]] = [
+        {"step": n, **more}
+        for n, more in enumerate(
+            ({"seconds": 0.0}, {"seconds": 0.0999}, {"seconds": 0.1}, {}, {"seconds": "x"})
+        )
+    ]
+    assert lines(*(("save_waited", fields) for fields in waits)) == [
+        "waited 100 ms to save step 2: one was under way",
+        "waited to save step 3: one was under way",
+        "waited to save step 4: one was under way",
+    ]
+
+
+def test_a_metric_that_never_was_a_number() -> None:
+    (line,) = lines(("stopped", {"step": 3, "metric": "loss", "best": None}))
+    assert line == "stopped improving at step 3: loss never was a number"
+
+
+def test_the_todo_of_a_version_that_was_skipped_is_left_out() -> None:
+    (line,) = lines(("skipped", EVENTS["skipped"]))
+    assert line == (
+        "skipped version_1250: NoSpace: No space for shard-0. Expected 4096 bytes, found 1024."
+    )
+    (line,) = lines(("skipped", {"version": "version_1", "error": "in words"}))
+    assert line == "skipped version_1: in words"
 
 
 def test_deleted_versions_stand_in_the_next_save_s_line() -> None:

@@ -10,19 +10,24 @@ from io import StringIO
 from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
-from holdfast.sinks.wording import pieces, sentence, told
+from holdfast.sinks.wording import amount, pieces, sentence, told
 
 _STYLES = {
     "saved": "green",
     "save_waited": "dim",
     "structure_changed": "dim",
+    "began": "cyan",
     "resumed": "cyan",
+    "stopped": "cyan",
     "skipped": "yellow",
     "save_skipped": "yellow",
+    "left_unsaved": "yellow",
     "pin_left": "yellow",
     "request_unseen": "yellow",
     "save_failed": "bold red",
 }
+_WAITED = 0.1
+"""Seconds of waiting below which a person need not see it: in a quick loop every save waits."""
 _METRICS = 5
 _LEAST = 12
 """Columns below which metrics are left out rather than cut."""
@@ -36,7 +41,8 @@ os.register_at_fork(
 
 class Terminal:
     """A line for each save: step, size, seconds and bytes a second in the background, seconds
-    blocked, and what else there is to say; a line for what was resumed, skipped or failed.
+    blocked, and what else there is to say; a line for what was resumed, skipped or failed, and for
+    a save that waited 0.1 s or longer for the one before.
 
     The versions that a save deleted stand at the end of its line. Colours, and the cut at
     the right edge, only where ``stream`` is a terminal (rich decides, and heeds ``NO_COLOR``); a
@@ -56,6 +62,9 @@ class Terminal:
                 return
             said = sentence(name, fields)
             if name not in _STYLES or said is None or said in self._told:
+                return
+            waited = amount(fields, "seconds")
+            if name == "save_waited" and waited is not None and waited < _WAITED:
                 return
             if name == "skipped":
                 self._told.add(said)  # retention meets a damaged version after every save

@@ -8,6 +8,8 @@ from math import isfinite, prod
 from numbers import Real
 from typing import Any
 
+from holdfast.errors import HoldfastError
+
 _DEEPEST = 8
 _LONGEST = 200
 _METRICS = 4
@@ -125,14 +127,30 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
         counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
         leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
         return f"noticed that the state has other leaves in {version}: {', '.join(leaves)}"
+    if name == "stopped":
+        best = fields.get("best")
+        was = "never was a number" if best is None else f"was at best {clean(_figure(best))}"
+        return f"stopped improving at step {step}: {told(fields, 'metric')} {was}"
     return {
+        "began": f"began a training in {told(fields, 'run')}: no version is there yet",
+        "left_unsaved": f"left the steps after {told(fields, 'since')} up to {step} unsaved:"
+        " ckpt.save() at the end keeps them",
         "save_failed": f"failed to save step {step}: {error}",
         "save_skipped": f"skipped the save of step {step}: one was under way",
-        "skipped": f"skipped {version}: {error}",
+        "skipped": f"skipped {version}: {_without_todo(fields)}",
         "deleted": f"deleted {version}",
         "pin_left": f"left the pin {told(fields, 'key')} behind: {error}",
         "request_unseen": f"lost sight of requests in {told(fields, 'store')}: {error}",
     }.get(name)
+
+
+def _without_todo(fields: Mapping[str, Any]) -> str:
+    """The error of a version that was passed over: there is nothing left to do."""
+    error = fields.get("error")
+    if not isinstance(error, HoldfastError):
+        return told(fields, "error")
+    short = HoldfastError(error.what, expected=error.expected, found=error.found)
+    return clean(f"{type(error).__name__}: {short}")
 
 
 def plain(value: Any, depth: int = 0) -> Any:
