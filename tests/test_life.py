@@ -663,8 +663,24 @@ def test_a_run_of_another_training_is_refused_with_all_differences() -> None:
     with Checkpointer(store, other) as ckpt, pytest.raises(PlanError) as e:
         ckpt.resume()
     assert isinstance(e.value, MissingLeaf | UnexpectedLeaf | PlanError)
-    for key in ("model", "weights", "small/bias", "history"):
+    for key in ("model", "weights", "small", "history"):
         assert key in str(e.value)
+    assert "new run" in str(e.value)  # and the way that there is
+
+
+def test_a_sampler_of_other_data_says_what_can_be_done_about_it() -> None:
+    store = MemoryStore()
+    for length in (10, 12):
+        sampler = holdfast.ElasticSampler(length, 2)
+        state = fresh() | {"sampler": sampler}
+        ckpt = Checkpointer(store, state, save=EverySteps(1))
+        if length == 12:
+            with pytest.raises(PlanError, match=r"length=10.*length=12.*keys="):
+                ckpt.resume()
+            continue
+        next(iter(sampler))
+        train(state, ckpt, 1)
+        ckpt.close()
 
 
 def test_a_structure_that_changes_is_saved_as_it_is_and_told() -> None:

@@ -45,6 +45,8 @@ def go_on(run: Run, state: dict[str, Any], at: int | None, branch: int | None) -
     try:
         snapshot, skipped = run.newest(lambda s: load_snapshot(s, state), at, branch)
     except PlanError as e:
+        if "missing" not in e.fields:
+            raise  # of a part of the state that knows better what to do
         raise type(e)(
             e.what,
             expected=e.expected,
