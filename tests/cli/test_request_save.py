@@ -11,8 +11,8 @@ import pytest
 import holdfast as hf
 from holdfast.cli import request_save
 from holdfast.errors import Denied
-from holdfast.format.names import REQUEST
-from holdfast.request import put_request, read_request
+from holdfast.format.names import REQUEST, Version
+from holdfast.request import Answer, put_request, read_request
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 
@@ -85,6 +85,19 @@ def test_nobody_answers(store: MemoryStore, never: None, more: list[str]) -> Non
         assert answer.json["error"]["kind"] == "DeadlinePassed"
 
 
+def test_a_plain_number_is_seconds(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def ask(run: object, timeout: float, *, wait: object) -> Answer:
+        given.append(timeout)
+        return Answer(Version(60), joined=False)
+
+    monkeypatch.setattr(request_save, "ask", ask)
+    for text in ("5", "1.5", "2m"):
+        assert holdfast("request-save", store.url, "--timeout", text).code == 0
+    assert given == [5.0, 1.5, 120.0]
+
+
 def test_ctrl_c_takes_the_request_back(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(seconds: float) -> None:
         assert read_request(store) is not None
@@ -139,7 +152,7 @@ def test_what_is_no_run_is_not_written_to(tmp_path: Path, never: None, place: st
     assert not list(tmp_path.rglob(REQUEST))
 
 
-@pytest.mark.parametrize("words", [["--timeout", "5"], ["--timeout", "-5s"], ["x", "y"], []])
+@pytest.mark.parametrize("words", [["--timeout", "5x"], ["--timeout", "-5"], ["x", "y"], []])
 def test_a_wrong_command_line(words: list[str]) -> None:
     assert holdfast("request-save", *(["x"] if len(words) == 2 else []), *words).code == 2
 

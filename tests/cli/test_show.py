@@ -131,3 +131,28 @@ def test_a_narrow_terminal_wraps_no_row(
     assert all(len(line) <= width for line in lines)
     assert sum("float32" in line for line in lines) == 1
     assert any("float32 [3, 4]" in line and line.rstrip().endswith("48 B") for line in lines)
+
+
+def test_containers_tell_their_leaves(elsewhere: str) -> None:
+    one = {"deep": [{"x": np.zeros(3), "n": 1, "more": [np.zeros(1), 2]}], "none": {}}
+    hf.save(elsewhere, {"one": one, "two": [np.zeros(2)]})
+    lines = [line.split(maxsplit=1) for line in holdfast("show", elsewhere).out.splitlines()]
+    told = {words[0]: words[1] for words in lines if len(words) > 1}
+    assert told["one"].startswith("dict, 4 leaves ")
+    assert told["deep"].startswith("list, 4 leaves ")
+    assert told["more"].startswith("list, 2 leaves ")
+    assert told["two"].startswith("list, 1 leaf ")
+    assert told["none"] == "dict, empty"
+
+
+@pytest.mark.parametrize("verb", ["show", "ls", "verify", "diff", "copy", "sweep"])
+def test_in_a_pipe_no_line_ends_with_blanks(run: str, elsewhere: str, verb: str) -> None:
+    hf.save(f"{run}/version_80", {"text": "long " * 50, "n": 1, "x": np.zeros(3)})
+    words = {
+        "show": [f"{run}/version_80"],
+        "diff": [f"{run}/version_80", f"{run}/version_60"],
+        "copy": [run, elsewhere],
+    }
+    answer = holdfast(verb, *words.get(verb, [run]))
+    assert answer.out.endswith("\n")
+    assert [line for line in answer.out.splitlines() if line != line.rstrip()] == []

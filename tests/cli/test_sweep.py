@@ -97,7 +97,10 @@ def test_a_place_that_is_no_run_is_not_swept(elsewhere: str) -> None:
     assert holdfast("sweep", elsewhere).code == 4
 
 
-@pytest.mark.parametrize("grace", ["", "5", "-5s", "1w", "h", "1h 2m", "nan", "24 h"])
+@pytest.mark.parametrize(
+    "grace",
+    ["", "-5", "-5s", "5 ", "1e3", ".", "5.", "inf", "9" * 10, "1w", "h", "1h 2m", "nan", "24 h"],
+)
 def test_a_grace_that_is_no_time_is_a_usage_error(run: str, grace: str) -> None:
     answer = holdfast("sweep", run, "--grace", grace)
     assert answer.code == 2
@@ -106,7 +109,16 @@ def test_a_grace_that_is_no_time_is_a_usage_error(run: str, grace: str) -> None:
 
 @pytest.mark.parametrize(
     ("grace", "seconds"),
-    [("90s", 90), ("15m", 900), ("24h", 86400), ("7d", 604800), ("0.5h", 1800)],
+    [
+        ("0", 0),
+        ("5", 5),
+        ("1.5", 1.5),
+        ("90s", 90),
+        ("15m", 900),
+        ("24h", 86400),
+        ("7d", 604800),
+        ("0.5h", 1800),
+    ],
 )
 def test_times(run: str, grace: str, seconds: float) -> None:
     assert holdfast("sweep", run, "--grace", grace, "--json").json["grace_seconds"] == seconds

@@ -23,7 +23,7 @@ from holdfast.run import Run
     default="300s",
     show_default=True,
     metavar="TIME",
-    help="Give up after so long: 90s, 15m, 24h.",
+    help="Give up after so long: 90 (seconds), 15m, 24h.",
 )
 @click.option("--no-wait", is_flag=True, help="Only ask; do not wait for the version.")
 @json_option

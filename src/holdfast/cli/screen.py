@@ -33,6 +33,17 @@ def console() -> Console:
         def on_broken_pipe(self) -> None:
             raise  # noqa: PLE0704  (called while it is handled: the top of the command ends it)
 
+        def print(self, *objects: Any, **how: Any) -> None:
+            if self.is_terminal:
+                super().print(*objects, **how)
+                return
+            # a table fills its last column with blanks; nobody who reads a pipe wants them
+            with self.capture() as captured:
+                super().print(*objects, **how)
+            lines = captured.get().split("\n")
+            self.file.write("\n".join(line.rstrip(" ") for line in lines))
+            self.file.flush()
+
     screen = Screen(highlight=False, emoji=False, markup=False, soft_wrap=False)
     if not screen.is_terminal and "COLUMNS" not in os.environ:
         screen.width = PIPED

@@ -242,7 +242,8 @@ def _lines(found: Sequence[Row], depth: int | None, layouts: Layouts | None) -> 
         name = "  " * row.depth + row.name if nested else row.key
         if row.kind in CONTAINERS:
             leaves, nbytes = _below(found, i)
-            what = f"{row.kind} of {leaves}" if leaves else f"{row.kind}, empty"
+            many = f"{leaves:,} {'leaf' if leaves == 1 else 'leaves'}"
+            what = f"{row.kind}, {many if leaves else 'empty'}"
             style = "bold" if row.depth == 0 else ""
             lines.append(_Cells(name, what, size(nbytes) if nbytes else "", style))
         elif row.kind == "value":

@@ -18,10 +18,15 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """A length of time such as ``90s``, ``15m``, ``24h``, ``7d`` or ``1h30m``, in seconds."""
+    """A length of time such as ``90`` or ``90s``, ``15m``, ``24h``, ``7d`` or ``1h30m``, in
+    seconds."""
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
+        return float(value)
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
-    if value != "0" and (not parts or "".join(n + u for n, u in parts) != value):
-        raise click.BadParameter(f"{value!r} is no time; write 90s, 15m, 24h, 7d or 1h30m")
+    if not parts or "".join(n + u for n, u in parts) != value:
+        raise click.BadParameter(
+            f"{value!r} is no time; write 90 (seconds), 90s, 15m, 24h, 7d or 1h30m"
+        )
     return sum(float(n) * _UNITS[u] for n, u in parts)
 
 
@@ -33,7 +38,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     default="24h",
     show_default=True,
     metavar="TIME",
-    help="Leave alone what is younger: 90s, 15m, 24h, 7d.",
+    help="Leave alone what is younger: 90 (seconds), 15m, 24h, 7d.",
 )
 @click.option(
     "--abandoned", is_flag=True, help="Also delete the versions on branches that training has left."
