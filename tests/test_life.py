@@ -254,8 +254,11 @@ def test_a_version_or_its_address_is_no_run(tmp_path: Any, name: str) -> None:
 
 def test_a_snapshot_is_no_run(tmp_path: Any) -> None:
     holdfast.save(tmp_path / "mine", fresh())
-    with pytest.raises(HoldfastError, match="found a snapshot"):
-        Checkpointer(tmp_path / "mine", fresh())
+    for call in ("step", "resume", "save"):
+        ckpt = Checkpointer(tmp_path / "mine", fresh())
+        with pytest.raises(HoldfastError, match=r"is no run.*found a snapshot"):
+            getattr(ckpt, call)()
+        ckpt.close()
 
 
 def test_counting_progress_by_hand_too_is_refused() -> None:

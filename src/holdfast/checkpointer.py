@@ -12,6 +12,7 @@ from holdfast import events
 from holdfast.checks import (
     check_arguments,
     check_metrics,
+    refuse_address,
     refuse_copies,
     refuse_snapshot,
     refuse_versions,
@@ -29,14 +30,7 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.format.names import Version
-from holdfast.policy import (
-    EverySeconds,
-    KeepPolicy,
-    Moment,
-    SavePolicy,
-    StopWhen,
-    refuse_unable,
-)
+from holdfast.policy import EverySeconds, KeepPolicy, Moment, SavePolicy, StopWhen, refuse_unable
 from holdfast.progress import Progress
 from holdfast.request import Watcher
 from holdfast.resume import Part, begin_from, go_on
@@ -106,13 +100,14 @@ class Checkpointer:
                 sampler.follow(self._progress)
         refuse_unable(save, bool(self._samplers))
         refuse_copies(state)
-        refuse_snapshot(self.run)
+        refuse_address(self.run)
         self._tally = Tally()
         full_every = full_every if incremental else 1
-        self._saver = Saver(self.run, keep, self._tally, full_every=full_every, overlap=overlap)
-        self._saver.stopping = self._stopping
         self._writer = Writer(self.run.store)
-        self._saver.writer = self._writer
+        self._saver = Saver(
+            self.run, keep, self._tally, self._writer, full_every=full_every, overlap=overlap
+        )
+        self._saver.stopping = self._stopping
         self._watcher = Watcher(self.run.store)
         self._boundary = Boundary(state) if self._policy.on_exception else None
         self._steps = 0
@@ -172,8 +167,10 @@ class Checkpointer:
         part = Part.of(start, keys, missing, unexpected, rename)
         found = go_on(self.run, self.state, at, branch)
         self._ready = True
-        if found is None and start is not None:
-            found = begin_from(start, self.state, part)
+        if found is None:
+            refuse_snapshot(self.run)
+            if start is not None:
+                found = begin_from(start, self.state, part)
         if found is None:
             events.emit("began", run=self.run.url)
             return None
@@ -311,11 +308,11 @@ class Checkpointer:
         try:
             self._try(self._saver.wait)
         finally:
-            self._watcher.close()
-            self._writer.release()
             if self._boundary is not None:
                 self._boundary.close()
             self._saver.close()
+            self._watcher.close()
+            self._writer.release()
 
     def __enter__(self) -> Self:
         return self

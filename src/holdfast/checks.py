@@ -65,32 +65,37 @@ def _dicts(value: dict[Any, Any], path: str) -> Iterator[tuple[str, dict[Any, An
                 yield from _dicts(member, key)
 
 
-def refuse_snapshot(run: Run) -> None:
-    """Raise ``HoldfastError`` if the place of a run is a snapshot, or the address of one."""
+def refuse_address(run: Run) -> None:
+    """Raise ``HoldfastError`` if the place of a run is called like a version, or is an address."""
     name = run.url.rstrip("/").rpartition("/")[2]
-    found = None
     if parse_version(name) is not None:
-        found = "the folder of a version"
-    elif _ADDRESS.fullmatch(name):
-        found = "the address of a version"
-    else:
-        try:
-            run.store.stat(MANIFEST)
-            found = "a snapshot"
-        except NotFound:
-            pass
-    if found is not None:
-        raise HoldfastError(
-            f"{run.url} is no run",
-            expected="the folder that holds, or will hold, the versions of one training",
-            found=found,
-            todo='Name the run itself; resume(at=...) goes back in it, and resume(start="RUN@STEP")'
-            " begins another one",
-        )
+        raise _no_run(run, "the folder of a version")
+    if _ADDRESS.fullmatch(name):
+        raise _no_run(run, "the address of a version")
+
+
+def refuse_snapshot(run: Run) -> None:
+    """Raise ``HoldfastError`` if there is a snapshot in the place of a run."""
+    try:
+        run.store.stat(MANIFEST)
+    except NotFound:
+        return
+    raise _no_run(run, "a snapshot")
+
+
+def _no_run(run: Run, found: str) -> HoldfastError:
+    return HoldfastError(
+        f"{run.url} is no run",
+        expected="the folder that holds, or will hold, the versions of one training",
+        found=found,
+        todo='Name the run itself; resume(at=...) goes back in it, and resume(start="RUN@STEP")'
+        " begins another one",
+    )
 
 
 def refuse_versions(run: Run) -> None:
     """Raise ``HoldfastError`` if there are versions: to train afresh would mix two trainings."""
+    refuse_snapshot(run)
     versions = run.listing().versions
     if versions:
         raise HoldfastError(

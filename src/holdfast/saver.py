@@ -48,6 +48,8 @@ class Order:
 class Saver:
     """Saves states into a run, each in the background, and keeps what is to be kept.
 
+    ``writer`` is asked before every commit whether this is still the training that writes.
+
     ``newest`` is the version that was saved or resumed last; the next one names it as its parent,
     and refers to its chunks, but for every ``full_every``-th version (None: never a full one). With
     ``overlap`` parameters and slots are copied beside the next step, until an optimizer steps.
@@ -58,6 +60,7 @@ class Saver:
         run: Run,
         keep: KeepPolicy,
         tally: Tally,
+        writer: Writer,
         *,
         full_every: int | None,
         overlap: bool,
@@ -66,6 +69,7 @@ class Saver:
         self.newest: Snapshot | None = None
         self._keep = keep
         self._tally = tally
+        self._writer = writer
         self._full_every = full_every
         self._overlap = overlap
         self._optimizers: list[Any] = []
@@ -75,8 +79,6 @@ class Saver:
         self._attempt = ""
         self._pending: Pending | None = None
         self._late: HoldfastError | None = None
-        self.writer: Writer | None = None
-        """Asked before every commit whether this is still the training that writes."""
         self.stopping: Stopping | None = None
         """Asked whether it still waits for its metric."""
         self.advice: str | None = None
@@ -96,6 +98,8 @@ class Saver:
         """Make the buffers for ``state`` before the first save is due, on a thread: to touch new
         memory takes ten times as long as to copy into it. Raises what is wrong with the state."""
         flat = flatten(state)
+        if self._reserving is not None:
+            return
         nbytes = sum(whole(leaf).nbytes for leaf in flat.leaves) + 2 * self._pool.unit
         self._reserving = Thread(target=self._pool.reserve, args=(nbytes,), name="holdfast-room")
         with suppress(RuntimeError):  # no thread can be had: the first save makes them
@@ -188,9 +192,7 @@ class Saver:
         """The background half: commit, then delete what is not to be kept."""
         began = time.perf_counter()
         try:
-            if self.writer is not None:
-                self.writer.check()
-            snapshot = finish(draft)
+            snapshot = finish(draft, self._writer.check)
         except BaseException as e:
             self._failed(order, e)
             raise

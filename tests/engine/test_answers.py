@@ -21,6 +21,7 @@ from holdfast.engine.save import begin, finish
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
+    HoldfastError,
     NotFound,
     Unavailable,
 )
@@ -218,7 +219,7 @@ def test_a_version_of_another_job_is_not_taken_for_our_own() -> None:
     with holdfast.Checkpointer(store, state, save=EverySteps(100)) as ckpt:
         train(state, ckpt, 1)
         save(store, 1)
-        with pytest.raises(AlreadyExists):
+        with pytest.raises(HoldfastError, match="Another training has saved version_1"):
             ckpt.save()
         train(state, ckpt, 2)
         assert ckpt.save().step == 2

@@ -139,8 +139,9 @@ def begin(
     )
 
 
-def finish(draft: Draft) -> Snapshot:
-    """The half that runs beside the training: write, gather, commit."""
+def finish(draft: Draft, fence: Callable[[], object] = bool) -> Snapshot:
+    """The half that runs beside the training: write, gather, commit. ``fence`` is called right
+    before the commit, and raises if there is to be none."""
     try:
         if draft.rest is not None:
             draft.rest.stage(draft.pool, read_settings().threads)
@@ -150,6 +151,7 @@ def finish(draft: Draft) -> Snapshot:
             if receipts is not None:
                 check_receipts(draft.place, receipts, draft.group.size)
                 manifest = draft.manifest([r.shard for r in receipts], base)
+                fence()
                 made = [(manifest, put_manifest(draft.place, manifest))] * draft.group.size
             manifest, digest = draft.group.scatter(made)
     finally:
