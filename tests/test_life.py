@@ -245,11 +245,24 @@ def test_what_state_dict_returned_is_refused_by_name() -> None:
     Checkpointer(MemoryStore(), state).close()
 
 
-@pytest.mark.parametrize("name", ["version_8", "version_8.1", "a@latest", "a@8", "a@8.1"])
-def test_a_version_or_its_address_is_no_run(tmp_path: Any, name: str) -> None:
-    with pytest.raises(HoldfastError, match=r"is no run.*resume\(start="):
-        Checkpointer(tmp_path / name, fresh())
+def test_a_version_is_no_run(tmp_path: Any) -> None:
+    for name in ("version_8", "version_8.1"):
+        with pytest.raises(HoldfastError, match=r"is no run.*resume\(start="):
+            Checkpointer(tmp_path / name, fresh())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a@latest", "a@8", "a@8.1"])
+def test_the_address_of_a_version_is_no_run(tmp_path: Any, name: str) -> None:
+    for call in ("step", "resume"):  # it is a name like another where there is no such run
+        with Checkpointer(tmp_path / call / name, fresh()) as ckpt:
+            getattr(ckpt, call)()
+        with training(tmp_path / call / "a", EverySteps(1)) as (state, ckpt):
+            train(state, ckpt, 1)
+        ckpt = Checkpointer(tmp_path / call / name, fresh())
+        with pytest.raises(HoldfastError, match=r"is no run.*the address of a version"):
+            getattr(ckpt, call)()
+        ckpt.close()
 
 
 def test_a_snapshot_is_no_run(tmp_path: Any) -> None:

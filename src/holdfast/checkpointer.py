@@ -12,9 +12,9 @@ from holdfast import events
 from holdfast.checks import (
     check_arguments,
     check_metrics,
-    refuse_address,
     refuse_copies,
     refuse_snapshot,
+    refuse_version,
     refuse_versions,
 )
 from holdfast.engine.boundary import Boundary
@@ -100,7 +100,7 @@ class Checkpointer:
                 sampler.follow(self._progress)
         refuse_unable(save, bool(self._samplers))
         refuse_copies(state)
-        refuse_address(self.run)
+        refuse_version(self.run)
         self._tally = Tally()
         full_every = full_every if incremental else 1
         self._writer = Writer(self.run.store)

@@ -11,7 +11,7 @@ from holdfast.format.names import MANIFEST, parse_version
 from holdfast.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run import Run
 
-_ADDRESS = re.compile(r".+@(latest|[0-9.]+)")
+_ADDRESS = re.compile(r"(.+)@(?:latest|[0-9.]+)")
 
 
 def check_arguments(**given: Any) -> None:
@@ -65,17 +65,18 @@ def _dicts(value: dict[Any, Any], path: str) -> Iterator[tuple[str, dict[Any, An
                 yield from _dicts(member, key)
 
 
-def refuse_address(run: Run) -> None:
-    """Raise ``HoldfastError`` if the place of a run is called like a version, or is an address."""
-    name = run.url.rstrip("/").rpartition("/")[2]
-    if parse_version(name) is not None:
+def refuse_version(run: Run) -> None:
+    """Raise ``HoldfastError`` if the place of a run is called like a version."""
+    if parse_version(run.url.rstrip("/").rpartition("/")[2]) is not None:
         raise _no_run(run, "the folder of a version")
-    if _ADDRESS.fullmatch(name):
-        raise _no_run(run, "the address of a version")
 
 
 def refuse_snapshot(run: Run) -> None:
-    """Raise ``HoldfastError`` if there is a snapshot in the place of a run."""
+    """Raise ``HoldfastError`` if there is a snapshot in the place of a run that has no version, or
+    if it is the address of one in another run."""
+    address = _ADDRESS.fullmatch(run.url)
+    if address is not None and Run(address[1]).listing().versions:
+        raise _no_run(run, "the address of a version")
     try:
         run.store.stat(MANIFEST)
     except NotFound:
@@ -95,9 +96,10 @@ def _no_run(run: Run, found: str) -> HoldfastError:
 
 def refuse_versions(run: Run) -> None:
     """Raise ``HoldfastError`` if there are versions: to train afresh would mix two trainings."""
-    refuse_snapshot(run)
     versions = run.listing().versions
-    if versions:
+    if not versions:
+        refuse_snapshot(run)
+    else:
         raise HoldfastError(
             f"{run.url} holds versions of an earlier training",
             expected="an empty run, or a call of resume() before the first step",
