@@ -12,10 +12,12 @@ from holdfast import events
 from holdfast.checks import (
     check_arguments,
     check_metrics,
+    check_step,
     refuse_copies,
     refuse_snapshot,
     refuse_version,
     refuse_versions,
+    the_only,
 )
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.location import Url
@@ -33,7 +35,7 @@ from holdfast.format.names import Version
 from holdfast.policy import EverySeconds, KeepPolicy, Moment, SavePolicy, StopWhen, refuse_unable
 from holdfast.progress import Progress
 from holdfast.request import Watcher
-from holdfast.resume import Part, begin_from, go_on
+from holdfast.resume import Part, begin_from, go_on, overwritten
 from holdfast.run import Run
 from holdfast.sampler import ElasticSampler
 from holdfast.saver import Order, Saver
@@ -93,7 +95,7 @@ class Checkpointer:
         self._stopping = Stopping(stop, self.run.url)
         self._busy = busy
         self._on_error = on_error
-        self._progress = next(found_in(state, Progress), None)
+        self._progress = the_only(list(found_in(state, Progress)))
         self._samplers = list(found_in(state, ElasticSampler))
         if self._progress is not None:
             for sampler in self._samplers:
@@ -114,6 +116,9 @@ class Checkpointer:
         self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
+        self._counted: int | None = None
+        self._marked: tuple[int, dict[str, Any]] | None = None
+        self._invalid = False
         self._ready = False
         self._started = False
         self._closed = False
@@ -162,15 +167,19 @@ class Checkpointer:
         Raises ``NoSnapshot`` if there are versions but none that can be used, and ``PlanError``
         with all differences if the version is of another state.
         """
-        self._refuse_fork()
+        self._refuse_closed()
         self._saver.wait()
         part = Part.of(start, keys, missing, unexpected, rename)
-        found = go_on(self.run, self.state, at, branch)
-        self._ready = True
-        if found is None:
-            refuse_snapshot(self.run)
-            if start is not None:
-                found = begin_from(start, self.state, part)
+        self._marked = None
+        try:
+            found = go_on(self.run, self.state, at, branch)
+            if found is None:
+                refuse_snapshot(self.run)
+                found = None if start is None else begin_from(start, self.state, part)
+        except BaseException as e:
+            self._invalid = self._invalid or overwritten(e)
+            raise
+        self._ready, self._invalid, self._counted = True, False, None
         if found is None:
             events.emit("began", run=self.run.url)
             return None
@@ -213,23 +222,22 @@ class Checkpointer:
             self._tally.step_next()
 
     def _count(self, metrics: Mapping[str, Any], batches: int) -> None:
-        if self._progress is not None:
-            if self._started and self._progress.step != self._steps:
-                raise HoldfastError(
-                    "progress.step was changed between two steps",
-                    expected=self._steps,
-                    found=self._progress.step,
-                    todo="Leave it alone: ckpt.step() counts it",
-                )
-            self._progress.step += 1
-            self._steps = self._progress.step
-        else:
-            self._steps += 1
+        progress, counted = self._progress, self._counted
+        if progress is not None:
+            check_step(progress.step, counted)
         for sampler in self._samplers:
             sampler.advance(batches)
+        self._counted = None  # should this be interrupted, the count is not held against anyone
+        if progress is not None:
+            progress.step += 1
+            self._counted = progress.step
+        else:
+            self._steps += 1
         self._stopping.observe(metrics, self.current_step)
         if self._boundary is not None:
+            self._marked = None
             self._boundary.mark()
+            self._marked = (self.current_step, self._stopping.note())
 
     def _save_if_due(self, metrics: Mapping[str, Any]) -> None:
         asked = self._watcher.wanted is not None
@@ -282,6 +290,7 @@ class Checkpointer:
     def save_on_signal(self, number: int) -> None:
         """Let a signal such as ``signal.SIGUSR1`` ask for a save at the next step, as ``holdfast
         request-save`` does, until ``close``. A handler that was there before is called as well."""
+        self._refuse_closed()
         self._watcher.on_signal(number)
 
     def wait(self) -> Snapshot | None:
@@ -311,8 +320,8 @@ class Checkpointer:
             if self._boundary is not None:
                 self._boundary.close()
             self._saver.close()
-            self._watcher.close()
             self._writer.release()
+            self._watcher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -329,27 +338,17 @@ class Checkpointer:
                 self._save_boundary(error)
             finally:
                 self.close()
-        except HoldfastError as e:
+        except Exception as e:  # noqa: BLE001  (what ended the training passes on, and this with it)
             error.add_note(f"Besides, the last save failed: {e}")
 
     def _save_boundary(self, error: BaseException) -> None:
         """Save the state before the step that raised, if that was asked for."""
-        boundary = self._boundary
-        if boundary is None or self._closed or not self._ready or self._process != os.getpid():
-            return
-        newest = self._saver.wait()
-        if newest is not None and newest.step == self.current_step:
-            return
-        state = boundary.state_at_boundary()
-        if state is None:
-            error.add_note(
-                f"The state after step {self.current_step} was not saved: the optimizer had begun"
-                " the next step"
-            )
-            return
-        note = {**self._note, "error": f"{type(error).__name__}: {error}"[:1000]}
-        self._saver.start(state, self._order("exception", {}, note))
-        self._saver.wait()
+        alive = not self._closed and self._process == os.getpid()
+        if self._boundary is not None and self._marked is not None and alive:
+            step, training = self._marked
+            note = {**self._note, "error": f"{type(error).__name__}: {error}"[:1000]}
+            order = Order(Version(step, self._branch), "exception", {}, note, training)
+            self._saver.rescue(self._boundary, order, error)
 
     # -- how it is done ------------------------------------------------------------------------
 
@@ -384,6 +383,11 @@ class Checkpointer:
     def _refuse_blind_start(self) -> None:
         """Before the first step: training afresh into a run that has versions would mix two
         trainings, and a run that cannot be written to should be known now, not hours later."""
+        if self._invalid:
+            raise HoldfastError(
+                "The last resume() failed, and the live state may be that of no step",
+                todo="Resume from a version that is intact before going on",
+            )
         if self._started:
             return
         if not self._ready:

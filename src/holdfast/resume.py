@@ -38,7 +38,9 @@ def go_on(run: Run, state: dict[str, Any], at: int | None, branch: int | None) -
     ``at`` and ``branch`` as for ``Run.newest``. A branch is begun, durably, unless it is the
     newest version of all. Raises as ``Run.newest`` does.
     """
-    if not all(type(n) in (int, type(None)) for n in (at, branch)):
+    if not all(
+        n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
+    ):
         raise HoldfastError(
             "resume() cannot go there", expected="whole numbers", found=f"{at=}, {branch=}"
         )
@@ -58,7 +60,7 @@ def go_on(run: Run, state: dict[str, Any], at: int | None, branch: int | None) -
     if snapshot is None:
         return None
     version = snapshot.version
-    if version == run.line()[-1]:
+    if version in run.line()[-1:]:
         number = run.branch()
     else:
         reason = f"{len(skipped)} newer damaged" if skipped else "on request"
@@ -113,6 +115,16 @@ def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
     load_snapshot(snapshot, state, part.keys, None, part.leniency)
     note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}
     return Found(snapshot, (snapshot.step or 0) if part.whole else 0, own=False, note=note)
+
+
+def overwritten(error: BaseException | None) -> bool:
+    """Whether an error of a resume, or what caused it, has left the live state half loaded."""
+    seen = 0
+    while error is not None and seen < 20:
+        if not isinstance(error, HoldfastError) or error.fields.get("live_state"):
+            return True
+        error, seen = error.__cause__, seen + 1
+    return False
 
 
 def _origin(note: Any) -> Mapping[str, Any]:

@@ -162,7 +162,8 @@ class Run:
         of that step. ``branch``: along its line, not that which training is on. Raises
         ``NoSnapshot``, and ``NotFound`` for a branch that is not there.
         """
-        versions = [v for v in self.line(branch=branch) if at is None or v.step == at]
+        listing = self.listing()
+        versions = [v for v in self.line(listing, branch) if at is None or v.step == at]
         skipped: list[tuple[Version, HoldfastError]] = []
         for version in reversed(versions):
             try:
@@ -175,8 +176,9 @@ class Run:
                 skipped.append((version, e))
             else:
                 return snapshot, skipped
-        if skipped or at is not None:
-            raise _none_left(self.url, at, skipped) from (skipped[0][1] if skipped else None)
+        if skipped or at is not None or listing.versions:
+            cause = skipped[0][1] if skipped else None
+            raise _none_left(self.url, at, skipped, listing.versions) from cause
         return None, []
 
     def find(self, step: int, branch: int | None = None) -> Version:
@@ -373,15 +375,22 @@ class Run:
 
 
 def _none_left(
-    url: str, at: int | None, skipped: list[tuple[Version, HoldfastError]]
+    url: str,
+    at: int | None,
+    skipped: list[tuple[Version, HoldfastError]],
+    versions: list[Version],
 ) -> NoSnapshot:
     wanted = "version" if at is None else f"version of step {at}"
     reasons = "; ".join(f"{v}: {e.what}" for v, e in skipped)
+    there = ", ".join(map(str, versions[-5:])) or "none at all"
+    overwritten = [e for _, e in skipped if e.fields.get("live_state")]
     return NoSnapshot(
-        f"{url} has no intact {wanted}",
+        f"{url} has no intact {wanted} on the line that is asked for",
         expected=f"an intact {wanted}",
-        found=reasons or "none of that step on the line that training is on",
-        todo="`holdfast verify RUN` names what is damaged; copy an intact version back, or begin"
-        " anew in another folder",
+        found=reasons or f"none; the newest that there are: {there}",
+        todo="`holdfast ls RUN` shows all, those of other branches too (resume(branch=...)), and"
+        " `holdfast verify RUN` what is damaged; copy an intact version back, or begin anew in"
+        " another folder",
         skipped=tuple(str(v) for v, _ in skipped),
+        **({"live_state": "not valid"} if overwritten else {}),
     )

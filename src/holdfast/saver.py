@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,7 +11,8 @@ from threading import Thread
 from typing import Any
 
 from holdfast import events
-from holdfast.engine.beside import pin_memory
+from holdfast.engine.beside import Rest, pin_memory
+from holdfast.engine.boundary import Boundary
 from holdfast.engine.draft import Draft, Label
 from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
@@ -78,7 +80,10 @@ class Saver:
         self._reserving: Thread | None = None
         self._attempt = ""
         self._pending: Pending | None = None
-        self._late: HoldfastError | None = None
+        self._rest: Rest | None = None
+        self._closing = False
+        self._process = os.getpid()
+        self._late: Exception | None = None
         self.stopping: Stopping | None = None
         """Asked whether it still waits for its metric."""
         self.advice: str | None = None
@@ -120,18 +125,23 @@ class Saver:
     def start(self, state: Any, order: Order) -> None:
         """Begin to save ``state``; it may be changed when this returns. Waits for the save in
         flight. Raises what made that one fail, and what is wrong with this one so far."""
-        began = time.perf_counter()
+        try:
+            self._begin(state, order, time.perf_counter())
+        except BaseException as e:
+            self._failed(order, e)
+            raise
+
+    def _begin(self, state: Any, order: Order, began: float) -> None:
         self.wait()
         place, label, base = self.run.place(order.version), self._label(order), self._base()
         beside = self._overlap and not isinstance(state, Flat)
+        if beside:
+            self._guard_optimizers(state)
         try:
-            if beside:
-                self._guard_optimizers(state)
             draft = begin(place, state, label, self._pool, ahead=True, base=base, beside=beside)
         except AlreadyExists as e:
             there = self.run.open(order.version)
             if there.manifest.attempt != self._attempt:
-                self._failed(order, e)
                 raise HoldfastError(
                     f"Another training has saved {order.version} of {self.run.url}",
                     todo="Look for a second job that writes to the same run; end one of them, and"
@@ -140,10 +150,8 @@ class Saver:
             self.newest = there  # our own: an error had left it unknown whether it was committed
             order.ended(True)
             return
-        except BaseException as e:
-            self._failed(order, e)
-            raise
         self._attempt = draft.attempt
+        self._rest = draft.rest  # before a thread reads it: an optimizer may step at any moment
         blocked = time.perf_counter() - began
         self._tally.blocked(blocked)
         self._pending = in_background(draft, lambda d: self._finish(d, order, blocked))
@@ -160,6 +168,23 @@ class Saver:
             training={**order.training, **self._tally.note()},
         )
 
+    def rescue(self, boundary: Boundary, order: Order, error: BaseException) -> None:
+        """Save the state of the last boundary after ``error`` has ended the training, if it is
+        there still; a note on the error tells what hinders it. Raises what makes the save fail."""
+        try:
+            self.wait()
+        except Exception as e:  # noqa: BLE001  (told; this save may succeed where that one failed)
+            error.add_note(f"Besides, an earlier save failed: {e}")
+        if self.newest is not None and self.newest.version == order.version:
+            return
+        state = boundary.state_at_boundary()
+        if state is None:
+            step = order.version.step
+            error.add_note(f"The state after step {step} was not saved: {boundary.gone}")
+            return
+        self.start(state, order)
+        self.wait()
+
     def _guard_optimizers(self, state: Any) -> None:
         """See that no optimizer of the state steps while its parameters are being copied."""
         found = list(optimizers_in(state))
@@ -175,9 +200,10 @@ class Saver:
             self._optimizers = []
 
     def _wait_staged(self) -> None:
-        if self._pending is not None:
+        rest = self._rest
+        if rest is not None and not rest.done.is_set() and self._process == os.getpid():
             began = time.perf_counter()
-            self._pending.wait_staged()
+            rest.done.wait()
             self._tally.seconds["blocked"] += time.perf_counter() - began
 
     def _base(self) -> Snapshot | None:
@@ -196,21 +222,24 @@ class Saver:
         except BaseException as e:
             self._failed(order, e)
             raise
-        order.ended(True)
-        self._tell_structure(snapshot)
-        try:
-            self.run.retain(self._keep)
-        except HoldfastError as e:
-            self._late = e  # the save itself is committed; this is raised at the next call
-        seconds = time.perf_counter() - began
+        finally:
+            if self._closing:
+                self._pool.close()
         tally = self._tally
         tally.counts["saves"] += 1
-        if tally.counts["saves"] == ENOUGH:
-            self._look_for_metrics()
         tally.counts["bytes"] += snapshot.nbytes
         tally.counts["referred_bytes"] += snapshot.referred_bytes
-        tally.seconds["background"] += seconds
         tally.committed(draft.label.training["trained_seconds"])
+        order.ended(True)
+        try:
+            self._tell_structure(snapshot)
+            self.run.retain(self._keep)
+            if tally.counts["saves"] == ENOUGH:
+                self._look_for_metrics()
+        except Exception as e:  # noqa: BLE001  (the save is committed; this is raised at the next call)
+            self._late = e
+        seconds = time.perf_counter() - began
+        tally.seconds["background"] += seconds
         events.emit(
             "saved",
             run=self.run.url,
@@ -292,8 +321,11 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Give the memory back; nothing is saved any more."""
+        """Give the memory back; nothing is saved any more, but for the save in flight, should who
+        waited for it have been interrupted."""
+        self._closing = True
         self._unguard()
-        self._pool.close()
+        if not self.busy:
+            self._pool.close()
         if self._reserving is not None and self._reserving.ident is not None:
             self._reserving.join()

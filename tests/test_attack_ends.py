@@ -1,0 +1,403 @@
+"""Attacks on how trainings end and go on: what is half loaded, half counted, interrupted, or failed
+before is never saved as a step, and never hides what ended the training."""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import Checkpointer, Run, events
+from holdfast.engine import worker
+from holdfast.engine.beside import Rest
+from holdfast.errors import HoldfastError, NoSnapshot, StoreError
+from holdfast.format.names import MANIFEST, Version
+from holdfast.policy import EverySteps, KeepLast, KeepPolicy, OnException, Record
+from holdfast.request import put_request
+from holdfast.storage.direct import Pool
+from holdfast.storage.memory import MemoryStore
+
+from .trainings import flip, fresh, shard_of, train, train_step, training
+
+State = dict[str, Any]
+
+
+def network(wide: int = 2_500_000) -> tuple[State, Callable[[], None]]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.wide = nn.Parameter(torch.zeros(wide))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"model": model, "optimizer": optimizer, "progress": holdfast.Progress()}
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        model.wide.grad = torch.ones(1).expand(wide)
+        optimizer.step()
+
+    return state, step
+
+
+def weights(state: State) -> dict[str, torch.Tensor]:
+    return {k: v.detach().clone() for k, v in state["model"].state_dict().items()}
+
+
+def saved_is(store: MemoryStore, step: int, wanted: dict[str, torch.Tensor]) -> bool:
+    found = holdfast.load(store.at(f"version_{step}"))["model"]
+    return all(torch.equal(found[k], v) for k, v in wanted.items())
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Staging beside the training goes on only while it is set."""
+    gate, stage = threading.Event(), Rest.stage
+    gate.set()
+
+    def slow(self: Rest, pool: Pool, threads: int) -> None:
+        assert gate.wait(20)
+        stage(self, pool, threads)
+
+    monkeypatch.setattr(Rest, "stage", slow)
+    yield gate
+    gate.set()
+
+
+# -- what was half loaded ------------------------------------------------------------------------
+
+
+def test_a_load_that_failed_half_way_is_not_saved_as_the_last_step() -> None:
+    store = MemoryStore()
+    state, step = network(1000)
+    with (
+        pytest.raises(NoSnapshot),
+        Checkpointer(store, state, save=EverySteps(2) | OnException()) as ckpt,
+    ):
+        for _ in range(3):
+            step()
+            ckpt.step()
+        ckpt.wait()
+        flip(store, shard_of(store, "version_2"))
+        ckpt.resume()
+    assert Run(store).line() == [Version(2)]
+
+
+def test_after_a_resume_that_failed_half_way_no_step_and_no_save_goes_on() -> None:
+    store = MemoryStore()
+    state, step = network(1000)
+    ckpt = Checkpointer(store, state, save=EverySteps(2))
+    for _ in range(4):
+        step()
+        ckpt.step()
+    ckpt.wait()
+    flip(store, shard_of(store, "version_4"))
+    with pytest.raises(NoSnapshot):
+        ckpt.resume(at=4)
+    for call in (ckpt.step, ckpt.save):
+        with pytest.raises(HoldfastError, match=r"last resume\(\) failed"):
+            call()
+    ckpt.resume(at=2)  # an intact one makes it good
+    step()
+    ckpt.step()
+    assert ckpt.save().step == 3
+    ckpt.close()
+
+
+@pytest.mark.parametrize("wrong", [{"at": 7}, {"start": "memory://never-there@1"}])
+def test_a_resume_that_found_nothing_has_changed_nothing(wrong: dict[str, Any]) -> None:
+    with training(MemoryStore(), EverySteps(1)) as (state, ckpt):
+        with pytest.raises(HoldfastError):
+            ckpt.resume(**wrong)
+        train(state, ckpt, 1)
+
+
+# -- what was half counted -----------------------------------------------------------------------
+
+
+def test_what_is_saved_after_an_exception_in_step_is_called_by_its_own_step() -> None:
+    store = MemoryStore()
+    sampler = holdfast.ElasticSampler(100, 10)
+    state = fresh() | {"sampler": sampler}
+    with pytest.raises(HoldfastError), Checkpointer(store, state, save=OnException()) as ckpt:
+        batches = iter(sampler)
+        for _ in range(3):
+            next(batches)
+            train_step(state)
+            ckpt.step()
+        train_step(state)
+        ckpt.step(batches=5)
+    for version in Run(store).line():
+        assert holdfast.load(store.at(str(version)))["progress"]["step"] == version.step
+
+
+def test_what_is_saved_after_progress_was_changed_is_called_by_its_own_step() -> None:
+    store, state = MemoryStore(), fresh()
+    with (
+        pytest.raises(HoldfastError),
+        Checkpointer(store, state, save=EverySteps(10) | OnException()) as ckpt,
+    ):
+        train(state, ckpt, 15)
+        ckpt.wait()
+        state["progress"].step = 11
+        train_step(state)
+        ckpt.step()
+    for version in Run(store).line():
+        assert holdfast.load(store.at(str(version)))["progress"]["step"] == version.step
+
+
+def test_interrupted_while_it_counts_training_goes_on() -> None:
+    store, state = MemoryStore(), fresh()
+    ckpt = Checkpointer(store, state, save=EverySteps(2))
+    train(state, ckpt, 1)
+    fired: list[str] = []
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "self._counted = progress.step" in line:
+            sys.settrace(None)
+            fired.append(line)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(state, ckpt, 2)
+    finally:
+        sys.settrace(before)
+    assert fired
+    train_step(state)
+    ckpt.step()
+    ckpt.close()
+
+
+@pytest.mark.parametrize("step", [1.5, -5, 10**18, np.int64(3), True, "1"])
+def test_a_number_of_steps_that_makes_no_version(step: Any) -> None:
+    state = fresh()
+    state["progress"].step = step
+    with Checkpointer(MemoryStore(), state, save=EverySteps(1)) as ckpt:
+        with pytest.raises(HoldfastError, match=r"progress.step is no number"):
+            ckpt.step()
+        state["progress"].step = 0
+
+
+def test_two_progress_objects_are_one_too_many() -> None:
+    with pytest.raises(HoldfastError, match="several Progress"):
+        Checkpointer(MemoryStore(), fresh() | {"other": [holdfast.Progress()]})
+
+
+def test_a_warm_start_may_be_made_again() -> None:
+    url = "memory://ends-warm"
+    with training(url, EverySteps(10)) as (state, ckpt):
+        train(state, ckpt, 20)
+    state = fresh() | {"head": np.zeros(3)}
+    with Checkpointer(MemoryStore(), state) as ckpt:
+        for _ in range(2):
+            ckpt.resume(start=f"{url}@20", missing="keep")
+            ckpt.step()
+            assert ckpt.current_step == 21
+
+
+# -- never afresh over versions that are there ---------------------------------------------------
+
+
+def test_versions_on_another_branch_only_are_no_empty_run() -> None:
+    store = MemoryStore()
+    with training(store, EverySteps(10)) as (state, ckpt):
+        train(state, ckpt, 20)
+    with training(store, EverySteps(5)) as (state, ckpt):
+        ckpt.resume(at=10)
+        train(state, ckpt, 15)
+    for folder in ("version_10", "version_15.1"):
+        for stat in list(store.list(folder)):
+            store.delete(stat.key)
+    with training(store, EverySteps(5)) as (state, ckpt):
+        with pytest.raises(NoSnapshot, match=r"version_20.*resume\(branch="):
+            ckpt.resume()
+        assert ckpt.resume(branch=0).step == 20  # type: ignore[union-attr]
+
+
+# -- what failed before --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["put", "delete"])
+def test_an_earlier_failure_does_not_keep_the_last_step_from_being_saved(what: str) -> None:
+    hold = threading.Event()
+    hold.set()
+
+    class Slow(MemoryStore):
+        broken: str | None = None
+
+        def put(self, key: str, length: int) -> Any:
+            assert hold.wait(20)
+            if self.broken == "put":
+                raise StoreError("a blip")
+            return super().put(key, length)
+
+        def delete(self, key: str) -> None:
+            if self.broken == "delete" and MANIFEST in key:
+                raise StoreError("a blip")
+            super().delete(key)
+
+    store = Slow()
+    state, step = network(1000)
+    with (
+        pytest.raises(ZeroDivisionError) as e,
+        Checkpointer(store, state, save=EverySteps(4) | OnException(), keep=KeepLast(1)) as ckpt,
+    ):
+        for number in range(1, 8):
+            step()
+            if number == 4:
+                hold.clear()
+                store.broken = what
+            ckpt.step()
+            if number == 1:
+                ckpt.save()
+        hold.set()
+        assert ckpt._saver._pending is not None
+        ckpt._saver._pending._thread.join()
+        store.broken = None
+        raise ZeroDivisionError
+    assert "a blip" in "".join(e.value.__notes__)
+    assert Run(store).line()[-1] == Version(7)
+
+
+class Bad(KeepPolicy):
+    """A policy of the user's own, with a mistake in it."""
+
+    def keep(self, records: Any) -> Any:
+        raise KeyError("mine")
+
+
+def test_a_keep_policy_that_raises_costs_no_version_and_no_count() -> None:
+    store, state = MemoryStore(), fresh()
+    ckpt = Checkpointer(store, state, save=EverySteps(2), keep=Bad())
+    train(state, ckpt, 2)
+    with pytest.raises(KeyError):
+        ckpt.wait()
+    ckpt.close()
+    assert Run(store).line() == [Version(2)]
+    assert ckpt.statistics()["saves"] == 1
+    assert Record(Version(2)).metrics == {}
+
+
+@pytest.mark.parametrize("of", ["the boundary", "the background"])
+def test_what_ended_the_training_is_not_replaced(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    state, step = network(1000)
+    keep = Bad() if of == "the background" else None
+
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with (
+        pytest.raises(SystemExit) as e,
+        Checkpointer(store, state, save=EverySteps(2) | OnException(), keep=keep) as ckpt,
+    ):
+        for _ in range(2 if keep else 1):
+            step()
+            ckpt.step()
+        if keep is None:
+            monkeypatch.setattr(nn.Module, "state_dict", broken)
+        raise SystemExit(75)
+    assert e.value.code == 75
+    assert "Besides" in "".join(e.value.__notes__)
+
+
+@pytest.mark.parametrize("why", ["no thread", "a damaged version of that name"])
+def test_a_save_that_cannot_begin_is_counted_told_and_asked_for_again(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, state = MemoryStore(), fresh()
+    heard: list[str] = []
+    ckpt = Checkpointer(store, state, save=EverySteps(10**6), on_error="warn")
+    train(state, ckpt, 1)
+    put_request(store, "a" * 12)
+    ckpt._watcher.look()
+    start = worker.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "holdfast-save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if why == "no thread":
+            patch.setattr(worker.Thread, "start", refuse)
+        else:
+            store.put_if_absent(f"version_2/{MANIFEST}", b"{}")
+        with events.attach(lambda name, fields: heard.append(name)):
+            try:
+                train(state, ckpt, 2)
+            except HoldfastError:
+                assert why != "no thread"
+    ckpt._watcher.look()
+    assert ckpt._watcher.wanted
+    assert ckpt.statistics()["failures"] == 1
+    assert heard.count("save_failed") == 1
+    ckpt.close()
+
+
+# -- what is interrupted -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"incremental": True}])
+def test_an_interrupted_close_lets_the_save_in_flight_finish(
+    options: dict[str, bool], gate: threading.Event
+) -> None:
+    class Gated(MemoryStore):
+        def put_if_absent(self, key: str, data: bytes) -> Any:
+            if key.startswith("pin-"):
+                assert gate.wait(20)
+            return super().put_if_absent(key, data)
+
+    store = Gated()
+    state, step = network()
+    state["more"] = torch.randn(3_000_000)
+    ckpt = Checkpointer(store, state, save=EverySteps(2), **options)  # type: ignore[arg-type]
+    for _ in range(2):
+        step()
+        ckpt.step()
+    ckpt.wait()
+    gate.clear()
+    threading.Timer(0.05, gate.set).start()  # an optimizer waits for it where that is its way
+    for _ in range(2):
+        step()
+        ckpt.step()
+    pending = ckpt._saver._pending
+    assert pending is not None
+    wait = pending._ended.wait
+
+    def interrupt(timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    pending._ended.wait = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    pending._ended.wait = wait  # type: ignore[method-assign]
+    gate.set()
+    assert pending.wait().step == 4
+    assert not ckpt._saver._pool.allocated
+
+
+def test_a_closed_one_takes_no_signals_and_does_not_resume() -> None:
+    ckpt = Checkpointer(MemoryStore(), fresh())
+    ckpt.close()
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(HoldfastError, match="closed"):
+        ckpt.save_on_signal(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    with pytest.raises(HoldfastError, match="closed"):
+        ckpt.resume()
