@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +13,19 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Run
-from holdfast.engine import beside
+from holdfast.engine import beside, save
 from holdfast.engine.beside import Rest, pin_memory
-from holdfast.errors import NoSpace
+from holdfast.errors import CommitError, HoldfastError, NoSpace
 from holdfast.policy import EverySteps
 from holdfast.storage.direct import Pool
 from holdfast.storage.memory import MemoryStore
+from holdfast.words import UNIT
 
 
-def network(seed: int = 0) -> dict[str, Any]:
-    torch.manual_seed(seed)
+def network(outputs: int = 4000) -> dict[str, Any]:
+    torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 4000)
+        torch.nn.Linear(64, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, outputs)
     )
     return {
         "model": model,
@@ -60,6 +62,21 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is cleared, no copy is made beside the training."""
+    gate, stage = threading.Event(), Rest.stage
+
+    def slow(self: Rest, pool: Pool, threads: int) -> list[str]:
+        assert gate.wait(20)
+        return stage(self, pool, threads)
+
+    monkeypatch.setattr(Rest, "stage", slow)
+    gate.set()
+    yield gate
+    gate.set()
+
+
 def test_every_version_is_the_one_that_is_made_without_overlap() -> None:
     stores = [MemoryStore(), MemoryStore()]
     for store, overlap in zip(stores, (False, True), strict=True):
@@ -70,23 +87,14 @@ def test_every_version_is_the_one_that_is_made_without_overlap() -> None:
                 ckpt.step()
     for step in range(1, 7):
         assert same(held(stores[0], step), held(stores[1], step))
-    assert not state["optimizer"]._optimizer_step_pre_hooks  # closed: no hook is left
 
 
-def test_the_optimizer_waits_for_the_copies_and_nothing_else_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gate, stage = threading.Event(), Rest.stage
-
-    def slow(self: Rest, pool: Pool, threads: int) -> None:
-        assert gate.wait(20)
-        stage(self, pool, threads)
-
-    monkeypatch.setattr(Rest, "stage", slow)
+def test_the_optimizer_waits_for_the_copies_and_nothing_else_does(gate: threading.Event) -> None:
     store, state = MemoryStore(), network()
     with Checkpointer(store, state, save=EverySteps(2), overlap=True) as ckpt:
         for _ in range(2):
             train_step(state)
+            gate.clear()
             ckpt.step()
         before = {k: v.clone() for k, v in state["model"].state_dict().items()}
         scale = state["scale"].clone()
@@ -129,21 +137,179 @@ def test_a_copy_that_fails_holds_no_optimizer_up_and_raises_at_the_next_step(
     assert [s.step for s in Run(store).snapshots()] == [3]
 
 
-def test_an_optimizer_that_comes_later_is_waited_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_comes_later_is_saved_too() -> None:
     store, state = MemoryStore(), network()
     with Checkpointer(store, state, save=EverySteps(1), overlap=True) as ckpt:
         train_step(state)
         ckpt.step()
-        old = state["optimizer"]
         state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
             train_step(state)
             before = state["model"][2].weight.detach().clone()
             ckpt.step()
         ckpt.wait()
-        assert not old._optimizer_step_pre_hooks
-        assert len(state["optimizer"]._optimizer_step_pre_hooks) == 1
     assert torch.equal(holdfast.load(store.at("version_4"))["model"]["2.weight"], before)
+
+
+WIDE = 2 * UNIT // 1200
+"""Outputs with which the last weight has a piece of its own."""
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that lets another one do the work."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("kind", ["outside", "replaced", "wrapped"])
+def test_an_optimizer_that_is_not_in_the_state_waits_too(kind: str, gate: threading.Event) -> None:
+    store, state = MemoryStore(), network(WIDE)
+    other = torch.optim.SGD(state["model"].parameters(), lr=1.0)
+    if kind == "wrapped":
+        state["optimizer"] = Wrapper(other)
+    with Checkpointer(store, state, save=EverySteps(1), overlap=True) as ckpt:
+        forward_backward(state)
+        other.step()
+        gate.clear()
+        ckpt.step()
+        before = {k: v.clone() for k, v in state["model"].state_dict().items()}
+        if kind == "replaced":
+            state["optimizer"] = other
+        forward_backward(state)
+        waiting = threading.Thread(target=other.step)
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        gate.set()
+        waiting.join(20)
+    assert same(holdfast.load(store.at("version_1"))["model"], before)
+
+
+def add(state: dict[str, Any]) -> None:
+    with torch.no_grad():
+        state["model"][2].weight.add_(1)
+
+
+def load(state: dict[str, Any]) -> None:
+    state["model"].load_state_dict(state["model"].state_dict())
+
+
+def slot(state: dict[str, Any]) -> None:
+    state["optimizer"].state[state["model"][2].weight]["exp_avg"].zero_()
+
+
+def elsewhere(state: dict[str, Any]) -> None:
+    moment = state["optimizer"].state[state["model"][2].weight]["exp_avg"]
+    moment.data = torch.zeros_like(moment)
+
+
+@pytest.mark.parametrize("change", [add, load, slot, elsewhere])
+def test_what_was_changed_while_it_was_copied_is_not_committed(
+    change: Callable[[Any], None], gate: threading.Event
+) -> None:
+    store, state = MemoryStore(), network(WIDE)
+    ckpt = Checkpointer(store, state, save=EverySteps(1), overlap=True)
+    train_step(state)
+    gate.clear()
+    ckpt.step()
+    change(state)
+    gate.set()
+    with pytest.raises(CommitError, match=r"2.weight.* changed while being copied") as e:
+        ckpt.wait()
+    assert all("model" in key for key in e.value.leaves)
+    train_step(state)
+    ckpt.step()
+    ckpt.close()
+    assert [s.step for s in Run(store).snapshots()] == [2]
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_an_embedding_that_its_forward_changes_is_copied_before(
+    layer: Any, gate: threading.Event
+) -> None:
+    embedding = layer(3000, 8, max_norm=1.0)
+    state = {"e": embedding, "o": torch.optim.SGD(embedding.parameters(), lr=5.0)}
+    store, all_rows = MemoryStore(), torch.arange(3000).reshape(1, -1)
+    with Checkpointer(store, state, save=EverySteps(1), overlap=True) as ckpt:
+        embedding(all_rows).sum().backward()
+        state["o"].step()
+        gate.clear()
+        ckpt.step()
+        before = embedding.weight.detach().clone()
+        embedding(all_rows)
+        assert not torch.equal(embedding.weight, before)
+        gate.set()
+    assert torch.equal(holdfast.load(store.at("version_1"))["e"]["weight"], before)
+
+
+def test_whatever_fails_before_the_copies_holds_no_optimizer_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, state = MemoryStore(), network()
+    ckpt = Checkpointer(store, state, save=EverySteps(1), overlap=True)
+    train_step(state)
+    ckpt.step()
+    ckpt.wait()
+    train_step(state)
+    real, main = save.read_settings, threading.main_thread()
+
+    def bad() -> Any:
+        if threading.current_thread() is main:
+            return real()
+        raise HoldfastError("HOLDFAST_THREADS is no number")
+
+    monkeypatch.setattr(save, "read_settings", bad)
+    ckpt.step()
+    waiting = threading.Thread(target=train_step, args=(state,), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    with pytest.raises(HoldfastError, match="no number"):
+        ckpt.close()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_interrupted_as_the_thread_starts(
+    begun: bool, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It either goes on, and the optimizer waits for its copies, or it never begins."""
+    store, state = MemoryStore(), network()
+    ckpt = Checkpointer(store, state, save=EverySteps(1), overlap=True)
+    train_step(state)
+    threads: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        if self.name == "holdfast-save":
+            threads.append(self)
+            if begun:
+                gate.clear()
+                start(self)
+            raise KeyboardInterrupt
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.step()
+    before = {k: v.clone() for k, v in state["model"].state_dict().items()}
+    if not begun:
+        threads[0].start()  # even if the system had made it already, it does nothing
+    opened = threading.Timer(0.1, gate.set)
+    opened.start()
+    train_step(state)
+    threads[0].join(20)
+    opened.join()
+    ckpt.close()
+    found = [s.step for s in Run(store).snapshots()]
+    assert found == [1] * begun
+    if begun:
+        assert same(holdfast.load(store.at("version_1"))["model"], before)
 
 
 def test_buffers_for_a_device_are_locked_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:

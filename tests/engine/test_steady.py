@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine.steady import Guard, modules_in, optimizers_in, steady
+from holdfast.engine.steady import Guard, found_in, modules_in, optimizers_in, steady
 from holdfast.engine.tree import flatten
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -151,6 +153,33 @@ def test_optimizers_and_modules_are_found_once_wherever_they_are() -> None:
     assert modules_in(state) == [model]
 
 
+def test_containers_within_themselves_are_walked_once() -> None:
+    d: dict[str, Any] = {"o": 1.5}
+    d["a"] = d["b"] = [d, (d, d)]
+    deep: list[Any] = [2.5]
+    for _ in range(60):
+        deep = [deep, deep]
+    assert list(found_in([d, deep], float)) == [1.5, 2.5]
+    assert list(found_in([d], dict)) == [d]
+
+
+class Made(dict[str, Any]):
+    """Makes its members while they are read."""
+
+    def values(self) -> Any:
+        return ((float(i),) for i in range(200))
+
+
+def test_members_that_are_made_while_they_are_read_are_all_looked_into() -> None:
+    assert len(list(found_in(Made(), float))) == 200
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_weights_that_a_forward_pass_changes_are_not_steady(layer: Any) -> None:
+    model = torch.nn.Sequential(layer(5, 2, max_norm=1.0), torch.nn.Linear(2, 2))
+    assert keys({"m": model, "o": SGD(model.parameters(), lr=0.1)}) == {"m/1.weight", "m/1.bias"}
+
+
 # -- the hook ----------------------------------------------------------------------------------
 
 
@@ -189,13 +218,17 @@ def test_the_hook_comes_before_the_change(
     step()
     assert len(seen) == 3
     assert not optimizer._optimizer_step_pre_hooks
+    guard = Guard(None, lambda: seen.append(p.detach().clone()))  # noticed by what is compiled
+    step()
+    assert len(seen) == 4
+    guard.remove()
 
 
 def test_the_hook_comes_before_the_closure() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.LBFGS([p])
     seen: list[str] = []
-    Guard([optimizer], lambda: seen.append("hook"))
+    guard = Guard([optimizer], lambda: seen.append("hook"))
 
     def closure() -> Any:
         seen.append("closure")
@@ -203,6 +236,7 @@ def test_the_hook_comes_before_the_closure() -> None:
 
     optimizer.step(closure)
     assert seen[:2] == ["hook", "closure"]
+    guard.remove()
 
 
 def test_a_step_of_a_subclass_and_through_wrappers() -> None:
@@ -235,3 +269,82 @@ def test_an_exception_keeps_the_step_from_happening() -> None:
     guard.remove()
     optimizer.step()
     assert p.item() == 0
+
+
+def stepping(*parameters: torch.nn.Parameter) -> Callable[[], object]:
+    """The step of another optimizer, over these parameters."""
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    return SGD(parameters, lr=1).step
+
+
+def test_only_who_owns_a_parameter_of_the_optimizers_is_told() -> None:
+    p, q, z = (torch.nn.Parameter(torch.ones(n)) for n in (2, 3, 0))
+    optimizer = SGD([p, z], lr=1)
+    seen: list[str] = []
+    some = Guard([optimizer], lambda: seen.append("some"))
+    every = Guard(None, lambda: seen.append("every"))
+    none = Guard((), lambda: seen.append("none"))
+    for step, told in [
+        (optimizer.step, {"some", "every"}),
+        (stepping(p), {"some", "every"}),
+        (stepping(q, p), {"some", "every"}),
+        (stepping(torch.nn.Parameter(p.detach()[1:])), {"some", "every"}),
+        (stepping(q), {"every"}),
+        (stepping(torch.nn.Parameter(torch.ones(0))), {"every"}),  # no memory is no shared one
+    ]:
+        seen.clear()
+        step()
+        assert set(seen) == told
+        assert len(seen) == len(told)
+    for guard in (none, every):
+        guard.remove()
+    seen.clear()
+    optimizer.step()
+    assert seen == ["some"]
+    some.remove()
+
+
+def test_a_guard_that_is_forgotten_guards_no_more_and_holds_nothing() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.guard = Guard(None, self.told)
+
+        def told(self) -> None:
+            seen.append("told")
+
+    seen: list[str] = []
+    owner: Any = Owner()
+    step = stepping(torch.nn.Parameter(torch.ones(1)))
+    step()
+    del owner
+    gc.collect()
+    step()
+    assert seen == ["told"]
+
+
+def test_guards_come_and_go_while_another_thread_is_held_up() -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        assert go.wait(20)
+
+    failed: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            stepping(torch.nn.Parameter(torch.ones(1)))()
+        except BaseException as e:
+            failed.append(e)
+
+    guards = [Guard(None, wait)]
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert inside.wait(20)
+    guards += [Guard(None, int) for _ in range(10)]
+    for guard in guards:
+        guard.remove()
+    go.set()
+    thread.join(20)
+    assert not failed

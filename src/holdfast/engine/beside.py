@@ -10,6 +10,7 @@ Experimental, and off by default: on a CPU it is tested, on an accelerator it ha
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Event, local
@@ -31,20 +32,44 @@ class Rest:
         self._image = image
         self._pieces = pieces
         self._lanes = _Lanes(cuda_devices(image.sources))
+        self._places = _within(image, pieces)
+        self._marks = self._look()
         if not pieces:
-            self._let_go()
+            self.let_go()
 
-    def stage(self, pool: Pool, threads: int) -> None:
-        """Copy them now, and let go of the live state."""
-        if self._pieces:
-            try:
-                stage_ahead(self._image, self._pieces, pool, threads, self._lanes)
-            finally:
-                self._let_go()
+    def stage(self, pool: Pool, threads: int) -> list[str]:
+        """Copy them now, and let go of the live state. Returns the keys of the leaves that were
+        changed meanwhile, as far as PyTorch counts changes: it sees none through ``p.data``, nor
+        one that is still being made. Their copies are worthless."""
+        try:
+            if self.done.is_set():
+                return []
+            stage_ahead(self._image, self._pieces, pool, threads, self._lanes)
+            pairs = zip(self._places, self._marks, self._look(), strict=True)
+            return [self._image.holdings[i].key for i, was, now in pairs if was != now]
+        finally:
+            self.let_go()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Read no more of the live state."""
         self._image.sources.clear()  # temporaries of the live state may go
         self.done.set()
+
+    def _look(self) -> list[tuple[int, int]]:
+        """Of each leaf where it is, and how often it was changed."""
+        sources = [self._image.sources[i] for i in self._places]
+        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in sources]
+
+
+def _within(image: Image, pieces: Sequence[Piece]) -> list[int]:
+    """The leaves that have bytes in the pieces, which are in order."""
+    stops = [p.stop for p in pieces]
+    found = []
+    for i, (a, b) in enumerate(zip(image.begins, image.ends, strict=True)):
+        first = bisect_right(stops, a)
+        if first < len(pieces) and pieces[first].start < b and b > a:
+            found.append(i)
+    return found
 
 
 def split(

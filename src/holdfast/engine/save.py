@@ -74,12 +74,16 @@ def in_background(
     draft: Draft, finish: Callable[[Draft], Snapshot], after: Callable[[], None] | None = None
 ) -> Pending:
     """The second half of a staged save, on a thread. Raises ``CommitError`` if there is none."""
+    pending = None
     try:
         done = None if draft.rest is None else draft.rest.done
-        return Pending(lambda: finish(draft), draft.place.url, after, done)
-    except CommitError:
-        drop(draft.pieces, draft.pool)
+        pending = Pending(lambda: finish(draft), draft.place.url, after, done)
+        pending.start()
+    except BaseException:
+        if pending is None or not pending.begun:
+            abandon(draft)  # no optimizer may wait for what never comes
         raise
+    return pending
 
 
 def begin(
@@ -144,7 +148,7 @@ def finish(draft: Draft, fence: Callable[[], object] = bool) -> Snapshot:
     before the commit, and raises if there is to be none."""
     try:
         if draft.rest is not None:
-            draft.rest.stage(draft.pool, read_settings().threads)
+            _stage_rest(draft, draft.rest)
         with held(draft.place, draft.attempt, draft.base) as base:
             receipts = draft.group.gather(write_part(draft, base))
             made = None
@@ -155,8 +159,29 @@ def finish(draft: Draft, fence: Callable[[], object] = bool) -> Snapshot:
                 made = [(manifest, put_manifest(draft.place, manifest))] * draft.group.size
             manifest, digest = draft.group.scatter(made)
     finally:
-        drop(draft.pieces, draft.pool)
+        abandon(draft)
     snapshot = Snapshot(draft.place, manifest, digest)
     seconds = time.perf_counter() - draft.began
     events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
     return snapshot
+
+
+def _stage_rest(draft: Draft, rest: Rest) -> None:
+    """Stage what was left to be staged beside the training. Raises ``CommitError`` if the training
+    has changed it meanwhile."""
+    changed = rest.stage(draft.pool, read_settings().threads)
+    if changed:
+        more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise CommitError(
+            f"Nothing was committed to {draft.place.url}: {', '.join(changed[:3])}{more} changed"
+            " while being copied beside the training",
+            todo="Change it in an optimizer's step only, or use overlap=False",
+            leaves=changed,
+        )
+
+
+def abandon(draft: Draft) -> None:
+    """Give the buffers of a save back, and let go of the live state."""
+    if draft.rest is not None:
+        draft.rest.let_go()
+    drop(draft.pieces, draft.pool)

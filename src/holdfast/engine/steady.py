@@ -1,8 +1,8 @@
 """What holds still between two steps of the optimizers: their parameters and slots.
 
 Forward and backward passes may change all else: buffers such as BatchNorm's, the scales of FP8,
-plain tensors, random generators. So parameters and slots can be copied beside them, until an
-optimizer begins its next step, which a ``Guard`` tells.
+plain tensors, random generators, the weights of an embedding with ``max_norm``. So parameters and
+slots can be copied beside them, until an optimizer begins its next step, which a ``Guard`` tells.
 
 What holds still is recognised by its memory: a parameter that shares its storage with a buffer
 does not, whoever owns it.
@@ -10,7 +10,9 @@ does not, whoever owns it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine import live
@@ -39,22 +41,68 @@ def steady(state: dict[str, Any], flat: Flat) -> set[str]:
 
 
 class Guard:
-    """Calls ``before_step`` whenever one of the optimizers begins a step, before it changes
-    anything; an exception of it keeps the step from happening. (PyTorch's own
-    ``register_step_pre_hook``, so closures, foreach, fused and subclasses are covered.)"""
+    """Calls ``before_step`` whenever an optimizer begins a step, before it changes anything; an
+    exception of it keeps the step from happening.
+
+    ``optimizers``: those, and all with a parameter in the memory of theirs, such as what a wrapper
+    holds; None: every optimizer of the process. It ends with ``remove``, or with the guard itself.
+    (One hook of PyTorch's for all optimizers: closures, foreach, fused and subclasses are covered;
+    what is no ``torch.optim.Optimizer`` is not.)
+    """
 
     def __init__(
-        self, optimizers: Iterable[torch.optim.Optimizer], before_step: Callable[[], object]
+        self, optimizers: Iterable[torch.optim.Optimizer] | None, before_step: Callable[[], object]
     ) -> None:
-        def hook(optimizer: Any, args: Any, options: Any) -> None:
-            before_step()
+        self._before_step = before_step
+        self._all = optimizers is None
+        mine = list(optimizers or ())
+        self._ids = frozenset(map(id, mine))
+        self._memory = frozenset(storage(p) for o in mine for p in parameters_of(o)) - {0}
+        if self._all or mine:
+            _attach(self)
 
-        self._handles = [o.register_step_pre_hook(hook) for o in optimizers]
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+        if (
+            self._all
+            or id(optimizer) in self._ids
+            or any(storage(p) in self._memory for p in parameters_of(optimizer))
+        ):
+            self._before_step()
 
     def remove(self) -> None:
-        """Take the hooks away."""
-        while self._handles:
-            self._handles.pop().remove()
+        """Let all optimizers step unseen."""
+        _detach(self)
+
+
+_guards: tuple[weakref.ref[Guard], ...] = ()
+"""Weak, so that nobody who forgets to close a checkpointer keeps its state in memory."""
+_guards_lock = Lock()
+_hooked: list[object] = []
+
+
+def _attach(guard: Guard) -> None:
+    global _guards
+    with _guards_lock:
+        if not _hooked:
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+            # for good: PyTorch's own table must not change while another thread waits in it
+            _hooked.append(register_optimizer_step_pre_hook(_begins))
+        _guards = (*(r for r in _guards if r() is not None), weakref.ref(guard))
+
+
+def _detach(guard: Guard) -> None:
+    global _guards
+    with _guards_lock:
+        _guards = tuple(r for r in _guards if r() is not None and r() is not guard)
+
+
+def _begins(optimizer: Any, args: Any, options: Any) -> None:
+    for known in _guards:
+        guard = known()
+        if guard is not None:
+            guard.begins(optimizer)
 
 
 def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
@@ -73,9 +121,14 @@ def modules_in(state: Any) -> list[torch.nn.Module]:
 def owned(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
     """The parameters of the optimizers, and the tensors among their slots."""
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        yield from parameters_of(optimizer)
         yield from slots_of(optimizer)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters of all groups of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -90,9 +143,14 @@ def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def storages(tensors: Iterable[torch.Tensor], modules: Sequence[torch.nn.Module]) -> frozenset[int]:
-    """The storages of the tensors, without those that a buffer of the modules shares, and of
-    inference tensors, whose changes nobody counts."""
-    loose = {0, *(storage(b) for module in modules for b in module.buffers())}
+    """The storages of the tensors, without those of what a forward pass of the modules changes
+    (buffers, and the weights of embeddings with ``max_norm``), and of inference tensors, whose
+    changes nobody counts."""
+    loose = {0}
+    for sub in (sub for module in modules for sub in module.modules()):
+        loose.update(storage(b) for b in sub._buffers.values() if b is not None)
+        if getattr(sub, "max_norm", None) is not None:
+            loose.update(storage(p) for p in sub.parameters(recurse=False))
     return frozenset(s for t in tensors if (s := storage(t)) not in loose and not t.is_inference())
 
 
@@ -106,18 +164,19 @@ def storage(t: torch.Tensor) -> int:
 
 def found_in(value: Any, kind: type[Any]) -> Iterator[Any]:
     """What is of a kind in nested dicts, lists and tuples, each object once."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # held: what a container makes while it is read might share its id
 
     def walk(value: Any, depth: int) -> Iterator[Any]:
-        if isinstance(value, kind):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield value
-        elif isinstance(value, dict) and depth < MAX_DEPTH:
-            for member in value.values():
-                yield from walk(member, depth + 1)
-        elif isinstance(value, list | tuple) and depth < MAX_DEPTH:
-            for member in value:
+        found = isinstance(value, kind)
+        if not found and (depth >= MAX_DEPTH or not isinstance(value, dict | list | tuple)):
+            return
+        if id(value) in seen:
+            return
+        seen[id(value)] = value
+        if found:
+            yield value
+        else:
+            for member in value.values() if isinstance(value, dict) else value:
                 yield from walk(member, depth + 1)
 
     return walk(value, 0)

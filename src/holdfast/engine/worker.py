@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitError, HoldfastError
@@ -38,17 +38,32 @@ class Pending:
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
         self._process = os.getpid()
+        self._given_up = False
         # Not Thread.join: before Python 3.13 a join that Ctrl-C interrupts takes the thread for
         # ended, and then the process no longer waits for it when it leaves.
         self._ended = Event()
         self._thread = Thread(target=self._run, name="holdfast-save")
+        self._turn = Lock()  # taken once: by the thread, or by who gave up starting it
+
+    @property
+    def begun(self) -> bool:
+        """Whether the save has been left to the thread. If not, it will never begin."""
+        return self._turn.locked() and not self._given_up
+
+    def start(self) -> None:
+        """Start the thread. Raises ``CommitError`` if there is none to be had. If this is
+        interrupted, the save either goes on (``begun``), or will never begin."""
         _unseen.add(self)
         try:
             self._thread.start()
-        except RuntimeError as e:
-            _unseen.discard(self)
+        except BaseException as e:
+            if self._turn.acquire(blocking=False):
+                self._given_up = True
+                _unseen.discard(self)
+            if not isinstance(e, RuntimeError):
+                raise
             raise CommitError(
-                f"Nothing was committed to {url}: no thread can be started",
+                f"Nothing was committed to {self.url}: no thread can be started",
                 found=str(e),
                 todo="Raise the limit on processes and threads (ulimit -u), or use save()",
             ) from e
@@ -83,6 +98,8 @@ class Pending:
         return self._snapshot
 
     def _run(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            return
         try:
             try:
                 self._snapshot = self._finish()
