@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import TORCH_DTYPES, random_tensor, raw
+from states import TORCH_DTYPES, random_tensor, raw, saved
 
 import holdfast
-from holdfast.engine.boundary import Boundary
+from holdfast.engine.boundary import Boundary, _mapped
 from holdfast.engine.tree import Flat, flatten
 from holdfast.errors import Unsupported
 
@@ -129,11 +129,11 @@ MAKERS = {
 def test_the_state_before_the_step_that_raised(make: Callable[..., Any]) -> None:
     state = training(make)
     boundary = Boundary(state)
-    assert boundary.dirty
+    assert boundary.gone
     assert boundary.state_at_boundary() is None
     for _ in range(4):
         boundary.mark()
-        assert not boundary.dirty
+        assert boundary.gone is None
         expected = told(state)
         assert Told(boundary.state_at_boundary()) == expected
         loss = forward(state)
@@ -143,7 +143,7 @@ def test_the_state_before_the_step_that_raised(make: Callable[..., Any]) -> None
         if isinstance(state["optimizer"], torch.optim.LBFGS):
             state["optimizer"].step(lambda loss=loss: loss)
         step_rest(state)
-        assert boundary.dirty
+        assert boundary.gone
         assert boundary.state_at_boundary() is None
 
 
@@ -196,6 +196,13 @@ def _no_grad(change: Callable[[Json], object]) -> Callable[[Json], object]:
     return torch.no_grad()(change)
 
 
+UNMARKED = "no step has been marked yet"
+BEGUN = "the optimizer had begun the next step"
+CHANGED = "a parameter was changed outside of an optimizer"
+OTHER = "the structure of the state has changed"
+FORGOTTEN = "a load into the state had begun"
+INTERRUPTED = "the copying of what may change was interrupted"
+
 GONE: dict[str, Callable[[Json], object]] = {
     "in place": _no_grad(lambda s: s["model"][0].weight.add_(1)),
     "a slot": lambda s: s["optimizer"].state[s["model"][0].weight]["exp_avg"].zero_(),
@@ -226,6 +233,15 @@ GONE: dict[str, Callable[[Json], object]] = {
         optimizer=torch.optim.SGD(s["model"].parameters(), lr=0.1)
     ),
     "a load": lambda s: s["model"].load_state_dict(network().state_dict()),
+    "a load behind its back": lambda s: holdfast.load(
+        saved({"model": network()}), into={"model": s["model"]}
+    ),
+    "by its data": lambda s: s["model"][0].weight.data.copy_(torch.zeros(4, 3)),
+    "a slot by its data": lambda s: s["optimizer"].state[s["model"][2].weight]["step"].data.add_(1),
+    "through NumPy": lambda s: s["model"][0].bias.detach().numpy().fill(7),
+    "fused, by an optimizer outside of the state": lambda s: torch.optim.SGD(
+        [p for p in s["model"].parameters() if p.requires_grad], lr=0.1, fused=True
+    ).step(),
 }
 
 
@@ -239,6 +255,7 @@ def test_what_was_changed_otherwise_is_gone(change: Callable[[Json], object]) ->
     assert boundary.state_at_boundary() is not None
     change(state)
     assert boundary.state_at_boundary() is None
+    assert boundary.gone in (CHANGED, OTHER, BEGUN)
     if len(state["optimizer"].param_groups) and "params" in state["optimizer"].param_groups[0]:
         boundary.mark()  # and from the next mark on all is well again
         expected = told(state)
@@ -252,6 +269,67 @@ def forward_what_is_left(state: Json) -> None:
     state["model"][2](torch.ones(4))
 
 
+def test_it_says_in_words_why_there_is_none() -> None:
+    state = training(MAKERS["adam"])
+    boundary = Boundary(state)
+    assert boundary.gone == UNMARKED
+    forward(state)
+    step(state)
+    assert boundary.gone == UNMARKED  # no Boundary was there when the optimizer began
+    boundary.mark()
+    assert boundary.gone is None
+    with torch.no_grad():
+        state["model"][0].weight.add_(1)
+    assert boundary.gone == CHANGED
+    boundary.mark()
+    state["model"][0].weight.data.add_(1)
+    assert boundary.gone == CHANGED
+    boundary.mark()
+    state["model"].append(torch.nn.Linear(2, 2))
+    assert boundary.gone == OTHER
+    boundary.mark()
+    state["model"][2]._non_persistent_buffers_set.add("amax")
+    assert boundary.state_at_boundary() is None  # only now it is found
+    assert boundary.gone == OTHER
+    boundary.mark()
+    step(state)
+    assert boundary.gone == BEGUN
+    boundary.mark()
+    assert boundary.gone is None
+    boundary.close()
+    assert boundary.gone == UNMARKED
+
+
+def test_after_forget_there_is_none_until_the_next_mark() -> None:
+    state = training(MAKERS["adam"])
+    boundary = Boundary(state)
+    for _ in range(2):
+        boundary.mark()
+        assert boundary.state_at_boundary() is not None
+        boundary.forget()
+        assert boundary.gone == FORGOTTEN
+        assert boundary.state_at_boundary() is None
+        forward(state)
+        step(state)
+        assert boundary.gone == FORGOTTEN
+
+
+def test_a_change_that_was_taken_back_unseen_is_none() -> None:
+    """As of averaged weights that are swapped in for an evaluation, and out again."""
+    state = training(MAKERS["adam"])
+    boundary = Boundary(state)
+    boundary.mark()
+    expected = told(state)
+    parameters = list(state["model"].parameters())
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.data.zero_()
+    assert boundary.gone == CHANGED or not parameters
+    for p, was in zip(parameters, before, strict=True):
+        p.data.copy_(was)
+    assert Told(boundary.state_at_boundary()) == expected
+
+
 def test_an_optimizer_that_came_later_is_watched() -> None:
     state = training(MAKERS["adam"])
     boundary = Boundary(state)
@@ -263,7 +341,7 @@ def test_an_optimizer_that_came_later_is_watched() -> None:
     boundary.mark()
     assert not old._optimizer_step_pre_hooks
     state["optimizer"].step()
-    assert boundary.dirty
+    assert boundary.gone
 
 
 def test_an_interrupted_mark_leaves_no_boundary() -> None:
@@ -284,7 +362,7 @@ def test_an_interrupted_mark_leaves_no_boundary() -> None:
     state["f"].fail = True
     with pytest.raises(KeyboardInterrupt):
         boundary.mark()
-    assert boundary.dirty
+    assert boundary.gone == INTERRUPTED
     assert boundary.state_at_boundary() is None
     state["f"].fail = False
     boundary.mark()
@@ -322,6 +400,7 @@ def test_every_dtype_bit_for_bit(dtype: torch.dtype) -> None:
 def test_special_tensors_and_arrays() -> None:
     z = torch.randn(3, dtype=torch.complex64)
     state = {
+        "z": z,
         "conj": z.conj(),
         "neg": z.conj().imag,
         "expanded": torch.ones(1).expand(5),
@@ -390,7 +469,7 @@ def test_memory_that_two_short_lived_tensors_had_one_after_the_other() -> None:
     for _ in range(2):
         boundary.mark()
         assert Told(boundary.state_at_boundary()) == told(state)
-    assert not boundary._copies._sources
+    assert not boundary._seen
 
 
 class Counting(torch.nn.Linear):
@@ -546,6 +625,66 @@ def test_a_state_that_contains_itself_is_refused() -> None:
     boundary.mark()
     with pytest.raises(Unsupported):
         boundary.state_at_boundary()
+
+
+def _twice_within_itself() -> Any:
+    a: Json = {}
+    a.update(a=a, b=a)
+    return a
+
+
+def _each_within_all() -> Any:
+    found: list[Any] = [{} for _ in range(20)]
+    for i, one in enumerate(found):
+        one.update(
+            {str(j): other for j, other in enumerate(found)} | {"l": [found, (one,)], "i": i}
+        )
+    return found
+
+
+class Both:
+    """A state that is itself, twice."""
+
+    def state_dict(self) -> Any:
+        return {"a": self, "b": [self]}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def _tuple_within_itself() -> Any:
+    inner: list[Any] = []
+    whole = (inner, inner)
+    inner += [whole, whole]
+    return whole
+
+
+@pytest.mark.parametrize(
+    "make", [_twice_within_itself, _each_within_all, Both, _tuple_within_itself]
+)
+def test_what_contains_itself_is_walked_once_and_refused(make: Callable[[], Any]) -> None:
+    met: list[int] = []
+    value = make()
+    _mapped(value, lambda v, _: met.append(id(v)), {})
+    assert len(met) == len(set(met)) <= 1
+    held = Boundary({"x": value})
+    # not found_in and flatten, which are walks of their own
+    held._seen = {}
+    _mapped(value, held._hold, held._seen)
+    assert len(held._seen) < 500
+    if make is not _each_within_all:  # live._modules walks every way through those
+        with pytest.raises(Unsupported):
+            flatten({"x": _mapped(value, lambda v, _: v, {})})
+
+
+def test_containers_that_are_shared_are_walked_once() -> None:
+    value: Any = torch.zeros(2)
+    for _ in range(60):
+        value = [value, (value, {"a": value})]
+    met: list[int] = []
+    made = _mapped(value, lambda v, _: met.append(id(v)), {})
+    assert len(met) == 1
+    assert made[0] is made[1][0] is made[1][1]["a"]
+    assert made is not value
 
 
 def test_without_torch_objects() -> None:

@@ -89,6 +89,39 @@ def test_keys_choose_a_part_of_the_live_state():
     assert live["other"] == 1
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode], ids=["", "inference"])
+def test_a_load_into_live_tensors_is_counted_as_a_change(mode):
+    """So that a backward pass that needs the old values is refused."""
+    model, other = nn.Linear(3, 3), torch.zeros(2)
+    at = saved({"model": nn.Linear(3, 3), "other": torch.ones(2)})
+    counts = model.weight._version, model.bias._version, other._version
+    passed = model(torch.ones(1, 3, requires_grad=True)).sum()
+    with mode():
+        holdfast.load(at, into={"model": model, "other": other}, keys="model")
+    assert model.weight._version > counts[0]
+    assert model.bias._version > counts[1]
+    assert other._version == counts[2]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        passed.backward()
+
+
+def test_a_load_that_fails_half_way_is_counted_too():
+    at = saved({"a": ONE, "b": torch.randn(100_000)})
+    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+    live = {"a": ONE * 0, "b": torch.zeros(100_000)}
+    counts = [t._version for t in live.values()]
+    with pytest.raises(DigestMismatch):
+        holdfast.load(at, into=live)
+    assert all(t._version > n for t, n in zip(live.values(), counts, strict=True))
+
+
+def test_inference_tensors_have_no_count_and_are_loaded():
+    with torch.inference_mode():
+        live = {"a": ONE * 0}
+    holdfast.load(saved({"a": ONE}), into=live)
+    same({"a": ONE}, live)
+
+
 def test_only_what_is_chosen_is_read():
     at = saved({"a": ONE, "b": torch.randn(100_000)})
     store = holdfast.open_store(at.rpartition("/")[0])

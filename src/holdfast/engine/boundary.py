@@ -18,6 +18,7 @@ import numpy as np
 
 from holdfast.engine import live
 from holdfast.engine.garbage import uncollected
+from holdfast.engine.samples import Samples
 from holdfast.engine.steady import (
     Guard,
     modules_in,
@@ -39,7 +40,18 @@ Members = list[tuple[str, Any]]
 Kind = tuple[Any, Any, Any]
 """Shape, dtype and device: what copies must have in common to take the same memory."""
 
+Seen = dict[int, tuple[Any, Any]]
+"""By its id what was met in a walk (held, so that no other gets the id), and what it became."""
+
 _FIXED = frozenset({str, int, float, bool, complex, bytes, type(None)})
+
+
+_UNMARKED = "no step has been marked yet"
+_INTERRUPTED = "the copying of what may change was interrupted"
+_BEGUN = "the optimizer had begun the next step"
+_CHANGED = "a parameter was changed outside of an optimizer"
+_OTHER = "the structure of the state has changed"
+_FORGOTTEN = "a load into the state had begun"
 
 
 class _Gone(Exception):
@@ -52,12 +64,18 @@ class Boundary:
     ``state``: as for ``holdfast.save``. ``mark`` is called when a step is complete, and after a
     load, by the thread that trains. What is no parameter or slot of an optimizer in the state is
     copied, on its own device; the copies' memory is used again from mark to mark.
+
+    Parameters and slots that are changed in another way are told by PyTorch's counts of changes,
+    and, where those do not move (``p.data``, NumPy, a kernel that is not PyTorch's), by
+    ``Samples``. What stays unseen is a change behind both: through ``p.data``, but only of
+    elements that are not among the samples, or, on an accelerator, of tensors that are not.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
         self._held: Any = None
-        self._dirty = True
+        self._gone: str | None = _UNMARKED
+        self._seen: Seen = {}
         self._copies = _Copies()
         self._guard = Guard((), self._begun)
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -67,26 +85,38 @@ class Boundary:
         self._owned: list[torch.Tensor] = []
         self._places: list[int] = []
         self._counts: list[int] = []
+        self._samples = Samples(())
         self._outline: list[int] = []
         self._still: frozenset[int] = frozenset()
         self._loose: dict[int, Members | None] = {}
         self._pure: set[int] = set()
 
     @property
-    def dirty(self) -> bool:
-        """Whether an optimizer has begun a step since the last mark, or there was none."""
-        return self._dirty
+    def gone(self) -> str | None:
+        """Why the state of the last mark cannot be had, in words; None if it can be."""
+        if self._gone is not None:
+            return self._gone
+        if not self._same():
+            return _OTHER
+        changed = _counts(self._owned) != self._counts or self._samples.differ()
+        return _CHANGED if changed else None
 
     def mark(self) -> None:
         """The state is at a boundary: copy what may change before an optimizer steps."""
-        self._dirty, self._held = True, None  # if this is interrupted there is no boundary
+        self._gone, self._held = _INTERRUPTED, None
         if not self._same():
             self._learn()
         self._counts = _counts(self._owned)
+        self._samples.take()
         self._copies.begin()
-        self._held = _mapped(self._state, self._hold)
-        self._copies.end()
-        self._dirty = False
+        self._seen = {}
+        self._held = _mapped(self._state, self._hold, self._seen)
+        self._seen = {}
+        self._gone = None
+
+    def forget(self) -> None:
+        """Drop the mark: the live state is about to be overwritten."""
+        self._gone, self._held = _FORGOTTEN, None
 
     def state_at_boundary(self) -> Flat | None:
         """The state of the last mark, taken apart; None if it is gone: an optimizer has begun a
@@ -95,23 +125,25 @@ class Boundary:
         Its leaves are copies, and live parameters and slots; good until the next mark, or the next
         step of an optimizer. Raises ``Unsupported`` as ``flatten`` does.
         """
-        if self._dirty or not self._same() or _counts(self._owned) != self._counts:
+        if self.gone is not None:
             return None
         names = live.parameter_names(self._state)
         try:
             with uncollected():
-                return flatten(_mapped(self._held, lambda part, _: _together(part, names)))
+                return flatten(_mapped(self._held, lambda part, _: _together(part, names), {}))
         except _Gone:
+            self._gone = _OTHER
             return None
 
     def close(self) -> None:
         """Take the hooks off the optimizers, and forget all copies."""
         self._guard.remove()
         self._optimizers = []
-        self._dirty, self._held, self._copies = True, None, _Copies()
+        self._gone = self._gone or _UNMARKED
+        self._held, self._copies, self._samples = None, _Copies(), Samples(())
 
     def _begun(self) -> None:
-        self._dirty = True
+        self._gone = self._gone or _BEGUN
 
     def _same(self) -> bool:
         """Whether the optimizers, modules, parameters and slots are those that were learned."""
@@ -125,6 +157,7 @@ class Boundary:
 
     def _learn(self) -> None:
         """Which memory holds still has changed, as when the first step makes the slots."""
+        self._places = [0]  # so that nothing is the same if this is interrupted
         self._guard.remove()
         self._optimizers = optimizers_in(self._state)
         self._guard = Guard(self._optimizers, self._begun)
@@ -133,7 +166,7 @@ class Boundary:
         self._ids = [*map(id, self._tensors)]
         self._still = storages(self._tensors, self._modules)
         self._owned = [t for t in self._tensors if storage(t) in self._still]
-        self._places = [t.data_ptr() for t in self._owned]
+        self._samples = Samples(self._owned)
         self._outline = _outline(self._modules)
         self._loose = {id(m): _loose(m, self._still) for m in self._modules}
         self._pure = {
@@ -141,6 +174,7 @@ class Boundary:
             for o in self._optimizers
             if live.is_optimizer(o) and all(storage(t) in self._still for t in slots_of(o))
         }
+        self._places = [t.data_ptr() for t in self._owned]
 
     def _hold(self, value: Any, depth: int) -> Any:
         """A value as it is now, safe from all that happens before an optimizer steps."""
@@ -156,21 +190,23 @@ class Boundary:
         if live.is_optimizer(value):
             if id(value) not in self._pure:
                 names = live.parameter_names(self._state)
-                return _mapped(live.optimizer_state(value, names, ""), self._hold, depth)
+                return _mapped(
+                    live.optimizer_state(value, names, ""), self._hold, self._seen, depth
+                )
             groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
-            return _HeldOptimizer(value, _mapped(groups, self._hold, depth))
+            return _HeldOptimizer(value, _mapped(groups, self._hold, self._seen, depth))
         if live.is_stateful(value) and not isinstance(value, type):
-            return _mapped(value.state_dict(), self._hold, depth + 1)
+            return _mapped(value.state_dict(), self._hold, self._seen, depth + 1)
         return value
 
     def _hold_module(self, module: torch.nn.Module, depth: int) -> Any:
         loose = self._loose.get(id(module))
         if loose is None:
-            return _mapped(live.module_state(module, ""), self._hold, depth)
+            return _mapped(live.module_state(module, ""), self._hold, self._seen, depth)
         members: dict[str, Any] = {}
         for prefix, sub in loose:
             sub._save_to_state_dict(members, prefix, False)
-        held = {name: _mapped(v, self._hold, depth) for name, v in members.items()}
+        held = {name: _mapped(v, self._hold, self._seen, depth) for name, v in members.items()}
         return _HeldModule(module, held, self._still)
 
 
@@ -263,21 +299,35 @@ def _counts(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [t._version for t in tensors]
 
 
-def _mapped(value: Any, do: Callable[[Any, int], Any], depth: int = 0) -> Any:
+def _mapped(value: Any, do: Callable[[Any, int], Any], seen: Seen, depth: int = 0) -> Any:
     """A copy of nested dicts, lists and tuples, with ``do(value, depth)`` for all within them.
-    What ``flatten`` would refuse for its depth stays as it is, for it to say so."""
+
+    What is met again becomes what it became before, also within itself: a walk takes as long as
+    there are values. What ``flatten`` would refuse for its depth stays as it is, for it to say so.
+    """
     kind = type(value)
     if depth > 2 * MAX_DEPTH:
         return value
-    if kind in (dict, OrderedDict, Counter):
+    if id(value) in seen:
+        return seen[id(value)][1]
+    made: Any = value  # for an object whose state contains itself: flatten refuses it
+    if kind in (dict, OrderedDict, Counter, list):
         made = copy(value)  # with what PyTorch hangs on a state dict
+    seen[id(value)] = value, made
+    if kind in (list, tuple):
+        members = [m if type(m) in _FIXED else _mapped(m, do, seen, depth + 1) for m in value]
+        if kind is tuple:
+            made = tuple(members)
+        else:
+            made[:] = members
+    elif made is value:
+        made = do(value, depth)
+    else:
         for name, member in value.items():
             if type(member) not in _FIXED:
-                made[name] = _mapped(member, do, depth + 1)
-        return made
-    if kind in (list, tuple):
-        return kind([m if type(m) in _FIXED else _mapped(m, do, depth + 1) for m in value])
-    return do(value, depth)
+                made[name] = _mapped(member, do, seen, depth + 1)
+    seen[id(value)] = value, made
+    return made
 
 
 class _Copies:
@@ -286,7 +336,6 @@ class _Copies:
     def __init__(self) -> None:
         self._made: dict[tuple[Any, Kind], Any] = {}
         self._free: dict[Kind, list[Any]] = {}
-        self._sources: list[Any] = []
 
     def begin(self) -> None:
         """The copies made until now are wanted no more."""
@@ -295,13 +344,9 @@ class _Copies:
             self._free[kind].append(made)
         self._made = {}
 
-    def end(self) -> None:
-        """Let go of what was copied. Until then it must live: another tensor at the same place
-        would be taken for it."""
-        self._sources.clear()
-
     def tensor(self, t: Any) -> Any:
-        """A copy; the same one for tensors that are one, so that they stay tied."""
+        """A copy; the same one for tensors that are one, so that they stay tied. Until the mark is
+        done ``t`` must live: another tensor at the same place would be taken for it."""
         pt = live.torch_or_none()
         if type(t) is not pt.Tensor and type(t) is not pt.nn.Parameter:
             return t  # refused by name when the state is taken apart
@@ -309,9 +354,8 @@ class _Copies:
         if t.layout is not pt.strided or t.is_nested or t.is_quantized or t.is_meta:
             return t.clone()
         kind = (t.shape, t.dtype, t.device)
-        place = ((t.data_ptr(), t.stride()), kind)
+        place = ((t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()), kind)
         if place not in self._made:
-            self._sources.append(t)
             made = self._room(kind, lambda: pt.empty(t.shape, dtype=t.dtype, device=t.device))
             self._made[place] = made.copy_(t)
         return self._made[place]

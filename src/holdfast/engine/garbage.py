@@ -19,8 +19,11 @@ def uncollected() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    gc.disable()
     try:
-        yield
+        try:
+            gc.disable()
+            yield
+        finally:
+            gc.enable()
     finally:
-        gc.enable()
+        gc.enable()  # again, for Ctrl-C right before the line above: it must not stay off

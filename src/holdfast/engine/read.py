@@ -65,7 +65,8 @@ def run_reads(
     """Carry out a plan whose wants are ``targets``, in their order.
 
     Raises ``DigestMismatch`` or ``StoreError`` naming file, offset and leaves; targets may then
-    have been written in part, but never with bytes that failed their check.
+    have been written in part, but never with bytes that failed their check. Either way PyTorch's
+    counts of changes of the tensors (``_version``) have gone up.
     """
 
     def work(item: ReadItem) -> None:
@@ -75,7 +76,20 @@ def run_reads(
             for slab in item.slabs:
                 _copy_slab(targets[slab.want], slab, buffer.view[slab.file_offset - base :])
 
+    _announce(targets)
     in_parallel(plan.items, work, min(threads, len(plan.items)))
+
+
+def _announce(targets: Sequence[Target]) -> None:
+    """Have PyTorch count the change of what is about to be written behind its back, so that a
+    backward pass that needs the old values is refused. Before it is written: a load that fails
+    half-way has changed it too."""
+    tensors = [t.into for t in targets if t.address and not isinstance(t.into, np.ndarray)]
+    if tensors:
+        import torch
+
+        for tensor in tensors:  # torch 2.6 takes one at a time
+            torch.autograd.graph.increment_version(tensor)
 
 
 @contextmanager
