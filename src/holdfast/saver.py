@@ -74,7 +74,6 @@ class Saver:
         self._writer = writer
         self._full_every = full_every
         self._overlap = overlap
-        self._optimizers: list[Any] = []
         self._guard: Guard | None = None
         self._pool = Pool(1 << 50, prepare=pin_memory if overlap else None)
         self._reserving: Thread | None = None
@@ -135,8 +134,8 @@ class Saver:
         self.wait()
         place, label, base = self.run.place(order.version), self._label(order), self._base()
         beside = self._overlap and not isinstance(state, Flat)
-        if beside:
-            self._guard_optimizers(state)
+        if beside and self._guard is None and optimizers_in(state):
+            self._guard = Guard(None, self._wait_staged)  # whichever: wrappers hold others
         try:
             draft = begin(place, state, label, self._pool, ahead=True, base=base, beside=beside)
         except AlreadyExists as e:
@@ -185,19 +184,10 @@ class Saver:
         self.start(state, order)
         self.wait()
 
-    def _guard_optimizers(self, state: Any) -> None:
-        """See that no optimizer of the state steps while its parameters are being copied."""
-        found = list(optimizers_in(state))
-        if [*map(id, found)] != [*map(id, self._optimizers)]:
-            self._unguard()
-            self._optimizers = found
-            self._guard = Guard(found, self._wait_staged)
-
     def _unguard(self) -> None:
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
-            self._optimizers = []
 
     def _wait_staged(self) -> None:
         rest = self._rest
