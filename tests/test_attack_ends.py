@@ -121,6 +121,16 @@ def test_a_resume_that_found_nothing_has_changed_nothing(wrong: dict[str, Any]) 
         train(state, ckpt, 1)
 
 
+def test_a_state_within_itself_is_refused_not_walked_for_ever() -> None:
+    inner: dict[str, Any] = {}
+    inner["a"], inner["b"] = inner, [inner]
+    ckpt = Checkpointer(MemoryStore(), {"x": inner, "y": inner}, save=OnException())
+    with pytest.raises(HoldfastError, match="x"):
+        ckpt.step()
+    ckpt.close()
+    inner.clear()
+
+
 # -- what was half counted -----------------------------------------------------------------------
 
 

@@ -57,13 +57,17 @@ def refuse_copies(state: dict[str, Any]) -> None:
             )
 
 
-def _dicts(value: dict[Any, Any], path: str) -> Iterator[tuple[str, dict[Any, Any]]]:
+def _dicts(
+    value: dict[Any, Any], path: str, seen: set[int] | None = None
+) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """The dicts in a state with their keys, each object once."""
+    seen = {id(value)} if seen is None else seen
     for name, member in value.items():
-        if type(member) is dict:
+        if type(member) is dict and id(member) not in seen:
+            seen.add(id(member))
             key = f"{path}/{name}" if path else str(name)
             yield key, member
-            if len(path) < 200:
-                yield from _dicts(member, key)
+            yield from _dicts(member, key, seen)
 
 
 def refuse_version(run: Run) -> None:
