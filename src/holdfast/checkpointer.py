@@ -170,7 +170,8 @@ class Checkpointer:
         self._refuse_closed()
         self._saver.wait()
         part = Part.of(start, keys, missing, unexpected, rename)
-        self._marked = None
+        if self._boundary is not None:
+            self._boundary.forget()
         try:
             found = go_on(self.run, self.state, at, branch)
             if found is None:
@@ -179,7 +180,7 @@ class Checkpointer:
         except BaseException as e:
             self._invalid = self._invalid or overwritten(e)
             raise
-        self._ready, self._invalid, self._counted = True, False, None
+        self._ready, self._invalid, self._counted, self._marked = True, False, None, None
         if found is None:
             events.emit("began", run=self.run.url)
             return None

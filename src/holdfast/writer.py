@@ -44,9 +44,8 @@ class Writer:
 
     def check(self) -> None:
         """See that this is still the writer. Raises ``HoldfastError`` if another has taken over."""
-        try:
-            other = decode_pin(self._store.get(WRITER, MAX_RECORD), WRITER)
-        except (NotFound, FormatError):  # removed by hand, or damaged: nobody else is it
+        other = self._read()
+        if other is None:  # removed by hand, or damaged: nobody else is it
             self.claim()
             return
         if other.attempt != self._id:
