@@ -400,6 +400,7 @@ def test_an_interrupted_close_lets_the_save_in_flight_finish(
     gate.set()
     assert pending.wait().step == 4
     assert not ckpt._saver._pool.allocated
+    assert "writer.json" not in [s.key for s in store.list("")]
 
 
 def test_a_closed_one_takes_no_signals_and_does_not_resume() -> None:

@@ -73,7 +73,10 @@ def test_a_save_that_is_due_waits_for_the_one_in_flight_and_says_so() -> None:
         threading.Timer(0.05, store.open.set).start()
         train(state, ckpt, 6)
         assert [f["step"] for n, f in heard if n == "save_waited"] == [6]
-        assert ckpt.statistics()["waited_seconds"] > 0
+        ckpt.wait()
+        figures, saved = ckpt.statistics(), [f["blocked"] for n, f in heard if n == "saved"]
+        assert 0 < figures["waited_seconds"] < figures["last_blocked_seconds"] == saved[-1]
+        assert figures["blocked_seconds"] == pytest.approx(sum(saved))
     assert [s.step for s in Run(store).snapshots()] == [2, 4, 6]
 
 
@@ -86,8 +89,8 @@ def test_a_save_that_is_due_can_be_skipped_until_the_one_in_flight_is_done() -> 
         ckpt.wait()
         store.open.clear()
         train(state, ckpt, 7)  # 4 is in flight; 6 is due and left out, and still at 7
-        assert [f["step"] for n, f in heard if n == "save_skipped"] == [6, 7]
-        assert ckpt.statistics()["skipped"] == 2
+        assert [f["step"] for n, f in heard if n == "save_skipped"] == [6]
+        assert ckpt.statistics()["skipped"] == 1
         store.open.set()
         ckpt.wait()
         train(state, ckpt, 8)  # saved as soon as it can be
@@ -123,6 +126,31 @@ def test_a_full_disk_with_warn_costs_no_step_and_says_so_loudly() -> None:
     assert same(state, after(16))
     assert [s.step for s in Run(store).snapshots()][-1] == 16
     assert all(s.verify().ok for s in Run(store).snapshots())
+
+
+@pytest.mark.parametrize("choice", ["raise", "warn"])
+def test_old_versions_that_cannot_be_deleted_are_told_as_what_they_are(choice: Any) -> None:
+    class Keeps(MemoryStore):
+        def delete(self, key: str) -> None:
+            if "manifest" in key:
+                raise Denied(f"Cannot delete {key}")
+            super().delete(key)
+
+    store, state = Keeps(), fresh()
+    ckpt = Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), on_error=choice)
+    train(state, ckpt, 2)
+    with pytest.raises(Denied, match=r"version_2 is saved.*old versions"):
+        ckpt.wait()
+    train(state, ckpt, 3)
+    assert ckpt._saver._pending is not None
+    ckpt._saver._pending._thread.join()
+    if choice == "warn":
+        with pytest.warns(SaveFailed, match="Old versions pile up.*version_3 is saved"):
+            ckpt.close()
+    else:
+        with pytest.raises(Denied, match="version_3 is saved"):
+            ckpt.close()
+    assert Run(store).line() == [Version(1), Version(2), Version(3)]
 
 
 def test_warn_does_not_silence_what_was_asked_for_by_name() -> None:
@@ -205,6 +233,8 @@ def test_every_epoch_needs_to_know_which_step_completes_one() -> None:
         ({"stop": "loss"}, r"stop=.*found 'loss'"),
         ({"state": torch.nn.Linear(2, 2)}, r"state=.*a dict such as .*Linear"),
         ({"state": [1]}, "state="),
+        ({"incremental": "no"}, "incremental="),
+        ({"overlap": 1}, "overlap="),
     ],
 )
 def test_arguments_of_another_kind(given: dict[str, Any], message: str) -> None:
@@ -220,8 +250,14 @@ def test_arguments_of_another_kind(given: dict[str, Any], message: str) -> None:
         ({"loss": "low"}, r"'loss' is no number.*a str"),
         ({"loss": None}, "NoneType"),
         ({"loss": [1.0]}, "a list"),
-        ({"loss": torch.ones(3)}, "3 elements"),
-        ({"loss": np.ones((2, 2))}, "4 elements"),
+        ({"loss": torch.ones(3)}, r"Tensor of \(3,\)"),
+        ({"loss": np.ones((2, 2))}, r"ndarray of \(2, 2\)"),
+        ({"loss": True}, "a bool"),
+        ({"loss": np.bool_(True)}, "no number"),
+        ({"loss": np.str_("abc")}, "no number"),
+        ({"loss": torch.tensor(1 + 2j)}, "no number"),
+        ({"loss": torch.tensor(True)}, "no number"),
+        ({"loss": 2**70}, "64 bits"),
         ({3: 1.0}, "3 is no number"),
     ],
 )
@@ -231,7 +267,9 @@ def test_metrics_that_are_none_are_refused_at_once(metrics: Any, message: str) -
             ckpt.step(metrics)
         with pytest.raises(PlanError, match=message):
             ckpt.save(metrics)
-        ckpt.step({"a": 1, "b": 2.5, "c": np.float32(1), "d": torch.ones(1), "e": True})
+        ckpt.step({"a": 1, "b": 2.5, "c": np.float32(1), "d": torch.ones(1)})
+        ckpt.step({"e": torch.tensor(1.0, dtype=torch.bfloat16), "f": np.int8(3)})
+        ckpt.step({"g": float("nan")})
 
 
 def test_what_state_dict_returned_is_refused_by_name() -> None:
@@ -326,8 +364,9 @@ import sys, holdfast
 state = {"x": [0.0], "progress": holdfast.Progress()}
 ckpt = holdfast.Checkpointer(sys.argv[1], state, save=holdfast.EverySteps(1))
 ckpt.resume()
-ckpt.step()
-ckpt.wait()
+for _ in range(2):
+    ckpt.step()
+    ckpt.wait()
 print("training", flush=True)
 sys.stdin.readline()
 ckpt.step()
@@ -348,7 +387,11 @@ def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path: Any) -
         ckpt.resume()
         with pytest.raises(HoldfastError, match=rf"Another training.*process {first.pid} on"):
             ckpt.step()
+        with pytest.raises(HoldfastError, match="Another training"):
+            ckpt.resume(at=1)  # it must not move the other's line either
         ckpt.close()
+    assert Run(tmp_path / "a").line() == [Version(1), Version(2)]
+    assert Run(tmp_path / "a").branch() == 0
     if first.pid % 2:  # at its end it makes room; killed, it blocks nobody either
         first.kill()
     first.communicate("\n", timeout=60)
@@ -453,14 +496,15 @@ def test_an_exception_saves_the_state_before_the_step_that_raised(
         Checkpointer(store, state, save=EverySteps(100) | OnException()) as ckpt,
     ):
         for _ in range(7):
-            step()
-            ckpt.step()
+            loss = step()
+            ckpt.step({"loss": loss})
         wanted = plain(state)
         step(where)
     newest = Run(store).latest()
     assert newest is not None
     assert newest.step == 7
     assert newest.metadata["reason"] == "exception"
+    assert newest.metadata["metrics"] == {"loss": loss}
     assert newest.metadata["note"]["error"].startswith(kind.__name__)
     other, _ = network(1)
     with Checkpointer(store, other) as ckpt:
@@ -793,6 +837,22 @@ def test_what_is_told_of_a_save() -> None:
     assert figures["saves"] == 2
     assert figures["failures"] == figures["skipped"] == 0
     assert 0 < figures["goodput"] <= 1
+
+
+def test_goodput_counts_no_time_that_a_save_takes() -> None:
+    now = [0.0]
+    tally = Tally(lambda: now[0], lambda: now[0])
+    now[0] += 3
+    with tally.paused():
+        now[0] += 5
+    now[0] += 1
+    tally.blocked(2.0, training=True)  # in the middle of a step
+    now[0] += 2
+    with tally.paused():
+        now[0] += 7
+    tally.committed(tally.note()["trained_seconds"])
+    assert tally.statistics()["goodput"] == pytest.approx(4 / 18)
+    assert tally.statistics()["blocked_seconds"] == 2
 
 
 def test_goodput_counts_what_was_kept_over_all_processes() -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from holdfast import events
 from holdfast.checks import (
     check_arguments,
+    check_choices,
     check_metrics,
     check_step,
     refuse_copies,
@@ -80,15 +81,8 @@ class Checkpointer:
     ) -> None:
         save = EverySeconds(600) if save is None else save
         keep = KeepPolicy() if keep is None else keep
-        check_arguments(
-            state=state,
-            save=save,
-            keep=keep,
-            stop=stop,
-            busy=busy,
-            on_error=on_error,
-            full_every=full_every,
-        )
+        check_arguments(state, save, keep, stop)
+        check_choices(busy, on_error, full_every, incremental, overlap)
         self.run = Run(run)
         self.state = state
         self._policy = save
@@ -117,13 +111,13 @@ class Checkpointer:
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self._counted: int | None = None
-        self._marked: tuple[int, dict[str, Any]] | None = None
+        self._marked: tuple[int, dict[str, Any], Mapping[str, Any]] | None = None
         self._invalid = False
         self._ready = False
         self._started = False
         self._closed = False
         self._process = os.getpid()
-        self._last = self._now()
+        self._last = self._left_out = self._now()
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -173,7 +167,7 @@ class Checkpointer:
         if self._boundary is not None:
             self._boundary.forget()
         try:
-            found = go_on(self.run, self.state, at, branch)
+            found = go_on(self.run, self.state, at, branch, self._writer.claim)
             if found is None:
                 refuse_snapshot(self.run)
                 found = None if start is None else begin_from(start, self.state, part)
@@ -192,7 +186,7 @@ class Checkpointer:
                 self._progress.step = found.step
         self._stopping.resumed(found.training)
         self._tally.resumed(found.training)
-        self._last = self._now()
+        self._last = self._left_out = self._now()
         events.emit("resumed", url=found.snapshot.url, step=self.current_step, branch=self._branch)
         for told in found.skipped:
             warnings.warn(told, SkippedVersion, stacklevel=2)
@@ -209,8 +203,7 @@ class Checkpointer:
         counted all the same, since the optimizer has made it.
         """
         self._refuse_closed()
-        self._tally.step_done()
-        try:
+        with self._tally.paused():
             self._metrics = metrics = check_metrics(metrics)
             self._count(metrics, batches)
             self._refuse_blind_start()
@@ -219,8 +212,6 @@ class Checkpointer:
                 advice, self._saver.advice = self._saver.advice, None
                 warnings.warn(advice, MetricMissing, stacklevel=2)
             self._save_if_due(metrics)
-        finally:
-            self._tally.step_next()
 
     def _count(self, metrics: Mapping[str, Any], batches: int) -> None:
         progress, counted = self._progress, self._counted
@@ -238,7 +229,7 @@ class Checkpointer:
         if self._boundary is not None:
             self._marked = None
             self._boundary.mark()
-            self._marked = (self.current_step, self._stopping.note())
+            self._marked = (self.current_step, self._stopping.note(), metrics)
 
     def _save_if_due(self, metrics: Mapping[str, Any]) -> None:
         asked = self._watcher.wanted is not None
@@ -246,14 +237,18 @@ class Checkpointer:
             if not self._policy.due(Moment(*self._now(), *self._last)):
                 return
             if self._busy == "skip" and self._saver.busy:
-                self._tally.counts["skipped"] += 1
-                events.emit("save_skipped", run=self.run.url, step=self.current_step)
+                now = self._now()
+                if self._policy.due(Moment(*now, *self._left_out)):  # another one, not the same
+                    self._left_out = now
+                    self._tally.counts["skipped"] += 1
+                    events.emit("save_skipped", run=self.run.url, step=self.current_step)
                 return
         self._try(lambda: self._saver.settle(self.current_step), 4)
         self._try(lambda: self._start("request" if asked else "cadence", metrics), 4)
 
     def _start(self, reason: str, metrics: Mapping[str, Any]) -> None:
-        self._last = self._now()  # a save that fails at once is not tried again at every step
+        # a save that fails at once is not tried again at every step
+        self._last = self._left_out = self._now()
         self._saver.start(self.state, self._order(reason, metrics, self._note))
 
     def _order(self, reason: str, metrics: Mapping[str, Any], note: Mapping[str, Any]) -> Order:
@@ -278,12 +273,13 @@ class Checkpointer:
         None. Raises what goes wrong, whatever ``on_error`` says."""
         self._refuse_closed()
         metrics = self._metrics if metrics is None else check_metrics(metrics)
-        self._saver.look()
-        self._refuse_blind_start()
-        newest = self._saver.wait()
-        if newest is None or newest.step != self.current_step:
-            self._start("request", metrics)
+        with self._tally.paused():
+            self._saver.look()
+            self._refuse_blind_start()
             newest = self._saver.wait()
+            if newest is None or newest.step != self.current_step:
+                self._start("request", metrics)
+                newest = self._saver.wait()
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return newest
@@ -298,7 +294,8 @@ class Checkpointer:
         """Wait until the save in flight is committed, and return the newest version that this
         Checkpointer saved or resumed; None if there is none. Raises what made the save fail."""
         self._refuse_fork()
-        return self._saver.wait()
+        with self._tally.paused():
+            return self._saver.wait()
 
     def statistics(self) -> dict[str, float]:
         """Since this Checkpointer was made: ``saves``, ``failures``, ``skipped``, ``bytes`` written
@@ -346,9 +343,9 @@ class Checkpointer:
         """Save the state before the step that raised, if that was asked for."""
         alive = not self._closed and self._process == os.getpid()
         if self._boundary is not None and self._marked is not None and alive:
-            step, training = self._marked
+            step, training, metrics = self._marked
             note = {**self._note, "error": f"{type(error).__name__}: {error}"[:1000]}
-            order = Order(Version(step, self._branch), "exception", {}, note, training)
+            order = Order(Version(step, self._branch), "exception", metrics, note, training)
             self._saver.rescue(self._boundary, order, error)
 
     # -- how it is done ------------------------------------------------------------------------
@@ -366,7 +363,9 @@ class Checkpointer:
             if self._on_error == "raise":
                 raise
             told = "NOTHING WAS SAVED, and training goes on unsaved since step"
-            told += f" {self._saver.saved_step}: {e}"
+            told = f"{told} {self._saver.saved_step}: {e}"
+            if e.fields.get("committed"):
+                told = f"Old versions pile up: {e}"
             warnings.warn(told, SaveFailed, stacklevel=stacklevel)
 
     def _refuse_closed(self) -> None:
@@ -394,7 +393,8 @@ class Checkpointer:
         if not self._ready:
             refuse_versions(self.run)
             self._ready = True
-        self._saver.make_room(self.state)
+        nbytes = self._saver.bytes_of(self.state)
         self._writer.claim()
+        self._saver.make_room(nbytes)
         self._watcher.start()
         self._started = True

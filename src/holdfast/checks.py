@@ -15,27 +15,40 @@ from holdfast.run import Run
 _ADDRESS = re.compile(r"(.+)@(?:latest|[0-9.]+)")
 
 
-def check_arguments(**given: Any) -> None:
+def check_arguments(state: object, save: object, keep: object, stop: object) -> None:
     """Raise ``HoldfastError`` for an argument of a kind that cannot be meant."""
-    full_every = given["full_every"]
-    whole = full_every is None or (type(full_every) is int and full_every >= 1)
-    state = given["state"]
-    for name, good, expected in (
-        ("state", type(state) is dict, 'a dict such as {"model": model, "optimizer": optimizer}'),
-        ("save", isinstance(given["save"], SavePolicy), "a save policy such as EverySteps(500)"),
-        ("keep", isinstance(given["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
-        ("stop", isinstance(given["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
-        ("busy", given["busy"] in ("wait", "skip"), '"wait" or "skip"'),
-        ("on_error", given["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
-        ("full_every", whole, "a number of versions, 1 or more, or None"),
+    for name, given, good, expected in (
+        ("state", state, type(state) is dict, 'a dict such as {"model": model}'),
+        ("save", save, isinstance(save, SavePolicy), "a save policy such as EverySteps(500)"),
+        ("keep", keep, isinstance(keep, KeepPolicy), "a keep policy such as KeepLast(3)"),
+        ("stop", stop, isinstance(stop, StopWhen | None), 'StopWhen("val_loss") or None'),
     ):
-        if not good:
-            found = repr(given[name])
-            raise HoldfastError(
-                f"{name}= cannot be that",
-                expected=expected,
-                found=found if len(found) < 80 else f"a {type(given[name]).__name__}",
-            )
+        _demand(name, given, good, expected)
+
+
+def check_choices(
+    busy: object, on_error: object, full_every: object, incremental: object, overlap: object
+) -> None:
+    """Raise ``HoldfastError`` for a choice that there is not."""
+    whole = full_every is None or (type(full_every) is int and full_every >= 1)
+    for name, given, good, expected in (
+        ("busy", busy, busy in ("wait", "skip"), '"wait" or "skip"'),
+        ("on_error", on_error, on_error in ("raise", "warn"), '"raise" or "warn"'),
+        ("full_every", full_every, whole, "a number of versions, 1 or more, or None"),
+        ("incremental", incremental, type(incremental) is bool, "True or False"),
+        ("overlap", overlap, type(overlap) is bool, "True or False"),
+    ):
+        _demand(name, given, good, expected)
+
+
+def _demand(name: str, given: object, good: bool, expected: str) -> None:
+    if not good:
+        found = repr(given)
+        raise HoldfastError(
+            f"{name}= cannot be that",
+            expected=expected,
+            found=found if len(found) < 80 else f"a {type(given).__name__}",
+        )
 
 
 def refuse_copies(state: dict[str, Any]) -> None:
@@ -153,14 +166,22 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
             found=f"a {type(metrics).__name__}",
         )
     for name, value in metrics.items():
-        elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
-        number = isinstance(value, int | float) or hasattr(value, "item")
-        if not isinstance(name, str) or not number or elements != 1:
-            many = f" of {elements} elements" if elements != 1 else ""
+        if not isinstance(name, str) or not _is_number(value):
+            many = getattr(value, "shape", None)
             raise PlanError(
                 f"The metric {name!r} is no number",
-                expected="a number, or a tensor or array of one element",
-                found=f"a {type(value).__name__}{many}",
+                expected="an int of 64 bits, a float, or a real tensor or array of one element",
+                found=f"a {type(value).__name__}" + (f" of {tuple(many)}" if many else ""),
                 todo="Give its mean, or leave it out",
             )
     return dict(metrics)
+
+
+def _is_number(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+    # a tensor of one element knows item() too, but to call it would wait for its device
+    elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
+    real = ("float", "bfloat", "int", "uint")
+    return elements == 1 and str(dtype).removeprefix("torch.").startswith(real)

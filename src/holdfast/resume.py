@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,7 +32,13 @@ class Found:
     skipped: Sequence[str] = ()
 
 
-def go_on(run: Run, state: dict[str, Any], at: int | None, branch: int | None) -> Found | None:
+def go_on(
+    run: Run,
+    state: dict[str, Any],
+    at: int | None,
+    branch: int | None,
+    claim: Callable[[], object],
+) -> Found | None:
     """Load the newest intact version of a run into ``state``; None if the run is empty.
 
     ``at`` and ``branch`` as for ``Run.newest``. A branch is begun, durably, unless it is the
@@ -64,6 +70,7 @@ def go_on(run: Run, state: dict[str, Any], at: int | None, branch: int | None) -
         number = run.branch()
     else:
         reason = f"{len(skipped)} newer damaged" if skipped else "on request"
+        claim()  # whoever does not write to the run must not move its line
         number = run.leave_from(snapshot, version, reason)
     training = snapshot.metadata.get("training")
     return Found(

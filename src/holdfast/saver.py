@@ -80,6 +80,8 @@ class Saver:
         self._attempt = ""
         self._pending: Pending | None = None
         self._rest: Rest | None = None
+        self._waited = 0.0
+        self._cost = [0.0]
         self._closing = False
         self._process = os.getpid()
         self._late: Exception | None = None
@@ -98,40 +100,39 @@ class Saver:
         """The step of ``newest``; 0 if there is none."""
         return 0 if self.newest is None else self.newest.version.step
 
-    def make_room(self, state: Any) -> None:
-        """Make the buffers for ``state`` before the first save is due, on a thread: to touch new
-        memory takes ten times as long as to copy into it. Raises what is wrong with the state."""
-        flat = flatten(state)
-        if self._reserving is not None:
-            return
-        nbytes = sum(whole(leaf).nbytes for leaf in flat.leaves) + 2 * self._pool.unit
+    def bytes_of(self, state: Any) -> int:
+        """How much ``state`` will need. Raises what is wrong with it."""
+        return sum(whole(leaf).nbytes for leaf in flatten(state).leaves) + 2 * self._pool.unit
+
+    def make_room(self, nbytes: int) -> None:
+        """Make the buffers before the first save is due, on a thread: to touch new memory takes
+        ten times as long as to copy into it."""
         self._reserving = Thread(target=self._pool.reserve, args=(nbytes,), name="holdfast-room")
         with suppress(RuntimeError):  # no thread can be had: the first save makes them
             self._reserving.start()
 
     def settle(self, step: int) -> None:
         """Wait for the save in flight, since that of ``step`` is due. Raises what made it fail."""
-        if self.busy:
-            began = time.perf_counter()
-            try:
-                self.wait()
-            finally:
-                waited = time.perf_counter() - began
-                self._tally.seconds["waited"] += waited
-                events.emit("save_waited", run=self.run.url, step=step, seconds=waited)
-        self.wait()
+        was_busy, began = self.busy, time.perf_counter()
+        try:
+            self.wait()
+        finally:
+            if was_busy:
+                self._waited = time.perf_counter() - began
+                self._tally.seconds["waited"] += self._waited
+                events.emit("save_waited", run=self.run.url, step=step, seconds=self._waited)
 
     def start(self, state: Any, order: Order) -> None:
-        """Begin to save ``state``; it may be changed when this returns. Waits for the save in
-        flight. Raises what made that one fail, and what is wrong with this one so far."""
+        """Begin to save ``state``; it may be changed when this returns. No other save is in flight:
+        see ``settle``. Raises what is wrong so far."""
+        waited, self._waited = self._waited, 0.0
         try:
-            self._begin(state, order, time.perf_counter())
+            self._begin(state, order, time.perf_counter() - waited)
         except BaseException as e:
             self._failed(order, e)
             raise
 
     def _begin(self, state: Any, order: Order, began: float) -> None:
-        self.wait()
         place, label, base = self.run.place(order.version), self._label(order), self._base()
         beside = self._overlap and not isinstance(state, Flat)
         if beside and self._guard is None and optimizers_in(state):
@@ -151,9 +152,10 @@ class Saver:
             return
         self._attempt = draft.attempt
         self._rest = draft.rest  # before a thread reads it: an optimizer may step at any moment
-        blocked = time.perf_counter() - began
-        self._tally.blocked(blocked)
-        self._pending = in_background(draft, lambda d: self._finish(d, order, blocked))
+        self._cost = cost = [time.perf_counter() - began]
+        self._tally.blocked(cost[0])
+        self._tally.seconds["last_blocked"] = cost[0]
+        self._pending = in_background(draft, lambda d: self._finish(d, order, cost))
 
     def _label(self, order: Order) -> Label:
         parent = self.newest
@@ -194,7 +196,10 @@ class Saver:
         if rest is not None and not rest.done.is_set() and self._process == os.getpid():
             began = time.perf_counter()
             rest.done.wait()
-            self._tally.seconds["blocked"] += time.perf_counter() - began
+            waited = time.perf_counter() - began
+            self._cost[0] += waited
+            self._tally.seconds["last_blocked"] += waited
+            self._tally.blocked(waited, training=True)
 
     def _base(self) -> Snapshot | None:
         """The version whose chunks the next one may refer to."""
@@ -204,7 +209,7 @@ class Saver:
         # the first of so many is full, the others are its chain
         return base if base.chain + 1 < self._full_every else None
 
-    def _finish(self, draft: Draft, order: Order, blocked: float) -> Snapshot:
+    def _finish(self, draft: Draft, order: Order, cost: list[float]) -> Snapshot:
         """The background half: commit, then delete what is not to be kept."""
         began = time.perf_counter()
         try:
@@ -223,9 +228,12 @@ class Saver:
         order.ended(True)
         try:
             self._tell_structure(snapshot)
-            self.run.retain(self._keep)
             if tally.counts["saves"] == ENOUGH:
                 self._look_for_metrics()
+            self.run.retain(self._keep)
+        except HoldfastError as e:
+            more = f"{order.version} is saved: it is old versions that could not be deleted"
+            self._late = e.told(more, committed=str(order.version))
         except Exception as e:  # noqa: BLE001  (the save is committed; this is raised at the next call)
             self._late = e
         seconds = time.perf_counter() - began
@@ -238,7 +246,7 @@ class Saver:
             reason=order.reason,
             bytes=snapshot.nbytes,
             referred=snapshot.referred_bytes,
-            blocked=blocked,
+            blocked=cost[0],
             seconds=seconds,
             metrics=dict(draft.label.metrics),
         )

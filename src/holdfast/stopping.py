@@ -20,9 +20,8 @@ class Stopping:
         self.awaited = None if stop is None else stop.metric
         """The metric, as long as no step was given it."""
 
-    @property
-    def stopped(self) -> bool:
-        return self._patience.stopped
+        self.stopped = False
+        """Whether it has seen enough; a better value later does not take that back."""
 
     def observe(self, metrics: Mapping[str, Any], step: int) -> None:
         """Look at what a step was given."""
@@ -31,8 +30,8 @@ class Stopping:
             return
         self.awaited = None
         self._patience = stop.observe(before, number(metrics[stop.metric]))
-        if self.stopped and not before.stopped:
-            best = self._patience.best
+        if self._patience.stopped and not self.stopped:
+            self.stopped, best = True, self._patience.best
             events.emit("stopped", run=self._run, step=step, metric=stop.metric, best=best)
 
     def note(self) -> dict[str, Any]:
@@ -43,3 +42,4 @@ class Stopping:
         """Go on from what the resumed version has noted."""
         if self._stop is not None:
             self._patience = self._stop.from_plain(training.get("stop"))
+            self.stopped = self._patience.stopped

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 Clock = Callable[[], float]
@@ -39,8 +40,17 @@ class Tally:
         self._trained = self._kept = _seconds(training.get("trained_seconds"), 0.0)
         self._last = self._clock()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Training was going on until now, and does so again behind the ``with`` block."""
+        self.step_done()
+        try:
+            yield
+        finally:
+            self.step_next()
+
     def step_done(self) -> None:
-        """A step has been made: since the last call of ``step_next`` the machine was training."""
+        """Since the last call of ``step_next`` the machine was training."""
         now = self._clock()
         self._trained += now - self._last
         self._last = now
@@ -53,9 +63,11 @@ class Tally:
         """What a version notes for who resumes from it."""
         return {"began": round(self._began, 3), "trained_seconds": round(self._trained, 6)}
 
-    def blocked(self, seconds: float) -> None:
-        self.seconds["last_blocked"] = seconds
+    def blocked(self, seconds: float, *, training: bool = False) -> None:
+        """A save has held the training up; ``training``: in the middle of a step."""
         self.seconds["blocked"] += seconds
+        if training:
+            self._last += seconds
 
     def committed(self, trained: float) -> None:
         """A version holds the first ``trained`` seconds of steps."""

@@ -10,6 +10,7 @@ more. No clock is asked. (Fencing, as in M. Kleppmann, "How to do distributed lo
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from holdfast.engine import pin
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, StoreError
@@ -28,6 +29,9 @@ class Writer:
     def claim(self) -> None:
         """Become the writer. Raises ``HoldfastError`` if another process of this machine is it and
         lives, and ``StoreError`` if the run cannot be written to."""
+        found = None if self._id is None else self._read()
+        if found is not None and found.attempt == self._id:
+            return
         host, boot, process = pin.identity()
         mine = Pin(new_attempt(), None, pin.now(), host, boot, process)
         while True:
@@ -43,7 +47,10 @@ class Writer:
                 return
 
     def check(self) -> None:
-        """See that this is still the writer. Raises ``HoldfastError`` if another has taken over."""
+        """See that this is still the writer; once released, a save in flight may still end. Raises
+        ``HoldfastError`` if another has taken over."""
+        if self._id is None:
+            return
         other = self._read()
         if other is None:  # removed by hand, or damaged: nobody else is it
             self.claim()
@@ -53,12 +60,10 @@ class Writer:
 
     def release(self) -> None:
         """Be it no more. A store that fails here does no harm: the process ends."""
-        try:
-            found = self._read()
-            if found is not None and found.attempt == self._id:
+        mine, self._id = self._id, None
+        with suppress(StoreError):
+            if mine is not None and (found := self._read()) is not None and found.attempt == mine:
                 self._store.delete(WRITER)
-        except StoreError:
-            pass
 
     def _read(self) -> Pin | None:
         """Who is the writer; None for nobody, or for a record that cannot be read."""
