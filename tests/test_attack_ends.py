@@ -238,6 +238,29 @@ def test_versions_on_another_branch_only_are_no_empty_run() -> None:
         assert ckpt.resume(branch=0).step == 20  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_a_branch_whose_record_is_lost_is_still_what_training_is_on(damage: str) -> None:
+    """Retention has deleted the branch's first version, which would have told the same."""
+    store = MemoryStore()
+    with training(store, EverySteps(1), KeepLast(2)) as (state, ckpt):
+        train(state, ckpt, 5)
+    with training(store, EverySteps(1), KeepLast(2)) as (state, ckpt):
+        ckpt.resume(at=4)
+        train(state, ckpt, 20)
+    if damage == "missing":
+        store.delete("branch-1.json")
+    else:
+        flip(store, "branch-1.json", -9)
+    with training(store, EverySteps(1), KeepLast(2)) as (state, ckpt):
+        assert ckpt.resume().version == Version(20, 1)  # type: ignore[union-attr]
+        train(state, ckpt, 22)
+    before = Run(store).listing().versions
+    swept = Run(store).sweep(abandoned=True, grace=0)
+    assert [why for what, why in swept.kept if what == "all abandoned versions"]
+    assert Run(store).listing().versions == before
+    assert Version(22, 1) in before
+
+
 # -- what failed before --------------------------------------------------------------------------
 
 

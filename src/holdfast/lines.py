@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from holdfast import events
-from holdfast.errors import FormatError, ManifestInvalid, NotFound
+from holdfast.errors import FormatError, FormatTooNew, ManifestInvalid, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.known import Listing
@@ -33,27 +33,38 @@ def line(run: Run, listing: Listing, number: int) -> list[Version]:
     while True:
         own = [v for v in versions if v.branch == number and (limit is None or v.step <= limit)]
         found = own + found
-        left = None if number == 0 else _left_from(run, number, versions)
+        left = None if number == 0 else left_from(run, number, versions)
         if left is None:
             return found
         number, limit = left.branch, left.step
 
 
 def newest_branch(run: Run, listing: Listing) -> int:
-    """The highest number of which is known where it left from."""
+    """The highest number that has versions, or of which is known where it left from."""
     versions = listing.versions
-    for number in sorted({*listing.branches, *(v.branch for v in versions)}, reverse=True):
-        if number == 0 or _left_from(run, number, versions) is not None:
+    held = {v.branch for v in versions}
+    for number in sorted({*listing.branches, *held}, reverse=True):
+        if number == 0 or number in held or left_from(run, number, versions) is not None:
             return number
     return 0
 
 
-def _left_from(run: Run, number: int, versions: Iterable[Version]) -> Version | None:
+def unknown_origins(run: Run, listing: Listing) -> list[int]:
+    """The branches with versions of which cannot be told where they left from, so that what came
+    before them cannot be told from what was abandoned."""
+    versions = listing.versions
+    held = {v.branch for v in versions} - {0}
+    return sorted(n for n in held if left_from(run, n, versions) is None)
+
+
+def left_from(run: Run, number: int, versions: Iterable[Version]) -> Version | None:
     """The version that a branch left from: by its record, or, should that be damaged, by the
-    parent of its first version. None if neither tells: such a branch holds nothing."""
+    parent of its first version. None if neither tells: the line then begins with the branch."""
     file = names.branch_name(number)
     try:
         version = names.parse_version(run.read_branch(number).from_version)
+    except FormatTooNew:
+        raise
     except (FormatError, NotFound) as e:
         events.emit("skipped", version=file, error=e)
         version = _first_parent(run, number, versions)

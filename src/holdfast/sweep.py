@@ -28,6 +28,7 @@ from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.records import MAX_RECORD, decode_pin
 from holdfast.known import Known, Listing, manifest_in
+from holdfast.lines import unknown_origins
 from holdfast.policy import KeepPolicy
 from holdfast.storage.store import Stat
 
@@ -265,6 +266,11 @@ class _Sweep:
     def abandoned(self) -> None:
         """Delete the versions that are not on the line."""
         listing = self.claims.listing
+        unknown = unknown_origins(self.run, listing)
+        if unknown:
+            why = f"{names.branch_name(unknown[-1])} cannot be read, and no version tells the same"
+            self.kept.append(("all abandoned versions", why))
+            return
         line = set(self.run.line(listing))
         gone, stay = self.claims.may_go([v for v in listing.versions if v not in line])
         self.kept += [(str(v), why) for v, why in sorted(stay.items())]

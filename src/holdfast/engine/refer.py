@@ -15,6 +15,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast import events
 from holdfast.engine import layout, pin
 from holdfast.engine.entries import part_entries
 from holdfast.engine.garbage import uncollected
@@ -55,7 +56,8 @@ def held(place: Location, attempt: str, base: Snapshot | None) -> Iterator[Snaps
                 pin.seen(found.place)
                 found.check_files()
                 found.indexes()
-            except (FormatError, NotFound):
+            except (FormatError, NotFound) as e:
+                events.emit("skipped", version=str(found.version), error=e)
                 found = None
         yield found
 
