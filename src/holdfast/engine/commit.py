@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.engine.files import key_of
 from holdfast.engine.location import Location, run_of, versions_in
 from holdfast.errors import AlreadyExists, CommitError, NotFound, StoreError, Unavailable
-from holdfast.format.grammar import check_tree
+from holdfast.format.grammar import Leaves, check_tree
 from holdfast.format.manifest import Manifest, Shard, encode_manifest
 from holdfast.format.names import MANIFEST
 
@@ -68,14 +68,17 @@ def _check_bases(place: Location, receipts: Sequence[Receipt]) -> None:
             )
 
 
-def put_manifest(place: Location, manifest: Manifest) -> str:
-    """Write the manifest if there is none, and return its digest. This is the commit.
+def put_manifest(place: Location, manifest: Manifest) -> tuple[str, Leaves]:
+    """Write the manifest if there is none; its digest, and the leaves of its tree. This is the
+    commit.
 
     Raises ``CommitError`` if another save has committed this version first, and ``StoreError``;
     its field ``outcome`` is "unknown" where the store cannot tell whether the manifest is there.
     """
     raw, made = encode_manifest(manifest)
-    check_tree(manifest.tree, MANIFEST)  # nothing is committed that would be refused when read
+    leaves = check_tree(
+        manifest.tree, MANIFEST
+    )  # nothing is committed that would be refused when read
     try:
         place.store.put_if_absent(place.key(MANIFEST), raw)
     except AlreadyExists as e:
@@ -90,7 +93,7 @@ def put_manifest(place: Location, manifest: Manifest) -> str:
             raise
         more = "Whether this version was committed is not known: `holdfast ls` shows it if it was"
         raise e.told(more, outcome="unknown") from e
-    return made
+    return made, leaves
 
 
 def refuse_existing(place: Location) -> None:

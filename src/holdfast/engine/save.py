@@ -156,11 +156,11 @@ def finish(draft: Draft, fence: Callable[[], object] = bool) -> Snapshot:
                 check_receipts(draft.place, receipts, draft.group.size)
                 manifest = draft.manifest([r.shard for r in receipts], base)
                 fence()
-                made = [(manifest, put_manifest(draft.place, manifest))] * draft.group.size
-            manifest, digest = draft.group.scatter(made)
+                made = [(manifest, *put_manifest(draft.place, manifest))] * draft.group.size
+            committed = draft.group.scatter(made)
     finally:
         abandon(draft)
-    snapshot = Snapshot(draft.place, manifest, digest)
+    snapshot = Snapshot(draft.place, *committed)
     seconds = time.perf_counter() - draft.began
     events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
     return snapshot

@@ -25,7 +25,7 @@ from holdfast.errors import (
     NotFound,
 )
 from holdfast.format import tree
-from holdfast.format.grammar import check_plain, check_tree
+from holdfast.format.grammar import Leaves, check_plain, check_tree
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import MAX_BYTES, Manifest, Referred, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version
@@ -73,13 +73,17 @@ def open_at(place: Location) -> Snapshot:
 class Snapshot:
     """An immutable, committed state. Made by ``holdfast.open``, ``save`` and ``Run``."""
 
-    def __init__(self, place: Location, manifest: Manifest, digest: str) -> None:
+    def __init__(
+        self, place: Location, manifest: Manifest, digest: str, leaves: Leaves | None = None
+    ) -> None:
         self.place = place
         self.manifest = manifest
         self.digest = digest
-        file = place.key(MANIFEST)
-        check_plain(manifest.metadata, "metadata", file)
-        self.leaves = check_tree(manifest.tree, file)
+        if leaves is None:  # not checked by who has just committed it
+            file = place.key(MANIFEST)
+            check_plain(manifest.metadata, "metadata", file)
+            leaves = check_tree(manifest.tree, file)
+        self.leaves = leaves
         """Leaves with bytes: key to (dtype name, global shape)."""
         self._nodes: dict[str, Any] | None = None
         self._indexes: list[ShardIndex] | None = None
