@@ -101,9 +101,8 @@ class Checkpointer:
         full_every = full_every if incremental else 1
         self._writer = Writer(self.run.store)
         self._saver = Saver(
-            self.run, keep, self._tally, self._writer, full_every=full_every, overlap=overlap
+            self.run, keep, self._tally, self._writer, self._stopping, full_every, overlap
         )
-        self._saver.stopping = self._stopping
         self._watcher = Watcher(self.run.store)
         self._boundary = Boundary(state) if self._policy.on_exception else None
         self._steps = 0
@@ -362,10 +361,10 @@ class Checkpointer:
         except (StoreError, CommitError) as e:
             if self._on_error == "raise":
                 raise
-            told = "NOTHING WAS SAVED, and training goes on unsaved since step"
-            told = f"{told} {self._saver.saved_step}: {e}"
-            if e.fields.get("committed"):
-                told = f"Old versions pile up: {e}"
+            step, told = self._saver.saved_step, "Old versions pile up"
+            if not e.fields.get("committed"):
+                told = f"NOTHING WAS SAVED, and training goes on unsaved since step {step}"
+            told = f"{told}: {e}"
             warnings.warn(told, SaveFailed, stacklevel=stacklevel)
 
     def _refuse_closed(self) -> None:

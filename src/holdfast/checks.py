@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +9,7 @@ from holdfast.errors import HoldfastError, NotFound, PlanError
 from holdfast.format.names import MANIFEST, parse_version
 from holdfast.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.progress import Progress
-from holdfast.run import Run
-
-_ADDRESS = re.compile(r"(.+)@(?:latest|[0-9.]+)")
+from holdfast.run import Run, split_address
 
 
 def check_arguments(state: object, save: object, keep: object, stop: object) -> None:
@@ -92,8 +89,8 @@ def refuse_version(run: Run) -> None:
 def refuse_snapshot(run: Run) -> None:
     """Raise ``HoldfastError`` if there is a snapshot in the place of a run that has no version, or
     if it is the address of one in another run."""
-    address = _ADDRESS.fullmatch(run.url)
-    if address is not None and Run(address[1]).listing().versions:
+    other, address = split_address(run.url)
+    if address is not None and Run(other).listing().versions:
         raise _no_run(run, "the address of a version")
     try:
         run.store.stat(MANIFEST)

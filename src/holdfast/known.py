@@ -213,17 +213,22 @@ def new_evaluation(
     return Evaluation(name, attempt, str(version), digest, created, plain)
 
 
-def _plain(name: object, value: Any) -> float:
+def number(value: Any) -> Any:
     """A metric as a plain number; tensors and arrays of one element are read."""
-    number = value.item() if hasattr(value, "item") else value
-    good = isinstance(number, float) or (type(number) is int and abs(number) < 1 << 63)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _plain(name: object, value: Any) -> float:
+    """A metric as it is kept. Raises ``HoldfastError`` for what is no number of 64 bits."""
+    plain = number(value)
+    good = isinstance(plain, float) or (type(plain) is int and abs(plain) < 1 << 63)
     if not isinstance(name, str) or not good:
         raise HoldfastError(
             f"The metric {str(name)[:80]!r} cannot be kept",
             expected="a name, and a number of 64 bits",
             found=repr(value)[:200],
         )
-    return float(number) if isinstance(number, float) else int(number)
+    return float(plain) if isinstance(plain, float) else int(plain)
 
 
 def _age(evaluation: Evaluation) -> tuple[str, str]:

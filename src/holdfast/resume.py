@@ -66,8 +66,9 @@ def go_on(
     if snapshot is None:
         return None
     version = snapshot.version
-    if version in run.line()[-1:]:
-        number = run.branch()
+    listing = run.listing()
+    if version in run.line(listing)[-1:]:
+        number = run.branch(listing)
     else:
         reason = f"{len(skipped)} newer damaged" if skipped else "on request"
         claim()  # whoever does not write to the run must not move its line
@@ -116,8 +117,8 @@ class Part:
 
 
 def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
-    """Load a version of another run, or a part of it, into ``state``. Steps go on only where all
-    of it was taken; else they begin at 0. Raises as ``load`` does."""
+    """Load a version of another run, or a part of it, into ``state``. Without a Progress
+    steps go on only where all of it was taken; else they begin at 0. Raises as ``load`` does."""
     snapshot = open_version(start)
     load_snapshot(snapshot, state, part.keys, None, part.leniency)
     note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}

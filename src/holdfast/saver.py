@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -23,11 +23,12 @@ from holdfast.engine.worker import Pending
 from holdfast.errors import AlreadyExists, HoldfastError
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
+from holdfast.known import number
 from holdfast.policy import KeepPolicy
 from holdfast.run import Run
 from holdfast.stopping import Stopping
 from holdfast.storage.direct import Pool
-from holdfast.tally import Tally, number
+from holdfast.tally import Tally
 from holdfast.writer import Writer
 
 ENOUGH = 3
@@ -42,15 +43,16 @@ class Order:
     version: Version
     reason: str
     metrics: Mapping[str, Any]
-    note: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
+    note: Mapping[str, Any]
+    training: Mapping[str, Any]
     ended: Callable[[bool], None] = lambda committed: None
 
 
 class Saver:
     """Saves states into a run, each in the background, and keeps what is to be kept.
 
-    ``writer`` is asked before every commit whether this is still the training that writes.
+    ``writer`` is asked before every commit whether this is still the training that writes, and
+    ``stopping`` whether it still waits for its metric.
 
     ``newest`` is the version that was saved or resumed last; the next one names it as its parent,
     and refers to its chunks, but for every ``full_every``-th version (None: never a full one). With
@@ -63,7 +65,7 @@ class Saver:
         keep: KeepPolicy,
         tally: Tally,
         writer: Writer,
-        *,
+        stopping: Stopping,
         full_every: int | None,
         overlap: bool,
     ) -> None:
@@ -72,6 +74,7 @@ class Saver:
         self._keep = keep
         self._tally = tally
         self._writer = writer
+        self._stopping = stopping
         self._full_every = full_every
         self._overlap = overlap
         self._guard: Guard | None = None
@@ -85,8 +88,6 @@ class Saver:
         self._closing = False
         self._process = os.getpid()
         self._late: Exception | None = None
-        self.stopping: Stopping | None = None
-        """Asked whether it still waits for its metric."""
         self.advice: str | None = None
         """What the training should be told at its next step."""
 
@@ -186,11 +187,6 @@ class Saver:
         self.start(state, order)
         self.wait()
 
-    def _unguard(self) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
-
     def _wait_staged(self) -> None:
         rest = self._rest
         if rest is not None and not rest.done.is_set() and self._process == os.getpid():
@@ -275,8 +271,8 @@ class Saver:
         except HoldfastError:
             return  # the store is in trouble, which retention tells
         wanted = set(self._keep.metrics - given)
-        if self.stopping is not None and self.stopping.awaited is not None:
-            wanted.add(self.stopping.awaited)
+        if self._stopping.awaited is not None:
+            wanted.add(self._stopping.awaited)
         missing = " or ".join(sorted(wanted))
         if missing:
             there = ", ".join(sorted(given)) or "no metrics"
@@ -300,7 +296,9 @@ class Saver:
             finally:  # whoever is interrupted here has still to wait for it
                 if pending.done:
                     self._pending = None
-        self._raise_late()
+        if self._late is not None:
+            error, self._late = self._late, None
+            raise error
         return self.newest
 
     def resumed(self, snapshot: Snapshot) -> None:
@@ -313,16 +311,13 @@ class Saver:
         if not self.busy:
             self.wait()
 
-    def _raise_late(self) -> None:
-        if self._late is not None:
-            error, self._late = self._late, None
-            raise error
-
     def close(self) -> None:
         """Give the memory back; nothing is saved any more, but for the save in flight, should who
         waited for it have been interrupted."""
         self._closing = True
-        self._unguard()
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
         if not self.busy:
             self._pool.close()
         if self._reserving is not None and self._reserving.ident is not None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast import events
+from holdfast.known import number
 from holdfast.policy import Patience, StopWhen
-from holdfast.tally import number
 
 
 class Stopping:

@@ -83,8 +83,3 @@ class Tally:
 def _seconds(value: Any, default: float) -> float:
     """A number from a manifest, which another writer may have filled otherwise."""
     return float(value) if type(value) in (int, float) and abs(value) < 1e12 else default
-
-
-def number(value: Any) -> Any:
-    """A metric as a plain number; tensors and arrays of one element are read."""
-    return value.item() if hasattr(value, "item") else value
