@@ -18,6 +18,7 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Run, events
+from holdfast.engine import pin
 from holdfast.errors import (
     Denied,
     HoldfastError,
@@ -30,6 +31,7 @@ from holdfast.errors import (
     UnexpectedLeaf,
 )
 from holdfast.format.names import Version
+from holdfast.format.records import Pin, encode_pin
 from holdfast.policy import EveryEpoch, EverySteps, KeepBest, KeepLast, OnException, StopWhen
 from holdfast.request import Answer, Watcher, ask, put_request, read_request
 from holdfast.storage.memory import MemoryStore
@@ -416,6 +418,33 @@ def test_a_training_that_is_succeeded_saves_nothing_more() -> None:
         train(new_state, new, 4)
     assert Run(store).line() == [Version(2), Version(4)]
     old.close()
+
+
+ELSEWHERE = ("another", "boot", "7:1")
+DEAD = (pin.identity()[0], "an earlier boot", "7:1")
+
+
+@pytest.mark.parametrize("died", [ELSEWHERE, DEAD], ids=["elsewhere", "dead"])
+def test_a_successor_takes_the_pins_of_its_predecessor_away_and_no_others(
+    died: tuple[str, str, str],
+) -> None:
+    """As when a machine goes away for good in the middle of a save: what it had pinned would be
+    kept for a week, since nobody can see from here that it is dead."""
+    store = MemoryStore()
+    with training(store, EverySteps(1)) as (state, ckpt):
+        train(state, ckpt, 3)
+    attempt, third = "0" * 12, ("a third", "boot", "7:1")
+    for number, (version, holder) in enumerate(
+        [("version_1", died), (None, died), ("version_2", third), ("version_3", pin.identity())]
+    ):
+        record = encode_pin(Pin(attempt, version, pin.now(), *holder))
+        store.put_if_absent(f"pin-{number:012}.json", record)
+    store.put_if_absent("writer.json", encode_pin(Pin(attempt, None, pin.now(), *died)))
+    with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
+        ckpt.resume()
+        train(state, ckpt, 4)
+    assert [s.key for s in Run(store).listing().pins] == [f"pin-{n:012}.json" for n in (2, 3)]
+    assert Run(store).line() == [Version(2), Version(3), Version(4)]
 
 
 def test_a_writer_that_is_removed_by_hand_is_put_back() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ from holdfast.testing import CrashFs, Fault, FaultFs
 
 from .crash.promises import check_promises
 from .engine.unreliable import Wrapped
+from .forging import reseal
 from .trainings import after, flip, shard_of, train, trained, training
 
 DAY = 24 * 3600.0
@@ -172,6 +174,43 @@ def test_a_damaged_pin_still_pins(store: MemoryStore) -> None:
     flip(store, "pin-version_20.json")
     assert Run(store).retain(KeepLast(1)) == [Version(40)]
     assert Run(store).pin(20) == Version(20)
+
+
+def too_new(store: MemoryStore) -> str:
+    """A process's pin of a format that is to come."""
+    key = pin.hold(Location(store, "version_60"), new_attempt(), Version(20))
+    raw = reseal({**json.loads(store.get(key, 1 << 20)), "format": 99})
+    store.delete(key)
+    store.put_if_absent(key, raw)
+    return key
+
+
+def torn(store: MemoryStore) -> str:
+    """A process's pin of which a bit has flipped."""
+    key = pin.hold(Location(store, "version_60"), new_attempt(), Version(20))
+    flip(store, key)
+    return key
+
+
+@pytest.mark.parametrize("unread", [too_new, torn])
+def test_beside_a_pin_that_cannot_be_read_nothing_is_deleted_for_a_week(
+    store: MemoryStore, unread: Callable[[MemoryStore], str]
+) -> None:
+    keys = orphaned(store, 40)
+    key = unread(store)
+    run = Run(store)
+    heard: list[str] = []
+    with events.attach(lambda name, fields: heard.append(f"{name} {fields.get('version')}")):
+        assert run.retain(KeepLast(1)) == []
+    assert f"skipped {key}" in heard
+    with pytest.raises(HoldfastError, match=f"{key} cannot be read, and may be for anything"):
+        run.delete(Version(20))
+    swept = run.sweep(grace=0, abandoned=True)
+    assert swept.removed == []
+    assert dict(swept.kept) == dict.fromkeys(keys, f"{key} cannot be read, and may be for anything")
+    later = run.sweep(now=time.time() + 8 * DAY)
+    assert sorted(later.removed) == sorted([*keys, key])
+    assert run.retain(KeepLast(1)) == [Version(20)]
 
 
 def test_what_is_not_there_is_not_pinned_and_what_is_not_pinned_not_unpinned(

@@ -26,7 +26,6 @@ from holdfast.engine import pin
 from holdfast.errors import FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
-from holdfast.format.records import MAX_RECORD, decode_pin
 from holdfast.known import Known, Listing, manifest_in
 from holdfast.lines import unknown_origins
 from holdfast.policy import KeepPolicy
@@ -39,7 +38,8 @@ GRACE = 24 * 3600.0
 """Seconds that a file which no manifest names is left alone."""
 
 FOREIGN_PIN = 7 * GRACE
-"""Seconds after which a pin of another machine, whose life cannot be seen, counts no more."""
+"""Seconds after which a pin of another machine, whose life cannot be seen, counts no more, nor one
+that cannot be read."""
 
 _ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
 
@@ -49,18 +49,22 @@ class Claims:
     """What speaks for versions and files, by one look at a run.
 
     ``pinned``: versions that may not go, with why. ``attempts``: those under way. ``dead``: pins
-    that count no more. ``files``: keys that a manifest names or refers to.
+    that count no more. ``blind``: why nothing at all may go. ``files``: keys that a manifest names
+    or refers to.
     """
 
     pinned: dict[Version, str]
     attempts: set[str]
     dead: list[Stat]
+    blind: str | None
     listing: Listing
     known: dict[Version, Known]
     files: set[str]
 
     def may_go(self, wanted: Collection[Version]) -> tuple[set[Version], dict[Version, str]]:
         """Which of the wanted versions can be deleted together, and why the others cannot."""
+        if self.blind is not None:
+            return set(), dict.fromkeys(wanted, self.blind)
         gone = {v for v in wanted if v not in self.pinned}
         stay = {v: self.pinned[v] for v in wanted if v not in gone}
         left = [v for v in self.known if v not in gone]
@@ -82,7 +86,7 @@ class Claims:
             return "a manifest that cannot be read may refer to it"
         if names.attempt_of(stat.key.rpartition("/")[2]) in self.attempts:
             return "a save is under way"
-        return None
+        return self.blind
 
 
 def look(run: Run, now: float | None = None) -> Claims:
@@ -92,17 +96,15 @@ def look(run: Run, now: float | None = None) -> Claims:
     pinned: dict[Version, str] = {}
     attempts: set[str] = set()
     dead: list[Stat] = []
-    for stat in early.pins:
-        try:
-            record = decode_pin(run.store.get(stat.key, MAX_RECORD), stat.key)
-            lives = pin.alive(record)
-        except NotFound:
-            continue
-        except FormatError:
-            record, lives = None, None
+    blind = None
+    for stat, record in pin.of_processes(run.store, early.pins):
+        lives = None if isinstance(record, FormatError) else pin.alive(record)
         if lives is False or (lives is None and now - stat.modified >= FOREIGN_PIN):
             dead.append(stat)
-        elif record is not None:
+        elif isinstance(record, FormatError):
+            events.emit("skipped", version=stat.key, error=record)
+            blind = f"{stat.key} cannot be read, and may be for anything"
+        else:
             attempts.add(record.attempt)
             version = names.parse_version(record.version or "")
             if version is not None:
@@ -113,7 +115,7 @@ def look(run: Run, now: float | None = None) -> Claims:
     pinned.update(dict.fromkeys(lasting, "it is pinned"))
     known = run.ledger.versions(listing)
     files = {key for k in known.values() for key in k.files}
-    return Claims(pinned, attempts, dead, listing, known, files)
+    return Claims(pinned, attempts, dead, blind, listing, known, files)
 
 
 # -- deleting ------------------------------------------------------------------------------------
@@ -283,6 +285,7 @@ class _Sweep:
 
     def offer(self, stat: Stat, why: str | None) -> None:
         """Remove an orphan, unless something speaks for it."""
+        why = why or self.claims.blind
         if why is not None:
             self.kept.append((stat.key, why))
         elif self.asked.now - stat.modified < self.asked.grace:

@@ -34,6 +34,7 @@ class Writer:
             return
         host, boot, process = pin.identity()
         mine = Pin(new_attempt(), None, pin.now(), host, boot, process)
+        other = None
         while True:
             try:
                 self._store.put_if_absent(WRITER, encode_pin(mine))
@@ -44,7 +45,18 @@ class Writer:
                 self._store.delete(WRITER)
             else:
                 self._id = mine.attempt
+                if other is not None:
+                    self._unpin(other)
                 return
+
+    def _unpin(self, other: Pin) -> None:
+        """Take away the pins of a predecessor in another process: it commits nothing more, and
+        nobody else could tell for days that it is gone."""
+        theirs = (other.host, other.boot, other.process)
+        if theirs != pin.identity():
+            for stat, found in pin.of_processes(self._store, self._store.list("")):
+                if isinstance(found, Pin) and (found.host, found.boot, found.process) == theirs:
+                    self._store.delete(stat.key)
 
     def check(self) -> None:
         """See that this is still the writer; once released, a save in flight may still end. Raises

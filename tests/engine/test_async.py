@@ -296,17 +296,34 @@ def test_ctrl_c_in_a_wait_does_not_lose_sight_of_the_save() -> None:
     store = Wrapped(MemoryStore())
     gate = hold(store)
     state = fresh()
-    main = threading.get_ident()
-    interrupt = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+    main, stopped = threading.get_ident(), threading.Event()
+
+    def once(number: int, frame: object) -> None:
+        if not stopped.is_set():
+            stopped.set()
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        # a signal that comes just before the wait blocks is not seen until the next one
+        while not stopped.wait(0.05):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, once)
+    interrupt = threading.Thread(target=press)
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
-    with pytest.raises(KeyboardInterrupt), ckpt:
-        train(state, ckpt, 1)
-        interrupt.start()
-        try:
-            ckpt.wait()
-        finally:
-            assert ckpt._saver._pending is not None
-            gate.set()
+    try:
+        with pytest.raises(KeyboardInterrupt), ckpt:
+            train(state, ckpt, 1)
+            try:
+                interrupt.start()
+                ckpt.wait()
+            finally:
+                assert ckpt._saver._pending is not None
+                gate.set()
+    finally:
+        stopped.set()
+        interrupt.join()
+        signal.signal(signal.SIGINT, before)
     assert ckpt._saver._pending is None
     assert check_promises(store, [1]) == [1]
 

@@ -16,9 +16,17 @@ from pathlib import Path
 
 from holdfast import events
 from holdfast.engine.location import Location
-from holdfast.errors import Denied, NotFound, StoreError
-from holdfast.format.names import MANIFEST, Version, new_attempt, parse_version, pin_name
-from holdfast.format.records import Pin, encode_pin
+from holdfast.errors import Denied, FormatError, NotFound, StoreError
+from holdfast.format.names import (
+    MANIFEST,
+    Version,
+    new_attempt,
+    parse_pin,
+    parse_version,
+    pin_name,
+)
+from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
+from holdfast.storage.store import Stat, Store
 from holdfast.words import MIB
 
 WORTH = 64 * MIB
@@ -94,6 +102,19 @@ def release(place: Location, key: str) -> None:
         place.store.delete(key)
     except StoreError as e:
         events.emit("pin_left", key=key, store=place.store.url, error=str(e))
+
+
+def of_processes(store: Store, stats: Iterable[Stat]) -> Iterator[tuple[Stat, Pin | FormatError]]:
+    """The pins of processes among objects of a run, each with its record, or what is wrong with
+    it. One that is taken away meanwhile is left out."""
+    for stat in stats:
+        if parse_pin(stat.key) is not None:
+            try:
+                yield stat, decode_pin(store.get(stat.key, MAX_RECORD), stat.key)
+            except NotFound:
+                continue
+            except FormatError as e:
+                yield stat, e
 
 
 def alive(pin: Pin) -> bool | None:
