@@ -676,6 +676,37 @@ def test_incremental_versions_keep_what_they_refer_to() -> None:
     assert seen[1] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("rotating", "full_every", "most"),
+    [
+        (False, None, 2),  # a frozen base and its newest adapter, for ever
+        (False, 5, 2),
+        (True, 5, 5),  # the newest needs all of them, up to the next full one
+        (True, None, 30),  # none can ever go
+    ],
+)
+def test_how_many_versions_stay_because_others_refer_to_them(
+    rotating: bool, full_every: int | None, most: int
+) -> None:
+    store = MemoryStore()
+    state = {str(part): np.zeros(9000) for part in range(3)} | {"live": np.zeros(9)}
+    counts = []
+    with holdfast.Checkpointer(
+        store,
+        state,
+        save=EverySteps(1),
+        keep=KeepLast(1),
+        incremental=True,
+        full_every=full_every,
+    ) as ckpt:
+        for step in range(30):
+            state[str(step % 3) if rotating else "live"] += 1
+            ckpt.step()
+            ckpt.wait()
+            counts.append(len(steps(store)))
+    assert max(counts) == most
+
+
 # -- what it costs -------------------------------------------------------------------------------
 
 

@@ -55,7 +55,7 @@ class Checkpointer:
     ``save``: when (every ten minutes if not given); ``keep``: what to keep (everything if not
     given); ``stop``: when training should end (``should_stop``). ``incremental``: chunks that an
     earlier version holds are referred to; every ``full_every``-th version is written in full all
-    the same (None: never). ``overlap`` (experimental: it never ran on an accelerator): parameters
+    the same (None: never; for weights that stay frozen). ``overlap`` (experimental: it never ran on an accelerator): parameters
     and slots of the optimizers in the state are copied beside the next forward and backward, and
     ``optimizer.step`` waits for it; nothing else may change them meanwhile.
 

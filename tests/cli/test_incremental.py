@@ -10,6 +10,7 @@ from holdfast.engine.buffers import shared_pool
 from holdfast.engine.draft import Label
 from holdfast.engine.location import Location
 from holdfast.engine.save import begin, finish
+from holdfast.format.names import Version
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 
@@ -70,6 +71,34 @@ def test_verify_names_every_version_that_a_damaged_base_takes_along(store: Memor
     people = holdfast("verify", store.url)
     assert "3 of 3 damaged" in people.out
     assert people.out.count("refers to ../version_1/") == 2
+
+
+def save_after(store: MemoryStore, steps: int) -> hf.Snapshot:
+    """One more version by a training that goes on."""
+    state = {"frozen": np.arange(20_000.0), "adapter": np.zeros(10), "p": hf.Progress()}
+    state["p"].step = steps - 1
+    with hf.Checkpointer(store, state, incremental=True) as ckpt:
+        ckpt._saver.resumed(hf.Run(store).open(Version(steps - 1)))
+        ckpt._ready = True  # it has been going on since before the damage
+        ckpt.step()
+        return ckpt.save()
+
+
+def test_verify_tells_what_to_do_while_training_saves_onto_a_damaged_base(
+    store: MemoryStore,
+) -> None:
+    assert holdfast("verify", store.url, "--json").json["danger"] is None
+    shard = shard_of(store, "version_1")
+    flip(store, shard, byte=5000)
+    assert save_after(store, 4).bases == {Version(1)}  # lengths are as they were
+    told = holdfast("verify", store.url, "--json").json["danger"]
+    assert f"Move {shard} out of the run now" in told
+    assert told in holdfast("verify", store.url).out
+    store.delete(shard)
+    saved = save_after(store, 5)
+    assert saved.bases == frozenset()
+    assert saved.verify().ok
+    assert holdfast("verify", store.url, "--json").json["danger"] is None
 
 
 def test_verify_of_a_run_reads_a_shared_chunk_once(store: MemoryStore) -> None:

@@ -35,7 +35,7 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
     answer = holdfast("verify", store.url, "--json")
     assert answer.code == 3
     told = answer.json
-    assert list(told) == ["place", "ok", "bytes", "seconds", "versions", "stray"]
+    assert list(told) == ["place", "ok", "bytes", "seconds", "versions", "danger", "stray"]
     assert [v["ok"] for v in told["versions"]] == [True, False, True]
     assert list(told["versions"][1]) == ["version", "url", "ok", "bytes", "problems"]
     [problem] = told["versions"][1]["problems"]

@@ -107,8 +107,9 @@ def test_what_a_failed_copy_left_is_checked_before_it_is_used(snapshot: Snapshot
         copy_snapshot(snapshot, Location(to, "version_7"))
     flip(to, ".safetensors")
     to.suffix = ""
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(AlreadyExists, match=r"no copy.*\n?.*delete that file first") as raised:
         copy_snapshot(snapshot, Location(to, "version_7"))
+    assert isinstance(raised.value.__cause__, DigestMismatch)
     assert not [k for k in objects(to) if k.endswith(MANIFEST)]
 
 

@@ -50,20 +50,22 @@ def command(ctx: click.Context, place: str, as_json: bool) -> None:
     began = perf_counter()
     if isinstance(found, Snapshot):
         url = found.url
-        checked, note = [_check_open(found, as_json)], None
+        checked, note, danger = [_check_open(found, as_json)], None, None
     else:
         url, note = found[0].url, stray(found[0])
-        checked = _check_run(*found, as_json)
+        checked, danger = _check_run(*found, as_json)
     seconds = perf_counter() - began
     if as_json:
-        print_json({**_document(url, checked, seconds), "stray": note is not None})
+        document = _document(url, checked, seconds)
+        print_json({**document, "danger": danger, "stray": note is not None})
     else:
         from holdfast.cli.screen import console, text
 
         screen = console()
         render(checked, seconds, screen)
-        if note is not None:
-            screen.print(text(note, "yellow"), soft_wrap=True)
+        for told in (danger, note):
+            if told is not None:
+                screen.print(text(told, "yellow"), soft_wrap=True)
     codes = [exit_code(p.error) for c in checked for p in c.problems]
     if codes:
         ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
@@ -76,8 +78,9 @@ def _check_open(snapshot: Snapshot, quiet: bool) -> Checked:
     return Checked(name, snapshot.url, report.nbytes, report.problems)
 
 
-def _check_run(run: Run, listing: Listing, quiet: bool) -> list[Checked]:
-    """Every version and branch record. What is deleted meanwhile is left out."""
+def _check_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[Checked], str | None]:
+    """Every version and branch record, and whether saves to come are in danger. What is deleted
+    meanwhile is left out."""
     checked: list[Checked] = []
     opened: list[Snapshot] = []
     for version in listing.versions:
@@ -107,7 +110,25 @@ def _check_run(run: Run, listing: Listing, quiet: bool) -> list[Checked]:
                     Checked(snapshot.place.folder, snapshot.url, report.nbytes, report.problems)
                 )
     order = {str(v): i for i, v in enumerate(listing.versions)}
-    return sorted(checked, key=lambda c: order.get(c.name, len(order)))
+    checked.sort(key=lambda c: order.get(c.name, len(order)))
+    newest = str(run.line(listing)[-1]) if any(s.bases for s in opened) else None
+    return checked, _danger(next((c for c in checked if c.name == newest), None))
+
+
+def _danger(newest: Checked | None) -> str | None:
+    """What to do at once if the newest version of a run of increments has rotted: a save looks at
+    what it refers to by length only."""
+    files = (
+        sorted({p.file for p in newest.problems if isinstance(p.error, DigestMismatch)})
+        if newest
+        else []
+    )
+    if newest is None or not files:
+        return None
+    return (
+        f"If training is going on, its next save refers to what is damaged in {newest.name}. Move"
+        f" {', '.join(files)} out of the run now: then that save is a full one"
+    )
 
 
 def _broken(name: str, file: str, url: str, error: FormatError | StoreError) -> Checked:

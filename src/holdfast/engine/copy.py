@@ -23,7 +23,7 @@ from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.read import checked
 from holdfast.engine.snapshot import Snapshot
-from holdfast.errors import AlreadyExists, FormatError, NotFound
+from holdfast.errors import AlreadyExists, DigestMismatch, FormatError, NotFound
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import BoxAt, Index, Leaf, ShardIndex, decode_index, encode_index
@@ -148,16 +148,12 @@ def _copy_shard(
         pass
     else:
         if length != made.length:
-            raise AlreadyExists(
-                f"{key} is in {place.store.url} already, and is no copy",
-                expected=f"{made.length} bytes",
-                found=f"{length} bytes",
-                todo="Copy to another place, or delete that file first",
-                key=key,
-                store=place.store.url,
-            )
+            raise _no_copy(place, key, f"{made.length} bytes", f"{length} bytes")
         items = whole_file(0, made.cuts)
-        _each(place, made, items, lambda item, data: _tell(progress, len(data)))
+        try:
+            _each(place, made, items, lambda item, data: _tell(progress, len(data)))
+        except DigestMismatch as e:
+            raise _no_copy(place, key, e.expected, e.found) from e
         return
     shift = made.header - index.header
     with place.store.put(key, made.length) as upload:
@@ -173,6 +169,17 @@ def _copy_shard(
 
         _each(source, index, whole_file(0, index.cuts, index.places), write)
         upload.commit()
+
+
+def _no_copy(place: Location, key: str, expected: object, found: object) -> AlreadyExists:
+    return AlreadyExists(
+        f"{key} is in {place.store.url} already, and is no copy",
+        expected=expected,
+        found=found,
+        todo="Copy to another place, or delete that file first",
+        key=key,
+        store=place.store.url,
+    )
 
 
 def _each(
