@@ -55,9 +55,10 @@ class Checkpointer:
     ``save``: when (every ten minutes if not given); ``keep``: what to keep (everything if not
     given); ``stop``: when training should end (``should_stop``). ``incremental``: chunks that an
     earlier version holds are referred to; every ``full_every``-th version is written in full all
-    the same (None: never; for weights that stay frozen). ``overlap`` (experimental: it never ran on an accelerator): parameters
-    and slots of the optimizers in the state are copied beside the next forward and backward, and
-    ``optimizer.step`` waits for it; nothing else may change them meanwhile.
+    the same (None: never; for weights that stay frozen). ``overlap`` (experimental: it never ran
+    on an accelerator): parameters and slots of the optimizers in the state are copied beside the
+    next forward and backward, and ``optimizer.step`` waits for it; nothing else may change them
+    meanwhile.
 
     One save is in flight at a time. ``busy``: the next that is due waits for it ("wait"), or is
     left out until it is done ("skip"). A save that fails in the background raises at the next
@@ -234,6 +235,7 @@ class Checkpointer:
         asked = self._watcher.wanted is not None
         if not asked:
             if not self._policy.due(Moment(*self._now(), *self._last)):
+                self._saver.make_room()
                 return
             if self._busy == "skip" and self._saver.busy:
                 now = self._now()
@@ -392,8 +394,7 @@ class Checkpointer:
         if not self._ready:
             refuse_versions(self.run)
             self._ready = True
-        nbytes = self._saver.bytes_of(self.state)
+        self._saver.measure(self.state)
         self._writer.claim()
-        self._saver.make_room(nbytes)
         self._watcher.start()
         self._started = True

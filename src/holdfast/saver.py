@@ -79,6 +79,7 @@ class Saver:
         self._overlap = overlap
         self._guard: Guard | None = None
         self._pool = Pool(1 << 50, prepare=pin_memory if overlap else None)
+        self._room: Thread | None = None
         self._reserving: Thread | None = None
         self._attempt = ""
         self._pending: Pending | None = None
@@ -101,16 +102,20 @@ class Saver:
         """The step of ``newest``; 0 if there is none."""
         return 0 if self.newest is None else self.newest.version.step
 
-    def bytes_of(self, state: Any) -> int:
-        """How much ``state`` will need. Raises what is wrong with it."""
-        return sum(whole(leaf).nbytes for leaf in flatten(state).leaves) + 2 * self._pool.unit
+    def measure(self, state: Any) -> None:
+        """See how much room ``state`` will need. Raises what is wrong with it."""
+        nbytes = sum(whole(leaf).nbytes for leaf in flatten(state).leaves) + 2 * self._pool.unit
+        self._room = Thread(target=self._pool.reserve, args=(nbytes,), name="holdfast-room")
 
-    def make_room(self, nbytes: int) -> None:
-        """Make the buffers before the first save is due, on a thread: to touch new memory takes
-        ten times as long as to copy into it."""
-        self._reserving = Thread(target=self._pool.reserve, args=(nbytes,), name="holdfast-room")
-        with suppress(RuntimeError):  # no thread can be had: the first save makes them
-            self._reserving.start()
+    def make_room(self) -> None:
+        """Make the buffers while no save is due yet, on a thread: to touch new memory takes ten
+        times as long as to copy into it. A save at the very first step makes them itself: beside a
+        thread that does the same it would take longer."""
+        room, self._room = self._room, None
+        if room is not None:
+            with suppress(RuntimeError):  # no thread can be had: the first save makes them
+                room.start()
+                self._reserving = room
 
     def settle(self, step: int) -> None:
         """Wait for the save in flight, since that of ``step`` is due. Raises what made it fail."""
@@ -320,5 +325,5 @@ class Saver:
             self._guard = None
         if not self.busy:
             self._pool.close()
-        if self._reserving is not None and self._reserving.ident is not None:
+        if self._reserving is not None:
             self._reserving.join()

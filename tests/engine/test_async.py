@@ -249,12 +249,35 @@ def test_without_a_thread_to_save_on_the_step_raises(monkeypatch: pytest.MonkeyP
         with pytest.raises(CommitError, match="no thread can be started"):
             train(state, ckpt, 1)
     assert [s.key for s in store.list("")] == [WRITER]
-    if ckpt._saver._reserving.is_alive():
-        ckpt._saver._reserving.join()
     assert ckpt._saver._pool.free == ckpt._saver._pool.allocated > 0
     train(state, ckpt, 2)
     ckpt.close()
     assert check_promises(store) == [2]
+
+
+@pytest.mark.parametrize(("every", "beside"), [(1, False), (3, True)])
+def test_room_is_made_beside_training_but_not_beside_a_save_at_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, every: int, beside: bool
+) -> None:
+    """Two that touch new memory at once get in each other's way."""
+    start, started = threading.Thread.start, []
+
+    def tell(self: threading.Thread) -> None:
+        started.append(self.name)
+        start(self)
+
+    monkeypatch.setattr("threading.Thread.start", tell)
+    state = fresh()
+    with holdfast.Checkpointer(MemoryStore(), state, save=EverySteps(every)) as ckpt:
+        train(state, ckpt, 1)
+        assert ("holdfast-room" in started) == beside
+        if beside:
+            ckpt._saver._reserving.join()
+            made = ckpt._saver._pool.allocated
+            train(state, ckpt, every)
+            assert ckpt._saver._pool.allocated == made > 0
+        train(state, ckpt, 7)
+    assert started.count("holdfast-room") == beside
 
 
 def test_with_fewer_threads_than_wanted_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +306,6 @@ def test_an_interrupt_in_a_sink_leaves_no_pin_and_no_buffer() -> None:
     with events.attach(sink), pytest.raises(KeyboardInterrupt):
         train(state, ckpt, 1)
     assert [s.key for s in store.list("")] == [WRITER]
-    if ckpt._saver._reserving.is_alive():
-        ckpt._saver._reserving.join()
     assert ckpt._saver._pool.free == ckpt._saver._pool.allocated > 0
     ckpt.close()
 
