@@ -536,6 +536,7 @@ def test_keys_of_dicts_that_are_refused(key):
 
 
 def test_text_that_has_no_utf8_is_refused():
+    refused({"a\ud800": 1, "\udc00b": 2}, "surrogate")  # no pair: these are two keys
     refused("\ud800", "surrogate")
     refused(["a\udfff"], "surrogate")
 

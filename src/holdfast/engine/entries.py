@@ -26,8 +26,9 @@ def whole_entries(holdings: Sequence[Holding]) -> Iterator[Row]:
     for h in holdings:
         dtype = DTYPES[h.dtype]
         name = _free(entry_name(h.key, h.shape, h.box.offsets, h.box.sizes), taken)
-        yield name, dtype.stored, stored_shape(dtype, h.box.sizes), start, start + h.nbytes
-        start += h.nbytes
+        stop = start + h.nbytes
+        yield name, dtype.stored, stored_shape(dtype, h.box.sizes), start, stop
+        start = stop
 
 
 def part_entries(

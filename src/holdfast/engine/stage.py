@@ -7,7 +7,7 @@ from whatever thread. Filling pieces ahead, before the save returns, is what mak
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -71,13 +71,14 @@ class Image:
 
     def copy(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Copy data from ``start`` to ``stop`` to the buffer's byte ``at``."""
-        i = bisect_right(self.begins, start) - 1
-        while i < len(self.begins) and self.begins[i] < stop:
-            a, b = max(start, self.begins[i]), min(stop, self.ends[i])
+        some = slice(bisect_right(self.begins, start) - 1, bisect_left(self.begins, stop))
+        shift = at - start
+        for source, begin, end in zip(
+            self.sources[some], self.begins[some], self.ends[some], strict=True
+        ):
+            a, b = max(start, begin), min(stop, end)
             if b > a:
-                base = self.begins[i]
-                _copy_out(self.sources[i], a - base, b - base, buffer, at + a - start)
-            i += 1
+                _copy_out(source, a - begin, b - begin, buffer, a + shift)
 
 
 def make_image(leaves: Sequence[Leaf], holdings: Sequence[Holding]) -> Image:

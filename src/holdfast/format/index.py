@@ -42,7 +42,7 @@ class BoxAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     at: int
 
 
-class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A leaf: dtype and global shape, and those of its boxes that lie in this shard."""
 
     key: str

@@ -104,7 +104,8 @@ def _encode_dict(value: Any, key: str, other: Take, depth: int) -> Node:
     children = [encode(v, k, other, depth + 1) for k, v in zip(levels, value.values(), strict=True)]
     node: Node
     if name != "counter" and all(type(k) is str for k in value):
-        node = {name: {_checked_text(k, key): c for k, c in zip(value, children, strict=True)}}
+        _checked_text("".join(value), key)
+        node = {name: dict(zip(value, children, strict=True))}
     else:
         keys = [encode(k, key, _refuse_key, depth + 1) for k in value]
         node = {"items": [list(pair) for pair in zip(keys, children, strict=True)], "of": name}
