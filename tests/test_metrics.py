@@ -101,13 +101,23 @@ def test_any_metrics_go_to_a_file_and_back(metrics: dict[str, float]) -> None:
 
 def test_tensors_and_arrays_of_one_element_are_read(store: MemoryStore) -> None:
     values = {"t": torch.tensor(2.5), "a": np.array([3]), "f": np.float32(0.5), "i": np.int64(7)}
+    values |= {"long double": np.longdouble(0.25), "unsigned": np.uint64((1 << 64) - 1)}
     Run(store).add_metrics(V20, values)
-    assert {**Run(store).metrics(V20), "loss": 0} == {"t": 2.5, "a": 3, "f": 0.5, "i": 7, "loss": 0}
+    read = {"t": 2.5, "a": 3, "f": 0.5, "i": 7, "long double": 0.25, "unsigned": float(1 << 64)}
+    assert {**Run(store).metrics(V20), "loss": 0} == {**read, "loss": 0}
+    with training(store, EverySteps(1)) as (_, ckpt):
+        ckpt.resume()
+        ckpt.step(values)
+        snapshot = ckpt.save()
+    assert snapshot.metadata["metrics"] == read == Run(store).metrics(61)
+    assert [type(v) for v in snapshot.metadata["metrics"].values()] == [
+        type(v) for v in read.values()
+    ]
 
 
 @pytest.mark.parametrize("value", ["0.5", None, True, 1 << 63, 1j, [0.5], {"float": "nan"}])
 def test_what_is_no_number_is_refused_by_name(store: MemoryStore, value: Any) -> None:
-    with pytest.raises(HoldfastError, match=r"'accuracy' cannot be kept"):
+    with pytest.raises(HoldfastError, match=r"'accuracy' is no number"):
         Run(store).add_metrics(V20, {"loss": 1.0, "accuracy": value})
     assert not [s for s in store.list("version_20") if "/eval-" in s.key]
 

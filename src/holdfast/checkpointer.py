@@ -12,7 +12,6 @@ from holdfast import events
 from holdfast.checks import (
     check_arguments,
     check_choices,
-    check_metrics,
     check_step,
     refuse_copies,
     refuse_snapshot,
@@ -33,6 +32,7 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.format.names import Version
+from holdfast.metrics import check_metrics
 from holdfast.policy import EverySeconds, KeepPolicy, Moment, SavePolicy, StopWhen, refuse_unable
 from holdfast.progress import Progress
 from holdfast.request import Watcher

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, NotFound, PlanError
@@ -149,36 +149,3 @@ def check_step(step: Any, counted: int | None) -> None:
             found=step,
             todo="Leave it alone: ckpt.step() counts it",
         )
-
-
-def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metrics as a dict of their own, if all are numbers. What lies on a device is not read:
-    that would hold training up at every step. Raises ``PlanError``."""
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise PlanError(
-            "Metrics are numbers by name",
-            expected='a dict such as {"loss": loss}',
-            found=f"a {type(metrics).__name__}",
-        )
-    for name, value in metrics.items():
-        if not isinstance(name, str) or not _is_number(value):
-            many = getattr(value, "shape", None)
-            raise PlanError(
-                f"The metric {name!r} is no number",
-                expected="an int of 64 bits, a float, or a real tensor or array of one element",
-                found=f"a {type(value).__name__}" + (f" of {tuple(many)}" if many else ""),
-                todo="Give its mean, or leave it out",
-            )
-    return dict(metrics)
-
-
-def _is_number(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
-    # a tensor of one element knows item() too, but to call it would wait for its device
-    elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
-    real = ("float", "bfloat", "int", "uint")
-    return elements == 1 and str(dtype).removeprefix("torch.").startswith(real)

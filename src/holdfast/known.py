@@ -18,6 +18,7 @@ from holdfast.format import names
 from holdfast.format.manifest import MAX_BYTES
 from holdfast.format.names import Version
 from holdfast.format.records import MAX_RECORD, Evaluation, decode_evaluation
+from holdfast.metrics import check_metrics, numbers, plain
 from holdfast.policy import Record
 from holdfast.storage.store import Stat, Store
 
@@ -43,6 +44,23 @@ class Listing:
 def manifest_in(files: Iterable[Stat]) -> Stat | None:
     """The manifest among the files of a version's folder."""
     return next((f for f in files if f.key.endswith("/" + names.MANIFEST)), None)
+
+
+def orphans(listing: Listing, known: Mapping[Version, Known]) -> list[tuple[Version, Stat]]:
+    """The files in versions' folders that no manifest names or refers to: shards and indexes, and
+    evaluations where there is no manifest. None beside a manifest that cannot be read: it may
+    name them."""
+    named = {key for k in known.values() for key in k.files}
+    found = []
+    for version, files in listing.folders.items():
+        manifest = known.get(version)
+        if manifest is None or manifest.digest:
+            for stat in files:
+                name = stat.key.rpartition("/")[2]
+                evaluates = manifest is None and names.parse_evaluation(name) is not None
+                if evaluates or (names.attempt_of(name) is not None and stat.key not in named):
+                    found.append((version, stat))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,17 +198,6 @@ def known_of(snapshot: Snapshot) -> Known:
     return Known(snapshot.digest, files, snapshot.bases, numbers(snapshot.metadata.get("metrics")))
 
 
-def numbers(metrics: Any) -> dict[str, float]:
-    """The members of ``metrics`` that are numbers."""
-    if not isinstance(metrics, dict):
-        return {}
-    return {
-        name: value
-        for name, value in metrics.items()
-        if isinstance(name, str) and isinstance(value, int | float) and type(value) is not bool
-    }
-
-
 def new_evaluation(
     name: str,
     version: Version,
@@ -209,26 +216,7 @@ def new_evaluation(
         )
     past = [datetime.fromisoformat(e.created) + timedelta(seconds=1) for e in earlier]
     created = max([datetime.now(UTC), *past]).isoformat(timespec="seconds")
-    plain = {metric: _plain(metric, value) for metric, value in metrics.items()}
-    return Evaluation(name, attempt, str(version), digest, created, plain)
-
-
-def number(value: Any) -> Any:
-    """A metric as a plain number; tensors and arrays of one element are read."""
-    return value.item() if hasattr(value, "item") else value
-
-
-def _plain(name: object, value: Any) -> float:
-    """A metric as it is kept. Raises ``HoldfastError`` for what is no number of 64 bits."""
-    plain = number(value)
-    good = isinstance(plain, float) or (type(plain) is int and abs(plain) < 1 << 63)
-    if not isinstance(name, str) or not good:
-        raise HoldfastError(
-            f"The metric {str(name)[:80]!r} cannot be kept",
-            expected="a name, and a number of 64 bits",
-            found=repr(value)[:200],
-        )
-    return float(plain) if isinstance(plain, float) else int(plain)
+    return Evaluation(name, attempt, str(version), digest, created, plain(check_metrics(metrics)))
 
 
 def _age(evaluation: Evaluation) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from holdfast.engine.worker import Pending
 from holdfast.errors import AlreadyExists, HoldfastError
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
-from holdfast.known import number
+from holdfast.metrics import plain
 from holdfast.policy import KeepPolicy
 from holdfast.run import Run
 from holdfast.stopping import Stopping
@@ -170,7 +170,7 @@ class Saver:
             branch=order.version.branch,
             parent=None if parent is None else Parent(parent.place.folder, parent.digest),
             reason=order.reason,
-            metrics={name: number(value) for name, value in order.metrics.items()},
+            metrics=plain(order.metrics),
             note=order.note,
             training={**order.training, **self._tally.note()},
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast import events
-from holdfast.known import number
+from holdfast.metrics import number
 from holdfast.policy import Patience, StopWhen
 
 

@@ -1,0 +1,66 @@
+"""What a metric may be: one rule for what is given to ``step`` and what evaluations add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import PlanError
+
+_LONG = 1 << 63
+
+
+def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The metrics as a dict of their own, if all are numbers. What lies on a device is not read:
+    that would hold training up at every step. Raises ``PlanError``."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise PlanError(
+            "Metrics are numbers by name",
+            expected='a dict such as {"loss": loss}',
+            found=f"a {type(metrics).__name__}",
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not _is_number(value):
+            many = getattr(value, "shape", None)
+            raise PlanError(
+                f"The metric {name!r} is no number",
+                expected="an int of 64 bits, a float, or a real tensor or array of one element",
+                found=f"a {type(value).__name__}" + (f" of {tuple(many)}" if many else ""),
+                todo="Give its mean, or leave it out",
+            )
+    return dict(metrics)
+
+
+def _is_number(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, float) or (type(value) is int and -_LONG <= value < _LONG)
+    # a tensor of one element knows item() too, but to call it would wait for its device
+    elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
+    real = ("float", "bfloat", "int", "uint")
+    return elements == 1 and str(dtype).removeprefix("torch.").startswith(real)
+
+
+def number(value: Any) -> int | float:
+    """A metric that was checked, read: an int of 64 bits or a float. Waits for its device."""
+    found = value.item() if hasattr(value, "item") else value
+    exact = isinstance(found, float) or (isinstance(found, int) and -_LONG <= found < _LONG)
+    return found if exact else float(found)  # NumPy's long double, a large uint64
+
+
+def plain(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """Metrics that were checked, read."""
+    return {name: number(value) for name, value in metrics.items()}
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    """The members of ``metrics`` that are numbers."""
+    if not isinstance(metrics, dict):
+        return {}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(name, str) and isinstance(value, int | float) and type(value) is not bool
+    }
