@@ -26,7 +26,7 @@ from holdfast.engine import pin
 from holdfast.errors import FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
-from holdfast.known import Known, Listing, manifest_in
+from holdfast.known import Known, Listing, manifest_in, orphans
 from holdfast.lines import unknown_origins
 from holdfast.policy import KeepPolicy
 from holdfast.storage.store import Stat
@@ -77,8 +77,8 @@ class Claims:
         return gone, stay
 
     def speak_for(self, version: Version, stat: Stat) -> str | None:
-        """Why a file in the folder of a version that has no manifest is to be left alone."""
-        if version in self.pinned:
+        """Why a file that no manifest of its own version names is to be left alone."""
+        if version in self.pinned and version not in self.known:
             return self.pinned[version]
         if stat.key in self.files:
             return "an incremental version refers to it"
@@ -222,8 +222,12 @@ def sweep(run: Run, asked: Asked) -> Swept:
     work = _Sweep(run, asked, claims)
     for stat in claims.dead:
         work.remove(Stat(stat.key, 0, 0.0))
-    for version, files in listing.folders.items():
-        work.folder(version, files)
+    for version, known in claims.known.items():
+        if not known.digest:
+            why = "beside a manifest that cannot be read"
+            work.kept += [(s.key, why) for s in listing.folders.get(version, ())]
+    for version, stat in orphans(listing, claims.known):
+        work.offer(stat, claims.speak_for(version, stat))
     for version, stat in listing.lasting.items():
         if version not in claims.known:
             work.offer(stat, None)
@@ -248,22 +252,6 @@ class _Sweep:
     removed: list[str] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
     nbytes: int = 0
-
-    def folder(self, version: Version, files: Iterable[Stat]) -> None:
-        """Offer the files of a version's folder that no manifest names: shards and indexes, and
-        evaluations where there is no manifest."""
-        known = self.claims.known.get(version)
-        if known is not None and not known.digest:
-            self.kept += [(s.key, "beside a manifest that cannot be read") for s in files]
-            return
-        for stat in files:
-            name = stat.key.rpartition("/")[2]
-            attempt = names.attempt_of(name)
-            if known is None and (attempt is not None or names.parse_evaluation(name) is not None):
-                self.offer(stat, self.claims.speak_for(version, stat))
-            elif attempt is not None and stat.key not in self.claims.files:
-                under_way = attempt in self.claims.attempts
-                self.offer(stat, "a save is under way" if under_way else None)
 
     def abandoned(self) -> None:
         """Delete the versions that are not on the line."""

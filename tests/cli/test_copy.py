@@ -28,7 +28,8 @@ def test_a_snapshot(run: str, elsewhere: str) -> None:
 def test_json_keys_are_stable(run: str, elsewhere: str) -> None:
     told = holdfast("copy", run, elsewhere, "--json").json
     assert list(told) == [
-        "from", "to", "copied", "present", "damaged", "branches", "stray", "bytes", "seconds",
+        "from", "to", "copied", "present", "damaged", "branches", "evaluations", "pins", "stray",
+        "bytes", "seconds",
     ]  # fmt: skip
     assert [list(c) for c in told["copied"]] == [["snapshot", "step", "bytes"]] * 3
     assert [c["step"] for c in told["copied"]] == [20, 40, 60]
@@ -54,6 +55,23 @@ def test_a_run_is_copied_again_only_where_it_grew(store: MemoryStore, elsewhere:
     assert [c["step"] for c in told["copied"]] == [60, 80]
     assert told["branches"] == 1
     assert "already there" in holdfast("copy", store.url, elsewhere).out
+
+
+def test_evaluations_and_lasting_pins_come_with_a_run(store: MemoryStore, elsewhere: str) -> None:
+    """So that the best of a copy is the best of its original, and what was to stay stays."""
+    run = hf.Run(store)
+    run.add_metrics(20, {"val": 0.25, "odd": float("nan")})
+    run.add_metrics(40, {"val": 0.5})
+    run.pin(40)
+    for added in (0, 1):
+        told = holdfast("copy", store.url, elsewhere, "--json").json
+        assert (told["evaluations"], told["pins"]) == (2 + added, 1)
+        copied = hf.Run(elsewhere)
+        assert keys(elsewhere) == keys(store.url)
+        assert [repr(r) for r in copied.records()] == [repr(r) for r in run.records()]
+        assert copied.pins() == run.pins()
+        run.add_metrics(60, {"val": 0.125})
+    assert holdfast("verify", elsewhere).code == 0
 
 
 def test_nothing_is_overwritten(run: str, elsewhere: str) -> None:

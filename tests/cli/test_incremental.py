@@ -126,6 +126,17 @@ def test_a_copy_is_self_contained_and_known_again(store: MemoryStore) -> None:
     assert holdfast("verify", to).code == 0
 
 
+def test_evaluations_of_increments_are_as_true_of_their_copies(store: MemoryStore) -> None:
+    to = "memory://cli-evaluated-increments"
+    hf.Run(store).add_metrics(2, {"val": 0.5})
+    for _ in range(2):
+        assert holdfast("copy", store.url, to, "--json").json["evaluations"] == 1
+        best = hf.Run(to).best("val")
+        assert best is not None
+        assert best.step == 2
+    assert holdfast("verify", to).code == 0
+
+
 def test_a_copy_is_not_made_twice(store: MemoryStore) -> None:
     to = "memory://cli-copies-made-twice"
     assert holdfast("copy", store.url, to).code == 0

@@ -9,7 +9,8 @@ import pytest
 from holdfast.cli import verify as verb
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import Denied, HoldfastError
-from holdfast.format.names import MANIFEST
+from holdfast.format.names import MANIFEST, Version
+from holdfast.run import Run
 from holdfast.storage.memory import MemoryStore
 
 from ..trainings import flip, shard_of
@@ -61,6 +62,23 @@ def test_a_damaged_manifest_is_damage(store: MemoryStore) -> None:
     assert answer.code == 3
     assert f"version_40/{MANIFEST}" in answer.out
     assert holdfast("verify", f"{store.url}/version_40").code == 3
+
+
+def test_evaluations_and_lasting_pins_are_verified(store: MemoryStore) -> None:
+    """A damaged evaluation counts no more, so that another version becomes the best."""
+    run = Run(store)
+    run.add_metrics(Version(20), {"loss": 0.1})
+    run.pin(40)
+    assert holdfast("verify", store.url).code == 0
+    [evaluation] = [s.key for s in store.list("version_20") if "/eval-" in s.key]
+    for key in (evaluation, "pin-version_40.json"):
+        flip(store, key)
+    answer = holdfast("verify", store.url, "--json")
+    assert answer.code == 3
+    bad = [v for v in answer.json["versions"] if not v["ok"]]
+    assert sorted(v["version"] for v in bad) == ["pin-version_40.json", evaluation]
+    assert all(p["file"] == v["version"] for v in bad for p in v["problems"])
+    assert evaluation in holdfast("verify", store.url).out
 
 
 def test_versions_on_left_branches_and_branch_records_are_verified(store: MemoryStore) -> None:

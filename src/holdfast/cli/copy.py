@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from holdfast.cli.answer import describe, json_option, line, print_json
 from holdfast.cli.exits import DAMAGED, exit_code
@@ -16,9 +18,11 @@ from holdfast.cli.verify import size_of, there
 from holdfast.engine.commit import refuse_existing
 from holdfast.engine.copy import copied_attempt, copy_snapshot
 from holdfast.engine.location import Location, locate
+from holdfast.engine.pin import now
 from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
-from holdfast.format.names import branch_name, parse_version
+from holdfast.format.names import branch_name, evaluation_name, parse_version, pin_name
+from holdfast.format.records import LastingPin, encode_evaluation, encode_lasting
 from holdfast.run import Listing, Run
 
 if TYPE_CHECKING:
@@ -37,6 +41,8 @@ class Copied:
     present: list[Snapshot] = field(default_factory=list)
     damaged: list[tuple[str, HoldfastError]] = field(default_factory=list)
     branches: int = 0
+    evaluations: int = 0
+    pins: int = 0
     stray: str | None = None
 
 
@@ -51,7 +57,7 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     What is incremental becomes self-contained: the copy refers to no other version. Every byte is
     checked on the way, so that damage is never copied. Of a run, damaged versions are named and
     left out, and versions that B has already are not copied again: a copy that was interrupted
-    goes on where it stopped.
+    goes on where it stopped. Branches, evaluations and lasting pins come with their versions.
     """
     found = run_or_snapshot(a)
     began = perf_counter()
@@ -110,16 +116,37 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
     for number in listing.branches:
         to.store.put_if_absent(branch_name(number), run.store.get(branch_name(number), _SMALL))
         copied.branches += 1
+    for made in copied.present:
+        _beside(run, listing, made, copied)
     with progress("copying", sum(size_of(s) for s, _ in todo), quiet=quiet) as tell:
         for snapshot, place in todo:
             try:
                 copied.copied.append(copy_snapshot(snapshot, place, tell))
+                _beside(run, listing, copied.copied[-1], copied)
             except NotFound:
                 if there(snapshot.place):  # else deleted meanwhile
                     raise
             except FormatError as e:
                 copied.damaged.append((place.folder, e))
     return copied
+
+
+def _beside(run: Run, listing: Listing, made: Snapshot, copied: Copied) -> None:
+    """The evaluations of a version, which are as true of its copy, and its lasting pin."""
+    version = made.version
+    known = run.ledger.version(version, listing.folders[version])
+    if known is None:
+        return  # deleted meanwhile
+    for found in run.ledger.evaluations(version, known.digest, listing.folders[version]):
+        key = made.place.key(evaluation_name(found.name, found.attempt))
+        same = replace(found, manifest_digest=made.digest)
+        made.place.store.put_if_absent(key, encode_evaluation(same))
+        copied.evaluations += 1
+    if version in listing.lasting:
+        pin = encode_lasting(LastingPin(str(version), now()))
+        with suppress(AlreadyExists):
+            made.place.store.put_if_absent(pin_name(str(version)), pin)
+        copied.pins += 1
 
 
 def _same(snapshot: Snapshot, place: Location) -> bool:
@@ -168,6 +195,8 @@ def _document(copied: Copied, seconds: float) -> dict[str, Any]:
         "present": [_snapshot(s) for s in copied.present],
         "damaged": [{"version": v, **describe(e)} for v, e in copied.damaged],
         "branches": copied.branches,
+        "evaluations": copied.evaluations,
+        "pins": copied.pins,
         "stray": copied.stray is not None,
         "bytes": sum(map(size_of, copied.copied)),
         "seconds": round(seconds, 6),

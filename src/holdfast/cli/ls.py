@@ -14,10 +14,9 @@ from holdfast.cli.places import count, run_at, stray
 from holdfast.cli.screen import progress
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
-from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.records import Branch
-from holdfast.known import Known, Listing, known_of
+from holdfast.known import Known, Listing, known_of, orphans
 from holdfast.run import Run
 from holdfast.storage.store import Stat
 
@@ -105,7 +104,7 @@ def look(run: Run, listing: Listing, tell: Any = lambda step: None) -> Found:
             entry.pinned = version in listing.lasting
             entries.append(entry)
         tell(1)
-    orphans = _orphans(listing, entries)
+    left = [stat for _, stat in orphans(listing, {e.version: e.known for e in entries})]
     sound = [e for e in entries if e.on_line and e.problem is None]
     if sound:
         sound[-1].latest = True
@@ -115,8 +114,8 @@ def look(run: Run, listing: Listing, tell: Any = lambda step: None) -> Found:
             branches[number] = run.read_branch(number)
         except (FormatError, NotFound) as e:
             branches[number] = e
-    orphans += run.store.partials("")
-    return Found(run, entries, run.branch(listing), branches, orphans, stray(run))
+    left += run.store.partials("")
+    return Found(run, entries, run.branch(listing), branches, left, stray(run))
 
 
 def _entry(run: Run, version: Version, files: Sequence[Stat], on_line: bool) -> Entry | None:
@@ -137,21 +136,6 @@ def _entry(run: Run, version: Version, files: Sequence[Stat], on_line: bool) -> 
     modified = max(f.modified for f in files)
     created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
     return Entry(version, None, problem, on_line, sum(f.length for f in files), created)
-
-
-def _orphans(listing: Listing, entries: list[Entry]) -> list[Stat]:
-    """The files of versions that no manifest names or refers to; none beside a manifest that
-    cannot be read."""
-    named = {key for e in entries for key in e.known.files}
-    unread = {e.version for e in entries if e.snapshot is None}
-    return [
-        f
-        for version, files in listing.folders.items()
-        for f in files
-        if version not in unread
-        and names.attempt_of(f.key.rpartition("/")[2]) is not None
-        and f.key not in named
-    ]
 
 
 def _document(found: Found) -> dict[str, Any]:

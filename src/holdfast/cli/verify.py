@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.engine.verify import Problem, Seen
 from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError
-from holdfast.format.names import MANIFEST, branch_name
+from holdfast.format.names import MANIFEST, branch_name, parse_evaluation, pin_name
+from holdfast.format.records import MAX_RECORD, decode_branch, decode_evaluation, decode_lasting
 from holdfast.run import Listing, Run
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Tell = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found of one version (or of the record of a branch)."""
+    """What was found of one version (or of a record beside it)."""
 
     name: str
     url: str
@@ -79,8 +80,8 @@ def _check_open(snapshot: Snapshot, quiet: bool) -> Checked:
 
 
 def _check_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[Checked], str | None]:
-    """Every version and branch record, and whether saves to come are in danger. What is deleted
-    meanwhile is left out."""
+    """Every version, branch, lasting pin and evaluation, and whether saves to come are in danger.
+    What is deleted meanwhile is left out."""
     checked: list[Checked] = []
     opened: list[Snapshot] = []
     for version in listing.versions:
@@ -91,12 +92,13 @@ def _check_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[Checked], 
             continue
         except (FormatError, StoreError) as e:
             checked.append(_broken(str(version), place.key(MANIFEST), place.url, e))
-    for number in listing.branches:
-        file = branch_name(number)
+    for key, decode in _records(listing):
         try:
-            run.read_branch(number)
+            decode(run.store.get(key, MAX_RECORD), key)
+        except NotFound:
+            continue
         except (FormatError, StoreError) as e:
-            checked.append(_broken(file, file, f"{run.url}/{file}", e))
+            checked.append(_broken(key, key, f"{run.url}/{key}", e))
     seen: Seen = {}  # so that what several versions refer to is read once
     nbytes = sum(size_of(s) - s.referred_bytes for s in opened)
     with progress("verifying", nbytes, quiet=quiet) as tell:
@@ -113,6 +115,18 @@ def _check_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[Checked], 
     checked.sort(key=lambda c: order.get(c.name, len(order)))
     newest = str(run.line(listing)[-1]) if any(s.bases for s in opened) else None
     return checked, _danger(next((c for c in checked if c.name == newest), None))
+
+
+def _records(listing: Listing) -> Iterator[tuple[str, Callable[[bytes, str], object]]]:
+    """The small files that are of use as long as the run lives, and how each is read."""
+    for number in listing.branches:
+        yield branch_name(number), decode_branch
+    for version in listing.lasting:
+        yield pin_name(str(version)), decode_lasting
+    for files in listing.folders.values():
+        for stat in files:
+            if parse_evaluation(stat.key.rpartition("/")[2]) is not None:
+                yield stat.key, decode_evaluation
 
 
 def _danger(newest: Checked | None) -> str | None:
