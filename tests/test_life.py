@@ -37,7 +37,7 @@ from holdfast.request import Answer, Watcher, ask, put_request, read_request
 from holdfast.storage.memory import MemoryStore
 from holdfast.tally import Tally
 
-from .trainings import after, fresh, same, train, train_step, training
+from .trainings import after, fresh, same, train, train_step, trained, training
 
 
 class Gate(MemoryStore):
@@ -735,6 +735,17 @@ def test_a_warm_start_takes_what_fits_and_counts_from_zero() -> None:
         ckpt.step()
         ckpt.wait()
         assert ckpt.run.line() == [Version(1)]
+
+
+@pytest.mark.parametrize("back", [{"at": 20}, {"branch": 0}, {"at": 0, "branch": 1}])
+def test_a_run_cannot_both_begin_and_go_back(back: dict[str, int]) -> None:
+    for store in (MemoryStore(), trained()):
+        with (
+            training(store, EverySteps(1)) as (state, ckpt),
+            pytest.raises(HoldfastError, match=r"start=.*RUN@120"),
+        ):
+            ckpt.resume(start="memory://elsewhere@latest", **back)
+        assert same(state, fresh())
 
 
 def test_leniency_without_a_start_is_refused() -> None:

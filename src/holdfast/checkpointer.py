@@ -163,7 +163,7 @@ class Checkpointer:
         """
         self._refuse_closed()
         self._saver.wait()
-        part = Part.of(start, keys, missing, unexpected, rename)
+        part = Part.of(start, keys, missing, unexpected, rename, (at, branch) != (None, None))
         if self._boundary is not None:
             self._boundary.forget()
         try:

@@ -103,9 +103,18 @@ class Part:
         missing: Literal["error", "keep"],
         unexpected: Literal["error", "ignore"],
         rename: Mapping[str, str] | None,
+        back: bool,
     ) -> Part:
-        """Raises ``HoldfastError`` where there is no ``start`` of which to take a part."""
+        """``back``: whether a version of the run itself is asked for. Raises ``HoldfastError``
+        for that and a ``start``, and where there is no ``start`` of which to take a part."""
         part = cls(keys, Leniency(missing, unexpected, False, rename or {}))
+        if start is not None and back:
+            raise HoldfastError(
+                "A run cannot both begin and go back",
+                expected="start= for an empty run, or at= and branch= for one that has versions",
+                found=f"{start=} and one of them",
+                todo='Give the step in the address: resume(start="RUN@120")',
+            )
         if start is None and not part.whole:
             raise HoldfastError(
                 "A run goes on from its own versions whole",
