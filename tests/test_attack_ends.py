@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import linecache
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -21,9 +22,17 @@ import holdfast
 from holdfast import Checkpointer, Run, events
 from holdfast.engine import worker
 from holdfast.engine.beside import Rest
-from holdfast.errors import HoldfastError, NoSnapshot, StoreError
+from holdfast.errors import HoldfastError, NoSnapshot, SaveFailed, StoreError
 from holdfast.format.names import MANIFEST, Version
-from holdfast.policy import EverySteps, KeepLast, KeepPolicy, OnException, Record
+from holdfast.policy import (
+    EverySteps,
+    KeepBest,
+    KeepLast,
+    KeepPolicy,
+    OnException,
+    Record,
+    StopWhen,
+)
 from holdfast.request import put_request
 from holdfast.storage.direct import Pool
 from holdfast.storage.memory import MemoryStore
@@ -80,6 +89,7 @@ def test_a_load_that_failed_half_way_is_not_saved_as_the_last_step() -> None:
     store = MemoryStore()
     state, step = network(1000)
     with (
+        pytest.warns(SaveFailed, match="after step 3 was not saved"),
         pytest.raises(NoSnapshot),
         Checkpointer(store, state, save=EverySteps(2) | OnException()) as ckpt,
     ):
@@ -286,6 +296,7 @@ def test_an_earlier_failure_does_not_keep_the_last_step_from_being_saved(what: s
     store = Slow()
     state, step = network(1000)
     with (
+        pytest.warns(SaveFailed, match="an earlier save failed: a blip"),
         pytest.raises(ZeroDivisionError) as e,
         Checkpointer(store, state, save=EverySteps(4) | OnException(), keep=KeepLast(1)) as ckpt,
     ):
@@ -335,6 +346,7 @@ def test_what_ended_the_training_is_not_replaced(of: str, monkeypatch: pytest.Mo
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     with (
+        pytest.warns(SaveFailed),
         pytest.raises(SystemExit) as e,
         Checkpointer(store, state, save=EverySteps(2) | OnException(), keep=keep) as ckpt,
     ):
@@ -435,3 +447,251 @@ def test_a_closed_one_takes_no_signals_and_does_not_resume() -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
     with pytest.raises(HoldfastError, match="closed"):
         ckpt.resume()
+
+
+# -- how the last save is heard of ---------------------------------------------------------------
+
+
+def ran(script: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", script]
+    return subprocess.run(words, check=False, capture_output=True, text=True)
+
+
+END = """
+import sys, warnings
+import holdfast
+from holdfast.errors import StoreError
+from holdfast.storage.memory import MemoryStore
+from tests.trainings import fresh, train
+
+class Broken(MemoryStore):
+    def put(self, key, length):
+        raise StoreError("a full disk")
+
+def main():
+    with holdfast.Checkpointer(Broken(), state := fresh(), save=holdfast.EverySteps(3)) as ckpt:
+        train(state, ckpt, 3)
+        {end}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "call", "code", "told"),
+    [
+        ("sys.exit()", "main()", 1, "StoreError: a full disk"),
+        ("sys.exit(0)", "main()", 1, "StoreError: a full disk"),
+        ("sys.exit(75)", "main()", 75, "SystemExit ended it. Besides, the last save failed: a"),
+        ("raise KeyboardInterrupt", "try:\n    main()\nexcept KeyboardInterrupt:\n    pass", 0,
+         "KeyboardInterrupt ended it. Besides, the last save failed: a"),
+        ("pass", "main()", 1, "StoreError: a full disk"),
+    ],
+)  # fmt: skip
+@pytest.mark.slow
+def test_a_last_save_that_failed_is_heard_of_however_the_training_ends(
+    end: str, call: str, code: int, told: str
+) -> None:
+    script = END.format(end=end) + call
+    done = ran(script)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert told in done.stderr
+
+
+FORKED = """
+import multiprocessing
+import holdfast
+from holdfast.errors import StoreError
+from holdfast.storage.memory import MemoryStore
+from tests.trainings import fresh, train
+
+class Broken(MemoryStore):
+    def put(self, key, length):
+        raise StoreError("a full disk")
+
+def work():
+    state = fresh()
+    train(state, holdfast.Checkpointer(Broken(), state, save=holdfast.EverySteps(3)), 3)
+
+multiprocessing.get_context("fork").Process(target=work).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_worker_that_waits_for_nothing_tells_that_its_save_failed() -> None:
+    """It runs no atexit, and its exit code is settled before."""
+    assert ran(FORKED).stderr.count("StoreError: a full disk") == 1
+
+
+def test_a_sink_that_waits_for_the_save_it_hears_of_is_refused_not_hung() -> None:
+    state = fresh()
+    ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1))
+    heard: list[HoldfastError] = []
+
+    def wait(name: str, fields: dict[str, Any]) -> None:
+        if name == "saved":
+            with pytest.raises(HoldfastError, match="cannot wait for itself") as e:
+                ckpt.wait()
+            heard.append(e.value)
+
+    with events.attach(wait), ckpt:
+        train(state, ckpt, 2)
+    assert len(heard) == 2
+
+
+def test_on_exception_outside_of_a_with_block_is_refused_at_the_first_step() -> None:
+    state, step = network(1000)
+    ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(2) | OnException())
+    ckpt.resume()
+    step()
+    with pytest.raises(HoldfastError, match=r"OnException can never fire.*as a context"):
+        ckpt.step()
+    with ckpt:
+        ckpt.step()
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved"), [(4, [2, 4]), (5, [2, 4]), (6, [2, 4, 6]), (7, [2, 4, 7])]
+)
+def test_what_was_left_out_last_is_saved_when_the_training_ends_well(
+    steps: int, saved: list[int]
+) -> None:
+    """Else half of the steps could be in no version, with nobody told."""
+    gate = threading.Event()
+    gate.set()
+
+    class Slow(MemoryStore):
+        def put(self, key: str, length: int) -> Any:
+            assert gate.wait(20)
+            return super().put(key, length)
+
+    store, state = Slow(), fresh()
+    with Checkpointer(store, state, save=EverySteps(2), busy="skip") as ckpt:
+        train(state, ckpt, 2)
+        ckpt.wait()
+        gate.clear()
+        train(state, ckpt, steps)  # 4 is in flight, 6 is left out
+        gate.set()
+    assert [v.step for v in Run(store).line()] == saved
+
+
+def test_a_child_that_leaves_the_block_tells_nothing_of_unsaved_steps() -> None:
+    state, heard = fresh(), list[str]()
+    with (
+        events.attach(lambda name, fields: heard.append(name)),
+        Checkpointer(MemoryStore(), state, save=EverySteps(3)) as ckpt,
+    ):
+        train(state, ckpt, 1)
+        ckpt._process += 1  # as a forked child sees it
+    assert "left_unsaved" not in heard
+    ckpt._process -= 1
+    ckpt.close()
+
+
+# -- metrics -------------------------------------------------------------------------------------
+
+
+def test_a_bad_metric_does_not_uncount_the_step_that_was_made() -> None:
+    """The optimizer has stepped: the state is that of this step, and OnException can save it."""
+    store = MemoryStore()
+    state, step = network(1000)
+    with (
+        pytest.raises(HoldfastError, match="'grad_norm' is no number"),
+        Checkpointer(store, state, save=OnException()) as ckpt,
+    ):
+        for number in range(1, 4):
+            step()
+            ckpt.step({"loss": 1.0, "grad_norm": 1.0 if number < 3 else None})
+    assert state["progress"].step == 3
+    assert saved_is(store, 3, weights(state))
+    assert Run(store).metrics(3) == {}
+
+
+def test_a_metric_is_what_it_was_when_it_was_given() -> None:
+    store = MemoryStore()
+    state, step = network(1000)
+    loss, array = torch.ones((), requires_grad=True) * 2, np.array([3.0])
+    with (
+        pytest.raises(ZeroDivisionError),
+        Checkpointer(store, state, save=OnException()) as ckpt,
+    ):
+        step()
+        ckpt.step({"loss": loss, "array": array})
+        with torch.no_grad():
+            loss.fill_(np.nan)
+        array[:] = np.nan
+        raise ZeroDivisionError
+    assert Run(store).metrics(1) == {"loss": 2.0, "array": 3.0}
+
+
+class Half(float):
+    """A float of another kind."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "good"),
+    [
+        ("half a pair \ud800", 1.0, False),
+        ("meta", torch.empty(1, device="meta"), False),
+        ("a float of another kind", Half(0.5), True),
+        ("the least", -(1 << 63), True),
+        ("emoji \U0001f600", 1, True),
+    ],
+)
+def test_what_a_step_takes_a_save_can_keep(name: str, value: Any, good: bool) -> None:
+    state = fresh()
+    with Checkpointer(MemoryStore(), state) as ckpt:
+        if good:
+            ckpt.step({name: value})
+            assert ckpt.save().metadata["metrics"] == {name: float(value)}
+        else:
+            with pytest.raises(HoldfastError, match="is no number"):
+                ckpt.step({name: value})
+
+
+def test_metrics_of_a_save_after_the_cadence_has_saved_that_step_are_added() -> None:
+    """To evaluate after every hundredth step is how most do it."""
+    store, state = MemoryStore(), fresh()
+    keep = KeepLast(1) | KeepBest(1, "val")
+    with Checkpointer(store, state, save=EverySteps(2), keep=keep) as ckpt:
+        for step, val in ((2, 0.5), (4, 0.1), (6, 0.3), (7, 0.9)):
+            train(state, ckpt, step)
+            assert ckpt.save({"val": val}).step == step
+    run = Run(store)
+    assert [v.step for v in run.line()] == [4, 7]
+    best = run.best("val")
+    assert best is not None
+    assert best.step == 4
+    assert run.metrics(4) == {"val": 0.1, "loss": run.open(Version(4)).metadata["metrics"]["loss"]}
+    assert run.open(Version(7)).metadata["metrics"]["val"] == 0.9
+
+
+def test_metrics_of_a_save_count_for_stopping_once_a_step() -> None:
+    state = fresh()
+    with Checkpointer(MemoryStore(), state, stop=StopWhen("val", patience=2)) as ckpt:
+        for step, stops in ((1, False), (2, False), (3, True)):
+            train(state, ckpt, step - 1)
+            ckpt.step({"val": 1.0})
+            ckpt.save({"val": 1.0})
+            ckpt.save({"val": 1.0})
+            assert ckpt.should_stop == stops
+
+
+def test_early_stop_is_still_so_after_a_restart() -> None:
+    """Also where a better value came before anyone asked."""
+    origin = "memory://stopped"
+    stop = StopWhen("val", patience=2)
+    with Checkpointer(origin, fresh(), save=EverySteps(1), stop=stop) as ckpt:
+        for val in (0.9, 0.5, 0.6, 0.7, 0.4):
+            ckpt.step({"val": val})
+        assert ckpt.should_stop
+    for patience, stopped in ((2, True), (3, False)):  # who is more patient now goes on
+        with Checkpointer(origin, fresh(), stop=StopWhen("val", patience)) as ckpt:
+            ckpt.resume()
+            assert ckpt.should_stop == stopped
+    whole, part = fresh(), {"weights": fresh()["weights"]}
+    for state, keys, stopped in ((whole, None, True), (part, "weights", False)):
+        with Checkpointer(MemoryStore(), state, stop=stop) as ckpt:
+            ckpt.resume(
+                start=f"{origin}@latest", keys=keys, unexpected="ignore" if keys else "error"
+            )
+            assert ckpt.should_stop == stopped

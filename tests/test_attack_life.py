@@ -422,6 +422,7 @@ def test_a_fork_while_a_save_is_in_flight_harms_neither(
     torch.manual_seed(0)
     state, step, _ = wide()
     ckpt = Checkpointer(tmp_path / "a", state, save=EverySteps(1) | OnException(), overlap=True)
+    ckpt.__enter__()
     step()
     ckpt.step()
     ckpt.wait()

@@ -14,6 +14,7 @@ from holdfast.errors import (
     HoldfastError,
     MissingLeaf,
     NoSnapshot,
+    SaveFailed,
     SkippedVersion,
     StoreError,
     Unavailable,
@@ -237,7 +238,11 @@ def test_an_exception_in_training_still_finishes_the_save_and_passes_on() -> Non
         raise ZeroDivisionError
     assert Run(store).latest() is not None
     store.broken = True
-    with pytest.raises(ZeroDivisionError) as e, training(store, EverySteps(5)) as (state, ckpt):
+    with (
+        pytest.warns(SaveFailed, match="no write"),
+        pytest.raises(ZeroDivisionError) as e,
+        training(store, EverySteps(5)) as (state, ckpt),
+    ):
         ckpt.resume()
         train(state, ckpt, 10)
         raise ZeroDivisionError

@@ -12,17 +12,16 @@ from holdfast import events
 from holdfast.checks import (
     check_arguments,
     check_choices,
-    check_step,
     refuse_copies,
     refuse_snapshot,
     refuse_version,
     refuse_versions,
-    the_only,
+    unentered,
 )
+from holdfast.counting import Count
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.location import Url
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.steady import found_in
 from holdfast.errors import (
     CommitError,
     HoldfastError,
@@ -34,11 +33,9 @@ from holdfast.errors import (
 from holdfast.format.names import Version
 from holdfast.metrics import check_metrics
 from holdfast.policy import EverySeconds, KeepPolicy, Moment, SavePolicy, StopWhen, refuse_unable
-from holdfast.progress import Progress
 from holdfast.request import Watcher
 from holdfast.resume import Part, begin_from, go_on, overwritten
 from holdfast.run import Run
-from holdfast.sampler import ElasticSampler
 from holdfast.saver import Order, Saver
 from holdfast.stopping import Stopping
 from holdfast.tally import Tally
@@ -90,12 +87,8 @@ class Checkpointer:
         self._stopping = Stopping(stop, self.run.url)
         self._busy = busy
         self._on_error = on_error
-        self._progress = the_only(list(found_in(state, Progress)))
-        self._samplers = list(found_in(state, ElasticSampler))
-        if self._progress is not None:
-            for sampler in self._samplers:
-                sampler.follow(self._progress)
-        refuse_unable(save, bool(self._samplers))
+        self._count = Count(state)
+        refuse_unable(save, self._count.sees_epochs)
         refuse_copies(state)
         refuse_version(self.run)
         self._tally = Tally()
@@ -105,12 +98,10 @@ class Checkpointer:
             self.run, keep, self._tally, self._writer, self._stopping, full_every, overlap
         )
         self._watcher = Watcher(self.run.store)
-        self._boundary = Boundary(state) if self._policy.on_exception else None
-        self._steps = 0
+        self._boundary: Boundary | None = None
         self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
-        self._counted: int | None = None
         self._marked: tuple[int, dict[str, Any], Mapping[str, Any]] | None = None
         self._invalid = False
         self._ready = False
@@ -125,7 +116,7 @@ class Checkpointer:
     @property
     def current_step(self) -> int:
         """Steps done, the resumed ones included."""
-        return self._steps if self._progress is None else self._progress.step
+        return self._count.step
 
     @property
     def should_stop(self) -> bool:
@@ -174,16 +165,16 @@ class Checkpointer:
         except BaseException as e:
             self._invalid = self._invalid or overwritten(e)
             raise
-        self._ready, self._invalid, self._counted, self._marked = True, False, None, None
+        self._ready, self._invalid, self._marked = True, False, None
         if found is None:
+            self._count.resumed(self.current_step, own=False)
             events.emit("began", run=self.run.url)
             return None
         self._metrics = {}
-        self._branch, self._steps, self._note = found.branch, found.step, found.note
+        self._branch, self._note = found.branch, found.note
+        self._count.resumed(found.step, found.own)
         if found.own:
             self._saver.resumed(found.snapshot)
-            if self._progress is not None:
-                self._progress.step = found.step
         self._stopping.resumed(found.training)
         self._tally.resumed(found.training)
         self._last = self._left_out = self._now()
@@ -204,34 +195,26 @@ class Checkpointer:
         """
         self._refuse_closed()
         with self._tally.paused():
-            self._metrics = metrics = check_metrics(metrics)
-            self._count(metrics, batches)
+            self._metrics = {}
+            try:
+                self._metrics = check_metrics(metrics)
+            finally:  # also where they are none: the optimizer has stepped
+                self._made(self._metrics, batches)
             self._refuse_blind_start()
             self._try(self._saver.look)
-            if self._saver.advice is not None:
-                advice, self._saver.advice = self._saver.advice, None
-                warnings.warn(advice, MetricMissing, stacklevel=2)
-            self._save_if_due(metrics)
+            self._advise()
+            self._save_if_due()
 
-    def _count(self, metrics: Mapping[str, Any], batches: int) -> None:
-        progress, counted = self._progress, self._counted
-        if progress is not None:
-            check_step(progress.step, counted)
-        for sampler in self._samplers:
-            sampler.advance(batches)
-        self._counted = None  # should this be interrupted, the count is not held against anyone
-        if progress is not None:
-            progress.step += 1
-            self._counted = progress.step
-        else:
-            self._steps += 1
+    def _made(self, metrics: Mapping[str, Any], batches: int) -> None:
+        """One more step, of which the state is now."""
+        self._count.add(batches)
         self._stopping.observe(metrics, self.current_step)
         if self._boundary is not None:
             self._marked = None
             self._boundary.mark()
             self._marked = (self.current_step, self._stopping.note(), metrics)
 
-    def _save_if_due(self, metrics: Mapping[str, Any]) -> None:
+    def _save_if_due(self) -> None:
         asked = self._watcher.wanted is not None
         if not asked:
             if not self._policy.due(Moment(*self._now(), *self._last)):
@@ -244,43 +227,37 @@ class Checkpointer:
                     self._tally.counts["skipped"] += 1
                     events.emit("save_skipped", run=self.run.url, step=self.current_step)
                 return
-        self._try(lambda: self._saver.settle(self.current_step), 4)
-        self._try(lambda: self._start("request" if asked else "cadence", metrics), 4)
+        self._save("request" if asked else "cadence", self._metrics)
+
+    def _save(self, reason: str, metrics: Mapping[str, Any]) -> None:
+        self._try(lambda: self._saver.settle(self.current_step), 5)
+        self._try(lambda: self._start(reason, metrics), 5)
 
     def _start(self, reason: str, metrics: Mapping[str, Any]) -> None:
         # a save that fails at once is not tried again at every step
         self._last = self._left_out = self._now()
-        self._saver.start(self.state, self._order(reason, metrics, self._note))
-
-    def _order(self, reason: str, metrics: Mapping[str, Any], note: Mapping[str, Any]) -> Order:
-        """What is to be saved now. It answers whoever has asked for a save from outside."""
-        asked = self._watcher.take()
-
-        def ended(committed: bool) -> None:
-            (self._watcher.done if committed else self._watcher.failed)(asked)
-
-        return Order(
-            Version(self.current_step, self._branch),
-            reason,
-            metrics,
-            note,
-            self._stopping.note(),
-            ended,
-        )
+        version, training = Version(self.current_step, self._branch), self._stopping.note()
+        ended = self._watcher.answer()
+        self._saver.start(self.state, Order(version, reason, metrics, self._note, training, ended))
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
         """Save now, and return the snapshot once it is committed. If this step is saved already
-        on this branch, that snapshot is returned. ``metrics``: those that this step was given, if
-        None. Raises what goes wrong, whatever ``on_error`` says."""
+        on this branch, that snapshot is returned. ``metrics``: besides those that the step was
+        given; where it is saved already they are added as by ``Run.add_metrics``. Call it after
+        ``step``: amid the batches of one the state is that of no step. Raises what goes wrong,
+        whatever ``on_error`` says."""
         self._refuse_closed()
-        metrics = self._metrics if metrics is None else check_metrics(metrics)
+        more = check_metrics(metrics)
         with self._tally.paused():
             self._saver.look()
             self._refuse_blind_start()
             newest = self._saver.wait()
+            self._stopping.observe(more, self.current_step)
             if newest is None or newest.step != self.current_step:
-                self._start("request", metrics)
+                self._start("request", {**self._metrics, **more})
                 newest = self._saver.wait()
+            elif more:
+                self.run.add_metrics(newest, more)
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return newest
@@ -300,10 +277,10 @@ class Checkpointer:
 
     def statistics(self) -> dict[str, float]:
         """Since this Checkpointer was made: ``saves``, ``failures``, ``skipped``, ``bytes`` written
-        and ``referred_bytes``; the seconds that ``step`` was ``blocked`` (altogether and the last
-        time), of these ``waited`` for the save before, and that saves took in the ``background``.
-        And ``goodput``, of the whole run: the share of wall time, since the run first began, that
-        went into steps which a committed version holds."""
+        and ``referred_bytes``; the seconds that it held training up (``blocked``; of these the last
+        save ``last_blocked``, and ``waited`` for the save before), and that saves took in the
+        ``background``. And ``goodput``, of the whole run: the share of wall time, since the run
+        first began, that went into steps which a committed version holds."""
         return self._tally.statistics()
 
     # -- the end -------------------------------------------------------------------------------
@@ -315,6 +292,8 @@ class Checkpointer:
             return  # saves and buffers are those of the process that this one was forked from
         try:
             self._try(self._saver.wait)
+            self._saver.look_for_metrics()
+            self._advise()
         finally:
             if self._boundary is not None:
                 self._boundary.close()
@@ -323,38 +302,59 @@ class Checkpointer:
             self._watcher.close()
 
     def __enter__(self) -> Self:
+        if self._policy.on_exception and self._boundary is None:
+            self._boundary = Boundary(self.state)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self.close()
-            run, step, since = self.run.url, self.current_step, self._saver.saved_step
-            if self._started and since != step:
-                events.emit("left_unsaved", run=run, step=step, since=since)
+            self._leave()
             return
+        told: list[str] = []
         try:
             try:
-                self._save_boundary(error)
+                self._save_boundary(error, told)
             finally:
                 self.close()
-        except Exception as e:  # noqa: BLE001  (what ended the training passes on, and this with it)
-            error.add_note(f"Besides, the last save failed: {e}")
+        except Exception as e:
+            if isinstance(error, SystemExit) and not error.code:
+                raise  # whoever has started this process must not hear that all is well
+            told.append(f"the last save failed: {e}")
+        for each in told:  # by a warning too: neither SystemExit nor what is caught is shown
+            error.add_note(f"Besides, {each}")
+            warnings.warn(f"{type(error).__name__} ended it. Besides, {each}", SaveFailed, 2)
 
-    def _save_boundary(self, error: BaseException) -> None:
+    def _leave(self) -> None:
+        """The training has ended well: what ``busy="skip"`` has left out last is saved now."""
+        alive = not self._closed and self._process == os.getpid()
+        try:
+            if alive and self._left_out is not self._last:
+                self._save("cadence", self._metrics)
+        finally:
+            self.close()
+        step, since = self.current_step, self._saver.saved_step
+        if alive and self._started and since != step:
+            events.emit("left_unsaved", run=self.run.url, step=step, since=since)
+
+    def _save_boundary(self, error: BaseException, told: list[str]) -> None:
         """Save the state before the step that raised, if that was asked for."""
         alive = not self._closed and self._process == os.getpid()
         if self._boundary is not None and self._marked is not None and alive:
             step, training, metrics = self._marked
             note = {**self._note, "error": f"{type(error).__name__}: {error}"[:1000]}
             order = Order(Version(step, self._branch), "exception", metrics, note, training)
-            self._saver.rescue(self._boundary, order, error)
+            self._saver.rescue(self._boundary, order, told)
 
     # -- how it is done ------------------------------------------------------------------------
 
     def _now(self) -> tuple[int, float, int]:
         """Steps, seconds and epochs, as a ``Moment`` has them."""
-        epochs = self._samplers[0].epochs if self._samplers else 0
-        return self.current_step, time.monotonic(), epochs
+        return self.current_step, time.monotonic(), self._count.epochs
+
+    def _advise(self) -> None:
+        advice, self._saver.advice = self._saver.advice, None
+        if advice is not None:
+            warnings.warn(advice, MetricMissing, stacklevel=3)
 
     def _try(self, call: Callable[[], object], stacklevel: int = 3) -> None:
         """Call it; what a store does wrong is raised, or a warning, as ``on_error`` says."""
@@ -366,8 +366,7 @@ class Checkpointer:
             step, told = self._saver.saved_step, "Old versions pile up"
             if not e.fields.get("committed"):
                 told = f"NOTHING WAS SAVED, and training goes on unsaved since step {step}"
-            told = f"{told}: {e}"
-            warnings.warn(told, SaveFailed, stacklevel=stacklevel)
+            warnings.warn(f"{told}: {e}", SaveFailed, stacklevel=stacklevel)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -391,9 +390,10 @@ class Checkpointer:
             )
         if self._started:
             return
+        if self._policy.on_exception and self._boundary is None:
+            raise unentered()
         if not self._ready:
             refuse_versions(self.run)
-            self._ready = True
         self._saver.measure(self.state)
         self._writer.claim()
         self._watcher.start()

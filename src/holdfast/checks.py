@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast.errors import HoldfastError, NotFound, PlanError
 from holdfast.format.names import MANIFEST, parse_version
 from holdfast.policy import KeepPolicy, SavePolicy, StopWhen
-from holdfast.progress import Progress
 from holdfast.run import Run, split_address
 
 
@@ -123,29 +122,11 @@ def refuse_versions(run: Run) -> None:
         )
 
 
-def the_only(found: Sequence[Progress]) -> Progress | None:
-    """The Progress of a state, if it has one. Raises ``HoldfastError`` if it has several."""
-    if len(found) > 1:
-        raise HoldfastError(
-            "The state has several Progress objects",
-            expected="one, which counts the steps of this training",
-            found=len(found),
-        )
-    return found[0] if found else None
-
-
-def check_step(step: Any, counted: int | None) -> None:
-    """Raise ``HoldfastError`` unless ``step`` can be counted on, and is what was ``counted``."""
-    if type(step) is not int or not 0 <= step < 10**17:
-        raise HoldfastError(
-            "progress.step is no number of steps",
-            expected="an int of 0 or more",
-            found=f"{step!r}, a {type(step).__name__}"[:200],
-        )
-    if counted is not None and step != counted:
-        raise HoldfastError(
-            "progress.step was changed between two steps",
-            expected=counted,
-            found=step,
-            todo="Leave it alone: ckpt.step() counts it",
-        )
+def unentered() -> HoldfastError:
+    """What is wrong with ``OnException`` where nothing tells that the training raised."""
+    return HoldfastError(
+        "OnException can never fire: the Checkpointer is not used as a context",
+        expected="with holdfast.Checkpointer(...) as ckpt: and the training in that block",
+        found="a step outside of it",
+        todo="Write it so, or leave OnException() out, which costs a copy at every step",
+    )

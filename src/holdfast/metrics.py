@@ -11,8 +11,8 @@ _LONG = 1 << 63
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metrics as a dict of their own, if all are numbers. What lies on a device is not read:
-    that would hold training up at every step. Raises ``PlanError``."""
+    """The metrics as a dict of their own, of copies, if all are numbers. What lies on a device is
+    not read: that would hold training up at every step. Raises ``PlanError``."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -22,7 +22,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
             found=f"a {type(metrics).__name__}",
         )
     for name, value in metrics.items():
-        if not isinstance(name, str) or not _is_number(value):
+        if not _is_name(name) or not _is_number(value):
             many = getattr(value, "shape", None)
             raise PlanError(
                 f"The metric {name!r} is no number",
@@ -30,7 +30,21 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
                 found=f"a {type(value).__name__}" + (f" of {tuple(many)}" if many else ""),
                 todo="Give its mean, or leave it out",
             )
-    return dict(metrics)
+    return {name: _own(value) for name, value in metrics.items()}
+
+
+def _own(value: Any) -> Any:
+    """The value as it is now, whatever becomes of a tensor that is used again."""
+    if hasattr(value, "detach"):
+        return value.detach().clone()
+    return value.copy() if hasattr(value, "copy") else value
+
+
+def _is_name(name: object) -> bool:
+    try:
+        return isinstance(name, str) and name.encode() is not None
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _is_number(value: Any) -> bool:
@@ -40,14 +54,15 @@ def _is_number(value: Any) -> bool:
     # a tensor of one element knows item() too, but to call it would wait for its device
     elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
     real = ("float", "bfloat", "int", "uint")
-    return elements == 1 and str(dtype).removeprefix("torch.").startswith(real)
+    there = not getattr(value, "is_meta", False)
+    return there and elements == 1 and str(dtype).removeprefix("torch.").startswith(real)
 
 
 def number(value: Any) -> int | float:
     """A metric that was checked, read: an int of 64 bits or a float. Waits for its device."""
     found = value.item() if hasattr(value, "item") else value
-    exact = isinstance(found, float) or (isinstance(found, int) and -_LONG <= found < _LONG)
-    return found if exact else float(found)  # NumPy's long double, a large uint64
+    whole = isinstance(found, int) and -_LONG <= found < _LONG
+    return int(found) if whole else float(found)  # a large uint64, NumPy's long double
 
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, int | float]:

@@ -233,6 +233,12 @@ class Watcher:
             self._turn += 1
         return request
 
+    def answer(self) -> Callable[[bool], None]:
+        """Take what is wanted for the save that begins now. What is returned is to be told
+        whether that was committed."""
+        request = self.take()
+        return lambda committed: (self.done if committed else self.failed)(request)
+
     def done(self, request: str | None) -> None:
         """The save that answers the request is committed: remove its file. If the store fails,
         that is tried again at each look."""

@@ -73,13 +73,12 @@ def go_on(
         reason = f"{len(skipped)} newer damaged" if skipped else "on request"
         claim()  # whoever does not write to the run must not move its line
         number = run.leave_from(snapshot, version, reason)
-    training = snapshot.metadata.get("training")
     return Found(
         snapshot,
         version.step,
         branch=number,
         note=_origin(snapshot.metadata.get("note")),
-        training=training if isinstance(training, dict) else {},
+        training=_training(snapshot),
         skipped=[_told(v, e) for v, e in skipped],
     )
 
@@ -131,7 +130,12 @@ def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
     snapshot = open_version(start)
     load_snapshot(snapshot, state, part.keys, None, part.leniency)
     note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}
-    return Found(snapshot, (snapshot.step or 0) if part.whole else 0, own=False, note=note)
+    if not part.whole:
+        return Found(snapshot, 0, own=False, note=note)
+    # of what the services noted only the patience is of the model; goodput is of the run
+    training = _training(snapshot)
+    stop = {"stop": training["stop"]} if "stop" in training else {}
+    return Found(snapshot, snapshot.step or 0, own=False, note=note, training=stop)
 
 
 def overwritten(error: BaseException | None) -> bool:
@@ -142,6 +146,11 @@ def overwritten(error: BaseException | None) -> bool:
             return True
         error, seen = error.__cause__, seen + 1
     return False
+
+
+def _training(snapshot: Snapshot) -> Mapping[str, Any]:
+    found = snapshot.metadata.get("training")
+    return found if isinstance(found, dict) else {}
 
 
 def _origin(note: Any) -> Mapping[str, Any]:

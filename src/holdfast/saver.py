@@ -89,6 +89,7 @@ class Saver:
         self._closing = False
         self._process = os.getpid()
         self._late: Exception | None = None
+        self._looked = False
         self.advice: str | None = None
         """What the training should be told at its next step."""
 
@@ -159,7 +160,6 @@ class Saver:
         self._attempt = draft.attempt
         self._rest = draft.rest  # before a thread reads it: an optimizer may step at any moment
         self._cost = cost = [time.perf_counter() - began]
-        self._tally.blocked(cost[0])
         self._tally.seconds["last_blocked"] = cost[0]
         self._pending = in_background(draft, lambda d: self._finish(d, order, cost))
 
@@ -175,19 +175,19 @@ class Saver:
             training={**order.training, **self._tally.note()},
         )
 
-    def rescue(self, boundary: Boundary, order: Order, error: BaseException) -> None:
-        """Save the state of the last boundary after ``error`` has ended the training, if it is
-        there still; a note on the error tells what hinders it. Raises what makes the save fail."""
+    def rescue(self, boundary: Boundary, order: Order, told: list[str]) -> None:
+        """Save the state of the last boundary after an error has ended the training, if it is
+        there still; ``told`` gets what hinders it. Raises what makes the save fail."""
         try:
             self.wait()
         except Exception as e:  # noqa: BLE001  (told; this save may succeed where that one failed)
-            error.add_note(f"Besides, an earlier save failed: {e}")
+            told.append(f"an earlier save failed: {e}")
         if self.newest is not None and self.newest.version == order.version:
             return
         state = boundary.state_at_boundary()
         if state is None:
             step = order.version.step
-            error.add_note(f"The state after step {step} was not saved: {boundary.gone}")
+            told.append(f"the state after step {step} was not saved: {boundary.gone}")
             return
         self.start(state, order)
         self.wait()
@@ -199,8 +199,7 @@ class Saver:
             rest.done.wait()
             waited = time.perf_counter() - began
             self._cost[0] += waited
-            self._tally.seconds["last_blocked"] += waited
-            self._tally.blocked(waited, training=True)
+            self._tally.blocked(waited)
 
     def _base(self) -> Snapshot | None:
         """The version whose chunks the next one may refer to."""
@@ -230,7 +229,7 @@ class Saver:
         try:
             self._tell_structure(snapshot)
             if tally.counts["saves"] == ENOUGH:
-                self._look_for_metrics()
+                self.look_for_metrics()
             self.run.retain(self._keep)
         except HoldfastError as e:
             more = f"{order.version} is saved: it is old versions that could not be deleted"
@@ -268,24 +267,32 @@ class Saver:
             changed=sorted(k for k in now.keys() & was.keys() if now[k] != was[k]),
         )
 
-    def _look_for_metrics(self) -> None:
-        """Once, after some saves: a policy that waits for a metric which never comes keeps nothing,
-        and whoever misspelt its name should not find that out when the best is wanted."""
+    def look_for_metrics(self) -> None:
+        """Once, after some saves or at the end: a policy that waits for a metric which never comes
+        keeps nothing, and whoever misspelt its name should not find that out when the best is
+        wanted."""
+        looked, self._looked = self._looked, True
+        wanted, awaited = self._keep.metrics, self._stopping.awaited
+        if looked or not self._tally.counts["saves"] or not (wanted or awaited):
+            return
         try:
             given = {name for record in self.run.records() for name in record.metrics}
         except HoldfastError:
             return  # the store is in trouble, which retention tells
-        wanted = set(self._keep.metrics - given)
-        if self._stopping.awaited is not None:
-            wanted.add(self._stopping.awaited)
-        missing = " or ".join(sorted(wanted))
+        missing, advice = sorted(wanted - given), []
         if missing:
             there = ", ".join(sorted(given)) or "no metrics"
-            self.advice = (
-                f"None of the versions of {self.run.url} has {missing}, which a policy waits for;"
-                f" they have {there}. Give it to step(), or add it by Run.add_metrics; until then"
-                " none is the best, and nothing stops"
+            advice.append(
+                f"None of the versions of {self.run.url} has {' or '.join(missing)}, by which"
+                f" a policy keeps them; they have {there}. Give it to step(), or add it by"
+                " Run.add_metrics; until then none is the best"
             )
+        if awaited is not None:
+            advice.append(
+                f"No step of {self.run.url} was given {awaited}, which StopWhen waits for. Give it"
+                " to step() or save(); until then nothing stops"
+            )
+        self.advice = ". ".join(advice) or None
 
     def _failed(self, order: Order, error: BaseException) -> None:
         order.ended(False)

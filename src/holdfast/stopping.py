@@ -17,6 +17,7 @@ class Stopping:
         self._stop = stop
         self._run = run
         self._patience = Patience()
+        self._step = -1
         self.awaited = None if stop is None else stop.metric
         """The metric, as long as no step was given it."""
 
@@ -24,13 +25,15 @@ class Stopping:
         """Whether it has seen enough; a better value later does not take that back."""
 
     def observe(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Look at what a step was given."""
+        """Look at what a step was given; the first value counts if it is given two."""
         stop, before = self._stop, self._patience
-        if stop is None or stop.metric not in metrics:
+        if stop is None or stop.metric not in metrics or step == self._step:
             return
-        self.awaited = None
+        self.awaited, self._step = None, step
+        if self.stopped:
+            return  # and so say the versions, also after a better value
         self._patience = stop.observe(before, number(metrics[stop.metric]))
-        if self._patience.stopped and not self.stopped:
+        if self._patience.stopped:
             self.stopped, best = True, self._patience.best
             events.emit("stopped", run=self._run, step=step, metric=stop.metric, best=best)
 
@@ -40,6 +43,7 @@ class Stopping:
 
     def resumed(self, training: Mapping[str, Any]) -> None:
         """Go on from what the resumed version has noted."""
+        self._step = -1
         if self._stop is not None:
             self._patience = self._stop.from_plain(training.get("stop"))
             self.stopped = self._patience.stopped

@@ -42,12 +42,15 @@ class Tally:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Training was going on until now, and does so again behind the ``with`` block."""
+        """Training was going on until now, and does so again behind the ``with`` block, which has
+        held it up."""
         self.step_done()
+        began = self._last
         try:
             yield
         finally:
             self.step_next()
+            self.seconds["blocked"] += self._last - began
 
     def step_done(self) -> None:
         """Since the last call of ``step_next`` the machine was training."""
@@ -63,11 +66,11 @@ class Tally:
         """What a version notes for who resumes from it."""
         return {"began": round(self._began, 3), "trained_seconds": round(self._trained, 6)}
 
-    def blocked(self, seconds: float, *, training: bool = False) -> None:
-        """A save has held the training up; ``training``: in the middle of a step."""
+    def blocked(self, seconds: float) -> None:
+        """The last save has held the training up once more, in the middle of a step."""
         self.seconds["blocked"] += seconds
-        if training:
-            self._last += seconds
+        self.seconds["last_blocked"] += seconds
+        self._last += seconds
 
     def committed(self, trained: float) -> None:
         """A version holds the first ``trained`` seconds of steps."""

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, current_thread, main_thread
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitError, HoldfastError
@@ -39,6 +39,7 @@ class Pending:
         self._error: BaseException | None = None
         self._process = os.getpid()
         self._given_up = False
+        self._told = False
         # Not Thread.join: before Python 3.13 a join that Ctrl-C interrupts takes the thread for
         # ended, and then the process no longer waits for it when it leaves.
         self._ended = Event()
@@ -86,6 +87,13 @@ class Pending:
                 f"The save to {self.url} goes on in the process that this one was forked from",
                 todo="Wait for it there",
             )
+        if current_thread() is self._thread:
+            raise HoldfastError(
+                f"The save to {self.url} cannot wait for itself",
+                expected="a wait in another thread",
+                found="one in the save's own, by a sink of events",
+                todo="Leave it to the training to wait",
+            )
         if self._ended.wait(timeout):
             self._thread.join()
         else:
@@ -96,6 +104,13 @@ class Pending:
         if self._snapshot is None:
             raise RuntimeError(f"The save to {self.url} ended without a result")
         return self._snapshot
+
+    def report(self) -> None:
+        """Tell once on stderr that the save failed."""
+        if not self._told:
+            self._told = True
+            sys.stderr.write(f"holdfast: the save to {self.url} failed:\n")
+            traceback.print_exception(self._error)
 
     def _run(self) -> None:
         if not self._turn.acquire(blocking=False):
@@ -109,6 +124,8 @@ class Pending:
             _unseen.discard(self)
         except BaseException as e:  # noqa: BLE001  (top of a thread: raised by wait)
             self._error = e
+            if not main_thread().is_alive():
+                self.report()  # nobody waits any more, and a forked worker runs no atexit
         finally:
             # the closure holds the whole state's copy
             del self._finish, self._after
@@ -129,8 +146,7 @@ def _report_unseen() -> None:
     failed = [p for p in _unseen if p.done and p._error is not None]
     if failed:
         for pending in failed:
-            sys.stderr.write(f"holdfast: the save to {pending.url} failed:\n")
-            traceback.print_exception(pending._error)
+            pending.report()
         vars(sys)["_holdfast_exit"] = _Exit()
 
 
