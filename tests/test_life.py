@@ -22,6 +22,7 @@ from holdfast import Checkpointer, Run, events
 from holdfast.engine import pin
 from holdfast.errors import (
     Denied,
+    FormatTooNew,
     HoldfastError,
     MetricMissing,
     MissingLeaf,
@@ -38,6 +39,7 @@ from holdfast.request import Answer, Watcher, ask, put_request, read_request
 from holdfast.storage.memory import MemoryStore
 from holdfast.tally import Tally
 
+from .forging import content_of, reseal
 from .trainings import after, fresh, same, train, train_step, trained, training
 
 
@@ -446,6 +448,24 @@ def test_a_successor_takes_the_pins_of_its_predecessor_away_and_no_others(
         train(state, ckpt, 4)
     assert [s.key for s in Run(store).listing().pins] == [f"pin-{n:012}.json" for n in (2, 3)]
     assert Run(store).line() == [Version(2), Version(3), Version(4)]
+
+
+def test_a_writer_of_a_later_format_is_not_taken_for_nobody() -> None:
+    store = MemoryStore()
+    with training(store, EverySteps(1)) as (state, ckpt):
+        train(state, ckpt, 1)
+        ckpt.wait()
+        later = reseal(content_of(store.get("writer.json", 1 << 20)), 99)
+        store.delete("writer.json")
+        store.put_if_absent("writer.json", later)
+        with training(store, EverySteps(1)) as (other, second):
+            second.resume()
+            with pytest.raises(FormatTooNew, match=r"writer.json"):
+                train(other, second, 2)
+        with pytest.raises(FormatTooNew):  # that one may have taken over, from elsewhere
+            train(state, ckpt, 3)
+    assert store.get("writer.json", 1 << 20) == later
+    assert Run(store).line() == [Version(1)]
 
 
 def test_a_writer_that_is_removed_by_hand_is_put_back() -> None:

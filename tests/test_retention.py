@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,7 @@ from holdfast.testing import CrashFs, Fault, FaultFs
 
 from .crash.promises import check_promises
 from .engine.unreliable import Wrapped
-from .forging import reseal
+from .forging import content_of, reseal
 from .trainings import after, flip, shard_of, train, trained, training
 
 DAY = 24 * 3600.0
@@ -179,7 +178,7 @@ def test_a_damaged_pin_still_pins(store: MemoryStore) -> None:
 def too_new(store: MemoryStore) -> str:
     """A process's pin of a format that is to come."""
     key = pin.hold(Location(store, "version_60"), new_attempt(), Version(20))
-    raw = reseal({**json.loads(store.get(key, 1 << 20)), "format": 99})
+    raw = reseal(content_of(store.get(key, 1 << 20)), 99)
     store.delete(key)
     store.put_if_absent(key, raw)
     return key

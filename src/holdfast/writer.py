@@ -13,7 +13,14 @@ import os
 from contextlib import suppress
 
 from holdfast.engine import pin
-from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, StoreError
+from holdfast.errors import (
+    AlreadyExists,
+    FormatError,
+    FormatTooNew,
+    HoldfastError,
+    NotFound,
+    StoreError,
+)
 from holdfast.format.names import WRITER, new_attempt
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
 from holdfast.storage.store import Store
@@ -28,7 +35,8 @@ class Writer:
 
     def claim(self) -> None:
         """Become the writer. Raises ``HoldfastError`` if another process of this machine is it and
-        lives, and ``StoreError`` if the run cannot be written to."""
+        lives, ``FormatTooNew`` if that cannot be told, and ``StoreError`` if the run cannot be
+        written to."""
         found = None if self._id is None else self._read()
         if found is not None and found.attempt == self._id:
             return
@@ -73,14 +81,17 @@ class Writer:
     def release(self) -> None:
         """Be it no more. A store that fails here does no harm: the process ends."""
         mine, self._id = self._id, None
-        with suppress(StoreError):
+        with suppress(StoreError, FormatTooNew):
             if mine is not None and (found := self._read()) is not None and found.attempt == mine:
                 self._store.delete(WRITER)
 
     def _read(self) -> Pin | None:
-        """Who is the writer; None for nobody, or for a record that cannot be read."""
+        """Who is the writer; None for nobody, or for a record that is damaged. One of a later
+        format is somebody: raises ``FormatTooNew``."""
         try:
             return decode_pin(self._store.get(WRITER, MAX_RECORD), WRITER)
+        except FormatTooNew:
+            raise
         except (NotFound, FormatError):
             return None
 
