@@ -1,7 +1,9 @@
 """Buffers and their pool."""
 
+import ctypes
 import mmap
 import os
+import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from holdfast.errors import HoldfastError, StoreError
+from holdfast.storage import direct
 from holdfast.storage.direct import Buffer, Pool, address_of, direct_span, flat
 from holdfast.storage.fs import Fs
 from holdfast.storage.local import LocalStore
@@ -37,15 +40,31 @@ def test_a_buffer_is_aligned_writable_and_says_where_it_is():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_buffer_is_a_shared_mapping():
-    buffer = Buffer(UNIT)
-    buffer.view[0] = 1
+@pytest.mark.parametrize(("advice", "wiped"), [(direct._MADV_WIPEONFORK, True), (9999, False)])
+def test_no_fork_turns_a_buffer_copy_on_write(monkeypatch, advice, wiped):
+    """Else its pages, under a direct write as well, would move at the next touch: a fault each. A
+    kernel that cannot wipe memory gets shared memory."""
+    monkeypatch.setattr(direct, "_MADV_WIPEONFORK", advice)
+    size = 1 << 20  # less than a huge page
+    buffer = Buffer(size)
+    buffer.view[:] = b"p" * size
+    done, begin = os.pipe()
     child = os.fork()
     if not child:
-        buffer.view[0] = 2
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert buffer.view[0] == 2
+        os.close(begin)
+        os.read(done, 1)  # until the parent has touched all
+        found = bytes(buffer.view[:3])
+        buffer.view[0] = ord("c")
+        del buffer
+        os._exit(0 if found == (b"\0\0\0" if wiped else b"qqq") else 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ctypes.memset(buffer.address, ord("q"), size)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    os.close(begin)
+    os.close(done)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(buffer.view[:2]) == (b"qq" if wiped else b"cq")
+    assert faults < size // mmap.PAGESIZE // 4
 
 
 def test_the_last_buffer_in_is_the_first_out():
@@ -254,7 +273,8 @@ def test_a_process_that_forks_while_a_write_is_in_flight_harms_nothing(tmp_path)
     go.wait(10)
     child = os.fork()
     if not child:
-        os._exit(0 if buffer.view[0] == ord("a") else 1)
+        buffer.view[0] = buffer.view[-1] = ord("c")
+        os._exit(0)
     buffer.view[-4096:] = b"b" * 4096  # the second half, not yet given to the kernel
     forked.set()
     thread.join(10)

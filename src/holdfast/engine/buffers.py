@@ -25,8 +25,8 @@ def shared_pool() -> Pool:
 
 
 def _forget() -> None:
-    """In a forked child the buffers are its parent's, and they are shared memory: whatever the
-    child wrote into them would stand in the parent's files."""
+    """In a forked child the buffers are its parent's: where they are shared memory, whatever the
+    child wrote into them would stand in the parent's files. And a lock may be held for ever."""
     global _pool, _lock
     _pool, _lock = None, Lock()
 

@@ -1,8 +1,9 @@
 """Page-aligned buffers for direct I/O, a pool of them, and the arithmetic of alignment.
 
-Buffers are *shared* anonymous mappings. A private mapping becomes copy-on-write when the process
-forks (a data loader starts a worker while a save runs); a direct write in flight may then read
-from a page that is no longer ours.
+No fork turns a buffer copy-on-write (a data loader starts a worker while a save runs): a direct
+write in flight could then read from a page that is no longer ours. The child finds zeros in its
+place. Such memory may be private, and so of huge pages, which are made ten times as fast as small
+ones; shared memory, which is the other way to this end, is of small ones by default.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.words import ALIGNMENT, UNIT
 
+_MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None)
 
@@ -32,9 +34,7 @@ class Buffer:
     __slots__ = ("__weakref__", "address", "free", "size", "view")
 
     def __init__(self, size: int) -> None:
-        mapping = mmap.mmap(-1, size)
-        with suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping = _mapping(size)
         self.size = size
         self.view = memoryview(mapping)
         self.address = address_of(self.view)
@@ -43,6 +43,18 @@ class Buffer:
         where, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
         if _LIBC.madvise(where, length, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14
             ctypes.memset(self.address, 0, size)
+
+
+def _mapping(size: int) -> mmap.mmap:
+    """Anonymous memory that a fork leaves alone."""
+    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping.madvise(_MADV_WIPEONFORK)
+    except OSError:  # before Linux 4.14
+        mapping = mmap.mmap(-1, size)
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 class Pool:
