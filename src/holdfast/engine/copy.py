@@ -76,7 +76,7 @@ def copy_snapshot(
             place.store.put_if_absent(place.key(part.shard.index.name), part.raw)
             _tell(progress, len(part.raw))
         copy = Snapshot(place, manifest, found)
-        copy.indexes()  # read back through the store they went to; the shards by their length
+        copy.read_indexes()  # back through the store they went to; the shards by their length
         place.store.put_if_absent(place.key(MANIFEST), raw)
     events.emit("copied", url=snapshot.url, to=place.url, bytes=copy.nbytes)
     return copy

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,12 @@ from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import Want, plan_read
 from holdfast.engine.files import check_length, read_index
 from holdfast.engine.garbage import uncollected
+from holdfast.engine.indexing import Index, box_of
 from holdfast.engine.location import Location, Url, locate, run_of, versions_in
 from holdfast.engine.read import Target, run_reads
 from holdfast.engine.verify import Report, Seen, verify
 from holdfast.errors import (
+    FormatError,
     HoldfastError,
     ManifestInvalid,
     NotFound,
@@ -28,11 +29,15 @@ from holdfast.format import tree
 from holdfast.format.grammar import Leaves, check_plain, check_tree
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import MAX_BYTES, Manifest, Referred, decode_manifest
-from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version
+from holdfast.format.names import (
+    MANIFEST,
+    Version,
+    parse_reference,
+    parse_version,
+    split_address,
+)
 from holdfast.settings import read_settings
 from holdfast.words import DTYPES, Box
-
-Index = int | slice | EllipsisType
 
 
 def open_snapshot(url: Url) -> Snapshot:
@@ -62,12 +67,29 @@ def open_at(place: Location) -> Snapshot:
             f"There is no snapshot at {place.url}",
             expected=f"a folder with a {MANIFEST}",
             found="none",
-            todo="`holdfast ls RUN` shows the versions of a run; a folder without a manifest is a"
-            " save that was never committed",
+            todo=_instead(place.url),
             key=file,
             store=place.store.url,
         ) from e
     return Snapshot(place, *decode_manifest(raw, file))
+
+
+def _instead(url: str) -> str:
+    """What to do where there is no snapshot at ``url``."""
+    run, version = split_address(url)
+    if version is None:
+        return (
+            "`holdfast ls RUN` shows the versions of a run; a folder without a manifest is a save"
+            " that was never committed"
+        )
+    step, _, branch = version.partition(".")
+    found = f"run.open(run.find({step}{f', branch={branch}' if branch else ''}))"
+    if version == "latest":
+        found = "run.latest()"
+    return (
+        f"Ask the run for it: run = holdfast.Run({run!r}), then {found}, whose url holdfast.load"
+        " takes"
+    )
 
 
 class Snapshot:
@@ -174,18 +196,24 @@ class Snapshot:
             return LeafView(self, key, node)
         return tree.decode(node, key, tree.refuse)
 
-    @uncollected()
     def indexes(self) -> list[ShardIndex]:
         """The indexes of all shards, read once, checked against manifest and tree.
 
-        The files' lengths are checked first. Raises ``FormatError`` or ``StoreError``.
+        The files' lengths are checked first. Raises ``FormatError`` or ``StoreError``:
+        ``NotFound`` if it has been deleted.
         """
         if self._indexes is None:
-            self.check_files()
-            indexes = [read_index(self.place, s) for s in self.manifest.shards]
-            self._check_indexes(indexes)
-            self._indexes = indexes
+            with self._told_if_deleted():
+                self._indexes = self.read_indexes()
         return self._indexes
+
+    @uncollected()
+    def read_indexes(self) -> list[ShardIndex]:
+        """As ``indexes``, read anew; also before there is a manifest."""
+        self._check_lengths()
+        indexes = [read_index(self.place, s) for s in self.manifest.shards]
+        self._check_indexes(indexes)
+        return indexes
 
     def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
         stored: Counter[str] = Counter()
@@ -217,8 +245,13 @@ class Snapshot:
     def check_files(self) -> None:
         """See that every file, of its bases too, is there with its length, without reading it.
 
-        Raises ``FormatError`` for a file that is missing or has another length.
+        Raises ``FormatError`` for a file that is missing or has another length, ``NotFound`` if
+        the version has been deleted.
         """
+        with self._told_if_deleted():
+            self._check_lengths()
+
+    def _check_lengths(self) -> None:
         for shard in self.manifest.shards:
             for name, length in (
                 (shard.name, shard.length),
@@ -228,12 +261,14 @@ class Snapshot:
                 check_length(self.place, name, length)
 
     def read(self, wants: Sequence[Want], targets: Sequence[Target]) -> None:
-        """Fill the targets with what is wanted, checked. Raises ``FormatError``, ``StoreError``."""
+        """Fill the targets with what is wanted, checked. Raises ``FormatError``, ``StoreError``:
+        ``NotFound`` if it has been deleted."""
         indexes = self.indexes()
         with uncollected():
             plan = plan_read(indexes, wants)
         threads = read_settings().threads
-        run_reads(self.place, plan, indexes, targets, shared_pool(), threads)
+        with self._told_if_deleted():
+            run_reads(self.place, plan, indexes, targets, shared_pool(), threads)
 
     def verify(
         self, progress: Callable[[int], None] | None = None, seen: Seen | None = None
@@ -245,7 +280,32 @@ class Snapshot:
         from several threads. Raises ``NotFound`` if it has been deleted.
         """
         with self.pinned():
-            return verify(self.place, self.manifest, self.leaves, self.indexes, progress, seen)
+            report = verify(self.place, self.manifest, self.leaves, self.indexes, progress, seen)
+        if not report.ok:
+            self._refuse_deleted()
+        return report
+
+    @contextmanager
+    def _told_if_deleted(self) -> Iterator[None]:
+        """Files of a version that is being deleted are missing, but it is not damaged."""
+        try:
+            yield
+        except (FormatError, NotFound):
+            self._refuse_deleted()
+            raise
+
+    def _refuse_deleted(self) -> None:
+        """Raise ``NotFound`` if the manifest, which goes first, is gone."""
+        file = self.place.key(MANIFEST)
+        try:
+            self.place.store.stat(file)
+        except NotFound as e:
+            raise NotFound(
+                f"{self.url} was deleted while it was read",
+                todo="Take another version; `holdfast pin RUN STEP` keeps one for good",
+                key=file,
+                store=self.place.store.url,
+            ) from e
 
     def pinned(self) -> AbstractContextManager[None]:
         """Keeps it from being deleted while it is read, if it is large. Raises ``NotFound``."""
@@ -280,7 +340,7 @@ class LeafView:
 
         Integers, slices of step 1 and ``...``; anything else is an ``IndexError``.
         """
-        box, drop = _box_of(index, self.shape)
+        box, drop = box_of(index, self.shape)
         self.snapshot.indexes()  # nothing is allocated for a shape that is a lie
         sizes = [n for d, n in enumerate(box.sizes) if d not in drop]
         if self._records is not None:  # stored as rows of bytes
@@ -319,31 +379,3 @@ def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: An
             leaf=key,
         )
     return torch.empty(sizes, dtype=getattr(torch, dtype), device=device)
-
-
-def _box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
-    """The box that an index asks for, and the dimensions that an integer takes away."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if sum(p is Ellipsis for p in parts) > 1 or len(parts) - (Ellipsis in parts) > len(shape):
-        raise IndexError(f"{index!r} does not fit a tensor of shape {list(shape)}")
-    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
-    rest = parts[at + 1 :]
-    parts = parts[:at] + [slice(None)] * (len(shape) - at - len(rest)) + rest
-    offsets, sizes, drop = [], [], set()
-    for d, (part, n) in enumerate(zip(parts, shape, strict=True)):
-        if isinstance(part, slice):
-            start, stop, step = part.indices(n)
-            if step != 1:
-                raise IndexError(f"slices of a leaf have step 1, not {step}")
-            stop = max(start, stop)
-        elif isinstance(part, int | np.integer) and not isinstance(part, bool):
-            start = int(part) + n if part < 0 else int(part)
-            stop = start + 1
-            drop.add(d)
-            if not 0 <= start < n:
-                raise IndexError(f"index {part} is out of range for dimension {d} of size {n}")
-        else:
-            raise IndexError(f"a leaf takes integers, slices and ..., not {part!r}")
-        offsets.append(start)
-        sizes.append(stop - start)
-    return Box(tuple(offsets), tuple(sizes)), drop

@@ -16,6 +16,7 @@ _INDEX = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.index\.j
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
 _LASTING = re.compile(r"pin-(version_[0-9.]+)\.json")
+_ADDRESS = re.compile(r"(.+)@(latest|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
 _EVALUATION = re.compile(r"eval-([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.([0-9a-f]{12})\.json")
 
 
@@ -43,6 +44,12 @@ def parse_version(folder: str) -> Version | None:
     """``version_120`` or ``version_120.2``; None for any other name."""
     match = _VERSION.fullmatch(folder)
     return None if match is None else Version(int(match[1]), int(match[2] or 0))
+
+
+def split_address(text: str) -> tuple[str, str | None]:
+    """``RUN@120`` as the run and what is behind the ``@``; None if it is no such address."""
+    match = _ADDRESS.fullmatch(text)
+    return (text, None) if match is None else (match[1], match[2])
 
 
 def shard_name(rank: int, size: int, attempt: str) -> str:
