@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import IntEnum
 from math import inf, isnan, nan
 from typing import Any
 
@@ -234,3 +235,42 @@ def test_keep_best_goes_by_what_evaluations_say(store: MemoryStore) -> None:
     run.add_metrics(Version(20), {"val": 0.9})  # evaluated anew
     run.add_metrics(Version(60), {"val": 0.5})
     assert run.retain(KeepLast(1) | KeepBest(1, "val")) == [Version(20)]
+
+
+# -- which version -------------------------------------------------------------------------------
+
+
+class Step(IntEnum):
+    FIRST = 20
+
+
+@pytest.mark.parametrize("step", [np.int64(20), np.uint8(20), torch.tensor(20), Step.FIRST])
+def test_a_step_is_a_whole_number_of_whatever_type(store: MemoryStore, step: Any) -> None:
+    run = Run(store)
+    run.add_metrics(step, {"val": 1})
+    assert run.metrics(step)["val"] == 1
+    assert run.find(step) == run.pin(step) == run.unpin(step) == Version(20)
+    assert type(run.find(step).step) is int
+
+
+@pytest.mark.parametrize("what", ["", "20", "version_20", None, 20.0, True, False, b"", object()])
+def test_what_names_no_version_is_refused(store: MemoryStore, what: Any) -> None:
+    run, before = Run(store), [s.key for s in store.list("")]
+    with pytest.raises(HoldfastError, match="Expected a Snapshot, a Version, or a step") as caught:
+        run.add_metrics(what, {"val": 1})
+    assert repr(what)[:80] in str(caught.value)
+    with pytest.raises(HoldfastError, match="Expected a Snapshot, a Version, or a step"):
+        run.metrics(what)
+    for use in (run.find, run.pin, run.unpin):
+        with pytest.raises(HoldfastError, match="a whole number"):
+            use(what)
+        if what is not None:
+            with pytest.raises(HoldfastError, match="a branch, a whole number"):
+                use(20, what)
+    assert [s.key for s in store.list("")] == before
+
+
+def test_a_snapshot_has_metrics(store: MemoryStore) -> None:
+    run = Run(store)
+    run.add_metrics(40, {"val": 1})
+    assert run.metrics(run.open(Version(40))) == run.metrics(40)

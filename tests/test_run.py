@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import holdfast
 from holdfast import Run
 from holdfast.engine import pin
+from holdfast.engine.buffers import shared_pool
+from holdfast.engine.draft import Label
+from holdfast.engine.load import load_snapshot
 from holdfast.engine.location import Location
+from holdfast.engine.save import begin, finish
 from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
 from holdfast.format.digest import digest
 from holdfast.format.names import MANIFEST, Version, index_name, new_attempt, shard_name
 from holdfast.format.records import Branch, encode_branch
-from holdfast.policy import EverySteps
+from holdfast.policy import EverySteps, KeepLast
 from holdfast.run import open_version
 from holdfast.storage.memory import MemoryStore
 
+from .engine.unreliable import Wrapped
 from .trainings import flip, shard_of, train, trained, training
 
 DAY = 24 * 3600.0
@@ -362,3 +371,80 @@ def test_opening_a_version_that_is_not_there(store: MemoryStore) -> None:
         Run(store).open(Version(99))
     with pytest.raises(NotFound):
         holdfast.open("memory://never-made/version_1")
+
+
+@pytest.mark.parametrize(
+    ("address", "does"),
+    [
+        ("@40", "run.open(run.find(40))"),
+        ("@40.0", "run.open(run.find(40, branch=0))"),
+        ("@latest", "run.latest()"),
+    ],
+)
+def test_where_a_snapshot_is_wanted_an_address_is_told_how(
+    tmp_path: Path, address: str, does: str
+) -> None:
+    place = str(tmp_path / "a")
+    with training(place, EverySteps(20)) as (state, ckpt):
+        train(state, ckpt, 40)
+    for use in (holdfast.load, holdfast.open):
+        with pytest.raises(NotFound) as caught:
+            use(place + address)
+        assert f"run = holdfast.Run({place!r}), then {does}" in str(caught.value)
+        assert "ls RUN" not in str(caught.value)
+    found = eval(does, {"run": holdfast.Run(place)})
+    assert holdfast.load(found.url)["progress"]["step"] == 40
+
+
+# -- beside one that saves and deletes -----------------------------------------------------------
+
+
+class Moving(Wrapped):
+    """At some calls another process saves one version more, and keeps only that."""
+
+    def __init__(self, at: Container[int]) -> None:
+        super().__init__(MemoryStore())
+        self.calls = itertools.count()
+        self.step, self.at = 0, at
+        self.move()
+        self.before = lambda method, key: self.move() if next(self.calls) in at else None
+
+    def move(self) -> None:
+        run = Run(self.inner)
+        self.step += 1
+        label = Label(step=self.step, metrics={"loss": 1 / self.step})
+        place = run.place(Version(self.step))
+        finish(begin(place, {"n": np.zeros(2)}, label, shared_pool(), ahead=False))
+        run.retain(KeepLast(1))
+
+
+@pytest.mark.parametrize("at", [*({n} for n in range(8)), {1, 3}, {1, 2, 4, 5}, range(1, 12)])
+def test_one_that_was_there_at_every_moment_is_found(at: Container[int]) -> None:
+    finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
+    for find in finds:
+        found = find(Run(Moving(at)))
+        assert found is not None
+        assert found.metadata["metrics"]["loss"] == 1 / found.step
+    moving = Moving(at)
+    assert Run(moving).best("never") is None
+    assert next(moving.calls) < 40
+
+
+def test_what_is_deleted_while_it_is_read_is_not_found(store: MemoryStore) -> None:
+    place = Run(store).place(Version(20))
+    uses: list[Callable[[holdfast.Snapshot], object]] = [
+        lambda s: s.check_files(),
+        lambda s: s.indexes(),
+        lambda s: s.verify(),
+        lambda s: s["weights"][:],
+        load_snapshot,
+    ]
+    snapshots = [Run(store).open(Version(20)) for _ in uses]
+    looked = Run(store).open(Version(20))
+    looked.indexes()
+    for key in [s.key for s in store.list("version_20")]:
+        store.delete(key)
+    for use, snapshot in zip([*uses, uses[3]], [*snapshots, looked], strict=True):
+        with pytest.raises(NotFound, match="was deleted") as caught:
+            use(snapshot)
+        assert place.url in str(caught.value)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from holdfast import events
-from holdfast.errors import FormatError, FormatTooNew, ManifestInvalid, NotFound
+from holdfast.engine.snapshot import Snapshot
+from holdfast.errors import (
+    Denied,
+    FormatError,
+    FormatTooNew,
+    HoldfastError,
+    ManifestInvalid,
+    NoSnapshot,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
 from holdfast.format import names
 from holdfast.format.names import Version
+from holdfast.format.records import MAX_RECORD
 from holdfast.known import Listing
 
 if TYPE_CHECKING:
@@ -19,7 +31,7 @@ def line(run: Run, listing: Listing, number: int) -> list[Version]:
     """The versions of a branch, and before them those of the branches that it came from, up to
     where it left each; oldest first. Raises ``NotFound`` if there is no such branch."""
     versions = listing.versions
-    known = {0, *listing.branches, *(v.branch for v in versions)}
+    known = _branches(listing)
     if number not in known:
         raise NotFound(
             f"{run.url} has no branch {number}",
@@ -80,11 +92,127 @@ def left_from(run: Run, number: int, versions: Iterable[Version]) -> Version | N
 
 def _first_parent(run: Run, number: int, versions: Iterable[Version]) -> Version | None:
     for version in sorted(v for v in versions if v.branch == number):
-        try:
-            parent = run.open(version).manifest.parent
-        except (FormatError, NotFound):
-            continue
-        found = names.parse_version(parent.version) if parent is not None else None
+        found = _parent(run, version)
         if found is not None and found.branch < number:
             return found
     return None
+
+
+def _parent(run: Run, version: Version) -> Version | None:
+    """The version that was saved or resumed just before; None if there is none, or none is told."""
+    try:
+        parent = run.open(version).manifest.parent
+    except (FormatError, NotFound):
+        return None
+    return None if parent is None else names.parse_version(parent.version)
+
+
+# -- the newest ----------------------------------------------------------------------------------
+
+
+def newest(
+    run: Run, use: Callable[[Snapshot], object], at: int | None, branch: int | None
+) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
+    """See ``Run.newest``."""
+    skipped: dict[Version, HoldfastError] = {}
+    while True:
+        listing = run.listing()
+        versions = [v for v in run.line(listing, branch) if at is None or v.step == at]
+        for version in reversed(versions):
+            try:
+                snapshot = run.open(version)
+                use(snapshot)
+            except (FormatTooNew, Denied, Unavailable):
+                raise
+            except (FormatError, StoreError) as e:
+                events.emit("skipped", version=str(version), error=e)
+                skipped[version] = e
+            else:
+                return snapshot, list(skipped.items())
+        if changed(run, listing):
+            continue
+        if skipped or at is not None or listing.versions:
+            raise _none_left(run.url, at, skipped, listing.versions) from next(
+                iter(skipped.values()), None
+            )
+        return None, []
+
+
+def changed(run: Run, listing: Listing) -> bool:
+    """Whether a version of that look is gone by now, or there was none and now is: what was looked
+    for in vain may have been there all the time."""
+    now = run.listing().versions
+    return not set(listing.versions) <= set(now) or (not listing.versions and bool(now))
+
+
+def _none_left(
+    url: str,
+    at: int | None,
+    skipped: dict[Version, HoldfastError],
+    versions: list[Version],
+) -> NoSnapshot:
+    wanted = "version" if at is None else f"version of step {at}"
+    reasons = "; ".join(f"{v}: {e.what}" for v, e in skipped.items())
+    there = ", ".join(map(str, versions[-5:])) or "none at all"
+    overwritten = [e for e in skipped.values() if e.fields.get("live_state")]
+    return NoSnapshot(
+        f"{url} has no intact {wanted} on the line that is asked for",
+        expected=f"an intact {wanted}",
+        found=reasons or f"none; the newest that there are: {there}",
+        todo="`holdfast ls RUN` shows all, those of other branches too (resume(branch=...)), and"
+        " `holdfast verify RUN` what is damaged; copy an intact version back, or begin anew in"
+        " another folder",
+        skipped=tuple(map(str, skipped)),
+        **({"live_state": "not valid"} if overwritten else {}),
+    )
+
+
+# -- two runs ------------------------------------------------------------------------------------
+
+
+def forked(one: Run, ours: Listing, other: Run, theirs: Listing) -> str | None:
+    """What ``other`` has that ``one`` never had, if both have gone on since one was copied from
+    the other; None if nothing shows that.
+
+    A copy lacks what is new and keeps what its original has deleted, so each may well have
+    versions that the other lacks. But nothing was ever between a version and its parent on their
+    branch; and whoever left a branch had the newest version of it, which only a sweep of what is
+    abandoned deletes.
+    """
+    for number in sorted({*ours.branches} & {*theirs.branches}):
+        file = names.branch_name(number)
+        if one.store.get(file, MAX_RECORD) != other.store.get(file, MAX_RECORD):
+            return f"another {file}"
+    branch, its_branch = (max(_branches(each)) for each in (ours, theirs))
+    if branch < its_branch and _last(ours, branch) > _last(theirs, branch):
+        return f"branch {its_branch}"
+    if branch > its_branch and _last(theirs, its_branch) > _last(ours, its_branch):
+        return str(Version(_last(theirs, its_branch), its_branch))
+    only = set(ours.versions) - set(theirs.versions)
+    alone = set(theirs.versions) - set(ours.versions)
+    if only and alone:
+        for version in sorted(only):
+            for stranger in _between(one, version, alone):
+                return str(stranger)
+        for version in sorted(alone):
+            if _between(other, version, only):
+                return str(version)
+    return None
+
+
+def _branches(listing: Listing) -> set[int]:
+    return {0, *listing.branches, *(v.branch for v in listing.versions)}
+
+
+def _last(listing: Listing, branch: int) -> int:
+    """The newest step on a branch; -1 if there is none."""
+    return max((v.step for v in listing.versions if v.branch == branch), default=-1)
+
+
+def _between(run: Run, version: Version, others: Iterable[Version]) -> list[Version]:
+    """Those of ``others`` that lie between a version and its parent, on its branch."""
+    parent = _parent(run, version)
+    if parent is None:
+        return []
+    first = parent.step if parent.branch == version.branch else -1
+    return sorted(v for v in others if v.branch == version.branch and first < v.step < version.step)

@@ -6,11 +6,12 @@ Everything is computed from what lies in the store; there is no pointer file to 
 
 from __future__ import annotations
 
+import operator
 import os
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from holdfast import events, lines, sweep
@@ -19,17 +20,13 @@ from holdfast.engine.location import Location, Url
 from holdfast.engine.snapshot import Snapshot, open_at, open_snapshot
 from holdfast.errors import (
     AlreadyExists,
-    Denied,
     FormatError,
-    FormatTooNew,
     HoldfastError,
-    NoSnapshot,
     NotFound,
-    StoreError,
-    Unavailable,
 )
 from holdfast.format import names
 from holdfast.format.names import Version
+from holdfast.format.names import split_address as split_address  # noqa: PLC0414  (resume's)
 from holdfast.format.records import (
     MAX_RECORD,
     Branch,
@@ -45,8 +42,6 @@ from holdfast.policy import KeepPolicy, Mode, Record, best_first
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 from holdfast.sweep import GRACE, Asked, Swept
-
-_ADDRESS = re.compile(r"(.+)@(latest|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
 
 
 def open_version(text: str | os.PathLike[str]) -> Snapshot:
@@ -70,12 +65,6 @@ def open_version(text: str | os.PathLike[str]) -> Snapshot:
         return snapshot
     step, _, branch = version.partition(".")
     return run.open(Version(int(step), int(branch)) if branch else run.find(int(step)))
-
-
-def split_address(text: str) -> tuple[str, str | None]:
-    """``RUN@120`` as the run and what is behind the ``@``; None if it is no such address."""
-    match = _ADDRESS.fullmatch(text)
-    return (text, None) if match is None else (match[1], match[2])
 
 
 class Run:
@@ -162,28 +151,13 @@ class Run:
         of that step. ``branch``: along its line, not that which training is on. Raises
         ``NoSnapshot``, and ``NotFound`` for a branch that is not there.
         """
-        listing = self.listing()
-        versions = [v for v in self.line(listing, branch) if at is None or v.step == at]
-        skipped: list[tuple[Version, HoldfastError]] = []
-        for version in reversed(versions):
-            try:
-                snapshot = self.open(version)
-                use(snapshot)
-            except (FormatTooNew, Denied, Unavailable):
-                raise
-            except (FormatError, StoreError) as e:
-                events.emit("skipped", version=str(version), error=e)
-                skipped.append((version, e))
-            else:
-                return snapshot, skipped
-        if skipped or at is not None or listing.versions:
-            cause = skipped[0][1] if skipped else None
-            raise _none_left(self.url, at, skipped, listing.versions) from cause
-        return None, []
+        return lines.newest(self, use, at, branch)
 
     def find(self, step: int, branch: int | None = None) -> Version:
         """The version of that step on the line that training is on, or on that of ``branch``.
         Raises ``NotFound``."""
+        step = _whole(step, "a step, a whole number")
+        branch = None if branch is None else _whole(branch, "a branch, a whole number")
         listing = self.listing()
         line = self.line(listing, branch)
         found = [v for v in line if v.step == step]
@@ -237,12 +211,13 @@ class Run:
 
     # -- metrics -------------------------------------------------------------------------------
 
-    def metrics(self, at: Version | int) -> dict[str, float]:
-        """The metrics of a version (or step): those of the save, overridden by evaluations'.
+    def metrics(self, at: Snapshot | Version | int) -> dict[str, float]:
+        """The metrics of a snapshot, version or step: those of the save, overridden by
+        evaluations'.
 
         Of an evaluation's attempts the newest counts. Raises ``NotFound`` or ``FormatError``.
         """
-        version = at if isinstance(at, Version) else self.find(at)
+        version = self._version(at)
         return self.ledger.metrics(version, *self._sound(version))
 
     def add_metrics(
@@ -254,8 +229,7 @@ class Run:
         ``name``. Raises ``NotFound`` if the version is gone, and ``FormatError`` if ``at`` is a
         snapshot and another one has taken its place.
         """
-        version = self.find(at) if isinstance(at, int) else at
-        version = version.version if isinstance(version, Snapshot) else version
+        version = self._version(at)
         known, files = self._sound(version)
         if isinstance(at, Snapshot) and at.digest != known.digest:
             raise FormatError(
@@ -273,7 +247,9 @@ class Run:
     def records(self) -> list[Record]:
         """The intact versions on the line that training is on, oldest first, with their metrics:
         what keep policies look at."""
-        listing = self.listing()
+        return self._records(self.listing())
+
+    def _records(self, listing: Listing) -> list[Record]:
         known = self.ledger.versions(listing)
         return self.ledger.records(self.line(listing), listing, known)
 
@@ -282,12 +258,22 @@ class Run:
         of equal ones the newest; None if no version has it. NaN is never the best."""
         if mode not in ("min", "max"):
             raise HoldfastError("No best can be told", expected='mode "min" or "max"', found=mode)
-        for version in best_first(self.records(), metric, mode):
-            try:
-                return self.open(version)
-            except NotFound:
-                continue  # deleted meanwhile
-        return None
+        while True:
+            listing = self.listing()
+            for version in best_first(self._records(listing), metric, mode):
+                try:
+                    return self.open(version)
+                except NotFound:
+                    continue  # deleted meanwhile
+            if not lines.changed(self, listing):
+                return None
+
+    def _version(self, at: Snapshot | Version | int) -> Version:
+        if isinstance(at, Version):
+            return at
+        if isinstance(at, Snapshot):
+            return at.version
+        return self.find(_whole(at, "a Snapshot, a Version, or a step, a whole number"))
 
     def _sound(self, version: Version) -> tuple[Known, Sequence[Stat]]:
         """What is known of a version whose manifest is sound, and the files of its folder."""
@@ -318,19 +304,27 @@ class Run:
         return version
 
     def unpin(self, step: int, branch: int | None = None) -> Version:
-        """Take a lasting pin away. Raises ``NotFound`` if the version is not pinned."""
-        pinned = [v for v in self.pins() if v.step == step]
-        wanted = pinned if len(pinned) == 1 and branch is None else [self.find(step, branch)]
-        if wanted[0] not in pinned:
+        """Take a lasting pin away: of the version on the line that training is on (or on that of
+        ``branch``), or, if that has none of ``step``, of the only one that is pinned elsewhere.
+        Raises ``NotFound`` if it is not pinned."""
+        pinned = self.pins()
+        try:
+            version = self.find(step, branch)
+        except NotFound:
+            others = [v for v in pinned if v.step == step]
+            if branch is not None or len(others) != 1:
+                raise
+            version = others[0]
+        if version not in pinned:
             raise NotFound(
-                f"{wanted[0]} of {self.url} is not pinned",
+                f"{version} of {self.url} is not pinned",
                 expected="a lasting pin",
-                found=", ".join(map(str, self.pins())) or "none at all",
-                key=names.pin_name(str(wanted[0])),
+                found=", ".join(map(str, pinned)) or "none at all",
+                key=names.pin_name(str(version)),
                 store=self.url,
             )
-        self.store.delete(names.pin_name(str(wanted[0])))
-        return wanted[0]
+        self.store.delete(names.pin_name(str(version)))
+        return version
 
     def pins(self) -> list[Version]:
         """The versions with a lasting pin, oldest first."""
@@ -374,23 +368,9 @@ class Run:
         return sweep.sweep(self, Asked(grace, abandoned, dry_run, now))
 
 
-def _none_left(
-    url: str,
-    at: int | None,
-    skipped: list[tuple[Version, HoldfastError]],
-    versions: list[Version],
-) -> NoSnapshot:
-    wanted = "version" if at is None else f"version of step {at}"
-    reasons = "; ".join(f"{v}: {e.what}" for v, e in skipped)
-    there = ", ".join(map(str, versions[-5:])) or "none at all"
-    overwritten = [e for _, e in skipped if e.fields.get("live_state")]
-    return NoSnapshot(
-        f"{url} has no intact {wanted} on the line that is asked for",
-        expected=f"an intact {wanted}",
-        found=reasons or f"none; the newest that there are: {there}",
-        todo="`holdfast ls RUN` shows all, those of other branches too (resume(branch=...)), and"
-        " `holdfast verify RUN` what is damaged; copy an intact version back, or begin anew in"
-        " another folder",
-        skipped=tuple(str(v) for v, _ in skipped),
-        **({"live_state": "not valid"} if overwritten else {}),
-    )
+def _whole(number: Any, expected: str) -> int:
+    """A whole number of whatever type, NumPy's too. Raises ``HoldfastError``."""
+    if not isinstance(number, bool):
+        with suppress(TypeError):
+            return operator.index(number)
+    raise HoldfastError("There is no such version", expected=expected, found=repr(number)[:80])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.format.names import Version
 from holdfast.policy import KeepLast
 from holdfast.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -42,6 +43,17 @@ def test_steps_of_branches(store: MemoryStore) -> None:
     answer = holdfast("pin", store.url, "60.7")
     assert answer.code == 4
     assert "no branch 7" in answer.err
+
+
+def test_to_remove_a_pin_twice_takes_none_of_another_branch(store: MemoryStore) -> None:
+    holdfast("pin", store.url, 60)
+    leave(store, at=40, to=60)
+    holdfast("pin", store.url, 60)
+    assert holdfast("pin", store.url, 60, "--remove").out == "version_60.1 is no longer pinned\n"
+    answer = holdfast("pin", store.url, 60, "--remove")
+    assert answer.code == 4
+    assert "version_60.1" in answer.err
+    assert Run(store).pins() == [Version(60)]
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run: str) -> None:

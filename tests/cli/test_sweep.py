@@ -79,7 +79,7 @@ def test_abandoned_versions_that_are_pinned_are_left_and_said(store: MemoryStore
     assert "kept     version_60 (it is pinned)" in answer.out
     told = holdfast("sweep", store.url, "--abandoned", "--json").json
     assert told["kept"] == [{"key": "version_60", "why": "it is pinned"}]
-    holdfast("pin", store.url, "60", "--remove")
+    holdfast("pin", store.url, "60.0", "--remove")
     assert "version_60/manifest.json" in holdfast("sweep", store.url, "--abandoned").out
 
 
