@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 import holdfast as hf
-from holdfast.format.names import MANIFEST
+from holdfast.cli.copy import _whole
+from holdfast.cli.ls import look
+from holdfast.cli.verify import _check_run
+from holdfast.errors import FormatError, NotFound
+from holdfast.format.names import MANIFEST, Version
+from holdfast.policy import EverySteps
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
+from holdfast.storage.store import Store
 
-from ..trainings import flip, shard_of
+from ..engine.unreliable import Wrapped
+from ..trainings import flip, shard_of, train, training
 from .running import holdfast, leave, make_run
 
 
@@ -119,3 +132,229 @@ def test_of_a_run_what_is_damaged_is_named_and_left_out(store: MemoryStore, else
     assert [c["step"] for c in answer.json["copied"]] == [60]
     assert holdfast("verify", elsewhere).code == 0
     assert "NOT copied" in holdfast("copy", store.url, elsewhere).out
+
+
+# -- a copy that is copied to again --------------------------------------------------------------
+
+
+def go_on(store: Store, steps: int, every: int = 20, at: int | None = None) -> None:
+    """Train on from the newest version, or from that of step ``at``."""
+    with training(store, EverySteps(every)) as (state, ckpt):
+        ckpt.resume(at=at)
+        train(state, ckpt, state["progress"].step + steps)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ({"steps": 40}, {"steps": 25, "every": 25}, "version_75"),
+        ({"steps": 25, "every": 25}, {"steps": 40}, "version_80"),
+        ({"steps": 40, "at": 20}, {"steps": 40, "every": 15}, "version_90"),
+        ({"steps": 40}, {"steps": 40, "at": 20}, "branch 1"),
+        ({}, {"steps": 20}, "version_80"),
+        ({"steps": 20, "at": 20}, {"steps": 20, "at": 40}, "branch-1.json"),
+    ],
+    ids=["between", "behind", "source back", "copy back", "record alone", "both back"],
+)
+def test_two_that_went_on_from_one_are_not_mixed(
+    store: MemoryStore, elsewhere: str, ours: dict[str, int], theirs: dict[str, int], said: str
+) -> None:
+    holdfast("copy", store.url, elsewhere)
+    for each, how in ((store, ours), (open_store(elsewhere), theirs)):
+        if how:
+            go_on(each, **how)
+        else:  # as a training does that dies before its first save
+            snapshot = hf.Run(each).open(Version(20))
+            hf.Run(each).leave_from(snapshot, Version(20), "on request")
+    for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
+        before = keys(b)
+        answer = holdfast("copy", a, b)
+        assert answer.code == 8
+        assert "nothing was changed" in answer.err
+        assert keys(b) == before
+        if b == elsewhere:
+            assert said in answer.err
+
+
+def test_two_that_went_on_on_one_branch_are_not_mixed(store: MemoryStore, elsewhere: str) -> None:
+    snapshot = hf.Run(store).open(Version(20))
+    hf.Run(store).leave_from(snapshot, Version(20), "on request")
+    holdfast("copy", store.url, elsewhere)
+    go_on(store, 10, 30)
+    go_on(open_store(elsewhere), 20)
+    assert [str(hf.Run(r).line()[-1]) for r in (store, elsewhere)] == [
+        "version_30.1", "version_40.1",
+    ]  # fmt: skip
+    for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
+        assert holdfast("copy", a, b).code == 8
+
+
+def test_what_a_copy_has_gone_on_to_comes_home(store: MemoryStore, elsewhere: str) -> None:
+    holdfast("copy", store.url, elsewhere)
+    go_on(open_store(elsewhere), 40)
+    go_on(open_store(elsewhere), 40, at=80)
+    assert [c["step"] for c in holdfast("copy", elsewhere, store.url, "--json").json["copied"]] == [
+        80, 100, 100, 120,
+    ]  # fmt: skip
+    assert keys(store.url) == keys(elsewhere)
+    go_on(store, 20)
+    assert holdfast("copy", store.url, elsewhere).code == 0
+
+
+def test_a_copy_that_is_ahead_is_left_as_it_is(store: MemoryStore, elsewhere: str) -> None:
+    holdfast("copy", store.url, elsewhere)
+    go_on(open_store(elsewhere), 40, at=40)
+    before = keys(elsewhere)
+    assert holdfast("copy", store.url, elsewhere).code == 0
+    assert keys(elsewhere) == before
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_backup_keeps_what_its_source_deletes_and_is_never_refused(
+    store: MemoryStore, elsewhere: str, seed: int
+) -> None:
+    choose = random.Random(seed)
+    run = hf.Run(store)
+    had: set[Version] = set()
+    run.pin(20)  # so that they have something in common
+    for _ in range(12):
+        what = choose.randrange(5)
+        if what == 0:
+            go_on(store, 40, choose.choice([7, 10, 20]))
+        elif what == 1:
+            go_on(store, 20, 10, at=choose.choice(run.line()).step)
+        elif what == 2:
+            run.retain(hf.KeepLast(choose.choice([1, 2, 3])))
+        elif what == 3:
+            run.retain(hf.KeepLast(1) | hf.KeepEvery(50))
+        else:
+            answer = holdfast("copy", store.url, elsewhere)
+            assert answer.code == 0, answer.err
+            had |= set(run.listing().versions)
+            assert set(hf.Run(elsewhere).listing().versions) == had
+            assert hf.Run(elsewhere).line()[-1] == run.line()[-1]
+            if choose.random() < 0.5:
+                run.sweep(abandoned=True, grace=0)
+    assert len(had) > 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_two_that_both_went_on_are_always_told_apart(
+    store: MemoryStore, elsewhere: str, seed: int
+) -> None:
+    choose = random.Random(seed)
+    holdfast("copy", store.url, elsewhere)
+    for each in (store, open_store(elsewhere)):
+        every = choose.choice([1, 2, 3, 7])
+        for _ in range(choose.choice([1, 2])):
+            at = choose.choice([None, None, *(v.step for v in hf.Run(each).line())])
+            go_on(each, every * choose.choice([1, 2]), every, at)
+    for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
+        before = keys(b)
+        assert holdfast("copy", a, b).code == 8
+        assert keys(b) == before
+
+
+def test_a_run_is_not_copied_into_a_snapshot(run: str, store: MemoryStore, tmp_path: Path) -> None:
+    hf.save(tmp_path / "b" / "version_4", {"n": 1})
+    hf.save(tmp_path / "lone", {"n": 1})
+    before = keys(str(tmp_path))
+    for to in ("b/version_4", "b/version_4/", "b/version_4/.", "b/version_9", "lone"):
+        answer = holdfast("copy", run, f"{tmp_path}/{to}")
+        assert answer.code == 8, to
+        assert "nothing was changed" in answer.err
+    assert holdfast("copy", run, f"{run}-more/version_4").code == 8
+    assert keys(str(tmp_path)) == before
+
+
+def test_what_is_called_like_a_version_is_that_version_whatever_lies_in_it(
+    store: MemoryStore,
+) -> None:
+    for stat in list(store.list("version_20")):
+        inner = stat.key.replace("version_20", "version_40/version_20")
+        store.put_if_absent(inner, store.get(stat.key, 1 << 20))
+    answer = holdfast("ls", f"{store.url}/version_40")
+    assert answer.code == 4
+    assert "is one snapshot, not a run" in answer.err
+    for verb in ("verify", "show"):
+        answer = holdfast(verb, f"{store.url}/version_40")
+        assert answer.code == 0
+        assert "Delete" not in answer.out + answer.err
+
+
+def test_a_damaged_manifest_is_moved_away_and_copied_back(run: str, store: MemoryStore) -> None:
+    to = f"{run}-copied"
+    holdfast("copy", run, to)
+    flip(store, f"version_40/{MANIFEST}")
+    answer = holdfast("copy", to, run)
+    assert answer.code == 8
+    assert f"Move its {MANIFEST} away, and nothing else" in answer.err
+    store.delete(f"version_40/{MANIFEST}")
+    assert holdfast("copy", to, run).code == 0
+    assert keys(run) == keys(to)
+    assert holdfast("verify", run).code == 0
+
+
+# -- beside retention ----------------------------------------------------------------------------
+
+
+def copied(run: hf.Run) -> list[object]:
+    made = _whole(run, run.listing(), hf.Run(MemoryStore()), quiet=True)
+    assert made.damaged == []
+    return list(made.copied)
+
+
+@pytest.mark.parametrize("damage", ["loses", "refuses"])
+def test_what_the_other_store_loses_is_no_deletion(store: MemoryStore, damage: str) -> None:
+    to = Wrapped(MemoryStore())
+
+    def lose(method: str, key: str) -> None:
+        if key.endswith(".index.json") and method == "put_if_absent":
+            to.inner.delete(key.replace(".index.json", ".safetensors"))
+
+    def refuse(method: str, key: str) -> None:
+        if method == "commit":
+            raise NotFound("the share is gone", key=key, store="elsewhere")
+
+    run = hf.Run(store)
+    if damage == "loses":
+        to.after = lose
+        told = _whole(run, run.listing(), hf.Run(to), quiet=True)
+        assert [type(e) for _, e in told.damaged] == [FormatError] * 3
+    else:
+        to.before = refuse
+        with pytest.raises(NotFound, match="the share is gone"):
+            _whole(run, run.listing(), hf.Run(to), quiet=True)
+    assert hf.Run(to.inner).listing().versions == []
+
+
+def checked(run: hf.Run) -> list[object]:
+    found, _ = _check_run(run, run.listing(), quiet=True)
+    assert [c.problems for c in found] == [()] * len(found)
+    return list(found)
+
+
+def looked_at(run: hf.Run) -> list[object]:
+    entries = look(run, run.listing()).entries
+    assert [e.problem for e in entries] == [None] * len(entries)
+    return list(entries)
+
+
+@pytest.mark.parametrize("use", [copied, checked, looked_at])
+def test_what_is_deleted_meanwhile_is_no_damage(use: Callable[[hf.Run], list[object]]) -> None:
+    """Retention is let in before every call in turn."""
+    outcomes = Counter[int]()
+    for at in itertools.count(1):
+        store, calls = Wrapped(make_run(MemoryStore())), itertools.count(1)
+
+        def retain(
+            method: str, key: str, store: Wrapped = store, n: Iterator[int] = calls, at: int = at
+        ) -> None:
+            if next(n) == at:
+                hf.Run(store.inner).retain(hf.KeepLast(1))
+
+        store.before = retain
+        outcomes[len(use(hf.Run(store)))] += 1
+        if next(calls) <= at:
+            break
+    assert outcomes.keys() == {1, 2, 3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from holdfast.engine.buffers import shared_pool
 from holdfast.engine.draft import Label
 from holdfast.engine.location import Location
 from holdfast.engine.save import begin, finish
-from holdfast.format.names import Version
+from holdfast.format.names import MANIFEST, Version
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 
@@ -23,13 +25,17 @@ def store(elsewhere: str) -> MemoryStore:
     """Version 1 in full; 2 and 3 refer to it."""
     made = open_store(elsewhere)
     assert isinstance(made, MemoryStore)
-    base = None
     for step in (1, 2, 3):
-        state = {"frozen": np.arange(20_000.0), "adapter": np.full(10, float(step))}
-        place = Location(made, f"version_{step}")
-        draft = begin(place, state, Label(step=step), shared_pool(), ahead=False, base=base)
-        base = finish(draft)
+        save(made, step)
     return made
+
+
+def save(store: MemoryStore, step: int, **more: Any) -> None:
+    """An increment on the version before."""
+    state = {"frozen": np.arange(20_000.0), "adapter": np.full(10, float(step)), **more}
+    place = Location(store, f"version_{step}")
+    base = hf.Run(store).open(Version(step - 1)) if step > 1 else None
+    finish(begin(place, state, Label(step=step), shared_pool(), ahead=False, base=base))
 
 
 def test_ls_tells_own_and_referred_bytes(store: MemoryStore) -> None:
@@ -150,3 +156,40 @@ def test_one_version_alone_can_be_copied(store: MemoryStore) -> None:
     to = "memory://cli-one-increment/version_3"
     assert holdfast("copy", f"{store.url}/version_3", to).code == 0
     assert hf.load(to)["frozen"][5] == 5.0
+
+
+def test_a_copy_that_was_trained_on_comes_home(store: MemoryStore) -> None:
+    to = "memory://cli-increments-that-come-home"
+    holdfast("copy", store.url, to)
+    other = open_store(to)
+    assert isinstance(other, MemoryStore)
+    save_after(other, 4)
+    answer = holdfast("copy", to, store.url, "--json")
+    assert answer.code == 0
+    assert [c["step"] for c in answer.json["copied"]] == [4]
+    assert hf.Run(store).open(Version(3)).bases == {Version(1)}
+    assert holdfast("verify", store.url).code == 0
+    assert holdfast("copy", store.url, to).code == 0
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_damaged_manifest_costs_no_version_that_refers_to_its_files(
+    store: MemoryStore, step: int
+) -> None:
+    """Also of an increment, whose shard has another name in the copy, which is full."""
+    to = f"memory://cli-healed-from-copies-{step}"
+    hf.Run(store).delete(Version(3))
+    for each in (3, 4):
+        save(store, each, more=np.arange(30_000.0))
+    assert hf.Run(store).open(Version(4)).bases == {Version(1), Version(3)}
+    holdfast("copy", store.url, to)
+    flip(store, f"version_{step}/{MANIFEST}")
+    answer = holdfast("copy", to, store.url)
+    assert answer.code == 8
+    assert f"Move its {MANIFEST} away, and nothing else" in answer.err
+    store.delete(f"version_{step}/{MANIFEST}")
+    assert holdfast("copy", to, store.url).code == 0
+    assert holdfast("verify", store.url).code == 0
+    assert holdfast("copy", to, store.url, "--json").json["copied"] == []
+    hf.Run(store).sweep(grace=0)
+    assert holdfast("verify", store.url).code == 0

@@ -12,17 +12,24 @@ from msgspec.structs import replace
 
 from holdfast.cli.answer import describe, json_option, line, print_json
 from holdfast.cli.exits import DAMAGED, exit_code
-from holdfast.cli.places import count, run_or_snapshot, stray
+from holdfast.cli.places import count, refuse_snapshot, run_or_snapshot, stray
 from holdfast.cli.screen import progress
-from holdfast.cli.verify import size_of, there
+from holdfast.cli.verify import size_of
 from holdfast.engine.commit import refuse_existing
 from holdfast.engine.copy import copied_attempt, copy_snapshot
 from holdfast.engine.location import Location, locate
 from holdfast.engine.pin import now
 from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
-from holdfast.format.names import branch_name, evaluation_name, parse_version, pin_name
+from holdfast.format.names import (
+    MANIFEST,
+    branch_name,
+    evaluation_name,
+    parse_version,
+    pin_name,
+)
 from holdfast.format.records import LastingPin, encode_evaluation, encode_lasting
+from holdfast.lines import forked
 from holdfast.run import Listing, Run
 
 if TYPE_CHECKING:
@@ -98,6 +105,7 @@ def _one(snapshot: Snapshot, to: str, quiet: bool) -> Copied:
 def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
     """All intact versions of a run, oldest first, after the records of its branches: whenever
     this ends, what has arrived is a run that can be resumed."""
+    refuse_snapshot(to)
     copied = Copied(run.url, to.url, stray=stray(run))
     todo: list[tuple[Snapshot, Location]] = []
     for version in listing.versions:
@@ -112,7 +120,7 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
             continue  # deleted meanwhile
         except FormatError as e:
             copied.damaged.append((str(version), e))
-    _refuse_strangers(to, copied)
+    _refuse_strangers(run, listing, to, copied)
     for number in listing.branches:
         to.store.put_if_absent(branch_name(number), run.store.get(branch_name(number), _SMALL))
         copied.branches += 1
@@ -124,7 +132,7 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
                 copied.copied.append(copy_snapshot(snapshot, place, tell))
                 _beside(run, listing, copied.copied[-1], copied)
             except NotFound:
-                if there(snapshot.place):  # else deleted meanwhile
+                if _there(snapshot.place):  # else deleted meanwhile
                     raise
             except FormatError as e:
                 copied.damaged.append((place.folder, e))
@@ -149,8 +157,16 @@ def _beside(run: Run, listing: Listing, made: Snapshot, copied: Copied) -> None:
         copied.pins += 1
 
 
+def _there(place: Location) -> bool:
+    try:
+        place.store.stat(place.key(MANIFEST))
+    except NotFound:
+        return False
+    return True
+
+
 def _same(snapshot: Snapshot, place: Location) -> bool:
-    """Whether a copy of the snapshot is at ``place``; False if nothing is.
+    """Whether a copy of the snapshot is at ``place``, or what it is a copy of; False if nothing is.
 
     Raises ``AlreadyExists`` if another snapshot is, or a damaged copy.
     """
@@ -163,9 +179,15 @@ def _same(snapshot: Snapshot, place: Location) -> bool:
         raise AlreadyExists(
             f"A damaged snapshot is at {place.url} already; nothing was changed",
             found=e.what,
-            todo="Delete it, or copy to another place",
+            todo=f"Move its {MANIFEST} away, and nothing else (newer versions may refer to other"
+            " files there), and copy again; or copy to another place",
         ) from e
-    if other.digest != snapshot.digest and other.manifest.attempt != copied_attempt(snapshot):
+    same = (
+        other.digest == snapshot.digest
+        or other.manifest.attempt == copied_attempt(snapshot)
+        or snapshot.manifest.attempt == copied_attempt(other)
+    )
+    if not same:
         raise AlreadyExists(
             f"Another snapshot is at {place.url} already; nothing was changed",
             expected=f"a copy of {snapshot.url}, or nothing",
@@ -175,9 +197,19 @@ def _same(snapshot: Snapshot, place: Location) -> bool:
     return True
 
 
-def _refuse_strangers(to: Run, copied: Copied) -> None:
+def _refuse_strangers(run: Run, listing: Listing, to: Run, copied: Copied) -> None:
     """Two trainings in one run would be one that never was."""
-    versions = to.listing().versions
+    theirs = to.listing()
+    versions = theirs.versions
+    stranger = forked(run, listing, to, theirs) if copied.present else None
+    if stranger is not None:
+        raise AlreadyExists(
+            f"{to.url} and {copied.source} have both gone on since one was copied from the other;"
+            " nothing was changed",
+            expected=f"nothing that {copied.source} never had",
+            found=stranger,
+            todo="Copy to another place",
+        )
     if versions and not copied.present:
         raise AlreadyExists(
             f"{to.url} holds another training; nothing was changed",

@@ -7,7 +7,7 @@ import os
 
 from holdfast.engine.location import Url, locate, versions_in
 from holdfast.engine.snapshot import Snapshot, open_snapshot
-from holdfast.errors import NoSnapshot, NotFound
+from holdfast.errors import AlreadyExists, NoSnapshot, NotFound
 from holdfast.format import names
 from holdfast.known import Listing
 from holdfast.run import Run, open_version, split_address
@@ -33,7 +33,7 @@ def snapshot_at(url: str) -> Snapshot:
 def run_at(url: str, *, committed: bool = True) -> tuple[Run, Listing]:
     """The run at ``url`` and what it holds. Raises ``NotFound`` if it is none, ``NoSnapshot`` if
     ``committed`` and it has no version."""
-    if _may_be_run(url):
+    if _may_be_run(url) and not _is_version(url):
         run = Run(url)
         listing = run.listing()
         if listing.versions:
@@ -63,6 +63,16 @@ def run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
     if _is_address(url) or (_is_snapshot(url) and not versions_in(locate(_named(url)))):
         return snapshot_at(url)
     return run_at(url)
+
+
+def refuse_snapshot(run: Run) -> None:
+    """Raise ``AlreadyExists`` if a run is to be where a snapshot is, or where a version of the
+    run above would be."""
+    if _called_like_a_version(run.url) or _is_snapshot(run.store):
+        raise AlreadyExists(
+            f"{run.url} is the place of a snapshot, not of a run; nothing was changed",
+            todo="Name a folder for the whole run",
+        )
 
 
 def stray(run: Run) -> str | None:
@@ -95,6 +105,15 @@ def started_at(url: str) -> Run:
         if path is None or not os.path.isdir(path) or not all(map(_of_run, os.listdir(path))):
             raise
         return Run(url)
+
+
+def _is_version(url: str) -> bool:
+    """Whether it is a version of the run above it, whatever else lies in it."""
+    return _called_like_a_version(url) and _is_snapshot(url)
+
+
+def _called_like_a_version(url: str) -> bool:
+    return names.parse_version(os.path.basename(_named(url).rstrip("/"))) is not None
 
 
 def _is_snapshot(url: Url) -> bool:

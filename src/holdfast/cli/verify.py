@@ -13,8 +13,7 @@ from holdfast.cli.answer import brief, describe, json_option, print_json
 from holdfast.cli.exits import DAMAGED, exit_code
 from holdfast.cli.places import count, run_or_snapshot, stray
 from holdfast.cli.screen import progress
-from holdfast.engine.location import Location
-from holdfast.engine.snapshot import Snapshot, open_at
+from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.verify import Problem, Seen
 from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError
 from holdfast.format.names import MANIFEST, branch_name, parse_evaluation, pin_name
@@ -107,10 +106,9 @@ def _check_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[Checked], 
                 report = snapshot.verify(tell, seen)
             except NotFound:
                 continue
-            if report.ok or there(snapshot.place):
-                checked.append(
-                    Checked(snapshot.place.folder, snapshot.url, report.nbytes, report.problems)
-                )
+            checked.append(
+                Checked(snapshot.place.folder, snapshot.url, report.nbytes, report.problems)
+            )
     order = {str(v): i for i, v in enumerate(listing.versions)}
     checked.sort(key=lambda c: order.get(c.name, len(order)))
     newest = str(run.line(listing)[-1]) if any(s.bases for s in opened) else None
@@ -147,17 +145,6 @@ def _danger(newest: Checked | None) -> str | None:
 
 def _broken(name: str, file: str, url: str, error: FormatError | StoreError) -> Checked:
     return Checked(name, url, 0, (Problem(file, error.fields.get("offset"), (), error),))
-
-
-def there(place: Location) -> bool:
-    """Whether it is still there: retention may have deleted it while it was read."""
-    try:
-        open_at(place)
-    except NotFound:
-        return False
-    except (FormatError, StoreError):
-        pass
-    return True
 
 
 def size_of(snapshot: Snapshot) -> int:
