@@ -170,10 +170,10 @@ def _section(
     title = "Durable save" if what == "save" else "Cold load into live tensors"
     text = {
         "save": "One process; seconds until file and folders are synced. The floor writes the same"
-        f" number of random bytes from aligned memory, threads by 8 MiB (tried:"
+        f" number of random bytes from aligned memory (huge pages), threads by 8 MiB (tried:"
         f" {', '.join(map(str, disk.THREADS))}; the best is used).",
         "load": "The files' pages are dropped before (checked with mincore); the loaded values are"
-        " compared after. The floor reads into aligned, touched memory.",
+        " compared after. The floor reads into aligned, touched memory (huge pages).",
     }[what] + " Peers far from the fastest, or all if time is short, sit out the third round."
     columns = [
         "",
