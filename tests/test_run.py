@@ -15,6 +15,7 @@ import holdfast
 from holdfast import Run
 from holdfast.engine import pin
 from holdfast.engine.buffers import shared_pool
+from holdfast.engine.copy import copy_snapshot
 from holdfast.engine.draft import Label
 from holdfast.engine.load import load_snapshot
 from holdfast.engine.location import Location
@@ -438,13 +439,14 @@ def test_what_is_deleted_while_it_is_read_is_not_found(store: MemoryStore) -> No
         lambda s: s.verify(),
         lambda s: s["weights"][:],
         load_snapshot,
+        lambda s: copy_snapshot(s, Location(MemoryStore(), "version_20")),
     ]
     snapshots = [Run(store).open(Version(20)) for _ in uses]
     looked = Run(store).open(Version(20))
     looked.indexes()
     for key in [s.key for s in store.list("version_20")]:
         store.delete(key)
-    for use, snapshot in zip([*uses, uses[3]], [*snapshots, looked], strict=True):
+    for use, snapshot in zip([*uses, uses[3], uses[5]], [*snapshots, looked, looked], strict=True):
         with pytest.raises(NotFound, match="was deleted") as caught:
             use(snapshot)
         assert place.url in str(caught.value)

@@ -53,6 +53,11 @@ def copy_snapshot(
     ``StoreError``; whenever it raises, nothing was committed.
     """
     refuse_existing(place)
+    with snapshot.told_if_deleted():
+        return _copy(snapshot, place, progress)
+
+
+def _copy(snapshot: Snapshot, place: Location, progress: Progress | None) -> Snapshot:
     indexes = snapshot.indexes()
     raw = snapshot.place.store.get(snapshot.place.key(MANIFEST), MAX_BYTES)
     manifest, found = decode_manifest(raw, snapshot.place.key(MANIFEST))

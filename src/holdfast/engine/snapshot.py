@@ -203,7 +203,7 @@ class Snapshot:
         ``NotFound`` if it has been deleted.
         """
         if self._indexes is None:
-            with self._told_if_deleted():
+            with self.told_if_deleted():
                 self._indexes = self.read_indexes()
         return self._indexes
 
@@ -248,7 +248,7 @@ class Snapshot:
         Raises ``FormatError`` for a file that is missing or has another length, ``NotFound`` if
         the version has been deleted.
         """
-        with self._told_if_deleted():
+        with self.told_if_deleted():
             self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -267,7 +267,7 @@ class Snapshot:
         with uncollected():
             plan = plan_read(indexes, wants)
         threads = read_settings().threads
-        with self._told_if_deleted():
+        with self.told_if_deleted():
             run_reads(self.place, plan, indexes, targets, shared_pool(), threads)
 
     def verify(
@@ -286,7 +286,7 @@ class Snapshot:
         return report
 
     @contextmanager
-    def _told_if_deleted(self) -> Iterator[None]:
+    def told_if_deleted(self) -> Iterator[None]:
         """Files of a version that is being deleted are missing, but it is not damaged."""
         try:
             yield
