@@ -822,6 +822,16 @@ def test_sweep_of_abandoned_versions_leaves_what_is_pinned_or_referred_to(
     assert run.listing().versions == [Version(20), Version(40), Version(40, 1), Version(60, 1)]
 
 
+def test_a_small_file_on_its_way_is_left_alone_for_a_moment(tmp_path: Any) -> None:
+    """A save puts its pin before anything speaks for it: swept away, it would fail."""
+    holdfast.save(tmp_path / "version_1", {"x": 1}, step=1)
+    key = ".pin-0123456789ab.json.0123456789abcdef.partial"
+    (tmp_path / key).write_bytes(b"{")
+    run = Run(tmp_path)
+    assert run.sweep(grace=0).kept == [(key, "younger than 60 s")]
+    assert run.sweep(grace=0, now=time.time() + 61).removed == [key]
+
+
 def test_retention_is_a_rule_over_records(store: MemoryStore) -> None:
     """What a policy is given: intact versions on the line, oldest first, with their metrics."""
     seen: list[Iterable[Record]] = []

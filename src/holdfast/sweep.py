@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 GRACE = 24 * 3600.0
 """Seconds that a file which no manifest names is left alone."""
 
+MOMENT = 60.0
+"""Seconds that a small file may take on its way; nothing speaks for one, such as a pin."""
+
 FOREIGN_PIN = 7 * GRACE
 """Seconds after which a pin of another machine, whose life cannot be seen, counts no more, nor one
 that cannot be read."""
@@ -236,7 +239,8 @@ def sweep(run: Run, asked: Asked) -> Swept:
         attempt = match[1] if match else None
         # what names no attempt (a manifest on its way) may be of any that is under way
         under_way = attempt in claims.attempts or (attempt is None and claims.attempts)
-        work.offer(stat, "a save is under way" if under_way else None)
+        why = "a save is under way" if under_way else None
+        work.offer(stat, why, asked.grace if attempt else max(asked.grace, MOMENT))
     if asked.abandoned:
         work.abandoned()
     return Swept(work.removed, work.kept, work.nbytes)
@@ -271,13 +275,14 @@ class _Sweep:
         self.removed += [s.key for s in stats]
         self.nbytes += sum(s.length for s in stats)
 
-    def offer(self, stat: Stat, why: str | None) -> None:
+    def offer(self, stat: Stat, why: str | None, grace: float | None = None) -> None:
         """Remove an orphan, unless something speaks for it."""
         why = why or self.claims.blind
+        grace = self.asked.grace if grace is None else grace
         if why is not None:
             self.kept.append((stat.key, why))
-        elif self.asked.now - stat.modified < self.asked.grace:
-            self.kept.append((stat.key, f"younger than {self.asked.grace:.0f} s"))
+        elif self.asked.now - stat.modified < grace:
+            self.kept.append((stat.key, f"younger than {grace:.0f} s"))
         else:
             self.remove(stat)
 
