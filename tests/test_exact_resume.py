@@ -25,6 +25,7 @@ from holdfast.errors import HoldfastError, PlanError, UncountedBatches, Uncounte
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
+from holdfast.together import Together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -622,3 +623,237 @@ def test_a_stateful_loader_goes_on_by_its_own_state(kind: str, workers: int) -> 
         return Reading({"loader": loader}, loader)
 
     goes_on_exactly(make)
+
+
+# -- several samplers in one state ---------------------------------------------------------------
+
+
+def forever(loader: Any) -> Iterator[torch.Tensor]:
+    while True:
+        yield from loader
+
+
+def zipped(first: Any, second: Any) -> Iterator[Any]:
+    return zip(first, second)
+
+
+def asked(first: Any, second: Any) -> Iterator[Any]:
+    others = iter(second)
+    for one in first:
+        yield one, next(others)
+
+
+Seen = list[tuple[list[int], list[int], float]]
+
+
+@dataclass
+class Pair:
+    """A loop over two loaders, whose samplers are in one state. ``count``: how it counts epochs;
+    ``save``: by hand between two epochs, before or after that."""
+
+    lengths: tuple[int, int] = (6, 6)
+    workers: tuple[int, int] = (0, 0)
+    together: Any = zipped
+    endless: bool = False  # the second loader has no part in what an epoch is
+    count: str = "after"
+    save: str = "no"
+    epochs: int = 3
+    draws: bool = True
+
+    def __str__(self) -> str:
+        plain = Pair()
+        changed = [k for k, v in vars(self).items() if v != getattr(plain, k)]
+        return ",".join(f"{k}={getattr(self, k)}".replace(" ", "")[:25] for k in changed)
+
+    def run(self, store: Store, stop: int = -1, stop_at_epoch: int = -1) -> Seen:
+        samplers = [holdfast.ElasticSampler(n, 2, seed=i) for i, n in enumerate(self.lengths)]
+        first, second = (
+            DataLoader(Places(), batch_sampler=s, num_workers=w)
+            for s, w in zip(samplers, self.workers)
+        )
+        if self.endless:
+            second = forever(second)  # type: ignore[assignment]
+        progress, seen = holdfast.Progress(), []
+        state: dict[str, Any] = {"samplers": samplers, "rng": holdfast.RNG()}
+        if self.count != "not":
+            state["progress"] = progress
+        policy = holdfast.EverySteps(1000 if stop < 0 else stop)
+        with holdfast.Checkpointer(store, state, save=policy) as ckpt:
+            ckpt.resume()
+            for epoch in range(progress.epoch, self.epochs if self.count != "not" else 99):
+                if self.count == "before":
+                    progress.epoch = epoch
+                for (x, _), (y, _) in self.together(first, second):
+                    if self.count == "within":
+                        progress.epoch = epoch
+                    drawn = torch.rand(1).item() if self.draws else 0.0
+                    seen.append((x.tolist(), y.tolist(), drawn))
+                    ckpt.step()
+                    if ckpt.current_step == stop or (self.count == "not" and len(seen) >= 12):
+                        return seen
+                if self.save == "before":
+                    ckpt.save()
+                if self.count == "after":
+                    progress.epoch += 1
+                if self.save == "after":
+                    ckpt.save()
+                if epoch == stop_at_epoch:
+                    return seen
+        return seen
+
+    def goes_on_exactly(self) -> None:
+        seed_all(0)
+        whole = self.run(MemoryStore())
+        for stop in range(1, len(whole)):
+            store = MemoryStore()
+            seed_all(0)
+            first = self.run(store, stop)
+            seed_all(99)
+            rest = self.run(store)
+            assert (first + rest)[: len(whole)] == whole, f"stopped at step {stop}"
+            assert len(first + rest) == len(whole) or self.count == "not"
+        for epoch in range(self.epochs - 1 if self.save != "no" else 0):
+            store = MemoryStore()
+            seed_all(0)
+            first = self.run(store, stop_at_epoch=epoch)
+            seed_all(99)
+            assert first + self.run(store) == whole, f"stopped after epoch {epoch}"
+
+
+LENGTHS = [(6, 6), (4, 6), (6, 4), (2, 6), (2, 2)]
+PAIRS = [
+    *(Pair(lengths, count=c) for lengths in LENGTHS for c in ("after", "before", "not")),
+    *(Pair(lengths, save=s) for lengths in LENGTHS for s in ("before", "after")),
+    Pair(count="within"),
+    Pair((6, 4), count="within"),
+    Pair(together=asked),
+    *(Pair(lengths, endless=True) for lengths in LENGTHS[:3]),
+    *(Pair(lengths, endless=True, count="within") for lengths in LENGTHS[:3]),
+    *(Pair(lengths, together=asked, endless=True, save="after") for lengths in LENGTHS[:3]),
+]
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.errors.UncountedBatches")
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_two_samplers_go_on_together(pair: Pair) -> None:
+    """The loop ends a pass as soon as one of them is at an end; the other may not even have been
+    asked for a batch. And both their loaders draw before the first batch."""
+    pair.goes_on_exactly()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::holdfast.errors.UncountedBatches")
+@pytest.mark.parametrize("workers", [(2, 2), (0, 2), (2, 0)], ids=str)
+def test_two_samplers_go_on_together_with_workers(workers: tuple[int, int]) -> None:
+    """With workers for the first only, the second draws once more, as documented, where the first
+    is at an end: a loader with workers has been asked for all when the other is iterated over."""
+    pair = Pair((4, 4), workers, count="within", epochs=2)
+    if workers != (2, 0):
+        pair.goes_on_exactly()
+        return
+    with pytest.raises(AssertionError, match="stopped at step 2"):
+        pair.goes_on_exactly()
+    pair.draws = False
+    pair.goes_on_exactly()
+
+
+def test_generators_noted_for_a_pass_that_is_over_are_not_put_back() -> None:
+    """What a loop draws after it, for an evaluation, say, would be drawn again."""
+    old, together = holdfast.ElasticSampler(4, 2), Together()
+    for _ in old:
+        old.advance()
+    first, second = holdfast.ElasticSampler(4, 2), holdfast.ElasticSampler(4, 2)
+    for sampler in (first, second):
+        sampler.follow(None, together)
+        sampler.load_state_dict(old.state_dict())
+    assert list(first) == []
+    iter(second)  # as zip does, of a loader whose workers have ended the first's pass already
+    seed_all(5)
+    drawn = generators()
+    for _ in zip(first, second):
+        assert generators() == drawn
+
+
+def test_three_samplers_go_on_together() -> None:
+    """The pass ends with the second; the third is at its end too, and is not asked."""
+
+    def run(store: Store, stop: int = -1) -> list[Any]:
+        samplers = [holdfast.ElasticSampler(n, 2, seed=n) for n in (10, 6, 5)]
+        progress, seen = holdfast.Progress(), []
+        state = {"samplers": samplers, "progress": progress}
+        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1)) as ckpt:
+            ckpt.resume()
+            while progress.epoch < 4:
+                for batches in zip(*samplers):
+                    seen.append(batches)
+                    ckpt.step()
+                    if ckpt.current_step == stop:
+                        return seen
+                progress.epoch += 1
+        return seen
+
+    whole = run(MemoryStore())
+    for stop in range(1, len(whole)):
+        store = MemoryStore()
+        assert run(store, stop) + run(store) == whole, f"stopped at step {stop}"
+
+
+def test_a_step_that_one_sampler_cannot_count_moves_none() -> None:
+    samplers = [holdfast.ElasticSampler(8, 2), holdfast.ElasticSampler(8, 2)]
+    with holdfast.Checkpointer(MemoryStore(), {"samplers": samplers}) as ckpt:
+        passes = [iter(s) for s in samplers]
+        next(passes[0])
+        with pytest.raises(HoldfastError, match="not given out"):
+            ckpt.step()
+        assert [s.left for s in samplers] == [4, 4]
+        next(passes[1])
+        ckpt.step()
+        assert [s.left for s in samplers] == [3, 3]
+
+
+# -- ways to count epochs ------------------------------------------------------------------------
+
+
+EVERY = ["after", "before", "within", "last", "from one"]
+COUNTS = [
+    *((count, batches, 1) for count in EVERY for batches in (2, 3)),
+    *((count, 1, 1) for count in EVERY[:-1]),  # a "last" of one step is the same as "from one"
+    *((count, batches, 2) for count in EVERY[:3] for batches in (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(("count", "batches", "per_step"), COUNTS)
+def test_every_way_to_count_epochs_goes_on_exactly(count: str, batches: int, per_step: int) -> None:
+    """``last``: as done, before the last step; ``from one``: within, and the first epoch is 1."""
+    one = int(count == "from one")
+
+    def run(store: Store, stop: int = -1) -> list[list[int]]:
+        sampler, progress = holdfast.ElasticSampler(2 * batches, 2), holdfast.Progress()
+        state, seen, window = {"sampler": sampler, "progress": progress}, [], []
+        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1)) as ckpt:
+            ckpt.resume()
+            for epoch in range(max(progress.epoch, one), 4 + one):
+                if count == "before":
+                    progress.epoch = epoch
+                for batch in sampler:
+                    if count in ("within", "from one"):
+                        progress.epoch = epoch
+                    window.append(batch)
+                    if len(window) < per_step:
+                        continue
+                    if count == "last" and sampler.left == 1:
+                        progress.epoch = epoch + 1
+                    seen += window
+                    ckpt.step(batches=len(window))
+                    window = []
+                    if progress.step == stop:
+                        return seen
+                if count == "after":
+                    progress.epoch += 1
+        return seen
+
+    whole = run(MemoryStore())
+    assert len(whole) == 4 * batches
+    for stop in range(1, len(whole) // per_step):
+        store = MemoryStore()
+        assert run(store, stop) + run(store) == whole, f"stopped at step {stop}"

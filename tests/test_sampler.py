@@ -23,6 +23,7 @@ import holdfast
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
 from holdfast.order import permuted
 from holdfast.storage.memory import MemoryStore
+from holdfast.together import Together
 
 Sampler = holdfast.ElasticSampler
 
@@ -711,6 +712,20 @@ def test_a_loaded_state_is_saved_again_as_it_was() -> None:
     assert sampler.state_dict() == saved
 
 
+def test_an_empty_rest_that_was_never_asked_for_is_counted_up_as_well() -> None:
+    """The loop ends with the first of two samplers; a state from behind it has both as done."""
+    old, progress = between(count_up=False)
+    together, pair = Together(), [Sampler(8, 2), Sampler(8, 2)]
+    for sampler in pair:
+        sampler.follow(progress, together)
+        sampler.load_state_dict(old.state_dict())
+    assert list(zip(*pair)) == []
+    assert [s.state_dict() for s in pair] == [old.state_dict()] * 2
+    progress.epoch += 1
+    assert [s.state_dict()["epoch"] for s in pair] == [1, 1]
+    assert [flat(train(resumed(s, 8, 2))) for s in pair] == [order(8, epoch=1)] * 2
+
+
 @pytest.mark.parametrize("how", ["after", "before", "within", "late", "breaks", "no progress"])
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
 def test_epochs_that_are_counted_are_not_told(how: str, start: int) -> None:
@@ -918,6 +933,22 @@ def test_a_copy_of_a_state_follows_the_copied_progress() -> None:
     state["progress"].epoch += 1
     assert state["sampler"].state_dict()["epoch"] == 1
     assert sampler.state_dict()["epoch"] == 0
+
+
+def test_copies_of_several_know_each_other_and_not_the_old_ones() -> None:
+    state = {"samplers": [Sampler(8, 2), Sampler(8, 2)], "progress": holdfast.Progress()}
+    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+        for _ in zip(*state["samplers"]):
+            ckpt.step()
+    saved = [s.state_dict() for s in state["samplers"]]
+    for how in (copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))):
+        twins = how(state["samplers"])
+        for sampler in (*state["samplers"], *twins):
+            sampler.load_state_dict(saved[0])
+        assert list(zip(*state["samplers"])) == []
+        for sampler in twins:
+            assert list(sampler) == []  # nothing has begun beside it
+        assert len(list(zip(*state["samplers"]))) == 4
 
 
 class Squares(torch.utils.data.Dataset[int]):

@@ -9,6 +9,7 @@ from holdfast.engine.steady import found_in
 from holdfast.errors import HoldfastError
 from holdfast.progress import Progress
 from holdfast.sampler import ElasticSampler
+from holdfast.together import Together
 
 
 class Count:
@@ -19,9 +20,9 @@ class Count:
     def __init__(self, state: dict[str, Any]) -> None:
         self._progress = _the_only(list(found_in(state, Progress)))
         self._samplers = list(found_in(state, ElasticSampler))
-        if self._progress is not None:
-            for sampler in self._samplers:
-                sampler.follow(self._progress)
+        together = Together()
+        for sampler in self._samplers:
+            sampler.follow(self._progress, together)
         self._steps = 0
         self._counted: int | None = None
 
@@ -46,6 +47,8 @@ class Count:
         progress, counted = self._progress, self._counted
         if progress is not None:
             _check(progress.step, counted)
+        for sampler in self._samplers:
+            sampler.check(batches)  # before the first moves
         for sampler in self._samplers:
             sampler.advance(batches)
         self._counted = None  # should this be interrupted, the count is not held against anyone

@@ -15,14 +15,15 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from holdfast.engine.live import torch_or_none
-from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
+from holdfast.errors import HoldfastError, PlanError, UncountedBatches
+from holdfast.labels import Labels
 from holdfast.order import permuted
-from holdfast.progress import RNG
+from holdfast.together import Together
 
 if TYPE_CHECKING:
     from holdfast.progress import Progress
@@ -79,11 +80,9 @@ class ElasticSampler:
         self._advanced = False  # a step has counted it, whatever it counted
         self._ignored = 0  # passes that were over when no step had
         self._resumed = False  # loaded, and no pass has begun since
-        self._generators: dict[str, Any] | None = None
-        self._progress: Progress | None = None
-        self._label: int | None = None  # progress.epoch when the pass began
-        self._first: tuple[int, int] | None = None  # the first pass's epoch, and its label
-        self._told = False  # that progress.epoch is not counted
+        self._asked: tuple[int, int | None] | None = None  # when it was first iterated over since
+        self._labels = Labels()
+        self._together = Together([self._labels])
         self._refuse_sizes()
 
     def __repr__(self) -> str:
@@ -118,25 +117,25 @@ class ElasticSampler:
         """
         return self._batches(self.length - self._counted[1])
 
-    def follow(self, progress: Progress) -> None:
-        """Tells the sampler who counts epochs for the user. A ``Checkpointer`` calls it.
+    def follow(self, progress: Progress | None, together: Together | None = None) -> None:
+        """Tells the sampler who counts epochs for the user, and the samplers of one state, each by
+        the same ``together``, of each other. A ``Checkpointer`` calls it.
 
         A state that is saved between two passes then resumes with the next epoch once
         ``progress.epoch`` has been counted up, and with the rest of the last one (which is empty)
         before; without a ``Progress`` always with the latter.
         """
-        self._progress = progress
-        self._first = None
+        self._labels.follow(progress)
+        if together is not None:
+            self._together = together
+            together.labels.append(self._labels)
 
-    def advance(self, batches: int = 1) -> None:
-        """Count so many batches as trained on. ``Checkpointer.step(batches=...)`` calls it.
-
-        Raises ``HoldfastError`` if fewer have been given out; nothing is counted then.
-        """
+    def check(self, batches: int) -> None:
+        """Raises the ``HoldfastError`` that ``advance`` would. Of several samplers all are asked
+        before the first is moved."""
         self._advanced = True
-        batches = operator.index(batches)
         _demand("A step cannot count so many batches", batches >= 0, "0 or more", batches)
-        at, left = self._walk(batches)
+        left = self._walk(batches)[1]
         if left:
             raise HoldfastError(
                 f"A step counts batches that {self} has not given out",
@@ -146,10 +145,21 @@ class ElasticSampler:
                 " anew; a step that takes no batch from it is step(batches=0); a sampler for"
                 " evaluation does not belong into the state",
             )
+
+    def advance(self, batches: int = 1) -> None:
+        """Count so many batches as trained on. ``Checkpointer.step(batches=...)`` calls it.
+
+        Raises ``HoldfastError`` if fewer have been given out; nothing is counted then.
+        """
+        batches = operator.index(batches)
+        self.check(batches)
+        at = self._walk(batches)[0]
         self._per_step = max(self._per_step, batches)
         if self._over(at[1]) and self._given[0] > at[0]:
             at = (at[0] + 1, 0)
         self._counted = at
+        if at[0] < self._last or not self._over(at[1]):
+            self._together.stepped()
 
     def state_dict(self) -> dict[str, int]:
         """Plain ints and bools, free of ranks and workers.
@@ -160,7 +170,7 @@ class ElasticSampler:
         """
         epoch, samples = self._counted
         last = self._last
-        if self._closed() and self._counted_up():
+        if self._closed() and self._labels.counted(self._last):
             last += 1
             if self._counted == self._given:
                 epoch, samples = last, 0
@@ -182,20 +192,29 @@ class ElasticSampler:
         self._last = state["epoch"] + state["ahead"]
         self._per_step = state["per_step"]
         self._passes += 1
-        self._resumed = True
-        self._generators = self._label = self._first = None
+        self._resumed, self._asked = True, None
+        self._labels.forget()
+        self._together.loaded(self, at_beginning=self._counted == (self._last, 0))
 
     def __iter__(self) -> Iterator[list[int]]:
         """The part of this rank in each batch of the pass.
 
         A ``DataLoader`` draws a seed for its workers when it is iterated over, also where the run
         that was never interrupted was in mid-epoch. So the first pass after a resume puts the
-        global generators back to what they were here before it gives out a batch.
+        global generators back to what they were here before it gives out a batch (``Together``).
         """
-        # with workers a DataLoader calls this twice, and draws in between: the first call counts
-        begun = self._counted != (self._last, 0)
-        if self._resumed and begun and self._generators is None:
-            self._generators = RNG().state_dict()
+        if self._resumed:
+            now = (self._together.begun, self._labels.now)
+            if self._asked is None:
+                self._asked = now
+                self._labels.begun(self._last)
+            # a DataLoader with workers asks twice at once; where something has happened in between,
+            # the pass that was asked for first has ended before it came to this sampler: a loop
+            # over several loaders ends with the first that is at its end
+            if now == self._asked:
+                self._together.note_generators()
+            else:
+                self._resumed = False
         return self._pass()
 
     # -- how it is done ------------------------------------------------------------------------
@@ -226,20 +245,16 @@ class ElasticSampler:
     def _begin(self) -> None:
         """Decide where a pass begins, and in which epoch it ends."""
         self._passes += 1
-        if self._resumed:
-            self._resumed = False
-        elif self._closed():
+        resumed, self._resumed = self._resumed, False
+        if not resumed and self._closed():
             self._last += 1
             self._enter(self._last)
-        else:
+        elif not resumed:
             if self._over(self._given[1]) and self._given[0] == self._last:
                 self._tell_uncounted()
             self._given = self._counted
-        if self._progress is not None:
-            self._look_at(self._progress.epoch)
-        if self._generators is not None:
-            RNG().load_state_dict(self._generators)
-            self._generators = None
+        self._labels.begun(self._last)
+        self._together.begin(self, self._last, resumed)
 
     def _tell_uncounted(self) -> None:
         """A pass gave out all that it had, and more of it than a step takes was not counted."""
@@ -259,22 +274,6 @@ class ElasticSampler:
             raise HoldfastError(what, todo=todo)
         warnings.warn(f"{what}. {todo}", UncountedBatches, stacklevel=3)
 
-    def _look_at(self, label: int) -> None:
-        """Keep what ``progress.epoch`` is when a pass begins. Twice the same is what a loop may do
-        that sets it within the pass; three epochs of the same are not counted."""
-        self._label = label
-        if self._first is None:
-            self._first = (self._last, label)
-        elif not self._told and self._last >= self._first[0] + 2 and label == self._first[1]:
-            self._told = True
-            warnings.warn(
-                f"{self} goes on to epoch {self._last}, and progress.epoch is still {label}: "
-                "count progress.epoch, by progress.epoch += 1 after the loop over the loader. "
-                f"After a restart a loop over epochs would begin at epoch {label} again",
-                UncountedEpochs,
-                stacklevel=3,
-            )
-
     def _enter(self, epoch: int) -> None:
         """Go on to an epoch's beginning, and let the count go along if it owes nothing."""
         if self._counted == self._given:
@@ -286,14 +285,6 @@ class ElasticSampler:
         than a step's batches: the beginning of a step that ends in the next epoch."""
         whole = self._given[0] == self._last and self._over(self._given[1])
         return whole and self._walk(self._per_step - 1)[0] == self._given
-
-    def _counted_up(self) -> bool:
-        """Whether the user has counted the pass's epoch as done."""
-        return (
-            self._progress is not None
-            and self._label is not None
-            and self._progress.epoch > self._label
-        )
 
     def _walk(self, batches: int) -> tuple[Position, int]:
         """The position so many batches further, of those given out, and how many are missing."""
