@@ -766,12 +766,14 @@ def test_generators_noted_for_a_pass_that_is_over_are_not_put_back() -> None:
     for sampler in (first, second):
         sampler.follow(None, together)
         sampler.load_state_dict(old.state_dict())
-    assert list(first) == []
-    iter(second)  # as zip does, of a loader whose workers have ended the first's pass already
+    assert list(first) == []  # with workers, as soon as its loader is iterated over
+    iter(second)
     seed_all(5)
     drawn = generators()
-    for _ in zip(first, second):
-        assert generators() == drawn
+    assert next(iter(first)) == next(iter(old))
+    assert generators() == drawn
+    assert len(list(second)) == 2
+    assert generators() == drawn
 
 
 def test_three_samplers_go_on_together() -> None:
