@@ -757,6 +757,19 @@ def test_two_samplers_go_on_together_with_workers(workers: tuple[int, int]) -> N
     pair.goes_on_exactly()
 
 
+def test_generators_noted_before_another_resume_are_not_put_back() -> None:
+    sampler = holdfast.ElasticSampler(8, 2)
+    next(iter(sampler))
+    sampler.advance()
+    sampler.load_state_dict(sampler.state_dict())
+    iter(sampler)
+    sampler.load_state_dict(sampler.state_dict())
+    seed_all(5)
+    restored = generators()
+    assert len(list(sampler)) == 3
+    assert generators() == restored
+
+
 def test_generators_noted_for_a_pass_that_is_over_are_not_put_back() -> None:
     """What a loop draws after it, for an evaluation, say, would be drawn again."""
     old, together = holdfast.ElasticSampler(4, 2), Together()

@@ -158,7 +158,7 @@ class ElasticSampler:
         if self._over(at[1]) and self._given[0] > at[0]:
             at = (at[0] + 1, 0)
         self._counted = at
-        if at[0] < self._last or not self._over(at[1]):
+        if not self._over(at[1]):
             self._together.stepped()
 
     def state_dict(self) -> dict[str, int]:
