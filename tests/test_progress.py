@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -185,3 +188,35 @@ def test_a_state_without_devices_loads_where_there_are_some(
 def test_rng_refuses_another_state(state: object) -> None:
     with pytest.raises(PlanError, match="not the state of an RNG"):
         holdfast.RNG().load_state_dict(state)  # type: ignore[arg-type]
+
+
+def test_torch_is_taken_only_if_the_program_has_loaded_it(tmp_path: Path) -> None:
+    """A state of arrays is saved, and comes back, where PyTorch is not loaded; one that has
+    PyTorch's generator sets it also where PyTorch comes later."""
+    script = """
+import random, sys
+import numpy as np
+import holdfast
+def save(name):
+    holdfast.save(sys.argv[1] + name, {"w": np.zeros(3), "rng": holdfast.RNG()})
+def load(name):
+    holdfast.load(sys.argv[1] + name, into={"w": np.ones(3), "rng": holdfast.RNG()})
+if sys.argv[2] == "save":
+    save("/bare")
+    drawn = random.random(), np.random.normal()
+    load("/bare")
+    assert drawn == (random.random(), np.random.normal())
+    assert "torch" not in sys.modules
+    import torch
+    torch.manual_seed(7)
+    load("/bare")
+    assert torch.initial_seed() == 7
+    save("/whole")
+else:
+    load("/whole")
+    import torch
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
+    assert torch.rand(3).tolist() == expected.tolist()
+"""
+    for turn in ("save", "load"):
+        subprocess.run([sys.executable, "-c", script, tmp_path, turn], check=True)

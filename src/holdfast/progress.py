@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.engine.live import torch_or_none
 from holdfast.errors import PlanError
 
 
@@ -37,8 +38,8 @@ class Progress:
 
 
 class RNG:
-    """The global random generators: Python's, NumPy's, PyTorch's, and one for each device of the
-    accelerator that PyTorch uses here.
+    """The global random generators: Python's, NumPy's, PyTorch's where the program has loaded it,
+    and one for each device of the accelerator that PyTorch uses here.
 
     Put one into the state; random numbers after a resume are then those that would have followed.
     NumPy has one global generator, the legacy one; a ``numpy.random.Generator`` is its owner's.
@@ -49,7 +50,7 @@ class RNG:
         ``cuda``: a list, one per device, if the program uses the device at all."""
         numpy_state = np.random.get_state()
         state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy_state}
-        torch = _torch()
+        torch = torch_or_none()
         if torch is not None:
             state["torch"] = torch.get_rng_state()
             kind, device = _accelerator(torch)
@@ -72,8 +73,9 @@ class RNG:
             )
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
-        torch = _torch()
-        if torch is not None and "torch" in state:
+        if "torch" in state:
+            import torch  # it may come after the resume: it is then to go on from here
+
             torch.set_rng_state(state["torch"])
             kind, device = _accelerator(torch)
             if kind in state and torch.accelerator.is_available():
@@ -91,11 +93,3 @@ def _places(torch: Any) -> list[tuple[int, ...]]:
     """How the accelerator's module calls its devices: one alone needs no number; MPS takes none."""
     count = torch.accelerator.device_count()
     return [()] if count == 1 else [(i,) for i in range(count)]
-
-
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch
