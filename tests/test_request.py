@@ -660,8 +660,16 @@ def test_only_the_main_thread_can_set_it(store: Shaky, previous: list[int]) -> N
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert "main thread" in str(raised[0])
+    assert "Call save_on_signal from the main thread" in str(raised[0])
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, -1, 0, 999, "USR1", None, 1.5])
+def test_what_is_no_signal_that_can_be_handled(store: Shaky, number: Any) -> None:
+    watcher = Watcher(store)
+    with pytest.raises(HoldfastError, match=r"cannot be made to ask .*such as signal\.SIGUSR1"):
+        watcher.on_signal(number)
+    watcher.close()
 
 
 def test_close_from_another_thread_leaves_the_signal_and_no_error(

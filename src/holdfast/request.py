@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any
 
@@ -280,7 +280,8 @@ class Watcher:
         """Let a signal such as ``signal.SIGUSR1`` ask for a save too, until ``close``.
 
         The handler only takes a note, and calls the one that was there before it. Raises
-        ``HoldfastError`` outside of the main thread, where Python allows no handlers.
+        ``HoldfastError`` for what is no signal or cannot be handled (``SIGKILL``), and outside of
+        the main thread, where Python allows no handlers.
         """
 
         def handler(received: int, frame: FrameType | None) -> None:
@@ -288,14 +289,17 @@ class Watcher:
             if callable(before):
                 before(received, frame)
 
-        before = signal.getsignal(number)
         try:
+            before = signal.getsignal(number)
             signal.signal(number, handler)
-        except ValueError as e:
+        except (OSError, TypeError, ValueError) as e:
+            at_home = current_thread() is main_thread()
             raise HoldfastError(
-                f"Signal {number} cannot be made to ask for a save",
+                f"Signal {number!r} cannot be made to ask for a save",
                 found=str(e),
-                todo="Call on_signal from the main thread of the program",
+                todo="Give a signal that can be handled, such as signal.SIGUSR1"
+                if at_home
+                else "Call save_on_signal from the main thread of the program",
             ) from e
         self._signals.append((number, handler, before))
 
