@@ -30,6 +30,7 @@ from holdfast.errors import (
     PlanError,
     SaveFailed,
     StoreError,
+    Unavailable,
     UnexpectedLeaf,
 )
 from holdfast.format.names import Version
@@ -448,6 +449,33 @@ def test_a_successor_takes_the_pins_of_its_predecessor_away_and_no_others(
         train(state, ckpt, 4)
     assert [s.key for s in Run(store).listing().pins] == [f"pin-{n:012}.json" for n in (2, 3)]
     assert Run(store).line() == [Version(2), Version(3), Version(4)]
+
+
+def test_a_store_that_fails_to_take_old_pins_away_ends_no_training() -> None:
+    """It is a courtesy: they count no more after a week."""
+
+    class Blip(MemoryStore):
+        def delete(self, key: str) -> None:
+            if key.startswith("pin-00"):
+                raise Unavailable("a blip")
+            super().delete(key)
+
+    store = Blip()
+    for key in ("pin-000000000000.json", "writer.json"):
+        store.put_if_absent(key, encode_pin(Pin("0" * 12, None, pin.now(), *ELSEWHERE)))
+    with training(store, EverySteps(1)) as (state, ckpt):
+        train(state, ckpt, 2)
+    assert Run(store).line() == [Version(1), Version(2)]
+
+
+def test_a_new_checkpointer_of_this_process_leaves_the_pins_of_the_last_one() -> None:
+    store = MemoryStore()
+    mine = Pin("0" * 12, None, pin.now(), *pin.identity())
+    for key in ("pin-000000000000.json", "writer.json"):
+        store.put_if_absent(key, encode_pin(mine))
+    with training(store, EverySteps(1)) as (state, ckpt):
+        train(state, ckpt, 1)
+    assert [s.key for s in Run(store).listing().pins] == ["pin-000000000000.json"]
 
 
 def test_a_writer_of_a_later_format_is_not_taken_for_nobody() -> None:

@@ -19,6 +19,7 @@ from holdfast.checks import (
     unentered,
 )
 from holdfast.counting import Count
+from holdfast.ending import tell_besides, tell_unsaved
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.location import Url
 from holdfast.engine.snapshot import Snapshot
@@ -202,8 +203,8 @@ class Checkpointer:
                 self._made(self._metrics, batches)
             self._refuse_blind_start()
             self._try(self._saver.look)
-            self._advise()
             self._save_if_due()
+            self._advise()
 
     def _made(self, metrics: Mapping[str, Any], batches: int) -> None:
         """One more step, of which the state is now."""
@@ -227,11 +228,8 @@ class Checkpointer:
                     self._tally.counts["skipped"] += 1
                     events.emit("save_skipped", run=self.run.url, step=self.current_step)
                 return
-        self._save("request" if asked else "cadence", self._metrics)
-
-    def _save(self, reason: str, metrics: Mapping[str, Any]) -> None:
-        self._try(lambda: self._saver.settle(self.current_step), 5)
-        self._try(lambda: self._start(reason, metrics), 5)
+        self._try(lambda: self._saver.settle(self.current_step), 4)
+        self._try(lambda: self._start("request" if asked else "cadence", self._metrics), 4)
 
     def _start(self, reason: str, metrics: Mapping[str, Any]) -> None:
         # a save that fails at once is not tried again at every step
@@ -287,13 +285,17 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for the save in flight and give the memory back. Raises what made it fail."""
+        self._end()
+        if self._process == os.getpid():
+            self._saver.look_for_metrics()
+            self._advise()
+
+    def _end(self) -> None:
         self._closed = True
         if self._process != os.getpid():
             return  # saves and buffers are those of the process that this one was forked from
         try:
             self._try(self._saver.wait)
-            self._saver.look_for_metrics()
-            self._advise()
         finally:
             if self._boundary is not None:
                 self._boundary.close()
@@ -315,31 +317,29 @@ class Checkpointer:
             try:
                 self._save_boundary(error, told)
             finally:
-                self.close()
+                self._end()
         except Exception as e:
             if isinstance(error, SystemExit) and not error.code:
                 raise  # whoever has started this process must not hear that all is well
             told.append(f"the last save failed: {e}")
-        for each in told:  # by a warning too: neither SystemExit nor what is caught is shown
-            error.add_note(f"Besides, {each}")
-            warnings.warn(f"{type(error).__name__} ended it. Besides, {each}", SaveFailed, 2)
+        tell_besides(error, told)
+
+    @property
+    def _alive(self) -> bool:
+        """Whether it has begun to save, the state is that of a step, and nobody has closed it."""
+        mine = self._process == os.getpid()
+        return mine and self._started and not self._invalid and not self._closed
 
     def _leave(self) -> None:
-        """The training has ended well: what ``busy="skip"`` has left out last is saved now."""
-        alive = not self._closed and self._process == os.getpid()
-        try:
-            if alive and self._left_out is not self._last:
-                self._save("cadence", self._metrics)
-        finally:
-            self.close()
-        step, since = self.current_step, self._saver.saved_step
-        if alive and self._started and since != step:
-            events.emit("left_unsaved", run=self.run.url, step=step, since=since)
+        """The training has ended well."""
+        alive, skipped = self._alive, self._left_out is not self._last
+        self.close()
+        if alive and self._saver.saved_step != self.current_step:
+            tell_unsaved(self.run.url, self.current_step, self._saver.saved_step, skipped)
 
     def _save_boundary(self, error: BaseException, told: list[str]) -> None:
         """Save the state before the step that raised, if that was asked for."""
-        alive = not self._closed and self._process == os.getpid()
-        if self._boundary is not None and self._marked is not None and alive:
+        if self._boundary is not None and self._marked is not None and self._alive:
             step, training, metrics = self._marked
             note = {**self._note, "error": f"{type(error).__name__}: {error}"[:1000]}
             order = Order(Version(step, self._branch), "exception", metrics, note, training)

@@ -167,7 +167,8 @@ class SkippedVersion(UserWarning):
 
 
 class SaveFailed(UserWarning):
-    """A save failed and training goes on, since ``on_error="warn"`` was chosen."""
+    """A save failed or was left out, and nothing else tells: training goes on, since
+    ``on_error="warn"`` was chosen, or has ended."""
 
 
 class MetricMissing(UserWarning):

@@ -91,7 +91,7 @@ class Saver:
         self._late: Exception | None = None
         self._looked = False
         self.advice: str | None = None
-        """What the training should be told at its next step."""
+        """What the training should be told at its next step, or at the end."""
 
     @property
     def busy(self) -> bool:
@@ -178,19 +178,23 @@ class Saver:
     def rescue(self, boundary: Boundary, order: Order, told: list[str]) -> None:
         """Save the state of the last boundary after an error has ended the training, if it is
         there still; ``told`` gets what hinders it. Raises what makes the save fail."""
+        earlier = None
         try:
             self.wait()
-        except Exception as e:  # noqa: BLE001  (told; this save may succeed where that one failed)
-            told.append(f"an earlier save failed: {e}")
-        if self.newest is not None and self.newest.version == order.version:
-            return
-        state = boundary.state_at_boundary()
-        if state is None:
+        except Exception as e:  # noqa: BLE001  (this save may succeed where that one failed)
+            earlier = e
+        saved = self.newest is not None and self.newest.version == order.version
+        state = None if saved else boundary.state_at_boundary()
+        if not saved and state is None:
             step = order.version.step
             told.append(f"the state after step {step} was not saved: {boundary.gone}")
-            return
-        self.start(state, order)
-        self.wait()
+            if earlier is not None:
+                raise earlier
+        elif earlier is not None:
+            told.append(f"an earlier save failed: {earlier}")
+        if state is not None:
+            self.start(state, order)
+            self.wait()
 
     def _wait_staged(self) -> None:
         rest = self._rest

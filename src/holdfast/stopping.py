@@ -46,4 +46,6 @@ class Stopping:
         self._step = -1
         if self._stop is not None:
             self._patience = self._stop.from_plain(training.get("stop"))
+            if self._patience != Patience():
+                self.awaited = None
             self.stopped = self._patience.stopped

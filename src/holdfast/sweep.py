@@ -239,8 +239,8 @@ def sweep(run: Run, asked: Asked) -> Swept:
         attempt = match[1] if match else None
         # what names no attempt (a manifest on its way) may be of any that is under way
         under_way = attempt in claims.attempts or (attempt is None and claims.attempts)
-        why = "a save is under way" if under_way else None
-        work.offer(stat, why, asked.grace if attempt else max(asked.grace, MOMENT))
+        grace = asked.grace if attempt else max(asked.grace, MOMENT)
+        work.offer(stat, "a save is under way" if under_way else None, grace)
     if asked.abandoned:
         work.abandoned()
     return Swept(work.removed, work.kept, work.nbytes)

@@ -13,6 +13,7 @@ import os
 from contextlib import suppress
 
 from holdfast.engine import pin
+from holdfast.engine.location import Location
 from holdfast.errors import (
     AlreadyExists,
     FormatError,
@@ -59,12 +60,13 @@ class Writer:
 
     def _unpin(self, other: Pin) -> None:
         """Take away the pins of a predecessor in another process: it commits nothing more, and
-        nobody else could tell for days that it is gone."""
+        nobody else could tell for days that it is gone. Those days pass where the store fails."""
         theirs = (other.host, other.boot, other.process)
         if theirs != pin.identity():
-            for stat, found in pin.of_processes(self._store, self._store.list("")):
-                if isinstance(found, Pin) and (found.host, found.boot, found.process) == theirs:
-                    self._store.delete(stat.key)
+            with suppress(StoreError):
+                for stat, found in pin.of_processes(self._store, self._store.list("")):
+                    if isinstance(found, Pin) and (found.host, found.boot, found.process) == theirs:
+                        pin.release(Location(self._store, ""), stat.key)
 
     def check(self) -> None:
         """See that this is still the writer; once released, a save in flight may still end. Raises

@@ -7,7 +7,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from threading import Event, Lock, Thread, current_thread, main_thread
+from contextlib import suppress
+from threading import Event, Lock, Thread, current_thread
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitError, HoldfastError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from holdfast.engine.snapshot import Snapshot
 
 _unseen: set[Pending] = set()
+_worker: int | None = None
 
 
 class Pending:
@@ -39,7 +41,6 @@ class Pending:
         self._error: BaseException | None = None
         self._process = os.getpid()
         self._given_up = False
-        self._told = False
         # Not Thread.join: before Python 3.13 a join that Ctrl-C interrupts takes the thread for
         # ended, and then the process no longer waits for it when it leaves.
         self._ended = Event()
@@ -55,6 +56,7 @@ class Pending:
         """Start the thread. Raises ``CommitError`` if there is none to be had. If this is
         interrupted, the save either goes on (``begun``), or will never begin."""
         _unseen.add(self)
+        _look_after_worker()
         try:
             self._thread.start()
         except BaseException as e:
@@ -105,13 +107,6 @@ class Pending:
             raise RuntimeError(f"The save to {self.url} ended without a result")
         return self._snapshot
 
-    def report(self) -> None:
-        """Tell once on stderr that the save failed."""
-        if not self._told:
-            self._told = True
-            sys.stderr.write(f"holdfast: the save to {self.url} failed:\n")
-            traceback.print_exception(self._error)
-
     def _run(self) -> None:
         if not self._turn.acquire(blocking=False):
             return
@@ -124,8 +119,6 @@ class Pending:
             _unseen.discard(self)
         except BaseException as e:  # noqa: BLE001  (top of a thread: raised by wait)
             self._error = e
-            if not main_thread().is_alive():
-                self.report()  # nobody waits any more, and a forked worker runs no atexit
         finally:
             # the closure holds the whole state's copy
             del self._finish, self._after
@@ -141,15 +134,40 @@ class _Exit:
         end(1)
 
 
-def _report_unseen() -> None:
-    """A failed save that nobody waited for must not look like success to whoever started us."""
+def _report_unseen() -> bool:
+    """Tell of failed saves that nobody waited for; whether there were any."""
     failed = [p for p in _unseen if p.done and p._error is not None]
-    if failed:
-        for pending in failed:
-            pending.report()
+    for pending in failed:
+        _unseen.discard(pending)
+        with suppress(Exception):  # there may be no stderr: the exit code tells it all the same
+            sys.stderr.write(f"holdfast: the save to {pending.url} failed:\n")
+            traceback.print_exception(pending._error)
+    return bool(failed)
+
+
+def _at_exit() -> None:
+    """A failed save that nobody waited for must not look like success to whoever started us."""
+    if _report_unseen():
         vars(sys)["_holdfast_exit"] = _Exit()
 
 
-atexit.register(_report_unseen)
+def _look_after_worker() -> None:
+    """The same in a worker of ``multiprocessing``: a forked one runs no ``atexit``, but finalizers
+    of that module's, which are told at the end, and its exit code is settled after them."""
+    global _worker
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and _worker != os.getpid() and util.process.parent_process() is not None:
+        _worker = os.getpid()
+        util.Finalize(None, _end_worker, exitpriority=-1000)
+
+
+def _end_worker() -> None:
+    for pending in list(_unseen):
+        pending._ended.wait()
+    if _report_unseen():
+        raise SystemExit(1)
+
+
+atexit.register(_at_exit)
 # in a forked child the saves are its parent's
 os.register_at_fork(after_in_child=_unseen.clear)
