@@ -196,6 +196,11 @@ def test_names_can_be_exchanged():
                                    "`holdfast show SNAPSHOT`"),
         ({"**": "x/**"}, "are no patterns, but '**': 'x/**' is one. `holdfast show SNAPSHOT`"),
         ({"model": "net/**"}, "rename={'model': 'net'} renames"),
+        ({"model.a.weight": "model.b.weight"}, "not in the snapshot: model.a.weight. Levels are "
+                                               "separated by /, so perhaps model/a.weight. `hold"),
+        ({"model.a": "model.b"}, "so perhaps model/a. `holdfast show"),
+        ({"model.deep.n": "model.deep.m"}, "so perhaps model/deep/n."),
+        ({"model/a.wieght": "model/b"}, "not in the snapshot: model/a.wieght. Perhaps model/a.w"),
     ],
 )  # fmt: skip
 def test_names_that_cannot_be_changed(names, words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from holdfast.errors import PlanError
@@ -106,6 +107,7 @@ def rename(node: Any, names: Mapping[str, str], key: str = "") -> Any:
 
 
 _WILD = frozenset("*?")
+_LOOKED_AT = 10_000
 
 
 def _same_level(old: str, new: str) -> bool:
@@ -126,7 +128,17 @@ def _advice(node: Any, old: str, new: str, key: str) -> str:
             return f"rename={{{old!r}: {new!r}}} renames {old} and all that is below it"
         if _has(node, new, key):
             return f"The snapshot has {new}, so write rename={{{new!r}: {old!r}}}: its name first"
-    return "`holdfast show SNAPSHOT` prints the keys"
+    near = "" if _WILD & set(old) else _near(node, old, key)
+    return f"{near}`holdfast show SNAPSHOT` prints the keys"
+
+
+def _near(node: Any, old: str, key: str) -> str:
+    """The key that was meant by one that is not there: with dots for levels, or misspelt."""
+    for dots in range(1, old.count(".") + 1):
+        if _has(node, slashed := old.replace(".", "/", dots), key):
+            return f"Levels are separated by /, so perhaps {slashed}. "
+    found = get_close_matches(old, [k for k, _ in tree.walk(node, key)][:_LOOKED_AT], 1, 0.8)
+    return f"Perhaps {found[0]}. " if found else ""
 
 
 def _renamed(node: Any, names: Mapping[str, str], key: str, used: set[str]) -> Any:
