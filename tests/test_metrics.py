@@ -66,12 +66,12 @@ def test_the_save_has_metrics_of_its_own_and_evaluations_override_them(store: Me
     assert run.open(V20).metadata["metrics"] == {"loss": loss}, "a snapshot never changes"
 
 
-def test_of_a_name_the_newest_attempt_wins_and_names_add_up(store: MemoryStore) -> None:
+def test_of_a_metric_the_newest_number_wins_and_metrics_add_up(store: MemoryStore) -> None:
     run = Run(store)
     for number in range(12):  # attempts are random, and all of this is within a second
-        run.add_metrics(V20, {"loss": number, f"only-{number}": 1}, name="first")
-    run.add_metrics(V20, {"recall": 0.5}, name="second")
-    expected = {"loss": 11, "only-11": 1, "recall": 0.5}
+        run.add_metrics(V20, {"loss": number, f"only-{number % 2}": number})
+    run.add_metrics(V20, {"recall": 0.5, "only-0": 7}, name="second")
+    expected = {"loss": 11, "only-0": 7, "only-1": 11, "recall": 0.5}
     assert run.metrics(V20) == Run(store).metrics(V20) == expected
 
 

@@ -133,11 +133,9 @@ class Ledger:
         ]
 
     def metrics(self, version: Version, known: Known, files: Sequence[Stat]) -> dict[str, float]:
-        """The metrics of the save, overridden by those of each evaluation's newest attempt; among
-        evaluations of several names the later one wins."""
+        """The metrics of the save and of evaluations; of a metric that several have the newest."""
         found = dict(known.metrics)
-        newest = {e.name: e for e in self.evaluations(version, known.digest, files)}
-        for evaluation in sorted(newest.values(), key=_age):
+        for evaluation in self.evaluations(version, known.digest, files):
             found.update(evaluation.numbers())
         return found
 

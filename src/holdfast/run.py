@@ -215,7 +215,7 @@ class Run:
         """The metrics of a snapshot, version or step: those of the save, overridden by
         evaluations'.
 
-        Of an evaluation's attempts the newest counts. Raises ``NotFound`` or ``FormatError``.
+        Of a metric that several have the newest counts. Raises ``NotFound`` or ``FormatError``.
         """
         version = self._version(at)
         return self.ledger.metrics(version, *self._sound(version))
@@ -225,9 +225,9 @@ class Run:
     ) -> None:
         """Write down what an evaluation of a snapshot, version or step found: numbers by name.
 
-        An attempt is written once and never changed: to correct it add another one of the same
-        ``name``. Raises ``NotFound`` if the version is gone, and ``FormatError`` if ``at`` is a
-        snapshot and another one has taken its place.
+        What is written is never changed: to correct a metric add it once more. ``name``: that
+        of the file, for people. Raises ``NotFound`` if the version is gone, and ``FormatError`` if
+        ``at`` is a snapshot and another one has taken its place.
         """
         version = self._version(at)
         known, files = self._sound(version)
