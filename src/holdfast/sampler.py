@@ -262,8 +262,8 @@ class ElasticSampler:
             warnings.warn(
                 f"{self} gave out its epoch to the end, but batches of it were never counted: "
                 "call step(batches=k) where a step takes k batches, and give it to the loader as "
-                "batch_sampler=, not as sampler=. If the loop was left early, all is well. The rest "
-                "of the epoch follows",
+                "batch_sampler=, not as sampler=. If the loop was left early, all is well. The "
+                "rest of the epoch follows",
                 UncountedBatches,
                 stacklevel=3,
             )
