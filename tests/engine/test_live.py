@@ -696,11 +696,31 @@ def test_state_for_a_parameter_of_no_group_is_refused():
 
 def test_another_kind_of_optimizer_is_told_apart():
     m = net()
-    at = saved({"m": m, "o": optim.SGD(m.parameters(), 0.1)})
+    at = saved({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
     adam = optim.Adam(m.parameters(), 0.5)
-    with pytest.raises(UnexpectedLeaf, match="o/groups/0/momentum"):
-        holdfast.load(at, into={"m": m, "o": adam})
-    assert adam.param_groups[0]["lr"] == 0.5
+    words = r"o of an optimizer with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
+    for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
+        with pytest.raises(DTypeMismatch, match=words) as e:
+            holdfast.load(at, into={"m": m, "o": adam}, **lenient)
+        assert e.value.misfits == ("o",)
+        assert "cast=True" not in str(e.value)
+        assert (adam.param_groups[0]["lr"], dict(adam.state)) == (0.5, {})
+    # what is asked for by name, and is on both sides, is given
+    holdfast.load(at, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
+    assert adam.param_groups[0]["lr"] == 0.1
+
+
+def test_options_that_came_with_another_pytorch_are_no_other_kind():
+    m = net()
+    older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
+    for group in (older.param_groups[0], older.defaults):
+        del group["fused"]
+    holdfast.load(saved({"m": m, "o": older}), into={"m": m, "o": newer})
+    with pytest.raises(UnexpectedLeaf, match="1 unexpected in the snapshot: o/groups/0/fused"):
+        holdfast.load(saved({"m": m, "o": newer}), into={"m": m, "o": older})
+    newer.param_groups[0]["name"] = "all"  # an option of one's own, which another kind lacks too
+    holdfast.load(saved({"m": m, "o": older}), into={"m": m, "o": newer})
+    holdfast.load(saved({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
 
 
 @pytest.mark.parametrize("node", [3, [1], {"state": {}}, {"state": 1, "groups": 2}, torch.ones(2)])

@@ -81,6 +81,28 @@ def test_a_long_list_of_differences_is_cut():
     fails(state, {}, UnexpectedLeaf, "150 unexpected", "k19 (3 leaves) and 90 more")
 
 
+def test_what_is_of_another_shape_or_kind_is_cut_shorter():
+    state = {f"k{i}": ONE for i in range(17)}
+    live = {k: torch.ones(3) for k in state}
+    e = fails(state, live, ShapeMismatch, "17 of another shape: k0 [2], live [3], k1",
+              "k4 [2], live [3] and 12 more.", "keys=[...] without what does not fit")  # fmt: skip
+    assert e.misfits == tuple(state)
+    assert "missing=" not in str(e)
+    live = {k: v.double() if k < "k2" else [v] for k, v in state.items()}
+    e = fails(state, live, DTypeMismatch, "17 of another dtype or kind: k0 float32, live float64",
+              "and 12 more.", "cast=True (of holdfast.load), keys=")  # fmt: skip
+    assert set(e.misfits) == set(state)
+
+
+def test_the_advice_is_for_what_differs_and_not_yet_overlooked():
+    a, b, both = {"a": 1}, {"b": 1}, {"a": 1, "b": 2}
+    fails(a, both, MissingLeaf, 'by name: missing="keep".')
+    fails(both, a, UnexpectedLeaf, 'by name: unexpected="ignore".')
+    fails(a, b, PlanError, 'by name: missing="keep", unexpected="ignore", rename={...}.')
+    fails(a, b, UnexpectedLeaf, 'by name: unexpected="ignore".', missing="keep")
+    fails(a, {"a": ONE}, DTypeMismatch, "by name: keys=[...] without what does not fit and")
+
+
 def test_what_lacks_as_a_whole_is_told_by_its_highest_key():
     rng = {"python": (3, tuple(range(600)), None), "numpy": [1, 2]}
     e = fails(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from holdfast.errors import (
     DTypeMismatch,
@@ -15,18 +16,21 @@ from holdfast.errors import (
 from holdfast.format import tree
 
 _SHOWN = 20
+_SHOWN_BOTH = 5
 
 
 @dataclass(slots=True)
 class Differences:
     """``missing``: keys of the live state that the snapshot lacks; ``unexpected``: keys of the
-    snapshot that the live state lacks; ``shapes`` and ``dtypes``: leaves with both sides, in
-    words."""
+    snapshot that the live state lacks; ``shapes``, ``dtypes`` and ``kinds``: both sides in words,
+    by key. An error that is raised for them has the keys as fields: ``missing``, ``unexpected``,
+    and ``misfits`` for the rest."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
+    shapes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
 
     def raise_any(
         self, url: str, node: tree.Node, *, missing: bool = True, unexpected: bool = True
@@ -36,25 +40,35 @@ class Differences:
         ``node``: the snapshot's tree; ``missing``, ``unexpected``: whether these are errors.
         """
         lacked, surplus = self.missing * missing, self.unexpected * unexpected
-        if not (lacked or surplus or self.shapes or self.dtypes):
+        misfits = [*self.shapes, *self.dtypes, *self.kinds]
+        if not (lacked or surplus or misfits):
             return
         saved = [key for key, _ in tree.walk(node)]
         live = [*(set(saved) - set(self.unexpected)), *self.missing]
-        kinds: list[tuple[type[PlanError], str, list[tuple[str, int]]]] = [
-            (MissingLeaf, "missing in the snapshot", fold(lacked, saved)),
-            (UnexpectedLeaf, "unexpected in the snapshot", fold(surplus, live)),
-            (ShapeMismatch, "of another shape", [(s, 1) for s in self.shapes]),
-            (DTypeMismatch, "of another dtype or kind", [(s, 1) for s in self.dtypes]),
+        kinds: list[tuple[type[PlanError], str, str]] = [
+            (MissingLeaf, "missing in the snapshot", _listed(fold(lacked, saved))),
+            (UnexpectedLeaf, "unexpected in the snapshot", _listed(fold(surplus, live))),
+            (ShapeMismatch, "of another shape", _both(self.shapes)),
+            (DTypeMismatch, "of another dtype or kind", _both(self.dtypes | self.kinds)),
         ]
-        found = [kind for kind in kinds if kind[2]]
-        kind = found[0][0] if len(found) == 1 else PlanError
+        counts = (len(lacked), len(surplus), len(self.shapes), len(self.dtypes) + len(self.kinds))
+        found = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
+        kind = found[0][1] if len(found) == 1 else PlanError
+        ways = (
+            ('missing="keep"', lacked),
+            ('unexpected="ignore"', surplus),
+            ("rename={...}", lacked and surplus),
+            ("cast=True (of holdfast.load)", self.dtypes),
+            ("keys=[...] without what does not fit and without its optimizer", misfits),
+        )
+        todo = ", ".join(way for way, needed in ways if needed)
         raise kind(
             f"The snapshot {url} does not fit the live state; nothing was changed. "
-            + ". ".join(_line(said, several) for _, said, several in found),
-            todo="Load into the same state as was saved, or ask for leniency by name:"
-            ' missing="keep", unexpected="ignore", cast=True, rename={...}, keys="..."',
+            + ". ".join(f"{n} {said}: {several}" for n, _, said, several in found),
+            todo=f"Load into the same state as was saved, or ask for leniency by name: {todo}",
             missing=tuple(lacked),
             unexpected=tuple(surplus),
+            misfits=tuple(misfits),
         )
 
 
@@ -78,8 +92,13 @@ def _levels(key: str) -> Iterator[str]:
     yield key
 
 
-def _line(said: str, several: Sequence[tuple[str, int]]) -> str:
+def _listed(several: Sequence[tuple[str, int]]) -> str:
     shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in several[:_SHOWN]]
     more = sum(n for _, n in several[_SHOWN:])
-    listed = ", ".join(shown) + (f" and {more} more" if more else "")
-    return f"{sum(n for _, n in several)} {said}: {listed}"
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _both(several: Mapping[str, str]) -> str:
+    shown = [f"{key} {both}" for key, both in islice(several.items(), _SHOWN_BOTH)]
+    more = len(several) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -29,6 +29,8 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
         if members is not None and binder.selected(key):
             binder.other_kind(type(optimizer).__name__, node, key)
         return lambda: optimizer
+    if _is_of_another_kind(binder, optimizer, *members["groups"], key):
+        return lambda: optimizer
     grouped = live.group_names(optimizer, binder.names)
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -92,6 +94,30 @@ def _is_ours(members: dict[Any, tuple[Any, str]]) -> bool:
             kind(g) == "dict" and kind(g["dict"].get("params")) == "list" for g in groups["list"]
         )
     )
+
+
+def _is_of_another_kind(
+    binder: Binder, optimizer: Any, node: Any, groups_key: str, key: str
+) -> bool:
+    """Whether an optimizer of another class was saved, which is noted as a difference of kind.
+
+    The class is not in a snapshot, but each has options that the other lacks, for most pairs of
+    classes (not for those where one only has more, such as Adam and RAdam). From one version of
+    PyTorch to the next options only come.
+    """
+    saved = {o for g in node["list"] for o in g["dict"] if o != "params" and not _is_schedulers(o)}
+    own = {option for group in optimizer.param_groups for option in group}
+    gone, new = sorted(saved - own), sorted(set(optimizer.defaults) - saved)
+    if not gone or not new:
+        return False
+    chosen = (join(join(groups_key, str(i)), gone[0]) for i in range(len(node["list"])))
+    if any(map(binder.selected, chosen)):
+        binder.differences.kinds[key] = (
+            f"of an optimizer with {', '.join(gone)}, live {type(optimizer).__name__} with"
+            f" {', '.join(new)}"
+        )
+        return True
+    return False
 
 
 def _renamed(name: Any, binder: Binder) -> Any:

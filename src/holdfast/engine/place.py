@@ -210,9 +210,9 @@ class Binder:
         if layout != body["layout"]:
             self.other_kind(f"tensor {layout}", node, key)
         elif shape != body["shape"]:
-            self.differences.shapes.append(f"{key} {body['shape']}, live {shape}")
+            self.differences.shapes[key] = f"{body['shape']}, live {shape}"
         elif stored != live_dtype:
-            self.differences.dtypes.append(f"{key} {stored}, live {live_dtype}")
+            self.differences.dtypes[key] = f"{stored}, live {live_dtype}"
         return self.room.make(node, key, value.device)
 
     def _source(self, node: Any, key: str, tag: str) -> str | None:
@@ -261,9 +261,9 @@ class Binder:
         dtype = tree.from_descr(descr[0]) if descr else np.dtype(name)
         shape = shape[:-1] if descr else shape
         if list(value.shape) != shape:
-            self.differences.shapes.append(f"{key} {shape}, live {list(value.shape)}")
+            self.differences.shapes[key] = f"{shape}, live {list(value.shape)}"
         elif value.dtype != dtype and not (self.cast and _numbers_fit(dtype, value.dtype)):
-            self.differences.dtypes.append(f"{key} {dtype}, live {value.dtype}")
+            self.differences.dtypes[key] = f"{dtype}, live {value.dtype}"
         elif value.flags.writeable and not descr:
             self.room.add(source, value)
         else:
@@ -275,17 +275,17 @@ class Binder:
         """Whether a leaf's shape and dtype are those of a live tensor; notes what differs."""
         stored, shape = self.room.snapshot.leaves[source]
         if value.shape != shape:
-            self.differences.shapes.append(f"{key} {list(shape)}, live {list(value.shape)}")
+            self.differences.shapes[key] = f"{list(shape)}, live {list(value.shape)}"
             return False
         name = dtype_name(value.dtype)
         if name == stored or (self.cast and _can_cast(stored, value.dtype)):
             return True
-        self.differences.dtypes.append(f"{key} {stored}, live {name or value.dtype}")
+        self.differences.dtypes[key] = f"{stored}, live {name or value.dtype}"
         return False
 
     def other_kind(self, expected: str, node: Any, key: str) -> None:
         tag = next(iter(node), "nothing") if type(node) is dict else type(node).__name__
-        self.differences.dtypes.append(f"{key} {tag}, live {expected}")
+        self.differences.kinds[key] = f"{tag}, live {expected}"
 
     # -- objects -------------------------------------------------------------------------------
 
