@@ -412,3 +412,48 @@ def test_cast_of_modules():
         holdfast.load(at, into={"m": live})
     holdfast.load(at, into={"m": live}, cast=True)
     same(m.to(torch.bfloat16).weight.detach(), live.weight.detach())
+
+
+class Picky:
+    """Takes only a state like its own."""
+
+    def __init__(self, of, more=None):
+        self.of, self.more, self.checked = of, more, []
+
+    def state_dict(self):
+        return {"of": self.of, "more": self.more}
+
+    def check_state_dict(self, state):
+        self.checked.append(state)
+        if state["of"] != self.of:
+            raise PlanError(f"not {self.of}")
+
+    def load_state_dict(self, state):
+        self.check_state_dict(state)
+        self.more = state["more"]
+
+
+def test_an_object_that_checks_a_state_refuses_it_before_anything_is_changed():
+    at = saved({"t": ONE, "first": Picky(1, 5), "second": Picky({"x": (2, None)}, [6])})
+    live = {"t": TWO.clone(), "first": Picky(1), "second": Picky(3)}
+    with pytest.raises(PlanError, match="not 3") as e:
+        holdfast.load(at, into=live)
+    assert "overwritten" not in str(e.value)
+    assert live["t"].tolist() == [2, 2]
+    assert (live["first"].more, live["second"].more) == (None, None)
+    live["second"] = Picky({"x": (2, None)})
+    holdfast.load(at, into=live)
+    assert live["t"].tolist() == [1, 1]
+    assert (live["first"].more, live["second"].more) == (5, [6])
+    skipped = Picky(3)
+    holdfast.load(at, into=live | {"second": skipped}, keys=["t", "first"])
+    assert skipped.checked == []
+
+
+@pytest.mark.parametrize("more", [ONE, [np.ones(2)], {"a": b"x" * 5000}])
+def test_a_state_with_bytes_is_checked_only_by_the_load_itself(more):
+    live = {"o": Picky(2, more)}
+    with pytest.raises(PlanError, match="not 2") as e:
+        holdfast.load(saved({"o": Picky(1, more)}), into=live)
+    assert len(live["o"].checked) == 1
+    assert e.value.live_state == "not valid"

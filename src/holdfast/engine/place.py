@@ -290,6 +290,8 @@ class Binder:
     # -- objects -------------------------------------------------------------------------------
 
     def _stateful(self, value: Any, node: Any, key: str) -> Settle:
+        """An object takes its state when the bytes are in. One that has ``check_state_dict`` is
+        given it now already, to refuse while nothing is changed, if it is of plain values."""
         if node is ABSENT:
             if self.selected(key):
                 self.differences.missing.append(key)
@@ -297,6 +299,9 @@ class Binder:
         if not self._wanted(node, key):
             return lambda: value
         made = self.room.make(node, key, "cpu")
+        check = getattr(value, "check_state_dict", None)
+        if check is not None and not any(_is_leaf(n) for _, n in tree.walk(node, key)):
+            check(made())
 
         def settle() -> Any:
             value.load_state_dict(made())
