@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.errors import StoreError
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -25,6 +26,26 @@ def test_a_file_url_is_decoded_and_a_path_is_not(tmp_path):
     open_store(f"file://{tmp_path}/a%20b%3F").put_if_absent("m", b"1")
     open_store(f"{tmp_path}/c%20d?x#y").put_if_absent("m", b"1")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a b?", "c%20d?x#y"]
+
+
+@pytest.mark.parametrize("make", [str, Path])
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch, make):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    store = open_store(make("~/runs"))
+    assert store.url == str(tmp_path / "home" / "runs")
+    store.put_if_absent("m", b"1")
+    open_store("./~/runs").put_if_absent("m", b"1")  # so that it can be said
+    open_store("a~/b").put_if_absent("m", b"1")
+    holdfast.save(make("~/snap"), {"n": 1})
+    (tmp_path / "home" / "snap").rename(tmp_path / "home" / "moved")
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "moved"))
+    assert holdfast.load(make("~"))["n"] == 1  # the home directory itself is one
+    with pytest.raises(StoreError, match="No home directory is known for ~no-such-user/x"):
+        open_store(make("~no-such-user/x"))
+    with pytest.raises(StoreError, match=r"Write the whole path, or \./~no-such-user for"):
+        holdfast.save(make("~no-such-user"), {"n": 1})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a~", "home", "~"]
 
 
 def test_memory_is_one_store_per_name():

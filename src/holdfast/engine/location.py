@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from holdfast.errors import NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.storage.local import LocalStore
-from holdfast.storage.open import open_store
+from holdfast.storage.open import expand, open_store
 from holdfast.storage.store import Store
 
 Url = str | os.PathLike[str] | Store
@@ -40,7 +41,7 @@ def locate(url: Url) -> Location:
     the run's place, so that files beside the snapshot can be reached."""
     if not isinstance(url, str | os.PathLike):
         return Location(open_store(url), "")
-    text = os.fspath(url).rstrip("/")
+    text = expand(os.fspath(url)).rstrip("/")
     scheme, mark, path = text.rpartition("://")
     root, _, folder = path.rpartition("/")
     if scheme == "memory" and not root:
@@ -79,15 +80,29 @@ def _versions_in_folder(store: LocalStore, place: Location) -> list[Version]:
     except NotFound:
         return []
     versions = [parse_version(name) for name, is_folder in entries if is_folder]
-    return sorted(v for v in versions if v is not None and _committed(place, v))
+    return sorted(
+        v
+        for v in versions
+        if v is not None and is_snapshot(Location(place.store, place.key(str(v))))
+    )
 
 
-def _committed(place: Location, version: Version) -> bool:
+def is_snapshot(place: Location) -> bool:
+    """Whether there is a manifest, damaged or not."""
     try:
-        place.store.stat(place.key(f"{version}/{MANIFEST}"))
+        place.store.stat(place.key(MANIFEST))
     except NotFound:
         return False
     return True
+
+
+def near(path: str) -> str | None:
+    """What is beside a local path that is not there, and called almost like it."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if os.path.lexists(path) or not os.path.isdir(folder):
+        return None
+    close = difflib.get_close_matches(name, sorted(os.listdir(folder)), n=1)
+    return os.path.join(os.path.dirname(path), close[0]) if close else None
 
 
 def run_of(versions: Sequence[Version]) -> str:

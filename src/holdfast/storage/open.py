@@ -21,8 +21,8 @@ _lock = Lock()
 def open_store(url: str | os.PathLike[str] | Store) -> Store:
     """The store at ``url``; a store is returned as it is. Nothing is read or made yet.
 
-    A path or ``file:///path`` is a local folder. ``memory://NAME`` is one store per name in this
-    process, ``memory://NAME/folder`` the same one seen from a folder in it.
+    A path (see ``expand``) or ``file:///path`` is a local folder. ``memory://NAME`` is one store
+    per name in this process, ``memory://NAME/folder`` the same one seen from a folder in it.
 
     Raises ``StoreError`` for anything else.
     """
@@ -33,7 +33,7 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
     text = os.fspath(url)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text) if isinstance(url, str) else None
     if scheme is None:
-        return _local(text, text)
+        return _local(expand(text), text)
     if scheme[1] == "file":
         host, slash, path = text.removeprefix("file://").partition("/")
         if host not in ("", "localhost"):
@@ -44,6 +44,18 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
     raise StoreError(
         f"Nothing is known of stores like {text}", expected=_KNOWN, found=f"{scheme[1]}://"
     )
+
+
+def expand(path: str) -> str:
+    """``~`` and ``~user`` at the beginning of a path become the home directory, as a shell does it
+    (though not in ``--out=~/runs``). Raises ``StoreError`` where none is known."""
+    made = os.path.expanduser(path)
+    if made.startswith("~"):
+        raise StoreError(
+            f"No home directory is known for {path}",
+            todo=f"Write the whole path, or ./{path} for what is called so",
+        )
+    return made
 
 
 def _local(path: str, url: str) -> LocalStore:
