@@ -217,8 +217,12 @@ def test_what_is_not_there_is_not_pinned_and_what_is_not_pinned_not_unpinned(
 ) -> None:
     with pytest.raises(NotFound, match=r"no version of step 30.*version_20, version_40"):
         Run(store).pin(30)
-    with pytest.raises(NotFound, match=r"version_40 of .* is not pinned"):
+    with pytest.raises(NotFound, match=r"version_40 of .* is not pinned\. Pinned are: none at all"):
         Run(store).unpin(40)
+    Run(store).pin(20)
+    with pytest.raises(NotFound, match=r"version_40 of .* is not pinned\. Pinned are: version_20"):
+        Run(store).unpin(40)
+    Run(store).unpin(20)
     with pytest.raises(NotFound, match="no version of step 30"):
         Run(store).unpin(30)
     with pytest.raises(NotFound, match="no branch 3"):

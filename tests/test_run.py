@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast import Run
+from holdfast import Run, events
 from holdfast.engine import pin
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.copy import copy_snapshot
@@ -24,9 +24,10 @@ from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
 from holdfast.format.digest import digest
 from holdfast.format.names import MANIFEST, Version, index_name, new_attempt, shard_name
 from holdfast.format.records import Branch, encode_branch
-from holdfast.policy import EverySteps, KeepLast
+from holdfast.policy import EverySteps, KeepEvery, KeepLast
 from holdfast.run import open_version
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Stat
 
 from .engine.unreliable import Wrapped
 from .trainings import flip, shard_of, train, trained, training
@@ -281,6 +282,59 @@ def test_a_snapshot_whose_name_has_an_at_goes_first(tmp_path: Path) -> None:
     assert open_version(tmp_path / "run@5")["n"] == 2
 
 
+@pytest.mark.parametrize(
+    ("at", "branch", "said"),
+    [
+        (60, None, r"of step 60 on the line .*version_60 on another branch\. Name the branch as"
+                   r" well: branch=0 in Python, 60\.0 in a command"),
+        (60, 1, r"version_60 on another branch.*branch=0 in Python"),
+        (30, None, r"found version_20, version_40\.1\. `holdfast ls RUN` shows"),
+        (-5, None, r"no version of step -5 .*found version_20, version_40\.1\. `holdfast ls"),
+    ],
+)  # fmt: skip
+def test_what_is_elsewhere_is_named(
+    store: MemoryStore, at: int, branch: int | None, said: str
+) -> None:
+    branch_off(store, at=20, to=40)
+    with pytest.raises(NoSnapshot, match=said):
+        Run(store).newest(lambda s: None, at=at, branch=branch)
+    with pytest.raises(NotFound, match=said):
+        Run(store).find(at, branch)
+
+
+@pytest.mark.parametrize("at", [5, -5, 0])
+def test_a_step_of_a_run_without_versions(at: int) -> None:
+    with pytest.raises(NoSnapshot, match=rf"has no versions\..*of step {at},.*Leave out at="):
+        Run(MemoryStore()).newest(lambda s: None, at=at)
+
+
+def test_an_abandoned_line_of_which_all_is_gone(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=40)
+    for version in (Version(20), Version(40, 1)):
+        Run(store).delete(version)
+    with pytest.raises(NoSnapshot, match=r"no version on the line .*found version_40, version_60"):
+        Run(store).latest()
+
+
+def test_an_address_where_nothing_is_says_what_was_meant(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
+    for address in ("@80", "@80.1", "@latest"):
+        with pytest.raises(
+            NotFound, match=r"no run with versions at .*bigg\. Perhaps .*/runs/big is"
+        ):
+            open_version(f"{tmp_path}/runs/bigg{address}")
+        with pytest.raises(NotFound, match=r"no run with versions at .*zzz\. Check the path"):
+            open_version(f"{tmp_path}/runs/zzz{address}")
+        (tmp_path / "runs" / "empty").mkdir(exist_ok=True)
+        with pytest.raises(NotFound, match="Check the path"):
+            open_version(f"{tmp_path}/runs/empty{address}")
+        with pytest.raises(NotFound, match="Check the path"):
+            open_version(f"memory://never-made{address}")
+    for address in ("@best", "@version_80", "/80"):
+        with pytest.raises(NotFound, match=r"RUN@120 \(of branch 1: RUN@120\.1\) or RUN@latest"):
+            open_version(f"{tmp_path}/runs/big{address}")
+
+
 def test_the_latest_of_nothing(tmp_path: Path) -> None:
     for run in ("never", "memory://never-made"):
         for address in ("@latest", "@20", "@20.1"):
@@ -401,13 +455,15 @@ def test_where_a_snapshot_is_wanted_an_address_is_told_how(
 
 
 class Moving(Wrapped):
-    """At some calls another process saves one version more, and keeps only that."""
+    """At some calls another process saves one version more, and keeps only that and the first."""
 
-    def __init__(self, at: Container[int]) -> None:
+    def __init__(self, at: Container[int], *, first: bool) -> None:
         super().__init__(MemoryStore())
         self.calls = itertools.count()
-        self.step, self.at = 0, at
-        self.move()
+        self.keep = KeepLast(1) | KeepEvery(100) if first else KeepLast(1)
+        self.step, self.at = 99, at
+        for _ in range(2):
+            self.move()
         self.before = lambda method, key: self.move() if next(self.calls) in at else None
 
     def move(self) -> None:
@@ -416,19 +472,80 @@ class Moving(Wrapped):
         label = Label(step=self.step, metrics={"loss": 1 / self.step})
         place = run.place(Version(self.step))
         finish(begin(place, {"n": np.zeros(2)}, label, shared_pool(), ahead=False))
-        run.retain(KeepLast(1))
+        run.retain(self.keep)
 
 
-@pytest.mark.parametrize("at", [*({n} for n in range(8)), {1, 3}, {1, 2, 4, 5}, range(1, 12)])
-def test_one_that_was_there_at_every_moment_is_found(at: Container[int]) -> None:
+@pytest.mark.parametrize("first", [False, True], ids=["the last", "and the first"])
+@pytest.mark.parametrize("at", [*({n} for n in range(12)), {1, 3}, {1, 2, 4, 5}, range(1, 12)])
+def test_one_that_was_there_at_every_moment_is_found(at: Container[int], first: bool) -> None:
+    """And none that is older than the newest (the best) was at the beginning."""
     finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
     for find in finds:
-        found = find(Run(Moving(at)))
+        moving = Moving(at, first=first)
+        begun = moving.step
+        found = find(Run(moving))
         assert found is not None
+        assert found.step >= begun
         assert found.metadata["metrics"]["loss"] == 1 / found.step
-    moving = Moving(at)
+    moving = Moving(at, first=first)
     assert Run(moving).best("never") is None
-    assert next(moving.calls) < 40
+    assert next(moving.calls) < 60
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_what_is_deleted_meanwhile_is_not_skipped(at: int) -> None:
+    told: list[str] = []
+    with events.attach(lambda name, fields: told.append(name)):
+        snapshot, skipped = Run(Moving({at}, first=True)).newest(lambda s: s.check_files())
+    assert snapshot is not None
+    assert skipped == []
+    assert "skipped" not in told
+
+
+def test_a_run_that_is_deleted_while_it_is_loaded_is_not_an_empty_run(store: MemoryStore) -> None:
+    """The live state may have been overwritten by then."""
+
+    def use(snapshot: holdfast.Snapshot) -> None:
+        for stat in list(store.list("")):
+            store.delete(stat.key)
+        raise NotFound("it was deleted", live_state="not valid")
+
+    with pytest.raises(NoSnapshot, match="version_60: it was deleted") as caught:
+        Run(store).newest(use)
+    assert caught.value.live_state == "not valid"
+
+
+def test_a_version_that_is_listed_and_not_found_is_passed_over(store: MemoryStore) -> None:
+    """As where a share lists what is gone: no reason to look for ever."""
+
+    def use(snapshot: holdfast.Snapshot) -> None:
+        if snapshot.step == 60:
+            raise NotFound("no such file")
+
+    snapshot, skipped = Run(store).newest(use)
+    assert snapshot is not None
+    assert snapshot.step == 40
+    assert [v for v, _ in skipped] == [Version(60)]
+
+
+class Passed(Wrapped):
+    """The first list comes to no version: one was deleted before it got there, and the next one
+    saved where it had been already."""
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        found = super().list(prefix)
+        if not self.listed:
+            self.listed = True
+            return iter(())
+        return found
+
+    listed = False
+
+
+def test_a_list_that_comes_too_late_and_too_early_is_made_again(store: MemoryStore) -> None:
+    finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
+    for find in finds:
+        assert find(Run(Passed(store))) is not None
 
 
 def test_what_is_deleted_while_it_is_read_is_not_found(store: MemoryStore) -> None:

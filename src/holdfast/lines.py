@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast import events
@@ -115,27 +115,33 @@ def newest(
 ) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
     """See ``Run.newest``."""
     skipped: dict[Version, HoldfastError] = {}
+    deleted: dict[Version, HoldfastError] = {}
     while True:
         listing = run.listing()
-        versions = [v for v in run.line(listing, branch) if at is None or v.step == at]
-        for version in reversed(versions):
+        versions = run.line(listing, branch)
+        for version in reversed([v for v in versions if at is None or v.step == at]):
             try:
                 snapshot = run.open(version)
                 use(snapshot)
             except (FormatTooNew, Denied, Unavailable):
                 raise
             except (FormatError, StoreError) as e:
+                if isinstance(e, NotFound) and version not in run.listing().versions:
+                    deleted[version] = e
+                    break  # it is no damage, and its writer has saved a newer one by then
                 events.emit("skipped", version=str(version), error=e)
                 skipped[version] = e
             else:
                 return snapshot, list(skipped.items())
-        if changed(run, listing):
-            continue
-        if skipped or at is not None or listing.versions:
-            raise _none_left(run.url, at, skipped, listing.versions) from next(
-                iter(skipped.values()), None
-            )
-        return None, []
+        else:
+            if changed(run, listing):
+                continue
+            failed = {**deleted, **skipped}
+            if failed:
+                raise _none_left(run.url, at, failed) from next(iter(failed.values()))
+            if at is not None or listing.versions:
+                raise _none(run.url, at, versions, listing.versions)
+            return None, []
 
 
 def changed(run: Run, listing: Listing) -> bool:
@@ -145,25 +151,58 @@ def changed(run: Run, listing: Listing) -> bool:
     return not set(listing.versions) <= set(now) or (not listing.versions and bool(now))
 
 
-def _none_left(
-    url: str,
-    at: int | None,
-    skipped: dict[Version, HoldfastError],
-    versions: list[Version],
-) -> NoSnapshot:
+def _none_left(url: str, at: int | None, failed: Mapping[Version, HoldfastError]) -> NoSnapshot:
     wanted = "version" if at is None else f"version of step {at}"
-    reasons = "; ".join(f"{v}: {e.what}" for v, e in skipped.items())
-    there = ", ".join(map(str, versions[-5:])) or "none at all"
-    overwritten = [e for e in skipped.values() if e.fields.get("live_state")]
+    overwritten = [e for e in failed.values() if e.fields.get("live_state")]
     return NoSnapshot(
         f"{url} has no intact {wanted} on the line that is asked for",
         expected=f"an intact {wanted}",
-        found=reasons or f"none; the newest that there are: {there}",
+        found="; ".join(f"{v}: {e.what}" for v, e in failed.items()),
         todo="`holdfast ls RUN` shows all, those of other branches too (resume(branch=...)), and"
         " `holdfast verify RUN` what is damaged; copy an intact version back, or begin anew in"
         " another folder",
-        skipped=tuple(map(str, skipped)),
+        skipped=tuple(map(str, failed)),
         **({"live_state": "not valid"} if overwritten else {}),
+    )
+
+
+def _none(url: str, at: int | None, line: list[Version], versions: list[Version]) -> NoSnapshot:
+    """There is nothing damaged, but nothing of that step, or nothing on that line."""
+    if not versions:
+        return NoSnapshot(
+            f"{url} has no versions",
+            expected=f"one of step {at}",
+            found="none at all",
+            todo="Leave out at= to begin a training",
+            skipped=(),
+        )
+    wanted = "version" if at is None else f"version of step {at}"
+    found, todo = instead(at, line, versions)
+    return NoSnapshot(
+        f"{url} has no {wanted} on the line that is asked for",
+        expected=f"a {wanted}",
+        found=found,
+        todo=todo,
+        skipped=(),
+    )
+
+
+def instead(
+    step: int | None, line: Sequence[Version], versions: Sequence[Version]
+) -> tuple[str, str]:
+    """What there is where a line has no version of a step (None: no version), and what to do."""
+    others = [v for v in versions if v.step == step]
+    if others:
+        branch = others[-1].branch
+        return (
+            f"{', '.join(map(str, others))} on another branch",
+            f"Name the branch as well: branch={branch} in Python, {step}.{branch} in a command or"
+            " an address",
+        )
+    near = versions[-3:] if step is None else sorted(line, key=lambda v: abs(v.step - step))[:3]
+    return (
+        ", ".join(map(str, sorted(near))) or "none",
+        "`holdfast ls RUN` shows all versions, those on other branches too",
     )
 
 
@@ -214,5 +253,6 @@ def _between(run: Run, version: Version, others: Iterable[Version]) -> list[Vers
     parent = _parent(run, version)
     if parent is None:
         return []
-    first = parent.step if parent.branch == version.branch else -1
-    return sorted(v for v in others if v.branch == version.branch and first < v.step < version.step)
+    return sorted(
+        v for v in others if v.branch == version.branch and parent.step < v.step < version.step
+    )

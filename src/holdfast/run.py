@@ -16,14 +16,9 @@ from typing import Any
 
 from holdfast import events, lines, sweep
 from holdfast.engine import pin
-from holdfast.engine.location import Location, Url
+from holdfast.engine.location import Location, Url, near
 from holdfast.engine.snapshot import Snapshot, open_at, open_snapshot
-from holdfast.errors import (
-    AlreadyExists,
-    FormatError,
-    HoldfastError,
-    NotFound,
-)
+from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.names import split_address as split_address  # noqa: PLC0414  (resume's)
@@ -43,6 +38,8 @@ from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 from holdfast.sweep import GRACE, Asked, Swept
 
+ADDRESSES = "A version is RUN/version_120, RUN@120 (of branch 1: RUN@120.1) or RUN@latest"
+
 
 def open_version(text: str | os.PathLike[str]) -> Snapshot:
     """The snapshot at an address: ``RUN@120`` (step 120 on the line that training is on),
@@ -54,15 +51,21 @@ def open_version(text: str | os.PathLike[str]) -> Snapshot:
     place, version = split_address(os.fspath(text))
     try:
         return open_snapshot(text)
-    except NotFound:
+    except NotFound as e:
         if version is None:
-            raise
+            raise e.told(ADDRESSES) from e
     run = Run(place)
-    if version == "latest":
-        snapshot = run.latest()
-        if snapshot is None:
-            raise NotFound(f"{run.url} has no version", key=os.fspath(text), store=run.url)
+    snapshot = run.latest() if version == "latest" else None
+    if snapshot is not None:
         return snapshot
+    if version == "latest" or not run.listing().versions:
+        close = near(place)
+        raise NotFound(
+            f"There is no run with versions at {run.url}",
+            todo="Check the path" if close is None else f"Perhaps {close} is meant",
+            key=os.fspath(text),
+            store=run.url,
+        )
     step, _, branch = version.partition(".")
     return run.open(Version(int(step), int(branch)) if branch else run.find(int(step)))
 
@@ -163,13 +166,12 @@ class Run:
         found = [v for v in line if v.step == step]
         if not found:
             where = "the line that training is on" if branch is None else f"branch {branch}"
-            others = [v for v in listing.versions if v.step == step]
-            near = others or sorted(sorted(line, key=lambda v: abs(v.step - step))[:3])
+            there, todo = lines.instead(step, line, listing.versions)
             raise NotFound(
                 f"{self.url} has no version of step {step} on {where}",
                 expected=f"a version of step {step}",
-                found=", ".join(map(str, near)) + (" elsewhere" if others else "") or "none",
-                todo="`holdfast ls RUN` shows all versions, those on other branches too",
+                found=there,
+                todo=todo,
                 key=str(Version(step, branch or 0)),
                 store=self.url,
             )
@@ -260,13 +262,13 @@ class Run:
             raise HoldfastError("No best can be told", expected='mode "min" or "max"', found=mode)
         while True:
             listing = self.listing()
+            found = None
             for version in best_first(self._records(listing), metric, mode):
-                try:
-                    return self.open(version)
-                except NotFound:
-                    continue  # deleted meanwhile
-            if not lines.changed(self, listing):
-                return None
+                with suppress(NotFound):
+                    found = self.open(version)
+                    break
+            if not lines.changed(self, listing):  # else one may have gone for a better one
+                return found
 
     def _version(self, at: Snapshot | Version | int) -> Version:
         if isinstance(at, Version):
@@ -318,8 +320,7 @@ class Run:
         if version not in pinned:
             raise NotFound(
                 f"{version} of {self.url} is not pinned",
-                expected="a lasting pin",
-                found=", ".join(map(str, pinned)) or "none at all",
+                todo=f"Pinned are: {', '.join(map(str, pinned)) or 'none at all'}",
                 key=names.pin_name(str(version)),
                 store=self.url,
             )
