@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +12,10 @@ from holdfast.engine.place import STRICT, Leniency
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import HoldfastError, PlanError
 from holdfast.format.names import Version
+from holdfast.format.tree import child_keys
 from holdfast.run import Run, open_version
+
+_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,11 @@ def go_on(
         n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
     ):
         raise HoldfastError(
-            "resume() cannot go there", expected="whole numbers", found=f"{at=}, {branch=}"
+            "resume() cannot go there",
+            expected="whole numbers",
+            found=f"{at=}, {branch=}",
+            todo="resume() goes on from the newest version, resume(at=120) from that of step 120;"
+            ' resume(start="RUN@120") begins with a version of another run',
         )
     try:
         snapshot, skipped = run.newest(lambda s: load_snapshot(s, state), at, branch)
@@ -60,7 +68,7 @@ def go_on(
             expected=e.expected,
             found=e.found,
             todo="Make the state as it was. Or go on with the changed one in a new run: another"
-            f' folder, and resume(start="{run.url}@latest", missing="keep", unexpected="ignore")',
+            f" folder, and {_start(run.url, state, e)}",
             **e.fields,
         ) from e
     if snapshot is None:
@@ -106,6 +114,13 @@ class Part:
     ) -> Part:
         """``back``: whether a version of the run itself is asked for. Raises ``HoldfastError``
         for that and a ``start``, and where there is no ``start`` of which to take a part."""
+        if start is not None and not isinstance(start, str | os.PathLike):
+            raise HoldfastError(
+                "A run cannot begin with that",
+                expected='an address: "RUN@120", "RUN@latest" or that of a snapshot',
+                found=f"{start=}",
+                todo="resume(at=120) goes back to step 120 of this run itself",
+            )
         part = cls(keys, Leniency(missing, unexpected, False, rename or {}))
         if start is not None and back:
             raise HoldfastError(
@@ -136,6 +151,39 @@ def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
     training = _training(snapshot)
     stop = {"stop": training["stop"]} if "stop" in training else {}
     return Found(snapshot, snapshot.step or 0, own=False, note=note, training=stop)
+
+
+def _start(url: str, state: dict[str, Any], error: PlanError) -> str:
+    """The call by which a new run takes what fits of the old one's state into the changed one."""
+    members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
+    misfits = {_top(key) for key in error.fields["misfits"]}
+    out = set(misfits)
+    if any(_has(members.get(m), "parameters", "param_groups", "requires_grad") for m in misfits):
+        # an optimizer's slots are those of the old parameters, a scheduler's rates those of both
+        out |= {m for m, value in members.items() if _has(value, "param_groups", "optimizer")}
+    chosen = [m for m in members if m not in out]
+    given, more = [f'start="{url}@latest"'], ""
+    if misfits:
+        listed = ", ".join(f'"{m}"' for m in chosen) if len(chosen) <= _LISTED else ""
+        given.append(f"keys=[{listed or '...'}]")
+        parts = sorted(m for m in misfits if not _has(members.get(m), "param_groups"))[:_LISTED]
+        more = f". In keys= name also what fits in {', '.join(parts)}" if parts else ""
+    for differs, choice in (("missing", "keep"), ("unexpected", "ignore")):
+        if any(not misfits or _top(key) in chosen for key in error.fields[differs]):
+            given.append(f'{differs}="{choice}"')
+    return f"resume({', '.join(given)}){more}"
+
+
+def _top(key: str) -> str:
+    return key.partition("/")[0]
+
+
+def _has(value: Any, *attributes: str) -> bool:
+    """Whether a value, or one in its dicts and lists, has one of the attributes."""
+    if isinstance(value, dict | list | tuple):
+        inner = value.values() if isinstance(value, dict) else value
+        return any(_has(v, *attributes) for v in inner)
+    return any(hasattr(value, a) for a in attributes)
 
 
 def overwritten(error: BaseException | None) -> bool:

@@ -698,7 +698,7 @@ def test_another_kind_of_optimizer_is_told_apart():
     m = net()
     at = saved({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
     adam = optim.Adam(m.parameters(), 0.5)
-    words = r"o of an optimizer with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
+    words = r"o saved with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
     for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
         with pytest.raises(DTypeMismatch, match=words) as e:
             holdfast.load(at, into={"m": m, "o": adam}, **lenient)

@@ -113,8 +113,7 @@ def _is_of_another_kind(
     chosen = (join(join(groups_key, str(i)), gone[0]) for i in range(len(node["list"])))
     if any(map(binder.selected, chosen)):
         binder.differences.kinds[key] = (
-            f"of an optimizer with {', '.join(gone)}, live {type(optimizer).__name__} with"
-            f" {', '.join(new)}"
+            f"saved with {', '.join(gone)}, live {type(optimizer).__name__} with {', '.join(new)}"
         )
         return True
     return False
