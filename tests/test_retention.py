@@ -23,7 +23,7 @@ from holdfast.engine.load import load_snapshot
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import HoldfastError, NotFound, SkippedVersion, StoreError, Unavailable
-from holdfast.format.names import MANIFEST, Version, new_attempt
+from holdfast.format.names import MANIFEST, Version, new_attempt, shard_name
 from holdfast.known import Known
 from holdfast.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from holdfast.storage.local import LocalStore
@@ -210,6 +210,49 @@ def test_beside_a_pin_that_cannot_be_read_nothing_is_deleted_for_a_week(
     later = run.sweep(now=time.time() + 8 * DAY)
     assert sorted(later.removed) == sorted([*keys, key])
     assert run.retain(KeepLast(1)) == [Version(20)]
+
+
+@pytest.mark.parametrize("unread", [too_new, torn])
+def test_a_pin_that_cannot_be_read_and_comes_in_the_middle_keeps_the_files(
+    store: MemoryStore, unread: Callable[[MemoryStore], str]
+) -> None:
+    """It may be of a save that has pinned the version, looked for it, and refers to it."""
+    wrapped, came = Wrapped(store), []
+
+    def come(method: str, key: str) -> None:
+        if method == "delete" and key == f"version_20/{MANIFEST}":
+            came.append(unread(store))
+
+    wrapped.after = come
+    run = Run(wrapped)
+    run.delete(Version(20))
+    assert len(list(store.list("version_20"))) == 2
+    store.delete(came[0])
+    assert run.retain(KeepLast(2)) == []
+    assert list(store.list("version_20")) == []
+
+
+def test_a_pin_that_cannot_be_read_keeps_what_is_on_its_way(store: MemoryStore) -> None:
+    run = Run(store)
+    run.pin(20)
+    store.delete(f"version_20/{MANIFEST}")
+    store.put(f"version_80/{MANIFEST}", 5)
+    store.put(f"version_80/{shard_name(0, 1, new_attempt())}", 5)
+    key = torn(store)
+    ahead = time.time() + 61
+    swept = run.sweep(grace=0, now=ahead)
+    assert swept.removed == []
+    assert {why for _, why in swept.kept} == {f"{key} cannot be read, and may be for anything"}
+    assert len(swept.kept) == 5  # two partial files, two files of version_20 and its lasting pin
+    store.delete(key)
+    assert len(run.sweep(grace=0, now=ahead).removed) == 5
+
+
+def test_a_lasting_pin_keeps_no_leftovers_beside_its_version(store: MemoryStore) -> None:
+    Run(store).pin(20)
+    key = f"version_20/{shard_name(0, 1, new_attempt())}"
+    store.put_if_absent(key, b"left over")
+    assert Run(store).sweep(now=time.time() + YEAR).removed == [key]
 
 
 def test_what_is_not_there_is_not_pinned_and_what_is_not_pinned_not_unpinned(

@@ -95,12 +95,12 @@ class Claims:
 def look(run: Run, now: float | None = None) -> Claims:
     """Look at the pins of a run, and then at its manifests."""
     now = time.time() if now is None else now
-    early = run.listed(takewhile(lambda stat: stat.key < "pin.", run.store.list("")))
+    pins = takewhile(lambda stat: stat.key < "pin.", run.store.list(""))
     pinned: dict[Version, str] = {}
     attempts: set[str] = set()
     dead: list[Stat] = []
     blind = None
-    for stat, record in pin.of_processes(run.store, early.pins):
+    for stat, record in pin.of_processes(run.store, list(pins)):
         lives = None if isinstance(record, FormatError) else pin.alive(record)
         if lives is False or (lives is None and now - stat.modified >= FOREIGN_PIN):
             dead.append(stat)
@@ -114,7 +114,7 @@ def look(run: Run, now: float | None = None) -> Claims:
                 pinned[version] = "a process is using it"
     listing = run.listing()
     # what has no manifest is no version: a lasting pin keeps nothing of it
-    lasting = {*early.lasting, *listing.lasting} & {*listing.versions}
+    lasting = listing.lasting.keys() & {*listing.versions}
     pinned.update(dict.fromkeys(lasting, "it is pinned"))
     known = run.ledger.versions(listing)
     files = {key for k in known.values() for key in k.files}
