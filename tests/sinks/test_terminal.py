@@ -71,6 +71,27 @@ def test_a_line_for_what_else_happens(name: str, line: str) -> None:
     assert lines(("staged", EVENTS["staged"]), ("unheard_of", {})) == []
 
 
+@pytest.mark.parametrize(
+    ("url", "step", "branch", "line"),
+    [
+        (
+            "runs/a/version_1200.1",
+            1200,
+            2,
+            "resumed step 1200 from runs/a/version_1200.1, branch 2",
+        ),
+        ("memory://a/version_0", 0, 0, "resumed step 0 from memory://a/version_0"),
+        ("runs/a/version_80", 0, 0, "began at step 0 with what runs/a/version_80 holds"),
+        ("runs/a/version_80", 8, 0, "began at step 8 with what runs/a/version_80 holds"),
+        ("snap", 0, 0, "began at step 0 with what snap holds"),
+    ],
+)
+def test_a_run_that_begins_with_a_part_of_another_did_not_resume_its_step(
+    url: str, step: int, branch: int, line: str
+) -> None:
+    assert lines(("resumed", {"url": url, "step": step, "branch": branch})) == [line]
+
+
 def test_a_wait_is_told_where_a_person_could_feel_it() -> None:
     waits: list[dict[str, Any]] = [
         {"step": n, **more}

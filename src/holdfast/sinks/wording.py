@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.format.names import parse_version
 
 _DEEPEST = 8
 _LONGEST = 200
@@ -118,7 +119,11 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
     if name == "resumed":
         branch = told(fields, "branch", "0")
         at = "" if branch == "0" else f", branch {branch}"
-        return f"resumed step {step} from {told(fields, 'url')}{at}"
+        url = told(fields, "url")
+        version = parse_version(url.rpartition("/")[2])
+        if version is None or str(version.step) != step:  # of another run, and in part
+            return f"began at step {step} with what {url} holds{at}"
+        return f"resumed step {step} from {url}{at}"
     if name == "save_waited":
         seconds = amount(fields, "seconds")
         waited = "" if seconds is None else f"{span(seconds)} "
