@@ -120,8 +120,8 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
         branch = told(fields, "branch", "0")
         at = "" if branch == "0" else f", branch {branch}"
         url = told(fields, "url")
-        version = parse_version(url.rpartition("/")[2])
-        if version is None or str(version.step) != step:  # of another run, and in part
+        saved = parse_version(url.rpartition("/")[2])
+        if saved is None or str(saved.step) != step:  # of another run, and in part
             return f"began at step {step} with what {url} holds{at}"
         return f"resumed step {step} from {url}{at}"
     if name == "save_waited":
