@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from holdfast.engine.draft import Label
 from holdfast.engine.location import Location
 from holdfast.engine.save import begin, finish
 from holdfast.format.names import MANIFEST, Version
+from holdfast.format.records import Branch, encode_branch
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 
+from ..forging import content_of, reseal
 from ..trainings import flip, shard_of
 from .running import holdfast
 
@@ -76,7 +79,64 @@ def test_verify_names_every_version_that_a_damaged_base_takes_along(store: Memor
     assert [p["fields"].get("base") for p in problems] == [None, "version_1", "version_1"]
     people = holdfast("verify", store.url)
     assert "3 of 3 damaged" in people.out
-    assert people.out.count("refers to ../version_1/") == 2
+    assert people.out.count(f"{shard_of(store, 'version_1')}, byte ") == 1
+    assert "takes along version_2, version_3\n" in people.out
+    assert people.out.count("is damaged between bytes") == 1
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_verify_tells_two_places_of_one_file_apart(store: MemoryStore, gone: bool) -> None:
+    save(store, 4, more=np.arange(9000.0))
+    save(store, 5, more=np.arange(9000.0))
+    if gone:
+        store.delete(shard_of(store, "version_1"))
+    else:
+        flip(store, shard_of(store, "version_1"), byte=5000)
+        flip(store, shard_of(store, "version_1"), byte=4)
+    flip(store, shard_of(store, "version_4"), byte=5000)
+    people = holdfast("verify", store.url)
+    assert people.out.count("takes along version_2, version_3, version_4, version_5\n") == 1
+    assert people.out.count("takes along version_5\n") == 1
+    if not gone:  # what is damaged in the header alone takes nothing along
+        assert people.out.count(f"{shard_of(store, 'version_1')}, byte ") == 2
+    assert "5 of 5 damaged" in people.out
+
+
+def left_empty(store: MemoryStore) -> None:
+    """The line ends in a branch without versions, at a version that is gone."""
+    hf.Run(store).leave_from(hf.Run(store).open(Version(1)), Version(1), "on request")
+    flip(store, f"version_1/{MANIFEST}")
+
+
+def of_later_format(store: MemoryStore) -> None:
+    hf.Run(store).leave_from(hf.Run(store).open(Version(2)), Version(2), "on request")
+    raw = store.get("branch-1.json", 1 << 20)
+    store.delete("branch-1.json")
+    store.put_if_absent("branch-1.json", reseal(content_of(raw), 99))
+
+
+def without_first(store: MemoryStore) -> None:
+    hf.Run(store).leave_from(hf.Run(store).open(Version(1)), Version(1), "on request")
+    store.delete(f"version_1/{MANIFEST}")
+
+
+def from_itself(store: MemoryStore) -> None:
+    record = Branch(1, "version_2.1", "0" * 32, "2026-01-01T00:00:00+00:00", "")
+    store.put_if_absent("branch-1.json", encode_branch(record))
+
+
+@pytest.mark.parametrize("spoil", [left_empty, of_later_format, without_first, from_itself])
+def test_a_line_that_cannot_be_told_costs_no_report(
+    store: MemoryStore, spoil: Callable[[MemoryStore], None]
+) -> None:
+    spoil(store)
+    flip(store, shard_of(store, "version_3"), byte=-1)
+    told = holdfast("verify", store.url, "--json")
+    assert told.code == 3
+    assert shard_of(store, "version_3") in [
+        p["file"] for v in told.json["versions"] for p in v["problems"]
+    ]
+    assert told.json["danger"] is None
 
 
 def save_after(store: MemoryStore, steps: int) -> hf.Snapshot:

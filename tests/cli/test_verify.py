@@ -8,7 +8,8 @@ import pytest
 
 from holdfast.cli import verify as verb
 from holdfast.engine.snapshot import Snapshot
-from holdfast.errors import Denied, HoldfastError
+from holdfast.engine.verify import Problem
+from holdfast.errors import Denied, FormatError, HoldfastError
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -120,6 +121,29 @@ def test_a_store_that_refuses_is_not_called_damage(
 
 def test_a_place_without_versions_is_not_found(elsewhere: str) -> None:
     assert holdfast("verify", elsewhere).code == 4
+
+
+def test_each_damage_is_told_once_and_none_is_lost() -> None:
+    def damage(offset: int | None, what: str = "it is bad", digest: str = "a") -> Problem:
+        return Problem("f", offset, (), FormatError(what, expected=digest, found="b"))
+
+    def of(name: str, *problems: Problem) -> verb.Checked:
+        return verb.Checked(name, name, 0, problems)
+
+    one, two, nowhere = damage(0), damage(8), damage(None)
+    checked = [
+        of("v1", one, two, nowhere, damage(None, "otherwise")),  # of equal bytes, two places
+        of("v2", damage(0, "v2 refers to it"), damage(8, digest="c")),
+        of("v3", two, two),
+    ]
+    told = [(p.offset, p.error.what, others) for p, others in verb._causes(checked)]
+    assert told == [
+        (0, "it is bad", ["v2"]),
+        (8, "it is bad", ["v3"]),
+        (None, "it is bad", []),
+        (None, "otherwise", []),
+        (8, "it is bad", []),
+    ]
 
 
 def test_errors_have_no_advice_twice() -> None:

@@ -16,7 +16,7 @@ from holdfast.cli.screen import progress
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.verify import Problem, Seen
 from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError
-from holdfast.format.names import MANIFEST, branch_name, parse_evaluation, pin_name
+from holdfast.format.names import MANIFEST, branch_name, is_shard, parse_evaluation, pin_name
 from holdfast.format.records import MAX_RECORD, decode_branch, decode_evaluation, decode_lasting
 from holdfast.run import Listing, Run
 
@@ -83,6 +83,7 @@ def _check_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[Checked], 
     What is deleted meanwhile is left out."""
     checked: list[Checked] = []
     opened: list[Snapshot] = []
+    newest = _newest(run, listing)
     for version in listing.versions:
         place = run.place(version)
         try:
@@ -111,8 +112,17 @@ def _check_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[Checked], 
             )
     order = {str(v): i for i, v in enumerate(listing.versions)}
     checked.sort(key=lambda c: order.get(c.name, len(order)))
-    newest = str(run.line(listing)[-1]) if any(s.bases for s in opened) else None
-    return checked, _danger(next((c for c in checked if c.name == newest), None))
+    bases = {str(s.version) for s in opened if s.bases}
+    return checked, _danger(next((c for c in checked if c.name == newest and bases), None))
+
+
+def _newest(run: Run, listing: Listing) -> str | None:
+    """The newest version on the line; None if there is none, or that cannot be told: it is for
+    advice only."""
+    try:
+        return next((str(v) for v in reversed(run.line(listing))), None)
+    except (FormatError, StoreError):
+        return None
 
 
 def _records(listing: Listing) -> Iterator[tuple[str, Callable[[bytes, str], object]]]:
@@ -130,11 +140,10 @@ def _records(listing: Listing) -> Iterator[tuple[str, Callable[[bytes, str], obj
 def _danger(newest: Checked | None) -> str | None:
     """What to do at once if the newest version of a run of increments has rotted: a save looks at
     what it refers to by length only."""
-    files = (
-        sorted({p.file for p in newest.problems if isinstance(p.error, DigestMismatch)})
-        if newest
-        else []
-    )
+    problems = newest.problems if newest else ()
+    rotten = {p.file for p in problems if isinstance(p.error, DigestMismatch)}
+    # of manifests and indexes an increment needs its own only
+    files = sorted(f for f in rotten if is_shard(f.rpartition("/")[2]))
     if newest is None or not files:
         return None
     return (
@@ -175,6 +184,21 @@ def _document(url: str, checked: list[Checked], seconds: float) -> dict[str, Any
     }
 
 
+def _causes(checked: list[Checked]) -> list[tuple[Problem, list[str]]]:
+    """What is wrong, each once, with the further versions that it takes along: what is damaged in
+    one version is so in all that refer to it."""
+    found: dict[object, tuple[Problem, str, list[str]]] = {}
+    for c in checked:
+        for p in c.problems:
+            # of one place in one file; where none is told, the words are all that tells
+            what = p.error.what if p.offset is None else ""
+            key = (p.file, p.offset, type(p.error), str(p.error.expected), what)
+            _, first, others = found.setdefault(key, (p, c.name, []))
+            if c.name not in (first, *others):
+                others.append(c.name)
+    return [(p, others) for p, _, others in found.values()]
+
+
 def render(checked: list[Checked], seconds: float, screen: Console) -> None:
     """Print one line for each version, and under it what is wrong with it."""
     from holdfast.cli.screen import size, table, text
@@ -186,16 +210,17 @@ def render(checked: list[Checked], seconds: float, screen: Console) -> None:
         )
         versions.add_row(text(c.name), text(size(c.nbytes)), state)
     screen.print(versions)
-    for c in checked:
-        for p in c.problems:
-            where = p.file if p.offset is None else f"{p.file}, byte {p.offset}"
-            screen.print()
-            screen.print(text(where, "red"), soft_wrap=True)
-            screen.print(text(brief(p.error), "dim"), soft_wrap=True)
-            if p.leaves and not isinstance(p.error, DigestMismatch):  # that one names them
-                more = f" and {len(p.leaves) - 8} more" if len(p.leaves) > 8 else ""
-                told = f"leaves: {', '.join(p.leaves[:8])}{more}"
-                screen.print(text(told, "dim"), soft_wrap=True)
+    for p, others in _causes(checked):
+        where = p.file if p.offset is None else f"{p.file}, byte {p.offset}"
+        screen.print()
+        screen.print(text(where, "red"), soft_wrap=True)
+        screen.print(text(brief(p.error), "dim"), soft_wrap=True)
+        if p.leaves and not isinstance(p.error, DigestMismatch):  # that one names them
+            more = f" and {len(p.leaves) - 8} more" if len(p.leaves) > 8 else ""
+            told = f"leaves: {', '.join(p.leaves[:8])}{more}"
+            screen.print(text(told, "dim"), soft_wrap=True)
+        if others:
+            screen.print(text(f"takes along {', '.join(others)}", "dim"), soft_wrap=True)
     nbytes = sum(c.nbytes for c in checked)
     bad = sum(bool(c.problems) for c in checked)
     verdict = (
