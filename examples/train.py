@@ -59,8 +59,13 @@ def draw_batch(text: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 def train(options: argparse.Namespace) -> None:
     text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
     model = Model(options.width, options.layers, options.length)
-    optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=options.steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    # A function of the step is not in the version, unlike OneCycleLR's total_steps: so a run that
+    # is done can be started again with more --steps, and follows the longer schedule from there.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 100, 1 - step / options.steps)
+    )
     progress = holdfast.Progress()
 
     # All that decides how training goes on. Whatever is not in here starts anew after a stop.

@@ -53,6 +53,17 @@ def test_train_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     assert again[1:4] == whole[7:10]
 
 
+def test_train_is_trained_longer_with_the_rates_of_the_longer_schedule(tmp_path: Path) -> None:
+    train(tmp_path, "run", 4)
+    again = train(tmp_path, "run", 9)
+    assert again[0] == "going on from run/version_4"
+    snapshots = holdfast.Run(tmp_path / "run").snapshots()
+    assert [s.step for s in snapshots] == [4, 6, 9]
+    rates = [s["optimizer/groups/0/lr"] for s in snapshots]
+    assert rates[0] == rates[2] == 0, "at the end of each"
+    assert rates[1] == pytest.approx(3e-3 * 7 / 100)
+
+
 def test_demo(tmp_path: Path) -> None:
     done = python("demo.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
