@@ -320,10 +320,10 @@ def test_an_address_where_nothing_is_says_what_was_meant(tmp_path: Path) -> None
     holdfast.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
     for address in ("@80", "@80.1", "@latest"):
         with pytest.raises(
-            NotFound, match=r"no run with versions at .*bigg\. Perhaps .*/runs/big is"
+            NotFound, match=r"bigg is no run with versions\. Perhaps .*/runs/big is"
         ):
             open_version(f"{tmp_path}/runs/bigg{address}")
-        with pytest.raises(NotFound, match=r"no run with versions at .*zzz\. Check the path"):
+        with pytest.raises(NotFound, match=r"zzz is no run with versions\. Check the path"):
             open_version(f"{tmp_path}/runs/zzz{address}")
         (tmp_path / "runs" / "empty").mkdir(exist_ok=True)
         with pytest.raises(NotFound, match="Check the path"):

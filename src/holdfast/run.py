@@ -61,7 +61,7 @@ def open_version(text: str | os.PathLike[str]) -> Snapshot:
     if version == "latest" or not run.listing().versions:
         close = near(place)
         raise NotFound(
-            f"There is no run with versions at {run.url}",
+            f"{run.url} is no run with versions",
             todo="Check the path" if close is None else f"Perhaps {close} is meant",
             key=os.fspath(text),
             store=run.url,

@@ -131,7 +131,34 @@ def test_of_a_run_what_is_damaged_is_named_and_left_out(store: MemoryStore, else
     assert [d["version"] for d in answer.json["damaged"]] == ["version_20", "version_40"]
     assert [c["step"] for c in answer.json["copied"]] == [60]
     assert holdfast("verify", elsewhere).code == 0
-    assert "NOT copied" in holdfast("copy", store.url, elsewhere).out
+    out = holdfast("copy", store.url, elsewhere).out
+    assert "NOT copied     version_20" in out
+    assert out.endswith("Nothing copied; 1 already there; 2 NOT copied\n")
+
+
+def test_the_sum_says_what_was_done(store: MemoryStore, tmp_path: Path) -> None:
+    assert ", all checked\n" in holdfast("copy", store.url, tmp_path / "b").out
+    out = holdfast("copy", store.url, tmp_path / "b").out
+    assert out.endswith("\nNothing copied; 3 already there\n")
+    flip(store, f"version_20/{MANIFEST}")
+    out = holdfast("copy", store.url, tmp_path / "c").out
+    assert out.startswith("copied         ")
+    assert out.endswith(", all checked; 1 NOT copied\n")
+
+
+def test_no_empty_folder_is_left_where_nothing_was_copied(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    for step in (20, 40, 60):
+        flip(store, shard_of(store, f"version_{step}"))
+    for to in ("b", "mine"):
+        answer = holdfast("copy", store.url, tmp_path / to)
+        assert answer.code == 3
+        assert answer.out.endswith("\nNothing copied; 3 NOT copied\n")
+        assert holdfast("copy", f"{store.url}@20", tmp_path / to / "version_20").code == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 # -- a copy that is copied to again --------------------------------------------------------------
@@ -236,6 +263,44 @@ def test_a_backup_keeps_what_its_source_deletes_and_is_never_refused(
             if choose.random() < 0.5:
                 run.sweep(abandoned=True, grace=0)
     assert len(had) > 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_after_a_sweep_of_what_was_abandoned_the_message_says_what_to_do(
+    store: MemoryStore, elsewhere: str, seed: int
+) -> None:
+    """It cannot be told from a copy that went on by itself; but it can be said."""
+    choose, refused = random.Random(seed), 0
+    run, to = hf.Run(store), open_store(elsewhere)
+    had = set(run.listing().versions)
+    holdfast("copy", store.url, elsewhere)
+    for _ in range(8):
+        at = choose.choice([None, *(v.step for v in run.line())])
+        go_on(store, 20, 10, at=at)
+        if choose.random() < 0.7:
+            run.sweep(abandoned=True, grace=0)
+        had |= set(run.listing().versions)
+        answer = holdfast("copy", store.url, elsewhere)
+        if answer.code == 8:
+            refused += 1
+            assert "seem to have both gone on" in answer.err
+            records = [k for k in keys(store.url) if k.startswith("branch-") and k in answer.err]
+            assert records
+            assert f"put a copy of {' and '.join(records)} into {elsewhere} by hand" in answer.err
+            for key in records:
+                to.put_if_absent(key, store.get(key, 1 << 20))
+            answer = holdfast("copy", store.url, elsewhere)
+        assert answer.code == 0, answer.err
+        assert hf.Run(to).line() == run.line()
+        assert set(hf.Run(to).listing().versions) == had
+    assert refused > 0
+
+
+def test_a_copy_that_went_on_is_not_told_of_sweeps(store: MemoryStore, elsewhere: str) -> None:
+    holdfast("copy", store.url, elsewhere)
+    go_on(store, 40)
+    go_on(open_store(elsewhere), 25, 25)
+    assert "sweep" not in holdfast("copy", store.url, elsewhere).err
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -212,6 +212,16 @@ def test_a_copy_is_not_made_twice(store: MemoryStore) -> None:
     assert len(again.json["present"]) == 3
 
 
+def test_what_was_copied_as_it_is_by_other_means_is_not_copied_again(store: MemoryStore) -> None:
+    other = open_store("memory://cli-increments-by-rsync")
+    for stat in store.list(""):
+        other.put_if_absent(stat.key, store.get(stat.key, 1 << 30))
+    answer = holdfast("copy", store.url, other.url, "--json")
+    assert answer.code == 0
+    assert answer.json["copied"] == []
+    assert len(answer.json["present"]) == 3
+
+
 def test_one_version_alone_can_be_copied(store: MemoryStore) -> None:
     to = "memory://cli-one-increment/version_3"
     assert holdfast("copy", f"{store.url}/version_3", to).code == 0

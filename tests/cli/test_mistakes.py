@@ -73,6 +73,36 @@ def test_a_version_that_is_not_there(folder: Path) -> None:
     one_line(holdfast("show", "runs/a/version_3"), 4, "3 versions beside it", "version_10")
 
 
+def test_a_version_where_a_run_is_meant(folder: Path) -> None:
+    for verb in ("ls", "sweep", "request-save"):
+        one_line(
+            holdfast(verb, "runs/a@2"),
+            4,
+            "runs/a@2 is one version, not a run. Name the run: runs/a.",
+        )
+        one_line(holdfast(verb, "runs/a@best"), 4, "Perhaps runs/a is meant")
+        one_line(holdfast(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps runs/a is meant")
+    one_line(holdfast("pin", "runs/a@2", 2), 4, "Name the run: runs/a.")
+
+
+@pytest.mark.parametrize("address", ["@best", "@version_2", "@", "/2", "@-1", "/best"])
+def test_what_is_almost_an_address(folder: Path, address: str) -> None:
+    forms = "RUN/version_120, RUN@120 (of branch 1: RUN@120.1) or RUN@latest."
+    one_line(holdfast("show", f"runs/a{address}"), 4, f"no snapshot at runs/a{address}. ", forms)
+    one_line(holdfast("show", f"memory://never-made{address}"), 4, forms)
+
+
+@pytest.mark.parametrize("place", [".", "./", ".."])
+def test_a_place_that_ends_in_a_dot_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (folder / "empty" / "more").mkdir(parents=True)
+    monkeypatch.chdir(folder / "empty" / "more")
+    told = f"There is no run at {os.path.abspath(place)}. Expected a folder of versions"
+    one_line(holdfast("ls", place), 4, told)
+    one_line(holdfast("show", f"{place}@20"), 4, told)
+
+
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_an_empty_folder(folder: Path, verb: str) -> None:
     (folder / "empty").mkdir()

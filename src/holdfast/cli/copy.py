@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,12 +14,12 @@ from msgspec.structs import replace
 
 from holdfast.cli.answer import describe, json_option, line, print_json
 from holdfast.cli.exits import DAMAGED, exit_code
-from holdfast.cli.places import count, refuse_snapshot, run_or_snapshot, stray
+from holdfast.cli.places import count, refuse_target, run_or_snapshot, stray
 from holdfast.cli.screen import progress
 from holdfast.cli.verify import size_of
 from holdfast.engine.commit import refuse_existing
 from holdfast.engine.copy import copied_attempt, copy_snapshot
-from holdfast.engine.location import Location, locate
+from holdfast.engine.location import Location, is_snapshot, locate
 from holdfast.engine.pin import now
 from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
@@ -31,6 +33,8 @@ from holdfast.format.names import (
 from holdfast.format.records import LastingPin, encode_evaluation, encode_lasting
 from holdfast.lines import forked
 from holdfast.run import Listing, Run
+from holdfast.storage.local import LocalStore
+from holdfast.storage.store import Store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,10 +72,11 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     """
     found = run_or_snapshot(a)
     began = perf_counter()
-    if isinstance(found, Snapshot):
-        copied = _one(found, b, as_json)
-    else:
-        copied = _whole(*found, Run(b), as_json)
+    with _no_empty_folder(locate(b).store if isinstance(found, Snapshot) else Run(b).store):
+        if isinstance(found, Snapshot):
+            copied = _one(found, b, as_json)
+        else:
+            copied = _whole(*found, Run(b), as_json)
     seconds = perf_counter() - began
     if as_json:
         print_json(_document(copied, seconds))
@@ -82,6 +87,19 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     codes = [exit_code(e) for _, e in copied.damaged]
     if codes:
         ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
+
+
+@contextmanager
+def _no_empty_folder(store: Store) -> Iterator[None]:
+    """Takes the folder of a store away again if it was not there before, and stays empty."""
+    path = store.url if isinstance(store, LocalStore) else None
+    new = path is not None and not os.path.lexists(path)
+    try:
+        yield
+    finally:
+        if new and path is not None:
+            with suppress(OSError):
+                os.rmdir(path)
 
 
 def _one(snapshot: Snapshot, to: str, quiet: bool) -> Copied:
@@ -105,7 +123,7 @@ def _one(snapshot: Snapshot, to: str, quiet: bool) -> Copied:
 def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
     """All intact versions of a run, oldest first, after the records of its branches: whenever
     this ends, what has arrived is a run that can be resumed."""
-    refuse_snapshot(to)
+    refuse_target(to)
     copied = Copied(run.url, to.url, stray=stray(run))
     todo: list[tuple[Snapshot, Location]] = []
     for version in listing.versions:
@@ -132,7 +150,7 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
                 copied.copied.append(copy_snapshot(snapshot, place, tell))
                 _beside(run, listing, copied.copied[-1], copied)
             except NotFound:
-                if _there(snapshot.place):  # else deleted meanwhile
+                if is_snapshot(snapshot.place):  # else deleted meanwhile
                     raise
             except FormatError as e:
                 copied.damaged.append((place.folder, e))
@@ -155,14 +173,6 @@ def _beside(run: Run, listing: Listing, made: Snapshot, copied: Copied) -> None:
         with suppress(AlreadyExists):
             made.place.store.put_if_absent(pin_name(str(version)), pin)
         copied.pins += 1
-
-
-def _there(place: Location) -> bool:
-    try:
-        place.store.stat(place.key(MANIFEST))
-    except NotFound:
-        return False
-    return True
 
 
 def _same(snapshot: Snapshot, place: Location) -> bool:
@@ -203,12 +213,20 @@ def _refuse_strangers(run: Run, listing: Listing, to: Run, copied: Copied) -> No
     versions = theirs.versions
     stranger = forked(run, listing, to, theirs) if copied.present else None
     if stranger is not None:
+        todo = "Copy to another place"
+        records = [branch_name(n) for n in listing.branches if n not in theirs.branches]
+        if records and parse_version(stranger) is not None:
+            todo += (
+                f". But if a sweep of abandoned versions has deleted {stranger} from"
+                f" {copied.source}: put a copy of {' and '.join(records)} into {to.url} by hand,"
+                " which leaves it there too, and copy again"
+            )
         raise AlreadyExists(
-            f"{to.url} and {copied.source} have both gone on since one was copied from the other;"
-            " nothing was changed",
+            f"{to.url} and {copied.source} seem to have both gone on since one was copied from the"
+            " other; nothing was changed",
             expected=f"nothing that {copied.source} never had",
             found=stranger,
-            todo="Copy to another place",
+            todo=todo,
         )
     if versions and not copied.present:
         raise AlreadyExists(
@@ -254,4 +272,9 @@ def render(copied: Copied, seconds: float, screen: Console) -> None:
     nbytes = sum(map(size_of, copied.copied))
     speed = f", {size(int(nbytes / seconds))}/s" if seconds > 1 else ""
     done = f"{count(len(copied.copied), 'snapshot')} copied, {size(nbytes)}, all checked{speed}"
-    screen.print(text(done, "red" if copied.damaged else "green"))
+    parts = [done if copied.copied else "Nothing copied"]
+    if copied.present:
+        parts.append(f"{len(copied.present):,} already there")
+    if copied.damaged:
+        parts.append(f"{len(copied.damaged):,} NOT copied")
+    screen.print(text("; ".join(parts), "red" if copied.damaged else "green"))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 
-from holdfast.engine.location import Url, locate, versions_in
+from holdfast.engine.location import Location, Url, is_snapshot, locate, near, versions_in
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import AlreadyExists, NoSnapshot, NotFound
 from holdfast.format import names
 from holdfast.known import Listing
-from holdfast.run import Run, open_version, split_address
+from holdfast.run import ADDRESSES, Run, open_version, split_address
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 
@@ -48,6 +47,10 @@ def run_at(url: str, *, committed: bool = True) -> tuple[Run, Listing]:
             )
         if not committed and next(iter(run.store.partials("")), None) is not None:
             return run, listing
+    if _is_address(url):
+        place, _ = split_address(url)
+        run_at(place, committed=committed)  # or says what is there instead
+        raise NotFound(f"{url} is one version, not a run", todo=f"Name the run: {place}")
     if _is_snapshot(url):
         whole = _named(url)
         raise NotFound(
@@ -65,9 +68,9 @@ def run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
     return run_at(url)
 
 
-def refuse_snapshot(run: Run) -> None:
-    """Raise ``AlreadyExists`` if a run is to be where a snapshot is, or where a version of the
-    run above would be."""
+def refuse_target(run: Run) -> None:
+    """Raise ``AlreadyExists`` if a run is to be copied to where a snapshot is, or where a version
+    of the run above would be."""
     if _called_like_a_version(run.url) or _is_snapshot(run.store):
         raise AlreadyExists(
             f"{run.url} is the place of a snapshot, not of a run; nothing was changed",
@@ -118,11 +121,7 @@ def _called_like_a_version(url: str) -> bool:
 
 def _is_snapshot(url: Url) -> bool:
     """Whether there is a manifest, damaged or not."""
-    try:
-        open_store(url).stat(names.MANIFEST)
-    except NotFound:
-        return False
-    return True
+    return is_snapshot(Location(open_store(url), ""))
 
 
 def _named(url: str) -> str:
@@ -155,11 +154,11 @@ def _of_run(name: str) -> bool:
 
 def _nothing(url: str, wanted: str) -> NotFound:
     """The error that says what is at ``url``, where no run and no snapshot is."""
-    path, found, todo = _folder(url), "nothing", None
+    path, found, todo = _folder(url), "nothing", ADDRESSES if wanted == "snapshot" else None
     if path is not None:
         found, todo = _look(path, wanted)
     return NotFound(
-        f"There is no {wanted} at {url}",
+        f"There is no {wanted} at {_named(url)}",
         expected="a folder of versions" if wanted == "run" else f"a folder with {names.MANIFEST}",
         found=found,
         todo=todo,
@@ -176,11 +175,13 @@ def _look(path: str, wanted: str) -> tuple[str, str | None]:
         beside = sorted(os.listdir(folder))
         versions = sorted(v for v in map(names.parse_version, beside) if v is not None)
         if wanted == "snapshot" and versions:
-            return f"{count(len(versions), 'version')} beside it", f"The newest is {versions[-1]}"
-        close = difflib.get_close_matches(name, beside, n=1)
-        if close:
-            return "nothing", f"Perhaps {os.path.join(os.path.dirname(path), close[0])} is meant"
-        return "nothing", "Check the path"
+            found = f"{count(len(versions), 'version')} beside it"
+            return found, f"The newest is {versions[-1]}. {ADDRESSES}"
+        place = path.rpartition("@")[0]
+        if wanted == "snapshot" and os.path.isdir(place):
+            return "nothing", ADDRESSES
+        close = place if os.path.isdir(place) else near(path)
+        return "nothing", "Check the path" if close is None else f"Perhaps {close} is meant"
     if not os.path.isdir(path):
         if name == names.MANIFEST or names.attempt_of(name) is not None:
             return "a file of a snapshot", f"Name its folder: {os.path.dirname(path) or '.'}"
