@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast.engine.location import run_of
 from holdfast.errors import HoldfastError, NotFound, PlanError
 from holdfast.format.names import MANIFEST, parse_version
 from holdfast.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run import Run, split_address
+from holdfast.words import an
 
 
 def check_arguments(state: object, save: object, keep: object, stop: object) -> None:
@@ -43,7 +45,7 @@ def _demand(name: str, given: object, good: bool, expected: str) -> None:
         raise HoldfastError(
             f"{name}= cannot be that",
             expected=expected,
-            found=found if len(found) < 80 else f"a {type(given).__name__}",
+            found=found if len(found) < 80 else an(type(given).__name__),
         )
 
 
@@ -117,7 +119,7 @@ def refuse_versions(run: Run) -> None:
         raise HoldfastError(
             f"{run.url} holds versions of an earlier training",
             expected="an empty run, or a call of resume() before the first step",
-            found=f"{len(versions)} versions, the newest {versions[-1]}",
+            found=f"{run_of(versions)}, the newest {versions[-1]}",
             todo="Call ckpt.resume() to go on from it, or save to another folder",
         )
 

@@ -10,6 +10,7 @@ from holdfast.errors import HoldfastError
 from holdfast.progress import Progress
 from holdfast.sampler import ElasticSampler
 from holdfast.together import Together
+from holdfast.words import an
 
 
 class Count:
@@ -83,7 +84,7 @@ def _check(step: Any, counted: int | None) -> None:
         raise HoldfastError(
             "progress.step is no number of steps",
             expected="an int of 0 or more",
-            found=f"{step!r}, a {type(step).__name__}"[:200],
+            found=f"{step!r}, {an(type(step).__name__)}"[:200],
         )
     if counted is not None and step != counted:
         raise HoldfastError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import PlanError
+from holdfast.words import an
 
 _LONG = 1 << 63
 
@@ -19,7 +20,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         raise PlanError(
             "Metrics are numbers by name",
             expected='a dict such as {"loss": loss}',
-            found=f"a {type(metrics).__name__}",
+            found=an(type(metrics).__name__),
         )
     for name, value in metrics.items():
         if not _is_name(name) or not _is_number(value):
@@ -27,7 +28,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
             raise PlanError(
                 f"The metric {name!r} is no number",
                 expected="an int of 64 bits, a float, or a real tensor or array of one element",
-                found=f"a {type(value).__name__}" + (f" of {tuple(many)}" if many else ""),
+                found=an(type(value).__name__) + (f" of {tuple(many)}" if many else ""),
                 todo="Give its mean, or leave it out",
             )
     return {name: _own(value) for name, value in metrics.items()}

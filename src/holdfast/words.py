@@ -18,6 +18,11 @@ ALIGNMENT = 4096
 """What O_DIRECT asks of addresses, offsets and lengths on every disk that we know."""
 
 
+def an(noun: str) -> str:
+    """``a dict``, ``an int``."""
+    return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
+
+
 @dataclass(frozen=True, slots=True)
 class DType:
     """An element type: its name as in PyTorch and NumPy, and how a shard stores it.

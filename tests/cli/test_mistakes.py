@@ -26,7 +26,9 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
+from holdfast.metrics import check_metrics
 from holdfast.run import Run
+from holdfast.words import an
 
 from .running import Answer, holdfast
 
@@ -270,3 +272,13 @@ def test_the_exit_codes_stand_in_the_document() -> None:
     document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     for code, meaning in exits.MEANINGS.items():
         assert f"| {code} | {meaning} |" in document
+
+
+def test_messages_have_their_articles() -> None:
+    found = [an(word) for word in ("dict", "int", "object", "AdamW", "OrderedDict", "UUID", "")]
+    assert found[:4] == ["a dict", "an int", "an object", "an AdamW"]
+    assert found[4:] == ["an OrderedDict", "a UUID", "a "]
+    with pytest.raises(HoldfastError, match="'x' is an object that cannot"):
+        hf.save("memory://never-made/version_1", {"x": object()})
+    with pytest.raises(HoldfastError, match="found an int"):
+        check_metrics(1)  # type: ignore[arg-type]

@@ -156,3 +156,10 @@ def test_in_a_pipe_no_line_ends_with_blanks(run: str, elsewhere: str, verb: str)
     answer = holdfast(verb, *words.get(verb, [run]))
     assert answer.out.endswith("\n")
     assert [line for line in answer.out.splitlines() if line != line.rstrip()] == []
+
+
+def test_all_patterns_print_whole_keys(run: str) -> None:
+    """Where errors of load send people to see what the keys are."""
+    shown = holdfast("show", f"{run}/version_20", "--keys", "**").out.splitlines()
+    first = [line.split()[0] for line in shown if line]
+    assert {"weights", "small/bias", "progress/step"} <= set(first)

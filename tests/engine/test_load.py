@@ -180,7 +180,7 @@ def test_names_can_be_exchanged():
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `holdfast show SNAPSHOT`"),
+        ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `holdfast show SNAPSHOT --keys"),
         ({"model/a.weight": "a.weight"}, "another level. Expected names that differ"),
         ({"model/a.weight": "model/a.bias"}, "would be called 'a.bias'"),
         ({"net": "model"}, "not in the snapshot: net. The snapshot has model, so write "
@@ -193,8 +193,8 @@ def test_names_can_be_exchanged():
         ({"model/*": "net/*"}, "rename={'model': 'net'} renames"),
         ({"model/a.????": "model/b"}, "are no patterns, but 'model/a.????'"),
         ({"model/a.?": "net/b.?"}, "are no patterns, but 'model/a.?': 'net/b.?' is one. "
-                                   "`holdfast show SNAPSHOT`"),
-        ({"**": "x/**"}, "are no patterns, but '**': 'x/**' is one. `holdfast show SNAPSHOT`"),
+                                   "`holdfast show SNAPSHOT --keys"),
+        ({"**": "x/**"}, "are no patterns, but '**': 'x/**' is one. `holdfast show SNAPSHOT"),
         ({"model": "net/**"}, "rename={'model': 'net'} renames"),
         ({"model.a.weight": "model.b.weight"}, "not in the snapshot: model.a.weight. Levels are "
                                                "separated by /, so perhaps model/a.weight. `hold"),
@@ -377,8 +377,20 @@ def test_leaves_seen_without_reading():
     same(state["record"], snapshot["record"].read())
     assert bytes(snapshot["blob"][256:260]) == bytes(range(4))
     assert list(snapshot) == snapshot.keys() == list(state)
-    with pytest.raises(KeyError):
+    with pytest.raises(
+        KeyError, match=r"nothing is neither a leaf nor .*; there are t, .*, \\.\\.\\."
+    ):
         snapshot["nothing"]
+
+
+def test_a_container_is_no_leaf_and_says_what_is_below_it():
+    snapshot = holdfast.open(saved({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
+    with pytest.raises(KeyError, match=r"model is neither .*; below it are model/a, model/b'"):
+        snapshot["model"]
+    with pytest.raises(KeyError, match=r"mod is neither .*; there are model/a, model/b, models'"):
+        snapshot["mod"]
+    with pytest.raises(KeyError):
+        snapshot[3]
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)

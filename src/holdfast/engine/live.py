@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import PlanError
 from holdfast.format.tree import child_keys
+from holdfast.words import an
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +172,7 @@ def optimizer_state(
             raise PlanError(
                 f"The optimizer at {key!r} has state of a kind that is not known",
                 expected="for each parameter of its groups a dict of slots",
-                found=f"a {type(slots).__name__} for "
+                found=f"{an(type(slots).__name__)} for "
                 + ("what is in none of its groups" if name is None else name),
                 todo="Give the optimizer a state_dict() and load_state_dict() of its own",
                 leaf=key,

@@ -20,6 +20,7 @@ from holdfast.engine.room import Room, Settle
 from holdfast.engine.select import ABSENT, prune, rename, selector
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError
+from holdfast.words import an
 
 
 def load(
@@ -112,7 +113,7 @@ def _bind(
         return room.make(tree, "")
     if not isinstance(into, dict):
         raise PlanError(
-            f"into= is a {type(into).__name__}",
+            f"into= is {an(type(into).__name__)}",
             expected='a dict like the one that was saved, such as {"model": model}',
             found=type(into).__name__,
         )
@@ -135,5 +136,6 @@ def _nothing(snapshot: Snapshot, keys: Any) -> MissingLeaf:
         f"No leaf of {snapshot.url} matches",
         expected=f"keys like {keys!r}",
         found=", ".join(snapshot.keys()[:10]),
-        todo="`holdfast show SNAPSHOT` prints the keys; * stays within a level, ** crosses levels",
+        todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * stays within a level, **"
+        " crosses levels",
     )

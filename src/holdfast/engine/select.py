@@ -129,7 +129,7 @@ def _advice(node: Any, old: str, new: str, key: str) -> str:
         if _has(node, new, key):
             return f"The snapshot has {new}, so write rename={{{new!r}: {old!r}}}: its name first"
     near = "" if _WILD & set(old) else _near(node, old, key)
-    return f"{near}`holdfast show SNAPSHOT` prints the keys"
+    return f"{near}`holdfast show SNAPSHOT --keys '**'` prints the keys"
 
 
 def _near(node: Any, old: str, key: str) -> str:

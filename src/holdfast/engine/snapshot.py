@@ -191,6 +191,12 @@ class Snapshot:
 
     def __getitem__(self, key: str) -> Any:
         """A plain value, or a ``LeafView`` of a tensor or array. Raises ``KeyError``."""
+        if key not in self.nodes():
+            below = [k for k in self.nodes() if k.startswith(f"{key}/")]
+            near = below or list(self.nodes())
+            more = ", ..." if len(near) > 5 else ""
+            found = f"{'below it are' if below else 'there are'} {', '.join(near[:5])}{more}"
+            raise KeyError(f"{key} is neither a leaf nor a plain value; {found}")
         node = self.nodes()[key]
         if type(node) is dict and next(iter(node)) in (*tree.LEAVES, "tied"):
             return LeafView(self, key, node)

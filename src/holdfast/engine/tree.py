@@ -17,7 +17,7 @@ from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
 from holdfast.format.names import join
 from holdfast.format.tree import unsupported
-from holdfast.words import DTYPES
+from holdfast.words import DTYPES, an
 
 
 # Made for every leaf: a frozen dataclass takes eight times as long to make.
@@ -46,7 +46,7 @@ def flatten(state: dict[str, Any]) -> Flat:
     """
     if type(state) is not dict:
         raise Unsupported(
-            f"The state is a {type(state).__name__}",
+            f"The state is {an(type(state).__name__)}",
             expected='a dict such as {"model": model, "optimizer": optimizer}',
             found=type(state).__name__,
         )

@@ -32,7 +32,7 @@ import numpy as np
 
 from holdfast.errors import ManifestInvalid, Unsupported
 from holdfast.format.names import escape, join
-from holdfast.words import DTYPES
+from holdfast.words import DTYPES, an
 
 Node = Any
 Take = Callable[[Any, str, int], Node]
@@ -151,7 +151,7 @@ def unsupported(value: Any, key: str, why: str) -> Unsupported:
     """The refusal of one value, by its key and type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return Unsupported(
-        f"{key[:300] or 'The state'!r} is a {kind} that cannot be kept faithfully: {why}",
+        f"{key[:300] or 'The state'!r} is {an(kind)} that cannot be kept faithfully: {why}",
         todo="Turn it into tensors, arrays, numbers, strings, lists and dicts, or give the object"
         " state_dict() and load_state_dict()",
         leaf=key,
