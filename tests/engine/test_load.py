@@ -378,7 +378,7 @@ def test_leaves_seen_without_reading():
     assert bytes(snapshot["blob"][256:260]) == bytes(range(4))
     assert list(snapshot) == snapshot.keys() == list(state)
     with pytest.raises(
-        KeyError, match=r"nothing is neither a leaf nor .*; there are t, .*, \\.\\.\\."
+        KeyError, match=r"nothing is neither a leaf nor .*; there are t, .*, \.\.\."
     ):
         snapshot["nothing"]
 
