@@ -177,6 +177,40 @@ class ElasticSampler:
         counts = (epoch, samples, last - epoch, self._per_step)
         return {name: getattr(self, name) for name in _FIXED} | dict(zip(_COUNTS, counts))
 
+    def check_state_dict(self, state: object) -> None:
+        """Raise the ``PlanError`` that ``load_state_dict`` would. A load asks this first of all,
+        while nothing is changed."""
+        names = {*_FIXED, *_COUNTS}
+        if (
+            not isinstance(state, dict)
+            or set(state) != names
+            or not all(isinstance(value, int) for value in state.values())
+        ):
+            raise PlanError(
+                "This is not the state of an ElasticSampler",
+                expected="numbers: " + ", ".join((*_FIXED, *_COUNTS)),
+                found=state if isinstance(state, dict) else type(state).__name__,
+            )
+        edge = not state["samples"] or not self._batches(state["length"] - state["samples"])
+        free = {"length"} if edge and not state["ahead"] else set()
+        other = [n for n in _FIXED if state[n] != getattr(self, n) and n not in free]
+        if other:
+            raise PlanError(
+                "This ElasticSampler would give other samples than the one that was saved",
+                expected=", ".join(f"{n}={state[n]!r}" for n in other),
+                found=", ".join(f"{n}={getattr(self, n)!r}" for n in other),
+                todo="Make it as it was (another length is taken where an epoch begins or ends), or"
+                " begin a new run without it: another folder, and"
+                ' resume(start="RUN@latest", keys=["model/**", ...])',
+            )
+        counts = [state[n] for n in _COUNTS]
+        if min(counts) < 0 or state["samples"] > state["length"] or not state["per_step"]:
+            raise PlanError(
+                "The state of an ElasticSampler names a position that does not exist",
+                expected=f"at most {state['length']} samples, and no count below 0",
+                found=", ".join(f"{n}={state[n]}" for n in _COUNTS),
+            )
+
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there: the next pass is the rest of that epoch. The batch size may be
         another, and so may the length where an epoch begins or ends.
@@ -184,7 +218,7 @@ class ElasticSampler:
         Raises ``PlanError``, which tells all differences at once, for the state of a sampler that
         is not like this one; nothing is changed then.
         """
-        self._refuse_state(state)
+        self.check_state_dict(state)
         samples = state["samples"]
         if samples and state["length"] != self.length:
             samples = self.length  # the epoch was over, and is so with another length
@@ -351,38 +385,6 @@ class ElasticSampler:
             f"rank={rank}, ranks={ranks}",
         )
         self._share()
-
-    def _refuse_state(self, state: object) -> None:
-        names = {*_FIXED, *_COUNTS}
-        if (
-            not isinstance(state, dict)
-            or set(state) != names
-            or not all(isinstance(value, int) for value in state.values())
-        ):
-            raise PlanError(
-                "This is not the state of an ElasticSampler",
-                expected="numbers: " + ", ".join((*_FIXED, *_COUNTS)),
-                found=state if isinstance(state, dict) else type(state).__name__,
-            )
-        edge = not state["samples"] or not self._batches(state["length"] - state["samples"])
-        free = {"length"} if edge and not state["ahead"] else set()
-        other = [n for n in _FIXED if state[n] != getattr(self, n) and n not in free]
-        if other:
-            raise PlanError(
-                "This ElasticSampler would give other samples than the one that was saved",
-                expected=", ".join(f"{n}={state[n]!r}" for n in other),
-                found=", ".join(f"{n}={getattr(self, n)!r}" for n in other),
-                todo="Make it as it was (another length is taken where an epoch begins or ends), or"
-                " begin a new run without it: another folder, and"
-                ' resume(start="RUN@latest", keys=["model/**", ...])',
-            )
-        counts = [state[n] for n in _COUNTS]
-        if min(counts) < 0 or state["samples"] > state["length"] or not state["per_step"]:
-            raise PlanError(
-                "The state of an ElasticSampler names a position that does not exist",
-                expected=f"at most {state['length']} samples, and no count below 0",
-                found=", ".join(f"{n}={state[n]}" for n in _COUNTS),
-            )
 
 
 def _demand(what: str, good: bool, expected: str, found: object) -> None:
