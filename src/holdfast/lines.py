@@ -199,7 +199,10 @@ def instead(
             f"Name the branch as well: branch={branch} in Python, {step}.{branch} in a command or"
             " an address",
         )
-    near = versions[-3:] if step is None else sorted(line, key=lambda v: abs(v.step - step))[:3]
+    if step is None:
+        branch = versions[-1].branch
+        return ", ".join(map(str, versions[-3:])), f"resume(branch={branch}) goes on from there"
+    near = sorted(line, key=lambda v: abs(v.step - step))[:3]
     return (
         ", ".join(map(str, sorted(near))) or "none",
         "`holdfast ls RUN` shows all versions, those on other branches too",
