@@ -44,6 +44,9 @@ FOREIGN_PIN = 7 * GRACE
 """Seconds after which a pin of another machine, whose life cannot be seen, counts no more, nor one
 that cannot be read."""
 
+ABANDONED = "all abandoned versions"
+"""What stands for them among what was kept, where it cannot be told which they are."""
+
 _ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
 
 
@@ -263,7 +266,7 @@ class _Sweep:
         unknown = unknown_origins(self.run, listing)
         if unknown:
             why = f"{names.branch_name(unknown[-1])} cannot be read, and no version tells the same"
-            self.kept.append(("all abandoned versions", why))
+            self.kept.append((ABANDONED, why))
             return
         line = set(self.run.line(listing))
         gone, stay = self.claims.may_go([v for v in listing.versions if v not in line])

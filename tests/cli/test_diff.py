@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -115,3 +116,10 @@ def test_damage_is_not_a_difference(store: MemoryStore) -> None:
     answer = holdfast("diff", f"{store.url}/version_20", f"{store.url}/version_40")
     assert answer.code == 3
     assert "damaged" in answer.err
+
+
+def test_counts_have_their_plural(elsewhere: str, run: str) -> None:
+    compare(elsewhere, {"x": 1}, {"x": 1})
+    assert "The same: 1 leaf or value\n" in holdfast("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+    out = holdfast("diff", f"{run}/version_20", f"{run}/version_20").out
+    assert re.search(r"The same: [0-9]+ leaves and values\n", out)

@@ -124,3 +124,24 @@ def test_a_version_that_may_not_be_read_is_listed(
     answer = holdfast("ls", store.url)
     assert answer.code == 0
     assert "unreadable" in answer.out
+
+
+@pytest.mark.parametrize("columns", [20, 44, 60, 80, 400])
+def test_only_metrics_are_cut_short_on_a_narrow_terminal(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    leave(store, at=40, to=60)
+    run = Run(store)
+    run.pin(20)
+    for version in run.listing().versions:
+        run.add_metrics(version, {f"a_long_name_{n}": n for n in range(9)})
+    monkeypatch.setenv("COLUMNS", "400")
+    head, *rows = holdfast("ls", store.url).out.splitlines()[1:6]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = holdfast("ls", store.url).out.splitlines()[1:6]
+    at = head.index("metrics")
+    assert narrow[0] == head
+    for row, short in zip(rows, narrow[1:], strict=True):
+        assert short[:at] == row[:at]
+        assert len(short) <= max(columns, at + len("metrics"))
+        assert short == row or short.endswith("\u2026")

@@ -10,6 +10,8 @@ from holdfast.format.names import new_attempt, shard_name
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 
+from ..forging import content_of, reseal
+from ..trainings import flip
 from .running import holdfast, leave
 
 
@@ -66,7 +68,14 @@ def test_a_save_under_way_is_kept_and_said(store: MemoryStore) -> None:
 def test_abandoned_versions_go_when_asked(store: MemoryStore) -> None:
     leave(store, at=40, to=60)
     assert not holdfast("sweep", store.url, "--grace", "0", "--json").json["removed"]
-    assert holdfast("sweep", store.url, "--abandoned").code == 0
+    out = holdfast("sweep", store.url, "--abandoned", "--dry-run").out
+    assert out.startswith("would remove  version_60 (3 files)\nWould remove 1 version, ")
+    key = orphan(store)
+    out = holdfast("sweep", store.url, "--abandoned").out
+    assert out.startswith("removed  version_60 (3 files)\nkept     version_80/shard-")
+    assert "\nRemoved 1 version, " in out
+    assert out.endswith("; 1 file kept\n")
+    store.delete(key)
     told = holdfast("ls", store.url, "--json").json
     assert [v["version"] for v in told["versions"]] == ["version_20", "version_40", "version_60.1"]
 
@@ -77,10 +86,33 @@ def test_abandoned_versions_that_are_pinned_are_left_and_said(store: MemoryStore
     answer = holdfast("sweep", store.url, "--abandoned")
     assert answer.code == 0
     assert "kept     version_60 (it is pinned)" in answer.out
+    assert answer.out.endswith("\nRemoved nothing; 1 version kept\n")
+    orphan(store)
+    out = holdfast("sweep", store.url, "--abandoned", "--grace", "0").out
+    assert out.endswith("\nRemoved 1 file, 10 B; 1 version kept\n")
+    key = orphan(store)
+    out = holdfast("sweep", store.url, "--abandoned").out
+    assert out.endswith("\nRemoved nothing; 1 version and 1 file kept\n")
+    store.delete(key)
     told = holdfast("sweep", store.url, "--abandoned", "--json").json
     assert told["kept"] == [{"key": "version_60", "why": "it is pinned"}]
     holdfast("pin", store.url, "60.0", "--remove")
-    assert "version_60/manifest.json" in holdfast("sweep", store.url, "--abandoned").out
+    orphan(store)
+    out = holdfast("sweep", store.url, "--abandoned", "--grace", "0").out
+    assert out.startswith("removed  version_60 (3 files)\nremoved  version_80/shard-")
+    assert "\nRemoved 1 version and 1 file, " in out
+
+
+def test_versions_that_cannot_be_told_are_no_file(store: MemoryStore) -> None:
+    leave(store, at=40, to=60)
+    flip(store, "branch-1.json")
+    raw = content_of(store.get("version_60.1/manifest.json", 1 << 20))
+    store.delete("version_60.1/manifest.json")
+    raw["parent"] = None
+    store.put_if_absent("version_60.1/manifest.json", reseal(raw, 1))
+    out = holdfast("sweep", store.url, "--abandoned").out
+    assert "kept     all abandoned versions (branch-1.json cannot be read" in out
+    assert out.endswith("\nRemoved nothing\n")
 
 
 def test_a_run_that_never_committed_can_be_swept(elsewhere: str) -> None:

@@ -245,7 +245,9 @@ def render(a: Snapshot, b: Snapshot, found: Differences, screen: Console) -> Non
             rest.add_row(text(key), text(_how(c), "", wide))
         screen.print(rest)
     if found.same:
-        screen.print(text(f"The same: {count(found.equal, 'leaf or value')}", "green"))
+        screen.print(
+            text(f"The same: {count(found.equal, 'leaf or value', 'leaves and values')}", "green")
+        )
         return
     parts = [
         f"{len(found.changes):,} differ",

@@ -196,16 +196,16 @@ def render(found: Found, screen: Console) -> None:
     branched = any(e.version.branch for e in found.entries)
     refers = any(e.referred for e in found.entries)
     sizes = ("own", "referred") if refers else ("size",)
-    table = show.table(
-        *("step", *(("branch",) if branched else ()), "age", *sizes, "state", "reason", "metrics"),
-        right=("step", "branch", "age", *sizes),
-    )
+    names = ("step", *(("branch",) if branched else ()), "age", *sizes, "state", "reason")
+    table = show.table(*names, "metrics", right=("step", "branch", "age", *sizes))
     rows = [_cells(entry, branched, refers) for entry in found.entries]
-    # metrics get what is left of the line
-    used = sum(max(7, *(r[i].cell_len for r in rows)) + 2 for i in range(len(rows[0]) - 1))
+    # metrics get what is left of the line; nothing else is cut short, however narrow it is
+    used = sum(max(len(n), *(r[i].cell_len for r in rows)) + 2 for i, n in enumerate(names))
+    room = max(len("metrics"), screen.width - used)
     for row in rows:
-        row[-1].truncate(max(12, screen.width - used), overflow="ellipsis")
+        row[-1].truncate(room, overflow="ellipsis")
         table.add_row(*row)
+    screen.width = max(screen.width, used + room)  # a terminal wraps what is wider
     screen.print(table)
     for note in _notes(found):
         screen.print(note, soft_wrap=True)

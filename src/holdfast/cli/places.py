@@ -205,6 +205,6 @@ def _holds_run(path: str, name: str) -> bool:
         return False  # only a suggestion is lost
 
 
-def count(number: int, noun: str) -> str:
-    """``1 version``, ``2 versions``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+def count(number: int, noun: str, several: str | None = None) -> str:
+    """``1 version``, ``2 versions``; ``1 leaf``, ``2 leaves``."""
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"

@@ -242,8 +242,7 @@ def _lines(found: Sequence[Row], depth: int | None, layouts: Layouts | None) -> 
         name = "  " * row.depth + row.name if nested else row.key
         if row.kind in CONTAINERS:
             leaves, nbytes = _below(found, i)
-            many = f"{leaves:,} {'leaf' if leaves == 1 else 'leaves'}"
-            what = f"{row.kind}, {many if leaves else 'empty'}"
+            what = f"{row.kind}, {count(leaves, 'leaf', 'leaves') if leaves else 'empty'}"
             style = "bold" if row.depth == 0 else ""
             lines.append(_Cells(name, what, size(nbytes) if nbytes else "", style))
         elif row.kind == "value":

@@ -9,7 +9,8 @@ import click
 
 from holdfast.cli.answer import json_option, print_json
 from holdfast.cli.places import count, run_at
-from holdfast.sweep import Swept
+from holdfast.format.names import MANIFEST, parse_version
+from holdfast.sweep import ABANDONED, Swept
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,13 +77,41 @@ def render(swept: Swept, dry_run: bool, screen: Console) -> None:
     from holdfast.cli.screen import size, text
 
     word = "would remove" if dry_run else "removed"
-    for key in swept.removed:
+    files, versions = _by_version(swept.removed)
+    for name, many in versions.items():
+        screen.print(text(f"{word}  {name} ({count(many, 'file')})"), soft_wrap=True)
+    for key in files:
         screen.print(text(f"{word}  {key}"), soft_wrap=True)
     for key, why in swept.kept:
         screen.print(text(f"kept     {key} ({why})", "dim"), soft_wrap=True)
     if not swept.removed and not swept.kept:
         screen.print(text("Nothing to remove: every file belongs to a version.", "green"))
         return
-    kept = f"; {count(len(swept.kept), 'file')} kept" if swept.kept else ""
-    done = f"{word.capitalize()} {count(len(swept.removed), 'file')}, {size(swept.nbytes)}"
-    screen.print(text(f"{done}{kept}", "bold"))
+    stay = [key for key, _ in swept.kept]
+    stay_versions = [key for key in stay if parse_version(key) is not None]
+    stay_files = [key for key in stay if key not in (*stay_versions, ABANDONED)]
+    done = f"{word.capitalize()} {_sum(len(versions), len(files)) or 'nothing'}"
+    done += f", {size(swept.nbytes)}" if swept.removed else ""
+    kept = _sum(len(stay_versions), len(stay_files))
+    screen.print(text(done + (f"; {kept} kept" if kept else ""), "bold"))
+
+
+def _by_version(removed: list[str]) -> tuple[list[str], dict[str, int]]:
+    """Files that were removed by themselves, and the versions that were deleted whole (those whose
+    manifest is among the files), each with the number of its files."""
+    manifests = (key for key in removed if key.endswith(f"/{MANIFEST}"))
+    whole = sorted(v for key in manifests if (v := parse_version(key.partition("/")[0])))
+    versions = {str(version): 0 for version in whole}
+    files = []
+    for key in removed:
+        folder = key.partition("/")[0]
+        if folder in versions:
+            versions[folder] += 1
+        else:
+            files.append(key)
+    return files, versions
+
+
+def _sum(versions: int, files: int) -> str:
+    parts = [count(versions, "version")] * bool(versions) + [count(files, "file")] * bool(files)
+    return " and ".join(parts)
