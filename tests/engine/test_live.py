@@ -686,7 +686,7 @@ def test_state_for_a_parameter_of_no_group_is_refused():
         holdfast.save(url(), {"m": m, "o": opt})
     opt.state.clear()
     opt.state["step"] = 5
-    with pytest.raises(PlanError, match="a int for what is in none of its groups"):
+    with pytest.raises(PlanError, match="an int for what is in none of its groups"):
         holdfast.save(url(), {"m": m, "o": opt})
     opt.state.clear()
     opt.state[m.weight] = torch.ones(1)
