@@ -70,6 +70,11 @@ def saved_is(store: MemoryStore, step: int, wanted: dict[str, torch.Tensor]) -> 
     return all(torch.equal(found[k], v) for k, v in wanted.items())
 
 
+class FullDisk(MemoryStore):
+    def put(self, key: str, length: int) -> Any:
+        raise StoreError("a full disk")
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Staging beside the training goes on only while it is set."""
@@ -565,21 +570,37 @@ def test_without_a_stderr_a_failed_save_is_no_success_either(stderr: str) -> Non
     assert subprocess.run(words, check=False).returncode == 1
 
 
-def test_where_warnings_are_errors_what_ended_the_training_is_not_replaced() -> None:
-    class Broken(MemoryStore):
-        def put(self, key: str, length: int) -> Any:
-            raise StoreError("a full disk")
-
+@pytest.mark.parametrize("end", [SystemExit(1), GeneratorExit(), ZeroDivisionError()])
+def test_where_warnings_are_errors_a_failed_last_save_is_heard_of_all_the_same(
+    end: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what is no error nobody prints the notes."""
     state = fresh()
     with (
         warnings.catch_warnings(),
-        pytest.raises(ZeroDivisionError) as e,
-        Checkpointer(Broken(), state, save=EverySteps(2)) as ckpt,
+        pytest.raises(type(end)) as e,
+        Checkpointer(FullDisk(), state, save=EverySteps(2)) as ckpt,
     ):
         warnings.simplefilter("error")
         train(state, ckpt, 2)
-        raise ZeroDivisionError
+        raise end
     assert e.value.__notes__ == ["Besides, the last save failed: a full disk."]
+    wanted = 0 if isinstance(end, Exception) else 1
+    assert capsys.readouterr().err.count("Besides, the last save failed") == wanted
+
+
+@pytest.mark.parametrize("policy", [EverySteps(2), EverySteps(2) | OnException(), OnException()])
+def test_who_chose_to_go_on_over_a_full_disk_leaves_with_0_as_well(policy: Any) -> None:
+    state, step = network(1000)
+    with (
+        pytest.warns(SaveFailed, match="a full disk"),
+        pytest.raises(SystemExit),
+        Checkpointer(FullDisk(), state, save=policy, on_error="warn") as ckpt,
+    ):
+        for _ in range(2):
+            step()
+            ckpt.step()
+        raise SystemExit
 
 
 def test_leaving_with_0_raises_an_earlier_failure_that_the_last_save_does_not_make_good() -> None:
@@ -613,7 +634,8 @@ def test_leaving_with_0_raises_an_earlier_failure_that_the_last_save_does_not_ma
                 state["optimizer"].step()  # so the state of step 2 is gone
             raise SystemExit
         assert Run(store).line() == ([] if lost else [Version(2)])
-        assert ["an earlier save failed" in str(w.message) for w in told] == [True] * (not lost)
+        words = "after step 2 was not saved" if lost else "an earlier save failed"
+        assert [words in str(w.message) for w in told] == [True]
 
 
 # -- who is refused ------------------------------------------------------------------------------

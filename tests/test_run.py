@@ -492,6 +492,32 @@ def test_one_that_was_there_at_every_moment_is_found(at: Container[int], first: 
     assert next(moving.calls) < 60
 
 
+class Torn(Moving):
+    """Its first list shows neither what is saved while it is made, nor what is deleted then."""
+
+    def __init__(self) -> None:
+        super().__init__((), first=True)
+        self.lists = itertools.count()
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        found = list(super().list(prefix))
+        if next(self.lists) == 0:
+            found = [s for s in found if not s.key.startswith(f"version_{self.step}/")]
+            self.move()
+        return iter(found)
+
+
+def test_a_list_that_shows_neither_the_old_nor_the_new_is_not_believed() -> None:
+    finds: list[Callable[[Run], Any]] = [
+        Run.latest,
+        lambda run: run.best("loss"),
+        lambda run: run.newest(lambda snapshot: snapshot.check_files())[0],
+    ]
+    for find in finds:
+        found = find(Run(torn := Torn()))
+        assert found.step == torn.step == 102
+
+
 @pytest.mark.parametrize("at", range(8))
 def test_what_is_deleted_meanwhile_is_not_skipped(at: int) -> None:
     told: list[str] = []

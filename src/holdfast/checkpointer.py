@@ -310,8 +310,7 @@ class Checkpointer:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._leave()
-            return
+            return self._leave()
         told: list[str] = []
         try:
             try:
@@ -319,16 +318,17 @@ class Checkpointer:
             finally:
                 self._end()
         except Exception as e:
-            if isinstance(error, SystemExit) and not error.code:
+            forgiven = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
+            if isinstance(error, SystemExit) and not error.code and not forgiven:
                 raise  # whoever has started this process must not hear that all is well
             told.append(f"the last save failed: {e}")
-        tell_besides(error, told)
+        finally:
+            tell_besides(error, told)
 
     @property
     def _alive(self) -> bool:
         """Whether it has begun to save, the state is that of a step, and nobody has closed it."""
-        mine = self._process == os.getpid()
-        return mine and self._started and not self._invalid and not self._closed
+        return self._started and not (self._invalid or self._closed or self._process != os.getpid())
 
     def _leave(self) -> None:
         """The training has ended well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,13 +13,17 @@ from holdfast.errors import SaveFailed
 
 def tell_besides(error: BaseException, told: Sequence[str]) -> None:
     """What went wrong besides what has ended the training: by notes on that, and by warnings,
-    since neither ``SystemExit`` nor what the caller catches is shown."""
+    since neither ``SystemExit`` nor what the caller catches is shown. Where warnings are errors
+    the notes must do, or stderr for what is no error."""
     for each in told:
         error.add_note(f"Besides, {each}")
-    with suppress(SaveFailed):  # where warnings are errors the notes must do
-        for each in told:
-            ended = f"The training ended by {type(error).__name__}. Besides, {each}"
+        ended = f"The training ended by {type(error).__name__}. Besides, {each}"
+        try:
             warnings.warn(ended, SaveFailed, stacklevel=3)
+        except SaveFailed:
+            if not isinstance(error, Exception):
+                with suppress(Exception):  # there may be none
+                    sys.stderr.write(f"holdfast: {ended}\n")
 
 
 def tell_unsaved(run: str, step: int, since: int, skipped: bool) -> None:

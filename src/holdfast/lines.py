@@ -26,6 +26,9 @@ from holdfast.known import Listing
 if TYPE_CHECKING:
     from holdfast.run import Run
 
+_LOOKS = 10
+"""Most looks for two that agree; a training that saves faster than that is looked at as it is."""
+
 
 def line(run: Run, listing: Listing, number: int) -> list[Version]:
     """The versions of a branch, and before them those of the branches that it came from, up to
@@ -117,7 +120,7 @@ def newest(
     skipped: dict[Version, HoldfastError] = {}
     deleted: dict[Version, HoldfastError] = {}
     while True:
-        listing = run.listing()
+        listing = settled(run)
         versions = run.line(listing, branch)
         for version in reversed([v for v in versions if at is None or v.step == at]):
             try:
@@ -142,6 +145,17 @@ def newest(
             if at is not None or listing.versions:
                 raise _none(run.url, at, versions, listing.versions)
             return None, []
+
+
+def settled(run: Run) -> Listing:
+    """A look that shows the same versions as the one before. No list is of one moment: of a version
+    that is committed and an older one that is deleted meanwhile it may show neither."""
+    listing = run.listing()
+    for _ in range(_LOOKS):
+        before, listing = listing, run.listing()
+        if before.versions == listing.versions:
+            break
+    return listing
 
 
 def changed(run: Run, listing: Listing) -> bool:
@@ -218,8 +232,8 @@ def forked(one: Run, ours: Listing, other: Run, theirs: Listing) -> str | None:
 
     A copy lacks what is new and keeps what its original has deleted, so each may well have
     versions that the other lacks. But nothing was ever between a version and its parent on their
-    branch; and whoever left a branch had the newest version of it, which only a sweep of what is
-    abandoned deletes.
+    branch, nor another version in the place of the parent; and whoever left a branch had the newest
+    version of it, which only a sweep of what is abandoned deletes.
     """
     for number in sorted({*ours.branches} & {*theirs.branches}):
         file = names.branch_name(number)
@@ -239,7 +253,29 @@ def forked(one: Run, ours: Listing, other: Run, theirs: Listing) -> str | None:
         for version in sorted(alone):
             if _between(other, version, only):
                 return str(version)
+    for version in sorted(only):
+        found = _other_parent(one, version, other, theirs)
+        if found is not None:
+            return str(found)
+    for version in sorted(alone):
+        if _other_parent(other, version, one, ours) is not None:
+            return str(version)
     return None
+
+
+def _other_parent(run: Run, version: Version, other: Run, theirs: Listing) -> Version | None:
+    """The parent of a version by name, if the other run has another snapshot there. The full copy
+    of an incremental one, which has another digest, is known by its attempt."""
+    try:
+        parent = run.open(version).manifest.parent
+        named = None if parent is None else names.parse_version(parent.version)
+        if parent is None or named is None or named not in theirs.versions:
+            return None
+        found = other.open(named)
+    except (FormatError, NotFound):
+        return None
+    copied = found.manifest.attempt == parent.digest[:12] or found.bases
+    return None if copied or found.digest == parent.digest else named
 
 
 def _branches(listing: Listing) -> set[int]:

@@ -261,7 +261,7 @@ class Run:
         if mode not in ("min", "max"):
             raise HoldfastError("No best can be told", expected='mode "min" or "max"', found=mode)
         while True:
-            listing = self.listing()
+            listing = lines.settled(self)
             found = None
             for version in best_first(self._records(listing), metric, mode):
                 with suppress(NotFound):

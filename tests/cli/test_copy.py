@@ -14,9 +14,9 @@ import holdfast as hf
 from holdfast.cli.copy import _whole
 from holdfast.cli.ls import look
 from holdfast.cli.verify import _check_run
-from holdfast.errors import FormatError, NotFound
+from holdfast.errors import AlreadyExists, FormatError, NotFound
 from holdfast.format.names import MANIFEST, Version
-from holdfast.policy import EverySteps
+from holdfast.policy import EverySteps, KeepEvery, KeepLast
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
@@ -85,6 +85,55 @@ def test_evaluations_and_lasting_pins_come_with_a_run(store: MemoryStore, elsewh
         assert copied.pins() == run.pins()
         run.add_metrics(60, {"val": 0.125})
     assert holdfast("verify", elsewhere).code == 0
+
+
+def copied_to(one: Store, two: Store) -> int:
+    run = hf.Run(one)
+    return len(_whole(run, run.listing(), hf.Run(two), True).copied)
+
+
+def test_a_backup_goes_on_where_the_source_has_kept_nothing_of_it() -> None:
+    """As an hourly one of a training that saves often and keeps the last."""
+    source, backup, other = MemoryStore(), MemoryStore(), MemoryStore()
+    with training(source, EverySteps(1), KeepLast(2)) as (state, ckpt):
+        for steps in (3, 6, 9):
+            train(state, ckpt, steps)
+            ckpt.wait()
+            assert copied_to(source, backup) == 2
+    assert [v.step for v in hf.Run(backup).line()] == [2, 3, 5, 6, 8, 9]
+    with training(other, EverySteps(1), KeepLast(2)) as (state, ckpt):
+        train(state, ckpt, 12)
+    with pytest.raises(AlreadyExists, match="another training"):  # newer, but it began elsewhere
+        copied_to(other, backup)
+    with training(source, EverySteps(1), KeepLast(2)) as (state, ckpt):
+        ckpt.resume()
+        train(state, ckpt, 12)
+    with training(backup, EverySteps(1), KeepLast(2)) as (state, ckpt):
+        ckpt.resume()
+        train(state, ckpt, 20)
+    with pytest.raises(AlreadyExists, match="another training"):  # both went on
+        copied_to(source, backup)
+
+
+def test_two_that_saved_another_version_of_one_step_are_not_mixed(elsewhere: str) -> None:
+    """Retention has left nothing between a version and its parent, only the parent's name."""
+    one, two = MemoryStore(), open_store(elsewhere)
+    with training(one, EverySteps(3), KeepLast(1) | KeepEvery(3)) as (state, ckpt):
+        train(state, ckpt, 3)
+    assert copied_to(one, two) == 1
+    for store, steps in ((one, (12,)), (two, (12, 13))):
+        with training(store, EverySteps(100), KeepLast(1) | KeepEvery(3)) as (state, ckpt):
+            ckpt.resume()
+            for step in steps:
+                train(state, ckpt, step)
+                state["history"] = [float(id(store))]
+                ckpt.save()
+    hf.Run(two).delete(Version(12))
+    before = keys(elsewhere)
+    for a, b in ((one, two), (two, one)):
+        with pytest.raises(AlreadyExists, match="both gone on"):
+            copied_to(a, b)
+    assert keys(elsewhere) == before
 
 
 def test_nothing_is_overwritten(run: str, elsewhere: str) -> None:

@@ -116,7 +116,10 @@ def test_a_store_that_refuses_is_not_called_damage(
         raise Denied("Cannot read it")
 
     monkeypatch.setattr(verb.Run, "open", refuse)
-    assert holdfast("verify", store.url).code == 5
+    answer = holdfast("verify", store.url)
+    assert answer.code == 5
+    assert "3 of 3 not to be read" in answer.out  # which is no damage
+    assert "damaged" not in answer.out
 
 
 def test_a_place_without_versions_is_not_found(elsewhere: str) -> None:

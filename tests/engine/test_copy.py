@@ -113,6 +113,13 @@ def test_what_a_failed_copy_left_is_checked_before_it_is_used(snapshot: Snapshot
     assert not [k for k in objects(to) if k.endswith(MANIFEST)]
 
 
+def test_another_index_at_the_place_is_refused_with_what_to_do(snapshot: Snapshot) -> None:
+    to = MemoryStore()
+    to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].index.name}", b"another")
+    with pytest.raises(AlreadyExists, match=r"no copy.*delete that file first"):
+        copy_snapshot(snapshot, Location(to, "version_7"))
+
+
 def test_a_shard_cut_short_at_the_place_is_refused(snapshot: Snapshot) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].name}", b"short")

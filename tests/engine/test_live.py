@@ -710,6 +710,27 @@ def test_another_kind_of_optimizer_is_told_apart():
     assert adam.param_groups[0]["lr"] == 0.1
 
 
+def test_a_count_of_steps_that_an_optimizer_makes_at_its_first_one_is_taken():
+    """As timm and apex have it: a fresh one has no such option yet."""
+    m = net()
+    trained, fresh = optim.SGD(m.parameters(), 0.1), optim.SGD(m.parameters(), 0.1)
+    trained.param_groups[0]["step"] = 7
+    holdfast.load(saved({"m": m, "o": trained}), into={"m": m, "o": fresh})
+    assert fresh.param_groups[0]["step"] == 7
+
+
+def test_an_option_of_another_name_is_left_to_leniency():
+    m = net()
+    older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
+    for group in (older.param_groups[0], older.defaults):
+        group["friction"] = group.pop("dampening")
+    for to in (older, newer):
+        at = saved({"m": m, "o": newer if to is older else older})
+        with pytest.raises(UnexpectedLeaf, match=r"groups/0/(friction|dampening)"):
+            holdfast.load(at, into={"m": m, "o": to})
+        holdfast.load(at, into={"m": m, "o": to}, unexpected="ignore")
+
+
 def test_options_that_came_with_another_pytorch_are_no_other_kind():
     m = net()
     older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -25,6 +25,7 @@ from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
 from holdfast.format.names import (
     MANIFEST,
+    Version,
     branch_name,
     evaluation_name,
     parse_version,
@@ -138,7 +139,7 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
             continue  # deleted meanwhile
         except FormatError as e:
             copied.damaged.append((str(version), e))
-    _refuse_strangers(run, listing, to, copied)
+    _refuse_strangers(run, listing, to, copied, todo)
     for number in listing.branches:
         to.store.put_if_absent(branch_name(number), run.store.get(branch_name(number), _SMALL))
         copied.branches += 1
@@ -207,16 +208,39 @@ def _same(snapshot: Snapshot, place: Location) -> bool:
     return True
 
 
-def _refuse_strangers(run: Run, listing: Listing, to: Run, copied: Copied) -> None:
+def _earlier(todo: list[tuple[Snapshot, Location]], to: Run, versions: Sequence[Version]) -> bool:
+    """Whether what is there can be an earlier copy, of which the source has kept nothing: all of it
+    is older, and of a training that began at the same moment."""
+    if not todo or versions[-1].step >= min(s.version.step for s, _ in todo):
+        return False
+    began = _began(todo[0][0])
+    try:
+        return began is not None and began == _began(to.open(versions[-1]))
+    except (FormatError, NotFound):
+        return False
+
+
+def _began(snapshot: Snapshot) -> object:
+    training = snapshot.metadata.get("training")
+    return training.get("began") if isinstance(training, dict) else None
+
+
+def _refuse_strangers(
+    run: Run,
+    listing: Listing,
+    to: Run,
+    copied: Copied,
+    todo: list[tuple[Snapshot, Location]],
+) -> None:
     """Two trainings in one run would be one that never was."""
     theirs = to.listing()
     versions = theirs.versions
     stranger = forked(run, listing, to, theirs) if copied.present else None
     if stranger is not None:
-        todo = "Copy to another place"
+        advice = "Copy to another place"
         records = [branch_name(n) for n in listing.branches if n not in theirs.branches]
         if records and parse_version(stranger) is not None:
-            todo += (
+            advice += (
                 f". But if a sweep of abandoned versions has deleted {stranger} from"
                 f" {copied.source}: put a copy of {' and '.join(records)} into {to.url} by hand,"
                 " which leaves it there too, and copy again"
@@ -226,9 +250,9 @@ def _refuse_strangers(run: Run, listing: Listing, to: Run, copied: Copied) -> No
             " other; nothing was changed",
             expected=f"nothing that {copied.source} never had",
             found=stranger,
-            todo=todo,
+            todo=advice,
         )
-    if versions and not copied.present:
+    if versions and not copied.present and not _earlier(todo, to, versions):
         raise AlreadyExists(
             f"{to.url} holds another training; nothing was changed",
             expected=f"an empty place, or an earlier copy of {copied.source}",

@@ -15,7 +15,14 @@ from holdfast.cli.places import count, run_or_snapshot, stray
 from holdfast.cli.screen import progress
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.verify import Problem, Seen
-from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError
+from holdfast.errors import (
+    Denied,
+    DigestMismatch,
+    FormatError,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
 from holdfast.format.names import MANIFEST, branch_name, is_shard, parse_evaluation, pin_name
 from holdfast.format.records import MAX_RECORD, decode_branch, decode_evaluation, decode_lasting
 from holdfast.run import Listing, Run
@@ -34,6 +41,12 @@ class Checked:
     url: str
     nbytes: int
     problems: tuple[Problem, ...]
+
+    @property
+    def unread(self) -> bool:
+        """Whether all that is wrong is that the store does not give it."""
+        denied = [isinstance(p.error, Denied | Unavailable) for p in self.problems]
+        return bool(denied) and all(denied)
 
 
 @click.command("verify", short_help="Read every byte and compare it with its digest.")
@@ -222,12 +235,13 @@ def render(checked: list[Checked], seconds: float, screen: Console) -> None:
         if others:
             screen.print(text(f"takes along {', '.join(others)}", "dim"), soft_wrap=True)
     nbytes = sum(c.nbytes for c in checked)
-    bad = sum(bool(c.problems) for c in checked)
-    verdict = (
-        f"{bad} of {len(checked)} damaged" if bad else f"{count(len(checked), 'version')} intact"
-    )
+    unread = sum(c.unread for c in checked)
+    bad = sum(bool(c.problems) for c in checked) - unread
+    parts = ((bad, "damaged"), (unread, "not to be read"))
+    told = ", ".join(f"{n} of {len(checked)} {how}" for n, how in parts if n)
+    verdict = told or f"{count(len(checked), 'version')} intact"
     speed = f", {size(int(nbytes / seconds))}/s" if seconds > 1 else ""
     screen.print()
     screen.print(
-        text(f"{verdict}; {size(nbytes)} read and compared{speed}", "red" if bad else "green")
+        text(f"{verdict}; {size(nbytes)} read and compared{speed}", "red" if told else "green")
     )

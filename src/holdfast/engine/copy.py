@@ -78,7 +78,11 @@ def _copy(snapshot: Snapshot, place: Location, progress: Progress | None) -> Sna
         for index, part in zip(indexes, parts, strict=True):
             _copy_shard(snapshot.place, place, index, part, progress)
         for part in parts:
-            place.store.put_if_absent(place.key(part.shard.index.name), part.raw)
+            key = place.key(part.shard.index.name)
+            try:
+                place.store.put_if_absent(key, part.raw)
+            except AlreadyExists as e:
+                raise _no_copy(place, key, "the index of this copy", "another file") from e
             _tell(progress, len(part.raw))
         copy = Snapshot(place, manifest, found)
         copy.read_indexes()  # back through the store they went to; the shards by their length

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from holdfast.engine.place import Binder
     from holdfast.engine.room import Settle
 
+_SEVERAL = 2
+
 
 def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settle:
     """Bind an optimizer's slots and options.
@@ -101,14 +103,15 @@ def _is_of_another_kind(
 ) -> bool:
     """Whether an optimizer of another class was saved, which is noted as a difference of kind.
 
-    The class is not in a snapshot, but each has options that the other lacks, for most pairs of
-    classes (not for those where one only has more, such as Adam and RAdam). From one version of
-    PyTorch to the next options only come.
+    The class is not in a snapshot, but each has several options that the other lacks, for most
+    pairs of classes (not for those where one only has more, such as Adam and RAdam). From one
+    version of PyTorch to the next options only come, and one may get another name.
     """
-    saved = {o for g in node["list"] for o in g["dict"] if o != "params" and not _is_schedulers(o)}
+    saved = {option for group in node["list"] for option in group["dict"]}
     own = {option for group in optimizer.param_groups for option in group}
-    gone, new = sorted(saved - own), sorted(set(optimizer.defaults) - saved)
-    if not gone or not new:
+    gone = sorted(option for option in saved - own if not _comes_later(option))
+    new = sorted((set(optimizer.defaults) & own) - saved)
+    if len(gone) < _SEVERAL or len(new) < _SEVERAL:
         return False
     chosen = (join(join(groups_key, str(i)), gone[0]) for i in range(len(node["list"])))
     if any(map(binder.selected, chosen)):
@@ -172,7 +175,7 @@ def _bind_groups(
             side += [s for n in several if binder.selected(s := f"{k}/params/{escape(n)}")]
         group, values = optimizer.param_groups[i], {}
         for option, child in members.items():
-            if option not in group and not _is_schedulers(option):
+            if option not in group and not _comes_later(option):
                 # another kind of optimizer, most likely, or one from a later PyTorch
                 binder.unexpected({option: (child, join(k, option))})
             elif binder.selected(join(k, option)):
@@ -181,7 +184,8 @@ def _bind_groups(
     return bound
 
 
-def _is_schedulers(option: str) -> bool:
-    """Whether a scheduler adds the option to the groups; it may be made after the load."""
-    names = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+def _comes_later(option: str) -> bool:
+    """Whether a scheduler adds the option to the groups, which may be made after the load, or an
+    optimizer at its first step (those of timm and apex count their steps there)."""
+    names = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "step")
     return option.startswith("initial_") or option in names
