@@ -196,6 +196,13 @@ def known_of(snapshot: Snapshot) -> Known:
     return Known(snapshot.digest, files, snapshot.bases, numbers(snapshot.metadata.get("metrics")))
 
 
+def training_of(snapshot: Snapshot) -> Mapping[str, Any]:
+    """What a version notes of its training for the services, which another writer may have left
+    out."""
+    found = snapshot.metadata.get("training")
+    return found if isinstance(found, dict) else {}
+
+
 def new_evaluation(
     name: str,
     version: Version,

@@ -19,6 +19,7 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.format import names
+from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
 from holdfast.format.records import MAX_RECORD
 from holdfast.known import Listing
@@ -95,19 +96,19 @@ def left_from(run: Run, number: int, versions: Iterable[Version]) -> Version | N
 
 def _first_parent(run: Run, number: int, versions: Iterable[Version]) -> Version | None:
     for version in sorted(v for v in versions if v.branch == number):
-        found = _parent(run, version)
+        parent = _parent(run, version)
+        found = None if parent is None else names.parse_version(parent.version)
         if found is not None and found.branch < number:
             return found
     return None
 
 
-def _parent(run: Run, version: Version) -> Version | None:
-    """The version that was saved or resumed just before; None if there is none, or none is told."""
+def _parent(run: Run, version: Version) -> Parent | None:
+    """What was saved or resumed just before; None if there is nothing such, or that is not told."""
     try:
-        parent = run.open(version).manifest.parent
+        return run.open(version).manifest.parent
     except (FormatError, NotFound):
         return None
-    return None if parent is None else names.parse_version(parent.version)
 
 
 # -- the newest ----------------------------------------------------------------------------------
@@ -244,36 +245,35 @@ def forked(one: Run, ours: Listing, other: Run, theirs: Listing) -> str | None:
         return f"branch {its_branch}"
     if branch > its_branch and _last(theirs, its_branch) > _last(ours, its_branch):
         return str(Version(_last(theirs, its_branch), its_branch))
-    only = set(ours.versions) - set(theirs.versions)
-    alone = set(theirs.versions) - set(ours.versions)
-    if only and alone:
-        for version in sorted(only):
-            for stranger in _between(one, version, alone):
-                return str(stranger)
-        for version in sorted(alone):
-            if _between(other, version, only):
-                return str(version)
-    for version in sorted(only):
-        found = _other_parent(one, version, other, theirs)
-        if found is not None:
-            return str(found)
-    for version in sorted(alone):
-        if _other_parent(other, version, one, ours) is not None:
+    mine, its = set(ours.versions), set(theirs.versions)
+    for version in sorted(mine - its):
+        stranger = _stranger(one, version, other, mine, its)
+        if stranger is not None:
+            return str(stranger)
+    for version in sorted(its - mine):
+        if _stranger(other, version, one, its, mine) is not None:
             return str(version)
     return None
 
 
-def _other_parent(run: Run, version: Version, other: Run, theirs: Listing) -> Version | None:
-    """The parent of a version by name, if the other run has another snapshot there. The full copy
-    of an incremental one, which has another digest, is known by its attempt."""
+def _stranger(
+    run: Run, version: Version, other: Run, mine: set[Version], its: set[Version]
+) -> Version | None:
+    """What the other run has between a version and its parent, on its branch, or as another
+    snapshot in the parent's place. ``mine``, ``its``: the versions of this run and of the other."""
+    parent = _parent(run, version)
+    named = None if parent is None else names.parse_version(parent.version)
+    if parent is None or named is None:
+        return None
+    steps = range(named.step + 1, version.step)
+    between = [v for v in its - mine if v.branch == version.branch and v.step in steps]
+    if between or named not in its:
+        return min(between, default=None)
     try:
-        parent = run.open(version).manifest.parent
-        named = None if parent is None else names.parse_version(parent.version)
-        if parent is None or named is None or named not in theirs.versions:
-            return None
         found = other.open(named)
     except (FormatError, NotFound):
         return None
+    # the full copy of an incremental one, which has another digest, is known by its attempt
     copied = found.manifest.attempt == parent.digest[:12] or found.bases
     return None if copied or found.digest == parent.digest else named
 
@@ -285,13 +285,3 @@ def _branches(listing: Listing) -> set[int]:
 def _last(listing: Listing, branch: int) -> int:
     """The newest step on a branch; -1 if there is none."""
     return max((v.step for v in listing.versions if v.branch == branch), default=-1)
-
-
-def _between(run: Run, version: Version, others: Iterable[Version]) -> list[Version]:
-    """Those of ``others`` that lie between a version and its parent, on its branch."""
-    parent = _parent(run, version)
-    if parent is None:
-        return []
-    return sorted(
-        v for v in others if v.branch == version.branch and parent.step < v.step < version.step
-    )

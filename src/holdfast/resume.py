@@ -13,6 +13,7 @@ from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import HoldfastError, PlanError
 from holdfast.format.names import Version
 from holdfast.format.tree import child_keys
+from holdfast.known import training_of
 from holdfast.run import Run, open_version
 
 _LISTED = 8
@@ -86,7 +87,7 @@ def go_on(
         version.step,
         branch=number,
         note=_origin(snapshot.metadata.get("note")),
-        training=_training(snapshot),
+        training=training_of(snapshot),
         skipped=[_told(v, e) for v, e in skipped],
     )
 
@@ -148,7 +149,7 @@ def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
     if not part.whole:
         return Found(snapshot, 0, own=False, note=note)
     # of what the services noted only the patience is of the model; goodput is of the run
-    training = _training(snapshot)
+    training = training_of(snapshot)
     stop = {"stop": training["stop"]} if "stop" in training else {}
     return Found(snapshot, snapshot.step or 0, own=False, note=note, training=stop)
 
@@ -194,11 +195,6 @@ def overwritten(error: BaseException | None) -> bool:
             return True
         error, seen = error.__cause__, seen + 1
     return False
-
-
-def _training(snapshot: Snapshot) -> Mapping[str, Any]:
-    found = snapshot.metadata.get("training")
-    return found if isinstance(found, dict) else {}
 
 
 def _origin(note: Any) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ from holdfast.format.names import (
     pin_name,
 )
 from holdfast.format.records import LastingPin, encode_evaluation, encode_lasting
+from holdfast.known import training_of
 from holdfast.lines import forked
 from holdfast.run import Listing, Run
 from holdfast.storage.local import LocalStore
@@ -126,6 +127,7 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
     this ends, what has arrived is a run that can be resumed."""
     refuse_target(to)
     copied = Copied(run.url, to.url, stray=stray(run))
+    there: list[Snapshot] = []
     todo: list[tuple[Snapshot, Location]] = []
     for version in listing.versions:
         try:
@@ -133,6 +135,7 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
             place = to.place(version)
             if _same(snapshot, place):
                 copied.present.append(open_at(place))
+                there.append(snapshot)
             else:
                 todo.append((snapshot, place))
         except NotFound:
@@ -143,13 +146,13 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
     for number in listing.branches:
         to.store.put_if_absent(branch_name(number), run.store.get(branch_name(number), _SMALL))
         copied.branches += 1
-    for made in copied.present:
-        _beside(run, listing, made, copied)
+    for snapshot, made in zip(there, copied.present, strict=True):
+        _beside(run, listing, snapshot, made, copied)
     with progress("copying", sum(size_of(s) for s, _ in todo), quiet=quiet) as tell:
         for snapshot, place in todo:
             try:
                 copied.copied.append(copy_snapshot(snapshot, place, tell))
-                _beside(run, listing, copied.copied[-1], copied)
+                _beside(run, listing, snapshot, copied.copied[-1], copied)
             except NotFound:
                 if is_snapshot(snapshot.place):  # else deleted meanwhile
                     raise
@@ -158,13 +161,10 @@ def _whole(run: Run, listing: Listing, to: Run, quiet: bool) -> Copied:
     return copied
 
 
-def _beside(run: Run, listing: Listing, made: Snapshot, copied: Copied) -> None:
+def _beside(run: Run, listing: Listing, snapshot: Snapshot, made: Snapshot, copied: Copied) -> None:
     """The evaluations of a version, which are as true of its copy, and its lasting pin."""
-    version = made.version
-    known = run.ledger.version(version, listing.folders[version])
-    if known is None:
-        return  # deleted meanwhile
-    for found in run.ledger.evaluations(version, known.digest, listing.folders[version]):
+    version = snapshot.version
+    for found in run.ledger.evaluations(version, snapshot.digest, listing.folders[version]):
         key = made.place.key(evaluation_name(found.name, found.attempt))
         same = replace(found, manifest_digest=made.digest)
         made.place.store.put_if_absent(key, encode_evaluation(same))
@@ -213,16 +213,11 @@ def _earlier(todo: list[tuple[Snapshot, Location]], to: Run, versions: Sequence[
     is older, and of a training that began at the same moment."""
     if not todo or versions[-1].step >= min(s.version.step for s, _ in todo):
         return False
-    began = _began(todo[0][0])
+    began = training_of(todo[0][0]).get("began")
     try:
-        return began is not None and began == _began(to.open(versions[-1]))
+        return began is not None and began == training_of(to.open(versions[-1])).get("began")
     except (FormatError, NotFound):
         return False
-
-
-def _began(snapshot: Snapshot) -> object:
-    training = snapshot.metadata.get("training")
-    return training.get("began") if isinstance(training, dict) else None
 
 
 def _refuse_strangers(

@@ -27,11 +27,7 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
             binder.differences.missing.append(key)
         return lambda: optimizer
     members = binder.members(optimizer, node, key)
-    if members is None or not _is_ours(members):
-        if members is not None and binder.selected(key):
-            binder.other_kind(type(optimizer).__name__, node, key)
-        return lambda: optimizer
-    if _is_of_another_kind(binder, optimizer, *members["groups"], key):
+    if members is None or _is_another(binder, optimizer, members, node, key):
         return lambda: optimizer
     grouped = live.group_names(optimizer, binder.names)
     params: dict[str, Any] = {}
@@ -77,6 +73,17 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
         return optimizer
 
     return settle
+
+
+def _is_another(
+    binder: Binder, optimizer: Any, members: dict[Any, tuple[Any, str]], node: Any, key: str
+) -> bool:
+    """Whether something else was saved than an optimizer of this class, which is noted."""
+    if _is_ours(members):
+        return _is_of_another_kind(binder, optimizer, *members["groups"], key)
+    if binder.selected(key):
+        binder.other_kind(type(optimizer).__name__, node, key)
+    return True
 
 
 def _is_ours(members: dict[Any, tuple[Any, str]]) -> bool:
