@@ -14,20 +14,23 @@ class Settings:
     """What may be set from outside.
 
     ``threads``: threads that copy, digest, write and read; ``direct``: whether the local store
-    may go past the page cache with O_DIRECT.
+    may go past the page cache with O_DIRECT; ``silent`` and ``stuck``: seconds after which a rank
+    that gives no sign of life, or does not get on, is given up.
     """
 
     threads: int = 8
     direct: bool = True
+    silent: float = 60.0
+    stuck: float = 600.0
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings, from ``HOLDFAST_THREADS`` and ``HOLDFAST_DIRECT``.
+    """The settings, from ``HOLDFAST_THREADS``, ``_DIRECT``, ``_SILENT`` and ``_STUCK``.
 
     Raises ``HoldfastError`` for an unknown ``HOLDFAST_`` variable or a value that does not fit.
     """
     environ = os.environ if environ is None else environ
-    known = {"HOLDFAST_THREADS", "HOLDFAST_DIRECT"}
+    known = {f"HOLDFAST_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK")}
     for name in environ:
         if name.startswith("HOLDFAST_") and name not in known:
             raise HoldfastError(
@@ -44,4 +47,19 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     direct = environ.get("HOLDFAST_DIRECT", "1")
     if direct not in ("0", "1"):
         raise HoldfastError("HOLDFAST_DIRECT cannot be used", expected="0 or 1", found=repr(direct))
-    return Settings(threads=int(threads), direct=direct == "1")
+    silent, stuck = (
+        _seconds(environ, name, standard)
+        for name, standard in (("HOLDFAST_SILENT", "60"), ("HOLDFAST_STUCK", "600"))
+    )
+    return Settings(int(threads), direct == "1", silent, stuck)
+
+
+def _seconds(environ: Mapping[str, str], name: str, standard: str) -> float:
+    text = environ.get(name, standard)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise HoldfastError(f"{name} cannot be used", expected="seconds above 0", found=repr(text))
+    return seconds

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from threading import Lock, local
+from typing import Any, Protocol
 
+from holdfast.engine.board import Board, KeyValues, Patience
 from holdfast.engine.live import torch_or_none
-from holdfast.errors import Unsupported
+from holdfast.engine.meeting import Alone, Assembly, Meeting
+from holdfast.errors import HoldfastError, Unsupported
+from holdfast.format.digest import digest
+from holdfast.settings import read_settings
 
-T = TypeVar("T")
+Choice = Any
+"""Who saves or loads: None for all ranks of torch.distributed, ``"alone"`` for this process only,
+or a ``torch.distributed.ProcessGroup``."""
 
 
 class Group(Protocol):
-    """Ranks that act together. Every method is called by all of them, in the same order."""
+    """Ranks that act together. All of them call ``meet`` in the same order, from the thread that
+    trains; the meeting may then go on in any thread."""
 
     @property
     def rank(self) -> int: ...
-
     @property
     def size(self) -> int: ...
-
-    def gather(self, value: T) -> list[T] | None:
-        """On rank 0 the values of all ranks, in order of ranks; None on the others."""
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What is remembered of one save for the next."""
         ...
 
-    def scatter(self, values: list[T] | None) -> T:
-        """Rank 0 gives a list with one value per rank; every rank gets its own."""
+    def meet(self, what: str) -> Meeting:
+        """A meeting for ``what`` ("the save of version_500"), the same on all ranks."""
         ...
 
 
@@ -34,30 +45,108 @@ class Solo:
     rank = 0
     size = 1
 
-    def gather(self, value: T) -> list[T] | None:
-        return [value]
+    def __init__(self) -> None:
+        self.memory: dict[str, Any] = {}
 
-    def scatter(self, values: list[T] | None) -> T:
-        if values is None:
-            raise ValueError("the only rank is rank 0, which gives the values")
-        return values[0]
+    def meet(self, what: str) -> Meeting:
+        return Alone()
 
 
-def current_group() -> Group:
+class Ranks:
+    """Several ranks, which meet by a store that all of them reach. ``numbers``: of their meetings,
+    the same on all ranks."""
+
+    def __init__(self, board: Board, size: int, numbers: Iterator[int] | None = None) -> None:
+        self.board = board
+        self.rank = board.rank
+        self.size = size
+        self.memory: dict[str, Any] = {}
+        self._numbers = count(1) if numbers is None else numbers
+
+    def meet(self, what: str) -> Meeting:
+        self.board.start()
+        return Assembly(self.board, self.size, str(next(self._numbers)), what)
+
+
+_alone = Solo()
+_known: dict[str, tuple[Any, int, Ranks]] = {}
+"""The group of each name, with the store and the process that it was made for."""
+_numbers: dict[str, Iterator[int]] = {}
+"""They go on where torch.distributed is initialised anew: a meeting must not find what one of the
+same number has left."""
+_known_lock = Lock()
+_own = local()
+
+
+@contextmanager
+def acting_as(group: Group) -> Iterator[None]:
+    """Within the context this thread is of another group: for ranks that are simulated."""
+    before = getattr(_own, "group", None)
+    _own.group = group
+    try:
+        yield
+    finally:
+        _own.group = before
+
+
+def current_group(choice: Choice = None) -> Group:
     """The group that this process saves and loads with.
 
-    Raises ``Unsupported`` under torch.distributed with several ranks: saving them apart would
-    make several snapshots that each look whole.
+    Raises ``HoldfastError`` for a choice that is none, or that this process does not belong to.
     """
+    if isinstance(choice, str) and choice != "alone":
+        raise HoldfastError(
+            "group= cannot be that",
+            expected='None, "alone" or a torch.distributed.ProcessGroup',
+            found=repr(choice)[:80],
+        )
+    if choice == "alone":
+        return _alone
+    simulated: Group | None = getattr(_own, "group", None)
+    if simulated is not None:
+        return simulated
     torch = torch_or_none()
-    if torch is not None and torch.distributed.is_available():
-        dist = torch.distributed
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise Unsupported(
-                "This version of Holdfast saves and loads in one process only",
-                expected="a torch.distributed world of 1",
-                found=f"a world of {dist.get_world_size()}",
-                todo="Save on one rank alone, before the process group is initialised,"
-                " or wait for the version with sharded saves",
-            )
-    return Solo()
+    if torch is None or not torch.distributed.is_available():
+        return _alone
+    if not torch.distributed.is_initialized():
+        return _alone
+    ranks = torch.distributed.get_process_group_ranks(choice)
+    if torch.distributed.get_rank() not in ranks:
+        raise HoldfastError(
+            "This rank is not in the group that saves or loads",
+            expected=f"one of ranks {ranks[:8]}",
+            found=f"rank {torch.distributed.get_rank()}",
+            todo="Make the call on the ranks of the group only",
+        )
+    return _alone if len(ranks) == 1 else _of_torch(torch, ranks)
+
+
+def _of_torch(torch: Any, ranks: Sequence[int]) -> Ranks:
+    """The group of these ranks, made once for as long as torch.distributed is initialised."""
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    name = f"holdfast/{digest(repr(list(ranks)).encode())[:12]}"
+    with _known_lock:
+        found = _known.get(name)
+        if found is not None and found[0] is store and found[1] == os.getpid():
+            return found[2]
+        settings = read_settings()
+        patience = Patience(settings.silent, settings.stuck)
+        rank = list(ranks).index(torch.distributed.get_rank())
+        board = Board(_connected(torch, store, name), rank, len(ranks), patience)
+        group = Ranks(board, len(ranks), _numbers.setdefault(name, count(1)))
+        _known[name] = store, os.getpid(), group
+        return group
+
+
+def _connected(torch: Any, store: Any, name: str) -> KeyValues:
+    """The store by a connection of its own, where it can give one."""
+    if type(store).__name__ == "FakeStore":
+        raise Unsupported(
+            "torch.distributed runs with a fake process group, whose ranks are not there",
+            todo='Save with group="alone", or initialise a real process group',
+        )
+    clone = getattr(store, "clone", None)  # since PyTorch 2.7
+    made: KeyValues = torch.distributed.PrefixStore(name, store if clone is None else clone())
+    return made

@@ -1,0 +1,307 @@
+"""What all ranks do together once, such as a save: values gathered, shared, and dealt out.
+
+Rank 0 gathers and decides. A rank that fails tells the others, who raise then too; one that dies or
+hangs is missed by rank 0, and rank 0 by the others, within the bounds of ``Patience``. No
+collective of the training's process group is ever called, so a meeting may go on in any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+
+from holdfast import errors
+from holdfast.engine.board import Board, Pulse
+from holdfast.errors import (
+    AlreadyExists,
+    CommitError,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    PlanError,
+    RankFailed,
+)
+
+T = TypeVar("T")
+
+_ALIKE = (PlanError, CommitError, FormatError, AlreadyExists, NotFound)
+"""Errors of what the ranks do together: every rank raises the same. Others are of one rank."""
+
+
+class Meeting(Protocol):
+    """All ranks call the same methods in the same order. Used as a context, also several times: an
+    error in it is told to the others."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, value: T, kind: type[T]) -> list[T] | None:
+        """On rank 0 the values of all ranks, in order of ranks; None on the others."""
+        ...
+
+    def scatter(self, values: Sequence[T] | None, kind: type[T]) -> T:
+        """Rank 0 gives one value for each rank; every rank gets its own."""
+        ...
+
+    def share(self, value: T | None, kind: type[T]) -> T:
+        """Rank 0 gives a value, and every rank gets it."""
+        ...
+
+    def advance(self) -> None:
+        """This rank gets on: it is not to be taken for stuck."""
+        ...
+
+    def close(self) -> None:
+        """This rank has no more to do with it."""
+        ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
+
+
+class Alone:
+    """The meeting of one process."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: T, kind: type[T]) -> list[T] | None:
+        return [value]
+
+    def scatter(self, values: Sequence[T] | None, kind: type[T]) -> T:
+        if values is None:
+            raise ValueError("the only rank is rank 0, which gives the values")
+        return values[0]
+
+    def share(self, value: T | None, kind: type[T]) -> T:
+        if value is None:
+            raise ValueError("the only rank is rank 0, which gives the value")
+        return value
+
+    def advance(self) -> None: ...
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
+
+
+class Assembly:
+    """The meeting of several ranks, over their ``Board``. ``what`` is done: two ranks that do
+    different things find that out at once. ``name``: of its keys, the same on all ranks."""
+
+    def __init__(
+        self,
+        board: Board,
+        size: int,
+        name: str,
+        what: str,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.rank = board.rank
+        self.size = size
+        self.what = what
+        self._board = board
+        self._name = name
+        self._pause = pause
+        self._turn = 0
+        self._heard: BaseException | None = None
+        self._seen: dict[int, tuple[Pulse | None, float, float]] = {}
+        self._longest = 0.01 + size * 2e-5  # so that the store is not asked all the time by all
+
+    # -- the turns -------------------------------------------------------------------------------
+
+    def gather(self, value: T, kind: type[T]) -> list[T] | None:
+        keys = self._keys()
+        if self.rank:
+            self._put(keys[self.rank], value)
+            return None
+        self._await(range(1, self.size), keys)
+        return [value, *(self._take(r, keys[r], kind) for r in range(1, self.size))]
+
+    def scatter(self, values: Sequence[T] | None, kind: type[T]) -> T:
+        keys = self._keys()
+        if values is not None:
+            for r in range(1, self.size):
+                self._put(keys[r], values[r])
+            return values[0]
+        self._await((0,), [keys[self.rank]])
+        return self._take(0, keys[self.rank], kind)
+
+    def share(self, value: T | None, kind: type[T]) -> T:
+        key = self._keys()[0]
+        if self.rank == 0:
+            if value is None:
+                raise ValueError("rank 0 gives the value")
+            self._put(key, value)
+            return value
+        self._await((0,), [key])
+        return self._take(0, key, kind, keep=True)
+
+    def _keys(self) -> list[str]:
+        """The keys of the next turn, one for each rank."""
+        self._turn += 1
+        return [f"{self._name}/{self._turn}/{rank}" for rank in range(self.size)]
+
+    def _put(self, key: str, value: Any) -> None:
+        self._listen()
+        self._board.put(key, msgspec.msgpack.encode((self.what, value)))
+
+    def _take(self, sender: int, key: str, kind: type[T], keep: bool = False) -> T:
+        raw = self._board.look(key, take=not keep)
+        if raw is None:
+            raise RankFailed(f"What rank {sender} has said of {self.what} is gone", rank=sender)
+        what, value = msgspec.msgpack.decode(raw, type=tuple[str, msgspec.Raw])
+        if what != self.what:
+            raise RankFailed(
+                "The ranks do different things at the same time",
+                expected=f"{self.what}, as rank {self.rank} does",
+                found=f"{what} on rank {sender}",
+                todo='All ranks make the same calls in the same order; group="alone" saves or loads'
+                " in one process only",
+                rank=sender,
+            )
+        return msgspec.msgpack.decode(value, type=kind)
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def _await(self, ranks: Sequence[int], keys: list[str]) -> None:
+        """Until these ranks have put what they have to. Raises what one of them has failed by."""
+        waited = keys[1:] if len(keys) > 1 else keys
+        look_at, delay = self._board.clock() + min(1.0, self._board.patience.silent / 4), 0.0002
+        while not self._board.there(waited):
+            self._listen()
+            self.advance()  # who waits for others is not stuck itself
+            if self._board.clock() >= look_at:
+                look_at = self._board.clock() + min(1.0, self._board.patience.silent / 4)
+                pairs = zip(ranks, waited, strict=True)
+                self._miss([r for r, key in pairs if not self._board.there([key])])
+            self._pause(delay)
+            delay = min(delay * 1.5, self._longest)
+
+    def _listen(self) -> None:
+        """Raise what another rank has failed by, if one has."""
+        text = self._board.claimed(f"{self._name}/failed")
+        if text is not None:
+            self._heard = _raised(text, self.rank, self.what)
+            raise self._heard
+
+    def _miss(self, ranks: Sequence[int]) -> None:
+        """Raise if one of the ranks that are waited for is dead or stuck."""
+        if not ranks:
+            return
+        now, patience = self._board.clock(), self._board.patience
+        for rank, pulse in zip(ranks, self._board.pulses(ranks), strict=True):
+            before, beaten, moved = self._seen.get(rank, (pulse, now, now))
+            if pulse is not None and before is not None:
+                beaten = now if pulse.beats != before.beats else beaten
+                moved = now if pulse.progress != before.progress else moved
+            elif pulse is not before:
+                beaten = moved = now
+            self._seen[rank] = (pulse, beaten, moved)
+            where = f"rank {rank}" + (
+                f" on {pulse.host}" if pulse is not None and pulse.host else ""
+            )
+            if pulse is not None and pulse.beats < 0:
+                raise self._lost(rank, where, "it has ended", f"{where} has left without it")
+            if now - beaten > patience.silent:
+                expected = f"a sign of life within {patience.silent:g} s"
+                raise self._lost(rank, where, expected, "none: it has died, hangs, or never came")
+            if now - moved > patience.stuck:
+                expected = f"some progress within {patience.stuck:g} s"
+                raise self._lost(rank, where, expected, "none, though the process is alive")
+
+    def _lost(self, rank: int, where: str, expected: str, found: str) -> RankFailed:
+        return RankFailed(
+            f"{where[0].upper()}{where[1:]} does not take part in {self.what}",
+            expected=expected,
+            found=found,
+            todo="Look at that rank's log. Do all ranks make this call? The bounds are"
+            " HOLDFAST_SILENT and HOLDFAST_STUCK (seconds)",
+            rank=rank,
+        )
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        self._board.advance()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._heard is None:
+            self._heard = error
+            try:
+                self._board.claim(f"{self._name}/failed", _told(error, self.rank))
+            except RankFailed as unheard:
+                error.add_note(f"The other ranks could not be told: {unheard}")
+
+    def close(self) -> None:
+        """The last to leave takes away what is left of it."""
+        try:
+            if self._board.count(f"{self._name}/left") < self.size:
+                return
+            for turn in range(1, self._turn + 1):
+                self._board.look(f"{self._name}/{turn}/0", take=True)
+            self._board.forget([f"{self._name}/left", f"{self._name}/failed"])
+        except RankFailed:
+            return  # the store is gone, and all that is in it
+
+
+class Told(msgspec.Struct, frozen=True):
+    """An error on its way to the other ranks. ``kind``: the name of its class; ``fields``: those of
+    plain values."""
+
+    rank: int
+    kind: str
+    what: str
+    expected: str | None
+    found: str | None
+    todo: str | None
+    fields: dict[str, str | int | float | bool | None]
+
+
+_LONGEST = 4000
+
+
+def _told(error: BaseException, rank: int) -> str:
+    fields: dict[str, Any] = {}
+    said: list[Any] = [str(error), None, None, None]
+    if isinstance(error, HoldfastError):
+        plain = (str, int, float, bool, type(None))
+        fields = {k: v for k, v in error.fields.items() if isinstance(v, plain)}
+        said = [error.what, error.expected, error.found, error.todo]
+    texts = [None if s is None else str(s)[:_LONGEST] for s in said]
+    told = Told(rank, type(error).__name__, texts[0] or "", *texts[1:], fields)
+    return msgspec.json.encode(told).decode()
+
+
+def _raised(text: str, rank: int, what: str) -> HoldfastError:
+    """What this rank raises, since another has failed."""
+    told = msgspec.json.decode(text, type=Told)
+    kind = getattr(errors, told.kind, None)
+    known = isinstance(kind, type) and issubclass(kind, HoldfastError)
+    cause: Exception
+    if known and kind is not None:
+        fields = {"rank": told.rank, **told.fields}
+        cause = kind(told.what, expected=told.expected, found=told.found, todo=told.todo, **fields)
+        if issubclass(kind, _ALIKE):
+            return cause
+    else:
+        cause = RuntimeError(f"{told.kind}: {told.what}")
+    failed = RankFailed(
+        f"Rank {told.rank} has failed in {what}, which came to nothing. {told.kind}: {told.what}",
+        expected=told.expected,
+        found=told.found,
+        todo=told.todo or "Look at that rank's log",
+        **{**told.fields, "rank": told.rank},
+    )
+    failed.__cause__ = cause
+    return failed
