@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer
     from holdfast.engine.load import load
     from holdfast.engine.save import save, save_async
+    from holdfast.engine.sharding import Boxed
     from holdfast.engine.snapshot import LeafView, Snapshot
     from holdfast.engine.snapshot import open_snapshot as open
     from holdfast.engine.verify import Report
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Boxed",
     "Checkpointer",
     "ElasticSampler",
     "EveryEpoch",
@@ -67,6 +69,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Boxed": "engine.sharding",
     "Checkpointer": "checkpointer",
     "ElasticSampler": "sampler",
     "EveryEpoch": "policy",
