@@ -56,9 +56,8 @@ class Boxed:
         )
         if not plain:
             raise PlanError(
-                f"{an(type(self.tensor).__name__).capitalize()} cannot be boxed",
+                f"The tensor of a Boxed is {an(type(self.tensor).__name__)}",
                 expected="a torch.Tensor or a numpy.ndarray with the elements that this rank has",
-                found=type(self.tensor).__qualname__,
                 todo="A DTensor needs no Boxed: its own placements say which part it is",
             )
         object.__setattr__(self, "offsets", _integers("offsets", self.offsets))
