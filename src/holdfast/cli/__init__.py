@@ -10,6 +10,7 @@ import difflib
 import os
 import sys
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any
 
 import click
@@ -17,7 +18,7 @@ import click
 from holdfast.cli.exits import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from holdfast.errors import HoldfastError
 
-VERBS = ("ls", "show", "verify", "diff", "copy", "pin", "sweep", "request-save")
+VERBS = ("ls", "show", "verify", "diff", "copy", "import", "pin", "sweep", "request-save")
 
 
 class Commands(click.Group):
@@ -29,7 +30,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command: click.Command = import_module(f"holdfast.cli.{cmd_name.replace('-', '_')}").command
+        module = cmd_name.replace("-", "_") + "_" * iskeyword(cmd_name)
+        command: click.Command = import_module(f"holdfast.cli.{module}").command
         return command
 
     def resolve_command(
