@@ -16,7 +16,6 @@ from holdfast.engine.boundary import Boundary
 from holdfast.engine.draft import Draft, Label
 from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.stage import whole
 from holdfast.engine.steady import Guard, optimizers_in
 from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
@@ -105,7 +104,8 @@ class Saver:
 
     def measure(self, state: Any) -> None:
         """See how much room ``state`` will need. Raises what is wrong with it."""
-        nbytes = sum(whole(leaf).nbytes for leaf in flatten(state).leaves) + 2 * self._pool.unit
+        nbytes = sum(int(leaf.source.nbytes) for leaf in flatten(state).leaves)
+        nbytes += 2 * self._pool.unit
         self._room = Thread(target=self._pool.reserve, args=(nbytes,), name="holdfast-room")
 
     def make_room(self) -> None:

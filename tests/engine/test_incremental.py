@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +24,6 @@ from holdfast.engine.buffers import shared_pool
 from holdfast.engine.copy import copy_snapshot
 from holdfast.engine.draft import Label
 from holdfast.engine.entries import own_spans
-from holdfast.engine.group import Solo
 from holdfast.engine.load import load_snapshot
 from holdfast.engine.location import Location
 from holdfast.engine.save import begin, finish
@@ -38,6 +35,7 @@ from holdfast.storage.direct import Pool
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
+from holdfast.testing.fakegroup import FakeGroup
 
 State = dict[str, Any]
 
@@ -616,45 +614,11 @@ def test_spans_of_a_full_index_are_none(small: None) -> None:
 # -- several shards ------------------------------------------------------------------------------
 
 
-class Together:
-    """A rank of a group whose ranks are threads of this process."""
-
-    size = 2
-
-    def __init__(self, rank: int, meet: threading.Barrier, room: dict[Any, Any]) -> None:
-        self.rank, self._meet, self._room = rank, meet, room
-
-    def gather(self, value: Any) -> list[Any] | None:
-        self._room[self.rank] = value
-        self._meet.wait(20)
-        values = [self._room[r] for r in range(self.size)] if self.rank == 0 else None
-        self._meet.wait(20)
-        return values
-
-    def scatter(self, values: list[Any] | None) -> Any:
-        if values is not None:
-            self._room["values"] = values
-        self._meet.wait(20)
-        mine = self._room["values"][self.rank]
-        self._meet.wait(20)
-        return mine
-
-
-def save_by_two(
-    store: Store, step: int, state: State, base: Snapshot | None, monkeypatch: pytest.MonkeyPatch
-) -> Snapshot:
-    meet, room, mine = threading.Barrier(2), dict[Any, Any](), threading.local()
-    monkeypatch.setattr(
-        "holdfast.engine.save.current_group", lambda: getattr(mine, "group", Solo())
-    )
-
-    def rank(number: int) -> Snapshot:
-        mine.group = Together(number, meet, room)
-        return save(store, step, state, base)
-
-    with ThreadPoolExecutor(2) as two:
-        made = list(two.map(rank, range(2)))
+def save_by_two(store: Store, step: int, state: State, base: Snapshot | None) -> Snapshot:
+    with FakeGroup(2) as group:
+        made = group.run(lambda rank: save(store, step, state, base))
     assert made[0].digest == made[1].digest
+    assert made[1].keys() == made[0].keys()  # read anew by rank 1
     return made[0]
 
 
@@ -666,13 +630,13 @@ def test_two_ranks_refer_to_what_either_has_written(
     rng = np.random.default_rng(0)
     state: State = {f"w{i}": rng.random(1000 + 100 * i) for i in range(8)}
     total = sum(v.nbytes for v in state.values())
-    last = save_by_two(store, 0, state, None, monkeypatch)
+    last = save_by_two(store, 0, state, None)
     assert len(last.manifest.shards) == 2
     assert all(s.length > 20_000 for s in last.manifest.shards)
     for step in range(1, 4):
         state[f"w{step}"] = state[f"w{step}"] + 1
-        save_ = save_by_two if step < 3 else lambda *a: save(*a[:4])  # at last, one rank alone
-        last = save_(store, step, state, last, monkeypatch)
+        save_ = save_by_two if step < 3 else save  # at last, one rank alone
+        before, last = last, save_(store, step, state, last)
         assert last.chain == step
         assert len(last.manifest.shards) == (2 if step < 3 else 1)
         found = Run(store).open(Version(step))
@@ -686,7 +650,7 @@ def test_two_ranks_refer_to_what_either_has_written(
         assert copy.verify().ok
     # where a rank has nothing to refer to, its shard is one of number 1 in a manifest of number 2
     apart = {"w0": state["w0"], **{f"n{i}": rng.random(1000) for i in range(3)}}
-    mixed = save_by_two(store, 9, apart, last, monkeypatch)
+    mixed = save_by_two(store, 9, apart, before)
     assert sorted(bool(s.refers) for s in mixed.manifest.shards) == [False, True]
     assert Run(store).open(Version(9)).verify().ok
     assert same(load_snapshot(Run(store).open(Version(9))), apart)

@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from holdfast.engine.files import key_of
 from holdfast.engine.location import Location, run_of, versions_in
-from holdfast.errors import AlreadyExists, CommitError, NotFound, StoreError, Unavailable
-from holdfast.format.grammar import Leaves, check_tree
-from holdfast.format.manifest import Manifest, Shard, encode_manifest
+from holdfast.engine.meeting import Meeting
+from holdfast.engine.parallel import in_parallel
+from holdfast.engine.plan import WritePlan
+from holdfast.engine.snapshot import Snapshot
+from holdfast.errors import (
+    AlreadyExists,
+    CommitError,
+    FormatError,
+    NotFound,
+    RankFailed,
+    StoreError,
+    Unavailable,
+)
+from holdfast.format.grammar import check_tree
+from holdfast.format.manifest import (
+    MAX_BYTES,
+    Increment,
+    Manifest,
+    Shard,
+    decode_manifest,
+    encode_manifest,
+)
 from holdfast.format.names import MANIFEST
 
+_LOOKING = 32
+"""Threads that look for files before the commit: an object store takes its time for each."""
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What a rank returns when its part is durable: the shard, and the bytes planned for it."""
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What a rank returns when its part is durable: its shard (None if it had nothing to write),
+    and the bytes planned for it."""
 
     rank: int
-    shard: Shard
-    planned: int
+    shard: Increment | None
+    planned: int = 0
 
 
-def check_receipts(place: Location, receipts: Sequence[Receipt], ranks: int) -> None:
-    """Check that every rank has written what was planned, and that this process sees it.
+def check_receipts(place: Location, receipts: Sequence[Receipt], ranks: int) -> list[Shard]:
+    """Check that every rank has written what was planned, and that this process sees it: the
+    shards, in order of ranks.
 
     A folder that hosts do not really share shows here: every file is looked at through this
     process's own store. Raises ``CommitError`` or ``StoreError``.
@@ -34,26 +58,42 @@ def check_receipts(place: Location, receipts: Sequence[Receipt], ranks: int) -> 
             expected=f"one of each of {ranks} ranks",
             found=[r.rank for r in receipts],
         )
-    _check_bases(place, receipts)
-    for receipt in receipts:
-        shard, index = receipt.shard, receipt.shard.index
-        lengths = {shard.name: receipt.planned, index.name: index.length}
-        for name, length in lengths.items():
-            found = place.store.stat(place.key(name)).length
-            if found != length or shard.length != receipt.planned:
-                raise CommitError(
-                    f"Nothing was committed to {place.url}: {name} of rank {receipt.rank} differs",
-                    expected=f"{length} bytes",
-                    found=f"{found} bytes",
-                    todo="See whether all ranks really write to the same folder",
-                    rank=receipt.rank,
-                    file=name,
-                )
+    shards = [r.shard for r in receipts if r.shard is not None]
+    _check_bases(place, shards)
+    files = [
+        (r, name, length)
+        for r in receipts
+        if r.shard is not None
+        for name, length in (
+            (r.shard.name, r.planned),
+            (r.shard.index.name, r.shard.index.length),
+        )
+    ]
+
+    def look(file: tuple[Receipt, str, int]) -> None:
+        receipt, name, length = file
+        try:
+            found = f"{place.store.stat(place.key(name)).length} bytes"
+        except NotFound:
+            found = "no such file"
+        shard = receipt.shard
+        if found != f"{length} bytes" or (shard and shard.length != receipt.planned):
+            raise CommitError(
+                f"Nothing was committed to {place.url}: {name} of rank {receipt.rank} differs",
+                expected=f"{length} bytes",
+                found=found,
+                todo="See whether all ranks really write to the same folder",
+                rank=receipt.rank,
+                file=name,
+            )
+
+    in_parallel(files, look, min(_LOOKING, len(files) // 8 + 1))
+    return [s if s.refers else Shard(s.name, s.length, s.index) for s in shards]
 
 
-def _check_bases(place: Location, receipts: Sequence[Receipt]) -> None:
+def _check_bases(place: Location, shards: Sequence[Shard]) -> None:
     """Look at every file of another version that a shard refers to. Raises ``CommitError``."""
-    for path, length in sorted({(f.path, f.length) for r in receipts for f in r.shard.refers}):
+    for path, length in sorted({(f.path, f.length) for s in shards for f in s.refers}):
         try:
             found = f"{place.store.stat(key_of(place, path)).length} bytes"
         except NotFound:
@@ -68,17 +108,24 @@ def _check_bases(place: Location, receipts: Sequence[Receipt]) -> None:
             )
 
 
-def put_manifest(place: Location, manifest: Manifest) -> tuple[str, Leaves]:
-    """Write the manifest if there is none; its digest, and the leaves of its tree. This is the
-    commit.
+def put_manifest(place: Location, manifest: Manifest, plan: WritePlan | None = None) -> Snapshot:
+    """Write the manifest if there is none. This is the commit. ``plan``: what was written by; the
+    tree must have just its leaves.
 
     Raises ``CommitError`` if another save has committed this version first, and ``StoreError``;
     its field ``outcome`` is "unknown" where the store cannot tell whether the manifest is there.
     """
     raw, made = encode_manifest(manifest)
-    leaves = check_tree(
-        manifest.tree, MANIFEST
-    )  # nothing is committed that would be refused when read
+    # nothing is committed that would be refused when read
+    leaves = check_tree(manifest.tree, MANIFEST)
+    if plan is not None and (lacking := plan.unlike(leaves)):
+        raise CommitError(
+            f"Nothing was committed to {place.url}: tree and boxes have different leaves",
+            expected="each leaf of the tree in the boxes, and each of these in the tree",
+            found=", ".join(lacking[:5]),
+            todo="Two ranks may tie tensors in different ways; report it if not",
+            leaves=tuple(lacking),
+        )
     try:
         place.store.put_if_absent(place.key(MANIFEST), raw)
     except AlreadyExists as e:
@@ -91,9 +138,51 @@ def put_manifest(place: Location, manifest: Manifest) -> tuple[str, Leaves]:
         # A store settles lost answers itself; one that does not must not make us say "nothing".
         if e.fields.get("outcome") != "unknown" and not isinstance(e, Unavailable):
             raise
-        more = "Whether this version was committed is not known: `holdfast ls` shows it if it was"
-        raise e.told(more, outcome="unknown") from e
-    return made, leaves
+        raise e.told(_UNKNOWN, outcome="unknown") from e
+    return Snapshot(place, manifest, made, leaves)
+
+
+_UNKNOWN = "Whether this version was committed is not known: `holdfast ls` shows it if it was"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What rank 0 tells of a commit: the manifest's digest, and bytes written and referred to."""
+
+    digest: str
+    nbytes: int
+    referred: int
+
+
+def settled(
+    place: Location, attempt: str, meeting: Meeting, made: Snapshot | None
+) -> tuple[Snapshot, Outcome]:
+    """The snapshot, on all ranks, once rank 0 has ``made`` it.
+
+    A rank that does not hear of it looks whether the manifest is there: it may be that rank 0 has
+    died right after the commit. Raises ``RankFailed``.
+    """
+    outcome = None
+    if made is not None:
+        outcome = Outcome(made.digest, made.nbytes, made.referred_bytes)
+    try:
+        outcome = meeting.share(outcome, Outcome)
+    except RankFailed as e:
+        if made is not None and outcome is not None:
+            return made, outcome  # it is committed, whoever has heard of it
+        found = _own(place, attempt) if e.fields.get("lost") else None
+        if found is not None:
+            return found, Outcome(found.digest, found.nbytes, found.referred_bytes)
+        raise (e.told(_UNKNOWN, outcome="unknown") if e.fields.get("lost") else e) from e.__cause__
+    return made or Snapshot(place, None, outcome.digest), outcome
+
+
+def _own(place: Location, attempt: str) -> Snapshot | None:
+    """The snapshot if this attempt has committed it."""
+    try:
+        manifest, made = decode_manifest(place.store.get(place.key(MANIFEST), MAX_BYTES), MANIFEST)
+    except (FormatError, StoreError):
+        return None
+    return Snapshot(place, manifest, made) if manifest.attempt == attempt else None
 
 
 def refuse_existing(place: Location) -> None:

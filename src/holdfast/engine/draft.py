@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast import __version__
 from holdfast.engine import pin
 from holdfast.engine.beside import Rest
-from holdfast.engine.group import Group
+from holdfast.engine.deal import Dealt
 from holdfast.engine.location import Location
+from holdfast.engine.meeting import Meeting
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import Image, Piece
 from holdfast.format import names, tree
@@ -46,20 +47,24 @@ class Draft:
 
     place: Location
     label: Label
+    base: Snapshot | None
+    meeting: Meeting
     about: Any
-    group: Group
-    attempt: str
-    tree: Any
+    dealt: Dealt
     image: Image
     pieces: list[Piece]
     pool: Pool
     began: float
-    staged: float
-    base: Snapshot | None = None
+    staged: float = 0.0
     rest: Rest | None = None
 
-    def manifest(self, shards: list[Shard], base: Snapshot | None = None) -> Manifest:
-        """The manifest that commits these shards, which may refer to ``base``."""
+    @property
+    def attempt(self) -> str:
+        return self.dealt.attempt
+
+    def manifest(self, shards: Sequence[Shard], chain: int) -> Manifest:
+        """The manifest that commits these shards. ``chain``: how many versions lie between this one
+        and a full one, if a shard refers to another version."""
         label = self.label
         version = names.parse_version(self.place.folder.rpartition("/")[2])
         step = version.step if label.step is None and version is not None else label.step
@@ -77,9 +82,9 @@ class Draft:
             "branch": label.branch,
             "parent": label.parent,
             "metadata": {"dict": about},
-            "tree": self.tree,
+            "tree": self.dealt.tree,
         }
-        if base is None or not any(s.refers for s in shards):
+        if not any(s.refers for s in shards):
             return Manifest(shards=shards, **fields)
         parts = [Increment(s.name, s.length, s.index, s.refers) for s in shards]
-        return Incremental(shards=parts, chain=base.chain + 1, **fields)
+        return Incremental(shards=parts, chain=chain, **fields)

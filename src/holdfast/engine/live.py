@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import PlanError
 from holdfast.format.tree import child_keys
-from holdfast.words import an
+from holdfast.words import DTYPES, an
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,17 @@ EXTRA_STATE = "_extra_state"
 def torch_or_none() -> Any:
     """The torch module if the program has loaded it. What is no torch object needs no torch."""
     return sys.modules.get("torch")
+
+
+_dtype_names: dict[Any, str | None] = {}
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """The name of a torch dtype if its elements are bytes that can be written."""
+    if dtype not in _dtype_names:
+        name = str(dtype).removeprefix("torch.")
+        _dtype_names[dtype] = name if name in DTYPES else None
+    return _dtype_names[dtype]
 
 
 def is_module(value: object) -> bool:
@@ -106,14 +117,14 @@ def parameter_names(state: Any) -> dict[int, str]:
     in the state, so that adding a module renames nothing.
     """
     names: dict[int, str] = {}
-    for path, module in _modules(state, ""):
+    for path, module in modules(state, ""):
         found = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in zip(plain_names(module, list(found), path), found.values()):
             names.setdefault(id(parameter), f"{path}.{name}")
     return names
 
 
-def _modules(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def modules(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The modules in a state, with their paths. Most members of a dict are neither module nor
     container, and are passed over without being named."""
     if is_module(value):
@@ -132,7 +143,7 @@ def _modules(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tu
             return
         for i in deeper:
             at = f"{path}.{names[i]}" if path else names[i]
-            yield from _modules(members[i], at, (*inside, id(value)))
+            yield from modules(members[i], at, (*inside, id(value)))
 
 
 def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:

@@ -29,7 +29,7 @@ from holdfast.errors import PlanError
 Hashes = NDArray[np.uint64]
 
 _HEAD = struct.Struct("<16sQQQ")
-_KINDS = ("<u8", "<u8", "<u8", "<i8", "<u8", "<i8", "<u4")
+_KINDS = ("<u8", "<u8", "<u8", "<i8", "<u8", "<i8", "<u4", "<u1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +38,7 @@ class Offer:
 
     ``structure``: digest of all holdings; ``leaf_key``, ``leaf_type``: hashes of the key, and of
     dtype and shape; ``leaf_weight``, ``leaf_bytes``: of the whole leaf; ``box_leaf``: which leaf;
+    ``box_first``: 1 for a box that the first rank which has it is to write;
     ``names``: keys, dtypes and shapes, compressed, opened only to explain an error.
     """
 
@@ -49,6 +50,7 @@ class Offer:
     box_weight: Hashes
     box_bytes: Ints
     box_leaf: NDArray[np.uint32]
+    box_first: NDArray[np.uint8]
     names: bytes
 
     def to_bytes(self) -> bytes:
@@ -61,11 +63,11 @@ class Offer:
         """The offer that ``to_bytes`` packed, without copying. Raises ``PlanError``."""
         whole = len(data) >= _HEAD.size
         structure, leaves, boxes, names = _HEAD.unpack_from(data) if whole else (b"", 0, 0, 0)
-        if not whole or len(data) != _HEAD.size + 32 * leaves + 20 * boxes + names:
+        if not whole or len(data) != _HEAD.size + 32 * leaves + 21 * boxes + names:
             raise PlanError("An offer of a rank was cut off or damaged on its way")
         columns: list[Any] = []
         at = _HEAD.size
-        for kind, count in zip(_KINDS, [leaves] * 4 + [boxes] * 3, strict=True):
+        for kind, count in zip(_KINDS, [leaves] * 4 + [boxes] * 4, strict=True):
             columns.append(np.frombuffer(data, kind, count, at))
             at += columns[-1].nbytes
         columns.append(data[at:])
@@ -80,6 +82,7 @@ class Offer:
             self.box_weight,
             self.box_bytes,
             self.box_leaf,
+            self.box_first,
         )
 
     def describe(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
@@ -95,8 +98,11 @@ def structure(holdings: Sequence[Holding]) -> bytes:
     return xxh3_128_digest(msgspec.msgpack.encode(holdings))
 
 
-def make_offer(holdings: Sequence[Holding]) -> Offer:
-    """What this rank tells the coordinator.
+def make_offer(
+    holdings: Sequence[Holding], first: NDArray[np.bool_] | None = None, made: bytes = b""
+) -> Offer:
+    """What this rank tells the coordinator. ``first``: for each holding whether it is to be written
+    by the first rank that has it; ``made``: the digest of all that, if there is one already.
 
     Raises ``PlanError`` if a box leaves its tensor or two boxes of a leaf name different tensors,
     ``Unsupported`` for an unknown dtype.
@@ -118,7 +124,7 @@ def make_offer(holdings: Sequence[Holding]) -> Offer:
     if wrong.any():
         raise _outside(holdings[int(np.repeat(np.arange(len(dims)), dims)[wrong.argmax()])])
     return Offer(
-        structure=structure(holdings),
+        structure=made or structure(holdings),
         leaf_key=key,
         leaf_type=np.array([hashed[h.dtype, h.shape] for h in leaves], np.uint64),
         leaf_weight=_weights(np.zeros_like(shape), shape, leaf_dims) * factor,
@@ -126,6 +132,7 @@ def make_offer(holdings: Sequence[Holding]) -> Offer:
         box_weight=_weights(offsets, sizes, dims) * factor[of],
         box_bytes=_product(sizes, dims) * width[of],
         box_leaf=of,
+        box_first=np.zeros(len(of), np.uint8) if first is None else first.astype(np.uint8),
         names=zlib.compress(
             msgspec.msgpack.encode([(h.key, h.dtype, h.shape) for h in leaves]), level=1
         ),

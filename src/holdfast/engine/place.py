@@ -15,11 +15,11 @@ import numpy as np
 
 from holdfast.engine import live
 from holdfast.engine.differences import Differences
+from holdfast.engine.live import dtype_name
 from holdfast.engine.module import bind_module
 from holdfast.engine.optimizer import bind_optimizer
 from holdfast.engine.room import BYTES, Room, Settle
 from holdfast.engine.select import ABSENT, Selected
-from holdfast.engine.tree import dtype_name
 from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.format.names import join

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from holdfast.engine.layout import Ints
 from holdfast.engine.offer import Hashes, Offer, describe_type, mix
@@ -25,17 +26,30 @@ class WritePlan:
 
     ``structures``: the digests that the plan was made for, one per rank; ``writes``: for all boxes
     of all ranks, those of rank r from ``bounds[r]`` to ``bounds[r + 1]``; ``loads``: bytes that
-    each rank writes.
+    each rank writes; ``leaves``: hashes of keys, and of their types.
     """
 
     structures: tuple[bytes, ...]
     bounds: Ints
     writes: NDArray[np.bool_]
     loads: Ints
+    leaves: Mapping[int, int]
 
     def mask(self, rank: int) -> NDArray[np.bool_]:
         """For each holding of the rank, in the order of its offer, whether it writes it."""
         return self.writes[self.bounds[rank] : self.bounds[rank + 1]]
+
+    def unlike(self, leaves: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+        """The keys among ``leaves`` (dtype and shape) that the plan has not, or has as another
+        type; and how many only the plan has."""
+        found = {xxh3_64_intdigest(key.encode()): key for key in leaves}
+        wrong = [
+            key
+            for number, key in found.items()
+            if self.leaves.get(number) != xxh3_64_intdigest(describe_type(*leaves[key]).encode())
+        ]
+        more = len(self.leaves.keys() - found.keys())
+        return wrong + ([f"{more} leaves that are not in the tree"] if more else [])
 
 
 def same_structure(structures: Sequence[bytes], previous: WritePlan | None) -> bool:
@@ -47,7 +61,7 @@ def plan_write(offers: Sequence[Offer]) -> WritePlan:
     """Deal the boxes out to the ranks (``offers[r]`` is rank r's).
 
     A box that one rank holds is written by it; one that several hold by the one that has least
-    to write so far, larger boxes first.
+    to write so far, larger boxes first, unless the first of them is to write it.
 
     Raises ``PlanError`` (``ShapeMismatch`` or ``DTypeMismatch`` if that is all) which names every
     leaf that ranks describe differently, and every leaf that its boxes do not tile.
@@ -69,13 +83,18 @@ def plan_write(offers: Sequence[Offer]) -> WritePlan:
     _check(offers, first)
     writes = np.zeros(len(rank), bool)
     holders = np.diff(starts, append=len(order))
+    firsts = _join([o.box_first for o in offers], np.uint8)[first] > 0
+    holders[firsts] = 1  # whatever the others have
     alone = first[holders == 1]
     writes[alone] = True
     loads = np.zeros(len(offers), np.int64)
     np.add.at(loads, rank[alone], nbytes[alone])
     if len(alone) < len(first):
         _deal(_Boxes(order, starts, holders, rank, nbytes), writes, loads)
-    return WritePlan(tuple(o.structure for o in offers), bounds, writes, loads)
+    leaves: dict[int, int] = {}
+    for offer in {id(o): o for o in offers}.values():
+        leaves.update(zip(offer.leaf_key.tolist(), offer.leaf_type.tolist(), strict=True))
+    return WritePlan(tuple(o.structure for o in offers), bounds, writes, loads, leaves)
 
 
 def _join(columns: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:

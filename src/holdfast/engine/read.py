@@ -17,9 +17,9 @@ import numpy as np
 from holdfast.engine.cover import ReadItem, ReadPlan, Slab
 from holdfast.engine.files import key_of
 from holdfast.engine.layout import rectangles
+from holdfast.engine.live import dtype_name
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
-from holdfast.engine.tree import dtype_name
 from holdfast.errors import DigestMismatch, StoreError
 from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex

@@ -18,14 +18,17 @@ from numpy.typing import NDArray
 from holdfast import events
 from holdfast.engine import layout, pin
 from holdfast.engine.entries import part_entries
+from holdfast.engine.files import read_index
 from holdfast.engine.garbage import uncollected
 from holdfast.engine.layout import Ints
 from holdfast.engine.location import Location
+from holdfast.engine.meeting import Meeting
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import Image, Piece
 from holdfast.errors import FormatError, ManifestInvalid, NotFound
 from holdfast.format import names
-from holdfast.format.manifest import Referred
+from holdfast.format.index import ShardIndex
+from holdfast.format.manifest import Referred, Shard
 from holdfast.format.places import Places, places_of
 from holdfast.format.tensorfile import build_header
 from holdfast.words import ALIGNMENT, DTYPES
@@ -37,29 +40,62 @@ depends on nothing."""
 Hashes = NDArray[np.uint64]
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What one rank may refer to in an earlier version: ``shards`` of it with their ``indexes``.
+    ``folder``: its name; ``chain``: how many versions lie between it and a full one."""
+
+    folder: str
+    chain: int
+    shards: Sequence[Shard]
+    indexes: Sequence[ShardIndex]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, meeting: Meeting) -> Base:
+        """Of the shards that this rank has written itself, or of all if it is the only one: with
+        the same layout there is nothing else to be found, and with another it is written in full
+        once."""
+        manifest = snapshot.manifest
+        mine = names.shard_name(meeting.rank, meeting.size, "")[: -len(".safetensors")]
+        shards = [s for s in manifest.shards if meeting.size == 1 or s.name.startswith(mine)]
+        indexes: Sequence[ShardIndex] = []
+        try:
+            if meeting.size == 1:
+                indexes = snapshot.indexes()
+            else:
+                indexes = [read_index(snapshot.place, s) for s in shards]
+        except (FormatError, NotFound) as e:
+            events.emit("skipped", version=str(snapshot.version), error=e)
+            shards = []
+        return cls(snapshot.place.folder.rpartition("/")[2], manifest.chain, shards, indexes)
+
+
 @contextmanager
-def held(place: Location, attempt: str, base: Snapshot | None) -> Iterator[Snapshot | None]:
+def held(
+    place: Location, attempt: str, base: Snapshot | None, meeting: Meeting
+) -> Iterator[Base | None]:
     """Pins the attempt, and ``base`` with all that it refers to; gives ``base`` as the store of
-    ``place`` shows it now.
+    ``place`` shows it now. Rank 0 pins, before any rank writes.
 
     None, and the save is a full one, if it is not a version of the same run, was deleted, or
     is damaged as far as its manifest, its indexes and the lengths of its files tell.
     """
+    found = None if base is None else _beside(place, base)
     with ExitStack() as pins:
-        found = None if base is None else _beside(place, base)
-        # each pin names the attempt too
-        versions = [None] if found is None else sorted({found.version, *found.bases})
-        for version in versions:
-            pins.enter_context(pin.held(place, attempt, version))
-        if found is not None:
-            try:
-                pin.seen(found.place)
-                found.check_files()
-                found.indexes()
-            except (FormatError, NotFound) as e:
-                events.emit("skipped", version=str(found.version), error=e)
-                found = None
-        yield found
+        if meeting.rank == 0:
+            # each pin names the attempt too
+            versions = [None] if found is None else sorted({found.version, *found.bases})
+            for version in versions:
+                pins.enter_context(pin.held(place, attempt, version))
+            if found is not None:
+                try:
+                    pin.seen(found.place)
+                    found.check_files()
+                except (FormatError, NotFound) as e:
+                    events.emit("skipped", version=str(found.version), error=e)
+                    found = None
+        good = meeting.share(found is not None if meeting.rank == 0 else None, bool)
+        yield Base.of(found, meeting) if good and found is not None else None
 
 
 def _beside(place: Location, base: Snapshot) -> Snapshot | None:
@@ -108,14 +144,14 @@ class Packing:
 
 
 @uncollected()
-def recut(image: Image, base: Snapshot) -> Image:
+def recut(image: Image, base: Base) -> Image:
     """The image with the chunks of each large box cut as the base has cut that box.
 
     Otherwise a leaf that has grown, come or gone would shift all that lies behind it against the
     multiples of ``UNIT`` at which an image is cut, and nothing there would be found again.
     """
     own = image.cuts - len(image.header)
-    indexes = base.indexes()
+    indexes = base.indexes
     if any(np.array_equal(index.cuts - index.header, own) for index in indexes):
         return image
     lengths = np.array(image.ends) - np.array(image.begins)
@@ -152,7 +188,7 @@ def _between(cuts: Ints, low: int, high: int) -> Ints:
 
 
 @uncollected()
-def pack(base: Snapshot, image: Image, digests: list[str]) -> Packing | None:
+def pack(base: Base, image: Image, digests: list[str]) -> Packing | None:
     """What to write and what to refer to, or None if the base has too little of it."""
     cuts = image.cuts
     lengths = np.diff(cuts, prepend=0)
@@ -210,21 +246,20 @@ def _spans(own: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
     return starts, stops, np.cumsum(stops - starts) - (stops - starts)
 
 
-def _find(base: Snapshot, image: Image, digests: list[str]) -> list[tuple[str, int, int] | None]:
+def _find(base: Base, image: Image, digests: list[str]) -> list[tuple[str, int, int] | None]:
     """For each chunk of the image path and length of the file that holds it, and where in it."""
     known: dict[tuple[int, str], tuple[str, int, int]] = {}
-    for index, shard in zip(base.indexes(), base.manifest.shards, strict=True):
+    for index, shard in zip(base.indexes, base.shards, strict=True):
         rows = [
             (hash((f.key, f.dtype, b.offsets)), b.at, DTYPES[f.dtype].itemsize * prod(b.sizes))
             for f in index.leaves
             for b in f.boxes
         ]
-        folder = base.place.folder.rpartition("/")[2]
         lengths = {r.path: r.length for r in shard.refers}
         for c, mark in enumerate(_marks(rows, index.cuts), 1):
             path, at = index.where(c)
             if path == shard.name:
-                place = names.refer(folder, path), shard.length, at
+                place = names.refer(base.folder, path), shard.length, at
             else:
                 place = path, lengths[path], at
             known[mark, index.digests[c]] = place

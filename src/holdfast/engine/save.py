@@ -1,8 +1,9 @@
 """Saving: the recipe. Read it from top to bottom; every step is called from here and returns here.
 
-1. ``flatten`` the state, and plan who writes which boxes. 2. Stage: make the shard's image, and for
-an asynchronous save fill it now, so that training may go on. 3. Write the shard (only
-what its base lacks, if it has one), then its index. 4. Gather the receipts, check, and commit.
+1. ``flatten`` the state, and deal out among the ranks who writes which boxes. 2. Stage: make the
+shard's image, and for an asynchronous save fill it now, so that training may go on. 3. Write the
+shard (only what its base lacks, if it has one), then its index. 4. Gather the receipts, check, and
+commit.
 """
 
 from __future__ import annotations
@@ -14,28 +15,37 @@ from typing import Any
 from holdfast import events
 from holdfast.engine.beside import Rest, split
 from holdfast.engine.buffers import shared_pool
-from holdfast.engine.commit import check_receipts, put_manifest, refuse_existing
+from holdfast.engine.commit import (
+    Receipt,
+    check_receipts,
+    put_manifest,
+    refuse_existing,
+    settled,
+)
+from holdfast.engine.deal import deal
 from holdfast.engine.draft import Draft, Label
 from holdfast.engine.garbage import uncollected
-from holdfast.engine.group import current_group
+from holdfast.engine.group import Choice, acting_as, current_group
 from holdfast.engine.location import Location, Url, locate
-from holdfast.engine.offer import make_offer
-from holdfast.engine.plan import plan_write
 from holdfast.engine.refer import held
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.stage import drop, make_image, stage_ahead, wait_queued, whole
+from holdfast.engine.stage import drop, make_image, stage_ahead, wait_queued
 from holdfast.engine.steady import steady
 from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
 from holdfast.engine.write import write_part
 from holdfast.errors import CommitError
-from holdfast.format import names
 from holdfast.settings import read_settings
 from holdfast.storage.direct import Pool
 
 
 def save(
-    url: Url, state: dict[str, Any], *, step: int | None = None, note: Mapping[str, Any] = {}
+    url: Url,
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    note: Mapping[str, Any] = {},
+    group: Choice = None,
 ) -> Snapshot:
     """Save ``state`` as the snapshot at ``url`` and return it once it is committed.
 
@@ -43,16 +53,25 @@ def save(
     optimizers, and objects with ``state_dict()`` and ``load_state_dict()``. ``step`` is read from
     a name like ``version_120`` if it is not given; ``note`` holds plain values for ``metadata``.
 
+    Under torch.distributed all ranks make this call, and the snapshot is one, of what all of them
+    have: ``group="alone"`` saves what this process has, a ``ProcessGroup`` what its ranks have.
+
     Uses at most 256 MiB of memory beyond the state. Raises ``AlreadyExists`` if there is such a
     snapshot, ``Unsupported`` for what cannot be kept faithfully, ``StoreError`` or ``CommitError``;
     whenever it raises, nothing was committed, unless the error's ``outcome`` is "unknown".
     """
     label = Label(step=step, note=note)
-    return finish(begin(locate(url), state, label, shared_pool(), ahead=False))
+    with acting_as(current_group(group)):
+        return finish(begin(locate(url), state, label, shared_pool(), ahead=False))
 
 
 def save_async(
-    url: Url, state: dict[str, Any], *, step: int | None = None, note: Mapping[str, Any] = {}
+    url: Url,
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    note: Mapping[str, Any] = {},
+    group: Choice = None,
 ) -> Pending:
     """Copy ``state`` aside and return; what is left is done in the background.
 
@@ -63,7 +82,8 @@ def save_async(
     label = Label(step=step, note=note)
     pool = Pool(1 << 50)
     try:
-        draft = begin(locate(url), state, label, pool, ahead=True)
+        with acting_as(current_group(group)):
+            draft = begin(locate(url), state, label, pool, ahead=True)
         return in_background(draft, finish, after=pool.close)
     except BaseException:
         pool.close()
@@ -96,73 +116,59 @@ def begin(
     base: Snapshot | None = None,
     beside: bool = False,
 ) -> Draft:
-    """The half that needs the live state to hold still: plan, and stage if ``ahead``. ``base``: a
-    version of the same run; what it has already is then referred to instead of written.
-    ``beside``: what holds still until an optimizer steps is left to ``finish``, and no optimizer
-    may step before ``rest.done``. ``state`` may be taken apart already."""
+    """The half that needs the live state to hold still: agree on who writes what, and stage if
+    ``ahead``. ``base``: a version of the same run; what it has already is then referred to instead
+    of written. ``beside``: what holds still until an optimizer steps is left to ``finish``, and no
+    optimizer may step before ``rest.done``. ``state`` may be taken apart already."""
     began = time.perf_counter()
-    group = current_group()
-    refuse_existing(place)
-    about = label.node()
-    with uncollected():
-        flat = state if isinstance(state, Flat) else flatten(state)
-        holdings = [whole(leaf) for leaf in flat.leaves]
-        offers = group.gather(make_offer(holdings))
-        plan = None if offers is None else plan_write(offers)
-        mine = group.scatter(None if plan is None else [plan.mask(r) for r in range(group.size)])
-        chosen = mine.nonzero()[0].tolist()
-        image = make_image([flat.leaves[i] for i in chosen], [holdings[i] for i in chosen])
-    pieces = image.pieces()
-    rest = None
-    try:
-        wait_queued(image.sources)
-        if ahead:
-            now, later = split(image, pieces, steady(state, flat) if beside else ())
-            stage_ahead(image, now, pool, read_settings().threads)
-            rest = Rest(image, later)
-        staged = time.perf_counter()
-        events.emit("staged", url=place.url, bytes=image.length, seconds=staged - began)
-    except BaseException:
-        drop(pieces, pool)
-        raise
-    attempt = names.new_attempt()
-    return Draft(
-        place,
-        label,
-        about,
-        group,
-        attempt,
-        flat.tree,
-        image,
-        pieces,
-        pool,
-        began,
-        staged,
-        base,
-        rest,
-    )
+    group, threads = current_group(), read_settings().threads
+    meeting = group.meet(f"the save of {place.url}")
+    with meeting:
+        if group.rank == 0:
+            refuse_existing(place)
+        about = label.node()
+        with uncollected():
+            flat = state if isinstance(state, Flat) else flatten(state, group.rank)
+            wait_queued([leaf.source for leaf in flat.leaves])
+            dealt = deal(meeting, group, flat, pool, threads)
+            image = make_image(dealt.leaves, dealt.holdings)
+        pieces = image.pieces()
+        draft = Draft(place, label, base, meeting, about, dealt, image, pieces, pool, began)
+        try:
+            if ahead:
+                now, later = split(image, pieces, steady(state, flat) if beside else ())
+                stage_ahead(image, now, pool, threads)
+                draft.rest = Rest(image, later)
+            draft.staged = time.perf_counter()
+            seconds = draft.staged - began
+            events.emit("staged", url=place.url, bytes=image.length, seconds=seconds)
+        except BaseException:
+            drop(pieces, pool)
+            raise
+    return draft
 
 
 def finish(draft: Draft, fence: Callable[[], object] = bool) -> Snapshot:
-    """The half that runs beside the training: write, gather, commit. ``fence`` is called right
-    before the commit, and raises if there is to be none."""
+    """The half that runs beside the training: write, gather, commit. ``fence`` is called on rank 0
+    right before the commit, and raises if there is to be none."""
+    place, meeting = draft.place, draft.meeting
     try:
-        if draft.rest is not None:
-            _stage_rest(draft, draft.rest)
-        with held(draft.place, draft.attempt, draft.base) as base:
-            receipts = draft.group.gather(write_part(draft, base))
-            made = None
-            if receipts is not None:
-                check_receipts(draft.place, receipts, draft.group.size)
-                manifest = draft.manifest([r.shard for r in receipts], base)
-                fence()
-                made = [(manifest, *put_manifest(draft.place, manifest))] * draft.group.size
-            committed = draft.group.scatter(made)
+        with meeting:
+            if draft.rest is not None:
+                _stage_rest(draft, draft.rest)
+            with held(place, draft.attempt, draft.base, meeting) as base:
+                receipts = meeting.gather(write_part(draft, base), Receipt)
+                made = None
+                if receipts is not None:
+                    shards = check_receipts(place, receipts, meeting.size)
+                    manifest = draft.manifest(shards, 1 if base is None else base.chain + 1)
+                    fence()
+                    made = put_manifest(place, manifest, draft.dealt.plan)
+                snapshot, outcome = settled(place, draft.attempt, meeting, made)
     finally:
         abandon(draft)
-    snapshot = Snapshot(draft.place, *committed)
     seconds = time.perf_counter() - draft.began
-    events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
+    events.emit("committed", url=snapshot.url, bytes=outcome.nbytes, seconds=seconds)
     return snapshot
 
 
@@ -185,3 +191,4 @@ def abandon(draft: Draft) -> None:
     if draft.rest is not None:
         draft.rest.let_go()
     drop(draft.pieces, draft.pool)
+    draft.meeting.close()

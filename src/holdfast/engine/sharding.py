@@ -83,14 +83,14 @@ class Parts(msgspec.Struct, frozen=True):
     ``shape``: that of the global tensor. ``pieces``: boxes of it, each with a tensor of the box's
     sizes that shares the memory of the live one. There are none where this rank has no element;
     a global tensor without elements is one piece on every rank that has it. ``dtype``: its name, or
-    None for one that has no bytes; ``storage``: a number for the memory, the same for values that
-    share it, on ranks without elements too; ``array``: of NumPy.
+    None for one that has no bytes. ``storage``: hashable, and equal for values that are one tensor
+    under several names, on ranks without elements too. ``array``: of NumPy.
     """
 
     shape: tuple[int, ...]
     pieces: list[tuple[Box, Any]]
-    dtype: str | None = None
-    storage: int = 0
+    dtype: str | None
+    storage: Any
     array: bool = False
 
 
@@ -107,24 +107,7 @@ def parts(value: Any, key: str) -> Parts | None:
     is still to be made), and where a local tensor is not as its placements say.
     """
     take = _taker(value)
-    if take is None:
-        return None
-    made = take(value, key)
-    owner = value.tensor if isinstance(value, Boxed) else value
-    if isinstance(owner, np.ndarray):
-        dtype = owner.dtype.name if owner.dtype.name in DTYPES and owner.dtype.isnative else None
-        address = owner.__array_interface__["data"][0]
-        return Parts(made.shape, made.pieces, dtype, address, True)
-    local = getattr(owner, "_local_tensor", made.pieces[0][1] if made.pieces else owner)
-    return Parts(made.shape, made.pieces, dtype_name(owner.dtype), _storage(local))
-
-
-def _storage(local: Any) -> int:
-    """A number for a tensor's memory; of its object where it has none."""
-    try:
-        return int(local.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return id(local)
+    return None if take is None else take(value, key)
 
 
 def empty_like(parameter: Any, dtype: Any) -> Any:
@@ -168,7 +151,7 @@ def _dtensor(value: Any, key: str) -> Parts:
     local = _plain(value._local_tensor, key)
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:  # the tensor is spread over other ranks
-        return Parts(shape, [], local)
+        return _parts(shape, [], local)
     found = local_boxes(shape, tuple(spec.mesh.shape), tuple(coordinate), cuts, _order(spec, cuts))
     if local.shape != found.shape and (local.numel() or prod(found.shape)):
         raise Unsupported(
@@ -179,11 +162,22 @@ def _dtensor(value: Any, key: str) -> Parts:
             " sizes; a tensor cut by hand in another way is saved with holdfast.Boxed",
             leaf=key,
         )
-    if not prod(shape):
-        return Parts(shape, [(Box.whole(shape), local.reshape(shape))], local)
     if len(found.boxes) == 1:
-        return Parts(shape, [(found.boxes[0][0], local)], local)
-    return Parts(shape, [(box, local[where]) for box, where in found.boxes], local)
+        return _parts(shape, [(found.boxes[0][0], local)], local)
+    return _parts(shape, [(box, local[where]) for box, where in found.boxes], local, here=True)
+
+
+def _parts(
+    shape: tuple[int, ...], pieces: list[tuple[Box, Any]], local: Any, here: bool = False
+) -> Parts:
+    """The parts of a tensor of which ``local`` is what this rank has, if it is ``here``.
+
+    The storage object and not its number: while it is kept, no other one can get its address."""
+    if here and not prod(shape):
+        pieces = [(Box.whole(shape), local.reshape(shape))]
+    boxes = [box for box, _ in pieces]
+    storage = (local.untyped_storage(), local.storage_offset(), local.stride(), *boxes)
+    return Parts(shape, pieces, dtype_name(local.dtype), storage)
 
 
 def _cuts(placements: Sequence[Any], key: str) -> Cuts:
@@ -239,8 +233,6 @@ def _sharded_tensor(value: Any, key: str) -> Parts:
     metadata = value.metadata()
     shape, shards = tuple(metadata.size), value.local_shards()
     local = _plain(shards[0].tensor if shards else _nothing(value), key)
-    if not prod(shape):
-        return Parts(shape, [(Box.whole(shape), local.reshape(shape))], local)
     pieces = []
     for shard in shards:
         said = shard.metadata
@@ -256,7 +248,7 @@ def _sharded_tensor(value: Any, key: str) -> Parts:
             )
         if box.elements:
             pieces.append((box, _plain(tensor, key)))
-    return Parts(shape, pieces, local)
+    return _parts(shape, pieces, local, here=True)
 
 
 def _nothing(value: Any) -> Any:
@@ -269,31 +261,40 @@ def _nothing(value: Any) -> Any:
 
 
 def _boxed(value: Boxed, key: str) -> Parts:
-    tensor, shape = value.tensor, value.shape
-    if type(tensor) is not np.ndarray:
-        tensor = _plain(tensor, key)
+    shape, array = value.shape, type(value.tensor) is np.ndarray
+    tensor = value.tensor if array else _plain(value.tensor, key)
+    pieces = [(value.box, tensor)] if value.box.elements else []
+    if not array:
+        return _parts(shape, pieces, tensor, here=True)
     if not prod(shape):
-        return Parts(shape, [(Box.whole(shape), tensor.reshape(shape))], tensor)
-    return Parts(shape, [(value.box, tensor)] if value.box.elements else [], tensor)
+        pieces = [(Box.whole(shape), tensor.reshape(shape))]
+    name = tensor.dtype.name if tensor.dtype.name in DTYPES and tensor.dtype.isnative else None
+    return Parts(shape, pieces, name, object(), True)  # arrays are never tied
 
 
 def _plain(tensor: Any, key: str) -> Any:
-    """A local tensor without its place in a graph of gradients.
+    """A local tensor with memory of its own, without its place in a graph of gradients.
 
-    Raises ``Unsupported`` for a subclass of Tensor whose memory may be laid out in any way.
+    Raises ``Unsupported`` for a subclass of Tensor, whose memory may be laid out in any way.
     """
     import torch
 
     if type(tensor) is not torch.Tensor:
         tensor = _waited(tensor)
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise Unsupported(
-                f"The local tensor of {key!r} is {an(type(tensor).__qualname__)}",
-                expected="a torch.Tensor",
-                found="a subclass of Tensor whose inner parts are not known",
-                todo="Save what it is made of",
-                leaf=key,
-            )
+    why = None
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        why = f"{an(type(tensor).__qualname__)}, a subclass of Tensor whose parts are not known"
+    elif tensor.is_meta or tensor.layout is not torch.strided:
+        why = f"of the layout {tensor.layout} on the device {tensor.device}"
+    if why is not None:
+        raise Unsupported(
+            f"The local tensor of {key!r} has no memory that can be read and filled",
+            expected="a dense tensor on a real device",
+            found=why,
+            todo="Give a module on the meta device memory by module.to_empty(device=...); of"
+            " another kind of tensor, save what it is made of",
+            leaf=key,
+        )
     return tensor.detach() if tensor.requires_grad else tensor
 
 

@@ -20,6 +20,7 @@ from holdfast.engine.location import Location, Url, locate, run_of, versions_in
 from holdfast.engine.read import Target, run_reads
 from holdfast.engine.verify import Report, Seen, verify
 from holdfast.errors import (
+    DigestMismatch,
     FormatError,
     HoldfastError,
     ManifestInvalid,
@@ -93,25 +94,54 @@ def _instead(url: str) -> str:
 
 
 class Snapshot:
-    """An immutable, committed state. Made by ``holdfast.open``, ``save`` and ``Run``."""
+    """An immutable, committed state. Made by ``holdfast.open``, ``save`` and ``Run``.
+
+    Without a ``manifest``, that of ``digest`` is read when it is asked for.
+    """
 
     def __init__(
-        self, place: Location, manifest: Manifest, digest: str, leaves: Leaves | None = None
+        self, place: Location, manifest: Manifest | None, digest: str, leaves: Leaves | None = None
     ) -> None:
         self.place = place
-        self.manifest = manifest
         self.digest = digest
-        if leaves is None:  # not checked by who has just committed it
-            file = place.key(MANIFEST)
-            check_plain(manifest.metadata, "metadata", file)
-            leaves = check_tree(manifest.tree, file)
-        self.leaves = leaves
-        """Leaves with bytes: key to (dtype name, global shape)."""
+        self._manifest = manifest
+        self._leaves = leaves
+        if manifest is not None and leaves is None:  # not checked by who has just committed it
+            self._leaves = self._checked(manifest)
         self._nodes: dict[str, Any] | None = None
         self._indexes: list[ShardIndex] | None = None
 
     def __repr__(self) -> str:
         return f"<Snapshot {self.url} step={self.step} leaves={len(self.leaves)}>"
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the commit has written. Raises ``FormatError``, ``StoreError`` if it has still to be
+        read: another rank has committed it."""
+        if self._manifest is None:
+            there = open_at(self.place)
+            if there.digest != self.digest:
+                raise DigestMismatch(
+                    f"{self.url} is not what was committed there",
+                    expected=f"digest {self.digest}",
+                    found=there.digest,
+                    todo="Look for a second job that writes to the same run",
+                    file=self.place.key(MANIFEST),
+                )
+            self._manifest, self._leaves = there.manifest, there.leaves
+        return self._manifest
+
+    @property
+    def leaves(self) -> Leaves:
+        """Leaves with bytes: key to (dtype name, global shape)."""
+        if self._leaves is None:
+            self._leaves = self._checked(self.manifest)
+        return self._leaves
+
+    def _checked(self, manifest: Manifest) -> Leaves:
+        file = self.place.key(MANIFEST)
+        check_plain(manifest.metadata, "metadata", file)
+        return check_tree(manifest.tree, file)
 
     @property
     def url(self) -> str:

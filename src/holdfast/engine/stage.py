@@ -22,7 +22,7 @@ from holdfast.engine.parallel import in_parallel
 from holdfast.engine.tree import Leaf
 from holdfast.format.tensorfile import build_header
 from holdfast.storage.direct import Buffer, Pool
-from holdfast.words import UNIT, Box
+from holdfast.words import UNIT
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Image:
         ):
             a, b = max(start, begin), min(stop, end)
             if b > a:
-                _copy_out(source, a - begin, b - begin, buffer, a + shift)
+                copy_out(source, a - begin, b - begin, buffer, a + shift)
 
 
 def make_image(leaves: Sequence[Leaf], holdings: Sequence[Holding]) -> Image:
@@ -148,7 +148,7 @@ def drop(pieces: Sequence[Piece], pool: Pool) -> None:
             piece.buffer = None
 
 
-def _copy_out(source: Any, start: int, stop: int, buffer: Buffer, at: int) -> None:
+def copy_out(source: Any, start: int, stop: int, buffer: Buffer, at: int) -> None:
     """Bytes ``start`` to ``stop`` of the row-major source to the buffer's byte ``at``."""
     if isinstance(source, np.ndarray):
         if source.flags.c_contiguous:
@@ -189,8 +189,3 @@ def _copy_strided_tensor(source: Any, start: int, stop: int, out: memoryview) ->
         target = torch.frombuffer(out, dtype=integer, count=count, offset=done)
         target.view(box.sizes).copy_(source[box.slices((0,) * len(shape))])
         done += count * size
-
-
-def whole(leaf: Leaf) -> Holding:
-    """What a process holds of a leaf that is not cut over ranks: all of it."""
-    return Holding(leaf.key, leaf.dtype, leaf.shape, Box.whole(leaf.shape))

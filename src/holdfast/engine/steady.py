@@ -16,11 +16,12 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine import live
-from holdfast.engine.tree import Flat
 from holdfast.format.tree import MAX_DEPTH
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.engine.tree import Flat
 
 
 def steady(state: dict[str, Any], flat: Flat) -> set[str]:

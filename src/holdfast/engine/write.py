@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.engine.commit import Receipt
@@ -10,44 +11,52 @@ from holdfast.engine.draft import Draft
 from holdfast.engine.location import Location
 from holdfast.engine.pack import digest_chunks, write_packed
 from holdfast.engine.parallel import in_parallel
-from holdfast.engine.refer import Packing, pack, recut
-from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.refer import Base, Packing, pack, recut
 from holdfast.engine.stage import Image, Piece, drop
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import BoxAt, IncrementalIndex, Index, Leaf, encode_index
-from holdfast.format.manifest import File, Increment, Shard
+from holdfast.format.manifest import File, Increment
 from holdfast.settings import read_settings
 from holdfast.storage.direct import Pool
 
 
-def write_part(draft: Draft, base: Snapshot | None) -> Receipt:
-    """Write this rank's shard and index, in full or what ``base`` lacks. Raises ``StoreError``."""
-    place, group, image, attempt = draft.place, draft.group, draft.image, draft.attempt
+def write_part(draft: Draft, base: Base | None) -> Receipt:
+    """Write this rank's shard and index, in full or what ``base`` lacks; nothing if there is
+    nothing to write. Raises ``StoreError``."""
+    place, meeting, image, attempt = draft.place, draft.meeting, draft.image, draft.attempt
     pieces, pool, threads = draft.pieces, draft.pool, read_settings().threads
-    shard = names.shard_name(group.rank, group.size, attempt)
-    index = names.index_name(group.rank, group.size, attempt)
+    if meeting.rank and not image.holdings:
+        return Receipt(meeting.rank, None)
+    shard = names.shard_name(meeting.rank, meeting.size, attempt)
+    index = names.index_name(meeting.rank, meeting.size, attempt)
     packing = None
-    if base is not None:
+    if base is not None and base.shards:
         cut = recut(image, base)
         packing = pack(base, cut, digest_chunks(cut, pieces, pool, threads))
     if packing is None:
-        digests = write_shard(place, shard, image, pieces, pool, threads)
+        digests = write_shard(place, shard, image, pieces, pool, threads, meeting.advance)
         vouched = write_index(place, index, shard, image, digests)
-        return Receipt(group.rank, Shard(shard, image.length, vouched), image.length)
+        return Receipt(meeting.rank, Increment(shard, image.length, vouched, []), image.length)
     drop(packing.unneeded(pieces), pool)
     write_packed(place, shard, packing, pieces, pool, threads)
     vouched = write_index(place, index, shard, packing.image, packing.digests, packing)
     increment = Increment(shard, packing.length, vouched, packing.refers)
-    return Receipt(group.rank, increment, packing.length)
+    return Receipt(meeting.rank, increment, packing.length)
 
 
 def write_shard(
-    place: Location, name: str, image: Image, pieces: list[Piece], pool: Pool, threads: int
+    place: Location,
+    name: str,
+    image: Image,
+    pieces: list[Piece],
+    pool: Pool,
+    threads: int,
+    advance: Callable[[], object] = bool,
 ) -> list[str]:
     """Write all pieces, staged or not, and return the digest of every chunk once the shard is
-    durable. Raises ``StoreError``; then there is no such shard, and pieces that were not reached
-    still have their buffers."""
+    durable. ``advance`` is called after each piece. Raises ``StoreError``; then there is no such
+    shard, and pieces that were not reached still have their buffers."""
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
 
@@ -67,6 +76,7 @@ def write_shard(
                     a, b = cuts[c - 1] - piece.start, cuts[c] - piece.start
                     digests[c] = digest(view[a:b])
             upload.write_at(piece.start, view)
+            advance()
         finally:
             pool.release(buffer)
 
