@@ -52,7 +52,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a rank has last said of itself: pulses so far, and things done; ``host``: where it is."""
+    """What a rank has last said of itself: pulses so far, things done, and its host's name."""
 
     beats: int
     progress: int
@@ -119,9 +119,11 @@ class Board:
         """Whether there is a note under each of the keys."""
         return bool(self._ask(lambda: self._store.check(keys)))
 
-    def claim(self, key: str, text: str) -> str:
-        """Leave a short note if nobody has yet; the one that is there now."""
-        return bytes(self._ask(lambda: self._store.compare_set(key, "", text))).decode()
+    def claim(self, key: str, text: str, before: str = "") -> str:
+        """Leave a short note if the one that is there is ``before`` (empty: if there is none); the
+        one that is there now. Where there is none and one was expected, the store answers with
+        the one that was expected."""
+        return bytes(self._ask(lambda: self._store.compare_set(key, before, text))).decode()
 
     def claimed(self, key: str) -> str | None:
         """What ``claim`` has left under a key."""
@@ -183,9 +185,11 @@ class Board:
             raise self._unanswered() from self._broken
         answer: SimpleQueue[Any] = SimpleQueue()
         self._asked.put((do, answer))
-        try:
-            good, value = answer.get(timeout=self.patience.silent)
-        except Empty:
+        for _ in range(8):  # not in one: a process that was stopped finds all its time gone
+            with suppress(Empty):
+                good, value = answer.get(timeout=self.patience.silent / 8)
+                break
+        else:
             self._broken = TimeoutError(f"no answer within {self.patience.silent:g} s")
             raise self._unanswered() from self._broken
         if not good:
@@ -209,7 +213,8 @@ class Board:
             try:
                 if (now := self.clock()) >= due:
                     due = now + self._every
-                    self._beat()
+                    if self._broken is None:  # else the others need not wait for this rank
+                        self._beat()
                 asked = self._asked.get(timeout=max(0.01, due - self.clock()))
             except Empty:
                 continue
@@ -244,3 +249,47 @@ def _pulse(raw: bytes) -> Pulse:
         return Pulse(-1, 0, "")
     beats, progress, host = raw.decode().split(" ", 2)
     return Pulse(int(beats), int(progress), host)
+
+
+class Vigil:
+    """Looks after ranks that are waited for, from its first look on. ``what``: they have to do.
+    ``stuck``: seconds for which one that is alive may get on with nothing."""
+
+    def __init__(self, board: Board, what: str, stuck: float | None = None) -> None:
+        self._board = board
+        self._what = what
+        self._stuck = board.patience.stuck if stuck is None else stuck
+        self._seen: dict[int, tuple[Pulse | None, float, float]] = {}
+
+    def lost(self, ranks: Sequence[int]) -> RankFailed | None:
+        """The first of these ranks that has ended, is dead, or is stuck, as an error."""
+        now, silent = self._board.clock(), self._board.patience.silent
+        for rank, pulse in zip(ranks, self._board.pulses(ranks) if ranks else (), strict=True):
+            before, beaten, moved = self._seen.get(rank, (pulse, now, now))
+            if pulse is not None and before is not None:
+                beaten = now if pulse.beats != before.beats else beaten
+                moved = now if pulse.progress != before.progress else moved
+            elif pulse is not before:
+                beaten = moved = now
+            self._seen[rank] = (pulse, beaten, moved)
+            host = "" if pulse is None else pulse.host
+            if pulse is not None and pulse.beats < 0:
+                return self.error(rank, host, "it to stay until then", "that it has ended")
+            if now - beaten > silent:
+                expected = f"a sign of life within {silent:g} s"
+                return self.error(rank, host, expected, "none: it has died, hangs, or never came")
+            if now - moved > self._stuck:
+                expected = f"some progress within {self._stuck:g} s"
+                return self.error(rank, host, expected, "none, though the process is alive")
+        return None
+
+    def error(self, rank: int, host: str, expected: str, found: str) -> RankFailed:
+        """That a rank is missed."""
+        return RankFailed(
+            f"Rank {rank}{host and f' on {host}'} does not take part in {self._what}",
+            expected=expected,
+            found=found,
+            todo="Look at that rank's log. Do all ranks make this call? The bounds are"
+            " HOLDFAST_SILENT and HOLDFAST_STUCK (seconds)",
+            rank=rank,
+        )

@@ -53,8 +53,8 @@ class Solo:
 
 
 class Ranks:
-    """Several ranks, which meet by a store that all of them reach. ``numbers``: of their meetings,
-    the same on all ranks."""
+    """Several ranks, which meet by a store that all of them reach. ``numbers``: of what they do
+    together, the same on all ranks."""
 
     def __init__(self, board: Board, size: int, numbers: Iterator[int] | None = None) -> None:
         self.board = board
@@ -65,7 +65,12 @@ class Ranks:
 
     def meet(self, what: str) -> Meeting:
         self.board.start()
-        return Assembly(self.board, self.size, str(next(self._numbers)), what)
+        return Assembly(self.board, self.size, str(self.number()), what)
+
+    def number(self) -> int:
+        """The next number of what these ranks do together, by which their keys differ. All ranks
+        ask in the same order, from the thread that trains."""
+        return next(self._numbers)
 
 
 _alone = Solo()

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 
 from holdfast import errors
-from holdfast.engine.board import Board, Pulse
+from holdfast.engine.board import Board, Vigil
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -112,7 +112,6 @@ class Assembly:
         self._pause = pause
         self._turn = 0
         self._heard: BaseException | None = None
-        self._seen: dict[int, tuple[Pulse | None, float, float]] = {}
         self._longest = 0.01 + size * 2e-5  # so that the store is not asked all the time by all
 
     # -- the turns -------------------------------------------------------------------------------
@@ -174,6 +173,7 @@ class Assembly:
     def _await(self, ranks: Sequence[int], keys: list[str]) -> None:
         """Until these ranks have put what they have to. Raises what one of them has failed by."""
         waited = keys[1:] if len(keys) > 1 else keys
+        vigil = Vigil(self._board, self.what)
         look_at, delay = self._board.clock() + min(1.0, self._board.patience.silent / 4), 0.0002
         while not self._board.there(waited):
             self._listen()
@@ -181,7 +181,9 @@ class Assembly:
             if self._board.clock() >= look_at:
                 look_at = self._board.clock() + min(1.0, self._board.patience.silent / 4)
                 pairs = zip(ranks, waited, strict=True)
-                self._miss([r for r, key in pairs if not self._board.there([key])])
+                lost = vigil.lost([r for r, key in pairs if not self._board.there([key])])
+                if lost is not None:
+                    raise lost
             self._pause(delay)
             delay = min(delay * 1.5, self._longest)
 
@@ -191,41 +193,6 @@ class Assembly:
         if text is not None:
             self._heard = _raised(text, self.rank, self.what)
             raise self._heard
-
-    def _miss(self, ranks: Sequence[int]) -> None:
-        """Raise if one of the ranks that are waited for is dead or stuck."""
-        if not ranks:
-            return
-        now, patience = self._board.clock(), self._board.patience
-        for rank, pulse in zip(ranks, self._board.pulses(ranks), strict=True):
-            before, beaten, moved = self._seen.get(rank, (pulse, now, now))
-            if pulse is not None and before is not None:
-                beaten = now if pulse.beats != before.beats else beaten
-                moved = now if pulse.progress != before.progress else moved
-            elif pulse is not before:
-                beaten = moved = now
-            self._seen[rank] = (pulse, beaten, moved)
-            where = f"rank {rank}" + (
-                f" on {pulse.host}" if pulse is not None and pulse.host else ""
-            )
-            if pulse is not None and pulse.beats < 0:
-                raise self._lost(rank, where, "it has ended", f"{where} has left without it")
-            if now - beaten > patience.silent:
-                expected = f"a sign of life within {patience.silent:g} s"
-                raise self._lost(rank, where, expected, "none: it has died, hangs, or never came")
-            if now - moved > patience.stuck:
-                expected = f"some progress within {patience.stuck:g} s"
-                raise self._lost(rank, where, expected, "none, though the process is alive")
-
-    def _lost(self, rank: int, where: str, expected: str, found: str) -> RankFailed:
-        return RankFailed(
-            f"{where[0].upper()}{where[1:]} does not take part in {self.what}",
-            expected=expected,
-            found=found,
-            todo="Look at that rank's log. Do all ranks make this call? The bounds are"
-            " HOLDFAST_SILENT and HOLDFAST_STUCK (seconds)",
-            rank=rank,
-        )
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -278,8 +245,8 @@ def _told(error: BaseException, rank: int) -> str:
         plain = (str, int, float, bool, type(None))
         fields = {k: v for k, v in error.fields.items() if isinstance(v, plain)}
         said = [error.what, error.expected, error.found, error.todo]
-    texts = [None if s is None else str(s)[:_LONGEST] for s in said]
-    told = Told(rank, type(error).__name__, texts[0] or "", *texts[1:], fields)
+    what, expected, found, todo = (None if s is None else str(s)[:_LONGEST] for s in said)
+    told = Told(rank, type(error).__name__, what or "", expected, found, todo, fields)
     return msgspec.json.encode(told).decode()
 
 
@@ -287,13 +254,13 @@ def _raised(text: str, rank: int, what: str) -> HoldfastError:
     """What this rank raises, since another has failed."""
     told = msgspec.json.decode(text, type=Told)
     kind = getattr(errors, told.kind, None)
-    known = isinstance(kind, type) and issubclass(kind, HoldfastError)
     cause: Exception
-    if known and kind is not None:
+    if isinstance(kind, type) and issubclass(kind, HoldfastError):
         fields = {"rank": told.rank, **told.fields}
-        cause = kind(told.what, expected=told.expected, found=told.found, todo=told.todo, **fields)
+        same = kind(told.what, expected=told.expected, found=told.found, todo=told.todo, **fields)
         if issubclass(kind, _ALIKE):
-            return cause
+            return same
+        cause = same
     else:
         cause = RuntimeError(f"{told.kind}: {told.what}")
     failed = RankFailed(

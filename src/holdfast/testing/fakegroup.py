@@ -39,7 +39,7 @@ class FakeStore:
         with self._lock:
             if self.values.get(key, b"") == expected.encode():
                 self.values[key] = desired.encode()
-            return self.values[key]
+            return self.values.get(key, expected.encode())  # as the TCPStore does
 
     def add(self, key: str, number: int) -> int:
         with self._lock:
