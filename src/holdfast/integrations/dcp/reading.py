@@ -1,0 +1,155 @@
+"""Loading through DCP: manifest and indexes as its metadata, its plan as reads."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from holdfast.engine.cover import Want
+from holdfast.engine.location import Url
+from holdfast.engine.read import Target
+from holdfast.engine.room import Room
+from holdfast.engine.snapshot import Snapshot, open_snapshot
+from holdfast.errors import PlanError, ShapeMismatch
+from holdfast.integrations.dcp import fqns
+from holdfast.integrations.dcp.shared import NOTE, completed, is_place, named
+from holdfast.words import Box
+
+
+class StorageReader(storage.StorageReader):
+    """Loads the snapshot at ``url`` through DCP, whoever saved it::
+
+        dcp.load(state, storage_reader=StorageReader("runs/a/version_100"))
+
+    Every byte is checked before it is used. The leaf ``model/fc.weight`` is what DCP calls
+    ``model.fc.weight``: ``state["model"]["fc.weight"]``.
+    """
+
+    def __init__(self, url: Url) -> None:
+        super().__init__()
+        self.url = url
+        self._snapshot: Snapshot | None = None
+        self._entries: dict[str, fqns.Entry] = {}
+        self._pickled = False
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return named(self.url)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.url = checkpoint_id
+        self._snapshot = None
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """DCP's description of the snapshot, made of its manifest and indexes."""
+        snapshot = self._snapshot = open_snapshot(self.url)
+        note = snapshot.metadata.get(NOTE)
+        self._pickled = note is not None
+        self._entries = fqns.entries(snapshot.manifest.tree, self._pickled)
+        chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        for index in snapshot.indexes():
+            for leaf in index.leaves:
+                chunks.setdefault(leaf.key, []).extend(
+                    ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes))
+                    for b in leaf.boxes
+                )
+        state: dict[str, Any] = {}
+        for fqn, entry in self._entries.items():
+            state[fqn] = BytesStorageMetadata()
+            if entry.tensor:
+                source = entry.node.get("tied", entry.key)
+                dtype, shape = snapshot.leaves[source]
+                properties = TensorProperties(dtype=getattr(torch, dtype))
+                state[fqn] = TensorStorageMetadata(properties, torch.Size(shape), chunks[source])
+        mapping = fqns.mapping_of(self._entries)
+        return Metadata(
+            state_dict_metadata=state,
+            planner_data=mapping if note is None else note.get("planner_data", mapping),
+            storage_data={fqn: entry.key for fqn, entry in self._entries.items()},
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._snapshot is None:
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise PlanError(
+                "A StorageReader reads before a load has begun",
+                todo="Give it to torch.distributed.checkpoint.load, which calls it in order",
+            )
+        room = Room(snapshot)
+        filled, values = [], []
+        for item in plan.items:
+            entry = self._entries[item.storage_index.fqn]
+            if item.type is LoadItemType.BYTE_IO:
+                values.append((item, room.make(entry.node, entry.key, "cpu")))
+            else:
+                filled.append((item, _want(item, entry, planner, room)))
+        with snapshot.pinned():
+            snapshot.read(room.wants, room.targets)
+        for item, tensor in filled:
+            planner.commit_tensor(item, tensor)
+        for item, settle in values:
+            planner.load_bytes(item, _as_file(settle(), self._pickled))
+        return completed(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_place(checkpoint_id)
+
+
+def _want(item: ReadItem, entry: fqns.Entry, planner: LoadPlanner, room: Room) -> torch.Tensor:
+    """Have what an item asks for read into the tensor that the planner gives for it."""
+    tensor = planner.resolve_tensor(item).detach()
+    sizes = tuple(item.lengths)
+    if tuple(tensor.shape) != sizes:
+        raise ShapeMismatch(
+            f"The tensor that DCP's planner gives for {item.dest_index.fqn!r} does not fit",
+            expected=list(sizes),
+            found=list(tensor.shape),
+            todo="See what resolve_tensor of the planner does",
+            leaf=entry.key,
+        )
+    if 0 not in sizes:
+        source = entry.node.get("tied", entry.key)
+        chunk = item.storage_index.offset or (0,) * len(sizes)
+        offsets = tuple(o + s for o, s in zip(chunk, item.storage_offsets, strict=True))
+        room.wants.append(Want(source, Box(offsets, sizes)))
+        room.targets.append(Target.of(room.snapshot.leaves[source][0], sizes, tensor))
+    return tensor
+
+
+def _as_file(value: Any, pickled: bool) -> io.BytesIO:
+    """What DCP's planner unpickles: its own bytes, or what ``torch.save`` makes of a value."""
+    if pickled:
+        return io.BytesIO(value)
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file

@@ -1,0 +1,32 @@
+"""What the writer and the reader have in common."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.futures import Future
+
+from holdfast.engine.location import Url, locate
+from holdfast.errors import HoldfastError
+
+NOTE = "dcp"
+"""Member of a manifest's ``metadata``: DCP saved it, and blobs are what DCP pickled."""
+
+
+def completed(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def named(url: Url) -> str | os.PathLike[str]:
+    return url if isinstance(url, str | os.PathLike) else url.url
+
+
+def is_place(url: str | os.PathLike[str]) -> bool:
+    try:
+        locate(url)
+    except HoldfastError:
+        return False
+    return True

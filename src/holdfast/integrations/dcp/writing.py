@@ -1,0 +1,320 @@
+"""Saving through DCP: its plan as boxes of one shard a rank, and the commit."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from holdfast import __version__, events
+from holdfast.engine import pin
+from holdfast.engine.buffers import shared_pool
+from holdfast.engine.commit import Receipt, check_receipts, put_manifest, refuse_existing
+from holdfast.engine.draft import Label
+from holdfast.engine.layout import Holding
+from holdfast.engine.live import dtype_name
+from holdfast.engine.location import Location, Url, locate
+from holdfast.engine.offer import make_offer
+from holdfast.engine.plan import plan_write
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.stage import make_image, wait_queued
+from holdfast.engine.tree import Leaf
+from holdfast.engine.write import write_index, write_shard
+from holdfast.errors import CommitError, PlanError, ShapeMismatch, Unsupported
+from holdfast.format import names, tree
+from holdfast.format.manifest import Increment, Manifest
+from holdfast.integrations.dcp import fqns
+from holdfast.integrations.dcp.shared import NOTE, completed, is_place, named
+from holdfast.settings import read_settings
+from holdfast.words import Box
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A rank's number among the ranks of a save."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank tells of one item that it wrote: its place in the nested state, and its box."""
+
+    path: fqns.Path
+    holding: Holding
+    blob: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivered:
+    """What a rank tells of its shard, and the key of the pin that keeps it until the commit."""
+
+    receipt: Receipt
+    pin: str | None
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Save:
+    """One save under way, on one rank.
+
+    ``let_go`` takes its pin away, if this rank fails. The coordinator does so for all ranks after
+    the commit; where there is none, another rank having failed, it is done when this is gone.
+    """
+
+    place: Location
+    attempt: str
+    began: float
+    let_go: Callable[[], object] = bool
+
+    def hold(self) -> str:
+        """Pin the files of this rank until the commit; the pin's key."""
+        key = pin.hold(self.place, self.attempt)
+        self.let_go = finalize = weakref.finalize(self, pin.release, self.place, key)
+        finalize.atexit = False  # a pin ends with its process; a forked child has none to end
+        return key
+
+
+class StorageWriter(storage.StorageWriter):
+    """Saves through DCP as the snapshot at ``url``; so does ``dcp.async_save``::
+
+        dcp.save(state, storage_writer=StorageWriter("runs/a/version_100"))
+
+    The commit is the manifest, put by the coordinating rank once all ranks have written and synced
+    their shards; if one fails, all raise, and nothing was committed. A snapshot is never modified:
+    where there is one already, ``AlreadyExists`` is raised. DCP wraps errors into its own
+    ``CheckpointException``, whose ``failures`` hold them by rank.
+    """
+
+    def __init__(self, url: Url) -> None:
+        super().__init__()
+        self.url = url
+        self._save: _Save | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Goes to another process before a save, so without one under way."""
+        return {**self.__dict__, "_save": None}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return named(self.url)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.url = checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        if not kwargs.get("use_collectives", True) and not alone:
+            raise Unsupported(
+                "DCP was told to save without collectives: each rank by itself",
+                expected="ranks that make one snapshot together",
+                found="use_collectives=False",
+                todo="Leave use_collectives out; with no_dist=True each rank may save to a folder"
+                " of its own",
+            )
+        self._save = _Save(locate(self.url), names.new_attempt(), time.perf_counter())
+        if is_coordinator:
+            refuse_existing(self._save.place)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(p, storage_data=_Seat(i, len(plans))) for i, p in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        save, seat = self._under_way(), plan.storage_data
+        if not isinstance(seat, _Seat):  # a plan that DCP kept from a save by another writer
+            seat = _Seat(
+                *(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            )
+        try:
+            taken = [_take(item, planner, plan.planner_data) for item in plan.items]
+            leaves = [leaf for _, leaf in taken]
+            done = [
+                WriteResult(item.index, written.holding.nbytes, written)
+                for item, (written, _) in zip(plan.items, taken, strict=True)
+            ]
+            done.append(_deliver(save, seat, leaves))
+        except BaseException:
+            save.let_go()
+            raise
+        return completed(done)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        save = self._under_way()
+        delivered = [
+            r.storage_data
+            for rank in results
+            for r in rank
+            if isinstance(r.storage_data, _Delivered)
+        ]
+        try:
+            snapshot = _commit(save, metadata, results, [d.receipt for d in delivered])
+        finally:
+            for key in filter(None, (d.pin for d in delivered)):
+                pin.release(save.place, key)
+        metadata.storage_data = {}
+        metadata.storage_meta = self.storage_meta()
+        seconds = time.perf_counter() - save.began
+        events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_place(checkpoint_id)
+
+    def _under_way(self) -> _Save:
+        if self._save is None:
+            raise PlanError(
+                "A StorageWriter writes before a save has begun",
+                todo="Give it to torch.distributed.checkpoint.save, which calls it in order",
+            )
+        return self._save
+
+
+def _take(item: WriteItem, planner: SavePlanner, mapping: Any) -> tuple[_Written, Leaf]:
+    """An item of DCP's plan as a box, and where its bytes are."""
+    fqn = item.index.fqn
+    path = fqns.path_of(fqn, mapping)
+    key = fqns.key_of(path)
+    value = planner.resolve_data(item)
+    if isinstance(value, io.BytesIO):
+        raw = np.asarray(value.getbuffer(), np.uint8)
+        holding = Holding(key, "uint8", raw.shape, Box.whole(raw.shape))
+        return _Written(path, holding, True), Leaf(key, "uint8", raw.shape, raw, holding.box)
+    data = item.tensor_data
+    if data is None:
+        raise tree.unsupported(value, key, "DCP has planned bytes, its planner gives a tensor")
+    tensor, dtype = _plain(value, key)
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    if box.sizes != tuple(tensor.shape):
+        raise ShapeMismatch(
+            f"What DCP's planner gives for {fqn!r} is no part that it has planned",
+            expected=list(box.sizes),
+            found=list(tensor.shape),
+            todo="See what resolve_data of the planner does",
+            leaf=key,
+        )
+    shape = tuple(data.size)
+    return _Written(path, Holding(key, dtype, shape, box), False), Leaf(
+        key, dtype, shape, tensor, box
+    )
+
+
+def _plain(value: Any, key: str) -> tuple[torch.Tensor, str]:
+    """A tensor whose bytes are those of its elements, and its dtype. Raises ``Unsupported``."""
+    wait = getattr(type(value), "trigger_wait", None)  # a collective may still be filling it
+    tensor = value if wait is None else wait(value)
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_nested:
+        raise tree.unsupported(
+            value, key, "DCP would pickle it as a tensor, here only strided ones"
+        )
+    if tensor.is_meta or (tensor.numel() and not tensor.data_ptr()):
+        raise tree.unsupported(value, key, "it has no data; materialise it before saving")
+    dtype = dtype_name(tensor.dtype)
+    if dtype is None or tensor.is_quantized:
+        raise tree.unsupported(value, key, f"the dtype {tensor.dtype} has no bytes to be written")
+    return tensor.detach().resolve_conj().resolve_neg(), dtype
+
+
+def _deliver(save: _Save, seat: _Seat, leaves: list[Leaf]) -> WriteResult:
+    """Write this rank's shard and index, pinned until the commit. Raises ``StoreError``."""
+    # a part without elements need not be written, unless the whole has none
+    leaves = [leaf for leaf in leaves if 0 not in leaf.box.sizes or 0 in leaf.shape]
+    if seat.rank and not leaves:
+        return WriteResult(MetadataIndex(""), 0, _Delivered(Receipt(seat.rank, None), None))
+    place, pool, threads = save.place, shared_pool(), read_settings().threads
+    image = make_image(leaves, [Holding(x.key, x.dtype, x.shape, x.box) for x in leaves])
+    wait_queued(image.sources)
+    shard = names.shard_name(seat.rank, seat.size, save.attempt)
+    pinned = save.hold()
+    digests = write_shard(place, shard, image, image.pieces(), pool, threads)
+    index = names.index_name(seat.rank, seat.size, save.attempt)
+    vouched = write_index(place, index, shard, image, digests)
+    receipt = Receipt(seat.rank, Increment(shard, image.length, vouched, []), image.length)
+    return WriteResult(MetadataIndex(shard), image.length, _Delivered(receipt, pinned))
+
+
+def _commit(
+    save: _Save, metadata: Metadata, results: list[list[WriteResult]], receipts: list[Receipt]
+) -> Snapshot:
+    """Check what all ranks wrote against DCP's plan and what is seen here, and put the manifest."""
+    place = save.place
+    written = {r.index.fqn: r.storage_data for rank in results for r in rank}
+    lacking = [fqn for fqn in metadata.state_dict_metadata if fqn not in written]
+    if lacking:
+        raise CommitError(
+            f"Nothing was committed to {place.url}: no rank wrote {len(lacking)} planned leaves",
+            expected=", ".join(lacking[:5]),
+            todo="See what finish_plan of the planner leaves out",
+            leaves=tuple(lacking),
+        )
+    parts = [
+        [r.storage_data.holding for r in rank if isinstance(r.storage_data, _Written)]
+        for rank in results
+    ]
+    plan = plan_write([make_offer(part) for part in parts])
+    shards = check_receipts(place, receipts, len(results))
+    version = names.parse_version(place.folder.rpartition("/")[2])
+    root = _tree(metadata, [r.storage_data for rank in results for r in rank])
+    statistics = {
+        "bytes": sum(s.length for s in shards),
+        "staged_seconds": 0.0,
+        "written_seconds": round(time.perf_counter() - save.began, 6),
+    }
+    about = {
+        **Label().node()["dict"],
+        NOTE: _note(root, metadata.planner_data),
+        "statistics": {"dict": statistics},
+    }
+    manifest = Manifest(
+        attempt=save.attempt,
+        created=pin.now(),
+        writer=f"holdfast {__version__}",
+        step=None if version is None else version.step,
+        branch=0 if version is None else version.branch,
+        parent=None,
+        shards=shards,
+        metadata={"dict": about},
+        tree=root,
+    )
+    return put_manifest(place, manifest, plan)
+
+
+def _tree(metadata: Metadata, told: Sequence[Any]) -> Any:
+    """The tree of all that was written, in the order in which the state had it."""
+    leaves = {}
+    for w in told:
+        if isinstance(w, _Written):
+            h = w.holding
+            leaves[w.path] = (
+                {"blob": ["bytes", h.shape[0]]} if w.blob else {"tensor": [h.dtype, [*h.shape]]}
+            )
+    mapping = metadata.planner_data
+    first = list(mapping.values()) if isinstance(mapping, dict) else []
+    order = {path: leaves[path] for path in first if isinstance(path, tuple) and path in leaves}
+    return fqns.build({**order, **leaves})
+
+
+def _note(root: Any, planner_data: Any) -> Any:
+    """What the tree does not tell of DCP's metadata. Raises ``Unsupported``."""
+    same = planner_data == fqns.mapping_of(fqns.entries(root, True))
+    return tree.encode({} if same else {"planner_data": planner_data}, "metadata/dcp", tree.refuse)
