@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from holdfast.engine.load import load
     from holdfast.engine.save import save, save_async
     from holdfast.engine.sharding import Boxed
-    from holdfast.engine.snapshot import LeafView, Snapshot
+    from holdfast.engine.snapshot import Snapshot
     from holdfast.engine.snapshot import open_snapshot as open
+    from holdfast.engine.spread import PerRank, Replicated
     from holdfast.engine.verify import Report
+    from holdfast.engine.view import LeafView
     from holdfast.engine.worker import Pending
     from holdfast.events import attach
     from holdfast.policy import (
@@ -51,8 +53,10 @@ __all__ = [
     "LeafView",
     "OnException",
     "Pending",
+    "PerRank",
     "Progress",
     "RNG",
+    "Replicated",
     "Report",
     "Run",
     "Snapshot",
@@ -78,11 +82,13 @@ _HOME = {
     "KeepBest": "policy",
     "KeepEvery": "policy",
     "KeepLast": "policy",
-    "LeafView": "engine.snapshot",
+    "LeafView": "engine.view",
     "OnException": "policy",
     "Pending": "engine.worker",
+    "PerRank": "engine.spread",
     "Progress": "progress",
     "RNG": "progress",
+    "Replicated": "engine.spread",
     "Report": "engine.verify",
     "Run": "run",
     "Snapshot": "engine.snapshot",

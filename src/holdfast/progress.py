@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,20 @@ class RNG:
 
     Put one into the state; random numbers after a resume are then those that would have followed.
     NumPy has one global generator, the legacy one; a ``numpy.random.Generator`` is its owner's.
+
+    Each rank keeps its own. A rank that was not there when the snapshot was saved gets seeds that
+    are made of rank 0's and its number.
     """
+
+    keeps_per_rank = True
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' states by name; those of devices under the name of their type, such as
         ``cuda``: a list, one per device, if the program uses the device at all."""
         numpy_state = np.random.get_state()
-        state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy_state}
+        version, words, gauss = random.getstate()
+        python = {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+        state: dict[str, Any] = {"python": python, "numpy": numpy_state}
         torch = torch_or_none()
         if torch is not None:
             state["torch"] = torch.get_rng_state()
@@ -71,7 +79,10 @@ class RNG:
                 expected="python, numpy and torch",
                 found=", ".join(map(str, state)) if isinstance(state, dict) else type(state),
             )
-        random.setstate(state["python"])
+        python = state["python"]
+        if isinstance(python, dict):  # snapshots before Holdfast knew ranks have the tuple itself
+            python = (python["version"], tuple(python["words"].tolist()), python["gauss"])
+        random.setstate(python)
         np.random.set_state(state["numpy"])
         if "torch" in state:
             import torch  # it may come after the resume: it is then to go on from here
@@ -81,6 +92,16 @@ class RNG:
             if kind in state and torch.accelerator.is_available():
                 for saved, place in zip(state[kind], _places(torch), strict=False):
                     device.set_rng_state(saved, *place)
+
+    def derive(self, rank: int) -> None:
+        """Go on from seeds that are made of the state that there is, and of a rank's number."""
+        made = sha256(repr((random.getstate(), rank)).encode()).digest()
+        seed = int.from_bytes(made[:8], "little") >> 1
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        torch = torch_or_none()
+        if torch is not None:
+            torch.manual_seed(seed)
 
 
 def _accelerator(torch: Any) -> tuple[str, Any]:

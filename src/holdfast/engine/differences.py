@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
+
+from holdfast.engine.meeting import Meeting
 from holdfast.errors import (
     DTypeMismatch,
     MissingLeaf,
@@ -31,6 +35,18 @@ class Differences:
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+
+    def agree(self, meeting: Meeting) -> None:
+        """Leave as unexpected only what no rank expects: where stages hold different layers, what
+        one lacks is another's."""
+        told = meeting.gather(zlib.compress(msgspec.json.encode(sorted(self.unexpected))), bytes)
+        common = b""
+        if told is not None:
+            several = [set(msgspec.json.decode(zlib.decompress(raw))) for raw in set(told)]
+            common = zlib.compress(msgspec.json.encode(sorted(set.intersection(*several))))
+        left = meeting.share(common if told is not None else None, bytes)
+        kept = set(msgspec.json.decode(zlib.decompress(left)))
+        self.unexpected[:] = [key for key in self.unexpected if key in kept]
 
     def raise_any(
         self, url: str, node: tree.Node, *, missing: bool = True, unexpected: bool = True

@@ -64,6 +64,8 @@ class Ranks:
         self._numbers = count(1) if numbers is None else numbers
 
     def meet(self, what: str) -> Meeting:
+        if self.size == 1:
+            return Alone()
         self.board.start()
         return Assembly(self.board, self.size, str(self.number()), what)
 

@@ -8,13 +8,15 @@ plain values, options, ``load_state_dict``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from holdfast import events
 from holdfast.engine import live
 from holdfast.engine.garbage import uncollected
-from holdfast.engine.group import current_group
+from holdfast.engine.group import Choice, acting_as, current_group
 from holdfast.engine.location import Url
+from holdfast.engine.meeting import Meeting
 from holdfast.engine.place import STRICT, Binder, Leniency
 from holdfast.engine.room import Room, Settle
 from holdfast.engine.select import ABSENT, prune, rename, selector
@@ -23,7 +25,7 @@ from holdfast.errors import HoldfastError, MissingLeaf, PlanError
 from holdfast.words import an
 
 
-def load(
+def load(  # noqa: PLR0913  (the public face)
     url: Url,
     into: dict[str, Any] | None = None,
     *,
@@ -33,6 +35,7 @@ def load(
     unexpected: Literal["error", "ignore"] = "error",
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
+    group: Choice = None,
 ) -> Any:
     """Load the snapshot at ``url``; every byte is checked.
 
@@ -46,11 +49,16 @@ def load(
     ``rename={"model/old": "model/new"}`` gives members of the snapshot, each with all below it,
     the names of the live state first.
 
+    Under torch.distributed all ranks load ``into`` their live states together, whatever layout the
+    snapshot was saved with: each reads what it needs, and all succeed or all raise.
+    ``group="alone"`` loads in this process only, as a load without ``into`` always does.
+
     Raises ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists every
     difference; before any of the last kind nothing of ``into`` has been changed.
     """
     leniency = Leniency(missing, unexpected, cast, rename or {})
-    return load_snapshot(open_snapshot(url), into, keys, device, leniency)
+    with acting_as(current_group(group)):
+        return load_snapshot(open_snapshot(url), into, keys, device, leniency)
 
 
 def load_snapshot(
@@ -61,25 +69,33 @@ def load_snapshot(
     leniency: Leniency = STRICT,
 ) -> Any:
     """``load``, of a snapshot that is open."""
-    with snapshot.pinned():
-        return _load(snapshot, into, keys, device, leniency)
+    group = current_group("alone" if into is None else None)
+    meeting = group.meet(f"the load of {snapshot.url}")
+    try:
+        # one pin is enough, if nobody reads before it is there
+        with meeting, snapshot.pinned() if group.rank == 0 else nullcontext():
+            meeting.share(True if group.rank == 0 else None, bool)
+            return _load(snapshot, into, keys, Room(snapshot, device), leniency, meeting)
+    finally:
+        meeting.close()
 
 
 def _load(
     snapshot: Snapshot,
     into: dict[str, Any] | None,
     keys: str | Sequence[str] | None,
-    device: Any,
+    room: Room,
     leniency: Leniency,
+    meeting: Meeting,
 ) -> Any:
-    current_group()
-    room = Room(snapshot, device)
-    settle = _bind(room, into, keys, leniency)
+    settle = _bind(room, into, keys, leniency, meeting)
     try:
         snapshot.read(room.wants, room.targets)
         loaded = settle()
+        meeting.gather(True, bool)
+        meeting.share(True if meeting.rank == 0 else None, bool)
     except BaseException as e:
-        if into is None:
+        if into is None or (isinstance(e, HoldfastError) and e.fields.get("live_state")):
             raise
         told = (
             "The live state may have been overwritten in part and is not valid: load an intact"
@@ -95,7 +111,11 @@ def _load(
 
 @uncollected()
 def _bind(
-    room: Room, into: dict[str, Any] | None, keys: str | Sequence[str] | None, leniency: Leniency
+    room: Room,
+    into: dict[str, Any] | None,
+    keys: str | Sequence[str] | None,
+    leniency: Leniency,
+    meeting: Meeting,
 ) -> Settle:
     """Give every leaf that is wanted a target, live or fresh; nothing live is touched.
 
@@ -118,8 +138,9 @@ def _bind(
             found=type(into).__name__,
         )
     names = live.parameter_names(into)
-    binder = Binder(room, selected, names, leniency.cast, leniency.rename)
+    binder = Binder(room, selected, names, meeting.rank, leniency.cast, leniency.rename)
     settle = binder.bind(into, tree, "")
+    binder.differences.agree(meeting)
     binder.differences.raise_any(
         snapshot.url,
         tree,

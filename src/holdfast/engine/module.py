@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast.engine import live
+from holdfast.engine import live, sharding
 from holdfast.engine.select import ABSENT
 from holdfast.format.names import escape, join
 
@@ -24,7 +24,7 @@ def bind_module(binder: Binder, module: Any, node: Any, key: str) -> Settle:
     if members is None:
         return lambda: module
     state = module.state_dict()
-    own = {t.data_ptr() for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
+    own = {_memory(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
     given: dict[str, Settle] = {}
     for raw, plain in zip(state, live.plain_names(module, list(state), key), strict=True):
         value = state[raw]
@@ -37,7 +37,7 @@ def bind_module(binder: Binder, module: Any, node: Any, key: str) -> Settle:
             given[raw] = binder.room.make(child, k)
         elif (source := binder.tensor_source(value, child, k)) is None:
             continue
-        elif value.numel() == 0 or value.data_ptr() in own:
+        elif value.numel() == 0 or _memory(value) in own:
             binder.into_tensor(value, source, k)
         else:
             given[raw] = binder.room.make(child, k)
@@ -50,6 +50,12 @@ def bind_module(binder: Binder, module: Any, node: Any, key: str) -> Settle:
         return module
 
     return settle
+
+
+def _memory(value: Any) -> int:
+    """A number for a tensor's memory: its address, or the storage of what this rank has of it."""
+    parts = sharding.parts(value, "")
+    return int(value.data_ptr()) if parts is None else -parts.storage
 
 
 def _is_dense(value: Any) -> bool:

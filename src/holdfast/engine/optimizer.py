@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from holdfast.engine import live
+from holdfast.engine import live, sharding
 from holdfast.engine.select import ABSENT
 from holdfast.format import tree
 from holdfast.format.names import escape, join
@@ -47,13 +48,11 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
         settles[name] = {}
         for slot, child, slot_key in tree.children(slots, k):
             if binder.selected(slot_key):
-                made = _bind_slot(
-                    binder,
-                    optimizer.state.get(parameter, {}).get(slot),
-                    child,
-                    slot_key,
-                    _device(parameter, options[name], slot),
-                )
+                old = optimizer.state.get(parameter, {}).get(slot)
+                if old is None:
+                    old = _like(binder, parameter, child, slot_key)
+                device = _device(parameter, options[name], slot)
+                made = _bind_slot(binder, old, child, slot_key, device)
                 settles[name][slot] = made
     groups = _bind_groups(binder, optimizer, grouped, *members["groups"])
 
@@ -149,6 +148,25 @@ def _bind_slot(binder: Binder, old: Any, node: Any, key: str, device: Any) -> Se
             binder.into_tensor(old, source, key)
             return lambda: old
     return binder.room.make(node, key, device)
+
+
+def _like(binder: Binder, parameter: Any, node: Any, key: str) -> Any:
+    """Memory for a slot that does not exist yet, of a parameter that is spread over ranks: it is
+    spread alike. None where one tensor is enough, and (with a difference) for a slot of another
+    shape, of which nobody but the optimizer knows how it is spread."""
+    if not (type(node) is dict and "tensor" in node and sharding.is_spread(parameter)):
+        return None
+    torch = live.torch_or_none()
+    name, shape = binder.room.snapshot.leaves[binder.room.leaf(node, key)[0]]
+    if shape == tuple(parameter.shape):
+        return sharding.empty_like(parameter, getattr(torch, name))
+    if len(shape) and prod(shape) > 1:
+        binder.differences.kinds[key] = (
+            f"a slot of shape {list(shape)}, live none yet for a parameter of shape"
+            f" {list(parameter.shape)} that is spread over ranks (let the optimizer step once"
+            " before)"
+        )
+    return None
 
 
 def _device(parameter: Any, group: dict[str, Any], slot: str) -> Any:

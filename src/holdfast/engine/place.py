@@ -13,16 +13,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from holdfast.engine import live
+from holdfast.engine import live, sharding
 from holdfast.engine.differences import Differences
 from holdfast.engine.live import dtype_name
 from holdfast.engine.module import bind_module
 from holdfast.engine.optimizer import bind_optimizer
+from holdfast.engine.ranked import bind_inside, bind_per_rank
 from holdfast.engine.room import BYTES, Room, Settle
 from holdfast.engine.select import ABSENT, Selected
+from holdfast.engine.sharding import Boxed
+from holdfast.engine.spread import Replicated, keeps_per_rank
 from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.format.names import join
+from holdfast.words import Box
 
 _NO_VALUES = frozenset(
     {"tensor", "array", "tied", "sparse", "dict", "ordered", "items", "list", "tuple"}
@@ -62,6 +66,7 @@ class Binder:
     room: Room
     selected: Selected
     names: dict[int, str]
+    rank: int = 0
     cast: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     differences: Differences = field(default_factory=Differences)
@@ -79,12 +84,18 @@ class Binder:
             return self._dict(value, node, key)
         if type(value) in (list, tuple):
             return self._sequence(value, node, key)
+        if isinstance(value, Boxed):
+            return self._place(self._boxed, value, node, key)
+        if isinstance(value, Replicated):
+            return bind_inside(self, value, node, key)
+        if keeps_per_rank(value):
+            return bind_per_rank(self, value, node, key)
         if live.is_module(value):
             return bind_module(self, value, node, key)
         if live.is_optimizer(value):
             return bind_optimizer(self, value, node, key)
         if live.is_stateful(value):
-            return self._stateful(value, node, key)
+            return self.bind_stateful(value, node, key)
         return self._place(self._value, value, node, key)
 
     def _place(
@@ -201,6 +212,16 @@ class Binder:
             return None
         return source if self.fits(value, source, key) else None
 
+    def _boxed(self, value: Boxed, node: Any, key: str) -> Settle:
+        local = value.tensor
+        array = isinstance(local, np.ndarray)
+        source = self._source(node, key, "array" if array else "tensor")
+        if source is None:
+            self.other_kind("array" if array else "tensor", node, key)
+        elif self.fits(local, source, key, value.shape):
+            self.into_tensor(value, source, key)
+        return lambda: value
+
     def _sparse(self, value: Any, node: Any, key: str) -> Settle:
         """A sparse tensor is replaced: the number of its elements is its own."""
         body = node["sparse"]
@@ -223,9 +244,19 @@ class Binder:
         return source if tag in leaf else None
 
     def into_tensor(self, value: Any, source: str, key: str) -> None:
-        """Have a live tensor of the right shape filled in place."""
-        if value.requires_grad:
-            value = value.detach()
+        """Have a live tensor of the right shape filled in place; of one that is spread over ranks
+        what this rank has."""
+        parts = sharding.parts(value, key)
+        if parts is None:
+            self._fill(value.detach() if value.requires_grad else value, source, key)
+        else:
+            for box, part in parts.pieces:
+                if isinstance(part, np.ndarray):
+                    self.room.add(source, part, box)
+                else:
+                    self._fill(part, source, key, box)
+
+    def _fill(self, value: Any, source: str, key: str, box: Box | None = None) -> None:
         stride = () if value.is_contiguous() else value.stride()
         if 0 in stride and any(n > 1 and s == 0 for n, s in zip(value.shape, stride, strict=True)):
             raise PlanError(
@@ -250,7 +281,7 @@ class Binder:
                 todo="A module on the meta device gets memory by module.to_empty(device=...)",
                 leaf=key,
             )
-        self.room.add(source, value)
+        self.room.add(source, value, box)
 
     def _array(self, value: np.ndarray[Any, Any], node: Any, key: str) -> Settle:
         source = self._source(node, key, "array")
@@ -271,12 +302,19 @@ class Binder:
             return lambda: _assigned(value, make())
         return lambda: value
 
-    def fits(self, value: Any, source: str, key: str) -> bool:
-        """Whether a leaf's shape and dtype are those of a live tensor; notes what differs."""
+    def fits(self, value: Any, source: str, key: str, whole: tuple[int, ...] | None = None) -> bool:
+        """Whether a leaf's shape and dtype are those of a live tensor (of the global one, of which
+        ``whole`` is the shape); notes what differs."""
         stored, shape = self.room.snapshot.leaves[source]
-        if value.shape != shape:
-            self.differences.shapes[key] = f"{list(shape)}, live {list(value.shape)}"
+        own = tuple(value.shape if whole is None else whole)
+        if own != shape:
+            self.differences.shapes[key] = f"{list(shape)}, live {list(own)}"
             return False
+        if isinstance(value, np.ndarray):
+            name = value.dtype.name
+            if name != stored:
+                self.differences.dtypes[key] = f"{stored}, live {name}"
+            return bool(name == stored)
         name = dtype_name(value.dtype)
         if name == stored or (self.cast and _can_cast(stored, value.dtype)):
             return True
@@ -289,7 +327,7 @@ class Binder:
 
     # -- objects -------------------------------------------------------------------------------
 
-    def _stateful(self, value: Any, node: Any, key: str) -> Settle:
+    def bind_stateful(self, value: Any, node: Any, key: str) -> Settle:
         """An object takes its state when the bytes are in. One that has ``check_state_dict`` is
         given it now already, to refuse while nothing is changed, if it is of plain values."""
         if node is ABSENT:

@@ -8,7 +8,8 @@ from typing import Any
 
 from holdfast.engine.cover import Want
 from holdfast.engine.read import Target
-from holdfast.engine.snapshot import Snapshot, allocate, as_records
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.view import allocate, as_records
 from holdfast.format import tree
 from holdfast.format.names import MANIFEST, join
 from holdfast.words import Box
@@ -37,12 +38,13 @@ class Room:
             return source, node
         return source, self.snapshot.nodes()[source]
 
-    def add(self, source: str, into: Any) -> None:
-        """Have the whole leaf read into ``into``."""
+    def add(self, source: str, into: Any, box: Box | None = None) -> None:
+        """Have the leaf, or a box of it, read into ``into``."""
         dtype, shape = self.snapshot.leaves[source]
-        if 0 not in shape:
-            self.wants.append(Want(source, Box.whole(shape)))
-            self.targets.append(Target.of(dtype, shape, into))
+        box = Box.whole(shape) if box is None else box
+        if box.elements:
+            self.wants.append(Want(source, box))
+            self.targets.append(Target.of(dtype, box.sizes, into))
 
     def make(self, node: Any, key: str, device: Any = None) -> Settle:
         """Fresh memory for all leaves of a node; the result gives the node's value, later."""
