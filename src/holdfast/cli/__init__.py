@@ -18,7 +18,19 @@ import click
 from holdfast.cli.exits import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from holdfast.errors import HoldfastError
 
-VERBS = ("ls", "show", "verify", "diff", "copy", "import", "pin", "sweep", "request-save")
+VERBS = (
+    "ls",
+    "show",
+    "verify",
+    "diff",
+    "copy",
+    "reshard",
+    "import",
+    "export",
+    "pin",
+    "sweep",
+    "request-save",
+)
 
 
 class Commands(click.Group):

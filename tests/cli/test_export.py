@@ -1,0 +1,159 @@
+"""``holdfast export``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click import BadParameter
+from safetensors.numpy import load_file
+
+import holdfast as hf
+from holdfast.cli.export import nbytes
+
+from ..trainings import flip, shard_of
+from .running import Answer, holdfast
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a run ``runs/a`` of versions 1 and 2."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        model = {"w": np.full((2, 3), step, "f4"), "b": np.arange(4)}
+        hf.save(
+            f"runs/a/version_{step}", {"model": model, "rng": np.ones(3), "epoch": 1, "lr": 0.1}
+        )
+    return tmp_path
+
+
+def one_line(answer: Answer, code: int, *parts: str) -> None:
+    assert answer.code == code
+    assert answer.err.count("\n") == 1
+    for part in parts:
+        assert part in answer.err
+
+
+@pytest.mark.parametrize("address", ["runs/a@latest", "runs/a@2", "runs/a/version_2"])
+def test_the_model_of_any_address(folder: Path, address: str) -> None:
+    answer = holdfast("export", address, "--to", "safetensors", "out")
+    assert (answer.code, answer.err) == (0, "")
+    assert "out/model.safetensors" in answer.out
+    assert "2 tensors below model, 56 B, all checked" in answer.out
+    back = load_file("out/model.safetensors")
+    assert back["w"].tolist() == [[2.0] * 3] * 2
+    assert os.listdir("out") == ["model.safetensors"]
+
+
+def test_what_is_left_out_is_told(folder: Path) -> None:
+    answer = holdfast("export", "runs/a@1", "out", "--to", "safetensors", "--root", "/")
+    one_line(answer, 0, "2 plain values left out: safetensors holds tensors only")
+    assert sorted(load_file("out/model.safetensors")) == ["model/b", "model/w", "rng"]
+
+
+def test_json_keys_are_stable(folder: Path) -> None:
+    answer = holdfast(
+        "export", "runs/a@1", "--to", "hf", "out", "--max-shard-size", "30B", "--json"
+    )
+    assert answer.err == ""
+    told = answer.json
+    assert list(told) == [
+        "snapshot", "step", "to", "root", "files", "tensors", "left_out", "bytes", "seconds",
+    ]  # fmt: skip
+    assert [told[k] for k in ("step", "to", "root", "tensors", "left_out", "bytes")] == [
+        1, "hf", "model", 2, 0, 56,
+    ]  # fmt: skip
+    assert [list(f) for f in told["files"]] == [["file", "bytes"]] * 3
+    for file in told["files"]:
+        assert os.path.getsize(file["file"]) == file["bytes"]
+    index = json.loads(Path("out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 56
+    told = holdfast("export", "runs/a@1", "--to", "hf", "all", "--root", "/", "--json").json
+    assert (told["left_out"], told["tensors"]) == (2, 3)
+
+
+def test_torch(folder: Path) -> None:
+    import torch
+
+    answer = holdfast("export", "runs/a@1", "--to", "torch", "all.pt")
+    assert "all.pt" in answer.out
+    assert answer.err == ""
+    back = torch.load("all.pt", weights_only=True)
+    assert list(back) == ["model", "rng", "epoch", "lr"]
+    assert back["lr"] == 0.1
+
+
+def test_mistakes(folder: Path) -> None:
+    def export(*words: str) -> Answer:
+        return holdfast("export", *words)
+
+    def wrong(*words: str) -> str:
+        answer = export(*words)
+        assert answer.code == 2
+        return answer.err
+
+    assert "Missing option '--to'" in wrong("runs/a@1", "out")
+    assert "'gguf' is not one of" in wrong("runs/a@1", "--to", "gguf", "out")
+    assert "is no size" in wrong("runs/a@1", "--to", "hf", "out", "--max-shard-size", "big")
+    one_line(export("runs/a", "--to", "hf", "out"), 4, "is a run of 2 versions")
+    one_line(export("runs/a@7", "--to", "hf", "out"), 4)
+    one_line(export("zzz", "--to", "hf", "out"), 4, "found nothing")
+    one_line(export("runs/a@1", "--to", "hf", "out", "--root", "modle"), 6, "nothing below modle")
+    one_line(export("runs/a@1", "--to", "hf", "out", "--keys", "x/*"), 6, "is chosen")
+    one_line(export("runs/a@1", "--to", "hf", ""), 5, "names no folder")
+    one_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a snapshot or a run")
+    one_line(export("runs/a@1", "--to", "hf", "s3://bucket/x"), 5, "Nothing is known of stores")
+    assert not Path("out").exists()
+    assert export("runs/a@1", "--to", "hf", "out").code == 0
+    one_line(export("runs/a@1", "--to", "hf", "out"), 8, "There is model.safetensors in ./out")
+    told = holdfast("export", "runs/a@1", "--to", "hf", "out", "--json")
+    assert told.code == told.json["exit"] == 8
+    assert told.json["error"]["kind"] == "AlreadyExists"
+
+
+def test_damage_ends_with_3_and_leaves_nothing(folder: Path) -> None:
+    store = hf.Run("runs/a").store
+    flip(store, shard_of(store, "version_1"))
+    for kind in ("safetensors", "hf", "torch"):
+        answer = holdfast("export", "runs/a@1", "--to", kind, "out", "--root", "/")
+        one_line(answer, 3, "is damaged between bytes", "holdfast verify")
+        assert not Path("out").exists()
+
+
+SIZES = {
+    "5GB": 5 * 10**9, "500MB": 5 * 10**8, "1.5 GB": 15 * 10**8, "4GiB": 4 << 30, "64MiB": 64 << 20,
+    "10kb": 10**4, "1TB": 10**12, "2TiB": 2 << 40, "7": 7, "7B": 7, "1G": 10**9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), SIZES.items())
+def test_sizes(text: str, expected: int) -> None:
+    assert nbytes(None, None, text) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1GB", "GB", "5XB", "5iB", "1e9", "0.5B", "5GBB", "5 0GB"]
+)
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(BadParameter, match="is no size"):
+        nbytes(None, None, text)  # type: ignore[arg-type]
+
+
+def test_json_needs_neither_torch_nor_rich(folder: Path) -> None:
+    code = (
+        "import sys; from holdfast.cli import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'rich') if m in sys.modules], file=sys.stderr)"
+    )
+    words = ["export", "runs/a@1", "--to", "hf", "out", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["bytes"] == 56
+    assert done.stderr == "[]\n"
