@@ -52,10 +52,10 @@ def bind_module(binder: Binder, module: Any, node: Any, key: str) -> Settle:
     return settle
 
 
-def _memory(value: Any) -> int:
-    """A number for a tensor's memory: its address, or the storage of what this rank has of it."""
+def _memory(value: Any) -> object:
+    """What a tensor's memory is known by: its address, or the storage of what this rank has."""
     parts = sharding.parts(value, "")
-    return int(value.data_ptr()) if parts is None else -parts.storage
+    return value.data_ptr() if parts is None else parts.storage
 
 
 def _is_dense(value: Any) -> bool:
