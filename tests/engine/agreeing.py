@@ -14,7 +14,7 @@ from holdfast.engine.agree import Agreement
 from holdfast.engine.board import Board, Patience
 from holdfast.engine.group import Ranks
 from holdfast.errors import RankFailed
-from holdfast.testing.fakegroup import FakeStore, View
+from holdfast.testing.fakegroup import FakeStore
 
 PATIENCE = Patience(silent=60, stuck=600)
 
@@ -33,8 +33,11 @@ class Direct(Board):
     def start(self) -> None: ...
 
     def beat(self) -> None:
-        if self._broken is None:
-            self._beat()
+        try:
+            if self._broken is None:
+                self._beat()
+        except Exception as e:
+            self._broken = e
 
 
 class Driven(Agreement):
@@ -62,12 +65,30 @@ class Driven(Agreement):
         return not self._gate._settled(self._gate.at + 1)
 
 
+class Wire:
+    """The store as a rank sees it. Where the store dies, the last answer may be lost, or the
+    question."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._rank.world.store, name)
+
+        def do(*given: Any) -> Any:
+            self._rank.before()
+            made = call(*given)
+            self._rank.after()
+            return made
+
+        return do
+
+
 class Rank:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
-        self.view = View(world.store)
-        self.view.before = self._before
+        self.view = Wire(self)
         self.board = Direct(self.view, number, world.size, PATIENCE, lambda: world.now)
         self.agreement = Driven(Ranks(self.board, world.size), "run")
         self.agreement._thread.join()
@@ -80,14 +101,16 @@ class Rank:
         self.dies_at = -1
         self.turning = False
 
-    def _before(self, name: str, key: str) -> None:
+    def before(self) -> None:
         self.calls += 1
         if self.dies_at == self.calls:
             self.dead = True
+        self.after()
+
+    def after(self) -> None:
+        if not self.dead and not self.world.store_dead:
+            self.world.meanwhile()
         if self.dead or self.world.store_dead:
-            raise ConnectionError("killed by a test")
-        self.world.meanwhile()
-        if self.world.store_dead:
             raise ConnectionError("killed by a test")
 
     def step(self, last: int = 10**9) -> bool:
