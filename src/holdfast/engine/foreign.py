@@ -18,7 +18,7 @@ from holdfast.engine import foreign_dcp, foreign_tensors
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.draft import Label
 from holdfast.engine.foreign_dcp import Parted, load_dcp
-from holdfast.engine.foreign_state import MAX_STEP, step_in_name, step_in_state
+from holdfast.engine.foreign_state import step_in_name, step_in_state
 from holdfast.engine.foreign_tensors import load_folder, load_safetensors
 from holdfast.engine.foreign_torch import ZIP, is_old, load_old, load_zip, torch_records
 from holdfast.engine.group import acting_as, current_group
@@ -156,11 +156,9 @@ def _read_folder(path: str, tell: Tell) -> Foreign:
 
 def _trainer_step(folder: str) -> int | None:
     """The step that the Trainer of Transformers has left beside the model."""
-    with suppress(OSError, ValueError, RecursionError):
-        with open(os.path.join(folder, _TRAINER), "rb") as opened:
-            step = json.load(opened)["global_step"]
-        if type(step) is int and 0 <= step < MAX_STEP:
-            return step
+    path = os.path.join(folder, _TRAINER)
+    with suppress(OSError, ValueError, RecursionError), open(path, "rb") as opened:
+        return step_in_state(json.load(opened))
     return None
 
 

@@ -14,7 +14,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.engine.foreign_torch import load_bytes
+from holdfast.engine.foreign_torch import ZIP, load_bytes
 from holdfast.engine.layout import Holding
 from holdfast.engine.mapped import Mapped, Record, Tell, check_crc, zip_records
 from holdfast.engine.offer import make_offer
@@ -218,8 +218,8 @@ def load_dcp(folder: str, tell: Tell) -> dict[Any, Any]:
             else:
                 name, start, stop = opened.where(fqn, None)
                 file = opened.files[name]
+                _checked(file, fqn, start, stop, tell)
                 values[fqn] = load_bytes(bytes(file.view[start:stop]), f"{file.path} ({fqn})")
-                tell(stop - start)
         _check_tiled(opened, values)
     except _MALFORMED as e:
         raise opened.broken("a list of tensors and where they lie", e) from e
@@ -263,15 +263,21 @@ def _check_tiled(opened: _Folder, values: dict[str, Any]) -> None:
         raise opened.broken("parts that make up every tensor", e.found) from e
 
 
-def _read(opened: _Folder, part: _Part, tell: Tell) -> None:
-    """Map one part of a tensor, every CRC of it compared."""
-    name, start, stop = part.where
-    file = opened.files[name]
-    if bytes(file.view[start : start + 4]) != b"PK\3\4":
-        raise file.broken(f"{part.key} as torch.save writes it", "something else", start)
+def _checked(file: Mapped, fqn: str, start: int, stop: int, tell: Tell) -> dict[str, Record]:
+    """The records of the zip file that lies there, the CRC of each compared."""
+    if bytes(file.view[start : start + 4]) != ZIP:
+        raise file.broken(f"{fqn} as torch.save writes it", "something else", start)
     records = zip_records(file, start, stop)
     for record in records.values():
         check_crc(file, record, tell)
+    return records
+
+
+def _read(opened: _Folder, part: _Part, tell: Tell) -> None:
+    """Map one part of a tensor."""
+    name, start, stop = part.where
+    file = opened.files[name]
+    records = _checked(file, part.key, start, stop, tell)
     try:
         about = _Reader(_bytes(file, records["data.pkl"]), f"{file.path} ({part.key})").load()
         (dtype, key, _), offset, size, stride = about.args[:4]
@@ -291,7 +297,7 @@ def _read(opened: _Folder, part: _Part, tell: Tell) -> None:
     if not fits or not sound or not inside or order != b"little" or any(metadata):
         raise file.broken(
             f"{part.key} of {part.dtype} {part.box.sizes}, little-endian",
-            f"{dtype} {size!r:.80} of stride {stride!r:.80} at {offset}, {order!r}, {metadata!r:.80}",
+            f"{dtype} {size!r:.80} of stride {stride!r:.80} at {offset}, {order!r}",
             start,
         )
     if part.box.elements == 0:

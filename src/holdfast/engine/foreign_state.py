@@ -69,7 +69,7 @@ def arrange(value: Any, under: str | None, *, keep_names: bool = False) -> Arran
         made = Arranged({under or MODEL: value})
     if not keep_names:
         made.state = {k: _unwrapped(v, str(k), made.renamed) for k, v in made.state.items()}
-    made.state = _named_optimizers(made.state, "", made)
+    _name_optimizers(made)
     return made
 
 
@@ -124,17 +124,15 @@ def _without_marks(name: str) -> str:
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-def _named_optimizers(state: dict[Any, Any], path: str, made: Arranged) -> dict[Any, Any]:
-    """The state with every optimizer at its top keyed by qualified names, where these are known and
-    one module alone has them."""
-    modules = {str(k): v for k, v in state.items() if type(k) is str and v and is_module_state(v)}
-    changed = {}
-    for name, value in state.items():
+def _name_optimizers(made: Arranged) -> None:
+    """Key every optimizer at the top of the state by qualified names, where these are known and one
+    module alone has them."""
+    modules = {k: v for k, v in made.state.items() if type(k) is str and is_module_state(v) and v}
+    for name, value in made.state.items():
         named = _named_optimizer(value, modules)
         if named is not None:
-            changed[name] = named
+            made.state[name] = named
             made.converted.append(str(name))
-    return {k: changed.get(k, v) for k, v in state.items()}
 
 
 def _named_optimizer(value: Any, modules: Mapping[str, Any]) -> dict[str, Any] | None:

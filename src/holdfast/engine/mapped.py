@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from holdfast.errors import FormatError, NotFound, Unsupported
 from holdfast.words import MIB, an
 
