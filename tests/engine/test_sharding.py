@@ -218,6 +218,34 @@ def test_the_length_of_a_dimension_costs_nothing():
     found = local_boxes((n, n), (4, 3), (3, 2), (Cut(0, 5), Cut(1, 7)))
     assert len(found.boxes) == 5 * 7
     assert found.shape == (n // 4, sum(box.sizes[1] for box, _ in found.boxes[:7]))
+    for rank, length in ((0, n), (1, 0)):  # blocks of one element go to the first rank
+        found = local_boxes((n,), (2,), (rank,), (Cut(0, n),))
+        assert (found.shape, len(found.boxes)) == ((length,), length // n)
+    assert local_boxes((n,), (1,), (0,), (Cut(0, n - 1),)).shape == (n,)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cuts", "order"),
+    [
+        ({}, (Cut(0), Cut(0)), None),  # torch 2.6: neither
+        ({}, (Cut(0, 2), Cut(0)), None),
+        ({"shard_order": (ShardOrderEntry(0, (1, 0)),)}, (Cut(0), Cut(0)), (1, 0)),
+        ({"shard_order": (ShardOrderEntry(0, (0, 1)),)}, (Cut(0, 2), Cut(0)), None),
+        ({"shard_order": (), "flag": False}, (None, None), None),
+        ({"shard_order": None, "flag": True}, (Cut(0, 2), Cut(0)), None),
+        ({"shard_order": (ShardOrderEntry(0, (1, 0)),), "flag": True}, (Cut(0, 2), Cut(0)), None),
+        ({"shard_order": (ShardOrderEntry(0, (0, 1)),), "flag": False}, (Cut(0, 2), None), (0, 1)),
+        (
+            {"shard_order": (ShardOrderEntry(0, (2,)), ShardOrderEntry(1, (1, 0))), "flag": False},
+            (Cut(1), Cut(1), Cut(0)),
+            (2, 1, 0),
+        ),
+    ],
+)
+def test_the_order_that_a_spec_tells(spec, cuts, order):
+    if "flag" in spec:
+        spec = {**spec, "use_strided_shard_as_shard_order": spec["flag"]}
+    assert sharding._order(SimpleNamespace(**spec), cuts) == order
 
 
 # -- Boxed ---------------------------------------------------------------------------------------
@@ -239,6 +267,16 @@ def test_a_boxed_tensor_is_one_piece_that_shares_its_memory(make):
     tensor[1, 2] = 7
     assert boxed.tensor[1, 2].item() == 7
     assert not getattr(tensor, "requires_grad", False)
+
+
+def test_one_tensor_in_two_boxes_is_not_tied():
+    tensor = torch.zeros(2)
+    first, again, other = (holdfast.Boxed(tensor, (at,), (4,)) for at in (0, 0, 2))
+    storage = sharding.parts(first, "k").storage
+    assert storage == sharding.parts(again, "k").storage != sharding.parts(other, "k").storage
+    array = holdfast.Boxed(np.zeros(2), (0,), (4,))
+    told = [sharding.parts(array, "k").storage for _ in range(2)]
+    assert told[0] != told[1], "arrays are never tied"
 
 
 @pytest.mark.parametrize(

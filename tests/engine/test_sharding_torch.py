@@ -66,6 +66,7 @@ class Union:
         held = self.held.setdefault(key, torch.zeros(found.shape, dtype=torch.int64))
         for box, piece in found.pieces:
             assert tuple(piece.shape) == box.sizes
+            assert box.elements or not whole.numel()
             assert piece.dtype == whole.dtype
             assert not piece.requires_grad
             assert torch.equal(piece, whole[box.slices((0,) * whole.ndim)])
@@ -300,7 +301,8 @@ def test_what_is_tied_is_told_by_its_storage():
             single = torch.nn.Parameter(spread((1, 4), mesh, [S(0)]))
             flat = spread((8, 4), mesh, [S(1)])
             values = [square, single, square.t(), spread((4, 4), mesh, [S(0)]), flat[:4], flat[4:]]
-            values += [spread((1, 4), mesh, [S(0)]), spread((4, 4), mesh, [R])]
+            same = spread((4, 4), mesh, [R])
+            values += [spread((1, 4), mesh, [S(0)]), same, same.t()]
             told = [(parts(v, "k").storage, parts(v, "k").shape) for v in values]
             assert len(set(told)) == len(values), "each is another, though some share memory"
             for value, one in zip(values, told, strict=True):
@@ -485,6 +487,7 @@ def test_a_slot_has_the_layout_of_its_parameter(placements):
             assert made.stride() == parameter.stride()
             if parts_of(parameter):
                 assert [b for b, _ in parts_of(made)] == [b for b, _ in parts_of(parameter)]
+            assert made._spec.tensor_meta.dtype == torch.bfloat16
             made.zero_()
             assert parameter.dtype == torch.float32, "the parameter's own is as it was"
             assert parameter._spec.tensor_meta.dtype == torch.float32

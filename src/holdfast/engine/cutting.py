@@ -106,18 +106,24 @@ def cutting_order(mesh: tuple[int, ...], cuts: Cuts) -> tuple[int, ...] | None:
 def _cut(runs: list[Run], count: int, index: int, factor: int) -> list[Run]:
     """The runs that rank ``index`` of ``count`` keeps. Both cuts are those of ``torch.chunk``:
     equal parts, rounded up, so that the last ones may be shorter or empty."""
-    if count == 1:
-        return runs
     total = sum(length for _, length in runs)
+    if not total:
+        return runs
     block = -(-total // factor)
-    wanted = []
-    for begin in range(0, total, block or 1):
-        size = min(block, total - begin)
-        part = -(-size // count)
-        first, last = min(index * part, size), min((index + 1) * part, size)
-        if first < last:
-            wanted.append((begin + first, begin + last))
-    return _between(runs, wanted)
+    last = total // block * block  # where the last block begins, if it is a shorter one
+    first, stop = _chunk(block, count, index)
+    if (first, stop) == (0, block):
+        wanted = [(0, last)]
+    else:
+        wanted = [(at + first, at + stop) for at in range(0, last if first < stop else 0, block)]
+    first, stop = _chunk(total - last, count, index)
+    return _between(runs, [*wanted, (last + first, last + stop)])
+
+
+def _chunk(length: int, count: int, index: int) -> Run:
+    """Where part ``index`` of ``count`` of a length begins and where it ends."""
+    part = -(-length // count)
+    return min(index * part, length), min((index + 1) * part, length)
 
 
 def _between(runs: list[Run], wanted: list[tuple[int, int]]) -> list[Run]:
