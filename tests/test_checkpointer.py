@@ -175,7 +175,7 @@ def test_without_progress_the_checkpointer_counts() -> None:
 
 def test_every_seconds_uses_a_clock_that_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("holdfast.checkpointer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("holdfast.cadence.time.monotonic", lambda: now[0])
     store = MemoryStore()
     with training(store, EverySeconds(60)) as (state, ckpt):
         for _ in range(10):

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Self
 
 from holdfast import events
+from holdfast.cadence import SAVE, Cadence
 from holdfast.checks import (
     check_arguments,
     check_choices,
     refuse_copies,
-    refuse_snapshot,
     refuse_version,
     refuse_versions,
     unentered,
 )
 from holdfast.counting import Count
-from holdfast.ending import tell_besides, tell_unsaved
-from holdfast.engine.boundary import Boundary
+from holdfast.ending import Rescue, tell_besides, tell_unsaved
+from holdfast.engine.agree import agreement
+from holdfast.engine.group import Choice, Solo, acting_as, by_first, current_group
 from holdfast.engine.location import Url
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import (
@@ -33,12 +34,12 @@ from holdfast.errors import (
 )
 from holdfast.format.names import Version
 from holdfast.metrics import check_metrics
-from holdfast.policy import EverySeconds, KeepPolicy, Moment, SavePolicy, StopWhen, refuse_unable
+from holdfast.policy import EverySeconds, KeepPolicy, SavePolicy, StopWhen, refuse_unable
 from holdfast.request import Watcher
 from holdfast.resume import Part, begin_from, go_on, overwritten
 from holdfast.run import Run
 from holdfast.saver import Order, Saver
-from holdfast.stopping import Stopping
+from holdfast.stopping import STOP, Stopping
 from holdfast.tally import Tally
 from holdfast.writer import Writer
 
@@ -62,6 +63,10 @@ class Checkpointer:
     left out until it is done ("skip"). A save that fails in the background raises at the next
     ``step``, ``save``, ``wait`` or ``close``; with ``on_error="warn"`` a store that fails costs no
     more than a ``SaveFailed`` warning in ``step`` and ``close``, and training goes on.
+
+    Under torch.distributed every rank makes one, and calls the same methods; ``group``: a
+    ``ProcessGroup`` if not all ranks do. Metrics and clocks are those of rank 0; what they tell is
+    done at a step on which all agree, without a collective.
     """
 
     def __init__(  # noqa: PLR0913  (the public face; each is a thing that a person decides)
@@ -77,6 +82,7 @@ class Checkpointer:
         overlap: bool = False,
         busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
+        group: Choice = None,
     ) -> None:
         save = EverySeconds(600) if save is None else save
         keep = KeepPolicy() if keep is None else keep
@@ -85,8 +91,9 @@ class Checkpointer:
         self.run = Run(run)
         self.state = state
         self._policy = save
-        self._stopping = Stopping(stop, self.run.url)
-        self._busy = busy
+        self._group = current_group(group)
+        self._chief = self._group.rank == 0
+        self._stopping = Stopping(stop, self.run.url, self._group)
         self._on_error = on_error
         self._count = Count(state)
         refuse_unable(save, self._count.sees_epochs)
@@ -98,18 +105,19 @@ class Checkpointer:
         self._saver = Saver(
             self.run, keep, self._tally, self._writer, self._stopping, full_every, overlap
         )
+        self._cadence = Cadence(save, busy, self._group, self._count)
+        self._agreement = agreement(Solo(), "training")
+        self._agreed: frozenset[str] = frozenset()
         self._watcher = Watcher(self.run.store)
-        self._boundary: Boundary | None = None
+        self._rescue: Rescue | None = None
         self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
-        self._marked: tuple[int, dict[str, Any], Mapping[str, Any]] | None = None
         self._invalid = False
         self._ready = False
         self._started = False
         self._closed = False
         self._process = os.getpid()
-        self._last = self._left_out = self._now()
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -121,8 +129,7 @@ class Checkpointer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the ``stop`` policy has seen enough. It is in the versions: a resumed training
-        goes on counting where it was."""
+        """Whether the ``stop`` policy has seen enough. A resumed training counts on."""
         return self._stopping.stopped
 
     # -- resuming ------------------------------------------------------------------------------
@@ -156,17 +163,17 @@ class Checkpointer:
         self._refuse_closed()
         self._saver.wait()
         part = Part.of(start, keys, missing, unexpected, rename, (at, branch) != (None, None))
-        if self._boundary is not None:
-            self._boundary.forget()
+        if self._rescue is not None:
+            self._rescue.forget()
         try:
-            found = go_on(self.run, self.state, at, branch, self._writer.claim)
-            if found is None:
-                refuse_snapshot(self.run)
-                found = None if start is None else begin_from(start, self.state, part)
+            with acting_as(self._group):
+                found = go_on(self.run, self.state, at, branch, self._writer.claim)
+                if found is None and start is not None:
+                    found = begin_from(start, self.state, part)
         except BaseException as e:
             self._invalid = self._invalid or overwritten(e)
             raise
-        self._ready, self._invalid, self._marked = True, False, None
+        self._ready, self._invalid = True, False
         if found is None:
             self._count.resumed(self.current_step, own=False)
             events.emit("began", run=self.run.url)
@@ -178,7 +185,7 @@ class Checkpointer:
             self._saver.resumed(found.snapshot)
         self._stopping.resumed(found.training)
         self._tally.resumed(found.training)
-        self._last = self._left_out = self._now()
+        self._cadence.restart()
         events.emit("resumed", url=found.snapshot.url, step=self.current_step, branch=self._branch)
         for told in found.skipped:
             warnings.warn(told, SkippedVersion, stacklevel=2)
@@ -191,8 +198,8 @@ class Checkpointer:
 
         ``metrics``: numbers by name, kept with the version that this step may become;
         ``batches``: how many the step was made of, where gradients are accumulated. Returns when
-        the state may be changed again. Raises what made an earlier save fail; the step is
-        counted all the same, since the optimizer has made it.
+        the state may be changed again. Raises what made an earlier save fail (of several ranks: all
+        of them, when the next is due); the step is counted all the same.
         """
         self._refuse_closed()
         with self._tally.paused():
@@ -202,83 +209,79 @@ class Checkpointer:
             finally:  # also where they are none: the optimizer has stepped
                 self._made(self._metrics, batches)
             self._refuse_blind_start()
-            self._try(self._saver.look)
+            if self._group.size == 1:  # several ranks raise together, when the next save is due
+                self._try(self._saver.look)
             self._save_if_due()
             self._advise()
 
     def _made(self, metrics: Mapping[str, Any], batches: int) -> None:
         """One more step, of which the state is now."""
         self._count.add(batches)
-        self._stopping.observe(metrics, self.current_step)
-        if self._boundary is not None:
-            self._marked = None
-            self._boundary.mark()
-            self._marked = (self.current_step, self._stopping.note(), metrics)
+        self._agreed = self._agreement.step()
+        agreed = STOP in self._agreed
+        self._stopping.observe(metrics, self.current_step, self._agreement, agreed)
+        if self._rescue is not None:
+            self._rescue.mark(self.current_step, self._stopping.note(), metrics)
 
     def _save_if_due(self) -> None:
-        asked = self._watcher.wanted is not None
-        if not asked:
-            if not self._policy.due(Moment(*self._now(), *self._last)):
-                self._saver.make_room()
-                return
-            if self._busy == "skip" and self._saver.busy:
-                now = self._now()
-                if self._policy.due(Moment(*now, *self._left_out)):  # another one, not the same
-                    self._left_out = now
-                    self._tally.counts["skipped"] += 1
-                    events.emit("save_skipped", run=self.run.url, step=self.current_step)
-                return
-        self._try(lambda: self._saver.settle(self.current_step), 4)
-        self._try(lambda: self._start("request" if asked else "cadence", self._metrics), 4)
+        wanted = self._watcher.wanted is not None
+        reason = self._cadence.reason(wanted, self._agreed, self._agreement, self._saver.busy)
+        if reason is None:
+            self._saver.make_room()
+            return
+        asked = reason == "request" or SAVE in self._agreed
+        if not asked and self._cadence.skips(lambda: self._saver.busy, self.run.url, self._tally):
+            return
+        self._try(lambda: self._saver.settle(self.current_step, self._group), 4)
+        self._try(lambda: self._start(reason, self._metrics), 4)
 
     def _start(self, reason: str, metrics: Mapping[str, Any]) -> None:
-        # a save that fails at once is not tried again at every step
-        self._last = self._left_out = self._now()
+        self._cadence.restart()  # a save that fails at once is not tried again at every step
         version, training = Version(self.current_step, self._branch), self._stopping.note()
         ended = self._watcher.answer()
-        self._saver.start(self.state, Order(version, reason, metrics, self._note, training, ended))
+        with acting_as(self._group):
+            order = Order(version, reason, metrics, self._note, training, ended)
+            self._saver.start(self.state, order)
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
-        """Save now, and return the snapshot once it is committed. If this step is saved already
-        on this branch, that snapshot is returned. ``metrics``: besides those that the step was
-        given; where it is saved already they are added as by ``Run.add_metrics``. Call it after
-        ``step``: amid the batches of one the state is that of no step. Raises what goes wrong,
-        whatever ``on_error`` says."""
+        """Save now, and return the snapshot once it is committed; if this step is saved already
+        on this branch, that one. ``metrics``: besides those that the step was given (then added as
+        by ``Run.add_metrics``). Call it after ``step``: amid the batches of one the state is that
+        of no step. Raises what goes wrong, whatever ``on_error`` says."""
         self._refuse_closed()
         more = check_metrics(metrics)
         with self._tally.paused():
-            self._saver.look()
             self._refuse_blind_start()
-            newest = self._saver.wait()
-            self._stopping.observe(more, self.current_step)
+            newest = self._saver.rest(self._group)
+            self._stopping.observe(more, self.current_step, self._agreement, False)
             if newest is None or newest.step != self.current_step:
                 self._start("request", {**self._metrics, **more})
-                newest = self._saver.wait()
-            elif more:
+                newest = self._saver.rest(self._group)
+            elif more and self._chief:
                 self.run.add_metrics(newest, more)
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return newest
 
     def save_on_signal(self, number: int) -> None:
-        """Let a signal such as ``signal.SIGUSR1`` ask for a save at the next step, as ``holdfast
-        request-save`` does, until ``close``. A handler that was there before is called as well."""
+        """Let a signal such as ``signal.SIGUSR1`` ask for a save, as ``holdfast request-save`` does,
+        until ``close``. A handler that was there before is called as well."""
         self._refuse_closed()
         self._watcher.on_signal(number)
 
     def wait(self) -> Snapshot | None:
-        """Wait until the save in flight is committed, and return the newest version that this
-        Checkpointer saved or resumed; None if there is none. Raises what made the save fail."""
+        """Wait until the save in flight is committed; the newest version that this Checkpointer
+        saved or resumed, None if there is none. Raises what made the save fail."""
         self._refuse_fork()
         with self._tally.paused():
             return self._saver.wait()
 
     def statistics(self) -> dict[str, float]:
         """Since this Checkpointer was made: ``saves``, ``failures``, ``skipped``, ``bytes`` written
-        and ``referred_bytes``; the seconds that it held training up (``blocked``; of these the last
-        save ``last_blocked``, and ``waited`` for the save before), and that saves took in the
-        ``background``. And ``goodput``, of the whole run: the share of wall time, since the run
-        first began, that went into steps which a committed version holds."""
+        and ``referred_bytes``; seconds that training was held up (``blocked``; by the last save
+        ``last_blocked``; ``waited`` for the save before), and that saves took in the
+        ``background``. And ``goodput``: the share of wall time, since the run first began, that
+        went into steps which a committed version holds."""
         return self._tally.statistics()
 
     # -- the end -------------------------------------------------------------------------------
@@ -287,7 +290,8 @@ class Checkpointer:
         """Wait for the save in flight and give the memory back. Raises what made it fail."""
         self._end()
         if self._process == os.getpid():
-            self._saver.look_for_metrics()
+            if self._chief:
+                self._saver.look_for_metrics()
             self._advise()
 
     def _end(self) -> None:
@@ -297,15 +301,16 @@ class Checkpointer:
         try:
             self._try(self._saver.wait)
         finally:
-            if self._boundary is not None:
-                self._boundary.close()
+            self._agreement.close()
+            if self._rescue is not None:
+                self._rescue.close()
             self._saver.close()
             self._writer.release()
             self._watcher.close()
 
     def __enter__(self) -> Self:
-        if self._policy.on_exception and self._boundary is None:
-            self._boundary = Boundary(self.state)
+        if self._policy.on_exception and self._rescue is None:
+            self._rescue = Rescue(self.state, self._group)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -314,7 +319,9 @@ class Checkpointer:
         told: list[str] = []
         try:
             try:
-                self._save_boundary(error, told)
+                if self._rescue is not None and self._alive:
+                    with acting_as(self._group):
+                        self._rescue.save(self._saver, error, self._branch, self._note, told)
             finally:
                 self._end()
         except Exception as e:
@@ -331,25 +338,12 @@ class Checkpointer:
         return self._started and not (self._invalid or self._closed or self._process != os.getpid())
 
     def _leave(self) -> None:
-        """The training has ended well."""
-        alive, skipped = self._alive, self._left_out is not self._last
+        alive, skipped = self._alive, self._cadence.left_out
         self.close()
         if alive and self._saver.saved_step != self.current_step:
             tell_unsaved(self.run.url, self.current_step, self._saver.saved_step, skipped)
 
-    def _save_boundary(self, error: BaseException, told: list[str]) -> None:
-        """Save the state before the step that raised, if that was asked for."""
-        if self._boundary is not None and self._marked is not None and self._alive:
-            step, training, metrics = self._marked
-            note = {**self._note, "error": f"{type(error).__name__}: {error}"[:1000]}
-            order = Order(Version(step, self._branch), "exception", metrics, note, training)
-            self._saver.rescue(self._boundary, order, told)
-
     # -- how it is done ------------------------------------------------------------------------
-
-    def _now(self) -> tuple[int, float, int]:
-        """Steps, seconds and epochs, as a ``Moment`` has them."""
-        return self.current_step, time.monotonic(), self._count.epochs
 
     def _advise(self) -> None:
         advice, self._saver.advice = self._saver.advice, None
@@ -381,8 +375,8 @@ class Checkpointer:
             )
 
     def _refuse_blind_start(self) -> None:
-        """Before the first step: training afresh into a run that has versions would mix two
-        trainings, and a run that cannot be written to should be known now, not hours later."""
+        """At the first step: training afresh into a run that has versions would mix two
+        trainings, and a run that cannot be written to should be known now."""
         if self._invalid:
             raise HoldfastError(
                 "The last resume() failed, and the live state may be that of no step",
@@ -390,11 +384,17 @@ class Checkpointer:
             )
         if self._started:
             return
-        if self._policy.on_exception and self._boundary is None:
+        if self._policy.on_exception and self._rescue is None:
             raise unentered()
+        measure = partial(self._saver.measure, self.state, self._group)
+        by_first(self._group, "the first step", self._claim, bool, each=measure)
+        self._agreement = agreement(self._group, "training")
+        if self._chief:
+            self._watcher.start()
+        self._started = True
+
+    def _claim(self) -> bool:
         if not self._ready:
             refuse_versions(self.run)
-        self._saver.measure(self.state)
         self._writer.claim()
-        self._watcher.start()
-        self._started = True
+        return True

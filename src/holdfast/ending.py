@@ -1,14 +1,71 @@
-"""What is told when a training ends, and nothing else tells it."""
+"""The end of a training: the state before an error, and what is told that nothing else tells."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from holdfast import events
-from holdfast.errors import SaveFailed
+from holdfast.engine.boundary import Boundary
+from holdfast.engine.group import Group
+from holdfast.errors import RankFailed, SaveFailed
+from holdfast.format.names import Version
+from holdfast.saver import Order, Saver
+
+COME = 20.0
+"""Seconds in which all ranks must have come to a save after an exception: where only one has
+raised, the others hang or are ended."""
+
+
+class Rescue:
+    """Keeps the state as it was after the last step, to save it should the next one raise."""
+
+    def __init__(self, state: dict[str, Any], group: Group) -> None:
+        self._boundary = Boundary(state)
+        self._group = group
+        self._marked: tuple[int, dict[str, Any], Mapping[str, Any]] | None = None
+
+    def mark(self, step: int, training: dict[str, Any], metrics: Mapping[str, Any]) -> None:
+        """The state is that after ``step``."""
+        self._marked = None
+        self._boundary.mark()
+        self._marked = step, training, metrics
+
+    def forget(self) -> None:
+        """The state is about to become another one."""
+        self._boundary.forget()
+        self._marked = None
+
+    def save(
+        self,
+        saver: Saver,
+        error: BaseException,
+        branch: int,
+        note: Mapping[str, Any],
+        told: list[str],
+    ) -> None:
+        """Save the state before the step that raised. ``told`` gets what hinders it."""
+        if self._marked is None:
+            return
+        step, training, metrics = self._marked
+        note = {**note, "error": f"{type(error).__name__}: {error}"[:1000]}
+        order = Order(Version(step, branch), "exception", metrics, note, training)
+        try:
+            meeting = self._group.meet("the save after an exception", COME)
+            with meeting:
+                meeting.gather(step, int)
+                meeting.share(True if self._group.rank == 0 else None, bool)
+            meeting.close()
+        except RankFailed as e:
+            told.append(f"the state after step {step} was not saved: {e}")
+        else:
+            saver.rescue(self._boundary, order, told)
+
+    def close(self) -> None:
+        self._boundary.close()
 
 
 def tell_besides(error: BaseException, told: Sequence[str]) -> None:

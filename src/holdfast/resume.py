@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
+from holdfast.checks import refuse_snapshot
+from holdfast.engine.group import by_first, current_group
 from holdfast.engine.load import load_snapshot
+from holdfast.engine.location import locate
+from holdfast.engine.meeting import Meeting
 from holdfast.engine.place import STRICT, Leniency
 from holdfast.engine.snapshot import Snapshot
-from holdfast.errors import HoldfastError, PlanError
-from holdfast.format.names import Version
+from holdfast.errors import FormatError, HoldfastError, NotFound, PlanError
+from holdfast.format.names import Version, parse_version
 from holdfast.format.tree import child_keys
 from holdfast.known import training_of
 from holdfast.run import Run, open_version
@@ -37,6 +44,16 @@ class Found:
     skipped: Sequence[str] = ()
 
 
+class Step(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others: to load a version (``version`` and ``digest``), or how the
+    training goes on (``done``): from no version, if there is none."""
+
+    done: bool
+    version: str | None = None
+    digest: str = ""
+    branch: int = 0
+
+
 def go_on(
     run: Run,
     state: dict[str, Any],
@@ -48,6 +65,9 @@ def go_on(
 
     ``at`` and ``branch`` as for ``Run.newest``. A branch is begun, durably, unless it is the
     newest version of all. Raises as ``Run.newest`` does.
+
+    Rank 0 chooses: all ranks load what it has found, and go back together, if it is damaged for
+    one of them.
     """
     if not all(
         n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
@@ -59,8 +79,28 @@ def go_on(
             todo="resume() goes on from the newest version, resume(at=120) from that of step 120;"
             ' resume(start="RUN@120") begins with a version of another run',
         )
+    meeting = current_group().meet(f"the resume of {run.url}")
     try:
-        snapshot, skipped = run.newest(lambda s: load_snapshot(s, state), at, branch)
+        with meeting:
+            return (_lead if meeting.rank == 0 else _follow)(run, state, meeting, at, branch, claim)
+    finally:
+        meeting.close()
+
+
+def _lead(
+    run: Run,
+    state: dict[str, Any],
+    meeting: Meeting,
+    at: int | None,
+    branch: int | None,
+    claim: Callable[[], object],
+) -> Found | None:
+    def load(snapshot: Snapshot) -> None:
+        meeting.share(Step(False, str(snapshot.version), snapshot.digest), Step)
+        load_snapshot(snapshot, state)
+
+    try:
+        snapshot, skipped = run.newest(load, at, branch)
     except PlanError as e:
         if "missing" not in e.fields:
             raise  # of a part of the state that knows better what to do
@@ -73,6 +113,8 @@ def go_on(
             **e.fields,
         ) from e
     if snapshot is None:
+        refuse_snapshot(run)
+        meeting.share(Step(True), Step)
         return None
     version = snapshot.version
     listing = run.listing()
@@ -82,13 +124,38 @@ def go_on(
         reason = f"{len(skipped)} newer damaged" if skipped else "on request"
         claim()  # whoever does not write to the run must not move its line
         number = run.leave_from(snapshot, version, reason)
+    meeting.share(Step(True, str(version), snapshot.digest, number), Step)
+    return _found(snapshot, number, [_told(v, e) for v, e in skipped])
+
+
+def _follow(
+    run: Run,
+    state: dict[str, Any],
+    meeting: Meeting,
+    at: int | None,
+    branch: int | None,
+    claim: Callable[[], object],
+) -> Found | None:
+    while True:
+        step = meeting.share(None, Step)
+        version = None if step.version is None else parse_version(step.version)
+        if version is None:
+            return None
+        snapshot = Snapshot(run.place(version), None, step.digest)
+        if step.done:
+            return _found(snapshot, step.branch, [])
+        with suppress(FormatError, NotFound):  # rank 0 raises it as well, and goes back or ends
+            load_snapshot(snapshot, state)
+
+
+def _found(snapshot: Snapshot, branch: int, skipped: Sequence[str]) -> Found:
     return Found(
         snapshot,
-        version.step,
-        branch=number,
+        snapshot.version.step,
+        branch=branch,
         note=_origin(snapshot.metadata.get("note")),
         training=training_of(snapshot),
-        skipped=[_told(v, e) for v, e in skipped],
+        skipped=skipped,
     )
 
 
@@ -143,7 +210,7 @@ class Part:
 def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
     """Load a version of another run, or a part of it, into ``state``. Without a Progress
     steps go on only where all of it was taken; else they begin at 0. Raises as ``load`` does."""
-    snapshot = open_version(start)
+    snapshot = _opened(start)
     load_snapshot(snapshot, state, part.keys, None, part.leniency)
     note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}
     if not part.whole:
@@ -152,6 +219,17 @@ def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
     training = training_of(snapshot)
     stop = {"stop": training["stop"]} if "stop" in training else {}
     return Found(snapshot, snapshot.step or 0, own=False, note=note, training=stop)
+
+
+def _opened(start: str) -> Snapshot:
+    """The snapshot at an address, the same one on all ranks."""
+
+    def choose() -> Step:
+        snapshot = open_version(start)
+        return Step(True, snapshot.url, snapshot.digest)
+
+    step = by_first(current_group(), f"the start from {os.fspath(start)}", choose, Step)
+    return Snapshot(locate(step.version or ""), None, step.digest)
 
 
 def _start(url: str, state: dict[str, Any], error: PlanError) -> str:

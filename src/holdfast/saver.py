@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from holdfast import events
 from holdfast.engine.beside import Rest, pin_memory
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.draft import Draft, Label
+from holdfast.engine.group import Group, by_first
 from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.steady import Guard, optimizers_in
@@ -21,7 +22,7 @@ from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
 from holdfast.errors import AlreadyExists, HoldfastError
 from holdfast.format.manifest import Parent
-from holdfast.format.names import Version
+from holdfast.format.names import Version, parse_version
 from holdfast.metrics import plain
 from holdfast.policy import KeepPolicy
 from holdfast.run import Run
@@ -100,12 +101,15 @@ class Saver:
     @property
     def saved_step(self) -> int:
         """The step of ``newest``; 0 if there is none."""
-        return 0 if self.newest is None else self.newest.version.step
+        return 0 if self.newest is None else _version(self.newest).step
 
-    def measure(self, state: Any) -> None:
-        """See how much room ``state`` will need. Raises what is wrong with it."""
-        nbytes = sum(int(leaf.source.nbytes) for leaf in flatten(state).leaves)
-        nbytes += 2 * self._pool.unit
+    def measure(self, state: Any, group: Group) -> None:
+        """See how much room ``state`` will need, if the ranks share what all of them have. Raises
+        what is wrong with it."""
+        nbytes = 2 * self._pool.unit
+        for leaf in flatten(state, group.rank).leaves:
+            shared = leaf.box.sizes == leaf.shape
+            nbytes += int(leaf.source.nbytes) // (group.size if shared else 1)
         self._room = Thread(target=self._pool.reserve, args=(nbytes,), name="holdfast-room")
 
     def make_room(self) -> None:
@@ -118,11 +122,11 @@ class Saver:
                 room.start()
                 self._reserving = room
 
-    def settle(self, step: int) -> None:
+    def settle(self, step: int, group: Group) -> None:
         """Wait for the save in flight, since that of ``step`` is due. Raises what made it fail."""
         was_busy, began = self.busy, time.perf_counter()
         try:
-            self.wait()
+            self.rest(group)
         finally:
             if was_busy:
                 self._waited = time.perf_counter() - began
@@ -161,7 +165,11 @@ class Saver:
         self._rest = draft.rest  # before a thread reads it: an optimizer may step at any moment
         self._cost = cost = [time.perf_counter() - began]
         self._tally.seconds["last_blocked"] = cost[0]
-        self._pending = in_background(draft, lambda d: self._finish(d, order, cost))
+        known = Event()
+        try:
+            self._pending = in_background(draft, lambda d: self._finish(d, order, cost, known))
+        finally:
+            known.set()
 
     def _label(self, order: Order) -> Label:
         parent = self.newest
@@ -183,7 +191,7 @@ class Saver:
             self.wait()
         except Exception as e:  # noqa: BLE001  (this save may succeed where that one failed)
             earlier = e
-        saved = self.newest is not None and self.newest.version == order.version
+        saved = self.newest is not None and _version(self.newest) == order.version
         state = None if saved else boundary.state_at_boundary()
         if not saved and state is None:
             step = order.version.step
@@ -207,15 +215,16 @@ class Saver:
 
     def _base(self) -> Snapshot | None:
         """The version whose chunks the next one may refer to."""
-        base = self.newest
+        base = None if self._full_every == 1 else self.newest
         if base is None or self._full_every is None:
             return base
         # the first of so many is full, the others are its chain
         return base if base.chain + 1 < self._full_every else None
 
-    def _finish(self, draft: Draft, order: Order, cost: list[float]) -> Snapshot:
+    def _finish(self, draft: Draft, order: Order, cost: list[float], known: Event) -> Snapshot:
         """The background half: commit, then delete what is not to be kept."""
         began = time.perf_counter()
+        known.wait()  # who hears of the save may ask for it
         try:
             snapshot = finish(draft, self._writer.check)
         except BaseException as e:
@@ -226,15 +235,17 @@ class Saver:
                 self._pool.close()
         tally = self._tally
         tally.counts["saves"] += 1
-        tally.counts["bytes"] += snapshot.nbytes
-        tally.counts["referred_bytes"] += snapshot.referred_bytes
+        outcome = draft.outcome
+        tally.counts["bytes"] += outcome.nbytes
+        tally.counts["referred_bytes"] += outcome.referred
         tally.committed(draft.label.training["trained_seconds"])
         order.ended(True)
         try:
-            self._tell_structure(snapshot)
-            if tally.counts["saves"] == ENOUGH:
-                self.look_for_metrics()
-            self.run.retain(self._keep)
+            if draft.meeting.rank == 0:  # who has committed it
+                self._tell_structure(snapshot)
+                if tally.counts["saves"] == ENOUGH:
+                    self.look_for_metrics()
+                self.run.retain(self._keep)
         except HoldfastError as e:
             more = f"{order.version} is saved: it is old versions that could not be deleted"
             self._late = e.told(more, committed=str(order.version))
@@ -248,8 +259,8 @@ class Saver:
             version=str(order.version),
             step=order.version.step,
             reason=order.reason,
-            bytes=snapshot.nbytes,
-            referred=snapshot.referred_bytes,
+            bytes=outcome.nbytes,
+            referred=outcome.referred,
             blocked=cost[0],
             seconds=seconds,
             metrics=dict(draft.label.metrics),
@@ -303,6 +314,12 @@ class Saver:
         self._tally.counts["failures"] += 1
         events.emit("save_failed", run=self.run.url, step=order.version.step, error=error)
 
+    def rest(self, group: Group) -> Snapshot | None:
+        """As ``wait``, on all ranks together: where one raises, all do, so that none goes on to
+        what the others do not come to."""
+        by_first(group, f"the end of a save to {self.run.url}", lambda: True, bool, each=self.wait)
+        return self.newest
+
     def wait(self) -> Snapshot | None:
         """Wait for the save in flight and return ``newest``. Raises what made the save fail."""
         pending = self._pending
@@ -338,3 +355,10 @@ class Saver:
             self._pool.close()
         if self._reserving is not None:
             self._reserving.join()
+
+
+def _version(snapshot: Snapshot) -> Version:
+    """The version by its folder's name: the manifest, which another rank may have written, need not
+    be read for it."""
+    version = parse_version(snapshot.place.folder)
+    return snapshot.version if version is None else version

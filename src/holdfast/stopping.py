@@ -6,16 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast import events
+from holdfast.engine.agree import Agreement, Alone
+from holdfast.engine.group import Group
 from holdfast.metrics import number
 from holdfast.policy import Patience, StopWhen
 
+STOP = "stop"
+"""What the ranks agree on."""
+
 
 class Stopping:
-    """Observes the metrics of the steps, for a ``StopWhen`` or for none."""
+    """Observes the metrics of the steps, for a ``StopWhen`` or for none. Of several ranks rank 0
+    does, and all stop at a step on which they agree."""
 
-    def __init__(self, stop: StopWhen | None, run: str) -> None:
+    def __init__(self, stop: StopWhen | None, run: str, group: Group) -> None:
         self._stop = stop
         self._run = run
+        self._group = group
         self._patience = Patience()
         self._step = -1
         self.awaited = None if stop is None else stop.metric
@@ -24,17 +31,28 @@ class Stopping:
         self.stopped = False
         """Whether it has seen enough; a better value later does not take that back."""
 
-    def observe(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Look at what a step was given; the first value counts if it is given two."""
+    def observe(
+        self, metrics: Mapping[str, Any], step: int, agreement: Agreement | Alone, agreed: bool
+    ) -> None:
+        """Look at what a step was given; the first value counts if it is given two. ``agreed``:
+        whether the ranks have agreed to stop now."""
+        if self._group.rank == 0:
+            self._look(metrics, step)
+        if agreed or (self._group.size == 1 and self._patience.stopped):
+            self.stopped = True
+        elif self._patience.stopped and not self.stopped:
+            agreement.propose(STOP)
+
+    def _look(self, metrics: Mapping[str, Any], step: int) -> None:
         stop, before = self._stop, self._patience
         if stop is None or stop.metric not in metrics or step == self._step:
             return
         self.awaited, self._step = None, step
-        if self.stopped:
+        if before.stopped:
             return  # and so say the versions, also after a better value
         self._patience = stop.observe(before, number(metrics[stop.metric]))
         if self._patience.stopped:
-            self.stopped, best = True, self._patience.best
+            best = self._patience.best
             events.emit("stopped", run=self._run, step=step, metric=stop.metric, best=best)
 
     def note(self) -> dict[str, Any]:

@@ -205,6 +205,7 @@ class Board:
             todo="The process that hosts it has died or hangs, or the network is gone; what was"
             " committed before is safe. Start the job again",
             rank=None,
+            lost=True,
         )
 
     def _run(self) -> None:
@@ -292,4 +293,5 @@ class Vigil:
             todo="Look at that rank's log. Do all ranks make this call? The bounds are"
             " HOLDFAST_SILENT and HOLDFAST_STUCK (seconds)",
             rank=rank,
+            lost=True,
         )

@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from holdfast.engine import live
 from holdfast.engine.garbage import uncollected
+from holdfast.engine.group import current_group
 from holdfast.engine.samples import Samples
+from holdfast.engine.sharding import Boxed, is_spread
+from holdfast.engine.spread import PerRank, Replicated, keeps_per_rank
 from holdfast.engine.steady import (
     Guard,
+    local_of,
     modules_in,
     optimizers_in,
     owned,
@@ -130,7 +134,7 @@ class Boundary:
         names = live.parameter_names(self._state)
         try:
             with uncollected():
-                return flatten(_mapped(self._held, lambda part, _: _together(part, names), {}))
+                return flatten(_together(self._held, names), current_group().rank)
         except _Gone:
             self._gone = _OTHER
             return None
@@ -165,7 +169,7 @@ class Boundary:
         self._tensors = list(owned(self._optimizers))
         self._ids = [*map(id, self._tensors)]
         self._still = storages(self._tensors, self._modules)
-        self._owned = [t for t in self._tensors if storage(t) in self._still]
+        self._owned = [local_of(t) for t in self._tensors if storage(t) in self._still]
         self._samples = Samples(self._owned)
         self._outline = _outline(self._modules)
         self._loose = {id(m): _loose(m, self._still) for m in self._modules}
@@ -185,6 +189,11 @@ class Boundary:
             return self._copies.array(value)
         if isinstance(value, set | bytearray):
             return copy(value)
+        if isinstance(value, PerRank | Replicated):
+            return type(value)(_mapped(value.value, self._hold, self._seen, depth + 1))
+        if isinstance(value, Boxed):
+            held = self._hold(value.tensor, depth)
+            return value if held is value.tensor else replace(value, tensor=held)
         if live.is_module(value):
             return self._hold_module(value, depth)
         if live.is_optimizer(value):
@@ -196,7 +205,8 @@ class Boundary:
             groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
             return _HeldOptimizer(value, _mapped(groups, self._hold, self._seen, depth))
         if live.is_stateful(value) and not isinstance(value, type):
-            return _mapped(value.state_dict(), self._hold, self._seen, depth + 1)
+            held = _mapped(value.state_dict(), self._hold, self._seen, depth + 1)
+            return PerRank(held) if keeps_per_rank(value) else held
         return value
 
     def _hold_module(self, module: torch.nn.Module, depth: int) -> Any:
@@ -249,10 +259,15 @@ class _HeldOptimizer:
         return state
 
 
-def _together(part: Any, names: dict[int, str]) -> Any:
-    if isinstance(part, _HeldModule):
-        return part.together()
-    return part.together(names) if isinstance(part, _HeldOptimizer) else part
+def _together(held: Any, names: dict[int, str]) -> Any:
+    def put(part: Any, depth: int) -> Any:
+        if isinstance(part, PerRank | Replicated):
+            return type(part)(_together(part.value, names))
+        if isinstance(part, _HeldModule):
+            return part.together()
+        return part.together(names) if isinstance(part, _HeldOptimizer) else part
+
+    return _mapped(held, put, {})
 
 
 def _loose(module: torch.nn.Module, still: frozenset[int]) -> Members | None:
@@ -348,6 +363,8 @@ class _Copies:
         """A copy; the same one for tensors that are one, so that they stay tied. Until the mark is
         done ``t`` must live: another tensor at the same place would be taken for it."""
         pt = live.torch_or_none()
+        if is_spread(t):
+            return t.detach().clone()
         if type(t) is not pt.Tensor and type(t) is not pt.nn.Parameter:
             return t  # refused by name when the state is taken apart
         t = t.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -154,25 +154,35 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def settled(
-    place: Location, attempt: str, meeting: Meeting, made: Snapshot | None
+    place: Location,
+    attempt: str,
+    meeting: Meeting,
+    receipt: Receipt,
+    commit: Callable[[list[Receipt]], Snapshot],
 ) -> tuple[Snapshot, Outcome]:
-    """The snapshot, on all ranks, once rank 0 has ``made`` it.
+    """Hand in the receipt of this rank; the snapshot, on all ranks, once rank 0 has made it by
+    ``commit``, given those of all.
 
-    A rank that does not hear of it looks whether the manifest is there: it may be that rank 0 has
-    died right after the commit. Raises ``RankFailed``.
+    A rank that fails meanwhile calls it off. If that is too late, or it reaches nobody, it looks
+    whether the manifest is there: it may be that rank 0 has died right after the commit. Raises
+    ``RankFailed``, or what ``commit`` raises.
     """
-    outcome = None
-    if made is not None:
-        outcome = Outcome(made.digest, made.nbytes, made.referred_bytes)
+    made = outcome = None
     try:
+        receipts = meeting.gather(receipt, Receipt)
+        if receipts is not None:
+            made = commit(receipts)
+            outcome = Outcome(made.digest, made.nbytes, made.referred_bytes)
         outcome = meeting.share(outcome, Outcome)
     except RankFailed as e:
         if made is not None and outcome is not None:
             return made, outcome  # it is committed, whoever has heard of it
-        found = _own(place, attempt) if e.fields.get("lost") else None
+        if meeting.rank == 0 or meeting.call_off(e):
+            raise
+        found = _own(place, attempt)
         if found is not None:
             return found, Outcome(found.digest, found.nbytes, found.referred_bytes)
-        raise (e.told(_UNKNOWN, outcome="unknown") if e.fields.get("lost") else e) from e.__cause__
+        raise e.told(_UNKNOWN, outcome="unknown") from e.__cause__
     return made or Snapshot(place, None, outcome.digest), outcome
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from threading import Lock, local
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from holdfast.engine.board import Board, KeyValues, Patience
 from holdfast.engine.live import torch_or_none
@@ -15,6 +15,8 @@ from holdfast.engine.meeting import Alone, Assembly, Meeting
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.format.digest import digest
 from holdfast.settings import read_settings
+
+T = TypeVar("T")
 
 Choice = Any
 """Who saves or loads: None for all ranks of torch.distributed, ``"alone"`` for this process only,
@@ -34,8 +36,9 @@ class Group(Protocol):
         """What is remembered of one save for the next."""
         ...
 
-    def meet(self, what: str) -> Meeting:
-        """A meeting for ``what`` ("the save of version_500"), the same on all ranks."""
+    def meet(self, what: str, within: float | None = None) -> Meeting:
+        """A meeting for ``what`` ("the save of version_500"), the same on all ranks. ``within``:
+        seconds that each wait may take, if others than usual."""
         ...
 
 
@@ -48,7 +51,7 @@ class Solo:
     def __init__(self) -> None:
         self.memory: dict[str, Any] = {}
 
-    def meet(self, what: str) -> Meeting:
+    def meet(self, what: str, within: float | None = None) -> Meeting:
         return Alone()
 
 
@@ -63,16 +66,31 @@ class Ranks:
         self.memory: dict[str, Any] = {}
         self._numbers = count(1) if numbers is None else numbers
 
-    def meet(self, what: str) -> Meeting:
+    def meet(self, what: str, within: float | None = None) -> Meeting:
         if self.size == 1:
             return Alone()
         self.board.start()
-        return Assembly(self.board, self.size, str(self.number()), what)
+        return Assembly(self.board, self.size, str(self.number()), what, within)
 
     def number(self) -> int:
         """The next number of what these ranks do together, by which their keys differ. All ranks
         ask in the same order, from the thread that trains."""
         return next(self._numbers)
+
+
+def by_first(
+    group: Group, what: str, do: Callable[[], T], kind: type[T], each: Callable[[], object] = bool
+) -> T:
+    """What ``do`` gives on rank 0, on all ranks, once ``each`` has been called on every one. Where
+    one of them raises, all do."""
+    meeting = group.meet(what)
+    try:
+        with meeting:
+            each()
+            meeting.gather(True, bool)
+            return meeting.share(do() if meeting.rank == 0 else None, kind)
+    finally:
+        meeting.close()
 
 
 _alone = Solo()
@@ -149,7 +167,7 @@ def _of_torch(torch: Any, ranks: Sequence[int]) -> Ranks:
 
 def _connected(torch: Any, store: Any, name: str) -> KeyValues:
     """The store by a connection of its own, where it can give one."""
-    if type(store).__name__ == "FakeStore":
+    if torch.distributed.get_backend() == "fake":
         raise Unsupported(
             "torch.distributed runs with a fake process group, whose ranks are not there",
             todo='Save with group="alone", or initialise a real process group',

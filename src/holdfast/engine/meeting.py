@@ -33,7 +33,7 @@ _ALIKE = (PlanError, CommitError, FormatError, AlreadyExists, NotFound)
 
 class Meeting(Protocol):
     """All ranks call the same methods in the same order. Used as a context, also several times: an
-    error in it is told to the others."""
+    error in it is told to the others, and closes it."""
 
     @property
     def rank(self) -> int: ...
@@ -50,6 +50,16 @@ class Meeting(Protocol):
 
     def share(self, value: T | None, kind: type[T]) -> T:
         """Rank 0 gives a value, and every rank gets it."""
+        ...
+
+    def decide(self) -> None:
+        """On rank 0, right before what cannot be taken back. Raises what another rank has failed
+        by; none that fails from now on calls anything off."""
+        ...
+
+    def call_off(self, error: BaseException) -> bool:
+        """Tell the others what this rank has failed by. True if nothing is decided, nor will be;
+        False if it may be, or nobody can be told."""
         ...
 
     def advance(self) -> None:
@@ -83,8 +93,12 @@ class Alone:
             raise ValueError("the only rank is rank 0, which gives the value")
         return value
 
+    def decide(self) -> None: ...
     def advance(self) -> None: ...
     def close(self) -> None: ...
+
+    def call_off(self, error: BaseException) -> bool:
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +108,8 @@ class Alone:
 
 class Assembly:
     """The meeting of several ranks, over their ``Board``. ``what`` is done: two ranks that do
-    different things find that out at once. ``name``: of its keys, the same on all ranks."""
+    different things find that out at once. ``name``: of its keys, the same on all ranks; ``within``:
+    seconds that each wait may take at most, if others than those of ``Patience``."""
 
     def __init__(
         self,
@@ -102,6 +117,7 @@ class Assembly:
         size: int,
         name: str,
         what: str,
+        within: float | None = None,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self.rank = board.rank
@@ -109,9 +125,13 @@ class Assembly:
         self.what = what
         self._board = board
         self._name = name
+        self._within = within
         self._pause = pause
         self._turn = 0
         self._heard: BaseException | None = None
+        self._decided = False
+        self._given: list[str] = []
+        self._closed = False
         self._longest = 0.01 + size * 2e-5  # so that the store is not asked all the time by all
 
     # -- the turns -------------------------------------------------------------------------------
@@ -150,11 +170,13 @@ class Assembly:
 
     def _put(self, key: str, value: Any) -> None:
         self._listen()
+        self._given.append(key)
         self._board.put(key, msgspec.msgpack.encode((self.what, value)))
 
     def _take(self, sender: int, key: str, kind: type[T], keep: bool = False) -> T:
         raw = self._board.look(key, take=not keep)
         if raw is None:
+            self._listen()
             raise RankFailed(f"What rank {sender} has said of {self.what} is gone", rank=sender)
         what, value = msgspec.msgpack.decode(raw, type=tuple[str, msgspec.Raw])
         if what != self.what:
@@ -174,6 +196,7 @@ class Assembly:
         """Until these ranks have put what they have to. Raises what one of them has failed by."""
         waited = keys[1:] if len(keys) > 1 else keys
         vigil = Vigil(self._board, self.what)
+        end = None if self._within is None else self._board.clock() + self._within
         look_at, delay = self._board.clock() + min(1.0, self._board.patience.silent / 4), 0.0002
         while not self._board.there(waited):
             self._listen()
@@ -184,17 +207,38 @@ class Assembly:
                 lost = vigil.lost([r for r, key in pairs if not self._board.there([key])])
                 if lost is not None:
                     raise lost
+            if end is not None and self._board.clock() >= end:
+                pairs = zip(ranks, waited, strict=True)
+                rank = next((r for r, key in pairs if not self._board.there([key])), ranks[0])
+                raise vigil.error(rank, "", f"it within {self._within:g} s", "that it has not come")
             self._pause(delay)
             delay = min(delay * 1.5, self._longest)
 
     def _listen(self) -> None:
         """Raise what another rank has failed by, if one has."""
-        text = self._board.claimed(f"{self._name}/failed")
-        if text is not None:
+        self._hear(self._board.claimed(f"{self._name}/failed"))
+
+    def _hear(self, text: str | None) -> None:
+        if text is not None and text != _DECIDED:
             self._heard = _raised(text, self.rank, self.what)
             raise self._heard
 
     # -- the end ---------------------------------------------------------------------------------
+
+    def decide(self) -> None:
+        self._hear(self._board.claim(f"{self._name}/failed", _DECIDED))
+        self._decided = True
+
+    def call_off(self, error: BaseException) -> bool:
+        if self._heard is not None:
+            return True
+        self._heard = error
+        told, before = _told(error, self.rank, self._decided), _DECIDED if self._decided else ""
+        try:
+            return self._board.claim(f"{self._name}/failed", told, before) != _DECIDED
+        except RankFailed as unheard:
+            error.add_note(f"The other ranks could not be told: {unheard}")
+            return False
 
     def advance(self) -> None:
         self._board.advance()
@@ -203,23 +247,37 @@ class Assembly:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._heard is None:
-            self._heard = error
-            try:
-                self._board.claim(f"{self._name}/failed", _told(error, self.rank))
-            except RankFailed as unheard:
-                error.add_note(f"The other ranks could not be told: {unheard}")
+        if error is not None:
+            self.call_off(error)
+            self.close()
 
     def close(self) -> None:
-        """The last to leave takes away what is left of it."""
+        """Who has failed takes back what it has said, the last to leave what is left of it."""
+        closed, self._closed = self._closed, True
+        if closed:
+            return
         try:
+            for key in self._given if self._heard is not None else ():
+                self._board.look(key, take=True)
             if self._board.count(f"{self._name}/left") < self.size:
                 return
             for turn in range(1, self._turn + 1):
                 self._board.look(f"{self._name}/{turn}/0", take=True)
+            if self._heard is not None:
+                self._clear()
             self._board.forget([f"{self._name}/left", f"{self._name}/failed"])
         except RankFailed:
             return  # the store is gone, and all that is in it
+
+    def _clear(self) -> None:
+        """Take away what was given and not taken, since the meeting has failed. Of the turns that
+        this rank has not come to, something is left of each."""
+        turn, found = 0, True
+        while found or turn < self._turn:
+            turn += 1
+            keys = [f"{self._name}/{turn}/{rank}" for rank in range(self.size)]
+            taken = [self._board.look(key, take=True) for key in keys]  # all, also after the first
+            found = any(note is not None for note in taken)
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -237,9 +295,12 @@ class Told(msgspec.Struct, frozen=True):
 
 _LONGEST = 4000
 
+_DECIDED = "decided"
+"""Stands where an error would, once rank 0 has decided: who comes first has its way."""
 
-def _told(error: BaseException, rank: int) -> str:
-    fields: dict[str, Any] = {}
+
+def _told(error: BaseException, rank: int, decided: bool) -> str:
+    fields: dict[str, Any] = {"outcome": "unknown"} if decided else {}
     said: list[Any] = [str(error), None, None, None]
     if isinstance(error, HoldfastError):
         plain = (str, int, float, bool, type(None))

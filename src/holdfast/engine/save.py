@@ -157,18 +157,20 @@ def finish(draft: Draft, fence: Callable[[], object] = bool) -> Snapshot:
             if draft.rest is not None:
                 _stage_rest(draft, draft.rest)
             with held(place, draft.attempt, draft.base, meeting) as base:
-                receipts = meeting.gather(write_part(draft, base), Receipt)
-                made = None
-                if receipts is not None:
+                receipt = write_part(draft, base)
+
+                def commit(receipts: list[Receipt]) -> Snapshot:
                     shards = check_receipts(place, receipts, meeting.size)
                     manifest = draft.manifest(shards, 1 if base is None else base.chain + 1)
                     fence()
-                    made = put_manifest(place, manifest, draft.dealt.plan)
-                snapshot, outcome = settled(place, draft.attempt, meeting, made)
+                    meeting.decide()  # a rank that fails before this one keeps it from being made
+                    return put_manifest(place, manifest, draft.dealt.plan)
+
+                snapshot, draft.outcome = settled(place, draft.attempt, meeting, receipt, commit)
     finally:
         abandon(draft)
     seconds = time.perf_counter() - draft.began
-    events.emit("committed", url=snapshot.url, bytes=outcome.nbytes, seconds=seconds)
+    events.emit("committed", url=snapshot.url, bytes=draft.outcome.nbytes, seconds=seconds)
     return snapshot
 
 

@@ -158,9 +158,15 @@ def storages(tensors: Iterable[torch.Tensor], modules: Sequence[torch.nn.Module]
 def storage(t: torch.Tensor) -> int:
     """Where a tensor's storage begins; 0 if it has no memory that can be named."""
     try:
-        return t.untyped_storage().data_ptr()
+        return local_of(t).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
         return 0  # sparse, a wrapper subclass, not materialised: nothing holds still there
+
+
+def local_of(t: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor: of a DTensor its local part."""
+    local: torch.Tensor = getattr(t, "_local_tensor", t)
+    return local
 
 
 def found_in(value: Any, kind: type[Any]) -> Iterator[Any]:
