@@ -68,14 +68,19 @@ def recut(snapshot: Snapshot, place: Location, layout: Layout, shards: int) -> S
     for key, (dtype, shape) in snapshot.leaves.items():
         for n, box in layout(key, shape):
             held[n].append(Holding(key, dtype, shape, box))
-    made = [_write(snapshot, place, n, attempt, held) for n in range(shards)]
+    values = {key: elements(snapshot, key) for key in snapshot.leaves}
+    made = [_write(values, place, n, attempt, held) for n in range(shards)]
     manifest = replace(snapshot.manifest, attempt=attempt, shards=made)
     place.store.put_if_absent(place.key(MANIFEST), encode_manifest(manifest)[0])
     return open_at(place)
 
 
 def _write(
-    snapshot: Snapshot, place: Location, n: int, attempt: str, held: list[list[Holding]]
+    values: dict[str, np.ndarray],
+    place: Location,
+    n: int,
+    attempt: str,
+    held: list[list[Holding]],
 ) -> Shard:
     holdings = held[n]
     header = build_header(whole_entries(holdings))
@@ -84,7 +89,7 @@ def _write(
     for h in holdings:
         leaf = leaves.setdefault(h.key, Leaf(h.key, h.dtype, h.shape, []))
         leaf.boxes.append(BoxAt(h.box.offsets, h.box.sizes, len(raw)))
-        raw += elements(snapshot, h.key)[h.box.slices((0,) * len(h.shape))].tobytes()
+        raw += values[h.key][h.box.slices((0,) * len(h.shape))].tobytes()
     ends = cuts.tolist()
     digests = [digest(bytes(raw[a:b])) for a, b in zip([0, *ends], ends, strict=False)]
     name = shard_name(n, len(held), attempt)

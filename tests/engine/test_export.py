@@ -24,6 +24,7 @@ from tests.trainings import flip
 from torch import nn
 
 import holdfast
+from holdfast.engine import pin
 from holdfast.engine.export import Export, export_place, plan_export, write_export
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot
@@ -36,6 +37,7 @@ from holdfast.errors import (
     StoreError,
     Unsupported,
 )
+from holdfast.format import names
 from holdfast.policy import EverySteps
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -173,17 +175,17 @@ def training() -> Snapshot:
 def test_the_model_is_meant_unless_another_part_is_named(
     training: Snapshot, tmp_path: Path
 ) -> None:
-    def names(**how: Any) -> list[str]:
+    def chosen(**how: Any) -> tuple[list[str], str]:
         plan = plan_export(training, "safetensors", **how)
         return [k for f in plan.files for k in f.keys], plan.root
 
     model = ["model/bias", "model/weight"]
-    assert names() == (model, "model")
-    assert names(root="model") == names(root="/model/") == names()
-    assert names(keys=["model"]) == (model, "")
-    assert names(keys=["**/weight"], root="model") == (["model/weight"], "model")
-    assert len(names(root="/")[0]) == len(names(root="")[0]) == len(names(keys=["**"])[0]) == 9
-    assert names(root="n") == (["n/1"], "n")
+    assert chosen() == (model, "model")
+    assert chosen(root="model") == chosen(root="/model/") == chosen()
+    assert chosen(keys=["model"]) == (model, "")
+    assert chosen(keys=["**/weight"], root="model") == (["model/weight"], "model")
+    assert len(chosen(root="/")[0]) == len(chosen(root="")[0]) == len(chosen(keys=["**"])[0]) == 9
+    assert chosen(root="n") == (["n/1"], "n")
     assert sorted(exported(training, tmp_path / "a")) == ["bias", "weight"]
     assert "model/weight" in exported(training, tmp_path / "b", root="/")
     assert sorted(exported(training, tmp_path / "c", root="optimizer/state/model.weight")) == [
@@ -270,8 +272,8 @@ def test_shards_of_a_hugging_face_checkpoint(
     tmp_path: Path, sizes: list[int], most: int, expected: list[list[int]]
 ) -> None:
     """As ``huggingface_hub`` splits: checked against its 1.33 when this was written."""
-    names = "zyxwvu"
-    model = {names[i]: torch.full((n,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
+    letters = "zyxwvu"
+    model = {letters[i]: torch.full((n,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
     plan = export({"model": model}, "hf", tmp_path, shard_size=most)
     if len(expected) == 1:
         assert os.listdir(tmp_path) == ["model.safetensors"]
@@ -286,7 +288,7 @@ def test_shards_of_a_hugging_face_checkpoint(
     assert list(index["weight_map"]) == list(model)
     for file, members in zip(files, expected, strict=True):
         loaded = st.load_file(tmp_path / file)
-        assert set(loaded) == {names[i] for i in members}
+        assert set(loaded) == {letters[i] for i in members}
         for name, tensor in loaded.items():
             assert index["weight_map"][name] == file
             assert torch.equal(tensor, model[name])
@@ -353,7 +355,9 @@ def test_numpy_becomes_torch_and_python(tmp_path: Path) -> None:
     state |= {"c": np.complex64(1j), "u": np.arange(3, dtype=np.uint16), "d": {np.int64(7): 1}}
     expected = {"f": float(np.float32(0.1)), "i": -3, "b": True, "a": torch.ones(2, 0, 3).double()}
     expected |= {"c": 1j, "u": torch.tensor([0, 1, 2], dtype=torch.uint16), "d": {7: 1}}
-    same(expected, torched(state, tmp_path))
+    back = torched(state, tmp_path)
+    same(expected, back)
+    assert back["a"].stride() == expected["a"].stride()
 
 
 def test_module_metadata_goes_along(tmp_path: Path) -> None:
@@ -487,6 +491,25 @@ def test_progress_tells_every_byte(tmp_path: Path) -> None:
         assert sum(told) == plan.nbytes > 1_200_000
 
 
+def test_a_version_is_pinned_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin, "WORTH", 0)
+    store = MemoryStore()
+    holdfast.save(store.at("version_1"), {"model": {"w": torch.ones(100)}}, step=1)
+    snapshot = holdfast.Run(store).latest()
+    assert snapshot is not None
+    kept: list[list[str]] = []
+
+    def look(nbytes: int) -> None:
+        kept.append([s.key for s in store.list("") if names.parse_pin(s.key)])
+
+    plan = plan_export(snapshot, "safetensors")
+    write_export(snapshot, plan, export_place(str(tmp_path), "safetensors")[0], look)
+    assert [len(k) for k in kept] == [1]
+    assert not [s.key for s in store.list("") if names.parse_pin(s.key)]
+
+
 # -- where it goes --------------------------------------------------------------------------------
 
 
@@ -592,6 +615,7 @@ MEASURE = """
 import sys, holdfast
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
+from holdfast.engine import pin
 from holdfast.engine.export import export_place, plan_export, write_export
 if sys.argv[2] == "torch":
     import torch  # its own memory is not counted
@@ -613,11 +637,11 @@ print((memory("VmHWM") - before) >> 20)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_state() -> None:
-    """Half a gigabyte in two tensors, one of them cut by columns over three shards."""
+    """A tensor of 256 MiB cut by columns, one of 128 MiB by rows, over three shards."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         state = {"model": {"a": np.zeros((1 << 13, 1 << 13), np.float32)}}
         state["model"]["a"][::100] = np.arange(1 << 13)
-        state["model"]["b"] = state["model"]["a"].copy()
+        state["model"]["b"] = state["model"]["a"][::2].copy()
         whole = holdfast.save(f"{folder}/version_1", state)
         del state
 
