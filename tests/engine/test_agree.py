@@ -140,8 +140,9 @@ def dying(seed: int, at: int) -> bool:
     return victim.dead
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_at_any_call_is_missed_and_nobody_raises(lost: list[str]) -> None:
-    for seed in range(6):
+    for seed in range(4):
         at = 1
         while dying(seed, at):
             at += 1
@@ -178,9 +179,10 @@ def without_store(seed: int, at: int) -> tuple[bool, bool]:
     return True, any(rank.raised for rank in world.ranks)
 
 
+@pytest.mark.slow
 def test_where_the_store_dies_a_rank_acts_with_the_others_or_raises_once(lost: list[str]) -> None:
     raised = 0
-    for seed in range(6):
+    for seed in range(4):
         at = 1
         while (outcome := without_store(seed, at))[0]:
             raised += outcome[1]

@@ -170,7 +170,8 @@ def test_a_mistake_in_the_thread_is_told_and_does_not_hold_up_the_training(lost:
         agree.close()
 
 
-def test_closing_twice_and_asking_afterwards_do_no_harm(lost: Any) -> None:
+@pytest.mark.parametrize("_", range(8))
+def test_closing_twice_and_asking_afterwards_do_no_harm(_: int, lost: Any) -> None:
     with FakeGroup(2) as group:
         agrees = [Agreement(r, "run", QUICK) for r in group.ranks]
         agrees[0].close()

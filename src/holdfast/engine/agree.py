@@ -84,8 +84,11 @@ class Agreement:
     def _watch(self) -> None:
         rounds = self._rounds
         try:
-            while rounds.over is None:
-                self._hear(rounds.turn())
+            while True:
+                pause = rounds.turn()
+                if rounds.over is not None:
+                    break
+                self._hear(pause)
         except Exception as e:  # noqa: BLE001  (top of a thread: told, and raised at a shut gate)
             rounds.break_off(e)
         told: set[str] = set()
@@ -135,7 +138,9 @@ class Alone:
 
 def agreement(group: Group, name: str) -> Agreement | Alone:
     """The ``Agreement`` of a group. A call of all its ranks."""
-    return Agreement(group, name) if isinstance(group, Ranks) else Alone()
+    if isinstance(group, Ranks) and group.size > 1:
+        return Agreement(group, name)
+    return Alone()
 
 
 class Round(msgspec.Struct, frozen=True):
