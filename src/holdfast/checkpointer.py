@@ -264,7 +264,7 @@ class Checkpointer:
         return newest
 
     def save_on_signal(self, number: int) -> None:
-        """Let a signal such as ``signal.SIGUSR1`` ask for a save, as ``holdfast request-save`` does,
+        """Let a signal such as ``signal.SIGUSR1`` ask for a save, like ``holdfast request-save``,
         until ``close``. A handler that was there before is called as well."""
         self._refuse_closed()
         self._watcher.on_signal(number)

@@ -153,6 +153,10 @@ class Outcome(msgspec.Struct, frozen=True):
     referred: int
 
 
+UNKNOWN = Outcome("", 0, 0)
+"""Before there is one."""
+
+
 def settled(
     place: Location,
     attempt: str,

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast import __version__
 from holdfast.engine import pin
 from holdfast.engine.beside import Rest
-from holdfast.engine.commit import Outcome
+from holdfast.engine.commit import UNKNOWN, Outcome
 from holdfast.engine.deal import Dealt
 from holdfast.engine.location import Location
 from holdfast.engine.meeting import Meeting
@@ -58,7 +58,7 @@ class Draft:
     began: float
     staged: float = 0.0
     rest: Rest | None = None
-    outcome: Outcome = Outcome("", 0, 0)
+    outcome: Outcome = UNKNOWN
 
     @property
     def attempt(self) -> str:

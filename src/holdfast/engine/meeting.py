@@ -108,8 +108,8 @@ class Alone:
 
 class Assembly:
     """The meeting of several ranks, over their ``Board``. ``what`` is done: two ranks that do
-    different things find that out at once. ``name``: of its keys, the same on all ranks; ``within``:
-    seconds that each wait may take at most, if others than those of ``Patience``."""
+    different things find that out at once. ``name``: of its keys, the same on all ranks;
+    ``within``: seconds that each wait may take at most, if others than those of ``Patience``."""
 
     def __init__(
         self,
