@@ -25,6 +25,7 @@ import holdfast
 from holdfast.engine.foreign import read_foreign, save_foreign, take_apart
 from holdfast.engine.foreign_state import arrange
 from holdfast.engine.location import locate
+from holdfast.engine.mapped import Mapped, zip_records
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, Unsupported
 
 pytestmark = [
@@ -163,6 +164,20 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
             opened.writestr(name, data)
     with pytest.raises(Unsupported, match="compressed"):
         read_foreign(str(tmp_path / "small"))
+
+
+def test_a_record_does_not_reach_into_the_next(tmp_path):
+    """As it could if nobody looked: a record without a CRC, and a list that says it is longer."""
+    with zipfile.ZipFile(tmp_path / "x", "w") as opened:
+        opened.writestr("x/data.pkl", "abc")
+        crc = struct.pack("<L", opened.infolist()[0].CRC)
+    raw = (tmp_path / "x").read_bytes().replace(crc, bytes(4))
+    (tmp_path / "y").write_bytes(raw + raw)
+    assert zip_records(Mapped(str(tmp_path / "y")), 0, len(raw))["data.pkl"].stop == 43
+    longer = raw.replace(struct.pack("<LL", 3, 3), struct.pack("<LL", 999, 999))
+    (tmp_path / "y").write_bytes(longer + longer + bytes(999))
+    with pytest.raises(FormatError, match="up to byte"):
+        zip_records(Mapped(str(tmp_path / "y")), 0, len(longer))
 
 
 # -- nothing is run ------------------------------------------------------------------------------
