@@ -79,6 +79,7 @@ class Wire:
             self._rank.before()
             made = call(*given)
             self._rank.after()
+            self._rank.cut_off()
             return made
 
         return do
@@ -99,6 +100,7 @@ class Rank:
         self.dead = False
         self.closed = False
         self.dies_at = -1
+        self.cut_off_at = -1
         self.turning = False
 
     def before(self) -> None:
@@ -112,6 +114,11 @@ class Rank:
             self.world.meanwhile()
         if self.dead or self.world.store_dead:
             raise ConnectionError("killed by a test")
+
+    def cut_off(self) -> None:
+        """Its connection is lost, and the last answer with it; its training goes on."""
+        if -1 < self.cut_off_at <= self.calls:
+            raise ConnectionError("cut off by a test")
 
     def step(self, last: int = 10**9) -> bool:
         """One step of the training, if it is not held up, and not at its end."""

@@ -192,6 +192,44 @@ def test_where_the_store_dies_a_rank_acts_with_the_others_or_raises_once(lost: l
     assert lost
 
 
+def cut_off(seed: int, at: int) -> tuple[bool, bool]:
+    """A rank loses its connection at a call. Whether it came to that, and whether it has raised."""
+    world = World(3, seed)
+    victim = world.ranks[seed % 3]
+    victim.cut_off_at = victim.calls + at
+    proposals(world, 3, 12)
+    world.run(60)
+    world.chance = 0
+    for _ in range(100):
+        world.finish(max(rank.steps for rank in world.ranks) + 50)
+        if not any(rank.agreement.waits() for rank in world.ranks if rank is not victim):
+            break
+        world.wait(5)
+    world.finish(max(rank.steps for rank in world.ranks) + 50)
+    assert len({rank.steps for rank in world.ranks}) == 1
+    one, two = (rank for rank in world.ranks if rank is not victim)
+    assert one.history == two.history
+    assert not one.raised
+    assert not two.raised
+    assert len(victim.raised) <= 1
+    for entry in one.history:
+        assert entry in victim.history or victim.raised == [entry[0]], (seed, at)
+    assert all(entry in one.history for entry in victim.history)
+    return victim.calls >= victim.cut_off_at, bool(victim.raised)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_cut_off_acts_with_the_others_or_raises_once(lost: list[str]) -> None:
+    raised = 0
+    for seed in range(4):
+        at = 1
+        while (outcome := cut_off(seed, at))[0]:
+            raised += outcome[1]
+            at += 1
+        assert at > 15
+    assert raised > 4
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_who_asks_again_and_again_gets_it_after_each_asking(seed: int, lost: list[str]) -> None:
     world = World(SIZES[seed % 3], seed)
