@@ -31,7 +31,10 @@ def archive(records: list[tuple[str, bytes]]) -> bytes:
 names = st.text("abc/é日", min_size=1, max_size=9)
 
 
-@given(st.dictionaries(names, st.binary(max_size=200), max_size=6))
+sizes = st.one_of(st.binary(max_size=200), st.just(bytes(70_000)))
+
+
+@given(st.dictionaries(names, sizes, max_size=6))
 def test_every_record_comes_back(records: dict[str, bytes]) -> None:
     raw = archive(list(records.items()))
     with zipfile.ZipFile(io.BytesIO(raw)) as found:
@@ -46,6 +49,8 @@ def test_records_are_aligned_and_the_file_is_always_the_same(several: list[bytes
     records = [(str(i), raw) for i, raw in enumerate(several)]
     made = lay_out((name, len(raw)) for name, raw in records)
     assert not any(begin % 64 for begin in made.begins)
+    large = lay_out([*((name, len(raw)) for name, raw in records), ("large", 1 << 16), ("x", 1)])
+    assert large.begins[-2] % 4096 == 0
     assert archive(records) == archive(records)
 
 

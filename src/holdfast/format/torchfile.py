@@ -1,10 +1,11 @@
 """The file that ``torch.save`` writes: a zip archive, nothing compressed. No data passes here.
 
 ``archive/data.pkl`` is the pickled object, ``archive/data/N`` the bytes of storage N. Each record
-begins at a multiple of 64, so that ``torch.load(mmap=True)`` gives aligned tensors; what fills up
-is an extra field of the record's header. (PyTorch, notes on serialization; the zip format: PKWARE's
-APPNOTE.) Where a record's bytes lie is known before there are any, so they can be written in any
-order by any thread; only the headers, which hold checksums, come last.
+begins at a multiple of 64, so that ``torch.load(mmap=True)`` gives aligned tensors, a larger one
+of 4,096, so that it can be written past the page cache; what fills up is an extra field of the
+record's header, as in PyTorch's own files. Where a record's bytes lie is known before there are
+any, so they can be written in any order by any thread; only the headers, which hold checksums,
+come last. (PyTorch, notes on serialization; the zip format: PKWARE's APPNOTE.)
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from holdfast.words import ALIGNMENT, KIB
+
 ROOT = "archive/"
 
-_ALIGNMENT = 64
+_SMALL = 64
+_LARGE_FROM = 64 * KIB
 _LIMIT = 0xFFFFFFFF
 """What does not fit into 32 bits stands in an extra field (zip64)."""
 _UTF8 = 0x0800
@@ -79,7 +83,8 @@ def lay_out(records: Iterable[tuple[str, int]]) -> Archive:
         names.append(name)
         lengths.append(length)
         heads.append(at)
-        begins.append(-(-bare // _ALIGNMENT) * _ALIGNMENT)
+        unit = _SMALL if length < _LARGE_FROM else ALIGNMENT
+        begins.append(-(-bare // unit) * unit)
         at = begins[-1] + length
     made = Archive(tuple(names), tuple(lengths), tuple(heads), tuple(begins), 0)
     whole = at + len(made._directory([0] * len(names)))
