@@ -237,11 +237,12 @@ class _Chair:
             told = msgspec.msgpack.decode(details[r].tree, type=Tree)
             self._trees[headers[r].tree] = told.tree
             self._unions.update(told.unions)
-        if asked.values:
-            self._compare({r: details[r].values for r in asked.values})
-        if asked.offers:
+        if asked.offers:  # first: where shapes differ, elements do too
             kinds = {headers[r].structure: Offer.from_bytes(details[r].offer) for r in asked.offers}
             self.plan = plan_write([kinds[h.structure] for h in headers])
+        if asked.values:
+            self._compare({r: details[r].values for r in asked.values})
+        if asked.offers and self.plan is not None:
             _remember(self._plans, self._id, self.plan)
 
     def _compare(self, told: Mapping[int, bytes]) -> None:

@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.format.names import join
 
 SHOWN = 20
 """Most keys that one error message names."""
+
+_LONGEST = 60
+"""Characters of a node that it shows."""
 
 Ranks = tuple[int, ...]
 Version = tuple[Any, Ranks]
@@ -55,6 +60,8 @@ class _Merger:
             return self._same(nodes, key)
         if not all(type(n) is dict and next(iter(n), None) == tag for n, _ in nodes):
             return self._same(nodes, key)
+        if any(n.get("of") != first.get("of") for n, _ in nodes):
+            return self._same(nodes, key)
         if tag in ("list", "tuple"):
             return {tag: self._sequence([(n[tag], r) for n, r in nodes], key)}
         return self._dict(tag, nodes, key)
@@ -81,7 +88,10 @@ class _Merger:
                 members.setdefault(same, []).append((child, ranks))
         # a key tells members apart that are equal as text, by their place: as in the whole
         made = {tag: [[n, None] for n in names.values()] if tag == "items" else names}
-        keys = [k for _, _, k in tree.children({**made, "of": "dict"}, key)]
+        several = tree.children({**made, "of": "dict"}, key)
+        keys = [k for _, _, k in several]
+        if tag == "items" and not _one_order(nodes, several, key):
+            self.differences[key] = nodes
         merged = [self.merge(m, k) for m, k in zip(members.values(), keys, strict=True)]
         whole: dict[str, Any] = {
             tag: [list(p) for p in zip(names.values(), merged, strict=True)]
@@ -108,6 +118,17 @@ class _Merger:
         ]
 
 
+def _one_order(nodes: Sequence[Version], whole: Sequence[tuple[Any, Any, str]], key: str) -> bool:
+    """Whether the members of a dict have one key on all ranks, and different names in the whole:
+    1 and True are the same name, 1 and "1" are not, but have keys made of their places."""
+    placed = {(type(name), name): k for name, _, k in whole}
+    return len({name for name, _, _ in whole}) == len(whole) and all(
+        placed[type(name), name] == k
+        for node, _ in nodes
+        for name, _, k in tree.children(node, key)
+    )
+
+
 def _same(a: Any, b: Any) -> bool:
     """Whether two nodes say the same: 1, 1.0 and true are three things, -0.0 is not 0.0."""
     if type(a) is not type(b):
@@ -122,10 +143,10 @@ def _same(a: Any, b: Any) -> bool:
 def _differ(differences: Mapping[str, list[Version]]) -> PlanError:
     lines = []
     for key, nodes in list(differences.items())[:SHOWN]:
-        sides: dict[str, list[int]] = {}
+        sides: dict[str, tuple[str, list[int]]] = {}
         for node, ranks in nodes:
-            sides.setdefault(tree.shown(node), []).extend(ranks)
-        told = [f"{said} on {named(sorted(r))}" for said, r in list(sides.items())[:4]]
+            sides.setdefault(repr(node), (_said(node), []))[1].extend(ranks)
+        told = [f"{said} on {named(sorted(r))}" for said, r in list(sides.values())[:4]]
         lines.append(f"{key}: " + ", ".join(told) + (", ..." if len(sides) > 4 else ""))
     more = len(differences) - len(lines)
     return PlanError(
@@ -136,6 +157,17 @@ def _differ(differences: Mapping[str, list[Version]]) -> PlanError:
         " same but is not in holdfast.Replicated, which takes the first rank's",
         leaves=tuple(differences),
     )
+
+
+def _said(node: Any) -> str:
+    """A node in words."""
+    if type(node) is not dict:
+        return tree.shown(node)
+    tag, body = next(iter(node.items()))
+    if tag in ("own", "first"):
+        return {"own": "a PerRank", "first": "a Replicated"}[tag]
+    text = msgspec.json.encode(body).decode()
+    return f"{tag} {text[:_LONGEST]}" + ("..." if len(text) > _LONGEST else "")
 
 
 def named(ranks: Sequence[int]) -> str:

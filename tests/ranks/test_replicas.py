@@ -1,0 +1,336 @@
+"""What several ranks hold: equal to the last bit it is stored once, else an error names it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast import Boxed, PerRank, Replicated
+from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
+from holdfast.words import UNIT
+
+from ..engine.states import TORCH_DTYPES, clone, random_tensor, same
+from .acting import as_ranks, floats, loaded, refused, saved
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+
+NAN = float("nan")
+
+
+def bits(*words):
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def flipped(tensor, byte=-1):
+    """The tensor with one bit another."""
+    other = tensor.clone(memory_format=torch.contiguous_format)
+    other.view(-1).view(torch.uint8)[byte] ^= 1
+    return other
+
+
+# -- tensors -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 6),
+    st.sampled_from(TORCH_DTYPES),
+    st.lists(st.integers(1, 9), max_size=3).map(tuple),
+    st.data(),
+)
+def test_one_bit_on_one_rank_is_an_error_on_all_that_names_it(size, dtype, shape, data):
+    whole = random_tensor(dtype, shape, 1)
+    torn = data.draw(st.integers(0, size - 1))
+    byte = data.draw(st.integers(0, whole.nbytes - 1))
+    states = as_ranks(size, lambda r: {"other": floats(1), "m": {"w": whole.clone()}})
+    states[torn]["m"]["w"] = flipped(whole, byte)
+    e = refused(PlanError, *states)
+    assert e.leaves == ("m/w",)
+    others = [r for r in range(size) if r != torn]
+    assert f"rank {torn}" in str(e)
+    if size > 2:
+        assert f"ranks {', '.join(map(str, others))}" in str(e)
+    assert "other" not in e.found.replace("other than", "")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (floats(0.0), floats(-0.0)),
+        (bits(0x7FC00000), bits(0x7FC00001)),  # NaNs
+        (bits(0x7FC00000), bits(-0x400000)),
+        (np.zeros(3), -np.zeros(3)),
+        (np.array([("a", 1)], dtype="U3,i4"), np.array([("b", 1)], dtype="U3,i4")),
+        (b"x" * 5000, b"x" * 4999 + b"y"),
+        (torch.zeros(UNIT + 1, dtype=torch.uint8), flipped(torch.zeros(UNIT + 1).byte())),
+        (torch.zeros(3, UNIT, dtype=torch.uint8), flipped(torch.zeros(3, UNIT).byte(), UNIT)),
+        (torch.eye(300).t()[1:], flipped(torch.eye(300).t()[1:])),
+        (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_what_differs_by_a_bit(one, other):
+    e = refused(PlanError, {"a": {"b": one}}, {"a": {"b": one}}, {"a": {"b": other}})
+    assert e.leaves[0].startswith("a/b")
+    assert "ranks 0, 1" in str(e)
+    assert "rank 2" in str(e)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        floats(NAN, float("inf"), -0.0),
+        bits(0x7FC00001, -0x400001),
+        np.array([NAN, -0.0]),
+        torch.empty(0, 3),
+        floats(1)[0],
+        torch.eye(3).to_sparse(),
+        torch.zeros(2 * UNIT + 3, dtype=torch.uint8),
+        b"x" * 5000,
+        bytearray(b""),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_what_is_the_same_is_written_once(value):
+    store = saved(*as_ranks(3, lambda r: {"a": clone(value), "b": [clone(value)]}))
+    same({"a": value, "b": [value]}, holdfast.load(store))
+
+
+def test_strides_are_not_compared():
+    whole = torch.arange(70_000.0).reshape(700, 100)
+    turned = whole.t().contiguous().t()
+    apart = torch.zeros(700, 200)[:, ::2].copy_(whole)
+    assert torch.equal(
+        holdfast.load(saved(*[{"w": w} for w in (whole, turned, apart)]))["w"], whole
+    )
+    e = refused(PlanError, {"w": whole}, {"w": whole + 1}, {"w": flipped(turned)})
+    assert "rank 0, other than on rank 1, other than on rank 2" in str(e)
+
+
+def test_only_ranks_that_have_a_tensor_are_compared():
+    """Stages: what some lack does not hide what others have differently."""
+    same_on_two = floats(1, 2)
+    states = [{}, {"a": same_on_two}, {"a": same_on_two.clone(), "b": floats(3)}, {"b": floats(4)}]
+    e = refused(PlanError, *states)
+    assert e.leaves == ("b",)
+    assert "rank 2, other than on rank 3" in str(e)
+
+
+def test_all_that_differ_are_named_up_to_a_number():
+    states = as_ranks(3, lambda r: {f"k{i:02}": floats(r * (i % 2)) for i in range(90)})
+    e = refused(PlanError, *states)
+    assert len(e.leaves) == 45
+    assert "k39" in str(e)
+    assert "and 25 more" in str(e)
+    assert "k41" not in str(e)
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [
+        (ShapeMismatch, floats(1, 2), floats(1)),
+        (DTypeMismatch, floats(1, 2), floats(1, 2).int()),
+        (ShapeMismatch, floats(1, 2), floats(1, 2)[None]),
+        (PlanError, np.ones(2, "f4"), torch.ones(2)),
+        (ShapeMismatch, Boxed(floats(1), (0,), (2,)), Boxed(floats(1), (1,), (3,))),
+        (PlanError, Boxed(floats(1), (0,), (2,)), Boxed(floats(1), (0,), (2,))),  # a gap
+        (PlanError, Boxed(floats(1, 2), (0,), (3,)), Boxed(floats(2, 3), (1,), (3,))),  # an overlap
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_tensors_that_do_not_fit(kind, one, other):
+    with pytest.raises(PlanError) as e:
+        saved({"a": one}, {"a": other})
+    assert isinstance(e.value, kind)
+    assert "a" in e.value.leaves
+    if "boxes" not in str(e.value).split("found")[1]:
+        assert "on rank 0" in str(e.value)
+        assert "on rank 1" in str(e.value)
+
+
+def test_boxes_that_are_equal_are_stored_once_and_unseen():
+    states = as_ranks(4, lambda r: {"w": Boxed(floats(r % 2, r)[None], (r % 2, 0), (2, 2))})
+    back = holdfast.load(saved(*states))["w"]
+    assert back[:, 0].tolist() == [0, 1]
+    assert back[0, 1] in (0, 2)
+    assert back[1, 1] in (1, 3)
+
+
+# -- plain values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (1, 2, "1 on ranks 0, 1, 2 on rank 2"),
+        (1, 1.0, "1 on ranks 0, 1, 1.0 on rank 2"),
+        (1, True, "1 on ranks 0, 1, True on rank 2"),
+        (0, None, "0 on ranks 0, 1, None on rank 2"),
+        (0.0, -0.0, "0.0 on ranks 0, 1, -0.0 on rank 2"),
+        ("a", "b", "'a' on ranks 0, 1, 'b' on rank 2"),
+        ("a", b"a", """'a' on ranks 0, 1, bytes "YQ==" on rank 2"""),
+        (
+            1 << 70,
+            1 + (1 << 70),
+            'int "0x400000000000000000" on ranks 0, 1, int "0x400000000000000001"',
+        ),
+        (NAN, 1.0, 'float "nan" on ranks 0, 1, 1.0 on rank 2'),
+        ([1], [1, 2], "list [1] on ranks 0, 1, list [1,2] on rank 2"),
+        ([1, 2], (1, 2), "list [1,2] on ranks 0, 1, tuple [1,2] on rank 2"),
+        ({"x": 1}, [1], 'dict {"x":1} on ranks 0, 1, list [1] on rank 2'),
+        ({"x": 1}, OrderedDict(x=1), 'dict {"x":1} on ranks 0, 1, ordered {"x":1} on rank 2'),
+        ({"x": 1}, {1: 1}, 'dict {"x":1} on ranks 0, 1, items [[1,1]] on rank 2'),
+        ({1: 2}, Counter({1: 2}), "items [[1,2]] on ranks 0, 1, items [[1,2]] on rank 2"),
+        ({1: 2}, Counter({2: 2}), "items [[1,2]] on ranks 0, 1, items [[2,2]] on rank 2"),
+        ({1: 2}, {True: 2}, "items [[1,2]] on ranks 0, 1, items [[true,2]] on rank 2"),
+        ({1: 2}, {1.0: 3}, "items [[1,2]] on ranks 0, 1, items [[1.0,3]] on rank 2"),
+        (np.float32(1), np.float64(1), 'scalar ["<f4","AACAPw=="] on ranks 0, 1, scalar ["<f8"'),
+        ({1, 2}, {1, 3}, "set [1,2] on ranks 0, 1, set [1,3] on rank 2"),
+        (1, floats(1), '1 on ranks 0, 1, tensor ["float32",[1]] on rank 2'),
+        (np.ones(2, "f4"), floats(1, 1), 'array ["float32",[2]] on ranks 0, 1, tensor ["float32"'),
+        (1, PerRank(1), "1 on ranks 0, 1, a PerRank on rank 2"),
+        (1, Replicated(1), "1 on ranks 0, 1, a Replicated on rank 2"),
+        (1j, 2j, "complex [0.0,1.0] on ranks 0, 1, complex [0.0,2.0] on rank 2"),
+        ([0] * 98, [0] * 99, "... on ranks 0, 1, list [0,0,"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_a_value_that_differs_is_named_with_both_sides(one, other, words):
+    e = refused(PlanError, *[{"a": {"b": clone(v)}, "c": 1} for v in (one, one, other)])
+    assert f"a/b: {words}" in str(e)
+    assert e.leaves == ("a/b",)
+
+
+def test_all_values_that_differ_are_named_at_once():
+    states = as_ranks(4, lambda r: {"a": r, "b": [0, {"c": r // 2}], "d": (1, r % 2 == 3), "e": 5})
+    e = refused(PlanError, *states)
+    assert e.leaves == ("a", "b/1/c")
+    assert "a: 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3; " in str(e)
+    assert "b/1/c: 0 on ranks 0, 1, 1 on ranks 2, 3" in str(e)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.binary(max_size=5) | st.complex_numbers(),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.lists(inner, max_size=3).map(tuple)
+    | st.dictionaries(st.text(max_size=3) | st.integers(-2, 2) | st.booleans(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(max_size=4), plain, max_size=4), st.integers(2, 4))
+def test_equal_values_of_any_kind_are_stored_once(state, size):
+    same(state, holdfast.load(saved(*as_ranks(size, lambda r: clone(state)))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(plain, min_size=2, max_size=3))
+def test_values_are_one_or_an_error_never_a_mixture(values):
+    """Also dicts with other names on other ranks: what comes back has each rank's own values."""
+    with_error = None
+    try:
+        back = holdfast.load(saved(*[{"x": clone(v)} for v in values]))["x"]
+    except PlanError as e:
+        with_error = e
+    if with_error is None:
+        for v in values:
+            contained(v, back)
+    elif not any(isinstance(v, dict | list | tuple) for v in values):
+        assert len({repr(v) for v in values}) > 1
+
+
+def contained(part, whole):
+    """Every value of a rank is in the whole, under its own name."""
+    assert type(part) is type(whole)
+    if isinstance(part, dict):
+        for name, value in part.items():
+            (found,) = (k for k in whole if (type(k), k) == (type(name), name))
+            contained(value, whole[found])
+    elif isinstance(part, list | tuple):
+        assert len(part) == len(whole)
+        for a, b in zip(part, whole, strict=True):
+            contained(a, b)
+    else:
+        same(part, whole)
+
+
+# -- names that are equal as text ----------------------------------------------------------------
+
+
+def test_names_that_are_equal_as_text_stand_in_one_order_on_all_ranks():
+    """Their keys come from their places: else a part of one would be taken for the other's."""
+    spread = [
+        {"d": {1: Boxed(floats(1), (0,), (2,)), "1": Boxed(floats(10), (0,), (2,))}},
+        {"d": {"1": Boxed(floats(20), (1,), (2,)), 1: Boxed(floats(2), (1,), (2,))}},
+    ]
+    assert "d: items [[1," in str(refused(PlanError, *spread))
+    spread[1]["d"] = dict(reversed(spread[1]["d"].items()))
+    same({"d": {1: floats(1, 2), "1": floats(10, 20)}}, holdfast.load(saved(*spread)))
+    e = refused(PlanError, {"d": {1: floats(1), "x": 0}}, {"d": {"1": floats(1), 2: 0}})
+    assert e.leaves == ("d",)
+
+
+# -- ties ----------------------------------------------------------------------------------------
+
+
+def tied(value, *names):
+    return dict.fromkeys(names, value)
+
+
+def test_tensors_are_tied_on_all_ranks_or_on_none():
+    x = floats(5, 6)
+    store = saved(*as_ranks(2, lambda r: tied(x.clone(), "a", "b")))
+    back = holdfast.load(store)
+    assert back["a"] is back["b"]
+    e = refused(PlanError, tied(x, "a", "b"), {"a": x.clone(), "b": x.clone()})
+    assert 'b: tied "a" on rank 0, tensor ["float32",[2]] on rank 1' in str(e)
+    e = refused(PlanError, {"b": x.clone()}, tied(x, "a", "b"))
+    assert 'b: tensor ["float32",[2]] on rank 0, tied "a" on rank 1' in str(e)
+
+
+def test_a_stage_may_tie_what_others_have_once():
+    x = floats(5, 6)
+    back = holdfast.load(saved({"a": x.clone()}, tied(x, "a", "b"), {"c": 1}))
+    assert back["a"] is back["b"]
+    part = [Boxed(floats(r), (r,), (2,)) for r in range(2)]
+    back = holdfast.load(saved(tied(part[0], "a", "b"), tied(part[1], "a", "b")))
+    assert back["a"] is back["b"]
+    assert back["a"].tolist() == [0, 1]
+
+
+# -- Replicated ----------------------------------------------------------------------------------
+
+
+def test_of_a_replicated_value_the_first_rank_counts():
+    states = as_ranks(
+        3,
+        lambda r: {
+            "a": Replicated({"n": r + 1, "t": floats(r, NAN), "l": list(range(r))}),
+            "b": Replicated(np.full(3, r)),
+        },
+    )
+    store = saved(*states)
+    same({"a": {"n": 1, "t": floats(0, NAN), "l": []}, "b": np.zeros(3, int)}, holdfast.load(store))
+    loaded(store, *states)
+    for state in states:
+        same({"n": 1, "t": floats(0, NAN), "l": []}, state["a"].value)
+        same(np.zeros(3, int), state["b"].value)
+
+
+def test_of_a_replicated_value_the_first_rank_that_has_it_counts():
+    store = saved({"x": 1}, *as_ranks(2, lambda r: {"a": Replicated([r, floats(r)])}))
+    same({"x": 1, "a": [0, floats(0)]}, holdfast.load(store))
+
+
+def test_replicated_tensors_have_one_shape():
+    make = partial(map, lambda n: {"a": Replicated(torch.zeros(n))})
+    assert "a: float32 [1] on rank 0" in str(refused(ShapeMismatch, *make([1, 2])))
