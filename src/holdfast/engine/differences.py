@@ -10,6 +10,7 @@ from itertools import islice
 import msgspec
 
 from holdfast.engine.meeting import Meeting
+from holdfast.engine.merge import named
 from holdfast.errors import (
     DTypeMismatch,
     MissingLeaf,
@@ -27,26 +28,48 @@ _SHOWN_BOTH = 5
 class Differences:
     """``missing``: keys of the live state that the snapshot lacks; ``unexpected``: keys of the
     snapshot that the live state lacks; ``shapes``, ``dtypes`` and ``kinds``: both sides in words,
-    by key. An error that is raised for them has the keys as fields: ``missing``, ``unexpected``,
-    and ``misfits`` for the rest."""
+    by key; ``ranks``: those whose state it is, if not all. An error that is raised for them has the
+    keys as fields: ``missing``, ``unexpected``, and ``misfits`` for the rest."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    ranks: list[int] = field(default_factory=list)
 
     def agree(self, meeting: Meeting) -> None:
-        """Leave as unexpected only what no rank expects: where stages hold different layers, what
-        one lacks is another's."""
-        told = meeting.gather(zlib.compress(msgspec.json.encode(sorted(self.unexpected))), bytes)
-        common = b""
-        if told is not None:
-            several = [set(msgspec.json.decode(zlib.decompress(raw))) for raw in set(told)]
-            common = zlib.compress(msgspec.json.encode(sorted(set.intersection(*several))))
-        left = meeting.share(common if told is not None else None, bytes)
-        kept = set(msgspec.json.decode(zlib.decompress(left)))
-        self.unexpected[:] = [key for key in self.unexpected if key in kept]
+        """Make them those of all ranks, so that all raise the same or none does, before any reads.
+
+        Unexpected is only what no rank expects: where stages hold different layers, what one lacks
+        is another's. Missing and misfit is what is so on any rank; ``ranks`` are those."""
+        if meeting.size == 1:
+            return
+        told = meeting.gather(self._packed(), bytes)
+        common = None if told is None else self._common(told)
+        left = msgspec.json.decode(zlib.decompress(meeting.share(common, bytes)), type=Differences)
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(left, name))
+
+    def _packed(self) -> bytes:
+        return zlib.compress(msgspec.json.encode(self))
+
+    def _common(self, told: Sequence[bytes]) -> bytes:
+        made, expected = Differences(), list(self.unexpected)
+        for raw, ranks in _ranks(told).items():
+            one = msgspec.json.decode(zlib.decompress(raw), type=Differences)
+            surplus = set(one.unexpected)
+            expected = [key for key in expected if key in surplus]
+            known = set(made.missing)
+            made.missing += [key for key in one.missing if key not in known]
+            for name in ("shapes", "dtypes", "kinds"):
+                sides = getattr(one, name)
+                setattr(made, name, sides | getattr(made, name))
+            if one.missing or one.shapes or one.dtypes or one.kinds:
+                made.ranks += ranks
+        made.unexpected = expected
+        made.ranks = sorted(made.ranks) if len(made.ranks) < len(told) else []
+        return made._packed()
 
     def raise_any(
         self, url: str, node: tree.Node, *, missing: bool = True, unexpected: bool = True
@@ -78,14 +101,23 @@ class Differences:
             ("keys=[...] without what does not fit and without its optimizer", misfits),
         )
         todo = ", ".join(way for way, needed in ways if needed)
+        where = f" of {named(self.ranks)}" if self.ranks and (lacked or misfits) else ""
         raise kind(
-            f"The snapshot {url} does not fit the live state; nothing was changed. "
+            f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
             + ". ".join(f"{n} {said}: {several}" for n, _, said, several in found),
             todo=f"Load into the same state as was saved, or ask for leniency by name: {todo}",
             missing=tuple(lacked),
             unexpected=tuple(surplus),
             misfits=tuple(misfits),
         )
+
+
+def _ranks(told: Sequence[bytes]) -> dict[bytes, list[int]]:
+    """Those who told the same."""
+    found: dict[bytes, list[int]] = {}
+    for rank, raw in enumerate(told):
+        found.setdefault(raw, []).append(rank)
+    return found
 
 
 def fold(keys: Sequence[str], others: Iterable[str]) -> list[tuple[str, int]]:

@@ -72,6 +72,7 @@ class Binder:
     differences: Differences = field(default_factory=Differences)
     bound: dict[tuple[Any, ...], str] = field(default_factory=dict)
     torch: Any = field(default_factory=live.torch_or_none)
+    inside: bool = False
 
     def bind(self, value: Any, node: Any, key: str) -> Settle:
         torch = self.torch
@@ -88,7 +89,7 @@ class Binder:
             return self._place(self._boxed, value, node, key)
         if isinstance(value, Replicated):
             return bind_inside(self, value, node, key)
-        if keeps_per_rank(value):
+        if keeps_per_rank(value) and not self.inside:
             return bind_per_rank(self, value, node, key)
         if live.is_module(value):
             return bind_module(self, value, node, key)

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 def bind_inside(
     binder: Binder, value: PerRank[Any] | Replicated[Any], node: Any, key: str
 ) -> Settle:
-    """Bind what is wrapped."""
-    made = binder.bind(value.value, node, key)
+    """Bind what is wrapped; all in it is of the rank then, or of all of them."""
+    before, binder.inside = binder.inside, True
+    try:
+        made = binder.bind(value.value, node, key)
+    finally:
+        binder.inside = before
 
     def settle() -> Any:
         value.value = made()
