@@ -23,13 +23,19 @@ import holdfast
 class Model(nn.Module):
     """Reads bytes, and after each says how likely every byte is to come next."""
 
-    def __init__(self, width: int, layers: int, length: int) -> None:
+    def __init__(self, width: int, layers: int, length: int, dropout: float = 0.1) -> None:
         super().__init__()
         self.byte = nn.Embedding(256, width)
         self.place = nn.Embedding(length, width)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                width, width // 32, 4 * width, activation="gelu", batch_first=True, norm_first=True
+                width,
+                width // 32,
+                4 * width,
+                dropout,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
             )
             for _ in range(layers)
         )
