@@ -39,11 +39,13 @@ from holdfast.engine.windows import (
     Chunk,
     Ordered,
     Run,
+    Stored,
     chunks_of,
     deal_out,
     in_order,
     new_image,
     settle,
+    stored_by_key,
     window_size,
     windows,
 )
@@ -87,8 +89,9 @@ def reshard(
     """
     refuse_existing(place)
     with snapshot.told_if_deleted():
-        leaves = in_order(snapshot)
-        source = _Source(snapshot, leaves)
+        stored = stored_by_key(snapshot)
+        leaves = in_order(snapshot, stored)
+        source = _Source(snapshot, leaves, stored)
         home = deal_out(leaves, shards, split)
         attempt, receipts = names.new_attempt(), list[Receipt]()
         with snapshot.pinned(), pin.held(place, attempt):
@@ -129,15 +132,11 @@ def _manifest(snapshot: Snapshot, attempt: str, shards: Sequence[Shard]) -> Mani
 class _Source:
     """The leaves of the old snapshot, any part of which can be read into memory, checked."""
 
-    def __init__(self, snapshot: Snapshot, leaves: Sequence[Ordered]) -> None:
+    def __init__(self, snapshot: Snapshot, leaves: Sequence[Ordered], stored: Stored) -> None:
         self.leaves = leaves
         self._place = snapshot.place
         self._indexes = snapshot.indexes()
-        numbers = {leaf.key: number for number, leaf in enumerate(leaves)}
-        self._stored: list[list[tuple[int, Leaf]]] = [[] for _ in leaves]
-        for shard, index in enumerate(self._indexes):
-            for leaf in index.leaves:
-                self._stored[numbers[leaf.key]].append((shard, leaf))
+        self._stored = stored
         longest = max((int(np.diff(i.cuts).max(initial=0)) for i in self._indexes), default=0)
         self._threads = max(1, min(read_settings().threads, READING // max(UNIT, longest)))
 
@@ -157,7 +156,7 @@ class _Source:
                 at += box.elements * size
         shards: dict[int, list[Leaf]] = {}
         for number in {run.leaf for run in runs}:
-            for shard, stored in self._stored[number]:
+            for shard, stored in self._stored[self.leaves[number].key]:
                 shards.setdefault(shard, []).append(stored)
         concerned = sorted(shards)
         # as if they held nothing else: whoever plans goes through all that he is given
@@ -209,7 +208,9 @@ def _write(
         for name, image in zip(shards, images, strict=True):
             uploads.append(stack.enter_context(place.store.put(place.key(name), image.length)))
             uploads[-1].write_at(0, memoryview(image.header))
-        chunks = heapq.merge(*(chunks_of(n, image) for n, image in enumerate(images)))
+        chunks = heapq.merge(
+            *(chunks_of(source.leaves, n, image) for n, image in enumerate(images))
+        )
         in_parallel(windows(chunks), work, 2)
         in_parallel(uploads, _commit, min(threads, len(uploads)))
     return digests

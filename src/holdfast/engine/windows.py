@@ -3,12 +3,18 @@
 Arithmetic only: nothing here does I/O. The leaves are put into one order, which the boxes in every
 new shard follow. So their chunks can be sorted by where in that order they begin, and as many of
 them as fit into a window need what lies close together in the old shards.
+
+Where many old shards have small boxes of several leaves in one chunk each, and all of these
+chunks together are more than a window holds, the leaves are gone through in tiles: first what all
+of them have in the first old shards, then in the next ones.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -18,24 +24,39 @@ from holdfast.engine.entries import whole_entries
 from holdfast.engine.layout import GROUP, SMALL, Holding, Ints, chunk_cuts
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import Image
+from holdfast.format.index import Leaf
 from holdfast.format.tensorfile import build_header
 from holdfast.words import ALIGNMENT, DTYPES, MIB, Box
 
-WINDOW = 90 * MIB
+WINDOW = 96 * MIB
 """Bytes of leaves that are read, and then written, at a time; there are two windows."""
+
+SPARE = 1 * MIB
+"""What a window may leave free before large parts, so that they can be written past the page
+cache."""
 
 OPEN = 256
 """Most shards that are written at a time; each has two files open. With more, the leaves are gone
 through several times."""
 
 
+Stored = dict[str, list[tuple[int, Leaf]]]
+"""By key what the indexes say of a leaf, each with the number of the old shard."""
+
+
 class Ordered(NamedTuple):
-    """A leaf, in the order that all new shards follow."""
+    """A leaf, in the order that all new shards follow.
+
+    ``group``: the number of the first leaf whose boxes share chunks with this one's; ``edges``: at
+    which bytes of it its tiles end, but for the last.
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    group: int = 0
+    edges: tuple[int, ...] = ()
 
     @property
     def row(self) -> int:
@@ -43,24 +64,78 @@ class Ordered(NamedTuple):
         return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
 
-def in_order(snapshot: Snapshot) -> list[Ordered]:
+def stored_by_key(snapshot: Snapshot) -> Stored:
+    """Where each leaf is, by key."""
+    stored: Stored = {key: [] for key in snapshot.leaves}
+    for shard, index in enumerate(snapshot.indexes()):
+        for leaf in index.leaves:
+            stored[leaf.key].append((shard, leaf))
+    return stored
+
+
+def in_order(snapshot: Snapshot, stored: Stored) -> list[Ordered]:
     """All leaves: larger elements first, so that every box begins aligned; then those together that
     have the top of their keys in common; then as they lie in the old shards."""
-    found: dict[str, tuple[int, int]] = {}
-    for number, index in enumerate(snapshot.indexes()):
-        for leaf in index.leaves:
-            for box in leaf.boxes:
-                found[leaf.key] = min(found.get(leaf.key, (number, box.at)), (number, box.at))
+    indexes = snapshot.indexes()
+
+    def place(leaf: Ordered) -> tuple[int, int]:
+        return min(((s, box.at) for s, f in stored[leaf.key] for box in f.boxes), default=(0, 0))
+
+    def kind(leaf: Ordered) -> tuple[int, str]:
+        return -DTYPES[leaf.dtype].itemsize, leaf.key.partition("/")[0]
+
     leaves = [
         Ordered(key, dtype, shape, prod(shape) * DTYPES[dtype].itemsize)
         for key, (dtype, shape) in snapshot.leaves.items()
     ]
+    rows = sorted((kind(leaf), place(leaf), leaf) for leaf in leaves)
 
-    def rank(leaf: Ordered) -> tuple[int, str, tuple[int, int], str]:
+    def chunk(row: tuple[tuple[int, str], tuple[int, int], Ordered]) -> tuple[int, int]:
+        shard, at = row[1]
+        return shard, int(np.searchsorted(indexes[shard].cuts, at, "right"))
+
+    made: list[Ordered] = []
+    for _, several in groupby(rows, chunk):
+        made += _tiled([row[2]._replace(group=len(made)) for row in several], stored)
+    return made
+
+
+def _tiled(group: list[Ordered], stored: Stored) -> list[Ordered]:
+    """The leaves of a group with their ``edges``: these lie where an old shard's rows begin, the
+    same one for all leaves."""
+    tiles = -(-sum(leaf.nbytes for leaf in group) * 10 // (9 * WINDOW))
+    if tiles < 2:
+        return group
+    load: dict[int, int] = {}
+    for leaf in group:
         size = DTYPES[leaf.dtype].itemsize
-        return -size, leaf.key.partition("/")[0], found.get(leaf.key, (0, 0)), leaf.key
+        for shard, found in stored[leaf.key]:
+            nbytes = sum(prod(box.sizes) for box in found.boxes) * size
+            load[shard] = load.get(shard, 0) + nbytes
+    shards = sorted(load)
+    before = np.cumsum([load[shard] for shard in shards])
+    ends = np.arange(1, tiles) * before[-1] // tiles
+    limits = np.array([*shards, shards[-1] + 1])[np.searchsorted(before, ends, "right")]
+    made = []
+    for leaf in group:
+        if leaf.shape:
+            having, rows = _first_rows(leaf, stored[leaf.key])
+            edges = rows[np.searchsorted(having, limits)] * leaf.row
+            leaf = leaf._replace(edges=tuple(np.unique(edges).tolist()))
+        made.append(leaf)
+    return made
 
-    return sorted(leaves, key=rank)
+
+def _first_rows(leaf: Ordered, stored: Sequence[tuple[int, Leaf]]) -> tuple[Ints, Ints]:
+    """The old shards that have parts of a leaf, and the first row that each or a later one has;
+    behind the last one, the number of rows."""
+    first: dict[int, int] = {}
+    for shard, found in stored:
+        for box in found.boxes:
+            first[shard] = min(first.get(shard, leaf.shape[0]), box.offsets[0])
+    shards = np.array(sorted(first), np.int64)
+    rows = np.array([*(first[s] for s in shards.tolist()), leaf.shape[0]], np.int64)
+    return shards, np.minimum.accumulate(rows[::-1])[::-1]
 
 
 def deal_out(leaves: Sequence[Ordered], shards: int, split: str) -> list[int | None]:
@@ -113,6 +188,13 @@ def new_image(
     ends = np.cumsum(lengths) + len(header)
     begins = ends - lengths
     cuts = _cuts(len(header), lengths, begins, min(shards, OPEN))
+    edges = [
+        int(begin) + edge - first
+        for (number, first), begin, length in zip(sources, begins, lengths, strict=True)
+        for edge in leaves[number].edges
+        if first < edge < first + length
+    ]
+    cuts = np.union1d(cuts, np.array(edges, np.int64))
     return Image(header, holdings, sources, begins.tolist(), ends.tolist(), cuts)
 
 
@@ -141,8 +223,11 @@ class Part(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of a new shard: first of all, where in the order of all leaves it begins."""
+    """A chunk of a new shard: first of all, where it begins in the order in which all is gone
+    through."""
 
+    group: int
+    tile: int
     leaf: int
     start: int
     shard: int
@@ -161,11 +246,16 @@ class Run(NamedTuple):
     at: int
 
 
-def chunks_of(shard: int, image: Image) -> Iterator[Chunk]:
-    """The chunks of a new shard but for its header, in their order."""
-    cuts, i = image.cuts.tolist(), 0
-    for number in range(1, len(cuts)):
-        start, stop, parts = cuts[number - 1], cuts[number], []
+def chunks_of(leaves: Sequence[Ordered], shard: int, image: Image) -> Iterator[Chunk]:
+    """The chunks of a new shard but for its header, tile by tile."""
+    for _, several in groupby(_in_file(leaves, shard, image), lambda chunk: chunk.group):
+        yield from sorted(several)
+
+
+def _in_file(leaves: Sequence[Ordered], shard: int, image: Image) -> Iterator[Chunk]:
+    i = 0
+    for number, (start, stop) in enumerate(pairwise(image.cuts.tolist()), 1):
+        parts = []
         while i < len(image.begins) and image.begins[i] < stop:
             begin, end = image.begins[i], image.ends[i]
             leaf, first = image.sources[i]
@@ -175,15 +265,14 @@ def chunks_of(shard: int, image: Image) -> Iterator[Chunk]:
             if end > stop:
                 break
             i += 1
-        first_part = parts[0]
-        yield Chunk(
-            first_part.leaf, first_part.start, shard, number, start, stop - start, tuple(parts)
-        )
+        leaf, first = parts[0].leaf, parts[0].start
+        group, tile = leaves[leaf].group, bisect_right(leaves[leaf].edges, first)
+        yield Chunk(group, tile, leaf, first, shard, number, start, stop - start, tuple(parts))
 
 
 def windows(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """As many chunks at a time as fit into a window. It ends where a leaf ends, if that leaves it
-    at least half full: then nothing of that leaf is read twice, however it lies."""
+    """As many chunks at a time as fit into a window. It ends where a group of leaves or a tile
+    ends, if that leaves it at least half full: then nothing of it is read twice."""
     window: list[Chunk] = []
     used = border = before = 0
     for chunk in chunks:
@@ -193,7 +282,7 @@ def windows(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
             yield window[:border]
             window, used = window[border:], used - before
             border = before = 0
-        if chunk.start == 0:
+        if window and window[-1][:2] != chunk[:2]:
             border, before = len(window), used
         window.append(chunk)
         used += chunk.nbytes
@@ -202,29 +291,29 @@ def windows(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def window_size(images: Sequence[Image]) -> int:
-    """Bytes of a window, with what ``settle`` may leave free before large parts."""
+    """Bytes of memory that a window needs."""
     longest = (int(np.diff(image.cuts).max(initial=0)) for image in images)
-    size = max(min(WINDOW, sum(image.length for image in images)), *longest)
-    return size + (size // SMALL + 1) * ALIGNMENT
+    return max(min(WINDOW, sum(image.length for image in images)), *longest) + SPARE
 
 
 def settle(chunks: Sequence[Chunk]) -> tuple[list[Run], dict[tuple[int, int], int]]:
     """Where in a window everything goes: leaf by leaf, row-major, so that it can be read in large
     pieces; and for each part of a chunk, by leaf and first byte, at which byte it is.
 
-    A large part lies as far from a page's beginning as it will in its file: then it can be written
-    past the page cache.
+    A large part lies as far from a page's beginning as it will in its file, which direct writes ask
+    for, while ``SPARE`` lasts.
     """
     runs: list[Run] = []
     spots: dict[tuple[int, int], int] = {}
-    end = 0
+    end, spare = 0, SPARE
     for part in sorted(part for chunk in chunks for part in chunk.parts):
         last = runs[-1] if runs else None
         if last is not None and (last.leaf, last.stop) == (part.leaf, part.start):
             runs[-1] = last._replace(stop=part.stop)
         else:
-            if part.stop - part.start >= SMALL:
-                end += (part.at - end) % ALIGNMENT
+            skip = (part.at - end) % ALIGNMENT
+            if part.stop - part.start >= SMALL and skip <= spare:
+                end, spare = end + skip, spare - skip
             runs.append(Run(part.leaf, part.start, part.stop, end))
         spots[part.leaf, part.start] = end
         end += part.stop - part.start
