@@ -101,7 +101,11 @@ def in_background(
         pending.start()
     except BaseException:
         if pending is None or not pending.begun:
-            abandon(draft)  # no optimizer may wait for what never comes
+            try:
+                with draft.meeting:  # it tells the other ranks
+                    raise
+            finally:
+                abandon(draft)  # no optimizer may wait for what never comes
         raise
     return pending
 
