@@ -1,35 +1,68 @@
-"""What ``DistributedDataParallel`` keeps in step, so that nobody need compare it."""
+"""What wrappers of modules tell of how the ranks hold parameters, buffers and slots."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.engine import live
 from holdfast.engine.spread import Held
-from holdfast.engine.steady import found_in
+from holdfast.engine.steady import found_in, optimizers_in
+from holdfast.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
 
 
 def in_step(state: Any) -> dict[int, Held]:
     """How the ranks hold what ``DistributedDataParallel`` keeps in step, by the address of its
     memory: parameters and the slots of optimizers for them are the same; buffers are those of the
-    first rank, if it broadcasts them before each forward pass."""
+    first rank, if it broadcasts them before each forward pass.
+
+    Raises ``Unsupported`` for an optimizer of the flat parameters of the first FSDP.
+    """
     torch = live.torch_or_none()
     if torch is None or not torch.distributed.is_available():
         return {}
-    if not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
     held: dict[int, Held] = {}
-    params: set[int] = set()
+    alike: set[int] = set()
+    flat: set[int] = set()
     for _, module in live.modules(state, ""):
         for sub in module.modules():
             if isinstance(sub, torch.nn.parallel.DistributedDataParallel):
-                params.update(map(id, sub.parameters()))
-                held.update({p.data_ptr(): Held.SAME for p in sub.parameters()})
-                if sub.broadcast_buffers:
-                    held.update({b.data_ptr(): Held.FIRST for b in sub.buffers()})
-    for optimizer in found_in(state, torch.optim.Optimizer) if params else ():
+                alike.update(_look_at(sub, held))
+            elif type(sub).__name__ == "FullyShardedDataParallel":
+                flat.update(map(id, sub.parameters()))
+    for optimizer in optimizers_in(state) if alike or flat else ():
+        for group in optimizer.param_groups:
+            if not flat.isdisjoint(map(id, group["params"])):
+                raise _flat(optimizer)
         for parameter, slots in optimizer.state.items():
-            if id(parameter) in params:
+            if id(parameter) in alike:
                 held.update({t.data_ptr(): Held.SAME for t in found_in(slots, torch.Tensor)})
     held.pop(0, None)
     return held
+
+
+def _look_at(module: Any, held: dict[int, Held]) -> set[int]:
+    """Note how a DDP module's members are held; the ids of the parameters that it keeps alike."""
+    left_out = module.parameters_to_ignore
+    params = [p for name, p in module.module.named_parameters() if name not in left_out]
+    held.update({p.data_ptr(): Held.SAME for p in params})
+    if module.broadcast_buffers:
+        buffers = [b for name, b in module.module.named_buffers() if name not in left_out]
+        held.update({b.data_ptr(): Held.FIRST for b in buffers})
+    return {id(p) for p in params}
+
+
+def _flat(optimizer: torch.optim.Optimizer) -> Unsupported:
+    name = type(optimizer).__name__
+    return Unsupported(
+        f"The {name} steps parameters of FullyShardedDataParallel (the first FSDP), which are parts"
+        " of one flat tensor and do not say where they belong",
+        expected="fully_shard(model), the second FSDP, whose parameters are DTensors",
+        found=f"{name} of flat parameters",
+        todo="Use fully_shard, or save what FullyShardedDataParallel.optim_state_dict(model,"
+        " optimizer) gives",
+    )
