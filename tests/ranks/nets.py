@@ -1,0 +1,144 @@
+"""A net in every layout, its training, and all that it holds as plain tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import holdfast
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, one below that number, and scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(7, 10)
+        self.b = nn.Linear(10, 6)
+        self.c = nn.Linear(6, 3, bias=False)
+        self.norm = nn.LayerNorm(3)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        x = self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+        return self.norm(x)
+
+
+def fresh(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def fsdp(mesh=None, seed: int = 1) -> Net:
+    net = fresh(seed)
+    for layer in (net.a, net.b):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def hsdp() -> Net:
+    return fsdp(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def tensor_parallel(mesh, seed: int = 1) -> Net:
+    plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
+    return parallelize_module(fresh(seed), mesh, plan)
+
+
+def fsdp_and_tensor_parallel() -> Net:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = tensor_parallel(mesh["tp"])
+    for layer in (net.a, net.b):
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(net, mesh=mesh["dp"])
+
+
+def on_meta() -> Net:
+    with torch.device("meta"):
+        net = Net()
+    for layer in (net.a, net.b):
+        fully_shard(layer)
+    fully_shard(net)
+    return net.to_empty(device="cpu")
+
+
+AdamW = partial(torch.optim.AdamW, lr=0.01)
+
+
+def state_of(net, kind=AdamW, **options):
+    """Without a step: the optimizer has no state yet."""
+    return {"model": net, "optimizer": kind(net.parameters(), **options), "n": 0}
+
+
+def train(state, steps: int = 2, seed: int = 0) -> None:
+    """The same batch on all ranks."""
+    for i in range(steps):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed + i))
+        state["optimizer"].zero_grad()
+        state["model"](x).square().sum().backward()
+        for p in state["model"].parameters():  # a scalar that nothing uses has no gradient
+            if p.grad is None:
+                p.grad = torch.ones_like(p)
+        state["optimizer"].step()
+        state["n"] += 1
+
+
+def push(state) -> None:
+    """A step without a forward pass, which torch refuses where parts are uneven."""
+    for p in state["model"].parameters():
+        p.grad = p.detach() * 0.3 + 1
+    state["optimizer"].step()
+    state["n"] += 1
+
+
+def full(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def plain_name(name: str) -> str:
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def whole(state):
+    """All of it as plain tensors; a collective."""
+    model = state["model"]
+    made = {plain_name(k): full(v).detach().clone() for k, v in model.state_dict().items()}
+    names = {p: plain_name(n) for n, p in model.named_parameters()}
+    for p, slots in state["optimizer"].state.items():
+        for slot, value in slots.items():
+            made[f"{names[p]}:{slot}"] = full(value).clone()
+    made["n"] = torch.tensor(state["n"])
+    return made
+
+
+def same(a, b) -> None:
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    for key, value in a.items():
+        assert value.dtype == b[key].dtype, key
+        assert torch.equal(value, b[key]), key
+
+
+def saved(ranks, name: str, state, later: bool = False) -> None:
+    """And beside it what was saved, by other means."""
+    if later:
+        pending = holdfast.save_async(ranks.url(name), state)
+        held = whole(state)
+        train(state, 1, seed=99)
+        pending.wait()
+    else:
+        holdfast.save(ranks.url(name), state)
+        held = whole(state)
+    if ranks.rank == 0:
+        torch.save(held, ranks.folder / f"{name}.pt")
+
+
+def came_back(ranks, name: str, state) -> None:
+    holdfast.load(ranks.url(name), into=state)
+    same(torch.load(ranks.folder / f"{name}.pt"), whole(state))

@@ -1,0 +1,415 @@
+"""What real ranks go through. ``python -m tests.ranks.scenarios RANK PORT FOLDER`` is one of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import holdfast
+from holdfast.errors import MissingLeaf, PlanError, Unsupported
+
+from .nets import (
+    AdamW,
+    came_back,
+    fresh,
+    fsdp,
+    fsdp_and_tensor_parallel,
+    full,
+    hsdp,
+    on_meta,
+    push,
+    same,
+    saved,
+    state_of,
+    tensor_parallel,
+    train,
+    whole,
+)
+from .world import run
+
+
+def chain(
+    ranks, source, target, size, make, *, kind=AdamW, step_first=False, later=False, step=train
+):
+    """Load what another layout has saved, train on, and save."""
+
+    def work():
+        state = state_of(make(), kind)
+        if source is None or step_first:
+            step(state)
+        if source is not None:
+            came_back(ranks, source, state)
+            step(state)
+        saved(ranks, target, state, later)
+
+    ranks(size, work)
+
+
+def fsdp_on_4_2_3_1(ranks):
+    chain(ranks, None, "fsdp4", 4, fsdp)
+    chain(ranks, "fsdp4", "fsdp2", 2, fsdp, step_first=True, later=True)
+    chain(ranks, "fsdp2", "fsdp3", 3, fsdp)
+    chain(ranks, "fsdp3", "one", 1, lambda: fresh(9))
+    chain(ranks, "one", "fsdp4again", 4, on_meta)
+
+
+def hsdp_fsdp_with_tp_and_plain(ranks):
+    chain(ranks, "fsdp4", "hsdp", 4, hsdp)
+    chain(ranks, "hsdp", "both", 4, fsdp_and_tensor_parallel, step_first=True)
+    chain(ranks, "both", "plain", 1, lambda: fresh(9))
+    chain(ranks, "both", "fsdp4c", 4, fsdp)
+    chain(ranks, "plain", "both2", 4, fsdp_and_tensor_parallel)
+
+
+def tensor_parallel_only(ranks):
+    def make():
+        return tensor_parallel(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    chain(ranks, None, "tp4", 4, make, step=push)
+    chain(ranks, "tp4", "tp3", 3, make, step_first=True, step=push)
+    chain(ranks, "tp3", "tp1", 1, lambda: fresh(9))
+    chain(ranks, "tp3", "tpfsdp", 2, fsdp)
+
+
+def all_optimizers(ranks):
+    for name, kind in {
+        "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adam-for": partial(torch.optim.Adam, lr=0.1, foreach=False, amsgrad=True),
+        "adam-lr": partial(torch.optim.Adam, lr=torch.tensor(0.1), foreach=False),
+        "adagrad": partial(torch.optim.Adagrad, lr=0.1, foreach=False),
+    }.items():
+        chain(ranks, None, f"{name}4", 4, fsdp, kind=kind, later=name == "sgd")
+        chain(ranks, f"{name}4", f"{name}1", 1, lambda: fresh(9), kind=kind)
+        chain(ranks, f"{name}1", f"{name}3", 3, fsdp, kind=kind)
+
+
+class Factored(torch.optim.Optimizer):
+    """As Adafactor keeps them: slots of other shapes than the parameter's, but spread."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None) -> None:
+        for p in self.param_groups[0]["params"]:
+            mesh, squares = p.device_mesh, p.full_tensor().detach().square()
+            self.state[p] = {
+                "step": torch.tensor(1.0),
+                "rows": distribute_tensor(squares.mean(1, keepdim=True), mesh, [Shard(0)]),
+                "columns": distribute_tensor(squares.mean(0, keepdim=True), mesh, [Replicate()]),
+                "all": distribute_tensor(squares, mesh, [Shard(1)]),
+            }
+
+
+def factored_slots(ranks):
+    def make(size, factor):
+        mesh = init_device_mesh("cpu", (size,))
+        numbers = factor * torch.arange(35.0).reshape(7, 5)
+        p = nn.Parameter(distribute_tensor(numbers, mesh, [Shard(0)]))
+        return {"w": {"p": p}, "optimizer": Factored([p])}
+
+    def told(state):
+        p = state["w"]["p"]
+        return {k: full(v) for k, v in [("p", p.detach()), *state["optimizer"].state[p].items()]}
+
+    def first():
+        state = make(4, 1)
+        state["optimizer"].step()
+        holdfast.save(ranks.url("factored"), state)
+        held = told(state)
+        if ranks.rank == 0:
+            torch.save(held, ranks.folder / "factored.pt")
+
+    def then():
+        state = make(3, 2)
+        state["optimizer"].step()
+        holdfast.load(ranks.url("factored"), into=state)
+        same(torch.load(ranks.folder / "factored.pt"), told(state))
+        lazy = make(3, 2)
+        with pytest.raises(PlanError) as e:
+            holdfast.load(ranks.url("factored"), into=lazy)
+        assert "let the optimizer step once" in str(e.value)
+        assert torch.equal(told(lazy)["p"], 2 * told(state)["p"])
+
+    ranks(4, first)
+    ranks(3, then)
+
+
+class Batched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(3, 4)
+        self.n = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.n(self.l(x))
+
+
+def ddp_with_batch_norm(ranks):
+    def state(size):
+        torch.manual_seed(size)
+        net = Batched()
+        made = nn.parallel.DistributedDataParallel(net) if size > 1 else net
+        return net, {"model": made, "optimizer": torch.optim.AdamW(made.parameters(), lr=0.1)}
+
+    def step(made):
+        torch.manual_seed(100 + ranks.rank)  # each rank its own batch, so buffers differ
+        made["model"](torch.randn(8, 3)).square().sum().backward()
+        made["optimizer"].step()
+
+    def first():
+        net, made = state(3)
+        step(made)
+        means = [torch.zeros(4) for _ in range(3)]
+        dist.all_gather(means, net.n.running_mean)
+        assert not torch.equal(means[0], means[1])
+        holdfast.save(ranks.url("ddp"), made)
+        if ranks.rank == 0:
+            torch.save(net.state_dict(), ranks.folder / "ddp.pt")
+        with pytest.raises(PlanError) as e:
+            holdfast.save(ranks.url("bare"), {"model": net})
+        assert "model/n.running_mean" in e.value.leaves
+        assert "model/l.weight" not in e.value.leaves
+        assert "rank 0, other than on rank 1, other than on rank 2" in str(e.value)
+        holdfast.save(ranks.url("bare"), {"model": holdfast.Replicated(net)})
+
+    def then(size):
+        net, made = state(size)
+        holdfast.load(ranks.url("ddp"), into=made)
+        same(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
+        assert len(made["optimizer"].state) == 4
+        net = Batched()
+        holdfast.load(ranks.url("bare"), into={"model": net})
+        same(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
+
+    ranks(3, first)
+    for size in (2, 1):
+        ranks(size, partial(then, size))
+
+
+def pipeline_stages(ranks):
+    def stage(rank, size):
+        net = fresh(size)
+        layers = [["a"], ["b", "c", "norm"]] if size == 2 else [["a", "b", "c", "norm"]]
+        kept = nn.ModuleDict({name: getattr(net, name) for name in layers[rank]})
+        made = {"model": kept, "optimizer": torch.optim.AdamW(kept.parameters(), lr=0.1), "n": 0}
+        for p in kept.parameters():
+            p.grad = torch.full_like(p, 0.5 + rank)
+        made["optimizer"].step()
+        return made
+
+    def first():
+        made = stage(ranks.rank, 2)
+        holdfast.save(ranks.url("stages"), made)
+        torch.save(whole(made), ranks.folder / f"stages{ranks.rank}.pt")
+
+    def together():
+        made = stage(0, 1)
+        holdfast.load(ranks.url("stages"), into=made)
+        held = {}
+        for r in range(2):
+            held |= torch.load(ranks.folder / f"stages{r}.pt")
+        same(held, whole(made))
+
+    def back():
+        made = stage(ranks.rank, 2)
+        made["optimizer"].state.clear()
+        holdfast.load(ranks.url("stages"), into=made)
+        same(torch.load(ranks.folder / f"stages{ranks.rank}.pt"), whole(made))
+
+    ranks(2, first)
+    ranks(1, together)
+    ranks(2, back)
+
+
+def compiled(ranks):
+    chain(ranks, None, "compiled", 2, lambda: torch.compile(fsdp(), backend="eager"))
+    chain(ranks, "compiled", "compiled1", 1, lambda: fresh(9))
+    chain(ranks, "compiled1", "compiled3", 3, lambda: torch.compile(fsdp(), backend="eager"))
+
+
+def sharded_tensors(ranks):
+    whole = torch.arange(27.0).reshape(9, 3)
+
+    def make(size):
+        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(size)])
+        return sharded_tensor.empty(spec, 9, 3)
+
+    def first():
+        value = make(4)
+        for shard in value.local_shards():
+            at = shard.metadata.shard_offsets[0]
+            shard.tensor.copy_(whole[at : at + len(shard.tensor)])
+        holdfast.save(ranks.url("sharded"), {"x": value})
+
+    def then(size):
+        value = make(size)
+        holdfast.load(ranks.url("sharded"), into={"x": value})
+        for shard in value.local_shards():
+            at = shard.metadata.shard_offsets[0]
+            assert torch.equal(shard.tensor, whole[at : at + len(shard.tensor)])
+        spread = distribute_tensor(torch.zeros(9, 3), init_device_mesh("cpu", (size,)), [Shard(1)])
+        holdfast.load(ranks.url("sharded"), into={"x": spread})
+        assert torch.equal(spread.full_tensor(), whole)
+
+    ranks(4, first)
+    ranks(3, partial(then, 3))
+    ranks(1, lambda: same({"x": whole}, holdfast.load(ranks.url("sharded"))))
+
+
+def tensors_in_a_dict(ranks):
+    """DTensors of several meshes, and plain tensors, as ``model.state_dict()`` gives them."""
+    numbers = torch.arange(60.0).reshape(5, 12)
+
+    def first():
+        line = init_device_mesh("cpu", (4,))
+        square = init_device_mesh("cpu", (2, 2))
+        some = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+        holdfast.save(
+            ranks.url("dict"),
+            {
+                "rows": distribute_tensor(numbers, line, [Shard(0)]),
+                "nested": [{"both": distribute_tensor(numbers, square, [Shard(1), Shard(0)])}],
+                "twice": distribute_tensor(numbers, square, [Shard(1), Shard(1)]),
+                "all": distribute_tensor(numbers, some, [Replicate()]),
+                "plain": numbers.clone(),
+                3: distribute_tensor(torch.tensor(3.0), line, [Replicate()]),
+                "empty": distribute_tensor(torch.zeros(0, 3), line, [Shard(1)]),
+            },
+        )
+        bad = DTensor.from_local(torch.ones(2), line, [Partial()])
+        with pytest.raises(Unsupported) as e:
+            holdfast.save(ranks.url("partial"), {"good": numbers, "sums": {"grad": bad}})
+        assert "sums/grad" in str(e.value)
+        assert "Partial" in str(e.value)
+        assert not Path(ranks.url("partial")).exists()
+
+    def then():
+        mesh = init_device_mesh("cpu", (3,))
+        rows = distribute_tensor(torch.zeros(5, 12), mesh, [Shard(1)])
+        state = {
+            "rows": rows,
+            "nested": [{"both": torch.zeros(5, 12)}],
+            "twice": holdfast.Boxed(torch.zeros(5, 4), (0, 4 * ranks.rank), (5, 12)),
+            "all": distribute_tensor(torch.zeros(5, 12), mesh, [Shard(0)]),
+            "plain": distribute_tensor(torch.zeros(5, 12), mesh, [Replicate()]),
+            3: torch.zeros(()),
+            "empty": distribute_tensor(torch.zeros(0, 3), mesh, [Shard(0)]),
+        }
+        holdfast.load(ranks.url("dict"), into=state, keys=["rows", "nested", "twice", "empty"])
+        assert torch.equal(rows.full_tensor(), numbers)
+        assert torch.equal(state["nested"][0]["both"], numbers)
+        part = numbers[:, 4 * ranks.rank :][:, :4]
+        assert torch.equal(state["twice"].tensor, part)
+        assert not state["all"].full_tensor().any()
+        holdfast.load(ranks.url("dict"), into=state)
+        assert torch.equal(state["all"].full_tensor(), numbers)
+        assert torch.equal(state["plain"].to_local(), numbers)
+        assert state[3] == 3
+
+    ranks(4, first)
+    ranks(3, then)
+
+
+def a_group_of_some_ranks(ranks):
+    def work():
+        pair = dist.new_group([1, 3])
+        others = dist.new_group([0, 2])
+        mine = pair if ranks.rank in (1, 3) else others
+        name = f"pair{ranks.rank % 2}"
+        state = {"r": holdfast.PerRank(ranks.rank), "w": torch.full((3,), ranks.rank % 2)}
+        holdfast.save(ranks.url(name), state, group=mine)
+        back = holdfast.load(ranks.url(name))
+        assert back["r"] == {"0": ranks.rank % 2, "1": ranks.rank % 2 + 2}
+        state = {"r": holdfast.PerRank(-1), "w": torch.zeros(3, dtype=torch.int64)}
+        holdfast.load(ranks.url(name), into=state, group=mine)
+        assert state["r"].value == ranks.rank
+        assert state["w"][0] == ranks.rank % 2
+        holdfast.save(ranks.url(f"alone{ranks.rank}"), state, group="alone")
+        assert holdfast.load(ranks.url(f"alone{ranks.rank}"))["r"] == {"0": ranks.rank}
+
+    ranks(4, work)
+
+
+def random_generators(ranks):
+    def draw():
+        return [random.random(), float(np.random.random()), float(torch.rand(1).item())]
+
+    def told(mine):
+        several = [None] * dist.get_world_size()
+        dist.all_gather_object(several, mine)
+        return several
+
+    def first():
+        random.seed(ranks.rank)
+        np.random.seed(ranks.rank)
+        torch.manual_seed(ranks.rank)
+        holdfast.save(ranks.url("rng"), {"rng": holdfast.RNG()})
+        several = told(draw())
+        if ranks.rank == 0:
+            (ranks.folder / "rng.json").write_text(json.dumps(several))
+
+    def then(size):
+        holdfast.load(ranks.url("rng"), into={"rng": holdfast.RNG()})
+        got = told(draw())
+        expected = json.loads((ranks.folder / "rng.json").read_text())
+        assert got[:2] == expected[: min(size, 2)]
+        assert len({str(g) for g in got + expected}) == max(size, 2)
+        holdfast.load(ranks.url("rng"), into={"rng": holdfast.RNG()})
+        assert told(draw()) == got
+
+    ranks(2, first)
+    ranks(4, partial(then, 4))
+    ranks(3, partial(then, 3))
+
+
+def errors_are_everybodys(ranks):
+    def work():
+        state = state_of(fsdp())
+        train(state)
+        holdfast.save(ranks.url("errors"), state)
+        before = whole(state)
+        train(state)
+        changed = whole(state)
+        more = {"more": torch.zeros(1)} if ranks.rank == 2 else {}
+        with pytest.raises(MissingLeaf) as e:
+            holdfast.load(ranks.url("errors"), into=state | more)
+        assert e.value.missing == ("more",)
+        assert "does not fit the live state of rank 2; nothing was changed" in str(e.value)
+        same(changed, whole(state))
+        holdfast.load(ranks.url("errors"), into=state | more, missing="keep")
+        same(before | {"n": changed["n"]}, whole(state))
+
+    ranks(3, work)
+
+
+SCENARIOS = [
+    fsdp_on_4_2_3_1,
+    hsdp_fsdp_with_tp_and_plain,
+    tensor_parallel_only,
+    all_optimizers,
+    factored_slots,
+    ddp_with_batch_norm,
+    pipeline_stages,
+    compiled,
+    sharded_tensors,
+    tensors_in_a_dict,
+    a_group_of_some_ranks,
+    random_generators,
+    errors_are_everybodys,
+]
+
+
+if __name__ == "__main__":
+    run(SCENARIOS)

@@ -1,0 +1,50 @@
+"""The same on real processes: FSDP2, HSDP, tensor parallel, DDP, stages, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .scenarios import SCENARIOS
+from .world import SIZE
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each scenario came to, on each rank. All of them share one start of the processes."""
+    folder = tmp_path_factory.mktemp("gloo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[2]
+    environ = os.environ | {"HOLDFAST_SILENT": "30", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(SIZE)]
+    started = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-m", "tests.ranks.scenarios", str(rank), str(port), folder]
+            with log.open("w") as out:
+                started.append(
+                    subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=root)
+                )
+        codes = [process.wait(timeout=400) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    told = [folder / f"{rank}.json" for rank in range(SIZE)]
+    assert codes == [0] * SIZE, "\n".join(log.read_text()[-2000:] for log in logs)
+    return [json.loads(path.read_text()) for path in told]
+
+
+@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
+def test_on_real_processes(scenario, outcomes):
+    failed = {r: told[scenario] for r, told in enumerate(outcomes) if told[scenario] != "passed"}
+    assert not failed, "\n".join(f"rank {rank}: {told}" for rank, told in failed.items())

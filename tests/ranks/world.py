@@ -1,0 +1,76 @@
+"""Processes that are a world of torch.distributed by turns: of one, two, three or four ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+BOUND = timedelta(seconds=60)
+
+
+class Ranks:
+    """The processes, of which the first so many are a world."""
+
+    def __init__(self, rank: int, port: int, folder: Path) -> None:
+        self.rank = rank
+        self.folder = folder
+        self.store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, BOUND)
+        self.scenario = ""
+        self.worlds = 0
+
+    def begin(self, scenario: str) -> None:
+        self.scenario, self.worlds = scenario, 0
+
+    def __call__(self, size: int, work) -> None:
+        """``work()`` on ranks below ``size``, in a world of that size."""
+        self.worlds += 1
+        name = f"{self.scenario}{self.worlds}"
+        try:
+            if self.rank < size:
+                self._within(size, name, work)
+        finally:
+            self.all_there(name)
+
+    def _within(self, size: int, name: str, work) -> None:
+        if size == 1:
+            work()
+            return
+        store = dist.PrefixStore(name, self.store)
+        dist.init_process_group("gloo", None, BOUND, size, self.rank, store)
+        try:
+            work()
+        finally:
+            dist.destroy_process_group()
+
+    def all_there(self, name: str) -> None:
+        self.store.add(f"{name}/there", 1)
+        end = time.monotonic() + BOUND.total_seconds()
+        while self.store.add(f"{name}/there", 0) < SIZE and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def url(self, name: str) -> str:
+        return str(self.folder / f"{name}" / "version_1")
+
+
+def run(scenarios) -> None:
+    """As rank ``sys.argv[1]``; what each scenario came to on it goes to ``FOLDER/RANK.json``."""
+    rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    ranks, outcomes = Ranks(rank, port, folder), {}
+    for scenario in scenarios:
+        ranks.begin(scenario.__name__)
+        try:
+            scenario(ranks)
+            outcomes[scenario.__name__] = "passed"
+        except BaseException:
+            outcomes[scenario.__name__] = traceback.format_exc()
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+    ranks.all_there("end")
