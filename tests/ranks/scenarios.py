@@ -1,4 +1,4 @@
-"""What real ranks go through. ``python -m tests.ranks.scenarios RANK PORT FOLDER`` is one of them."""
+"""What real ranks go through: ``python -m tests.ranks.scenarios RANK PORT FOLDER`` is one."""
 
 from __future__ import annotations
 

@@ -15,9 +15,11 @@ from holdfast.errors import (
     DTypeMismatch,
     MissingLeaf,
     PlanError,
+    RankFailed,
     ShapeMismatch,
     UnexpectedLeaf,
 )
+from holdfast.testing.fakegroup import FakeGroup
 
 from ..engine.states import clone, same
 from .acting import as_ranks, floats, loaded, not_loaded, refused, saved
@@ -319,3 +321,36 @@ def test_damage_that_one_rank_reads_is_an_error_on_all_whose_live_states_are_not
     other = (reader + 1) % 4
     holdfast.load(store, into=states[other], group="alone")
     assert torch.equal(states[other]["w"].tensor, whole[other : other + 1])
+
+
+class Settling:
+    """An object that takes its state, or fails to."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        if self.fails:
+            raise ZeroDivisionError("in its own code")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_code_of_the_users_that_fails_on_one_rank_is_an_error_on_all(rank):
+    store = saved(*as_ranks(3, lambda r: {"o": Settling(False), "w": floats(1)}))
+    with FakeGroup(3) as group:
+        states = as_ranks(3, lambda r: {"o": Settling(r == rank), "w": floats(0)})
+        told = group.outcomes(lambda r: holdfast.load(store, into=states[r]))
+        for r, e in enumerate(told):
+            if r == rank:
+                assert isinstance(e, ZeroDivisionError)
+                assert "is not valid" in e.__notes__[0]
+            else:
+                assert isinstance(e, RankFailed)
+                assert (e.rank, e.live_state) == (rank, "not valid")
+                assert "ZeroDivisionError: in its own code" in str(e)
+        states = as_ranks(3, lambda r: {"o": Settling(False), "w": floats(0)})
+        group.run(lambda r: holdfast.load(store, into=states[r]))  # the next one works
+        assert all(state["w"].item() == 1 for state in states)
