@@ -117,3 +117,10 @@ def test_nan_is_no_change(make: Callable[..., Samples]) -> None:
     assert not found.differ()
     t.data[25] = -t[25]
     assert found.differ()
+
+
+def test_a_program_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.live.torch_or_none", lambda: None)
+    found = Samples(())
+    found.take()
+    assert not found.differ()

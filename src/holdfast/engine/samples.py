@@ -50,7 +50,8 @@ class Samples:
         """Whether what there is now is not what is held. Waits for accelerators."""
         torch = live.torch_or_none()
         near, far = self._now()
-        return near != self._held[0] or not all(map(torch.equal, far, self._held[1]))
+        pairs = zip(far, self._held[1], strict=True)  # none where there is no PyTorch
+        return near != self._held[0] or not all(torch.equal(a, b) for a, b in pairs)
 
     def _now(self) -> Bits:
         return b"".join(self._near), _gathered(self._far)
