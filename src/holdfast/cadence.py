@@ -17,8 +17,9 @@ from holdfast.engine.group import Group, by_first
 from holdfast.policy import Moment, SavePolicy
 from holdfast.tally import Tally
 
-SAVE = "save"
-"""What the ranks agree on."""
+SAVE, REQUEST = "save", "request"
+"""What the ranks agree on, for the clock and for who asks: the next save, by its number. Should
+another save begin before the step that they agree on, it answers that too."""
 
 At = tuple[int, float, int]
 """Steps, seconds and epochs, as a ``Moment`` has them."""
@@ -35,6 +36,8 @@ class Cadence:
         self._skips = busy == "skip"
         self._group = group
         self._count = count
+        self._begun = 0
+        self._asked = False
         self._last = self._left_out = self._now()
 
     @property
@@ -44,6 +47,7 @@ class Cadence:
 
     def restart(self) -> None:
         """Count from now on: a save begins, or the training goes on from a version."""
+        self._begun += 1
         self._last = self._left_out = self._now()
 
     def reason(
@@ -52,19 +56,24 @@ class Cadence:
         """Why to save after this step, if so. ``wanted``: this rank was asked for a save;
         ``agreed``: what the ranks have agreed on for this step; ``busy``: one is in flight."""
         if self._group.size == 1:
+            self._asked = wanted
             due = wanted or self._policy.due(Moment(*self._now(), *self._last))
-        elif SAVE in agreed:
-            due = True
         else:
-            # no clock: all ranks find the same
-            last = self._left_out if self._skips else self._last
-            (step, _, epochs), (last_step, _, last_epochs) = self._now(), last
-            due = self._policy.due(Moment(step, 0.0, epochs, last_step, 0.0, last_epochs))
+            clock, asked = (f"{what} {self._begun}" for what in (SAVE, REQUEST))
+            self._asked = clock in agreed or asked in agreed
+            wanted = wanted or asked in agreed
+            due = self._asked or self._counted()
             if not due and (wanted or self._late(busy)):
-                agreement.propose(SAVE)
+                agreement.propose(asked if wanted else clock)
         if not due:
             return None
         return "request" if wanted else "cadence"
+
+    def _counted(self) -> bool:
+        """Whether a save is due by steps or epochs. Without a clock: all ranks find the same."""
+        last = self._left_out if self._skips else self._last
+        (step, _, epochs), (last_step, _, last_epochs) = self._now(), last
+        return self._policy.due(Moment(step, 0.0, epochs, last_step, 0.0, last_epochs))
 
     def _late(self, busy: bool) -> bool:
         """Whether rank 0, whose clock counts, finds that a save is due."""
@@ -73,8 +82,11 @@ class Cadence:
         return self._policy.due(Moment(*self._now(), *self._last))
 
     def skips(self, busy: Callable[[], bool], run: str, tally: Tally) -> bool:
-        """Whether a save that is due is left out, since one is in flight on rank 0."""
-        if not self._skips or not by_first(self._group, "whether to save", busy, bool):
+        """Whether the save that is due is left out, since one is in flight on rank 0. One that was
+        asked for never is."""
+        if not self._skips or self._asked:
+            return False
+        if not by_first(self._group, "whether to save", busy, bool):
             return False
         now = self._now()
         if self._group.size > 1 or self._policy.due(Moment(*now, *self._left_out)):

@@ -5,30 +5,30 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, Self
 
 from holdfast import events
-from holdfast.cadence import SAVE, Cadence
+from holdfast.cadence import Cadence
 from holdfast.checks import (
     check_arguments,
     check_choices,
+    in_words,
     refuse_copies,
+    refuse_unlike,
     refuse_version,
     refuse_versions,
     unentered,
 )
 from holdfast.counting import Count
-from holdfast.ending import Rescue, tell_besides, tell_unsaved
+from holdfast.ending import Rescue, of_store, tell_besides, tell_failed, tell_unsaved
 from holdfast.engine.agree import agreement
-from holdfast.engine.group import Choice, Solo, acting_as, by_first, current_group
+from holdfast.engine.group import Choice, Solo, acting_as, by_all, current_group
 from holdfast.engine.location import Url
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import (
     CommitError,
     HoldfastError,
     MetricMissing,
-    SaveFailed,
     SkippedVersion,
     StoreError,
 )
@@ -87,7 +87,8 @@ class Checkpointer:
         save = EverySeconds(600) if save is None else save
         keep = KeepPolicy() if keep is None else keep
         check_arguments(state, save, keep, stop)
-        check_choices(busy, on_error, full_every, incremental, overlap)
+        choices = check_choices(busy, on_error, full_every, incremental, overlap)
+        self._terms = {"save": in_words(save), **choices}
         self.run = Run(run)
         self.state = state
         self._policy = save
@@ -113,10 +114,7 @@ class Checkpointer:
         self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
-        self._invalid = False
-        self._ready = False
-        self._started = False
-        self._closed = False
+        self._invalid = self._ready = self._started = self._closed = False
         self._process = os.getpid()
 
     def __repr__(self) -> str:
@@ -161,7 +159,7 @@ class Checkpointer:
         with all differences if the version is of another state.
         """
         self._refuse_closed()
-        self._saver.wait()
+        self._saver.rest(self._group)
         part = Part.of(start, keys, missing, unexpected, rename, (at, branch) != (None, None))
         if self._rescue is not None:
             self._rescue.forget()
@@ -172,6 +170,7 @@ class Checkpointer:
                     found = begin_from(start, self.state, part)
         except BaseException as e:
             self._invalid = self._invalid or overwritten(e)
+            self._count.resumed(self.current_step, own=False)
             raise
         self._ready, self._invalid = True, False
         if found is None:
@@ -229,8 +228,7 @@ class Checkpointer:
         if reason is None:
             self._saver.make_room()
             return
-        asked = reason == "request" or SAVE in self._agreed
-        if not asked and self._cadence.skips(lambda: self._saver.busy, self.run.url, self._tally):
+        if self._cadence.skips(lambda: self._saver.busy, self.run.url, self._tally):
             return
         self._try(lambda: self._saver.settle(self.current_step, self._group), 4)
         self._try(lambda: self._start(reason, self._metrics), 4)
@@ -254,11 +252,11 @@ class Checkpointer:
             self._refuse_blind_start()
             newest = self._saver.rest(self._group)
             self._stopping.observe(more, self.current_step, self._agreement, False)
-            if newest is None or newest.step != self.current_step:
+            if newest is None or self._saver.saved_step != self.current_step:
                 self._start("request", {**self._metrics, **more})
                 newest = self._saver.rest(self._group)
-            elif more and self._chief:
-                self.run.add_metrics(newest, more)
+            else:
+                self._saver.add_metrics(newest, more, self._group)
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return newest
@@ -274,7 +272,7 @@ class Checkpointer:
         saved or resumed, None if there is none. Raises what made the save fail."""
         self._refuse_fork()
         with self._tally.paused():
-            return self._saver.wait()
+            return self._saver.wait() if self._closed else self._saver.rest(self._group)
 
     def statistics(self) -> dict[str, float]:
         """Since this Checkpointer was made: ``saves``, ``failures``, ``skipped``, ``bytes`` written
@@ -338,7 +336,7 @@ class Checkpointer:
         return self._started and not (self._invalid or self._closed or self._process != os.getpid())
 
     def _leave(self) -> None:
-        alive, skipped = self._alive, self._cadence.left_out
+        alive, skipped = self._alive, self._cadence.left_out and self._chief
         self.close()
         if alive and self._saver.saved_step != self.current_step:
             tell_unsaved(self.run.url, self.current_step, self._saver.saved_step, skipped)
@@ -355,12 +353,9 @@ class Checkpointer:
         try:
             call()
         except (StoreError, CommitError) as e:
-            if self._on_error == "raise":
+            if self._on_error == "raise" or not of_store(e):
                 raise
-            step, told = self._saver.saved_step, "Old versions pile up"
-            if not e.fields.get("committed"):
-                told = f"NOTHING WAS SAVED, and training goes on unsaved since step {step}"
-            warnings.warn(f"{told}: {e}", SaveFailed, stacklevel=stacklevel)
+            tell_failed(e, self._saver.saved_step, stacklevel + 1)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -386,14 +381,18 @@ class Checkpointer:
             return
         if self._policy.on_exception and self._rescue is None:
             raise unentered()
-        measure = partial(self._saver.measure, self.state, self._group)
-        by_first(self._group, "the first step", self._claim, bool, each=measure)
+        by_all(self._group, "the first step", self._told, dict[str, str], self._claim, bool)
         self._agreement = agreement(self._group, "training")
         if self._chief:
             self._watcher.start()
         self._started = True
 
-    def _claim(self) -> bool:
+    def _told(self) -> dict[str, str]:
+        self._saver.measure(self.state, self._group)
+        return {**self._terms, "current_step": str(self.current_step)}
+
+    def _claim(self, told: Sequence[dict[str, str]]) -> bool:
+        refuse_unlike(told)
         if not self._ready:
             refuse_versions(self.run)
         self._writer.claim()

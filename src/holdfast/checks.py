@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.engine.location import run_of
@@ -26,9 +27,10 @@ def check_arguments(state: object, save: object, keep: object, stop: object) -> 
 
 def check_choices(
     busy: object, on_error: object, full_every: object, incremental: object, overlap: object
-) -> None:
-    """Raise ``HoldfastError`` for a choice that there is not."""
+) -> dict[str, str]:
+    """The choices in words. Raises ``HoldfastError`` for one that there is not."""
     whole = full_every is None or (type(full_every) is int and full_every >= 1)
+    chosen = {}
     for name, given, good, expected in (
         ("busy", busy, busy in ("wait", "skip"), '"wait" or "skip"'),
         ("on_error", on_error, on_error in ("raise", "warn"), '"raise" or "warn"'),
@@ -37,6 +39,8 @@ def check_choices(
         ("overlap", overlap, type(overlap) is bool, "True or False"),
     ):
         _demand(name, given, good, expected)
+        chosen[name] = in_words(given)
+    return chosen
 
 
 def _demand(name: str, given: object, good: bool, expected: str) -> None:
@@ -47,6 +51,26 @@ def _demand(name: str, given: object, good: bool, expected: str) -> None:
             expected=expected,
             found=found if len(found) < 80 else an(type(given).__name__),
         )
+
+
+def in_words(given: object) -> str:
+    """An argument as another rank can tell whether it has the same."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(given))[:500]
+
+
+def refuse_unlike(told: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``PlanError`` unless all ranks tell the same: they would not save at the same step."""
+    first = told[0]
+    for name, mine in first.items():
+        other = next((r for r, theirs in enumerate(told) if theirs.get(name) != mine), None)
+        if other is not None:
+            raise PlanError(
+                "The Checkpointers of the ranks are not alike",
+                expected=f"{name}={mine} on all ranks, as on rank 0",
+                found=f"{name}={told[other].get(name)} on rank {other}",
+                todo="Give all ranks the same; what a clock tells is rank 0's anyway",
+                rank=other,
+            )
 
 
 def refuse_copies(state: dict[str, Any]) -> None:

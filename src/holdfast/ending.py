@@ -11,7 +11,7 @@ from typing import Any
 from holdfast import events
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.group import Group
-from holdfast.errors import RankFailed, SaveFailed
+from holdfast.errors import CommitError, HoldfastError, RankFailed, SaveFailed, StoreError
 from holdfast.format.names import Version
 from holdfast.saver import Order, Saver
 
@@ -54,18 +54,49 @@ class Rescue:
         note = {**note, "error": f"{type(error).__name__}: {error}"[:1000]}
         order = Order(Version(step, branch), "exception", metrics, note, training)
         try:
-            meeting = self._group.meet("the save after an exception", COME)
-            with meeting:
-                meeting.gather(step, int)
-                meeting.share(True if self._group.rank == 0 else None, bool)
-            meeting.close()
+            self._come(step)
         except RankFailed as e:
             told.append(f"the state after step {step} was not saved: {e}")
         else:
-            saver.rescue(self._boundary, order, told)
+            saver.rescue(self._boundary, order, self._group, told)
+
+    def _come(self, step: int) -> None:
+        """Wait for the other ranks, not for as long as usual. Raises ``RankFailed`` if not all
+        have raised as well, and after the same step."""
+        meeting = self._group.meet("the save after an exception", COME)
+        try:
+            with meeting:
+                steps = meeting.gather(step, int)
+                if steps is not None and (other := {*steps} - {step}):
+                    rank = steps.index(min(other))
+                    raise RankFailed(
+                        "The ranks did not raise in the same step",
+                        expected=f"step {step} behind all ranks, as behind rank 0",
+                        found=f"step {steps[rank]} behind rank {rank}",
+                        rank=rank,
+                    )
+                meeting.share(True if steps is not None else None, bool)
+        finally:
+            meeting.close()
 
     def close(self) -> None:
         self._boundary.close()
+
+
+def of_store(error: StoreError | CommitError) -> bool:
+    """Whether it was a store that failed, or a commit, on whichever rank. What else fails on one
+    rank the others hear of by a ``RankFailed`` too; there it is no such error."""
+    cause = error.__cause__ if isinstance(error, RankFailed) else None
+    told = cause is not None and not error.fields.get("lost")
+    return not told or isinstance(cause, StoreError | CommitError)
+
+
+def tell_failed(error: HoldfastError, since: int, stacklevel: int) -> None:
+    """Warn of a save that failed, or of what failed after it; training goes on."""
+    told = "Old versions pile up"
+    if not error.fields.get("committed"):
+        told = f"NOTHING WAS SAVED, and training goes on unsaved since step {since}"
+    warnings.warn(f"{told}: {error}", SaveFailed, stacklevel=stacklevel)
 
 
 def tell_besides(error: BaseException, told: Sequence[str]) -> None:

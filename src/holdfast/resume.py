@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +16,15 @@ from holdfast.engine.location import locate
 from holdfast.engine.meeting import Meeting
 from holdfast.engine.place import STRICT, Leniency
 from holdfast.engine.snapshot import Snapshot
-from holdfast.errors import FormatError, HoldfastError, NotFound, PlanError
+from holdfast.errors import (
+    Denied,
+    FormatError,
+    HoldfastError,
+    PlanError,
+    RankFailed,
+    StoreError,
+    Unavailable,
+)
 from holdfast.format.names import Version, parse_version
 from holdfast.format.tree import child_keys
 from holdfast.known import training_of
@@ -80,16 +87,46 @@ def go_on(
             ' resume(start="RUN@120") begins with a version of another run',
         )
     meeting = current_group().meet(f"the resume of {run.url}")
+    loads = Loads(state)
     try:
         with meeting:
-            return (_lead if meeting.rank == 0 else _follow)(run, state, meeting, at, branch, claim)
+            if meeting.rank == 0:
+                return _lead(run, loads, meeting, at, branch, claim)
+            return _follow(run, loads, meeting)
+    except HoldfastError as e:
+        if loads.spoiled and not e.fields.get("live_state"):
+            raise e.told("The live state is not valid", live_state="not valid") from e
+        raise
     finally:
         meeting.close()
 
 
+class Loads:
+    """Loads versions into a state, until one is intact for all ranks. ``error``: why the last was
+    not; ``spoiled``: whether the state is overwritten in part since."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.error: HoldfastError | None = None
+        self.spoiled = False
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Raises on all ranks what is wrong with the version for one of them; ``RankFailed`` where
+        that is its store, and the version may be intact."""
+        try:
+            load_snapshot(snapshot, self.state)
+        except HoldfastError as e:
+            self.error, self.spoiled = e, self.spoiled or overwritten(e)
+            cause = e.__cause__ if isinstance(e, RankFailed) else None
+            if isinstance(cause, StoreError) and not isinstance(cause, Denied | Unavailable):
+                raise cause from e
+            raise
+        self.error, self.spoiled = None, False
+
+
 def _lead(
     run: Run,
-    state: dict[str, Any],
+    loads: Loads,
     meeting: Meeting,
     at: int | None,
     branch: int | None,
@@ -97,7 +134,7 @@ def _lead(
 ) -> Found | None:
     def load(snapshot: Snapshot) -> None:
         meeting.share(Step(False, str(snapshot.version), snapshot.digest), Step)
-        load_snapshot(snapshot, state)
+        loads.load(snapshot)
 
     try:
         snapshot, skipped = run.newest(load, at, branch)
@@ -109,7 +146,7 @@ def _lead(
             expected=e.expected,
             found=e.found,
             todo="Make the state as it was. Or go on with the changed one in a new run: another"
-            f" folder, and {_start(run.url, state, e)}",
+            f" folder, and {_start(run.url, loads.state, e)}",
             **e.fields,
         ) from e
     if snapshot is None:
@@ -128,14 +165,7 @@ def _lead(
     return _found(snapshot, number, [_told(v, e) for v, e in skipped])
 
 
-def _follow(
-    run: Run,
-    state: dict[str, Any],
-    meeting: Meeting,
-    at: int | None,
-    branch: int | None,
-    claim: Callable[[], object],
-) -> Found | None:
+def _follow(run: Run, loads: Loads, meeting: Meeting) -> Found | None:
     while True:
         step = meeting.share(None, Step)
         version = None if step.version is None else parse_version(step.version)
@@ -143,9 +173,15 @@ def _follow(
             return None
         snapshot = Snapshot(run.place(version), None, step.digest)
         if step.done:
+            if loads.error is not None:
+                raise loads.error
             return _found(snapshot, step.branch, [])
-        with suppress(FormatError, NotFound):  # rank 0 raises it as well, and goes back or ends
-            load_snapshot(snapshot, state)
+        try:
+            loads.load(snapshot)
+        except (Denied, Unavailable):
+            raise
+        except (FormatError, StoreError):
+            continue  # rank 0 raises it as well, and goes back or ends
 
 
 def _found(snapshot: Snapshot, branch: int, skipped: Sequence[str]) -> Found:

@@ -14,7 +14,7 @@ from holdfast import events
 from holdfast.engine.beside import Rest, pin_memory
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.draft import Draft, Label
-from holdfast.engine.group import Group, by_first
+from holdfast.engine.group import Group, by_all, by_first, current_group
 from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.steady import Guard, optimizers_in
@@ -33,6 +33,9 @@ from holdfast.writer import Writer
 
 ENOUGH = 3
 """Saves after which a metric that no version has is worth a warning."""
+
+
+SAVED = "saved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class Saver:
         try:
             draft = begin(place, state, label, self._pool, ahead=True, base=base, beside=beside)
         except AlreadyExists as e:
-            there = self.run.open(order.version)
+            there = self._there(order.version)
             if there.manifest.attempt != self._attempt:
                 raise HoldfastError(
                     f"Another training has saved {order.version} of {self.run.url}",
@@ -171,6 +174,16 @@ class Saver:
         finally:
             known.set()
 
+    def _there(self, version: Version) -> Snapshot:
+        """What has been committed as that version, on all ranks or on none."""
+        found: list[Snapshot] = []
+
+        def look() -> None:
+            found.append(self.run.open(version))
+
+        by_first(current_group(), f"a look at {version}", lambda: True, bool, each=look)
+        return found[0]
+
     def _label(self, order: Order) -> Label:
         parent = self.newest
         return Label(
@@ -183,24 +196,25 @@ class Saver:
             training={**order.training, **self._tally.note()},
         )
 
-    def rescue(self, boundary: Boundary, order: Order, told: list[str]) -> None:
-        """Save the state of the last boundary after an error has ended the training, if it is
-        there still; ``told`` gets what hinders it. Raises what makes the save fail."""
+    def rescue(self, boundary: Boundary, order: Order, group: Group, told: list[str]) -> None:
+        """Save the state of the last boundary after an error has ended the training, if all ranks
+        have it still; ``told`` gets what hinders it. Raises what makes the save fail."""
         earlier = None
         try:
             self.wait()
         except Exception as e:  # noqa: BLE001  (this save may succeed where that one failed)
             earlier = e
-        saved = self.newest is not None and _version(self.newest) == order.version
-        state = None if saved else boundary.state_at_boundary()
-        if not saved and state is None:
-            step = order.version.step
-            told.append(f"the state after step {step} was not saved: {boundary.gone}")
+        there = self.newest is not None and _version(self.newest) == order.version
+        state = None if there else boundary.state_at_boundary()
+        mine = SAVED if there else "" if state is not None else str(boundary.gone)
+        gone = by_all(group, "the state before an exception", lambda: mine, str, _gone, str)
+        if gone and gone != SAVED:
+            told.append(f"the state after step {order.version.step} was not saved: {gone}")
             if earlier is not None:
                 raise earlier
         elif earlier is not None:
             told.append(f"an earlier save failed: {earlier}")
-        if state is not None:
+        if state is not None and not gone:
             self.start(state, order)
             self.wait()
 
@@ -214,9 +228,9 @@ class Saver:
             self._tally.blocked(waited)
 
     def _base(self) -> Snapshot | None:
-        """The version whose chunks the next one may refer to."""
+        """The version whose chunks the next one may refer to; of several ranks rank 0 says so."""
         base = None if self._full_every == 1 else self.newest
-        if base is None or self._full_every is None:
+        if base is None or self._full_every is None or current_group().rank:
             return base
         # the first of so many is full, the others are its chain
         return base if base.chain + 1 < self._full_every else None
@@ -334,6 +348,16 @@ class Saver:
             raise error
         return self.newest
 
+    def add_metrics(self, newest: Snapshot, more: Mapping[str, Any], group: Group) -> None:
+        """Add rank 0's ``more`` to the version; of all ranks all raise what fails."""
+
+        def add() -> bool:
+            if more:
+                self.run.add_metrics(newest, more)
+            return True
+
+        by_first(group, f"adding metrics to {newest.url}", add, bool)
+
     def resumed(self, snapshot: Snapshot) -> None:
         """Go on from a version."""
         self.newest = snapshot
@@ -355,6 +379,15 @@ class Saver:
             self._pool.close()
         if self._reserving is not None:
             self._reserving.join()
+
+
+def _gone(told: list[str]) -> str:
+    """Why the state before an exception cannot be saved, if so: that it is, as rank 0 knows, or
+    that a rank has it no more."""
+    lacking = [rank for rank, why in enumerate(told) if why not in ("", SAVED)]
+    if told[0] == SAVED or not lacking:
+        return told[0]
+    return told[lacking[0]] + (f" (on rank {lacking[0]})" if len(told) > 1 else "")
 
 
 def _version(snapshot: Snapshot) -> Version:

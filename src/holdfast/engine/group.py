@@ -17,6 +17,7 @@ from holdfast.format.digest import digest
 from holdfast.settings import read_settings
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 Choice = Any
 """Who saves or loads: None for all ranks of torch.distributed, ``"alone"`` for this process only,
@@ -78,19 +79,31 @@ class Ranks:
         return next(self._numbers)
 
 
+def by_all(
+    group: Group,
+    what: str,
+    said: Callable[[], T],
+    kind: type[T],
+    decide: Callable[[list[T]], U],
+    made: type[U],
+) -> U:
+    """What ``decide`` makes on rank 0 of what ``said`` gives on each rank, on all ranks. Where one
+    of them raises, all do."""
+    meeting = group.meet(what)
+    try:
+        with meeting:
+            told = meeting.gather(said(), kind)
+            return meeting.share(None if told is None else decide(told), made)
+    finally:
+        meeting.close()
+
+
 def by_first(
     group: Group, what: str, do: Callable[[], T], kind: type[T], each: Callable[[], object] = bool
 ) -> T:
     """What ``do`` gives on rank 0, on all ranks, once ``each`` has been called on every one. Where
     one of them raises, all do."""
-    meeting = group.meet(what)
-    try:
-        with meeting:
-            each()
-            meeting.gather(True, bool)
-            return meeting.share(do() if meeting.rank == 0 else None, kind)
-    finally:
-        meeting.close()
+    return by_all(group, what, lambda: each() is None, bool, lambda told: do(), kind)
 
 
 _alone = Solo()

@@ -20,6 +20,7 @@ from holdfast.errors import (
     CommitError,
     FormatError,
     HoldfastError,
+    NoSnapshot,
     NotFound,
     PlanError,
     RankFailed,
@@ -27,7 +28,7 @@ from holdfast.errors import (
 
 T = TypeVar("T")
 
-_ALIKE = (PlanError, CommitError, FormatError, AlreadyExists, NotFound)
+_ALIKE = (PlanError, CommitError, FormatError, AlreadyExists, NoSnapshot, NotFound)
 """Errors of what the ranks do together: every rank raises the same. Others are of one rank."""
 
 
@@ -324,8 +325,9 @@ def _raised(text: str, rank: int, what: str) -> HoldfastError:
         cause = same
     else:
         cause = RuntimeError(f"{told.kind}: {told.what}")
+    end = "" if told.fields.get("committed") else ", which came to nothing"
     failed = RankFailed(
-        f"Rank {told.rank} has failed in {what}, which came to nothing. {told.kind}: {told.what}",
+        f"Rank {told.rank} has failed in {what}{end}. {told.kind}: {told.what}",
         expected=told.expected,
         found=told.found,
         todo=told.todo or "Look at that rank's log",

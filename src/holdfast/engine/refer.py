@@ -80,7 +80,7 @@ def held(
     None, and the save is a full one, if it is not a version of the same run, was deleted, or
     is damaged as far as its manifest, its indexes and the lengths of its files tell.
     """
-    found = None if base is None else _beside(place, base)
+    found = None if base is None or meeting.rank else _beside(place, base)
     with ExitStack() as pins:
         if meeting.rank == 0:
             # each pin names the attempt too
@@ -95,6 +95,8 @@ def held(
                     events.emit("skipped", version=str(found.version), error=e)
                     found = None
         good = meeting.share(found is not None if meeting.rank == 0 else None, bool)
+        if good and base is not None and meeting.rank:
+            found = _beside(place, base)  # not before rank 0 has found it there
         yield Base.of(found, meeting) if good and found is not None else None
 
 
