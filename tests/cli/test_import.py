@@ -208,7 +208,7 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     def deny(path: str, flags: int) -> int:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("holdfast.engine.mapped.os.open", deny)
+    monkeypatch.setattr("holdfast.foreign.mapped.os.open", deny)
     one_line(holdfast("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
 
 

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast.engine.foreign import read_foreign, save_foreign, take_apart
-from holdfast.engine.foreign_state import arrange
 from holdfast.engine.location import Location
+from holdfast.foreign.read import read_foreign, save_foreign, take_apart
+from holdfast.foreign.state import arrange
 from holdfast.storage.open import open_store
 
 _numbers = count()

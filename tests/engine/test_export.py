@@ -25,7 +25,6 @@ from torch import nn
 
 import holdfast
 from holdfast.engine import pin
-from holdfast.engine.export import Export, export_place, plan_export, write_export
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import (
@@ -37,6 +36,7 @@ from holdfast.errors import (
     StoreError,
     Unsupported,
 )
+from holdfast.foreign.export import Export, export_place, plan_export, write_export
 from holdfast.format import names
 from holdfast.policy import EverySteps
 from holdfast.storage.local import LocalStore
@@ -616,7 +616,7 @@ import sys, holdfast
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from holdfast.engine import pin
-from holdfast.engine.export import export_place, plan_export, write_export
+from holdfast.foreign.export import export_place, plan_export, write_export
 if sys.argv[2] == "torch":
     import torch  # its own memory is not counted
 

@@ -22,11 +22,11 @@ from states import TORCH_DTYPES, random_tensor, same
 from torch import nn
 
 import holdfast
-from holdfast.engine.foreign import read_foreign, save_foreign, take_apart
-from holdfast.engine.foreign_state import arrange
 from holdfast.engine.location import locate
-from holdfast.engine.mapped import Mapped, zip_records
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, Unsupported
+from holdfast.foreign.mapped import Mapped, zip_records
+from holdfast.foreign.read import read_foreign, save_foreign, take_apart
+from holdfast.foreign.state import arrange
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
@@ -549,8 +549,8 @@ import sys, threading, time
 import torch
 from checkpoints import imported
 import holdfast
-from holdfast.engine.foreign import read_foreign, save_foreign, take_apart
-from holdfast.engine.foreign_state import arrange
+from holdfast.foreign.read import read_foreign, save_foreign, take_apart
+from holdfast.foreign.state import arrange
 from holdfast.engine.location import locate
 
 def anonymous():

@@ -25,8 +25,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.engine.entries import holdings_of
-from holdfast.engine.foreign import read_foreign
 from holdfast.errors import FormatError, HoldfastError, NotFound, Unsupported
+from holdfast.foreign.read import read_foreign
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

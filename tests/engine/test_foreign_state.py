@@ -11,8 +11,8 @@ from states import same
 from torch import nn
 
 import holdfast
-from holdfast.engine.foreign import read_foreign
-from holdfast.engine.foreign_state import arrange, plain_names, step_in_name, step_in_state
+from holdfast.foreign.read import read_foreign
+from holdfast.foreign.state import arrange, plain_names, step_in_name, step_in_state
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from sharded import columns, elements, recut, rows
 from tests.trainings import flip
 
 import holdfast
-from holdfast.engine import pour as module
 from holdfast.engine.location import Location
-from holdfast.engine.pour import pour
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import DigestMismatch, NotFound
+from holdfast.foreign import pour as module
+from holdfast.foreign.pour import pour
 from holdfast.format.names import MANIFEST
 from holdfast.storage.memory import MemoryStore
 

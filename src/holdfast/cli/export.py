@@ -12,9 +12,9 @@ import click
 from holdfast.cli.answer import clean, json_option, print_json
 from holdfast.cli.places import count, snapshot_at
 from holdfast.cli.screen import progress
-from holdfast.engine.export import SUFFIXES, Export, export_place, plan_export, write_export
 from holdfast.engine.location import Location
 from holdfast.engine.snapshot import Snapshot
+from holdfast.foreign.export import SUFFIXES, Export, export_place, plan_export, write_export
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

@@ -12,15 +12,15 @@ from holdfast.cli.answer import json_option, print_json
 from holdfast.cli.places import count, refuse_target
 from holdfast.cli.screen import progress
 from holdfast.engine.commit import refuse_existing
-from holdfast.engine.foreign import (
+from holdfast.engine.snapshot import Snapshot
+from holdfast.foreign.read import (
     Foreign,
     read_foreign,
     save_foreign,
     size_on_disk,
     take_apart,
 )
-from holdfast.engine.foreign_state import MAX_STEP, Arranged, arrange
-from holdfast.engine.snapshot import Snapshot
+from holdfast.foreign.state import MAX_STEP, Arranged, arrange
 from holdfast.format.names import Version
 from holdfast.run import Run
 

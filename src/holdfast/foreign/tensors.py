@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engine.foreign_torch import ZIP, is_old, load_old, load_zip, torch_records
-from holdfast.engine.mapped import Mapped, Tell
 from holdfast.errors import FormatError, Unsupported
+from holdfast.foreign.mapped import Mapped, Tell
+from holdfast.foreign.torchfiles import ZIP, is_old, load_old, load_zip, torch_records
 from holdfast.format.tensorfile import MAX_HEADER
 from holdfast.format.tree import shape_fits
 from holdfast.words import DTYPES

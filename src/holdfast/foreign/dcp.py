@@ -14,13 +14,13 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.engine.foreign_torch import ZIP, load_bytes
 from holdfast.engine.layout import Holding
-from holdfast.engine.mapped import Mapped, Record, Tell, check_crc, zip_records
 from holdfast.engine.offer import make_offer
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.plan import plan_write
 from holdfast.errors import FormatError, PlanError, Unsupported
+from holdfast.foreign.mapped import Mapped, Record, Tell, check_crc, zip_records
+from holdfast.foreign.torchfiles import ZIP, load_bytes
 from holdfast.format.tree import MAX_DEPTH, shape_fits
 from holdfast.settings import read_settings
 from holdfast.words import DTYPES, Box

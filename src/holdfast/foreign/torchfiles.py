@@ -15,9 +15,9 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-from holdfast.engine.mapped import Mapped, Record, Tell, check_crc, zip_records
 from holdfast.engine.parallel import in_parallel
 from holdfast.errors import FormatError, HoldfastError, Unsupported
+from holdfast.foreign.mapped import Mapped, Record, Tell, check_crc, zip_records
 from holdfast.settings import read_settings
 
 ZIP = b"PK\3\4"

@@ -14,27 +14,27 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from holdfast.engine import foreign_dcp, foreign_tensors
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.draft import Label
-from holdfast.engine.foreign_dcp import Parted, load_dcp
-from holdfast.engine.foreign_state import step_in_name, step_in_state
-from holdfast.engine.foreign_tensors import load_folder, load_safetensors
-from holdfast.engine.foreign_torch import ZIP, is_old, load_old, load_zip, torch_records
 from holdfast.engine.group import acting_as, current_group
 from holdfast.engine.location import Location, near
-from holdfast.engine.mapped import Mapped, Tell
 from holdfast.engine.save import begin, finish
 from holdfast.engine.snapshot import Snapshot, open_at
 from holdfast.engine.tree import Flat, flatten
 from holdfast.errors import HoldfastError, NotFound, Unsupported
+from holdfast.foreign import dcp, tensors
+from holdfast.foreign.dcp import Parted, load_dcp
+from holdfast.foreign.mapped import Mapped, Tell
+from holdfast.foreign.state import step_in_name, step_in_state
+from holdfast.foreign.tensors import load_folder, load_safetensors
+from holdfast.foreign.torchfiles import ZIP, is_old, load_old, load_zip, torch_records
 from holdfast.format.names import MANIFEST, is_shard, parse_version
 from holdfast.storage.store import Store, Upload
 
 TRIED = (
     "a file of torch.save, Lightning or safetensors, a folder of Hugging Face"
-    f" ({foreign_tensors.SAFE}, {foreign_tensors.BIN}, or their {foreign_tensors.INDEX}), or a"
-    f" folder of torch.distributed.checkpoint ({foreign_dcp.METADATA})"
+    f" ({tensors.SAFE}, {tensors.BIN}, or their {tensors.INDEX}), or a"
+    f" folder of torch.distributed.checkpoint ({dcp.METADATA})"
 )
 _WEIGHTS = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
 _LIGHTNING = "pytorch-lightning_version"
@@ -108,7 +108,7 @@ def _read_file(path: str, tell: Tell) -> Foreign:
         )
     file = Mapped(path)
     head = bytes(file.view[:512])
-    if foreign_tensors.is_safetensors(head, file.length):
+    if tensors.is_safetensors(head, file.length):
         return Foreign(path, "safetensors", load_safetensors(file))
     records = torch_records(file) if head[:4] == ZIP else None
     if records is None and not is_old(head):
@@ -125,19 +125,19 @@ def _read_file(path: str, tell: Tell) -> Foreign:
 
 def _read_folder(path: str, tell: Tell) -> Foreign:
     names = sorted(os.listdir(path))
-    model = foreign_tensors.model_file(set(names))
+    model = tensors.model_file(set(names))
     if MANIFEST in names or any(map(parse_version, names)):
         raise Unsupported(
             f"{path} is of Holdfast already", todo="`holdfast copy` copies snapshots and runs"
         )
-    if foreign_dcp.METADATA in names and model is not None:
+    if dcp.METADATA in names and model is not None:
         raise Unsupported(
             f"{path} may be two checkpoints",
             expected="one",
-            found=f"{foreign_dcp.METADATA} of torch.distributed.checkpoint, and {model}",
+            found=f"{dcp.METADATA} of torch.distributed.checkpoint, and {model}",
             todo=f"Move one of them elsewhere, or name the file: {os.path.join(path, model)}",
         )
-    if foreign_dcp.METADATA in names:
+    if dcp.METADATA in names:
         value = load_dcp(path, tell)
         rest = [n for n in names if n.endswith(_WEIGHTS) and not n.endswith(".distcp")]
         return Foreign(path, "dcp", value, step_in_state(value), left_out=tuple(rest))

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.engine.location import Location, is_snapshot, locate, versions_in
-from holdfast.engine.outfiles import (
+from holdfast.engine.select import ABSENT, Selected, everything, prune, selector
+from holdfast.engine.snapshot import Snapshot
+from holdfast.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
+from holdfast.foreign.outfiles import (
     INDEX,
     SINGLE,
     UNNAMED,
@@ -26,11 +29,8 @@ from holdfast.engine.outfiles import (
     tensor_file,
     torch_file,
 )
-from holdfast.engine.pickled import pickled
-from holdfast.engine.pour import pour
-from holdfast.engine.select import ABSENT, Selected, everything, prune, selector
-from holdfast.engine.snapshot import Snapshot
-from holdfast.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
+from holdfast.foreign.pickled import pickled
+from holdfast.foreign.pour import pour
 from holdfast.format import torchfile, tree
 from holdfast.format.names import join
 
