@@ -17,10 +17,8 @@ from .world import SIZE
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(folder):
     """What each scenario came to, on each rank. All of them share one start of the processes."""
-    folder = tmp_path_factory.mktemp("gloo")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -44,7 +42,13 @@ def outcomes(tmp_path_factory):
     return [json.loads(path.read_text()) for path in told]
 
 
-@pytest.mark.parametrize("scenario", [s.__name__ for s in SCENARIOS])
-def test_on_real_processes(scenario, outcomes):
-    failed = {r: told[scenario] for r, told in enumerate(outcomes) if told[scenario] != "passed"}
-    assert not failed, "\n".join(f"rank {rank}: {told}" for rank, told in failed.items())
+def test_on_real_processes(tmp_path):
+    """One test, so that workers of pytest-xdist do not each start the processes."""
+    told = outcomes(tmp_path)
+    failed = [
+        f"{name} on rank {rank}: {one[name]}"
+        for name in [scenario.__name__ for scenario in SCENARIOS]
+        for rank, one in enumerate(told)
+        if one[name] != "passed"
+    ]
+    assert not failed, "\n".join(failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from random import Random
 from unittest.mock import patch
@@ -14,6 +15,12 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.engine import deal
+from holdfast.engine.buffers import shared_pool
+from holdfast.engine.draft import Label
+from holdfast.engine.load import load_snapshot
+from holdfast.engine.location import Location
+from holdfast.engine.save import begin, finish
+from holdfast.engine.snapshot import open_at
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.fakegroup import FakeGroup
 from holdfast.words import DTYPES, MIB, UNIT
@@ -44,6 +51,7 @@ def check(laid, state, held, chosen=None):
         assert found(state[level][name]) == rows.tobytes(), (i, laid[i])
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(states(), st.sampled_from([deal.SPLIT, 64, 8]), st.booleans())
 def test_any_layout_into_any_other(drawn, split, later):
@@ -221,3 +229,49 @@ def test_a_large_tensor_that_all_have_is_cut_and_shared():
     back = holdfast.load(snapshot.place.store)
     assert torch.equal(back["w"], whole)
     assert torch.equal(back["t"], whole.permute(2, 1, 0))
+
+
+# -- incremental ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(states(30), st.booleans())
+def test_an_incremental_version_of_another_layout_has_its_own_values(drawn, alike):
+    """``alike``: the same layout again, of which all that has not changed is referred to."""
+    sizes, laid = drawn
+    sizes = sizes[:1] * 3 if alike else sizes
+    laid = [replace(one, layouts=one.layouts[:1] * 3) if alike else one for one in laid]
+    store = MemoryStore()
+    saved_at(Location(store, "version_1"), sizes[0], lambda r: state_of(laid, 0, r)[0])
+    changed = [replace(one, seed=one.seed + (one.seed % 3 == 0)) for one in laid]
+    base = open_at(Location(store, "version_1"))
+    place = Location(store, "version_2")
+    saved_at(place, sizes[1], lambda r: state_of(changed, 1, r)[0], base)
+    snapshot = open_at(place)
+    assert snapshot.verify().ok
+    kept = sum(a.bytes().nbytes for a, b in zip(laid, changed, strict=True) if a.seed == b.seed)
+    if alike:
+        assert snapshot.referred_bytes <= kept
+    if alike and changed == laid:
+        assert snapshot.referred_bytes == kept
+
+    def load(rank):
+        state, held = state_of(changed, 2, rank, empty=True)
+        load_snapshot(open_at(place), state)
+        check(changed, state, held)
+
+    with FakeGroup(sizes[2]) as group:
+        group.run(load)
+
+
+def saved_at(place, size, state_of_rank, base=None):
+    """As a run saves: at a place within it, with a base."""
+
+    def work(rank):
+        label = Label(step=int(place.folder[-1]))
+        state = state_of_rank(rank)
+        return finish(begin(place, state, label, shared_pool(), ahead=False, base=base))
+
+    with FakeGroup(size) as group:
+        group.run(work)
