@@ -35,6 +35,7 @@ def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> No
         "deleted": "INFO",
         "pin_left": "WARNING",
         "request_unseen": "WARNING",
+        "not_agreed": "WARNING",
         "structure_changed": "INFO",
     }
     first = caplog.records[0]

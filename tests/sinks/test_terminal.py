@@ -48,6 +48,14 @@ def test_a_line_for_each_save() -> None:
     ]
 
 
+def test_of_several_ranks_the_first_shows_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lines(("saved", SAVED)) == [LINE]
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for rank, shown in enumerate([[LINE], [], []]):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        assert lines(("saved", SAVED), ("deleted", EVENTS["deleted"])) == shown
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -64,6 +72,7 @@ def test_a_line_for_each_save() -> None:
         ("structure_changed", "noticed that the state has other leaves in version_9: 2 added, "
                               "1 changed"),
         ("request_unseen", "lost sight of requests in runs/a: timeout"),
+        ("not_agreed", "could not agree on save 3, stop: Rank 2 has died"),
     ],
 )  # fmt: skip
 def test_a_line_for_what_else_happens(name: str, line: str) -> None:

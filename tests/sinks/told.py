@@ -38,6 +38,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "deleted": {"version": "version_1000"},
     "pin_left": {"key": "pin-1.json", "store": "runs/a", "error": "timeout"},
     "request_unseen": {"store": "runs/a", "error": "timeout"},
+    "not_agreed": {"wanted": ["save 3", "stop"], "error": "Rank 2 has died"},
     "structure_changed": {
         "version": "version_9",
         "added": ["a", "b"],

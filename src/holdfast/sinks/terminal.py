@@ -24,6 +24,7 @@ _STYLES = {
     "left_unsaved": "yellow",
     "pin_left": "yellow",
     "request_unseen": "yellow",
+    "not_agreed": "yellow",
     "save_failed": "bold red",
 }
 _WAITED = 0.1
@@ -48,6 +49,9 @@ class Terminal:
     the right edge, only where ``stream`` is a terminal (rich decides, and heeds ``NO_COLOR``); a
     failure is never cut. ``stream``: if not given, stderr, whatever that is at the moment. A line
     is one write; a bar of tqdm moves out of its way. Raises what the stream raises.
+
+    Of several ranks of torch.distributed the first shows what all of them do; on the others nothing
+    is shown.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -56,6 +60,8 @@ class Terminal:
         self._told: set[str] = set()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        if not _first():
+            return
         with _lines:
             if name == "deleted":
                 self._deleted.append(told(fields, "version").removeprefix("version_"))
@@ -81,6 +87,16 @@ class Terminal:
             stream = sys.stderr if self._stream is None else self._stream
             if stream is not None:  # None: a program without a console
                 _print(stream, parts)
+
+
+def _first() -> bool:
+    """Whether this is the first rank, or the only one."""
+    from holdfast.engine.live import torch_or_none
+
+    torch: Any = torch_or_none()
+    if torch is None or not torch.distributed.is_available():
+        return True
+    return not (torch.distributed.is_initialized() and torch.distributed.get_rank())
 
 
 class Part(NamedTuple):

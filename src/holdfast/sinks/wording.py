@@ -145,8 +145,16 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
         "skipped": f"skipped {version}: {_without_todo(fields)}",
         "deleted": f"deleted {version}",
         "pin_left": f"left the pin {told(fields, 'key')} behind: {error}",
+        "not_agreed": f"could not agree on {_wanted(fields)}: {error}",
         "request_unseen": f"lost sight of requests in {told(fields, 'store')}: {error}",
     }.get(name)
+
+
+def _wanted(fields: Mapping[str, Any]) -> str:
+    wanted = fields.get("wanted")
+    return (
+        clean(", ".join(map(str, wanted))) if isinstance(wanted, list) else told(fields, "wanted")
+    )
 
 
 def _without_todo(fields: Mapping[str, Any]) -> str:
