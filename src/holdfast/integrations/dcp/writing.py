@@ -309,8 +309,8 @@ def _tree(metadata: Metadata, told: Sequence[Any]) -> Any:
                 {"blob": ["bytes", h.shape[0]]} if w.blob else {"tensor": [h.dtype, [*h.shape]]}
             )
     mapping = metadata.planner_data
-    first = list(mapping.values()) if isinstance(mapping, dict) else []
-    order = {path: leaves[path] for path in first if isinstance(path, tuple) and path in leaves}
+    paths = [fqns.path_of(n, mapping) for n in mapping] if isinstance(mapping, dict) else []
+    order = {path: leaves[path] for path in paths if path in leaves}
     return fqns.build({**order, **leaves})
 
 
