@@ -12,8 +12,8 @@ import atexit
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -28,13 +28,24 @@ LARGEST = 4 * MIB
 GONE = b"gone"
 """The last pulse of a process that has ended in order."""
 
+_NONE = "-"
+"""Is no value of any key."""
+
+_MANY = 64
+"""Notes that are looked at in one turn of the thread."""
+
+
+Turn = tuple[int, ...]
+"""The number of a meeting, of a turn in it, and of a wait in that."""
+
 
 class KeyValues(Protocol):
     """The part of ``torch.distributed.Store`` that is used; no method of it is called that would
     wait for a key."""
 
     def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def add(self, key: str, number: int) -> int: ...
@@ -52,11 +63,13 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a rank has last said of itself: pulses so far, things done, and its host's name."""
+    """What a rank has last said of itself: pulses so far, things done, its host's name, and the
+    first of the turns in which it waits for others."""
 
     beats: int
     progress: int
     host: str
+    waits: Turn | None = None
 
 
 class Board:
@@ -78,6 +91,8 @@ class Board:
         self._every = min(patience.silent / 5, max(1.0, size / 2000))
         self._progress = 0
         self._beats = 0
+        self._waits: list[Turn] = []
+        self._met: set[int] = set()
         self._host = socket.gethostname()
         self._asked: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -88,32 +103,79 @@ class Board:
 
     # -- notes -----------------------------------------------------------------------------------
 
-    def put(self, key: str, value: bytes) -> None:
-        """Leave a note, of whatever length, under a key that has none."""
-        parts = [value[i : i + LARGEST] for i in range(0, len(value), LARGEST)][1:]
+    def put(self, key: str, value: bytes) -> list[str]:
+        """Leave a note, of whatever length, under a key that has none. Returns what ``forget``
+        takes to take it away."""
+        return self.put_all({key: value})
 
-        def do() -> None:
-            for i, part in enumerate(parts):
-                self._store.set(f"{key}/{i}", part)
-            self._store.set(key, f"{len(parts)} ".encode() + value[:LARGEST])  # last: it is whole
+    def put_all(self, notes: Mapping[str, bytes]) -> list[str]:
+        """As ``put``, of many notes, in few calls."""
+        used: list[str] = []
+        some: dict[str, bytes] = {}
+        for key, value in notes.items():
+            rest = range(LARGEST, len(value), LARGEST)
+            for i, at in enumerate(rest):
+                used.append(f"{key}/{i}")
+                self._set({used[-1]: b" " + value[at : at + LARGEST]})
+            if sum(map(len, some.values())) + len(value) > LARGEST or len(some) >= 4 * _MANY:
+                self._set(some)
+                some = {}
+            some[key] = f"{len(rest)} ".encode() + value[:LARGEST]  # last: it is whole
+        self._set(some)
+        return [*notes, *used]
 
-        self._ask(do)
+    def _set(self, some: dict[str, bytes]) -> None:
+        if len(some) == 1:
+            self._ask(lambda: self._store.set(*next(iter(some.items()))))
+        elif some:
+            self._ask(lambda: self._store.multi_set(list(some), list(some.values())))
 
     def look(self, key: str, *, take: bool = False) -> bytes | None:
         """The note under a key, if there is one; ``take``: and take it away."""
 
         def do() -> bytes | None:
-            if not self._store.check([key]):
-                return None
-            parts, _, value = bytes(self._store.get(key)).partition(b" ")
-            more = [f"{key}/{i}" for i in range(int(parts))]
-            rest = [bytes(self._store.get(name)) for name in more]
-            for name in [key, *more] if take else []:
+            found, used = self._whole(key)
+            for name in used if take else ():
                 self._store.delete_key(name)
-            return b"".join([value, *rest])
+            return found
 
         found: bytes | None = self._ask(do)
         return found
+
+    def looks(self, keys: Sequence[str]) -> list[bytes]:
+        """The notes under keys, up to the first that has none, or to many."""
+
+        def do() -> list[bytes]:
+            made: list[bytes] = []
+            nbytes = 0
+            for key in keys[:_MANY]:
+                found = None if nbytes > LARGEST else self._whole(key)[0]
+                if found is None:
+                    break
+                made.append(found)
+                nbytes += len(found)
+            return made
+
+        found: list[bytes] = self._ask(do)
+        return found
+
+    def _whole(self, key: str) -> tuple[bytes | None, list[str]]:
+        """A note, and all keys that it has taken."""
+        first = self._peek(key)
+        if first is None:
+            return None, []
+        count, _, value = first.partition(b" ")
+        used = [f"{key}/{i}" for i in range(int(count))]
+        rest = [self._peek(name) for name in used]
+        if None in rest:
+            return None, []  # it is being taken away
+        return b"".join([value, *(part[1:] for part in rest if part)]), [key, *used]
+
+    def _peek(self, key: str) -> bytes | None:
+        """The value of a key if it has one, in one call. What changes nothing asks for it: ``get``
+        would wait for a key that has just been taken away."""
+        found = bytes(self._store.compare_set(key, _NONE, _NONE))
+        return None if found == _NONE.encode() else found
 
     def there(self, keys: list[str]) -> bool:
         """Whether there is a note under each of the keys."""
@@ -127,20 +189,18 @@ class Board:
 
     def claimed(self, key: str) -> str | None:
         """What ``claim`` has left under a key."""
-
-        def do() -> str | None:
-            return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
-
-        found: str | None = self._ask(do)
-        return found
+        found: bytes | None = self._ask(lambda: self._peek(key))
+        return None if found is None else found.decode()
 
     def count(self, key: str) -> int:
         """Count one more under a key; how many there are now."""
         return int(self._ask(lambda: self._store.add(key, 1)))
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Take away what ``claim`` and ``count`` have left."""
-        self._ask(lambda: [self._store.delete_key(k) for k in keys if self._store.check([k])])
+        """Take away what ``put``, ``claim`` and ``count`` have left."""
+        for at in range(0, len(keys), _MANY):
+            some = keys[at : at + _MANY]
+            self._ask(lambda some=some: [self._store.delete_key(key) for key in some])
 
     # -- pulses ----------------------------------------------------------------------------------
 
@@ -148,21 +208,38 @@ class Board:
         """Note that this rank gets on with what it does."""
         self._progress += 1
 
+    @contextmanager
+    def waiting(self, turn: Turn) -> Iterator[None]:
+        """Within the context this rank waits for others."""
+        self._waits.append(turn)
+        try:
+            yield
+        finally:
+            self._waits.remove(turn)
+
     def pulses(self, ranks: Sequence[int]) -> list[Pulse | None]:
         """The last pulses of ranks; None for one that has given none yet. One that has ended in
         order has -1 beats."""
+        made: dict[int, Pulse] = {}
 
-        def do() -> list[bytes | None]:
-            keys = [f"pulse/{r}" for r in ranks]
-            return [bytes(self._store.get(k)) if self._store.check([k]) else None for k in keys]
+        def look(some: Sequence[int]) -> None:
+            met = [r for r in some if r in self._met]  # their keys stay: to ask for all never waits
+            raws = self._store.multi_get([f"pulse/{r}" for r in met]) if met else []
+            made.update((r, _pulse(bytes(raw))) for r, raw in zip(met, raws, strict=True))
+            for r in some:
+                if r not in self._met and (raw := self._peek(f"pulse/{r}")) is not None:
+                    self._met.add(r)
+                    made[r] = _pulse(raw)
 
-        return [None if raw is None else _pulse(raw) for raw in self._ask(do)]
+        for at in range(0, len(ranks), 4 * _MANY):
+            some = ranks[at : at + 4 * _MANY]
+            self._ask(lambda some=some: look(some))
+        return [made.get(r) for r in ranks]
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(
-            f"pulse/{self.rank}", f"{self._beats} {self._progress} {self._host}".encode()
-        )
+        said = [self._beats, self._progress, self._host, *min(self._waits.copy(), default=())]
+        self._store.set(f"pulse/{self.rank}", " ".join(map(str, said)).encode())
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -248,41 +325,55 @@ class Board:
 def _pulse(raw: bytes) -> Pulse:
     if raw == GONE:
         return Pulse(-1, 0, "")
-    beats, progress, host = raw.decode().split(" ", 2)
-    return Pulse(int(beats), int(progress), host)
+    beats, progress, host, *waits = raw.decode().split(" ")
+    return Pulse(int(beats), int(progress), host, tuple(map(int, waits)) or None)
 
 
 class Vigil:
     """Looks after ranks that are waited for, from its first look on. ``what``: they have to do.
-    ``stuck``: seconds for which one that is alive may get on with nothing."""
+    ``stuck``: seconds for which one that is alive may get on with nothing. One that waits itself,
+    in an earlier turn than ``turn``, is not stuck; were it in any, two could wait for each other
+    for ever."""
 
-    def __init__(self, board: Board, what: str, stuck: float | None = None) -> None:
+    def __init__(
+        self, board: Board, what: str, stuck: float | None = None, turn: Turn = (0, 0)
+    ) -> None:
+        self._turn = turn
         self._board = board
         self._what = what
         self._stuck = board.patience.stuck if stuck is None else stuck
         self._seen: dict[int, tuple[Pulse | None, float, float]] = {}
 
-    def lost(self, ranks: Sequence[int]) -> RankFailed | None:
-        """The first of these ranks that has ended, is dead, or is stuck, as an error."""
+    def lost(
+        self, ranks: Sequence[int], came: Callable[[int], bool] | None = None
+    ) -> RankFailed | None:
+        """The first of these ranks that has ended, is dead, or is stuck, as an error; but none that
+        ``came``, which is asked of those only: of the others, who are many, it need not be known."""
+        for error in self._missed(ranks):
+            if came is None or error.rank is None or not came(error.rank):
+                return error
+        return None
+
+    def _missed(self, ranks: Sequence[int]) -> Iterator[RankFailed]:
         now, silent = self._board.clock(), self._board.patience.silent
         for rank, pulse in zip(ranks, self._board.pulses(ranks) if ranks else (), strict=True):
             before, beaten, moved = self._seen.get(rank, (pulse, now, now))
             if pulse is not None and before is not None:
                 beaten = now if pulse.beats != before.beats else beaten
-                moved = now if pulse.progress != before.progress else moved
+                waits = pulse.waits is not None and pulse.waits < self._turn
+                moved = now if waits or pulse.progress != before.progress else moved
             elif pulse is not before:
                 beaten = moved = now
             self._seen[rank] = (pulse, beaten, moved)
             host = "" if pulse is None else pulse.host
             if pulse is not None and pulse.beats < 0:
-                return self.error(rank, host, "it to stay until then", "that it has ended")
-            if now - beaten > silent:
+                yield self.error(rank, host, "it to stay until then", "that it has ended")
+            elif now - beaten > silent:
                 expected = f"a sign of life within {silent:g} s"
-                return self.error(rank, host, expected, "none: it has died, hangs, or never came")
-            if now - moved > self._stuck:
+                yield self.error(rank, host, expected, "none: it has died, hangs, or never came")
+            elif now - moved > self._stuck:
                 expected = f"some progress within {self._stuck:g} s"
-                return self.error(rank, host, expected, "none, though the process is alive")
-        return None
+                yield self.error(rank, host, expected, "none, though the process is alive")
 
     def error(self, rank: int, host: str, expected: str, found: str) -> RankFailed:
         """That a rank is missed."""

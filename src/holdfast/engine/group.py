@@ -66,12 +66,21 @@ class Ranks:
         self.size = size
         self.memory: dict[str, Any] = {}
         self._numbers = count(1) if numbers is None else numbers
+        self._late = False
 
     def meet(self, what: str, within: float | None = None) -> Meeting:
         if self.size == 1:
             return Alone()
         self.board.start()
-        return Assembly(self.board, self.size, str(self.number()), what, within)
+        while True:
+            meeting = Assembly(self.board, self.size, self.number(), what, within)
+            missed = meeting.missed()
+            if missed is None or (missed == what and not self._late):
+                self._late = missed is not None
+                with meeting:
+                    meeting.come()
+                return meeting
+            meeting.close()  # it was not there, and the others have gone on to the next number
 
     def number(self) -> int:
         """The next number of what these ranks do together, by which their keys differ. All ranks

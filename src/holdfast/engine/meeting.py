@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 
 from holdfast import errors
-from holdfast.engine.board import Board, Vigil
+from holdfast.engine.board import Board, Turn, Vigil
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -51,6 +51,11 @@ class Meeting(Protocol):
 
     def share(self, value: T | None, kind: type[T]) -> T:
         """Rank 0 gives a value, and every rank gets it."""
+        ...
+
+    def until(self, lacking: Callable[[], Sequence[int]], number: int) -> None:
+        """Wait until ``lacking`` names no rank any more of which something is wanted that can be
+        seen elsewhere. ``number``: of such waits, growing."""
         ...
 
     def decide(self) -> None:
@@ -94,6 +99,7 @@ class Alone:
             raise ValueError("the only rank is rank 0, which gives the value")
         return value
 
+    def until(self, lacking: Callable[[], Sequence[int]], number: int) -> None: ...
     def decide(self) -> None: ...
     def advance(self) -> None: ...
     def close(self) -> None: ...
@@ -109,14 +115,14 @@ class Alone:
 
 class Assembly:
     """The meeting of several ranks, over their ``Board``. ``what`` is done: two ranks that do
-    different things find that out at once. ``name``: of its keys, the same on all ranks;
-    ``within``: seconds that each wait may take at most, if others than those of ``Patience``."""
+    different things find that out at once. ``number``: the same on all ranks; ``within``: seconds
+    that each wait may take at most, if others than those of ``Patience``."""
 
     def __init__(
         self,
         board: Board,
         size: int,
-        name: str,
+        number: int,
         what: str,
         within: float | None = None,
         pause: Callable[[float], object] = time.sleep,
@@ -125,7 +131,8 @@ class Assembly:
         self.size = size
         self.what = what
         self._board = board
-        self._name = name
+        self._number = number
+        self._name = str(number)
         self._within = within
         self._pause = pause
         self._turn = 0
@@ -134,6 +141,31 @@ class Assembly:
         self._given: list[str] = []
         self._closed = False
         self._longest = 0.01 + size * 2e-5  # so that the store is not asked all the time by all
+
+    # -- coming ----------------------------------------------------------------------------------
+
+    def missed(self) -> str | None:
+        """What the others have given up under this number since this rank did not come."""
+        text = self._board.claimed(f"{self._name}/failed")
+        if text in (None, _DECIDED):
+            return None
+        told = msgspec.json.decode(text, type=Told)
+        return told.during if told.fields.get("rank") == self.rank != told.rank else None
+
+    def come(self) -> None:
+        """Say what this rank does here. Raises ``RankFailed`` if another does something else."""
+        there = self._board.claim(f"{self._name}/what", f"{self.rank} {self.what}")
+        rank, _, what = there.partition(" ")
+        if what != self.what:
+            self._listen()
+            raise RankFailed(
+                "The ranks do different things at the same time",
+                expected=f"{self.what}, as rank {self.rank} does",
+                found=f"{what} on rank {rank}",
+                todo='All ranks make the same calls in the same order; group="alone" saves or loads'
+                " in one process only",
+                rank=int(rank),
+            )
 
     # -- the turns -------------------------------------------------------------------------------
 
@@ -172,48 +204,51 @@ class Assembly:
     def _put(self, key: str, value: Any) -> None:
         self._listen()
         self._given.append(key)
-        self._board.put(key, msgspec.msgpack.encode((self.what, value)))
+        self._board.put(key, msgspec.msgpack.encode(value))
 
     def _take(self, sender: int, key: str, kind: type[T], keep: bool = False) -> T:
         raw = self._board.look(key, take=not keep)
         if raw is None:
             self._listen()
             raise RankFailed(f"What rank {sender} has said of {self.what} is gone", rank=sender)
-        what, value = msgspec.msgpack.decode(raw, type=tuple[str, msgspec.Raw])
-        if what != self.what:
-            raise RankFailed(
-                "The ranks do different things at the same time",
-                expected=f"{self.what}, as rank {self.rank} does",
-                found=f"{what} on rank {sender}",
-                todo='All ranks make the same calls in the same order; group="alone" saves or loads'
-                " in one process only",
-                rank=sender,
-            )
-        return msgspec.msgpack.decode(value, type=kind)
+        self.advance()
+        return msgspec.msgpack.decode(raw, type=kind)
 
     # -- waiting ---------------------------------------------------------------------------------
 
     def _await(self, ranks: Sequence[int], keys: list[str]) -> None:
         """Until these ranks have put what they have to. Raises what one of them has failed by."""
         waited = keys[1:] if len(keys) > 1 else keys
-        vigil = Vigil(self._board, self.what)
+
+        def lacking() -> list[int]:
+            pairs = zip(ranks, waited, strict=True)
+            return [r for r, key in pairs if not self._board.there([key])]
+
+        self._wait(lambda: self._board.there(waited), lacking, (self._number, self._turn))
+
+    def until(self, lacking: Callable[[], Sequence[int]], number: int) -> None:
+        self._wait(lambda: not lacking(), lacking, (self._number, self._turn, number))
+
+    def _wait(
+        self, done: Callable[[], bool], lacking: Callable[[], Sequence[int]], turn: Turn
+    ) -> None:
+        vigil = Vigil(self._board, self.what, None, turn)
         end = None if self._within is None else self._board.clock() + self._within
         look_at, delay = self._board.clock() + min(1.0, self._board.patience.silent / 4), 0.0002
-        while not self._board.there(waited):
-            self._listen()
-            self.advance()  # who waits for others is not stuck itself
-            if self._board.clock() >= look_at:
-                look_at = self._board.clock() + min(1.0, self._board.patience.silent / 4)
-                pairs = zip(ranks, waited, strict=True)
-                lost = vigil.lost([r for r, key in pairs if not self._board.there([key])])
-                if lost is not None:
-                    raise lost
-            if end is not None and self._board.clock() >= end:
-                pairs = zip(ranks, waited, strict=True)
-                rank = next((r for r, key in pairs if not self._board.there([key])), ranks[0])
-                raise vigil.error(rank, "", f"it within {self._within:g} s", "that it has not come")
-            self._pause(delay)
-            delay = min(delay * 1.5, self._longest)
+        with self._board.waiting(turn):
+            while not done():
+                self._listen()
+                if self._board.clock() >= look_at:
+                    look_at = self._board.clock() + min(1.0, self._board.patience.silent / 4)
+                    lost = vigil.lost(lacking())
+                    if lost is not None:
+                        raise lost
+                if end is not None and self._board.clock() >= end:
+                    for rank in lacking():
+                        expected = f"it within {self._within:g} s"
+                        raise vigil.error(rank, "", expected, "that it has not come")
+                self._pause(delay)
+                delay = min(delay * 1.5, self._longest)
 
     def _listen(self) -> None:
         """Raise what another rank has failed by, if one has."""
@@ -234,7 +269,10 @@ class Assembly:
         if self._heard is not None:
             return True
         self._heard = error
-        told, before = _told(error, self.rank, self._decided), _DECIDED if self._decided else ""
+        told, before = (
+            _told(error, self.rank, self.what, self._decided),
+            _DECIDED if self._decided else "",
+        )
         try:
             return self._board.claim(f"{self._name}/failed", told, before) != _DECIDED
         except RankFailed as unheard:
@@ -266,7 +304,7 @@ class Assembly:
                 self._board.look(f"{self._name}/{turn}/0", take=True)
             if self._heard is not None:
                 self._clear()
-            self._board.forget([f"{self._name}/left", f"{self._name}/failed"])
+            self._board.forget([f"{self._name}/{note}" for note in ("what", "left", "failed")])
         except RankFailed:
             return  # the store is gone, and all that is in it
 
@@ -283,15 +321,16 @@ class Assembly:
 
 class Told(msgspec.Struct, frozen=True):
     """An error on its way to the other ranks. ``kind``: the name of its class; ``fields``: those of
-    plain values."""
+    plain values, and of keys; ``during``: what they do together."""
 
     rank: int
+    during: str
     kind: str
     what: str
     expected: str | None
     found: str | None
     todo: str | None
-    fields: dict[str, str | int | float | bool | None]
+    fields: dict[str, str | int | float | bool | tuple[str, ...] | None]
 
 
 _LONGEST = 4000
@@ -300,16 +339,22 @@ _DECIDED = "decided"
 """Stands where an error would, once rank 0 has decided: who comes first has its way."""
 
 
-def _told(error: BaseException, rank: int, decided: bool) -> str:
+def _told(error: BaseException, rank: int, during: str, decided: bool) -> str:
     fields: dict[str, Any] = {"outcome": "unknown"} if decided else {}
     said: list[Any] = [str(error), None, None, None]
     if isinstance(error, HoldfastError):
-        plain = (str, int, float, bool, type(None))
-        fields = {k: v for k, v in error.fields.items() if isinstance(v, plain)}
+        fields = {k: v for k, v in error.fields.items() if _is_short(v)}
         said = [error.what, error.expected, error.found, error.todo]
     what, expected, found, todo = (None if s is None else str(s)[:_LONGEST] for s in said)
-    told = Told(rank, type(error).__name__, what or "", expected, found, todo, fields)
+    told = Told(rank, during, type(error).__name__, what or "", expected, found, todo, fields)
     return msgspec.json.encode(told).decode()
+
+
+def _is_short(value: Any) -> bool:
+    """Whether a field of an error is sent with it."""
+    if type(value) is tuple:
+        return len(value) <= _LONGEST and all(type(key) is str for key in value)
+    return isinstance(value, str | int | float | bool | None)
 
 
 def _raised(text: str, rank: int, what: str) -> HoldfastError:
@@ -321,6 +366,7 @@ def _raised(text: str, rank: int, what: str) -> HoldfastError:
         fields = {"rank": told.rank, **told.fields}
         same = kind(told.what, expected=told.expected, found=told.found, todo=told.todo, **fields)
         if issubclass(kind, _ALIKE):
+            same.add_note(f"Told by rank {told.rank}")
             return same
         cause = same
     else:

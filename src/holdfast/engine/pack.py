@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.engine.location import Location
 from holdfast.engine.parallel import in_parallel
@@ -50,8 +50,15 @@ class Chunks:
         return buffer.view[at : at + self.length(chunk)]
 
 
-def digest_chunks(image: Image, pieces: Sequence[Piece], pool: Pool, threads: int) -> list[str]:
-    """The digest of every chunk; what is not staged is copied for it, and not kept."""
+def digest_chunks(
+    image: Image,
+    pieces: Sequence[Piece],
+    pool: Pool,
+    threads: int,
+    advance: Callable[[], object] = bool,
+) -> list[str]:
+    """The digest of every chunk; what is not staged is copied for it, and not kept. ``advance`` is
+    called after each."""
     chunks = Chunks(image, pieces)
     digests = [digest(image.header)] + [""] * (len(chunks.cuts) - 1)
 
@@ -66,7 +73,7 @@ def digest_chunks(image: Image, pieces: Sequence[Piece], pool: Pool, threads: in
         finally:
             pool.release(buffer)
 
-    in_parallel(range(1, len(digests)), look, min(threads, len(digests)))
+    in_parallel(range(1, len(digests)), look, min(threads, len(digests)), advance)
     return digests
 
 
@@ -77,9 +84,11 @@ def write_packed(
     pieces: Sequence[Piece],
     pool: Pool,
     threads: int,
+    advance: Callable[[], object] = bool,
 ) -> None:
-    """Write the shard. Raises ``StoreError``, or ``CommitError`` if the state has changed since
-    its digests were made; then there is no such shard."""
+    """Write the shard, calling ``advance`` after each part of it. Raises ``StoreError``, or
+    ``CommitError`` if the state has changed since its digests were made; then there is no such
+    shard."""
     gather = _Gather(place, packing, pieces)
     header = packing.header
     spans = [(a, min(a + pool.unit, len(header))) for a in range(0, len(header), pool.unit)]
@@ -99,8 +108,9 @@ def write_packed(
             pool.release(buffer)
 
     with place.store.put(place.key(name), packing.length) as upload:
-        in_parallel(spans, write, min(threads, len(spans)))
+        in_parallel(spans, write, min(threads, len(spans)), advance)
         upload.commit()
+        advance()
 
 
 class _Gather:

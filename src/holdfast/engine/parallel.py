@@ -9,8 +9,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_parallel(items: Iterable[T], work: Callable[[T], None], threads: int) -> None:
-    """Call ``work`` on every item. Returns when all are done.
+def in_parallel(
+    items: Iterable[T],
+    work: Callable[[T], None],
+    threads: int,
+    advance: Callable[[], object] = bool,
+) -> None:
+    """Call ``work`` on every item, and ``advance`` after each. Returns when all are done.
 
     After the first failure no further item is begun, and it is raised here once all threads have
     come to rest. With one thread, all happens on the calling one.
@@ -18,6 +23,7 @@ def in_parallel(items: Iterable[T], work: Callable[[T], None], threads: int) -> 
     if threads <= 1:
         for item in items:
             work(item)
+            advance()
         return
     source = iter(items)
     lock = Lock()
@@ -34,6 +40,7 @@ def in_parallel(items: Iterable[T], work: Callable[[T], None], threads: int) -> 
                     return
             try:
                 work(item)
+                advance()
             except BaseException as e:  # noqa: BLE001  (top of a thread: raised by the caller)
                 failures.append(e)
                 return

@@ -33,13 +33,14 @@ def write_part(draft: Draft, base: Base | None) -> Receipt:
     packing = None
     if base is not None and base.shards:
         cut = recut(image, base)
-        packing = pack(base, cut, digest_chunks(cut, pieces, pool, threads))
+        digests = digest_chunks(cut, pieces, pool, threads, meeting.advance)
+        packing = pack(base, cut, digests)
     if packing is None:
         digests = write_shard(place, shard, image, pieces, pool, threads, meeting.advance)
         vouched = write_index(place, index, shard, image, digests)
         return Receipt(meeting.rank, Increment(shard, image.length, vouched, []), image.length)
     drop(packing.unneeded(pieces), pool)
-    write_packed(place, shard, packing, pieces, pool, threads)
+    write_packed(place, shard, packing, pieces, pool, threads, meeting.advance)
     vouched = write_index(place, index, shard, packing.image, packing.digests, packing)
     increment = Increment(shard, packing.length, vouched, packing.refers)
     return Receipt(meeting.rank, increment, packing.length)
@@ -76,13 +77,13 @@ def write_shard(
                     a, b = cuts[c - 1] - piece.start, cuts[c] - piece.start
                     digests[c] = digest(view[a:b])
             upload.write_at(piece.start, view)
-            advance()
         finally:
             pool.release(buffer)
 
     with place.store.put(place.key(name), image.length) as upload:
-        in_parallel(pieces, write, min(threads, len(pieces)))
+        in_parallel(pieces, write, min(threads, len(pieces)), advance)
         upload.commit()
+        advance()
     return digests
 
 

@@ -1,0 +1,32 @@
+"""Small saves that take the way of large ones, as for the crash tests, by ranks that have stores of
+their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from holdfast.engine import buffers
+from holdfast.engine.location import open_store
+
+from ..crash.conftest import PAGE, Pools, pools  # noqa: F401  (a fixture)
+from . import perils
+
+
+@pytest.fixture
+def seas(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pools]:  # noqa: F811
+    """What ``perils.Trial`` needs: URLs that lead to the store of one rank, small buffers, and no
+    pin that is taken for one of this process."""
+    monkeypatch.setattr(
+        "holdfast.engine.location.open_store", lambda url: perils.STORES.get(url) or open_store(url)
+    )
+    monkeypatch.setattr(buffers, "_pool", pools.make(4096 * PAGE))
+    monkeypatch.setenv("HOLDFAST_THREADS", "2")
+    with mock.patch("holdfast.engine.pin.alive", return_value=False):
+        yield pools
+    for crew in perils.CREWS:
+        crew.group.close()
+    perils.CREWS.clear()
+    perils.STORES.clear()
