@@ -90,7 +90,7 @@ def _load(
 ) -> Any:
     settle = _bind(room, into, keys, leniency, meeting)
     try:
-        snapshot.read(room.wants, room.targets)
+        snapshot.read(room.wants, room.targets, meeting.advance)
         loaded = settle()
         meeting.gather(True, bool)
         meeting.share(True if meeting.rank == 0 else None, bool)

@@ -6,7 +6,7 @@ Nothing is copied out of a chunk whose digest is not the one that the index hold
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -61,8 +61,10 @@ def run_reads(
     targets: Sequence[Target],
     pool: Pool,
     threads: int,
+    advance: Callable[[], object] = bool,
 ) -> None:
-    """Carry out a plan whose wants are ``targets``, in their order.
+    """Carry out a plan whose wants are ``targets``, in their order; ``advance`` is called after
+    each of its items.
 
     Raises ``DigestMismatch`` or ``StoreError`` naming file, offset and leaves; targets may then
     have been written in part, but never with bytes that failed their check. Either way PyTorch's
@@ -77,7 +79,7 @@ def run_reads(
                 _copy_slab(targets[slab.want], slab, buffer.view[slab.file_offset - base :])
 
     _announce(targets)
-    in_parallel(plan.items, work, min(threads, len(plan.items)))
+    in_parallel(plan.items, work, min(threads, len(plan.items)), advance)
 
 
 def _announce(targets: Sequence[Target]) -> None:

@@ -292,15 +292,20 @@ class Snapshot:
             ):
                 check_length(self.place, name, length)
 
-    def read(self, wants: Sequence[Want], targets: Sequence[Target]) -> None:
-        """Fill the targets with what is wanted, checked. Raises ``FormatError``, ``StoreError``:
-        ``NotFound`` if it has been deleted."""
+    def read(
+        self,
+        wants: Sequence[Want],
+        targets: Sequence[Target],
+        advance: Callable[[], object] = bool,
+    ) -> None:
+        """Fill the targets with what is wanted, checked, calling ``advance`` after each part.
+        Raises ``FormatError``, ``StoreError``: ``NotFound`` if it has been deleted."""
         indexes = self.indexes()
         with uncollected():
             plan = plan_read(indexes, wants)
         threads = read_settings().threads
         with self.told_if_deleted():
-            run_reads(self.place, plan, indexes, targets, shared_pool(), threads)
+            run_reads(self.place, plan, indexes, targets, shared_pool(), threads, advance)
 
     def verify(
         self, progress: Callable[[int], None] | None = None, seen: Seen | None = None
