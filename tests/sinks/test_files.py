@@ -34,6 +34,7 @@ def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> No
         "skipped": "WARNING",
         "deleted": "INFO",
         "pin_left": "WARNING",
+        "read_alone": "WARNING",
         "request_unseen": "WARNING",
         "not_agreed": "WARNING",
         "structure_changed": "INFO",

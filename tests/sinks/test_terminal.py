@@ -71,6 +71,7 @@ def test_of_several_ranks_the_first_shows_what_all_do(monkeypatch: pytest.Monkey
         ("pin_left", "left the pin pin-1.json behind: timeout"),
         ("structure_changed", "noticed that the state has other leaves in version_9: 2 added, "
                               "1 changed"),
+        ("read_alone", "read runs/a/version_1200 without sharing: rank 2 cannot map it"),
         ("request_unseen", "lost sight of requests in runs/a: timeout"),
         ("not_agreed", "could not agree on save 3, stop: Rank 2 has died"),
     ],

@@ -142,10 +142,13 @@ def plan_read(stored: Iterable[ShardIndex], wanted: Sequence[Want]) -> ReadPlan:
     return ReadPlan(tuple(names), tuple(items), sum(i.stop - i.start for i in items))
 
 
-def whole_file(shard: int, cuts: Ints, places: Places | None = None) -> list[ReadItem]:
-    """Items that read all of a shard, its header included, and copy nothing: to verify it."""
-    none = np.empty((0, 4), np.int64)
-    return _Runs.of(np.arange(len(cuts)), (cuts, places)).items(shard, none, {})
+def whole_file(
+    shard: int, cuts: Ints, places: Places | None = None, only: Ints | None = None
+) -> list[ReadItem]:
+    """Items that read all of a shard, its header included, or the chunks of these numbers, and copy
+    nothing."""
+    none, chunks = np.empty((0, 4), np.int64), np.arange(len(cuts)) if only is None else only
+    return _Runs.of(chunks, (cuts, places)).items(shard, none, {})
 
 
 class _Search:

@@ -13,7 +13,12 @@ def read_index(place: Location, shard: Shard) -> ShardIndex:
     """The index of a shard, its bytes and its claims checked against the manifest."""
     file = place.key(shard.index.name)
     check_length(place, shard.index.name, shard.index.length)
-    raw = place.store.get(file, MAX_BYTES)
+    return check_index(place, shard, place.store.get(file, MAX_BYTES))
+
+
+def check_index(place: Location, shard: Shard, raw: bytes) -> ShardIndex:
+    """As ``read_index``, of bytes that are there."""
+    file = place.key(shard.index.name)
     found = digest(raw)
     if found != shard.index.digest:
         raise DigestMismatch(

@@ -20,6 +20,7 @@ from holdfast.engine.meeting import Meeting
 from holdfast.engine.place import STRICT, Binder, Leniency
 from holdfast.engine.room import Room, Settle
 from holdfast.engine.select import ABSENT, prune, rename, selector
+from holdfast.engine.share import Sharing, sharing
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError
 from holdfast.words import an
@@ -36,6 +37,7 @@ def load(  # noqa: PLR0913  (the public face)
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
     group: Choice = None,
+    share: bool = False,
 ) -> Any:
     """Load the snapshot at ``url``; every byte is checked.
 
@@ -52,13 +54,15 @@ def load(  # noqa: PLR0913  (the public face)
     Under torch.distributed all ranks load ``into`` their live states together, whatever layout the
     snapshot was saved with: each reads what it needs, and all succeed or all raise.
     ``group="alone"`` loads in this process only, as a load without ``into`` always does.
+    ``share=True``: what several ranks of one host need, one of them reads from the store, and
+    passes on through shared memory (256 MiB for each host). All ranks must ask for it.
 
     Raises ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists every
     difference; before any of the last kind nothing of ``into`` has been changed.
     """
     leniency = Leniency(missing, unexpected, cast, rename or {})
     with acting_as(current_group(group)):
-        return load_snapshot(open_snapshot(url), into, keys, device, leniency)
+        return load_snapshot(open_snapshot(url), into, keys, device, leniency, share)
 
 
 def load_snapshot(
@@ -67,30 +71,34 @@ def load_snapshot(
     keys: str | Sequence[str] | None = None,
     device: Any = None,
     leniency: Leniency = STRICT,
+    share: bool = False,
 ) -> Any:
     """``load``, of a snapshot that is open."""
     group = current_group("alone" if into is None else None)
-    meeting = group.meet(f"the load of {snapshot.url}")
+    meeting = group.meet(f"the {'shared ' if share else ''}load of {snapshot.url}")
     try:
         # one pin is enough, if nobody reads before it is there
         with meeting, snapshot.pinned() if group.rank == 0 else nullcontext():
             meeting.share(True if group.rank == 0 else None, bool)
-            return _load(snapshot, into, keys, Room(snapshot, device), leniency, meeting)
+            together = share and group.size > 1
+            with sharing(snapshot, meeting) if together else nullcontext(snapshot) as source:
+                return _load(source, into, keys, Room(snapshot, device), leniency, meeting)
     finally:
         meeting.close()
 
 
 def _load(
-    snapshot: Snapshot,
+    source: Snapshot | Sharing,
     into: dict[str, Any] | None,
     keys: str | Sequence[str] | None,
     room: Room,
     leniency: Leniency,
     meeting: Meeting,
 ) -> Any:
+    source.indexes()  # before any memory is taken: the bytes behind the shapes are there
     settle = _bind(room, into, keys, leniency, meeting)
     try:
-        snapshot.read(room.wants, room.targets, meeting.advance)
+        source.read(room.wants, room.targets, meeting.advance)
         loaded = settle()
         meeting.gather(True, bool)
         meeting.share(True if meeting.rank == 0 else None, bool)
@@ -105,7 +113,7 @@ def _load(
             raise e.told(told, live_state="not valid") from e
         e.add_note(told)
         raise
-    events.emit("loaded", url=snapshot.url, leaves=len(room.wants))
+    events.emit("loaded", url=room.snapshot.url, leaves=len(room.wants))
     return loaded
 
 
@@ -125,7 +133,6 @@ def _bind(
     tree = snapshot.manifest.tree
     if leniency.rename:
         tree = rename(tree, leniency.rename)
-    snapshot.indexes()  # before any memory is taken: the bytes behind the shapes are there
     if into is None:
         tree = prune(tree, selected)
         if tree is ABSENT:

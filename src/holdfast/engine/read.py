@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,15 @@ from holdfast.format.index import ShardIndex
 from holdfast.format.names import parse_reference
 from holdfast.storage.direct import Buffer, Pool
 from holdfast.words import DTYPES
+
+
+class Memory(Protocol):
+    """Bytes, and where in memory they begin."""
+
+    @property
+    def view(self) -> memoryview: ...
+    @property
+    def address(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -73,16 +82,13 @@ def run_reads(
 
     def work(item: ReadItem) -> None:
         with checked(place, indexes[item.shard], item, pool) as (buffer, base):
-            for number, offset, at, size in item.linear.tolist():
-                _copy_run(targets[number], at, buffer, offset - base, size)
-            for slab in item.slabs:
-                _copy_slab(targets[slab.want], slab, buffer.view[slab.file_offset - base :])
+            copy_out(item, targets, buffer, base)
 
-    _announce(targets)
+    announce(targets)
     in_parallel(plan.items, work, min(threads, len(plan.items)), advance)
 
 
-def _announce(targets: Sequence[Target]) -> None:
+def announce(targets: Sequence[Target]) -> None:
     """Have PyTorch count the change of what is about to be written behind its back, so that a
     backward pass that needs the old values is refused. Before it is written: a load that fails
     half-way has changed it too."""
@@ -94,6 +100,14 @@ def _announce(targets: Sequence[Target]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
+def copy_out(item: ReadItem, targets: Sequence[Target], memory: Memory, base: int) -> None:
+    """Make the item's copies, from memory that begins at offset ``base`` of the shard."""
+    for number, offset, at, size in item.linear.tolist():
+        _copy_run(targets[number], at, memory, offset - base, size)
+    for slab in item.slabs:
+        _copy_slab(targets[slab.want], slab, memory.view[slab.file_offset - base :])
+
+
 @contextmanager
 def checked(
     place: Location, index: ShardIndex, item: ReadItem, pool: Pool
@@ -103,9 +117,8 @@ def checked(
     For an incremental shard, offsets are those in the whole that it is a part of. Raises
     ``DigestMismatch`` or ``StoreError`` naming file, offset and leaves.
     """
-    path, at = index.where(item.first)
     # so much before the chunk that the read is aligned in its file, if it fits into a buffer
-    before = at % place.store.traits.alignment
+    before = index.where(item.first)[1] % place.store.traits.alignment
     length = item.stop - item.start
     if length <= pool.unit < before + length:
         before = 0
@@ -113,19 +126,27 @@ def checked(
     pooled = before + length <= pool.unit
     buffer = pool.acquire() if pooled else Buffer(before + length)
     try:
-        key = key_of(place, path)
-        try:
-            place.store.get_range(key, at - before, before + length, buffer.view)
-        except StoreError as e:
-            leaves = leaves_between(index, item.start, item.stop)
-            told = f"Needed for {', '.join(leaves[:5])}"
-            raise e.told(told, file=key, offset=at, leaf=leaves[0] if leaves else None) from e
-        base = item.start - before
-        _check(place, index, item, base, buffer.view)
-        yield buffer, base
+        fetch(place, index, item, before, buffer.view)
+        yield buffer, item.start - before
     finally:
         if pooled:
             pool.release(buffer)
+
+
+def fetch(
+    place: Location, index: ShardIndex, item: ReadItem, before: int, view: memoryview
+) -> None:
+    """Read the item's chunks, from ``before`` bytes before them on, and check them. Raises as
+    ``checked``."""
+    path, at = index.where(item.first)
+    key = key_of(place, path)
+    try:
+        place.store.get_range(key, at - before, before + item.stop - item.start, view)
+    except StoreError as e:
+        leaves = leaves_between(index, item.start, item.stop)
+        told = f"Needed for {', '.join(leaves[:5])}"
+        raise e.told(told, file=key, offset=at, leaf=leaves[0] if leaves else None) from e
+    _check(place, index, item, item.start - before, view)
 
 
 def _check(place: Location, index: ShardIndex, item: ReadItem, base: int, view: memoryview) -> None:
@@ -173,7 +194,7 @@ def leaves_between(index: ShardIndex, start: int, stop: int) -> list[str]:
     ]
 
 
-def _copy_run(target: Target, at: int, buffer: Buffer, offset: int, size: int) -> None:
+def _copy_run(target: Target, at: int, buffer: Memory, offset: int, size: int) -> None:
     """``size`` bytes of the buffer to byte ``at`` of the row-major target."""
     if target.address:
         ctypes.memmove(target.address + at, buffer.address + offset, size)

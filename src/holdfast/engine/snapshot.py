@@ -26,7 +26,7 @@ from holdfast.errors import (
 from holdfast.format import tree
 from holdfast.format.grammar import Leaves, check_plain, check_tree
 from holdfast.format.index import ShardIndex
-from holdfast.format.manifest import MAX_BYTES, Manifest, Referred, decode_manifest
+from holdfast.format.manifest import MAX_BYTES, Manifest, Referred, Shard, decode_manifest
 from holdfast.format.names import (
     MANIFEST,
     Version,
@@ -242,10 +242,16 @@ class Snapshot:
     @uncollected()
     def read_indexes(self) -> list[ShardIndex]:
         """As ``indexes``, read anew; also before there is a manifest."""
-        self._check_lengths()
+        self.check_lengths(self.manifest.shards)
         indexes = [read_index(self.place, s) for s in self.manifest.shards]
         self._check_indexes(indexes)
         return indexes
+
+    @uncollected()
+    def keep_indexes(self, indexes: list[ShardIndex]) -> None:
+        """Check and keep the indexes of all shards, which another way has brought here."""
+        self._check_indexes(indexes)
+        self._indexes = indexes
 
     def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
         stored: Counter[str] = Counter()
@@ -281,10 +287,11 @@ class Snapshot:
         the version has been deleted.
         """
         with self.told_if_deleted():
-            self._check_lengths()
+            self.check_lengths(self.manifest.shards)
 
-    def _check_lengths(self) -> None:
-        for shard in self.manifest.shards:
+    def check_lengths(self, shards: Sequence[Shard]) -> None:
+        """As ``check_files``, of some shards."""
+        for shard in shards:
             for name, length in (
                 (shard.name, shard.length),
                 (shard.index.name, shard.index.length),

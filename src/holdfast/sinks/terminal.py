@@ -24,6 +24,7 @@ _STYLES = {
     "left_unsaved": "yellow",
     "pin_left": "yellow",
     "request_unseen": "yellow",
+    "read_alone": "yellow",
     "not_agreed": "yellow",
     "save_failed": "bold red",
 }

@@ -146,6 +146,7 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
         "deleted": f"deleted {version}",
         "pin_left": f"left the pin {told(fields, 'key')} behind: {error}",
         "not_agreed": f"could not agree on {_wanted(fields)}: {error}",
+        "read_alone": f"read {told(fields, 'url')} without sharing: {told(fields, 'reason')}",
         "request_unseen": f"lost sight of requests in {told(fields, 'store')}: {error}",
     }.get(name)
 
