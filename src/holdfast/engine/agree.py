@@ -266,14 +266,19 @@ class Rounds:
         self._look_at = now + every
         ranks, longest = [0], patience.stuck + patience.silent
         if self._board.rank == 0:
-            acks = [(r, self._ack(r, found.attempt)) for r in range(self._size)]
-            ranks, longest = [r for r, ack in acks if not self._board.there([ack])], patience.stuck
-            if not ranks:  # the last of them has died before it could end the round
+            acks = [self._ack(r, found.attempt) for r in range(self._size)]
+            if self._board.there(acks):  # the last of them has died before it could end the round
                 return msgspec.structs.replace(found, end=AGREED)
-        lost = self._vigil.lost(ranks)
+            ranks, longest = list(range(self._size)), patience.stuck
+
+        def came(rank: int) -> bool:
+            return self._board.there([self._ack(rank, found.attempt)]) and self._board.rank == 0
+
+        lost = self._vigil.lost(ranks, came)
         if lost is None and now - self._began > longest:
             expected, nothing = f"an answer within {longest:g} s", "none, though it is alive"
-            lost = self._vigil.error(ranks[0], "", expected, nothing)
+            rank = next((r for r in ranks if not came(r)), 0)
+            lost = self._vigil.error(rank, "", expected, nothing)
         if lost is None:
             return found
         return msgspec.structs.replace(found, end=GIVEN_UP, why=str(lost), rank=lost.rank)

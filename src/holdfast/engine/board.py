@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ GONE = b"gone"
 _NONE = "-"
 """Is no value of any key."""
 
-_MANY = 64
+MANY = 64
 """Notes that are looked at in one turn of the thread."""
 
 
@@ -44,6 +45,7 @@ class KeyValues(Protocol):
     wait for a key."""
 
     def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
     def multi_set(self, keys: list[str], values: list[bytes]) -> None: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def check(self, keys: list[str]) -> bool: ...
@@ -117,7 +119,7 @@ class Board:
             for i, at in enumerate(rest):
                 used.append(f"{key}/{i}")
                 self._set({used[-1]: b" " + value[at : at + LARGEST]})
-            if sum(map(len, some.values())) + len(value) > LARGEST or len(some) >= 4 * _MANY:
+            if sum(map(len, some.values())) + len(value) > LARGEST or len(some) >= 4 * MANY:
                 self._set(some)
                 some = {}
             some[key] = f"{len(rest)} ".encode() + value[:LARGEST]  # last: it is whole
@@ -148,7 +150,7 @@ class Board:
         def do() -> list[bytes]:
             made: list[bytes] = []
             nbytes = 0
-            for key in keys[:_MANY]:
+            for key in keys[:MANY]:
                 found = None if nbytes > LARGEST else self._whole(key)[0]
                 if found is None:
                     break
@@ -189,7 +191,9 @@ class Board:
 
     def claimed(self, key: str) -> str | None:
         """What ``claim`` has left under a key."""
-        found: bytes | None = self._ask(lambda: self._peek(key))
+        found: bytes | None = self._ask(
+            lambda: self._peek(key) if self._store.check([key]) else None
+        )
         return None if found is None else found.decode()
 
     def count(self, key: str) -> int:
@@ -198,9 +202,13 @@ class Board:
 
     def forget(self, keys: Sequence[str]) -> None:
         """Take away what ``put``, ``claim`` and ``count`` have left."""
-        for at in range(0, len(keys), _MANY):
-            some = keys[at : at + _MANY]
-            self._ask(lambda some=some: [self._store.delete_key(key) for key in some])
+        for at in range(0, len(keys), MANY):
+            self._ask(partial(self._delete, keys[at : at + MANY]))
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if self._store.check([key]):
+                self._store.delete_key(key)
 
     # -- pulses ----------------------------------------------------------------------------------
 
@@ -231,9 +239,8 @@ class Board:
                     self._met.add(r)
                     made[r] = _pulse(raw)
 
-        for at in range(0, len(ranks), 4 * _MANY):
-            some = ranks[at : at + 4 * _MANY]
-            self._ask(lambda some=some: look(some))
+        for at in range(0, len(ranks), 4 * MANY):
+            self._ask(partial(look, ranks[at : at + 4 * MANY]))
         return [made.get(r) for r in ranks]
 
     def _beat(self) -> None:
@@ -348,7 +355,7 @@ class Vigil:
         self, ranks: Sequence[int], came: Callable[[int], bool] | None = None
     ) -> RankFailed | None:
         """The first of these ranks that has ended, is dead, or is stuck, as an error; but none that
-        ``came``, which is asked of those only: of the others, who are many, it need not be known."""
+        ``came``. That is asked of those only: of the others, who are many, it need not be known."""
         for error in self._missed(ranks):
             if came is None or error.rank is None or not came(error.rank):
                 return error

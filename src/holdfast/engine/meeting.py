@@ -8,28 +8,16 @@ collective of the training's process group is ever called, so a meeting may go o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
-from holdfast import errors
-from holdfast.engine.board import Board, Turn, Vigil
-from holdfast.errors import (
-    AlreadyExists,
-    CommitError,
-    FormatError,
-    HoldfastError,
-    NoSnapshot,
-    NotFound,
-    PlanError,
-    RankFailed,
-)
+from holdfast.engine.board import MANY, Board, Turn, Vigil
+from holdfast.engine.told import DECIDED, Told, raised, tell
+from holdfast.errors import RankFailed
 
 T = TypeVar("T")
-
-_ALIKE = (PlanError, CommitError, FormatError, AlreadyExists, NoSnapshot, NotFound)
-"""Errors of what the ranks do together: every rank raises the same. Others are of one rank."""
 
 
 class Meeting(Protocol):
@@ -139,15 +127,15 @@ class Assembly:
         self._heard: BaseException | None = None
         self._decided = False
         self._given: list[str] = []
+        self._gathered: list[str] = []
         self._closed = False
-        self._longest = 0.01 + size * 2e-5  # so that the store is not asked all the time by all
 
     # -- coming ----------------------------------------------------------------------------------
 
     def missed(self) -> str | None:
         """What the others have given up under this number since this rank did not come."""
         text = self._board.claimed(f"{self._name}/failed")
-        if text in (None, _DECIDED):
+        if text in (None, DECIDED):
             return None
         told = msgspec.json.decode(text, type=Told)
         return told.during if told.fields.get("rank") == self.rank != told.rank else None
@@ -170,99 +158,126 @@ class Assembly:
     # -- the turns -------------------------------------------------------------------------------
 
     def gather(self, value: T, kind: type[T]) -> list[T] | None:
-        keys = self._keys()
+        self._turn += 1
         if self.rank:
-            self._put(keys[self.rank], value)
+            self._put({self._key(self.rank): value})
             return None
-        self._await(range(1, self.size), keys)
-        return [value, *(self._take(r, keys[r], kind) for r in range(1, self.size))]
+        keys, values = [self._key(r) for r in range(self.size)], [value]
+
+        def done() -> bool:
+            """Take what there is, in order of ranks."""
+            while notes := self._board.looks(keys[len(values) : len(values) + MANY]):
+                values.extend(msgspec.msgpack.decode(note, type=kind) for note in notes)
+                self.advance()
+            return len(values) == self.size
+
+        self._await(done, lambda: range(len(values), self.size), self._key)
+        self._gathered += keys[1:]
+        return values
 
     def scatter(self, values: Sequence[T] | None, kind: type[T]) -> T:
-        keys = self._keys()
+        self._turn += 1
         if values is not None:
-            for r in range(1, self.size):
-                self._put(keys[r], values[r])
+            self._put({self._key(r): values[r] for r in range(1, self.size)})
             return values[0]
-        self._await((0,), [keys[self.rank]])
-        return self._take(0, keys[self.rank], kind)
+        return self._receive(self._key(self.rank), kind, take=True)
 
     def share(self, value: T | None, kind: type[T]) -> T:
-        key = self._keys()[0]
+        self._turn += 1
         if self.rank == 0:
             if value is None:
                 raise ValueError("rank 0 gives the value")
-            self._put(key, value)
+            self._put({self._key(0): value})
             return value
-        self._await((0,), [key])
-        return self._take(0, key, kind, keep=True)
+        return self._receive(self._key(0), kind, take=False)
 
-    def _keys(self) -> list[str]:
-        """The keys of the next turn, one for each rank."""
-        self._turn += 1
-        return [f"{self._name}/{self._turn}/{rank}" for rank in range(self.size)]
+    def _key(self, rank: int) -> str:
+        """The key of a rank in this turn."""
+        return f"{self._name}/{self._turn}/{rank}"
 
-    def _put(self, key: str, value: Any) -> None:
+    def _put(self, values: Mapping[str, Any]) -> None:
         self._listen()
-        self._given.append(key)
-        self._board.put(key, msgspec.msgpack.encode(value))
+        self._given += values
+        notes = {key: msgspec.msgpack.encode(value) for key, value in values.items()}
+        self._given += self._board.put_all(notes)[len(notes) :]
+        self._gathered.clear()
 
-    def _take(self, sender: int, key: str, kind: type[T], keep: bool = False) -> T:
-        raw = self._board.look(key, take=not keep)
-        if raw is None:
-            self._listen()
-            raise RankFailed(f"What rank {sender} has said of {self.what} is gone", rank=sender)
+    def _receive(self, key: str, kind: type[T], take: bool) -> T:
+        """What rank 0 gives. It has then taken all that this rank has given before, which this rank
+        takes away: rank 0 alone would be long about it."""
+        found: list[bytes] = []
+
+        def done() -> bool:
+            raw = self._board.look(key, take=take)
+            found.extend([] if raw is None else [raw])
+            return bool(found)
+
+        self._await(done, lambda: (0,), lambda rank: key)
         self.advance()
-        return msgspec.msgpack.decode(raw, type=kind)
+        if self._given:
+            self._board.forget(self._given)
+            self._given.clear()
+        return msgspec.msgpack.decode(found[0], type=kind)
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    def _await(self, ranks: Sequence[int], keys: list[str]) -> None:
-        """Until these ranks have put what they have to. Raises what one of them has failed by."""
-        waited = keys[1:] if len(keys) > 1 else keys
-
-        def lacking() -> list[int]:
-            pairs = zip(ranks, waited, strict=True)
-            return [r for r, key in pairs if not self._board.there([key])]
-
-        self._wait(lambda: self._board.there(waited), lacking, (self._number, self._turn))
+    def _await(
+        self,
+        done: Callable[[], bool],
+        lacking: Callable[[], Sequence[int]],
+        key: Callable[[int], str],
+    ) -> None:
+        """Until it is ``done``. ``lacking``: the ranks that may still have to put something under
+        their ``key``. Raises what one of them has failed by."""
+        first = 0.0002 + (self.size * 1e-5 if self.rank else 0)  # rank 0 needs that at least
+        turn = (self._number, self._turn)
+        self._wait(done, lacking, turn, lambda r: self._board.there([key(r)]), first)
 
     def until(self, lacking: Callable[[], Sequence[int]], number: int) -> None:
         self._wait(lambda: not lacking(), lacking, (self._number, self._turn, number))
 
     def _wait(
-        self, done: Callable[[], bool], lacking: Callable[[], Sequence[int]], turn: Turn
+        self,
+        done: Callable[[], bool],
+        lacking: Callable[[], Sequence[int]],
+        turn: Turn,
+        came: Callable[[int], bool] = lambda rank: False,
+        delay: float = 0.0002,
     ) -> None:
         vigil = Vigil(self._board, self.what, None, turn)
         end = None if self._within is None else self._board.clock() + self._within
-        look_at, delay = self._board.clock() + min(1.0, self._board.patience.silent / 4), 0.0002
+        # so that the store is not asked all the time by all
+        longest = 0.01 + (self.size * 1e-4 if self.rank else 0)
+        every = min(max(1.0, self.size / 2000), self._board.patience.silent / 4)
+        look_at = self._board.clock() + every
         with self._board.waiting(turn):
             while not done():
                 self._listen()
                 if self._board.clock() >= look_at:
-                    look_at = self._board.clock() + min(1.0, self._board.patience.silent / 4)
-                    lost = vigil.lost(lacking())
+                    look_at = self._board.clock() + every
+                    lost = vigil.lost(lacking(), came)
                     if lost is not None:
                         raise lost
                 if end is not None and self._board.clock() >= end:
-                    for rank in lacking():
+                    for rank in (r for r in lacking() if not came(r)):
                         expected = f"it within {self._within:g} s"
                         raise vigil.error(rank, "", expected, "that it has not come")
                 self._pause(delay)
-                delay = min(delay * 1.5, self._longest)
+                delay = min(delay * 1.5, longest)
 
     def _listen(self) -> None:
         """Raise what another rank has failed by, if one has."""
         self._hear(self._board.claimed(f"{self._name}/failed"))
 
     def _hear(self, text: str | None) -> None:
-        if text is not None and text != _DECIDED:
-            self._heard = _raised(text, self.rank, self.what)
+        if text is not None and text != DECIDED:
+            self._heard = raised(text, self.rank, self.what)
             raise self._heard
 
     # -- the end ---------------------------------------------------------------------------------
 
     def decide(self) -> None:
-        self._hear(self._board.claim(f"{self._name}/failed", _DECIDED))
+        self._hear(self._board.claim(f"{self._name}/failed", DECIDED))
         self._decided = True
 
     def call_off(self, error: BaseException) -> bool:
@@ -270,11 +285,11 @@ class Assembly:
             return True
         self._heard = error
         told, before = (
-            _told(error, self.rank, self.what, self._decided),
-            _DECIDED if self._decided else "",
+            tell(error, self.rank, self.what, self._decided),
+            DECIDED if self._decided else "",
         )
         try:
-            return self._board.claim(f"{self._name}/failed", told, before) != _DECIDED
+            return self._board.claim(f"{self._name}/failed", told, before) != DECIDED
         except RankFailed as unheard:
             error.add_note(f"The other ranks could not be told: {unheard}")
             return False
@@ -296,8 +311,11 @@ class Assembly:
         if closed:
             return
         try:
-            for key in self._given if self._heard is not None else ():
-                self._board.look(key, take=True)
+            if self._heard is not None:
+                self._board.forget(self._given)
+            else:
+                for key in self._gathered:  # nothing was given after that, so it is still there
+                    self._board.look(key, take=True)
             if self._board.count(f"{self._name}/left") < self.size:
                 return
             for turn in range(1, self._turn + 1):
@@ -317,67 +335,3 @@ class Assembly:
             keys = [f"{self._name}/{turn}/{rank}" for rank in range(self.size)]
             taken = [self._board.look(key, take=True) for key in keys]  # all, also after the first
             found = any(note is not None for note in taken)
-
-
-class Told(msgspec.Struct, frozen=True):
-    """An error on its way to the other ranks. ``kind``: the name of its class; ``fields``: those of
-    plain values, and of keys; ``during``: what they do together."""
-
-    rank: int
-    during: str
-    kind: str
-    what: str
-    expected: str | None
-    found: str | None
-    todo: str | None
-    fields: dict[str, str | int | float | bool | tuple[str, ...] | None]
-
-
-_LONGEST = 4000
-
-_DECIDED = "decided"
-"""Stands where an error would, once rank 0 has decided: who comes first has its way."""
-
-
-def _told(error: BaseException, rank: int, during: str, decided: bool) -> str:
-    fields: dict[str, Any] = {"outcome": "unknown"} if decided else {}
-    said: list[Any] = [str(error), None, None, None]
-    if isinstance(error, HoldfastError):
-        fields = {k: v for k, v in error.fields.items() if _is_short(v)}
-        said = [error.what, error.expected, error.found, error.todo]
-    what, expected, found, todo = (None if s is None else str(s)[:_LONGEST] for s in said)
-    told = Told(rank, during, type(error).__name__, what or "", expected, found, todo, fields)
-    return msgspec.json.encode(told).decode()
-
-
-def _is_short(value: Any) -> bool:
-    """Whether a field of an error is sent with it."""
-    if type(value) is tuple:
-        return len(value) <= _LONGEST and all(type(key) is str for key in value)
-    return isinstance(value, str | int | float | bool | None)
-
-
-def _raised(text: str, rank: int, what: str) -> HoldfastError:
-    """What this rank raises, since another has failed."""
-    told = msgspec.json.decode(text, type=Told)
-    kind = getattr(errors, told.kind, None)
-    cause: Exception
-    if isinstance(kind, type) and issubclass(kind, HoldfastError):
-        fields = {"rank": told.rank, **told.fields}
-        same = kind(told.what, expected=told.expected, found=told.found, todo=told.todo, **fields)
-        if issubclass(kind, _ALIKE):
-            same.add_note(f"Told by rank {told.rank}")
-            return same
-        cause = same
-    else:
-        cause = RuntimeError(f"{told.kind}: {told.what}")
-    end = "" if told.fields.get("committed") else ", which came to nothing"
-    failed = RankFailed(
-        f"Rank {told.rank} has failed in {what}{end}. {told.kind}: {told.what}",
-        expected=told.expected,
-        found=told.found,
-        todo=told.todo or "Look at that rank's log",
-        **{**told.fields, "rank": told.rank},
-    )
-    failed.__cause__ = cause
-    return failed

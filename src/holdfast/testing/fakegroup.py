@@ -31,6 +31,14 @@ class FakeStore:
         with self._lock:
             return self.values[key]
 
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        with self._lock:
+            self.values.update((k, bytes(v)) for k, v in zip(keys, values, strict=True))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        with self._lock:
+            return [self.values[key] for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         with self._lock:
             return all(key in self.values for key in keys)
