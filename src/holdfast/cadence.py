@@ -38,7 +38,7 @@ class Cadence:
         self._count = count
         self._begun = 0
         self._asked = False
-        self._last = self._left_out = self._now()
+        self.restart()
 
     @property
     def left_out(self) -> bool:
@@ -48,6 +48,7 @@ class Cadence:
     def restart(self) -> None:
         """Count from now on: a save begins, or the training goes on from a version."""
         self._begun += 1
+        self._names = f"{SAVE} {self._begun}", f"{REQUEST} {self._begun}"
         self._last = self._left_out = self._now()
 
     def reason(
@@ -59,7 +60,7 @@ class Cadence:
             self._asked = wanted
             due = wanted or self._policy.due(Moment(*self._now(), *self._last))
         else:
-            clock, asked = (f"{what} {self._begun}" for what in (SAVE, REQUEST))
+            clock, asked = self._names
             self._asked = clock in agreed or asked in agreed
             wanted = wanted or asked in agreed
             due = self._asked or self._counted()

@@ -63,6 +63,9 @@ class _EitherDue(SavePolicy):
     first: SavePolicy
     second: SavePolicy
 
+    def __repr__(self) -> str:
+        return f"{self.first} | {self.second}"
+
     def due(self, now: Moment) -> bool:
         return self.first.due(now) or self.second.due(now)
 
@@ -164,6 +167,9 @@ class KeepPolicy:
 class _EitherKeeps(KeepPolicy):
     first: KeepPolicy
     second: KeepPolicy
+
+    def __repr__(self) -> str:
+        return f"{self.first} | {self.second}"
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         return self.first.keep(records) | self.second.keep(records)

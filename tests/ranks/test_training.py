@@ -441,7 +441,10 @@ def test_pins_hold_for_a_group_as_well() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (lambda r: {"save": EverySteps(5 + 2 * r)}, "steps=5.*steps=7.*rank 1"),
+        (
+            lambda r: {"save": EverySteps(5 + 2 * r) | EverySeconds(60)},
+            r"save=EverySteps\(steps=5\) \| EverySeconds\(seconds=60\).*=7.*rank 1",
+        ),
         (lambda r: {"busy": "skip" if r == 2 else "wait"}, "busy='wait'.*'skip' on rank 2"),
         (lambda r: {"on_error": "warn" if r else "raise"}, "on_error='raise'.*rank 1"),
         (lambda r: {"incremental": r > 1}, "incremental=False.*True on rank 2"),
