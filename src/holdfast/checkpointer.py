@@ -142,13 +142,14 @@ class Checkpointer:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
+        share: bool = False,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it; None if the run is empty.
 
         ``at``: the version of that step instead; ``branch``: along that branch. Going on from
         anything but the newest version, because newer ones are damaged (each is told in a
         ``SkippedVersion`` warning) or because ``at`` or ``branch`` says so, starts a branch,
-        durably, before this returns.
+        durably, before this returns. ``share``: as for ``holdfast.load``.
 
         ``start``: what an empty run begins with: a snapshot (``"runs/a@120"``, ``"runs/a@latest"``
         or a URL), of which ``keys``, ``missing``, ``unexpected`` and ``rename`` (as for
@@ -165,9 +166,9 @@ class Checkpointer:
             self._rescue.forget()
         try:
             with acting_as(self._group):
-                found = go_on(self.run, self.state, at, branch, self._writer.claim)
+                found = go_on(self.run, self.state, at, branch, self._writer.claim, share)
                 if found is None and start is not None:
-                    found = begin_from(start, self.state, part)
+                    found = begin_from(start, self.state, part, share)
         except BaseException as e:
             self._invalid = self._invalid or overwritten(e)
             self._count.resumed(self.current_step, own=False)

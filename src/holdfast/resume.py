@@ -67,6 +67,7 @@ def go_on(
     at: int | None,
     branch: int | None,
     claim: Callable[[], object],
+    share: bool = False,
 ) -> Found | None:
     """Load the newest intact version of a run into ``state``; None if the run is empty.
 
@@ -87,7 +88,7 @@ def go_on(
             ' resume(start="RUN@120") begins with a version of another run',
         )
     meeting = current_group().meet(f"the resume of {run.url}")
-    loads = Loads(state)
+    loads = Loads(state, share)
     try:
         with meeting:
             if meeting.rank == 0:
@@ -105,8 +106,9 @@ class Loads:
     """Loads versions into a state, until one is intact for all ranks. ``error``: why the last was
     not; ``spoiled``: whether the state is overwritten in part since."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any], share: bool = False) -> None:
         self.state = state
+        self.share = share
         self.error: HoldfastError | None = None
         self.spoiled = False
 
@@ -114,7 +116,7 @@ class Loads:
         """Raises on all ranks what is wrong with the version for one of them; ``RankFailed`` where
         that is its store, and the version may be intact."""
         try:
-            load_snapshot(snapshot, self.state)
+            load_snapshot(snapshot, self.state, share=self.share)
         except HoldfastError as e:
             self.error, self.spoiled = e, self.spoiled or overwritten(e)
             cause = e.__cause__ if isinstance(e, RankFailed) else None
@@ -243,11 +245,11 @@ class Part:
         return part
 
 
-def begin_from(start: str, state: dict[str, Any], part: Part) -> Found:
+def begin_from(start: str, state: dict[str, Any], part: Part, share: bool = False) -> Found:
     """Load a version of another run, or a part of it, into ``state``. Without a Progress
     steps go on only where all of it was taken; else they begin at 0. Raises as ``load`` does."""
     snapshot = _opened(start)
-    load_snapshot(snapshot, state, part.keys, None, part.leniency)
+    load_snapshot(snapshot, state, part.keys, None, part.leniency, share)
     note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}
     if not part.whole:
         return Found(snapshot, 0, own=False, note=note)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -23,6 +28,7 @@ from holdfast.engine import passing, pin
 from holdfast.engine.board import Patience
 from holdfast.engine.location import Location
 from holdfast.errors import DigestMismatch, FormatError, HoldfastError, PlanError, RankFailed
+from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.fakegroup import FakeGroup
 from holdfast.words import MIB, UNIT
@@ -31,6 +37,7 @@ from ..engine.unreliable import Wrapped
 from .laid import found, key, state_of, states
 from .test_layouts import saved_at
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
@@ -632,3 +639,95 @@ def test_one_process_and_ranks_alone_on_their_hosts_just_load():
     stores = loaded_on("ab", store, lives)
     assert [s.of(".safetensors") for s in stores] == [lengths(store)[0]] * 2
     same(lives[1], replicated())
+
+
+# -- resuming --------------------------------------------------------------------------------------
+
+
+def resumed(hosts, run, **options):
+    """What the ranks go on from, and the bytes of shards that each host has read."""
+    lives = [emptied(replicated()) | {"progress": holdfast.Progress()} for _ in hosts]
+    stores = [Counted(LocalStore(run)) for _ in hosts]
+
+    def work(rank):
+        with holdfast.Checkpointer(stores[rank], lives[rank], save=holdfast.EverySteps(1)) as ckpt:
+            snapshot = ckpt.resume(**{"share": True, **options})
+        same({k: v for k, v in lives[rank].items() if k != "progress"}, replicated())
+        return None if snapshot is None else snapshot.step
+
+    with FakeGroup(len(hosts)) as group, on_hosts(*hosts):
+        steps = group.run(work)
+    read = Counter()
+    for host, store in zip(hosts, stores, strict=True):
+        read[host] += store.of(".safetensors")
+    return steps, read
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.errors.SkippedVersion")
+def test_a_training_goes_on_by_sharing_and_goes_back_where_a_version_is_damaged(tmp_path):
+    run = tmp_path / "run"
+
+    def train(rank):
+        state = replicated() | {"progress": holdfast.Progress()}
+        with holdfast.Checkpointer(run, state, save=holdfast.EverySteps(1)) as ckpt:
+            ckpt.step()
+            ckpt.step()
+
+    with FakeGroup(2) as group:
+        group.run(train)
+    data = lengths(str(run / "version_2"))[0]
+    steps, read = resumed("aab", run)
+    assert steps == [2, 2, 2]
+    assert set(read.values()) == {data}
+    with (next((run / "version_2").glob("*.safetensors"))).open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes([file.read(1)[0] ^ 1]))
+    steps, _ = resumed("aab", run)
+    assert steps == [1, 1, 1]
+    new = tmp_path / "new"
+    new.mkdir()
+    steps, read = resumed("aab", new, start=f"{run}@1")
+    assert steps == [1, 1, 1]
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_real_processes_share_and_one_that_is_killed_leaves_nothing(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environ = os.environ | {"HOLDFAST_SILENT": "3", "OMP_NUM_THREADS": "1"}
+    started = []
+    try:
+        for rank in range(3):
+            command = [sys.executable, "-m", "tests.ranks.sharers", str(rank), port, str(tmp_path)]
+            with (tmp_path / f"{rank}.log").open("w") as log:
+                started.append(
+                    subprocess.Popen(command, stdout=log, stderr=log, env=environ, cwd=ROOT)
+                )
+        codes = [process.wait(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    logs = "\n".join((tmp_path / f"{rank}.log").read_text()[-2000:] for rank in range(3))
+    assert codes == [0, -signal.SIGKILL, 0], logs
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    data, indexes = lengths(str(tmp_path / "version_1"))
+    own = 10 * MIB
+    each = data - 2 * own
+    for one in told:  # all but a box of another rank; what they have in common, a third each
+        assert abs(one["bytes False"] - each) < 100_000
+        assert abs(one["bytes True"] - own - (each - own) / 3) < 2 * UNIT
+    assert sum(one["indexes False"] for one in told) == 3 * indexes
+    assert sum(one["indexes True"] for one in told) == indexes
+    assert abs(sum(one["bytes True"] for one in told) - data) < 100_000
+    assert [one["left"] for one in told] == [[[], 0]] * 3
+    for rank in (0, 2):
+        failed, seconds, live = told[rank]["killed"]
+        assert (failed, live) == (1, "not valid")
+        assert seconds < 10
+        assert told[rank]["left after"] == [[], 0]
+    print({key: [one[key] for one in told] for key in ("seconds False", "seconds True")})

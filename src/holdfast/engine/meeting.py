@@ -234,7 +234,13 @@ class Assembly:
         self._wait(done, lacking, turn, lambda r: self._board.there([key(r)]), first)
 
     def until(self, lacking: Callable[[], Sequence[int]], number: int) -> None:
-        self._wait(lambda: not lacking(), lacking, (self._number, self._turn, number))
+        def doze(seconds: float) -> None:  # to look there costs nothing, unlike to ask the store
+            end = self._board.clock() + seconds
+            while lacking() and self._board.clock() < end:
+                self._pause(0.0005)
+
+        turn = (self._number, self._turn, number)
+        self._wait(lambda: not lacking(), lacking, turn, pause=doze)
 
     def _wait(
         self,
@@ -243,6 +249,7 @@ class Assembly:
         turn: Turn,
         came: Callable[[int], bool] = lambda rank: False,
         delay: float = 0.0002,
+        pause: Callable[[float], object] | None = None,
     ) -> None:
         vigil = Vigil(self._board, self.what, None, turn)
         end = None if self._within is None else self._board.clock() + self._within
@@ -262,7 +269,7 @@ class Assembly:
                     for rank in (r for r in lacking() if not came(r)):
                         expected = f"it within {self._within:g} s"
                         raise vigil.error(rank, "", expected, "that it has not come")
-                self._pause(delay)
+                (pause or self._pause)(delay)
                 delay = min(delay * 1.5, longest)
 
     def _listen(self) -> None:

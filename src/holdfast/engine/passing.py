@@ -219,20 +219,26 @@ class Neighbours:
         ``take`` on all, each with the piece's number and place, by several threads."""
         ends = [(piece.reader, piece.at + piece.size) for pieces in rounds for piece in pieces]
         room = max((end for _, end in ends), default=0)
-        threads = read_settings().threads
         for phase in range(len(rounds) + 1):
             self._keep_step()
             if phase == 0:  # nobody looks at what was in the windows before
                 reads = any(reader == self.place for reader, _ in ends)
                 self._shelves[self.place].resize(2 * room if reads else 0)
-            jobs: list[Callable[[], None]] = []
-            for number, do in ((phase, fill), (phase - 1, take)):
-                for piece in rounds[number] if 0 <= number < len(rounds) else ():
-                    if do is take or piece.reader == self.place:
-                        at = room * (number % 2) + piece.at
-                        span = self._shelves[piece.reader].window(at, piece.size)
-                        jobs.append(partial(do, piece.number, span))
-            in_parallel(jobs, _call, min(threads, len(jobs)), self.meeting.advance)
+            now, before = rounds[phase : phase + 1], rounds[max(0, phase - 1) : phase]
+            mine = [p for pieces in now for p in pieces if p.reader == self.place]
+            there = [p for pieces in before for p in pieces]
+            jobs = [
+                [partial(do, p.number, self._span(p, room * (n % 2))) for p in pieces]
+                for do, pieces, n in ((fill, mine, phase), (take, there, phase - 1))
+            ]
+            in_parallel(jobs, self._do, 2)  # the one waits for the store, the other not
+
+    def _span(self, piece: Piece, window: int) -> Span:
+        return self._shelves[piece.reader].window(window + piece.at, piece.size)
+
+    def _do(self, jobs: Sequence[Callable[[], None]]) -> None:
+        threads = min(read_settings().threads, len(jobs))
+        in_parallel(jobs, lambda job: job(), threads, self.meeting.advance)
 
     def _keep_step(self) -> None:
         """Wait until all have done what this rank has. By then the threads that did it have ended,
@@ -244,7 +250,3 @@ class Neighbours:
     def _behind(self) -> list[int]:
         pairs = zip(self.ranks, self._shelves, strict=True)
         return [rank for rank, shelf in pairs if shelf.numbers[1] < self._phase]
-
-
-def _call(job: Callable[[], None]) -> None:
-    job()
