@@ -147,8 +147,9 @@ def test_a_state_comes_back_and_is_an_ordinary_snapshot(tmp_path):
 
 
 def test_nothing_but_the_snapshot_is_left(tmp_path):
-    save(trained(), tmp_path / "version_7")
-    assert os.listdir(tmp_path) == ["version_7"]
+    writer = StorageWriter(tmp_path / "version_7")
+    dcp.save(trained(), storage_writer=writer, no_dist=True)
+    assert os.listdir(tmp_path) == ["version_7"], f"no pin, although {writer} lives on"
     assert len(os.listdir(tmp_path / "version_7")) == 3
 
 

@@ -39,7 +39,7 @@ TO_CPU = (
     (r"/cuda:(\{[^}]*\}|\d)", "/cpu"),
     (r"([\"'])cuda(:\d)?\1", r"\1cpu\1"),
     (r"([\"'])nccl\1", r"\1gloo\1"),
-    (r"device=dist\.get_rank\(\)", 'device="cpu"'),
+    (r"device=(dist\.get_rank\(\)|self\.rank)", 'device="cpu"'),
     (r"\.cuda\([^()]*(\(\))?\)", ".cpu()"),
     (r"torch\.cuda\.set_device\([^()]*(\([^()]*\))?[^()]*\)", "None"),
     (r"torch\.cuda\.device_count\(\)", "8"),
@@ -59,8 +59,10 @@ KNOWN = {
 # -- in the processes of the tests ---------------------------------------------------------------
 
 
-def install() -> None:
-    """Patch what the tests import, as soon as they do."""
+def install(theirs: bool = False) -> None:
+    """Patch what the tests import, as soon as they do; ``theirs``: but for DCP's own classes."""
+    if theirs:
+        del _PATCHES["torch.distributed.checkpoint"]
     sys.meta_path.insert(0, _Hook())
 
 
@@ -174,7 +176,7 @@ _PATCHES = {
 # -- in the process that runs them ---------------------------------------------------------------
 
 
-def copy_tests(checkout: Path, folder: Path) -> Path:
+def copy_tests(checkout: Path, folder: Path, theirs: bool) -> Path:
     """The tests as they are to be run here."""
     source = checkout / "test" / "distributed" / "checkpoint"
     if not source.is_dir():
@@ -187,7 +189,7 @@ def copy_tests(checkout: Path, folder: Path) -> Path:
             text = re.sub(pattern, replacement, text)
         file.write_text(text)
     (folder / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.append({str(HERE)!r})\nimport upstream\nupstream.install()\n"
+        f"import sys\nsys.path.append({str(HERE)!r})\nimport upstream\nupstream.install({theirs})\n"
     )
     return target
 
@@ -226,11 +228,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("files", nargs="*", help="such as test_planner.py; all if none is given")
+    parser.add_argument("--theirs", action="store_true", help="over DCP's own classes, to compare")
     parser.add_argument("--keep", type=Path, help="a folder for the copies and the logs")
     asked = parser.parse_args()
     folder = asked.keep or Path(tempfile.mkdtemp(prefix="upstream-"))
     folder.mkdir(parents=True, exist_ok=True)
-    tests = copy_tests(asked.checkout, folder)
+    tests = copy_tests(asked.checkout, folder, asked.theirs)
     total: Counter[str] = Counter()
     for file in sorted(tests.rglob("test_*.py")):
         name = str(file.relative_to(tests))
