@@ -301,18 +301,25 @@ def _remember(kept: dict[bytes, T], number: bytes, value: T) -> None:
         del kept[next(iter(kept))]
 
 
+_LISTED = 5
+
+
 def _torn(torn: Mapping[str, Mapping[bytes, list[int]]]) -> PlanError:
     lines = []
-    for key, sides in list(torn.items())[:SHOWN]:
+    for key, sides in list(torn.items())[:_LISTED]:
         several = [named(sorted(ranks)) for ranks in sides.values()]
-        lines.append(f"{key} (as on {', other than on '.join(several[:3])})")
+        alone = len(sides) > 2 and all(len(ranks) == 1 for ranks in sides.values())
+        differ = "on each rank another" if alone else " unlike ".join(several[:3])
+        lines.append(f"{key} ({differ})")
     more = len(torn) - len(lines)
+    what = "A tensor of the state is" if len(torn) == 1 else f"{len(torn)} tensors of the state are"
     return PlanError(
-        f"{len(torn)} tensors of the state are not the same on all ranks",
+        f"{what} not the same on all ranks",
         expected="the same elements on every rank that has a tensor, or a DTensor",
         found="; ".join(lines) + (f"; and {more} more" if more else ""),
-        todo="Wrap in holdfast.PerRank what each rank has of its own, in holdfast.Boxed what is a"
-        " part of a larger tensor, and in holdfast.Replicated what is meant to be the same but is"
-        " not; DistributedDataParallel goes into the state itself, not its module",
+        todo="Are the models seeded alike? A model in DistributedDataParallel goes into the state"
+        " with its wrapper. Where they do differ: holdfast.Replicated(model) takes the first rank's"
+        " of what is not a DTensor (BatchNorm's buffers, say), holdfast.PerRank keeps each rank's,"
+        " holdfast.Boxed says which part of a larger tensor it is",
         leaves=tuple(torn),
     )

@@ -150,7 +150,9 @@ def _differ(differences: Mapping[str, list[Version]]) -> PlanError:
         lines.append(f"{key}: " + ", ".join(told) + (", ..." if len(sides) > 4 else ""))
     more = len(differences) - len(lines)
     return PlanError(
-        f"The ranks do not agree about {len(differences)} values of the state",
+        "The ranks do not agree about "
+        + ("a value" if len(differences) == 1 else f"{len(differences)} values")
+        + " of the state",
         expected="the same on every rank that has it",
         found="; ".join(lines) + (f"; and {more} more" if more else ""),
         todo="Wrap what each rank has of its own in holdfast.PerRank, and what is meant to be the"

@@ -52,11 +52,11 @@ def hold(place: Location, attempt: str, version: Version | None = None) -> str:
 
 
 @contextmanager
-def held(place: Location, attempt: str, version: Version | None = None) -> Iterator[None]:
-    """Holds a pin for the time of a ``with`` block."""
+def held(place: Location, attempt: str, version: Version | None = None) -> Iterator[str]:
+    """Holds a pin for the time of a ``with`` block; gives its key."""
     key = hold(place, attempt, version)
     try:
-        yield
+        yield key
     finally:
         release(place, key)
 

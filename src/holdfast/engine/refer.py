@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,7 +26,7 @@ from holdfast.engine.location import Location
 from holdfast.engine.meeting import Meeting
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import Image, Piece
-from holdfast.errors import FormatError, ManifestInvalid, NotFound
+from holdfast.errors import CommitError, FormatError, ManifestInvalid, NotFound
 from holdfast.format import names
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Referred, Shard
@@ -70,23 +71,30 @@ class Base:
         return cls(snapshot.place.folder.rpartition("/")[2], manifest.chain, shards, indexes)
 
 
+class Pinned(msgspec.Struct, frozen=True):
+    """What rank 0 tells before any rank writes: whether the base is good, and a pin's key."""
+
+    good: bool
+    key: str
+
+
 @contextmanager
 def held(
     place: Location, attempt: str, base: Snapshot | None, meeting: Meeting
 ) -> Iterator[Base | None]:
     """Pins the attempt, and ``base`` with all that it refers to; gives ``base`` as the store of
-    ``place`` shows it now. Rank 0 pins, before any rank writes.
+    ``place`` shows it now. Rank 0 pins, before any rank writes; the others look whether they see
+    that. Raises ``CommitError`` if not: they write to another place.
 
     None, and the save is a full one, if it is not a version of the same run, was deleted, or
     is damaged as far as its manifest, its indexes and the lengths of its files tell.
     """
-    found = None if base is None or meeting.rank else _beside(place, base)
+    found, told = None if base is None or meeting.rank else _beside(place, base), None
     with ExitStack() as pins:
         if meeting.rank == 0:
             # each pin names the attempt too
             versions = [None] if found is None else sorted({found.version, *found.bases})
-            for version in versions:
-                pins.enter_context(pin.held(place, attempt, version))
+            keys = [pins.enter_context(pin.held(place, attempt, v)) for v in versions]
             if found is not None:
                 try:
                     pin.seen(found.place)
@@ -94,10 +102,30 @@ def held(
                 except (FormatError, NotFound) as e:
                     events.emit("skipped", version=str(found.version), error=e)
                     found = None
-        good = meeting.share(found is not None if meeting.rank == 0 else None, bool)
-        if good and base is not None and meeting.rank:
-            found = _beside(place, base)  # not before rank 0 has found it there
-        yield Base.of(found, meeting) if good and found is not None else None
+            told = Pinned(found is not None, keys[0])
+        told = meeting.share(told, Pinned)
+        if meeting.rank:
+            _look_for(place, told.key, meeting.rank)
+            if told.good and base is not None:
+                found = _beside(place, base)  # not before rank 0 has found it there
+        yield Base.of(found, meeting) if told.good and found is not None else None
+
+
+def _look_for(place: Location, key: str, rank: int) -> None:
+    """See that this rank sees what rank 0 has written, before it writes something itself."""
+    try:
+        place.store.stat(key)
+    except NotFound as e:
+        raise CommitError(
+            f"Nothing was committed to {place.url}: rank {rank} does not see there what rank 0"
+            " writes",
+            expected=f"{key}, which rank 0 has just written",
+            found="no such file: it is another folder, of another disk maybe",
+            todo="Give all ranks one place that all of them reach: a shared file system, by one"
+            " address",
+            rank=rank,
+            file=key,
+        ) from e
 
 
 def _beside(place: Location, base: Snapshot) -> Snapshot | None:
