@@ -74,6 +74,10 @@ class Member:
     resumed: Any = None
     saved: list[int] = field(default_factory=list)
 
+    def others(self) -> list[tuple[str, str]]:
+        """What it has called, but for the look whether it sees the pin of rank 0, one at a save."""
+        return [c for c in self.calls.elements() if not (c[0] == "stat" and "pin-" in c[1])]
+
     def checkpointer(self, **given: Any) -> holdfast.Checkpointer:
         state = given.pop("state", None)
         self.state = fresh(self.rank, self.crew.size) if state is None else state

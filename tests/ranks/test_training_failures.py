@@ -619,7 +619,7 @@ def test_incremental_versions_and_full_ones() -> None:
             assert report.ok, report.problems
         # the others have read the manifest and the index of their own shard of the base
         for m in crew.members[1:]:
-            reads = [c for c in m.calls.elements() if c[0] in ("get", "list", "stat", "delete")]
+            reads = [c for c in m.others() if c[0] in ("get", "list", "stat", "delete")]
             assert len(reads) == 3 * 4, reads
         crew.run(work)
         assert [m.resumed.step for m in crew.members] == [30] * 3

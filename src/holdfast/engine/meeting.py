@@ -51,6 +51,10 @@ class Meeting(Protocol):
         by; none that fails from now on calls anything off."""
         ...
 
+    def listen(self) -> None:
+        """Raise what another rank has failed by, if one has."""
+        ...
+
     def call_off(self, error: BaseException) -> bool:
         """Tell the others what this rank has failed by. True if nothing is decided, nor will be;
         False if it may be, or nobody can be told."""
@@ -89,6 +93,7 @@ class Alone:
 
     def until(self, lacking: Callable[[], Sequence[int]], number: int) -> None: ...
     def decide(self) -> None: ...
+    def listen(self) -> None: ...
     def advance(self) -> None: ...
     def close(self) -> None: ...
 
@@ -145,7 +150,7 @@ class Assembly:
         there = self._board.claim(f"{self._name}/what", f"{self.rank} {self.what}")
         rank, _, what = there.partition(" ")
         if what != self.what:
-            self._listen()
+            self.listen()
             raise RankFailed(
                 "The ranks do different things at the same time",
                 expected=f"{self.what}, as rank {self.rank} does",
@@ -196,7 +201,7 @@ class Assembly:
         return f"{self._name}/{self._turn}/{rank}"
 
     def _put(self, values: Mapping[str, Any]) -> None:
-        self._listen()
+        self.listen()
         self._given += values
         notes = {key: msgspec.msgpack.encode(value) for key, value in values.items()}
         self._given += self._board.put_all(notes)[len(notes) :]
@@ -259,7 +264,7 @@ class Assembly:
         look_at = self._board.clock() + every
         with self._board.waiting(turn):
             while not done():
-                self._listen()
+                self.listen()
                 if self._board.clock() >= look_at:
                     look_at = self._board.clock() + every
                     lost = vigil.lost(lacking(), came)
@@ -272,7 +277,7 @@ class Assembly:
                 (pause or self._pause)(delay)
                 delay = min(delay * 1.5, longest)
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """Raise what another rank has failed by, if one has."""
         self._hear(self._board.claimed(f"{self._name}/failed"))
 

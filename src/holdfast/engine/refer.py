@@ -105,17 +105,23 @@ def held(
             told = Pinned(found is not None, keys[0])
         told = meeting.share(told, Pinned)
         if meeting.rank:
-            _look_for(place, told.key, meeting.rank)
+            _look_for(place, told.key, meeting)
             if told.good and base is not None:
                 found = _beside(place, base)  # not before rank 0 has found it there
-        yield Base.of(found, meeting) if told.good and found is not None else None
+        try:
+            yield Base.of(found, meeting) if told.good and found is not None else None
+        except BaseException as e:
+            meeting.call_off(e)  # before the pins go: who does not see them then hears why
+            raise
 
 
-def _look_for(place: Location, key: str, rank: int) -> None:
+def _look_for(place: Location, key: str, meeting: Meeting) -> None:
     """See that this rank sees what rank 0 has written, before it writes something itself."""
+    rank = meeting.rank
     try:
         place.store.stat(key)
     except NotFound as e:
+        meeting.listen()
         raise CommitError(
             f"Nothing was committed to {place.url}: rank {rank} does not see there what rank 0"
             " writes",
