@@ -22,7 +22,7 @@ from holdfast.checks import (
 from holdfast.counting import Count
 from holdfast.ending import Rescue, of_store, tell_besides, tell_failed, tell_unsaved
 from holdfast.engine.agree import agreement
-from holdfast.engine.group import Choice, Solo, acting_as, by_all, current_group
+from holdfast.engine.group import Choice, Solo, acting_as, by_all, saving_group
 from holdfast.engine.location import Url
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import (
@@ -92,7 +92,7 @@ class Checkpointer:
         self.run = Run(run)
         self.state = state
         self._policy = save
-        self._group = current_group(group)
+        self._group = saving_group(group)
         self._chief = self._group.rank == 0
         self._stopping = Stopping(stop, self.run.url, self._group)
         self._on_error = on_error

@@ -15,13 +15,15 @@ class Settings:
 
     ``threads``: threads that copy, digest, write and read; ``direct``: whether the local store
     may go past the page cache with O_DIRECT; ``silent`` and ``stuck``: seconds after which a rank
-    that gives no sign of life, or does not get on, is given up.
+    that gives no sign of life, or does not get on, is given up; ``started``: processes that
+    torchrun has started, by its own ``WORLD_SIZE``.
     """
 
     threads: int = 8
     direct: bool = True
     silent: float = 60.0
     stuck: float = 600.0
+    started: int = 1
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -51,7 +53,9 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         _seconds(environ, name, standard)
         for name, standard in (("HOLDFAST_SILENT", "60"), ("HOLDFAST_STUCK", "600"))
     )
-    return Settings(int(threads), direct == "1", silent, stuck)
+    world = environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in environ else "1"
+    started = int(world) if world.isdecimal() else 1
+    return Settings(int(threads), direct == "1", silent, stuck, started)
 
 
 def _seconds(environ: Mapping[str, str], name: str, standard: str) -> float:

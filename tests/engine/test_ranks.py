@@ -237,6 +237,8 @@ def test_a_vigil_counts_from_its_first_look() -> None:
     never = Vigil(board, "it")
     assert never.lost([7]) is None
     now[0] += 11
+    assert never.lost([7]) is None  # it may live: it has not said anything yet
+    now[0] += 40
     error = never.lost([7])
     assert error is not None
     assert "never came" in str(error)

@@ -338,9 +338,9 @@ def _pulse(raw: bytes) -> Pulse:
 
 class Vigil:
     """Looks after ranks that are waited for, from its first look on. ``what``: they have to do.
-    ``stuck``: seconds for which one that is alive may get on with nothing. One that waits itself,
-    in an earlier turn than ``turn``, is not stuck; were it in any, two could wait for each other
-    for ever."""
+    ``stuck``: seconds for which one that is alive may get on with nothing; if it is not given, also
+    for one that has not been heard of yet. One that waits itself, in an earlier turn than ``turn``,
+    is not stuck; were it in any, two could wait for each other for ever."""
 
     def __init__(
         self, board: Board, what: str, stuck: float | None = None, turn: Turn = (0, 0)
@@ -348,7 +348,9 @@ class Vigil:
         self._turn = turn
         self._board = board
         self._what = what
-        self._stuck = board.patience.stuck if stuck is None else stuck
+        patience = board.patience
+        self._stuck = patience.stuck if stuck is None else stuck
+        self._unheard = max(patience.silent, patience.stuck if stuck is None else 0.0)
         self._seen: dict[int, tuple[Pulse | None, float, float]] = {}
 
     def lost(
@@ -375,9 +377,11 @@ class Vigil:
             host = "" if pulse is None else pulse.host
             if pulse is not None and pulse.beats < 0:
                 yield self.error(rank, host, "it to stay until then", "that it has ended")
-            elif now - beaten > silent:
+            elif pulse is None and now - beaten > self._unheard:
+                yield self.error(rank, "", f"it within {self._unheard:g} s", "that it never came")
+            elif pulse is not None and now - beaten > silent:
                 expected = f"a sign of life within {silent:g} s"
-                yield self.error(rank, host, expected, "none: it has died, hangs, or never came")
+                yield self.error(rank, host, expected, "none: it has died or hangs")
             elif now - moved > self._stuck:
                 expected = f"some progress within {self._stuck:g} s"
                 yield self.error(rank, host, expected, "none, though the process is alive")

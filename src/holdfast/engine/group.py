@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from threading import Lock, local
 from typing import Any, Protocol, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from holdfast.engine.board import Board, KeyValues, Patience
 from holdfast.engine.live import torch_or_none
 from holdfast.engine.meeting import Alone, Assembly, Meeting
+from holdfast.engine.session import SessionBoard
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.format.digest import digest
 from holdfast.settings import read_settings
@@ -168,6 +170,29 @@ def current_group(choice: Choice = None) -> Group:
     return _alone if len(ranks) == 1 else _of_torch(torch, ranks)
 
 
+def saving_group(choice: Choice = None) -> Group:
+    """As ``current_group``, for who is about to save.
+
+    Raises ``HoldfastError`` in one of several processes of torchrun that do not know of one another
+    yet: each would save what it has, under one name.
+    """
+    group = current_group(choice)
+    started = read_settings().started
+    simulated = getattr(_own, "group", None) is not None
+    if choice is None and group.size == 1 and started > 1 and not simulated:
+        torch = torch_or_none()
+        if torch is None or not torch.distributed.is_initialized():
+            raise HoldfastError(
+                f"torchrun has started {started} processes, and torch.distributed is not"
+                " initialised in this one",
+                expected="torch.distributed.init_process_group() before the first save, and before"
+                " a Checkpointer is made",
+                found="a process that does not know of the others",
+                todo='Call it first; group="alone" saves what this process has, for itself',
+            )
+    return group
+
+
 def _of_torch(torch: Any, ranks: Sequence[int]) -> Ranks:
     """The group of these ranks, made once for as long as torch.distributed is initialised."""
     from torch.distributed import distributed_c10d
@@ -181,10 +206,17 @@ def _of_torch(torch: Any, ranks: Sequence[int]) -> Ranks:
         settings = read_settings()
         patience = Patience(settings.silent, settings.stuck)
         rank = list(ranks).index(torch.distributed.get_rank())
-        board = Board(_connected(torch, store, name), rank, len(ranks), patience)
+        connected = _connected(torch, store, name)
+        within = partial(_prefixed, torch, connected)
+        board = SessionBoard(connected, rank, len(ranks), patience, within)
         group = Ranks(board, len(ranks), _numbers.setdefault(name, count(1)))
         _known[name] = store, os.getpid(), group
         return group
+
+
+def _prefixed(torch: Any, store: KeyValues, prefix: str) -> KeyValues:
+    made: KeyValues = torch.distributed.PrefixStore(prefix, store)
+    return made
 
 
 def _connected(torch: Any, store: Any, name: str) -> KeyValues:
@@ -195,5 +227,4 @@ def _connected(torch: Any, store: Any, name: str) -> KeyValues:
             todo='Save with group="alone", or initialise a real process group',
         )
     clone = getattr(store, "clone", None)  # since PyTorch 2.7
-    made: KeyValues = torch.distributed.PrefixStore(name, store if clone is None else clone())
-    return made
+    return _prefixed(torch, store if clone is None else clone(), name)

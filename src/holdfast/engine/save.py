@@ -25,7 +25,7 @@ from holdfast.engine.commit import (
 from holdfast.engine.deal import deal
 from holdfast.engine.draft import Draft, Label
 from holdfast.engine.garbage import uncollected
-from holdfast.engine.group import Choice, acting_as, current_group
+from holdfast.engine.group import Choice, acting_as, current_group, saving_group
 from holdfast.engine.location import Location, Url, locate
 from holdfast.engine.refer import held
 from holdfast.engine.snapshot import Snapshot
@@ -61,7 +61,7 @@ def save(
     whenever it raises, nothing was committed, unless the error's ``outcome`` is "unknown".
     """
     label = Label(step=step, note=note)
-    with acting_as(current_group(group)):
+    with acting_as(saving_group(group)):
         return finish(begin(locate(url), state, label, shared_pool(), ahead=False))
 
 
@@ -82,7 +82,7 @@ def save_async(
     label = Label(step=step, note=note)
     pool = Pool(1 << 50)
     try:
-        with acting_as(current_group(group)):
+        with acting_as(saving_group(group)):
             draft = begin(locate(url), state, label, pool, ahead=True)
         return in_background(draft, finish, after=pool.close)
     except BaseException:

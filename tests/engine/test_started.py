@@ -1,0 +1,54 @@
+"""Processes that torchrun has started, and that do not know of one another yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.errors import HoldfastError
+from holdfast.settings import read_settings
+from holdfast.testing.fakegroup import FakeGroup
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+
+def test_a_save_before_torch_distributed_is_refused(started: None, tmp_path: Path) -> None:
+    state = {"w": np.zeros(3)}
+    for call in (
+        lambda: holdfast.save(tmp_path / "a", state),
+        lambda: holdfast.save_async(tmp_path / "a", state),
+        lambda: holdfast.Checkpointer(tmp_path / "run", state),
+    ):
+        with pytest.raises(HoldfastError, match="torchrun has started 4 processes") as e:
+            call()
+        assert "init_process_group" in str(e.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_alone_loading_and_ranks_that_know_of_each_other_are_not(
+    started: None, tmp_path: Path
+) -> None:
+    state = {"w": np.ones(3)}
+    holdfast.save(tmp_path / "a", state, group="alone")
+    live = {"w": np.zeros(3)}
+    holdfast.load(tmp_path / "a", into=live)
+    assert live["w"].sum() == 3
+    assert holdfast.load(tmp_path / "a")["w"].sum() == 3
+    with FakeGroup(2) as group:
+        group.run(lambda rank: holdfast.save(tmp_path / "b", state))
+
+
+def test_a_world_size_that_others_have_set_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert read_settings({"WORLD_SIZE": "4"}).started == 1
+    assert read_settings({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "many"}).started == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    holdfast.save(tmp_path / "a", {"n": 1})
