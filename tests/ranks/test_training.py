@@ -99,6 +99,7 @@ def test_epochs_need_no_agreement() -> None:
         assert crew.versions == [10, 20]
 
 
+@pytest.mark.slow
 def test_only_the_clock_of_rank_0_counts() -> None:
     """The others' clocks run backwards, stand still, or tell centuries."""
     now = [0.0]
@@ -122,6 +123,7 @@ def test_only_the_clock_of_rank_0_counts() -> None:
         assert crew.keys() == []
 
 
+@pytest.mark.slow
 def test_a_save_between_answers_what_the_clock_has_asked_for() -> None:
     """The clock asks while the ranks come to a multiple of steps: one save is enough."""
     now = [0.0]
@@ -210,6 +212,7 @@ def test_busy_skip(rank: int) -> None:
         assert [m.ckpt.statistics()["skipped"] for m in crew.members] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_not_skipped() -> None:
     """One rank was asked for a save, and is alone with that, at a step at which all leave one out
     since another is in flight."""
@@ -236,6 +239,7 @@ def test_what_is_asked_for_is_not_skipped() -> None:
 # -- asked for from outside ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_request_is_answered_once() -> None:
     with Crew(3) as crew:
 
@@ -255,6 +259,7 @@ def test_a_request_is_answered_once() -> None:
         assert crew.keys() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1, 2]])
 def test_a_signal_on_any_rank(ranks: list[int]) -> None:
     """Or on all of them, as launchers pass them on."""

@@ -408,6 +408,69 @@ def test_a_save_on_demand_that_fails_raises_on_all() -> None:
         assert crew.run(work) == [3] * 3
 
 
+def test_a_save_of_which_nobody_knows_is_found_when_it_is_made_again() -> None:
+    """The manifest is there, but the answer of the store was lost."""
+    with Crew(3) as crew:
+        lost = [Unavailable("No answer")]
+
+        def lose(method: str, key: str) -> None:
+            if method == "put_if_absent" and key.endswith("manifest.json") and lost:
+                raise lost.pop()
+
+        crew.members[0].store.after = lose
+
+        def work(m: Member) -> Any:
+            with m.checkpointer(save=EverySteps(100)):
+                m.steps(3)
+                with pytest.raises((Unavailable, RankFailed)) as e:
+                    m.ckpt.save()
+                found = m.ckpt.save()
+                m.steps(5)
+                return e.value.outcome, found.step, found.digest, m.ckpt.save().step
+
+        made = crew.run(work)
+        assert len(set(made)) == 1
+        assert (made[0][0], made[0][1], made[0][3]) == ("unknown", 3, 5)
+        assert crew.versions == [3, 5]
+
+
+# -- calls that not all ranks make ---------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_resume_is_told_at_once() -> None:
+    with Crew(3, lockstep=False) as crew:
+
+        def work(m: Member) -> None:
+            with m.checkpointer(save=EverySteps(5)):
+                if m.rank != 1:
+                    m.ckpt.resume()
+                m.steps(3)
+
+        began = time.monotonic()
+        made = crew.outcomes(work)
+        assert time.monotonic() - began < SOON.silent
+        assert all(isinstance(o, RankFailed) for o in made), made
+        assert all("do different things at the same time" in str(o) for o in made)
+
+
+def test_a_rank_that_saves_alone_is_told_when_the_others_save() -> None:
+    with Crew(3, lockstep=False) as crew:
+
+        def work(m: Member) -> None:
+            with m.checkpointer(save=EverySteps(5)):
+                m.steps(7)
+                if m.rank == 0:
+                    m.ckpt.save()
+                m.steps(12)
+
+        began = time.monotonic()
+        made = crew.outcomes(work)
+        assert time.monotonic() - began < SOON.silent
+        assert all(isinstance(o, RankFailed) for o in made), made
+        assert all("version_7" in str(o) and "version_10" in str(o) for o in made), made
+        assert crew.versions == [5]
+
+
 def test_a_state_that_comes_apart_raises_on_all() -> None:
     """One rank's "same" is no longer that of the others."""
     with Crew(3) as crew:
@@ -450,6 +513,7 @@ def test_where_all_raise_the_state_before_is_saved(kind: type[BaseException]) ->
         assert all(same(m.state, m.rank, 3, 9) for m in crew.members)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_where_one_raises_nothing_is_saved_and_that_is_told(victim: int) -> None:
     """The others are held up in an all-reduce that never ends, or are ended."""
@@ -478,6 +542,7 @@ def test_where_ranks_raise_in_different_steps() -> None:
         assert crew.versions == []
 
 
+@pytest.mark.slow
 def test_where_the_state_is_gone_on_one_rank_none_waits() -> None:
     """Rank 1 has changed its state by the time that it raises: nobody saves, and nobody hangs."""
     torch.optim.SGD([torch.zeros(1)])  # the first takes seconds, since it imports much
@@ -509,6 +574,7 @@ def test_where_the_state_is_gone_on_one_rank_none_waits() -> None:
         assert crew.versions == []
 
 
+@pytest.mark.slow
 def test_a_save_in_flight_that_is_slow_does_not_cost_the_last_one() -> None:
     """The ranks have 20 s to come, but a save in flight may take longer than that on one."""
     with Crew(2) as crew, mock.patch("holdfast.ending.COME", 0.5):
@@ -545,6 +611,7 @@ def test_a_rank_that_leaves_early_holds_nobody_up() -> None:
         assert crew.keys() == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_ended_is_missed_at_once() -> None:
     with Crew(3, lockstep=False) as crew:
 
@@ -566,6 +633,7 @@ def test_a_rank_that_has_ended_is_missed_at_once() -> None:
         assert crew.versions == [5]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_the_training_is_named() -> None:
     with Crew(3, lockstep=False) as crew:
         steps = threading.Event()
@@ -658,6 +726,7 @@ def test_a_base_that_was_deleted_costs_a_full_save() -> None:
         assert (snapshot.step, snapshot.chain) == (10, 0)
 
 
+@pytest.mark.slow
 def test_overlap() -> None:
     with Crew(2) as crew:
 
