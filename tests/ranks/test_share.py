@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -24,12 +25,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import passing, pin
+from holdfast.engine import passing, pin, share
 from holdfast.engine.board import Patience
+from holdfast.engine.cover import ReadItem
 from holdfast.engine.location import Location
 from holdfast.errors import DigestMismatch, FormatError, HoldfastError, PlanError, RankFailed
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Traits
 from holdfast.testing.fakegroup import FakeGroup
 from holdfast.words import MIB, UNIT
 
@@ -277,13 +280,75 @@ def test_an_index_of_several_parts():
     """Of more bytes than a part has."""
     states = [{"w": {str(i): torch.full((3,), i) for i in range(300)}} for _ in range(2)]
     store = save(*states)
-    with patch("holdfast.engine.share.UNIT", 4096):
-        lives = [emptied(state) for state in states]
+    lives = [emptied(state) for state in states]
+
+    def backwards(items, work, threads, advance=bool):  # so the parts come in another order
+        for item in reversed(list(items)):
+            work(item)
+
+    with (
+        patch("holdfast.engine.share.UNIT", 4096),
+        patch.object(passing, "in_parallel", backwards),
+    ):
         stores = loaded_on("aa", store, lives)
     same(lives[0], states[0])
     same(lives[1], states[1])
     assert sum(s.of(".index.json") for s in stores) == lengths(store)[1] > 5 * 4096
     assert all(s.of(".index.json") > 4096 for s in stores)
+
+
+def test_what_is_read_for_all_begins_where_the_store_reads_fastest():
+    state = {name: torch.full((1_500_001,), ord(name), dtype=torch.uint8) for name in "abcd"}
+    store, offsets = save(state, state), []
+    begins = [box.at for i in holdfast.open(store).indexes() for f in i.leaves for box in f.boxes]
+    assert len({begin % 4096 for begin in begins}) > 1
+
+    class Paged(Counted):
+        traits = Traits("paged", 4096, False)
+
+        def get_range(self, key, offset, length, into):
+            offsets.append(offset)
+            super().get_range(key, offset, length, into)
+
+    for name in "abcd":
+        lives = [emptied(state) for _ in range(2)]
+        with FakeGroup(2) as group:
+            group.run(
+                lambda r: holdfast.load(Paged(store), into=lives[r], share=True, keys=name)  # noqa: B023
+            )
+        same(lives[1], emptied(state) | {name: state[name]})
+    assert {offset % 4096 for offset in offsets} == {0}
+
+
+@given(st.data())
+def test_copies_of_parts_are_the_copies_of_the_whole(data):
+    """Also where another writer has cut one box into several chunks of one read."""
+    cuts = [*sorted(data.draw(st.sets(st.integers(1, 59), max_size=6))), 60]
+    chunks = [*zip([0, *cuts[:-1]], cuts, strict=True)]
+    rows, at = [], 0
+    for _ in range(data.draw(st.integers(0, 5))):
+        begin, end = sorted(data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60))))
+        rows.append((0, 100 + begin, at, end - begin))
+        at += end - begin
+    linear = np.array(rows, np.int64).reshape(-1, 4)
+    item = ReadItem(0, 5, 5 + len(chunks), 100, 160, linear, ())
+    file = np.random.default_rng(0).integers(0, 256, 60, np.uint8)
+
+    def copied(parts):
+        made = np.zeros(at, np.uint8)
+        for part in parts:
+            for _, offset, to, size in part.linear.tolist():
+                assert part.start <= offset < offset + size <= part.stop
+                made[to : to + size] = file[offset - 100 : offset - 100 + size]
+        return made.tobytes()
+
+    parts = [
+        share._narrowed(item, ReadItem(0, 5 + i, 6 + i, 100 + a, 100 + b, linear[:0], ()))
+        for i, (a, b) in enumerate(chunks)
+    ]
+    whole = replace(item, linear=linear[linear[:, 3] > 0])
+    assert copied(parts) == copied([whole])
+    assert sum(part.linear[:, 3].sum() for part in parts) == at
 
 
 # -- any layout ------------------------------------------------------------------------------------
@@ -433,8 +498,11 @@ def damage(store, ending, at=None):
 def test_a_damaged_chunk_is_raised_on_all_ranks_of_all_hosts():
     store = save(*[replicated() for _ in range(4)])
     file = damage(store, ".safetensors")
-    told, _ = load_on(TWO_BY_TWO, store, [emptied(replicated()) for _ in range(4)])
+    lives = [emptied(replicated()) for _ in range(4)]
+    changes = [live["w"]._version for live in lives]
+    told, _ = load_on(TWO_BY_TWO, store, lives)
     assert {type(e) for e in told} == {DigestMismatch}
+    assert all(live["w"]._version > n for live, n in zip(lives, changes, strict=True))
     for error in told:
         assert file in str(error)
         assert error.leaf is not None

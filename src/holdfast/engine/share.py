@@ -102,7 +102,7 @@ class Sharing:
         def take(number: int, span: Span) -> None:
             run = runs[number]
             i = bisect_right(keys, (run.shard, run.first)) - 1
-            if i >= 0 and plan.items[i].shard == run.shard and run.last <= plan.items[i].last:
+            if i >= 0 and plan.items[i].shard == run.shard:
                 copies = _narrowed(plan.items[i], run)
                 copy_out(copies, targets, span, run.start - leads[number])
 
