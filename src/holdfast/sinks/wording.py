@@ -153,9 +153,8 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
 
 def _wanted(fields: Mapping[str, Any]) -> str:
     wanted = fields.get("wanted")
-    return (
-        clean(", ".join(map(str, wanted))) if isinstance(wanted, list) else told(fields, "wanted")
-    )
+    several = wanted if isinstance(wanted, list) else [wanted]
+    return ", ".join(told({"one": one}, "one") for one in several)
 
 
 def _without_todo(fields: Mapping[str, Any]) -> str:
