@@ -237,7 +237,7 @@ class Checkpointer:
     def _start(self, reason: str, metrics: Mapping[str, Any]) -> None:
         self._cadence.restart()  # a save that fails at once is not tried again at every step
         version, training = Version(self.current_step, self._branch), self._stopping.note()
-        ended = self._watcher.answer()
+        reason, ended = "request" if self._watcher.wanted else reason, self._watcher.answer()
         with acting_as(self._group):
             order = Order(version, reason, metrics, self._note, training, ended)
             self._saver.start(self.state, order)

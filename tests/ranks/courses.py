@@ -237,7 +237,7 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
                     state["w"].tensor.add_(1)
                     if step == 2000 and rank == 1:
                         asks.start()
-                    if step == 5000 and rank == 1:
+                    if step == 5200 and rank == 1:
                         ckpt._watcher._signalled = True
                     began = time.perf_counter_ns()
                     ckpt.step({"loss": 1.0})

@@ -259,6 +259,28 @@ def test_a_request_is_answered_once() -> None:
         assert crew.keys() == []
 
 
+def test_a_save_says_that_it_answers_a_request_that_came_while_it_waited_to_begin() -> None:
+    with Crew(2) as crew:
+
+        def work(m: Member) -> None:
+            with m.checkpointer(save=EverySteps(5)):
+                rest = m.ckpt._saver.rest
+
+                def late(group: Any) -> Any:
+                    if m.rank == 0 and m.ckpt.current_step == 10:
+                        put_request(crew.inner, "0123456789ab")
+                        m.ckpt._watcher.look()
+                    return rest(group)
+
+                with mock.patch.object(m.ckpt._saver, "rest", late):
+                    m.steps(16)
+
+        crew.run(work)
+        reasons = {s.step: s.metadata["reason"] for s in Run(crew.inner).snapshots()}
+        assert reasons == {5: "cadence", 10: "request", 15: "cadence"}
+        assert read_request(crew.inner) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1, 2]])
 def test_a_signal_on_any_rank(ranks: list[int]) -> None:
