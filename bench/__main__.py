@@ -1,4 +1,5 @@
-"""``python -m bench [--quick] [--only save_load,small,...] [--folder DIR]``."""
+"""``python -m bench [--quick] [TOPIC ...] [--folder DIR]``: all topics make ``docs/benchmarks.md``
+anew, some of them their own sections of it."""
 
 from __future__ import annotations
 
@@ -10,18 +11,20 @@ from pathlib import Path
 from bench import disk, report
 
 TOPICS = (
-    "save_load", "small", "blocked", "slowdown", "memory", "million", "walk", "incremental", "step"
+    "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "walk",
+    "incremental", "step",
 )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
-    parser.add_argument("--only", default=",".join(TOPICS), help="topics, comma-separated")
+    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=", ".join(TOPICS))
+    parser.add_argument("--only", help="topics, comma-separated; nothing is written")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="on a real disk")
-    parser.add_argument("--output", type=Path, help="default: docs/benchmarks.md if all topics run")
+    parser.add_argument("--output", type=Path, help="default: docs/benchmarks.md")
     chosen = parser.parse_args()
-    topics = chosen.only.split(",")
+    topics = chosen.only.split(",") if chosen.only else chosen.topics or list(TOPICS)
     if unknown := set(topics) - set(TOPICS):
         parser.error(f"no topic {', '.join(sorted(unknown))}; there are {', '.join(TOPICS)}")
     mib, start = 1 << 20, time.monotonic()
@@ -36,12 +39,15 @@ def main() -> None:
                 found.append(section)
             print(f"({topic}: {time.monotonic() - began:.0f} s)", flush=True)
         output = chosen.output
-        if output is None and not chosen.quick and topics == list(TOPICS):
-            output = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-        if output:
-            output.parent.mkdir(exist_ok=True)
-            text = report.document(found, options, time.monotonic() - start, "make bench")
-            output.write_text(text)
+        there = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+        if topics == list(TOPICS) or chosen.output:
+            output = output or (None if chosen.quick else there)
+            if output:
+                output.parent.mkdir(exist_ok=True)
+                text = report.document(found, options, time.monotonic() - start, "make bench")
+                output.write_text(text)
+        elif not chosen.quick and not chosen.only:
+            there.write_text(report.spliced(there.read_text(), found))
 
 
 if __name__ == "__main__":

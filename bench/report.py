@@ -129,6 +129,25 @@ def document(sections: list[Section], options: Options, seconds: float, command:
     return "\n".join([*head, *(render(section, markdown=True) for section in sections), *tail])
 
 
+def spliced(text: str, sections: list[Section]) -> str:
+    """The document with these sections anew: in place of those of the same title, or at the end."""
+    load = os.getloadavg()[1] / (os.cpu_count() or 1)
+    when = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y")
+    head, *parts = text.split("\n## ")
+    for section in sections:
+        section.text += (
+            f" Measured apart from the rest, on {when}; processes that were ready to run, per core,"
+            f" in the last five minutes: {load:.1f}."
+        )
+        made = render(section, markdown=True).removeprefix("## ")
+        titles = [part.partition("\n")[0] for part in parts]
+        if section.title in titles:
+            parts[titles.index(section.title)] = made
+        else:
+            parts.insert(len(parts) - 1, made)  # before what limits the figures
+    return "\n## ".join([head, *parts])
+
+
 def machine(folder: Path) -> list[list[str]]:
     """In general words: no host names and no paths."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
