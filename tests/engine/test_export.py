@@ -345,7 +345,9 @@ PLAIN: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda v: repr(v)[:30])
+@pytest.mark.parametrize(
+    "value", PLAIN, ids=[type(v).__name__ + str(i) for i, v in enumerate(PLAIN)]
+)
 def test_plain_values_that_weights_only_reads(value: Any, tmp_path: Path) -> None:
     same({"v": value, "w": [value]}, torched({"v": value, "w": [value]}, tmp_path))
 
