@@ -46,12 +46,25 @@ TO_CPU = (
     (r"torch\.cuda\.current_device\(\)", "torch.device('cpu')"),
 )
 
+_GATHERS = (
+    "FSDP1 gathers a whole state over gloo and loses its connection; with DCP's own writer too"
+)
+
 KNOWN = {
     r"test_e2e_save_and_load\.py::TestNoCPU": "it wants a group without a backend for the CPU",
+    r"test_fsdp_ep\.py": "of torch 2.6: it calls a private method of meshes that later torch lacks",
+    r"test_pipeline\.py": "it saves tensors on the meta device: DCP's own writer fails too",
     r"test_checkpoint\.py::TestDistributedFailure\.test_load_error_handling": "of torch 2.6, with"
     " readers of its own: it expects ValueError where later DCP raises AssertionError",
     r"test_compatibility\.py::TestDCPCompatbility\.test_storage_meta": "it compares save_id of"
     " FileSystemWriter with what its reader tells",
+    r"test_fsdp_dsd\.py::.*test_save_with_fsdp1_and_load_with_fsdp2$": _GATHERS,
+    r"test_state_dict\.py::.*test_cpu_offload_full_state_dict": _GATHERS,
+    r"test_file_system_checkpoint\.py::.*test_switch_between_sharded_tensor_to_tensor": "it wants"
+    " CUDA to draw the same numbers on all ranks; its twin for the CPU shares them, and passes",
+    r"test_state_dict_utils\.py::.*(create_cpu_state_dict|gather_state_dict_dtensor)": "it asks"
+    " where tensors are: pinned memory, is_cuda; it saves nothing",
+    r"test_utils\.py::.*test_dcp_logger": "of torch 2.6: later torch configures loggers otherwise",
 }
 """Tests that fail, by file and name (a regular expression), and why."""
 
