@@ -48,6 +48,7 @@ def kill() -> None:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)  # the other threads may be stopped first
 
 
 def full() -> None:

@@ -360,7 +360,7 @@ def test_a_rank_that_is_slow_but_gets_on_is_never_given_up(
     """It takes several times as long as a rank may be stuck, a piece at a time: a full save, an
     incremental one, and a load."""
     monkeypatch.setenv("HOLDFAST_THREADS", "1")
-    patience = Patience(silent=0.7, stuck=0.8)
+    patience = Patience(silent=4.0, stuck=0.8)
     store = MemoryStore()
     crew = crew_of(2, store, patience)
 

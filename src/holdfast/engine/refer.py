@@ -111,7 +111,9 @@ def held(
         try:
             yield Base.of(found, meeting) if told.good and found is not None else None
         except BaseException as e:
-            meeting.call_off(e)  # before the pins go: who does not see them then hears why
+            # before the pins go: who does not see them then hears why
+            if not meeting.call_off(e):
+                pins.pop_all()  # nobody could be told: they stay, until this process ends
             raise
 
 

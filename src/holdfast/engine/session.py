@@ -60,10 +60,10 @@ class SessionBoard(Board):
             super()._beat()
 
     def _welcome(self) -> None:
-        """Answer the ranks that ask for the session. Each says the session itself once it is in."""
+        """Answer the ranks that ask for the session, until each has left a pulse in it."""
         for rank, answered in list(self._lacking.items()):
             said = self._said(f"hello/{rank}")
-            if said == self._mine:
+            if self._store.check([f"pulse/{rank}"]):
                 del self._lacking[rank]
                 self._every = _OFTEN
             elif said not in ("", answered):
@@ -77,7 +77,6 @@ class SessionBoard(Board):
             self._beats = 1
         said, _, session = self._said(welcome).partition(" ")
         if said == self._mine:
-            self._hall.set(hello, session.encode())
             self._hall.delete_key(welcome)
             self._join(session)
 
