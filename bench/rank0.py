@@ -233,10 +233,11 @@ class _Rank0:
             **seconds,
         }
 
-    def left(self) -> int:
+    def left(self) -> list[str]:
         """Keys in the store, but pulses and those of this benchmark and of torch."""
         names = self.orders.underlying_store.list_keys()
-        return sum(not any(of in n for of in ("/pulse/", "/crowd/", "init/")) for n in names)
+        left = [n for n in names if not any(of in n for of in ("/pulse/", "/crowd/", "init/"))]
+        return left
 
     def vigil(self) -> float:
         """Seconds for one look after all other ranks, as while they write: not the first one."""
@@ -269,15 +270,18 @@ class _Rank0:
         wants = [Want(f.key, f.box) for f in leaves if f.key in stored.leaves]
         gc.collect()
         with PeakMemory() as memory:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             indexes = stored.indexes()
             read = time.perf_counter()
             plan = plan_read(indexes, wants)
-            planned = time.perf_counter()
+            planned, cpu = time.perf_counter(), time.process_time() - cpu
             used = memory.so_far() / 2**20
         if len(wants) < 900 or not plan.items:
             raise RuntimeError("the read plan is wrong")
-        return {"indexes_s": read - began, "read_plan_s": planned - read, "load_mib": used}
+        return {
+            "indexes_s": read - began, "read_plan_s": planned - read, "load_cpu_s": cpu,
+            "load_mib": used,
+        }  # fmt: skip
 
 
 def costs(calls: int = 4000) -> dict[str, float]:

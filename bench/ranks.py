@@ -54,10 +54,11 @@ _ROWS: dict[str, Callable[[Figures], str]] = {
     "calls of rank 0, later saves": lambda f: f"{_again(f, 'calls'):,.0f}",
     "calls of another rank, later saves": lambda f: f"{_again(f, 'others_calls'):.1f}",
     "one look after all ranks, ms": lambda f: f"{1e3 * f['vigil_s']:.2f}",
-    "keys left in the store": lambda f: f"{f['left']}",
+    "keys left in the store": lambda f: f"{len(f['left'])}",
     "load: one rank reads all indexes, s": lambda f: f"{f['indexes_s']:.2f}",
     "load: its read plan, s": lambda f: f"{f['read_plan_s']:.2f}",
-    "load: memory of that, MiB": lambda f: f"{f['load_mib']:.0f}",
+    "load: CPU of both, s": lambda f: f"{f['load_cpu_s']:.2f}",
+    "load: memory of both, MiB": lambda f: f"{f['load_mib']:.0f}",
 }
 
 

@@ -259,7 +259,7 @@ class Assembly:
         vigil = Vigil(self._board, self.what, None, turn)
         end = None if self._within is None else self._board.clock() + self._within
         # so that the store is not asked all the time by all
-        longest = 0.01 + (self.size * 1e-4 if self.rank else 0)
+        longest = 0.01 + (self.size * 2e-4 if self.rank else 0)  # 10,000 looks a second by all
         every = min(max(1.0, self.size / 2000), self._board.patience.silent / 4)
         look_at = self._board.clock() + every
         with self._board.waiting(turn):
