@@ -94,7 +94,10 @@ def held(
         if meeting.rank == 0:
             # each pin names the attempt too
             versions = [None] if found is None else sorted({found.version, *found.bases})
-            keys = [pins.enter_context(pin.held(place, attempt, v)) for v in versions]
+            keys = []
+            for version in versions:
+                keys.append(pin.hold(place, attempt, version))
+                pins.callback(pin.release, place, keys[-1])
             if found is not None:
                 try:
                     pin.seen(found.place)
