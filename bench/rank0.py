@@ -236,8 +236,7 @@ class _Rank0:
     def left(self) -> list[str]:
         """Keys in the store, but pulses and those of this benchmark and of torch."""
         names = self.orders.underlying_store.list_keys()
-        left = [n for n in names if not any(of in n for of in ("/pulse/", "/crowd/", "init/"))]
-        return left
+        return [n for n in names if not any(of in n for of in ("/pulse/", "/crowd/", "init/"))]
 
     def vigil(self) -> float:
         """Seconds for one look after all other ranks, as while they write: not the first one."""
