@@ -116,7 +116,7 @@ def test_a_manifest_that_is_seen_late_is_not_replaced() -> None:
 def test_a_shard_that_is_seen_late_commits_nothing() -> None:
     store = Wrapped(MemoryStore())
     store.before = lost_shard
-    with pytest.raises(NotFound):
+    with pytest.raises(CommitError, match="no such file"):
         save(store, 1)
     store.before = lambda method, key: None
     assert Run(store).listing().versions == []

@@ -22,7 +22,7 @@ from holdfast.engine.room import Room, Settle
 from holdfast.engine.select import ABSENT, prune, rename, selector
 from holdfast.engine.share import Sharing, sharing
 from holdfast.engine.snapshot import Snapshot, open_snapshot
-from holdfast.errors import HoldfastError, MissingLeaf, PlanError
+from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed
 from holdfast.words import an
 
 
@@ -87,6 +87,12 @@ def load_snapshot(
         meeting.close()
 
 
+_INVALID = (
+    "The live state may have been overwritten in part and is not valid: load an intact version into"
+    " it before going on"
+)
+
+
 def _load(
     source: Snapshot | Sharing,
     into: dict[str, Any] | None,
@@ -96,7 +102,10 @@ def _load(
     meeting: Meeting,
 ) -> Any:
     source.indexes()  # before any memory is taken: the bytes behind the shapes are there
-    settle = _bind(room, into, keys, leniency, meeting)
+    try:
+        settle = _bind(room, into, keys, leniency, meeting)
+    except RankFailed as e:  # a rank that was quicker may have read already, and failed then
+        raise e if e.fields.get("live_state") else e.told(_INVALID, live_state="not valid") from e
     try:
         source.read(room.wants, room.targets, meeting.advance)
         loaded = settle()
@@ -105,13 +114,9 @@ def _load(
     except BaseException as e:
         if into is None or (isinstance(e, HoldfastError) and e.fields.get("live_state")):
             raise
-        told = (
-            "The live state may have been overwritten in part and is not valid: load an intact"
-            " version into it before going on"
-        )
         if isinstance(e, HoldfastError):
-            raise e.told(told, live_state="not valid") from e
-        e.add_note(told)
+            raise e.told(_INVALID, live_state="not valid") from e
+        e.add_note(_INVALID)
         raise
     events.emit("loaded", url=room.snapshot.url, leaves=len(room.wants))
     return loaded
