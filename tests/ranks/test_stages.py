@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -324,24 +325,26 @@ def test_damage_that_one_rank_reads_is_an_error_on_all_whose_live_states_are_not
 
 
 class Settling:
-    """An object that takes its state, or fails to."""
+    """An object that takes its state, or fails to once all have come so far."""
 
-    def __init__(self, fails):
-        self.fails = fails
+    def __init__(self, fails, all_come):
+        self.fails, self.all_come = fails, all_come
 
     def state_dict(self):
         return {"n": 1}
 
     def load_state_dict(self, state):
+        self.all_come.wait(20)
         if self.fails:
             raise ZeroDivisionError("in its own code")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_code_of_the_users_that_fails_on_one_rank_is_an_error_on_all(rank):
-    store = saved(*as_ranks(3, lambda r: {"o": Settling(False), "w": floats(1)}))
+    all_come = threading.Barrier(3)
+    store = saved(*as_ranks(3, lambda r: {"o": Settling(False, all_come), "w": floats(1)}))
     with FakeGroup(3) as group:
-        states = as_ranks(3, lambda r: {"o": Settling(r == rank), "w": floats(0)})
+        states = as_ranks(3, lambda r: {"o": Settling(r == rank, all_come), "w": floats(0)})
         told = group.outcomes(lambda r: holdfast.load(store, into=states[r]))
         for r, e in enumerate(told):
             if r == rank:
@@ -351,6 +354,6 @@ def test_code_of_the_users_that_fails_on_one_rank_is_an_error_on_all(rank):
                 assert isinstance(e, RankFailed)
                 assert (e.rank, e.live_state) == (rank, "not valid")
                 assert "ZeroDivisionError: in its own code" in str(e)
-        states = as_ranks(3, lambda r: {"o": Settling(False), "w": floats(0)})
+        states = as_ranks(3, lambda r: {"o": Settling(False, all_come), "w": floats(0)})
         group.run(lambda r: holdfast.load(store, into=states[r]))  # the next one works
         assert all(state["w"].item() == 1 for state in states)
