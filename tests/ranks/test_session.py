@@ -16,7 +16,7 @@ from holdfast.engine.session import SessionBoard
 from holdfast.errors import RankFailed
 from holdfast.testing.fakegroup import FakeStore, View
 
-SOON = Patience(silent=1.5, stuck=2.5)
+SOON = Patience(silent=1.5, stuck=8.0)
 
 
 class Prefixed:

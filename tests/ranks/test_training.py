@@ -182,7 +182,7 @@ def test_busy_wait(rank: int) -> None:
         assert crew.versions == [5, 10, 15]
         waited = [f["step"] for name, f in events if name == "save_waited"]
         assert set(waited) <= {10, 15}
-        assert len([s for s in waited if s == 10]) == 3
+        assert len([s for s in waited if s == 10]) <= 3  # who comes late finds it done
 
 
 @pytest.mark.parametrize("rank", [0, 2])
