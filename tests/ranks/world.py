@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -14,6 +17,32 @@ import torch.distributed as dist
 
 SIZE = 4
 BOUND = timedelta(seconds=60)
+
+
+def outcomes(module: str, folder: Path) -> list[dict[str, str]]:
+    """What each part of a module came to, on each rank. All of them share one start of the
+    processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[2]
+    environ = os.environ | {"HOLDFAST_SILENT": "30", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(SIZE)]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-m", f"tests.ranks.{module}", str(rank), str(port), folder]
+            with log.open("w") as out:
+                started.append(
+                    subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=root)
+                )
+        codes = [process.wait(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    told = [folder / f"{rank}.json" for rank in range(SIZE)]
+    assert codes == [0] * SIZE, "\n".join(log.read_text()[-2000:] for log in logs)
+    return [json.loads(path.read_text()) for path in told]
 
 
 class Ranks:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 
 from holdfast.cli.answer import describe, json_option, line, print_json
 from holdfast.cli.exits import DAMAGED, exit_code
-from holdfast.cli.places import count, refuse_target, run_or_snapshot, stray
+from holdfast.cli.places import count, no_empty_folder, refuse_target, run_or_snapshot, stray
 from holdfast.cli.screen import progress
 from holdfast.cli.verify import size_of
 from holdfast.engine.commit import refuse_existing
@@ -35,8 +34,6 @@ from holdfast.format.records import LastingPin, encode_evaluation, encode_lastin
 from holdfast.known import training_of
 from holdfast.lines import forked
 from holdfast.run import Listing, Run
-from holdfast.storage.local import LocalStore
-from holdfast.storage.store import Store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +71,7 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     """
     found = run_or_snapshot(a)
     began = perf_counter()
-    with _no_empty_folder(locate(b).store if isinstance(found, Snapshot) else Run(b).store):
+    with no_empty_folder(locate(b).store if isinstance(found, Snapshot) else Run(b).store):
         if isinstance(found, Snapshot):
             copied = _one(found, b, as_json)
         else:
@@ -89,19 +86,6 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     codes = [exit_code(e) for _, e in copied.damaged]
     if codes:
         ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
-
-
-@contextmanager
-def _no_empty_folder(store: Store) -> Iterator[None]:
-    """Takes the folder of a store away again if it was not there before, and stays empty."""
-    path = store.url if isinstance(store, LocalStore) else None
-    new = path is not None and not os.path.lexists(path)
-    try:
-        yield
-    finally:
-        if new and path is not None:
-            with suppress(OSError):
-                os.rmdir(path)
 
 
 def _one(snapshot: Snapshot, to: str, quiet: bool) -> Copied:

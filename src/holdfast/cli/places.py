@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from holdfast.engine.location import Location, Url, is_snapshot, locate, near, versions_in
 from holdfast.engine.snapshot import Snapshot, open_snapshot
@@ -12,6 +14,7 @@ from holdfast.known import Listing
 from holdfast.run import ADDRESSES, Run, open_version, split_address
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
+from holdfast.storage.store import Store
 
 
 def snapshot_at(url: str) -> Snapshot:
@@ -208,3 +211,16 @@ def _holds_run(path: str, name: str) -> bool:
 def count(number: int, noun: str, several: str | None = None) -> str:
     """``1 version``, ``2 versions``; ``1 leaf``, ``2 leaves``."""
     return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
+@contextmanager
+def no_empty_folder(store: Store) -> Iterator[None]:
+    """Takes the folder of a store away again if it was not there before, and stays empty."""
+    path = store.url if isinstance(store, LocalStore) else None
+    new = path is not None and not os.path.lexists(path)
+    try:
+        yield
+    finally:
+        if new and path is not None:
+            with suppress(OSError):
+                os.rmdir(path)

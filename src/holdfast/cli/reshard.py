@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.cli.answer import json_option, print_json
-from holdfast.cli.copy import _no_empty_folder
-from holdfast.cli.places import count, snapshot_at
+from holdfast.cli.places import count, no_empty_folder, snapshot_at
 from holdfast.cli.screen import progress
 from holdfast.engine.location import Location, locate, versions_in
 from holdfast.engine.reshard import SPLITS, reshard
@@ -55,7 +54,7 @@ def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) ->
     began = perf_counter()
     nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in old.leaves.values())
     with (
-        _no_empty_folder(place.store),
+        no_empty_folder(place.store),
         progress("resharding", nbytes, quiet=as_json) as tell,
     ):
         new = reshard(old, place, shards, split, tell)

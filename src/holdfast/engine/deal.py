@@ -207,7 +207,6 @@ class _Chair:
 
     def __init__(self, headers: Sequence[Header], mine: _Mine, memory: dict[str, Any]) -> None:
         self._headers = headers
-        self._mine = mine
         self._plans: dict[bytes, WritePlan] = memory.setdefault("plans", {})
         self._id = xxh3_128_digest(b"".join(h.structure for h in headers))
         self._trees: dict[bytes, Any] = {headers[0].tree: [mine.flat.tree, mine.flat.first]}
