@@ -104,8 +104,10 @@ def _load(
     source.indexes()  # before any memory is taken: the bytes behind the shapes are there
     try:
         settle = _bind(room, into, keys, leniency, meeting)
-    except RankFailed as e:  # a rank that was quicker may have read already, and failed then
-        raise e if e.fields.get("live_state") else e.told(_INVALID, live_state="not valid") from e
+    except RankFailed as e:
+        if e.fields.get("live_state") or isinstance(e.__cause__, HoldfastError):
+            raise  # it says of itself whether that rank had read already
+        raise e.told(_INVALID, live_state="not valid") from e
     try:
         source.read(room.wants, room.targets, meeting.advance)
         loaded = settle()
