@@ -298,6 +298,51 @@ def test_large_values_go_in_parts() -> None:
         assert notes(group) == []
 
 
+def test_a_rank_that_hears_late_meets_the_others_where_one_has_failed() -> None:
+    """Else the numbers of its meetings would be other ones from then on."""
+    with FakeGroup(3) as group:
+        asked: list[tuple[str, str]] = []
+        looks, failed = threading.Event(), threading.Event()
+
+        def late(name: str, key: str) -> None:
+            asked.append((name, key))
+            if asked.count(("check", "1/failed")) == 2 and not looks.is_set():  # not as it comes
+                looks.set()
+                failed.wait(20)
+
+        group.views[2].before = late
+
+        def work(rank: int) -> None:
+            with current_group().meet("the resume") as outer:
+                if rank == 0:
+                    looks.wait(20)
+                outer.share("go on" if rank == 0 else None, str)
+                try:
+                    with current_group().meet("the load") as inner:
+                        if rank == 1:
+                            raise OSError(28, "No space left on device")
+                        inner.gather(rank, int)
+                        inner.share("done" if rank == 0 else None, str)
+                finally:
+                    inner.close()
+            outer.close()
+
+        def all_of_it(rank: int) -> None:
+            try:
+                work(rank)
+            finally:
+                if rank == 1:
+                    failed.set()
+
+        made = group.outcomes(all_of_it)
+        assert [type(e) for e in made] == [RankFailed, OSError, RankFailed]
+        assert [e.what for e in made if isinstance(e, RankFailed)] == [
+            "Rank 1 has failed in the load, which came to nothing. OSError: [Errno 28] No space"
+            " left on device"
+        ] * 2
+        group.run(all_turns)  # they still meet
+
+
 def failing(error: BaseException, by: int, turn: int) -> Callable[[int], Any]:
     def work(rank: int) -> Any:
         meeting = current_group().meet("the save of version_5")

@@ -105,6 +105,33 @@ class Member:
         return self.resumed
 
 
+class AllReduce:
+    """A barrier, like one of threading; but who has got through it is not called back by an
+    ``abort`` right after that, as there, where a thread may still have to wake up."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self.reset()
+
+    def reset(self) -> None:
+        self._came, self._ended = 0, False
+
+    def wait(self, timeout: float) -> None:
+        with self._changed:
+            self._came += 1
+            all_of_them = -(-self._came // self._size) * self._size
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ended or self._came >= all_of_them, timeout)
+            if self._came < all_of_them:
+                raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
 class Crew:
     """``size`` ranks. ``pace()`` is called by rank 0 before each step."""
 
@@ -120,7 +147,7 @@ class Crew:
         self.group = FakeGroup(size, patience)
         self.members = [Member(self, r, Wrapped(self.inner)) for r in range(size)]
         self.pace: Callable[[], object] = lambda: None
-        self._barrier = threading.Barrier(size) if lockstep else None
+        self._barrier = AllReduce(size) if lockstep else None
         for member in self.members:
             member.store.before = self._noted(member)
 

@@ -264,7 +264,10 @@ class Assembly:
         look_at = self._board.clock() + every
         with self._board.waiting(turn):
             while not done():
-                self.listen()
+                if (failed := self._failed()) is not None:
+                    if done():  # it came before: all that it reaches go on and hear of it later,
+                        return  # so that none misses the meeting in which that rank has failed
+                    self._hear(failed)
                 if self._board.clock() >= look_at:
                     look_at = self._board.clock() + every
                     lost = vigil.lost(lacking(), came)
@@ -279,7 +282,10 @@ class Assembly:
 
     def listen(self) -> None:
         """Raise what another rank has failed by, if one has."""
-        self._hear(self._board.claimed(f"{self._name}/failed"))
+        self._hear(self._failed())
+
+    def _failed(self) -> str | None:
+        return self._board.claimed(f"{self._name}/failed")
 
     def _hear(self, text: str | None) -> None:
         if text is not None and text != DECIDED:
