@@ -343,6 +343,38 @@ def test_a_rank_that_hears_late_meets_the_others_where_one_has_failed() -> None:
         group.run(all_turns)  # they still meet
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_rank_0_has_given_is_there_for_who_comes_late_also_when_it_has_failed(
+    shared: bool,
+) -> None:
+    with FakeGroup(3) as group:
+        gone = threading.Event()
+        got = []
+
+        def work(rank: int) -> None:
+            meeting = current_group().meet("the save of version_5")
+            try:
+                with meeting:
+                    if rank == 2:
+                        gone.wait(20)
+                    if shared:
+                        got.append(meeting.share("go" if rank == 0 else None, str))
+                    else:
+                        got.append(meeting.scatter(["go"] * 3 if rank == 0 else None, str))
+                    if rank == 0:
+                        raise OSError(28, "No space left on device")
+                    meeting.gather(rank, int)
+                    meeting.share(None, int)
+            finally:
+                meeting.close()
+                gone.set()
+
+        made = group.outcomes(work)
+        assert got == ["go"] * 3
+        assert [type(e) for e in made] == [OSError, RankFailed, RankFailed]
+        assert notes(group) == []
+
+
 def failing(error: BaseException, by: int, turn: int) -> Callable[[int], Any]:
     def work(rank: int) -> Any:
         meeting = current_group().meet("the save of version_5")

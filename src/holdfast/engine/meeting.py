@@ -324,13 +324,14 @@ class Assembly:
             self.close()
 
     def close(self) -> None:
-        """Who has failed takes back what it has said, the last to leave what is left of it."""
+        """Who has failed takes back what only rank 0 would take, and the last to leave what is left
+        of it. Rank 0 takes nothing back: a rank that is late still goes as far as the others."""
         closed, self._closed = self._closed, True
         if closed:
             return
         try:
             if self._heard is not None:
-                self._board.forget(self._given)
+                self._board.forget(self._given if self.rank else ())
             else:
                 for key in self._gathered:  # nothing was given after that, so it is still there
                     self._board.look(key, take=True)
@@ -338,7 +339,7 @@ class Assembly:
                 return
             for turn in range(1, self._turn + 1):
                 self._board.look(f"{self._name}/{turn}/0", take=True)
-            if self._heard is not None:
+            if self._heard is not None or self._failed() not in (None, DECIDED):
                 self._clear()
             self._board.forget([f"{self._name}/{note}" for note in ("what", "left", "failed")])
         except RankFailed:
