@@ -23,7 +23,10 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_loader import (
+    _load_state_dict,
+    _load_state_dict_from_keys,
+)
 
 import holdfast
 from holdfast.engine.location import is_snapshot, locate
@@ -234,6 +237,45 @@ def test_the_metadata_is_that_of_dcp_itself(tmp_path):
     assert ours.storage_data["model.0.weight"] == "model/0.weight"
     assert list(ours.state_dict_metadata) == list(ours.planner_data)
     pickle.loads(pickle.dumps(ours))
+
+
+def test_the_metadata_names_the_save_and_the_load(store):
+    told = []
+
+    class Asking(DefaultSavePlanner):
+        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+            told.append(storage_meta)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    writer = StorageWriter(store)
+    saved = dcp.save({"a": 1}, storage_writer=writer, planner=Asking(), no_dist=True)
+    readers = StorageReader(store), StorageReader(store)
+    kept = [reader.read_metadata().storage_meta for reader in readers]
+    for meta in (*told, saved.storage_meta, *kept):
+        assert (meta.checkpoint_id, meta.save_id) == (writer.checkpoint_id, writer.save_id)
+    assert [meta.load_id for meta in kept] == [reader.load_id for reader in readers]
+    before = writer.save_id, readers[0].load_id, readers[1].load_id
+    writer.reset()
+    readers[0].reset()
+    assert len({writer.save_id, readers[0].load_id, *before}) == 5
+    assert all(type(name) is str and name for name in before)
+
+
+def test_a_native_snapshot_has_a_save_id_too(store):
+    snapshot = holdfast.save(store, {"a": 1})
+    assert StorageReader(store).read_metadata().storage_meta.save_id == snapshot.manifest.attempt
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable:UserWarning")
+def test_part_of_a_snapshot_by_its_names(store):
+    state = {"model": {"a": torch.ones(3), "b": 2}, "more": {"c": [torch.zeros(2), 5]}}
+    save(state, store)
+    reader = StorageReader(store)
+    assert same(
+        _load_state_dict_from_keys({"model"}, storage_reader=reader), {"model": state["model"]}
+    )
+    found = _load_state_dict_from_keys({"model.b", "more.c.0"}, storage_reader=reader)
+    assert same(found, {"model": {"b": 2}, "more": {"c": [torch.zeros(2)]}})
 
 
 def test_a_state_that_is_not_flattened(store):

@@ -25,6 +25,7 @@ from holdfast.engine.read import Target
 from holdfast.engine.room import Room
 from holdfast.engine.snapshot import Snapshot, open_snapshot
 from holdfast.errors import PlanError, ShapeMismatch
+from holdfast.format import names
 from holdfast.integrations.dcp import fqns
 from holdfast.integrations.dcp.shared import NOTE, completed, is_place, named
 from holdfast.words import Box
@@ -36,12 +37,13 @@ class StorageReader(storage.StorageReader):
         dcp.load(state, storage_reader=StorageReader("runs/a/version_100"))
 
     Every byte is checked before it is used. The leaf ``model/fc.weight`` is what DCP calls
-    ``model.fc.weight``: ``state["model"]["fc.weight"]``.
+    ``model.fc.weight``: ``state["model"]["fc.weight"]``. ``load_id``: a fresh name of the load.
     """
 
     def __init__(self, url: Url) -> None:
         super().__init__()
         self.url = url
+        self.load_id = names.new_attempt()
         self._snapshot: Snapshot | None = None
         self._entries: dict[str, fqns.Entry] = {}
         self._pickled = False
@@ -53,6 +55,7 @@ class StorageReader(storage.StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.url = checkpoint_id
+        self.load_id = names.new_attempt()
         self._snapshot = None
 
     def read_metadata(self, *args: Any) -> Metadata:
@@ -60,6 +63,7 @@ class StorageReader(storage.StorageReader):
         snapshot = self._snapshot = open_snapshot(self.url)
         note = snapshot.metadata.get(NOTE)
         self._pickled = note is not None
+        told = note or {}
         self._entries = fqns.entries(snapshot.manifest.tree, self._pickled)
         chunks: dict[str, list[ChunkStorageMetadata]] = {}
         for index in snapshot.indexes():
@@ -79,9 +83,13 @@ class StorageReader(storage.StorageReader):
         mapping = fqns.mapping_of(self._entries)
         return Metadata(
             state_dict_metadata=state,
-            planner_data=mapping if note is None else note.get("planner_data", mapping),
+            planner_data=told.get("planner_data", mapping),
             storage_data={fqn: entry.key for fqn, entry in self._entries.items()},
-            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
+            storage_meta=StorageMeta(
+                checkpoint_id=self.checkpoint_id,
+                save_id=told.get("save_id", snapshot.manifest.attempt),
+                load_id=self.load_id,
+            ),
         )
 
     def set_up_storage_reader(

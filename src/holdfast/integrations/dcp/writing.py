@@ -97,11 +97,14 @@ class StorageWriter(storage.StorageWriter):
     their shards; if one fails, all raise, and nothing was committed. A snapshot is never modified:
     where there is one already, ``AlreadyExists`` is raised. DCP wraps errors into its own
     ``CheckpointException``, whose ``failures`` hold them by rank.
+
+    ``save_id``: a fresh name, given to planners; the coordinating rank's is kept in the snapshot.
     """
 
     def __init__(self, url: Url) -> None:
         super().__init__()
         self.url = url
+        self.save_id = names.new_attempt()
         self._save: _Save | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,6 +118,7 @@ class StorageWriter(storage.StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.url = checkpoint_id
+        self.save_id = names.new_attempt()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
@@ -164,17 +168,17 @@ class StorageWriter(storage.StorageWriter):
             if isinstance(r.storage_data, _Delivered)
         ]
         try:
+            metadata.storage_meta = self.storage_meta()
             snapshot = _commit(save, metadata, results, [d.receipt for d in delivered])
         finally:
             for key in filter(None, (d.pin for d in delivered)):
                 pin.release(save.place, key)
         metadata.storage_data = {}
-        metadata.storage_meta = self.storage_meta()
         seconds = time.perf_counter() - save.began
         events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -282,7 +286,7 @@ def _commit(
     }
     about = {
         **Label().node()["dict"],
-        NOTE: _note(root, metadata.planner_data),
+        NOTE: _note(root, metadata),
         "statistics": {"dict": statistics},
     }
     manifest = Manifest(
@@ -314,7 +318,9 @@ def _tree(metadata: Metadata, told: Sequence[Any]) -> Any:
     return fqns.build({**order, **leaves})
 
 
-def _note(root: Any, planner_data: Any) -> Any:
+def _note(root: Any, metadata: Metadata) -> Any:
     """What the tree does not tell of DCP's metadata. Raises ``Unsupported``."""
-    same = planner_data == fqns.mapping_of(fqns.entries(root, True))
-    return tree.encode({} if same else {"planner_data": planner_data}, "metadata/dcp", tree.refuse)
+    note = {"save_id": metadata.storage_meta.save_id} if metadata.storage_meta else {}
+    if metadata.planner_data != fqns.mapping_of(fqns.entries(root, True)):
+        note["planner_data"] = metadata.planner_data
+    return tree.encode(note, "metadata/dcp", tree.refuse)
