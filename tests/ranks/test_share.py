@@ -120,10 +120,15 @@ def memory():
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     yield
     assert memory() == ([], 0)
-    assert set(os.listdir("/dev/shm")) - shm == set()
+    assert shared_memory() - shm == set()
+
+
+def shared_memory():
+    """Names in the shared memory of the machine, but for semaphores of other tests' processes."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def replicated(rank=0, seed=0):
