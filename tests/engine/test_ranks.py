@@ -17,9 +17,10 @@ import pytest
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine.board import GONE, LARGEST, Board, Patience, Pulse, Vigil
+from holdfast.engine.board import GONE, LARGEST, Board, Patience, Pulse
 from holdfast.engine.group import Solo, acting_as, current_group
 from holdfast.engine.meeting import Alone
+from holdfast.engine.vigil import Vigil
 from holdfast.errors import HoldfastError, NotFound, PlanError, RankFailed, Unsupported
 from holdfast.testing.fakegroup import FakeGroup, FakeStore, View
 

@@ -11,8 +11,9 @@ import pytest
 
 import holdfast
 from holdfast.engine import deal
-from holdfast.engine.board import LARGEST, MANY, Board, Patience, Vigil
+from holdfast.engine.board import LARGEST, MANY, Board, Patience
 from holdfast.engine.group import current_group
+from holdfast.engine.vigil import Vigil
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.fakegroup import FakeGroup, FakeStore, View
 

@@ -37,6 +37,7 @@ def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> No
         "read_alone": "WARNING",
         "request_unseen": "WARNING",
         "not_agreed": "WARNING",
+        "ranks_awaited": "WARNING",
         "structure_changed": "INFO",
     }
     first = caplog.records[0]

@@ -56,6 +56,24 @@ def test_of_several_ranks_the_first_shows_what_all_do(monkeypatch: pytest.Monkey
         assert lines(("saved", SAVED), ("deleted", EVENTS["deleted"])) == shown
 
 
+def test_that_ranks_are_waited_for_is_shown_by_the_first_that_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    shown = []
+    for awaited in ([3], [0], [0, 1, 3], [1, 2]):
+        event = {"what": "the load of a", "ranks": awaited, "count": len(awaited)}
+        for rank in range(4):
+            monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+            shown += [(rank, line) for line in lines(("ranks_awaited", event))]
+    assert shown == [
+        (0, "waited for rank 3 in the load of a"),
+        (1, "waited for rank 0 in the load of a"),
+        (2, "waited for ranks 0, 1, 3 in the load of a"),
+        (0, "waited for ranks 1, 2 in the load of a"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -74,6 +92,8 @@ def test_of_several_ranks_the_first_shows_what_all_do(monkeypatch: pytest.Monkey
         ("read_alone", "read runs/a/version_1200 without sharing: rank 2 cannot map it"),
         ("request_unseen", "lost sight of requests in runs/a: timeout"),
         ("not_agreed", "could not agree on save 3, stop: Rank 2 has died"),
+        ("ranks_awaited", "waited 31.2 s for ranks 3, 5 and 4 more in the save of version_5, and "
+                          "goes on for up to 10.0 min"),
     ],
 )  # fmt: skip
 def test_a_line_for_what_else_happens(name: str, line: str) -> None:

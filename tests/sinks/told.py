@@ -40,6 +40,13 @@ EVENTS: dict[str, dict[str, Any]] = {
     "read_alone": {"url": "runs/a/version_1200", "reason": "rank 2 cannot map it"},
     "request_unseen": {"store": "runs/a", "error": "timeout"},
     "not_agreed": {"wanted": ["save 3", "stop"], "error": "Rank 2 has died"},
+    "ranks_awaited": {
+        "what": "the save of version_5",
+        "ranks": [3, 5],
+        "count": 6,
+        "seconds": 31.2,
+        "longest": 600.0,
+    },
     "structure_changed": {
         "version": "version_9",
         "added": ["a", "b"],

@@ -26,9 +26,10 @@ from threading import Thread
 
 import msgspec
 
-from holdfast.engine.board import Board, Vigil
+from holdfast.engine.board import Board
 from holdfast.engine.gate import NEVER, NOTHING, Gate
 from holdfast.engine.group import Group, Ranks
+from holdfast.engine.vigil import Vigil
 from holdfast.errors import RankFailed
 from holdfast.events import emit
 
@@ -277,8 +278,8 @@ class Rounds:
         lost = self._vigil.lost(ranks, came)
         if lost is None and now - self._began > longest:
             expected, nothing = f"an answer within {longest:g} s", "none, though it is alive"
-            rank = next((r for r in ranks if not came(r)), 0)
-            lost = self._vigil.error(rank, "", expected, nothing)
+            missed = [r for r in ranks if not came(r)] or [0]
+            lost = self._vigil.error(missed, expected, nothing)
         if lost is None:
             return found
         return msgspec.structs.replace(found, end=GIVEN_UP, why=str(lost), rank=lost.rank)

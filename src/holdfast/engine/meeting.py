@@ -13,8 +13,9 @@ from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
-from holdfast.engine.board import MANY, Board, Turn, Vigil
+from holdfast.engine.board import MANY, Board, Turn
 from holdfast.engine.told import DECIDED, Told, raised, tell
+from holdfast.engine.vigil import Vigil, tell_late
 from holdfast.errors import RankFailed
 
 T = TypeVar("T")
@@ -134,6 +135,7 @@ class Assembly:
         self._given: list[str] = []
         self._gathered: list[str] = []
         self._closed = False
+        self._told_late = False
 
     # -- coming ----------------------------------------------------------------------------------
 
@@ -256,29 +258,31 @@ class Assembly:
         delay: float = 0.0002,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        vigil = Vigil(self._board, self.what, None, turn)
-        end = None if self._within is None else self._board.clock() + self._within
+        vigil, began = Vigil(self._board, self.what, None, turn), self._board.clock()
+        longest = self._board.patience.stuck if self._within is None else self._within
         # so that the store is not asked all the time by all
-        longest = 0.01 + (self.size * 2e-4 if self.rank else 0)  # 10,000 looks a second by all
+        rarest = 0.01 + (self.size * 2e-4 if self.rank else 0)  # 10,000 looks a second by all
         every = min(max(1.0, self.size / 2000), self._board.patience.silent / 4)
-        look_at = self._board.clock() + every
+        look_at = began + every
         with self._board.waiting(turn):
             while not done():
                 if (failed := self._failed()) is not None:
                     if done():  # it came before: all that it reaches go on and hear of it later,
                         return  # so that none misses the meeting in which that rank has failed
                     self._hear(failed)
-                if self._board.clock() >= look_at:
-                    look_at = self._board.clock() + every
-                    lost = vigil.lost(lacking(), came)
-                    if lost is not None:
+                now = self._board.clock()
+                if now >= look_at:
+                    look_at, ranks = now + every, lacking()
+                    if (lost := vigil.lost(ranks, came)) is not None:
                         raise lost
-                if end is not None and self._board.clock() >= end:
-                    for rank in (r for r in lacking() if not came(r)):
-                        expected = f"it within {self._within:g} s"
-                        raise vigil.error(rank, "", expected, "that it has not come")
+                    if not self._told_late and (late := vigil.late(ranks, came)):
+                        self._told_late = True
+                        tell_late(late, self.what, now - began, longest)
+                over = self._within is not None and now >= began + self._within
+                if over and (missed := [r for r in lacking() if not came(r)]):
+                    raise vigil.error(missed, f"it within {longest:g} s", "that it has not come")
                 (pause or self._pause)(delay)
-                delay = min(delay * 1.5, longest)
+                delay = min(delay * 1.5, rarest)
 
     def listen(self) -> None:
         """Raise what another rank has failed by, if one has."""

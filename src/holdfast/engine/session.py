@@ -16,6 +16,7 @@ from threading import Event
 from typing import Any
 
 from holdfast.engine.board import Board, KeyValues, Patience
+from holdfast.engine.vigil import LATE, tell_late
 from holdfast.errors import RankFailed
 
 _OFTEN = 0.01
@@ -41,6 +42,7 @@ class SessionBoard(Board):
         self._mine = secrets.token_hex(8)
         self._lacking = dict.fromkeys(range(1, size) if rank == 0 else (), "")
         self._joined = Event()
+        self._told_late = False
         self._usual, self._every = self._every, _OFTEN
         if rank == 0:
             self._join(self._mine)
@@ -90,14 +92,18 @@ class SessionBoard(Board):
         return super()._ask(do)
 
     def _await_session(self) -> None:
-        end = self.clock() + self.patience.stuck
+        began, stuck = self.clock(), self.patience.stuck
         while not self._joined.wait(_OFTEN):
             if self._closed or self._broken is not None:
                 raise self._unanswered() from self._broken
-            if self.clock() > end:
+            waited = self.clock() - began
+            if waited > LATE and not self._told_late:
+                self._told_late = True
+                tell_late([0], "the first call of all ranks", waited, stuck)
+            if waited > stuck:
                 raise RankFailed(
                     "Rank 0 does not take part in what other ranks do",
-                    expected=f"it within {self.patience.stuck:g} s",
+                    expected=f"it within {stuck:g} s",
                     found="no sign of it since this process was started",
                     todo="Look at that rank's log. Do all ranks make this call? The bound is"
                     " HOLDFAST_STUCK (seconds)",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from io import StringIO
+from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
@@ -26,6 +27,7 @@ _STYLES = {
     "request_unseen": "yellow",
     "read_alone": "yellow",
     "not_agreed": "yellow",
+    "ranks_awaited": "yellow",
     "save_failed": "bold red",
 }
 _WAITED = 0.1
@@ -52,7 +54,7 @@ class Terminal:
     is one write; a bar of tqdm moves out of its way. Raises what the stream raises.
 
     Of several ranks of torch.distributed the first shows what all of them do; on the others nothing
-    is shown.
+    is shown, but that the first is waited for, which the second shows.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -61,7 +63,7 @@ class Terminal:
         self._told: set[str] = set()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        if not _first():
+        if _rank() != _speaker(name, fields):
             return
         with _lines:
             if name == "deleted":
@@ -90,14 +92,21 @@ class Terminal:
                 _print(stream, parts)
 
 
-def _first() -> bool:
-    """Whether this is the first rank, or the only one."""
+def _rank() -> int:
+    """The rank of this process; 0 if it is the only one."""
     from holdfast.engine.live import torch_or_none
 
     torch: Any = torch_or_none()
     if torch is None or not torch.distributed.is_available():
-        return True
-    return not (torch.distributed.is_initialized() and torch.distributed.get_rank())
+        return 0
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _speaker(name: str, fields: Mapping[str, Any]) -> int:
+    """The rank that shows an event: the first of those that are not waited for themselves."""
+    awaited = fields.get("ranks") if name == "ranks_awaited" else None
+    several = {r for r in awaited if type(r) is int} if isinstance(awaited, list) else set()
+    return next(rank for rank in count() if rank not in several)
 
 
 class Part(NamedTuple):

@@ -128,6 +128,11 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
         seconds = amount(fields, "seconds")
         waited = "" if seconds is None else f"{span(seconds)} "
         return f"waited {waited}to save step {step}: one was under way"
+    if name == "ranks_awaited":
+        seconds, longest = amount(fields, "seconds"), amount(fields, "longest")
+        waited = "" if seconds is None else f"{span(seconds)} "
+        end = "" if longest is None else f", and goes on for up to {span(longest)}"
+        return f"waited {waited}for {_ranks(fields)} in {told(fields, 'what')}{end}"
     if name == "structure_changed":
         counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
         leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
@@ -149,6 +154,14 @@ def sentence(name: str, fields: Mapping[str, Any]) -> str | None:
         "read_alone": f"read {told(fields, 'url')} without sharing: {told(fields, 'reason')}",
         "request_unseen": f"lost sight of requests in {told(fields, 'store')}: {error}",
     }.get(name)
+
+
+def _ranks(fields: Mapping[str, Any]) -> str:
+    ranks, count = fields.get("ranks"), fields.get("count")
+    shown = ranks if isinstance(ranks, list) else [ranks]
+    more = count - len(shown) if type(count) is int else 0
+    said = f"rank{'s' if len(shown) > 1 else ''} {', '.join(clean(plain(r)) for r in shown)}"
+    return said + (f" and {more} more" if more > 0 else "")
 
 
 def _wanted(fields: Mapping[str, Any]) -> str:
