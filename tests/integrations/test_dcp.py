@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -598,6 +599,32 @@ def test_an_asynchronous_save_keeps_the_state_of_the_call(tmp_path):
         value.fill_(0)
     future.result()
     assert same(everything(tmp_path / "v"), before)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_asynchronous_save_with_a_stager_of_its_own(ahead, shared, tmp_path):
+    if not hasattr(staging, "StagingOptions"):
+        pytest.skip(f"torch {torch.__version__} has no such stager")
+    stager = staging.DefaultStager(
+        staging.StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=shared,
+            use_async_staging=ahead,
+            use_non_blocking_copy=False,
+        )
+    )
+    state = {"a": torch.arange(5.0), "b": {"n": 1, "none": None}}
+    writer = StorageWriter(tmp_path / "v")
+    told = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+    assert ahead == hasattr(told, "staging_completion")
+    if ahead:
+        told.staging_completion.result()
+    state["a"].fill_(0)
+    metadata = getattr(told, "upload_completion", told).result()
+    assert metadata.storage_meta.save_id == writer.save_id
+    assert same(everything(tmp_path / "v"), {"a": torch.arange(5.0), "b": {"n": 1, "none": None}})
+    stager.close()
 
 
 def test_a_cached_plan_saves_again_and_after_a_failure(tmp_path):
