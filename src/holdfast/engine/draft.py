@@ -44,7 +44,8 @@ class Label:
 
 @dataclass(slots=True)
 class Draft:
-    """A save between its two halves: staged, or ready to be staged piece by piece."""
+    """A save between its two halves: staged, or ready to be staged piece by piece. ``failed``: by
+    what this rank alone has failed to stage it."""
 
     place: Location
     label: Label
@@ -58,6 +59,7 @@ class Draft:
     began: float
     staged: float = 0.0
     rest: Rest | None = None
+    failed: Exception | None = None
     outcome: Outcome = UNKNOWN
 
     @property

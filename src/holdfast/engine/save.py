@@ -146,9 +146,11 @@ def begin(
             draft.staged = time.perf_counter()
             seconds = draft.staged - began
             events.emit("staged", url=place.url, bytes=image.length, seconds=seconds)
-        except BaseException:
+        except BaseException as e:
             drop(pieces, pool)
-            raise
+            if meeting.size == 1 or not ahead or not isinstance(e, Exception):
+                raise
+            draft.failed = e  # the others have gone on to train: all raise at the end of the save
     return draft
 
 
@@ -158,6 +160,8 @@ def finish(draft: Draft, fence: Callable[[], object] = bool) -> Snapshot:
     place, meeting = draft.place, draft.meeting
     try:
         with meeting:
+            if draft.failed is not None:
+                raise draft.failed
             if draft.rest is not None:
                 _stage_rest(draft, draft.rest)
             with held(place, draft.attempt, draft.base, meeting) as base:
