@@ -25,7 +25,8 @@ from holdfast.engine.cover import Want, plan_read
 from holdfast.engine.layout import Holding, chunk_cuts, file_order
 from holdfast.engine.offer import Offer, make_offer, structure
 from holdfast.engine.plan import plan_write, same_structure
-from holdfast.format.index import BoxAt, Index, Leaf, decode_index, encode_index
+from holdfast.format.columns import BoxAt, Leaf
+from holdfast.format.index import Index, decode_index, encode_index
 from holdfast.words import MIB, Box
 
 LEAVES = 977

@@ -12,8 +12,9 @@ from holdfast.engine.layout import Holding, chunk_cuts
 from holdfast.engine.location import Location
 from holdfast.engine.read import Target
 from holdfast.engine.snapshot import Snapshot, Want, open_at
+from holdfast.format.columns import Alike, BoxAt, Columns, Leaf, columns_of
 from holdfast.format.digest import digest
-from holdfast.format.index import BoxAt, Index, Leaf, encode_index
+from holdfast.format.index import Index, encode_index
 from holdfast.format.manifest import File, Shard, encode_manifest
 from holdfast.format.names import MANIFEST, index_name, new_attempt, shard_name
 from holdfast.format.tensorfile import build_header
@@ -48,6 +49,12 @@ def _along(dim: int, shards: int) -> Layout:
         return boxes
 
     return cut
+
+
+def columns_from(leaves: Sequence[Leaf]) -> Columns:
+    """Leaves as an index has them."""
+    kinds = [tuple(getattr(leaf, name) for leaf in leaves) for name in ("key", "dtype", "shape")]
+    return columns_of(leaves, Alike().add(*kinds))
 
 
 def elements(snapshot: Snapshot, key: str) -> np.ndarray:

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import held, leaves, tilings
+from sharded import columns_from
 
 from holdfast.engine.cover import Want, plan_read, whole_file
 from holdfast.engine.layout import Holding, chunk_cuts, file_order, itemsize
 from holdfast.engine.offer import make_offer
 from holdfast.engine.plan import plan_write
 from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
-from holdfast.format.index import BoxAt, Index, Leaf, ShardIndex, decode_index, encode_index
+from holdfast.format.columns import BoxAt, Leaf
+from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
 from holdfast.words import UNIT, Box
 
 
@@ -157,7 +159,7 @@ def test_stored_boxes_may_overlap(data):
 
 def bare(name, leaves, length=1 << 40, header=4096, cuts=None):
     cuts = np.array([header, length] if cuts is None else cuts, np.int64)
-    return ShardIndex(name, length, header, tuple(leaves), cuts, ())
+    return ShardIndex(name, length, header, columns_from(leaves), cuts, b"")
 
 
 def test_a_region_that_is_stored_nowhere_is_named():

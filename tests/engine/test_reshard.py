@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import shapes, tilings
-from sharded import columns, elements, recut, rows
+from sharded import columns, columns_from, elements, recut, rows
 from states import same
 from tests.trainings import flip
 from unreliable import Wrapped
@@ -529,7 +529,7 @@ def test_an_index_that_lies_about_its_boxes_is_refused(small: None) -> None:
         holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)}), somewhere(), rows(3), 3
     )
     index = old.indexes()[1]
-    torn = replace(index, leaves=(), cuts=index.cuts[:1], digests=index.digests[:1])
+    torn = replace(index, leaves=columns_from([]), cuts=index.cuts[:1], digests=index.digests[:16])
     old._indexes = [old.indexes()[0], torn, old.indexes()[2]]
     to = MemoryStore()
     with pytest.raises(FormatError, match="lack parts"):

@@ -14,7 +14,7 @@ from holdfast.cli.rows import CONTAINERS, Row, rows
 from holdfast.engine.select import selector
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
-from holdfast.format.index import BoxAt
+from holdfast.format.columns import BoxAt
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -66,7 +66,7 @@ def _chunks(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
             last = np.searchsorted(index.cuts, ends, "left").tolist()
             for box, i, j in zip(boxes, first, last, strict=True):
                 chunks: Chunks = tuple(
-                    (cuts[c] - box.at, cuts[c + 1] - box.at, index.digests[c])
+                    (cuts[c] - box.at, cuts[c + 1] - box.at, index.digest(c))
                     for c in range(i, j + 1)
                 )
                 found.setdefault(leaf.key, []).append((box.offsets, box.sizes, chunks))

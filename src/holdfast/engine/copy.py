@@ -25,8 +25,9 @@ from holdfast.engine.read import checked
 from holdfast.engine.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, DigestMismatch, FormatError, NotFound
 from holdfast.format import names
+from holdfast.format.columns import BoxAt, Leaf
 from holdfast.format.digest import digest
-from holdfast.format.index import BoxAt, Index, Leaf, ShardIndex, decode_index, encode_index
+from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
 from holdfast.format.manifest import (
     MAX_BYTES,
     File,
@@ -129,7 +130,7 @@ def _whole(snapshot: Snapshot, number: int, index: ShardIndex) -> _Part:
         header=len(header),
         leaves=moved,
         cuts=cuts,
-        digests=[digest(header), *index.digests[1:]],
+        digests=[digest(header), *map(index.digest, range(1, len(cuts)))],
     )
     raw = encode_index(made)
     file = File(names.index_name(number, shards, attempt), len(raw), digest(raw))

@@ -16,7 +16,8 @@ import numpy as np
 
 from holdfast.engine.layout import Ints, rectangles, span, subtract
 from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
-from holdfast.format.index import BoxAt, Leaf, ShardIndex
+from holdfast.format.columns import BoxAt, Leaf
+from holdfast.format.index import ShardIndex
 from holdfast.format.places import Places
 from holdfast.words import DTYPES, UNIT, Box
 

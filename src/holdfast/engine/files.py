@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from holdfast.engine.location import Location
 from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
+from holdfast.format.columns import Alike
 from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex, decode_index
 from holdfast.format.manifest import MAX_BYTES, Shard
 
 
-def read_index(place: Location, shard: Shard) -> ShardIndex:
-    """The index of a shard, its bytes and its claims checked against the manifest."""
+def read_index(place: Location, shard: Shard, alike: Alike | None = None) -> ShardIndex:
+    """The index of a shard, its bytes and its claims checked against the manifest. ``alike``: of
+    the snapshot's other indexes."""
     file = place.key(shard.index.name)
     check_length(place, shard.index.name, shard.index.length)
-    return check_index(place, shard, place.store.get(file, MAX_BYTES))
+    return check_index(place, shard, place.store.get(file, MAX_BYTES), alike)
 
 
-def check_index(place: Location, shard: Shard, raw: bytes) -> ShardIndex:
+def check_index(
+    place: Location, shard: Shard, raw: bytes, alike: Alike | None = None
+) -> ShardIndex:
     """As ``read_index``, of bytes that are there."""
     file = place.key(shard.index.name)
     found = digest(raw)
@@ -29,7 +33,7 @@ def check_index(place: Location, shard: Shard, raw: bytes) -> ShardIndex:
             file=file,
             offset=0,
         )
-    index = decode_index(raw, file, shard.refers)
+    index = decode_index(raw, file, shard.refers, alike)
     if (index.shard, index.length) != (shard.name, shard.length):
         raise ManifestInvalid(
             f"{file} is the index of another shard",

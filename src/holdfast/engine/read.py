@@ -154,7 +154,7 @@ def _check(place: Location, index: ShardIndex, item: ReadItem, base: int, view: 
     for c in range(item.first, item.last):
         stop = int(index.cuts[c])
         found = digest(view[start - base : stop - base])
-        if found != index.digests[c]:
+        if found != index.digest(c):
             raise damaged(place, index, c, found)
         start = stop
 
@@ -171,7 +171,7 @@ def damaged(place: Location, index: ShardIndex, chunk: int, found: str) -> Diges
         f"{place.url}/{path} is damaged {where}"
         if reference is None
         else f"{place.url} refers to {path}, which is damaged {where}",
-        expected=f"digest {index.digests[chunk]}",
+        expected=f"digest {index.digest(chunk)}",
         found=found,
         todo="Take another version; `holdfast verify` shows which are intact",
         file=key_of(place, path),

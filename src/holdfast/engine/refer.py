@@ -303,7 +303,7 @@ def _find(base: Base, image: Image, digests: list[str]) -> list[tuple[str, int, 
                 place = names.refer(base.folder, path), shard.length, at
             else:
                 place = path, lengths[path], at
-            known[mark, index.digests[c]] = place
+            known[mark, index.digest(c)] = place
     rows = [
         (hash((h.key, h.dtype, h.box.offsets)), begin, end - begin)
         for h, begin, end in zip(image.holdings, image.begins, image.ends, strict=True)

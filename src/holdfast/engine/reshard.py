@@ -16,7 +16,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -52,7 +51,6 @@ from holdfast.engine.windows import (
 from holdfast.engine.write import write_index
 from holdfast.format import names
 from holdfast.format.digest import digest
-from holdfast.format.index import Leaf
 from holdfast.format.manifest import Increment, Manifest, Shard
 from holdfast.settings import read_settings
 from holdfast.storage.direct import Buffer, Pool
@@ -154,15 +152,10 @@ class _Source:
                 wants.append(Want(leaf.key, box))
                 targets.append(Target(opaque, box.sizes, into, buffer.address + at))
                 at += box.elements * size
-        shards: dict[int, list[Leaf]] = {}
-        for number in {run.leaf for run in runs}:
-            for shard, stored in self._stored[self.leaves[number].key]:
-                shards.setdefault(shard, []).append(stored)
-        concerned = sorted(shards)
-        # as if they held nothing else: whoever plans goes through all that he is given
-        narrow = [replace(self._indexes[s], leaves=tuple(shards[s])) for s in concerned]
-        plan = plan_read(narrow, wants)
+        keys = {self.leaves[run.leaf].key for run in runs}
+        concerned = sorted({shard for key in keys for shard, _ in self._stored[key]})
         indexes = [self._indexes[s] for s in concerned]
+        plan = plan_read(indexes, wants)
         run_reads(self._place, plan, indexes, targets, shared_pool(), self._threads)
 
 

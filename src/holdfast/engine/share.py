@@ -24,6 +24,7 @@ from holdfast.engine.meeting import Meeting
 from holdfast.engine.passing import Neighbours, Piece, Span, deal, neighbours
 from holdfast.engine.read import Target, announce, copy_out, fetch, run_reads
 from holdfast.engine.snapshot import Snapshot
+from holdfast.format.columns import Alike
 from holdfast.format.index import ShardIndex
 from holdfast.settings import read_settings
 from holdfast.words import ALIGNMENT, UNIT
@@ -58,7 +59,7 @@ class Sharing:
         missing = Counter(i for i, _, _ in parts)
         came: list[dict[int, bytes]] = [{} for _ in shards]
         made: dict[int, ShardIndex] = {}
-        lock = Lock()
+        lock, alike = Lock(), Alike()
 
         def fill(number: int, into: Span) -> None:
             i, at, size = parts[number]
@@ -74,7 +75,7 @@ class Sharing:
             if last:
                 raw = b"".join(part for _, part in sorted(came[i].items()))
                 came[i].clear()
-                made[i] = check_index(snapshot.place, shards[i], raw)
+                made[i] = check_index(snapshot.place, shards[i], raw, alike)
 
         with snapshot.told_if_deleted(), uncollected():
             snapshot.check_lengths(shards[near.place :: len(near.ranks)])

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from holdfast.engine import pin
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import Want, plan_read
@@ -24,6 +26,7 @@ from holdfast.errors import (
     NotFound,
 )
 from holdfast.format import tree
+from holdfast.format.columns import Alike, Ints, Kinds
 from holdfast.format.grammar import Leaves, check_plain, check_tree
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import MAX_BYTES, Manifest, Referred, Shard, decode_manifest
@@ -243,7 +246,8 @@ class Snapshot:
     def read_indexes(self) -> list[ShardIndex]:
         """As ``indexes``, read anew; also before there is a manifest."""
         self.check_lengths(self.manifest.shards)
-        indexes = [read_index(self.place, s) for s in self.manifest.shards]
+        alike = Alike()
+        indexes = [read_index(self.place, s, alike) for s in self.manifest.shards]
         self._check_indexes(indexes)
         return indexes
 
@@ -254,17 +258,25 @@ class Snapshot:
         self._indexes = indexes
 
     def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
-        stored: Counter[str] = Counter()
+        leaves, sums = self.leaves, dict[Kinds, Ints]()
         for index in indexes:
-            for leaf in index.leaves:
-                stored[leaf.key] += sum(prod(box.sizes) for box in leaf.boxes)
-                if self.leaves.get(leaf.key) != (leaf.dtype, leaf.shape):
-                    raise self._lie(
-                        f"leaf {leaf.key} as {self.leaves.get(leaf.key)}",
-                        f"{(leaf.dtype, leaf.shape)} in the index of {index.shard}",
-                        leaf.key,
-                    )
-        for key, (_, shape) in self.leaves.items():
+            kinds, have = index.leaves.kinds, index.leaves.elements()
+            if kinds in sums:
+                have += sums[kinds]
+            else:  # shards that have the same leaves need one look at them
+                for key, *kind in zip(kinds.keys, kinds.dtypes, kinds.shapes, strict=True):
+                    if leaves.get(key) != tuple(kind):
+                        raise self._lie(
+                            f"leaf {key} as {leaves.get(key)}",
+                            f"{tuple(kind)} in the index of {index.shard}",
+                            key,
+                        )
+            sums[kinds] = np.minimum(have, 1 << 62)  # which no sum leaves 64 bits from
+        stored: Counter[str] = Counter()
+        for kinds, have in sums.items():
+            for key, elements in zip(kinds.keys, have.tolist(), strict=True):
+                stored[key] += elements
+        for key, (_, shape) in leaves.items():
             # so a shape asks for no more memory than there are bytes behind it
             if key not in stored or stored[key] < prod(shape):
                 found = f"{stored[key]} in the indexes"

@@ -117,7 +117,7 @@ def _verify_shard(
         path, at = index.where(item.first)
         if path in lost:
             return
-        known = (key_of(place, path), at, index.digests[item.first])
+        known = (key_of(place, path), at, index.digest(item.first))
         error = seen.get(known)
         if known not in seen:
             try:

@@ -24,7 +24,7 @@ from holdfast.engine.entries import whole_entries
 from holdfast.engine.layout import GROUP, SMALL, Holding, Ints, chunk_cuts
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import Image
-from holdfast.format.index import Leaf
+from holdfast.format.columns import Leaf
 from holdfast.format.tensorfile import build_header
 from holdfast.words import ALIGNMENT, DTYPES, MIB, Box
 

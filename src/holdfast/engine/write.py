@@ -14,8 +14,9 @@ from holdfast.engine.parallel import in_parallel
 from holdfast.engine.refer import Base, Packing, pack, recut
 from holdfast.engine.stage import Image, Piece, drop
 from holdfast.format import names
+from holdfast.format.columns import BoxAt, Leaf
 from holdfast.format.digest import digest
-from holdfast.format.index import BoxAt, IncrementalIndex, Index, Leaf, encode_index
+from holdfast.format.index import IncrementalIndex, Index, encode_index
 from holdfast.format.manifest import File, Increment
 from holdfast.settings import read_settings
 from holdfast.storage.direct import Pool

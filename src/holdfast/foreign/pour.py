@@ -8,7 +8,6 @@ is handed on right out of the buffer that it was read into. Of leaves that were 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from holdfast.engine.layout import rectangles
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.read import Target, checked, run_reads
 from holdfast.engine.snapshot import Snapshot
-from holdfast.format.index import Leaf, ShardIndex
+from holdfast.format.index import ShardIndex
 from holdfast.settings import read_settings
 from holdfast.storage.direct import Buffer
 from holdfast.words import DTYPES, MIB, UNIT, Box
@@ -69,17 +68,17 @@ class _Part(NamedTuple):
 
 def _gather(snapshot: Snapshot, keys: Sequence[str], numbers: Sequence[int], write: Write) -> None:
     """Put leaves together, window by window, and hand these on."""
-    stored: dict[str, list[tuple[ShardIndex, Leaf]]] = {keys[n]: [] for n in numbers}
+    stored: dict[str, list[ShardIndex]] = {keys[n]: [] for n in numbers}
     for index in snapshot.indexes():
-        for leaf in index.leaves:
-            if leaf.key in stored:
-                stored[leaf.key].append((index, leaf))
+        for key in stored.keys() & index.leaves.kinds.keys:
+            stored[key].append(index)
     sizes = [
         prod(shape) * DTYPES[d].itemsize for d, shape in (snapshot.leaves[keys[n]] for n in numbers)
     ]
     window = Buffer(min(sum(sizes), WINDOW))
     for parts in _windows(snapshot, keys, numbers):
-        _fill(snapshot, keys, parts, _only(stored, {keys[p.number] for p in parts}), window)
+        concerned = {i.shard: i for p in parts for i in stored[keys[p.number]]}
+        _fill(snapshot, keys, parts, list(concerned.values()), window)
         _hand_on(parts, window.view, write)
 
 
@@ -114,15 +113,6 @@ def _parts(number: int, size: int, shape: tuple[int, ...]) -> Iterator[_Part]:
             nbytes = box.elements * size
             yield _Part(number, box, at, nbytes)
             at += nbytes
-
-
-def _only(stored: dict[str, list[tuple[ShardIndex, Leaf]]], keys: set[str]) -> list[ShardIndex]:
-    """The indexes of the shards that have these leaves, as if they had no other."""
-    shards: dict[str, tuple[ShardIndex, list[Leaf]]] = {}
-    for key in sorted(keys):
-        for index, leaf in stored[key]:
-            shards.setdefault(index.shard, (index, []))[1].append(leaf)
-    return [replace(index, leaves=tuple(leaves)) for index, leaves in shards.values()]
 
 
 def _fill(

@@ -6,7 +6,7 @@ malice: whoever can rewrite a snapshot can also rewrite its digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import xxhash
@@ -30,3 +30,16 @@ def digest_of(parts: Iterable[Any]) -> str:
 def is_digest(text: str) -> bool:
     """Whether ``text`` has the form of a digest: 32 lower-case hexadecimal digits."""
     return len(text) == HEX_LENGTH and not text.strip("0123456789abcdef")
+
+
+def packed(texts: Sequence[str]) -> bytes | None:
+    """Digests one after the other, 16 bytes each; None if one has not the form of a digest."""
+    joined = "".join(texts)
+    if any(len(text) != HEX_LENGTH for text in texts):
+        return None
+    try:
+        made = bytes.fromhex(joined)
+    except ValueError:
+        return None
+    # what fromhex passes over or takes besides: spaces, capital letters
+    return made if made.hex() == joined else None

@@ -10,17 +10,26 @@ In number 2 the boxes and chunks are those of the shard as it would be if it hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.errors import ManifestInvalid
-from holdfast.format.digest import is_digest
+from holdfast.format.columns import (
+    Alike,
+    Columns,
+    Ints,
+    Kinds,
+    Leaf,
+    columns_of,
+    numbers,
+    products,
+    within,
+)
+from holdfast.format.digest import packed
 from holdfast.format.manifest import Referred
 from holdfast.format.places import Places, places_of
 from holdfast.format.sealed import decode
@@ -28,27 +37,9 @@ from holdfast.format.tensorfile import MAX_HEADER
 from holdfast.format.tree import MAX_DIMENSIONS
 from holdfast.words import DTYPES, MIB
 
-Ints = npt.NDArray[np.int64]
 Broken = Callable[..., ManifestInvalid]
 
 MAX_CHUNK = 16 * MIB
-
-
-class BoxAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A rectangle of a leaf and the offset in the shard at which its bytes begin."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    at: int
-
-
-class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A leaf: dtype and global shape, and those of its boxes that lie in this shard."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: list[BoxAt]
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,17 +64,20 @@ class IncrementalIndex(Index, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """A checked index, ready to plan with. ``cuts`` as int64, ``digests`` one per cut; ``places``:
-    where its chunks lie, if not all in the shard."""
+    """A checked index, ready to plan with. ``cuts`` as int64, ``digests`` one per cut, of 16 bytes
+    each; ``places``: where its chunks lie, if not all in the shard."""
 
     shard: str
     length: int
     header: int
-    leaves: tuple[Leaf, ...]
+    leaves: Columns
     cuts: Ints
-    digests: tuple[str, ...]
+    digests: bytes
     places: Places | None = None
     refers: tuple[Referred, ...] = ()
+
+    def digest(self, chunk: int) -> str:
+        return self.digests[16 * chunk : 16 * chunk + 16].hex()
 
     def where(self, chunk: int) -> tuple[str, int]:
         """The file in which a chunk lies, as a path from the snapshot's folder, and where in it."""
@@ -97,10 +91,13 @@ def encode_index(index: Index) -> bytes:
     return msgspec.json.encode(index)
 
 
-def decode_index(raw: bytes, file: str, refers: Sequence[Referred] = ()) -> ShardIndex:
+def decode_index(
+    raw: bytes, file: str, refers: Sequence[Referred] = (), alike: Alike | None = None
+) -> ShardIndex:
     """The index, totally checked: boxes within their leaves tile the data, chunks tile the file.
 
     ``refers``: what the manifest says that the shard refers to; with any, it is of number 2.
+    ``alike``: of the other indexes of the snapshot.
     Raises ``ManifestInvalid`` naming ``file`` and, where one is to blame, the leaf.
     """
     index = decode(raw, IncrementalIndex if refers else Index, file)
@@ -126,19 +123,10 @@ def decode_index(raw: bytes, file: str, refers: Sequence[Referred] = ()) -> Shar
     whole = index.cuts[-1] if refers and index.cuts else index.length
     if not index.header <= whole < 1 << 62:
         raise broken("chunks of fewer than 2**62 bytes", whole)
-    keys: set[str] = set()
-    for leaf in index.leaves:
-        if leaf.dtype not in DTYPES or leaf.key in keys or len(leaf.shape) > MAX_DIMENSIONS:
-            found = f"{leaf.dtype}, {len(leaf.shape)} dimensions"
-            raise broken(
-                f"every leaf once, with a known dtype and at most {MAX_DIMENSIONS} dimensions",
-                found if leaf.key not in keys else "it stands twice",
-                leaf.key,
-            )
-        keys.add(leaf.key)
+    kinds = _kinds(index.leaves, Alike() if alike is None else alike, broken)
     try:
-        cuts = np.array(index.cuts, dtype=np.int64)
-        spans = _spans(index, whole, broken)
+        cuts = numbers(index.cuts)
+        columns, spans = _columns(index.leaves, kinds, whole, broken)
     except OverflowError as e:
         raise broken("numbers of 64 bits", str(e)) from e
     ends = np.concatenate([np.array([index.header]), spans.stops])
@@ -147,7 +135,7 @@ def decode_index(raw: bytes, file: str, refers: Sequence[Referred] = ()) -> Shar
     if wrong.any():
         i = int(wrong.argmax())
         raise broken(f"boxes packed without holes up to {whole}: one at {ends[i]}", begins[i])
-    _check_chunks(index, whole, cuts, spans, broken)
+    digests = _check_chunks(index, whole, cuts, spans, broken)
     places = None
     if isinstance(index, IncrementalIndex):
         places = places_of(index.runs, cuts, index.length, refers, broken)
@@ -155,9 +143,9 @@ def decode_index(raw: bytes, file: str, refers: Sequence[Referred] = ()) -> Shar
         index.shard,
         index.length,
         index.header,
-        tuple(index.leaves),
+        columns,
         cuts,
-        tuple(index.digests),
+        digests,
         places,
         tuple(refers),
     )
@@ -171,52 +159,66 @@ class _Spans(NamedTuple):
     widths: Ints
 
 
-def _spans(index: Index, whole: int, broken: Broken) -> _Spans:
-    """The spans of all boxes, each found to lie within its leaf. No loop goes over the boxes: of
-    these there may be millions, and every rank checks them at every load."""
-    leaves = index.leaves
+def _kinds(leaves: Sequence[Leaf], alike: Alike, broken: Broken) -> Kinds:
+    """Keys, dtypes and shapes: checked, unless another index had just these."""
+    keys = tuple([leaf.key for leaf in leaves])
+    dtypes = tuple([leaf.dtype for leaf in leaves])
+    shapes = tuple([leaf.shape for leaf in leaves])
+    known = alike.kinds.get((keys, dtypes, shapes))
+    if known is not None:
+        return known
+    seen: set[str] = set()
+    for leaf in leaves:
+        if leaf.dtype not in DTYPES or leaf.key in seen or len(leaf.shape) > MAX_DIMENSIONS:
+            found = f"{leaf.dtype}, {len(leaf.shape)} dimensions"
+            raise broken(
+                f"every leaf once, with a known dtype and at most {MAX_DIMENSIONS} dimensions",
+                found if leaf.key not in seen else "it stands twice",
+                leaf.key,
+            )
+        seen.add(leaf.key)
+    try:
+        return alike.add(keys, dtypes, shapes)
+    except OverflowError as e:
+        raise broken("numbers of 64 bits", str(e)) from e
+
+
+def _columns(
+    leaves: Sequence[Leaf], kinds: Kinds, whole: int, broken: Broken
+) -> tuple[Columns, _Spans]:
+    """The columns, and the spans of all boxes, each found to lie within its leaf. Few loops go over
+    the boxes: of these there may be millions, and every rank checks them at every load."""
     boxes = [box for leaf in leaves for box in leaf.boxes]
-    of = np.repeat(np.arange(len(leaves)), np.array([len(leaf.boxes) for leaf in leaves], np.int64))
-    dims = np.array([len(leaf.shape) for leaf in leaves], np.int64)[of]
-    given = np.array([(len(b.offsets), len(b.sizes)) for b in boxes], np.int64).reshape(-1, 2)
-    sizes = _flat(b.sizes for b in boxes)
-    wrong = (given != dims[:, None]).any(axis=1)
+    columns = columns_of(leaves, kinds)
+    of, sizes = columns.leaf, columns.sizes
+    dims = kinds.dims[of]
+    wrong = numbers([len(b.offsets) for b in boxes]) != dims
+    wrong |= numbers([len(b.sizes) for b in boxes]) != dims
     if not wrong.any():
-        offsets = _flat(b.offsets for b in boxes)
-        limits = _flat(leaf.shape for leaf in leaves for _ in leaf.boxes)
+        starts = np.cumsum(kinds.dims) - kinds.dims
+        limits = kinds.limits[within(starts[of], dims)]
+        offsets = columns.offsets
         outside = (offsets < 0) | (sizes < 0) | (sizes > limits) | (offsets > limits - sizes)
-        wrong[np.repeat(np.arange(len(boxes)), dims)[outside]] = True
+        if outside.any():
+            wrong[np.repeat(np.arange(len(boxes)), dims)[outside]] = True
     if wrong.any():
         i = int(wrong.argmax())
         raise broken(f"a box within {leaves[of[i]].shape}", boxes[i], leaves[of[i]].key)
-    widths = np.array([DTYPES[leaf.dtype].itemsize for leaf in leaves], np.int64)[of]
+    widths = kinds.widths[of]
     # the product in floats tells whether that in integers is exact
     with np.errstate(over="ignore", invalid="ignore"):
-        large = _products(sizes.astype(np.float64), dims) * widths > whole
+        large = products(sizes.astype(np.float64), dims) * widths > whole
     if large.any():
         i = int(large.argmax())
         raise broken(f"a box of at most {whole} bytes", boxes[i], leaves[of[i]].key)
-    starts = np.array([b.at for b in boxes], np.int64)
-    lengths = _products(sizes, dims) * widths
-    order = np.lexsort((lengths, starts))
-    return _Spans(starts[order], (starts + lengths)[order], widths[order])
+    lengths = products(sizes, dims) * widths
+    order = np.lexsort((lengths, columns.at))
+    begins = columns.at[order]
+    return columns, _Spans(begins, begins + lengths[order], widths[order])
 
 
-def _flat(rows: Iterable[tuple[int, ...]]) -> Ints:
-    return np.array(list(chain.from_iterable(rows)), np.int64)
-
-
-def _products(sizes: npt.NDArray[Any], dims: Ints) -> npt.NDArray[Any]:
-    """The product of each box's ``dims`` sizes, which lie one after the other; 1 for none."""
-    made = np.ones(len(dims), sizes.dtype)
-    some = dims > 0
-    if some.any():
-        made[some] = np.multiply.reduceat(sizes, (np.cumsum(dims) - dims)[some])
-    return made
-
-
-def _check_chunks(index: Index, whole: int, cuts: Ints, spans: _Spans, broken: Broken) -> None:
-    """Raise unless the chunks tile the file and fall between elements."""
+def _check_chunks(index: Index, whole: int, cuts: Ints, spans: _Spans, broken: Broken) -> bytes:
+    """The digests; raises unless the chunks tile the file and fall between elements."""
     lengths = np.diff(cuts, prepend=0)
     tiles = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == whole
     if not tiles or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:
@@ -224,7 +226,8 @@ def _check_chunks(index: Index, whole: int, cuts: Ints, spans: _Spans, broken: B
             f"chunks of 1 to {MAX_CHUNK} bytes, the first the header, the last to the end",
             index.cuts[:20],
         )
-    if len(index.digests) != len(cuts) or not all(map(is_digest, index.digests)):
+    digests = packed(index.digests)
+    if digests is None or len(digests) != 16 * len(cuts):
         raise broken(f"{len(cuts)} digests of 32 hex digits", f"{len(index.digests)} digests")
     filled = spans.stops > spans.starts
     if filled.any():
@@ -234,3 +237,4 @@ def _check_chunks(index: Index, whole: int, cuts: Ints, spans: _Spans, broken: B
         box = np.searchsorted(starts, inner, side="right") - 1
         if ((inner - starts[box]) % widths[box]).any():
             raise broken("chunks that end between elements", index.cuts[:20])
+    return digests

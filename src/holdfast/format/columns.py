@@ -1,0 +1,164 @@
+"""The leaves of an index as columns: a million boxes take 40 MiB so, as objects 600.
+
+The shards of a snapshot mostly have the same leaves, each another box of them; keys, dtypes and
+shapes are then kept once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.words import DTYPES
+
+Ints = npt.NDArray[np.int64]
+
+
+class BoxAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A rectangle of a leaf and the offset in the shard at which its bytes begin."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: int
+
+
+class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A leaf: dtype and global shape, and those of its boxes that lie in this shard."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: list[BoxAt]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kinds:
+    """Key, dtype and global shape of leaves. ``limits``: the shapes one after the other, each of
+    ``dims`` numbers; ``widths``: bytes of an element."""
+
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dims: Ints
+    limits: Ints
+    widths: Ints
+
+
+@dataclass(slots=True)
+class Alike:
+    """What several indexes have in common, each thing of it once."""
+
+    kinds: dict[tuple[tuple[object, ...], ...], Kinds] = field(default_factory=dict)
+    words: dict[Any, Any] = field(default_factory=dict)
+
+    def add(
+        self,
+        keys: tuple[str, ...],
+        dtypes: tuple[str, ...],
+        shapes: tuple[tuple[int, ...], ...],
+    ) -> Kinds:
+        """The kinds of leaves that no index before had together. Raises ``OverflowError``."""
+        one = self.words.setdefault
+        keys, dtypes, shapes = (tuple(map(one, c, c)) for c in (keys, dtypes, shapes))
+        made = self.kinds[keys, dtypes, shapes] = Kinds(
+            keys,
+            dtypes,
+            shapes,
+            numbers([len(shape) for shape in shapes]),
+            flat(shapes),
+            numbers([DTYPES[dtype].itemsize for dtype in dtypes]),
+        )
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """The leaves, each made when it is asked for.
+
+    ``ends``: for each leaf how many boxes it and those before it have; ``at``: where the boxes
+    begin in the shard; ``offsets`` and ``sizes``: of all boxes, one after the other.
+    """
+
+    kinds: Kinds
+    ends: Ints
+    at: Ints
+    offsets: Ints
+    sizes: Ints
+
+    @property
+    def leaf(self) -> Ints:
+        """For each box the number of its leaf."""
+        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
+
+    def elements(self) -> Ints:
+        """For each leaf the elements of all its boxes."""
+        each = products(self.sizes, self.kinds.dims[self.leaf])
+        sums = np.append(0, np.cumsum(each))  # boxes of a shard do not overlap: less than 2**62
+        return np.diff(sums[self.ends], prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[Leaf]:
+        offsets, sizes = self.offsets.tolist(), self.sizes.tolist()
+        at, ends = self.at.tolist(), self.ends.tolist()
+        first = begin = 0
+        kinds = self.kinds
+        for key, dtype, shape, last in zip(
+            kinds.keys, kinds.dtypes, kinds.shapes, ends, strict=True
+        ):
+            boxes = []
+            for box in range(first, last):
+                stop = begin + len(shape)
+                row = BoxAt(tuple(offsets[begin:stop]), tuple(sizes[begin:stop]), at[box])
+                boxes.append(row)
+                begin = stop
+            first = last
+            yield Leaf(key, dtype, shape, boxes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Columns) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def columns_of(leaves: Sequence[Leaf], kinds: Kinds) -> Columns:
+    """Leaves of these kinds as columns. Raises ``OverflowError`` for a number beyond 64 bits."""
+    boxes = [box for leaf in leaves for box in leaf.boxes]
+    return Columns(
+        kinds,
+        np.cumsum(numbers([len(leaf.boxes) for leaf in leaves])),
+        numbers([box.at for box in boxes]),
+        flat([box.offsets for box in boxes]),
+        flat([box.sizes for box in boxes]),
+    )
+
+
+def numbers(row: Sequence[int]) -> Ints:
+    return np.fromiter(row, np.int64, len(row))
+
+
+def flat(rows: Iterable[tuple[int, ...]]) -> Ints:
+    return numbers(list(chain.from_iterable(rows)))
+
+
+def products(sizes: npt.NDArray[Any], dims: Ints) -> npt.NDArray[Any]:
+    """The product of each box's ``dims`` sizes, which lie one after the other; 1 for none."""
+    made = np.ones(len(dims), sizes.dtype)
+    some = dims > 0
+    if some.any():
+        made[some] = np.multiply.reduceat(sizes, (np.cumsum(dims) - dims)[some])
+    return made
+
+
+def within(starts: Ints, counts: Ints) -> Ints:
+    """``counts[i]`` numbers from ``starts[i]`` on, for one i after the other."""
+    shift = starts - (np.cumsum(counts) - counts)
+    made: Ints = np.repeat(shift, counts) + np.arange(counts.sum())
+    return made
