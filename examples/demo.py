@@ -206,14 +206,7 @@ def main() -> int:
             stage.say(f"kept: {work}", 0)
         else:
             shutil.rmtree(work)
-    seconds = time.perf_counter() - began
-    stage.console.print()
-    if stage.failed:
-        checks = stage.held + len(stage.failed)
-        stage.say(f"[bold red]{len(stage.failed)} of {checks} checks failed.")
-        return 1
-    stage.say(f"[bold green]All {stage.held} checks held[/], in {seconds:.0f} s.")
-    return 0
+    return stage.end(time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,16 @@ class Stage:
         if vital:
             raise Broken(claim)
 
+    def end(self, seconds: float) -> int:
+        """Print how many checks held; the exit code."""
+        self.console.print()
+        if self.failed:
+            checks = self.held + len(self.failed)
+            self.say(f"[bold red]{len(self.failed)} of {checks} checks failed.")
+            return 1
+        self.say(f"[bold green]All {self.held} checks held[/], in {seconds:.0f} s.")
+        return 0
+
 
 @dataclass(frozen=True)
 class Plan:

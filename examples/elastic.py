@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,15 +136,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     plan = QUICK if parser.parse_args().quick else Plan()
     stage = Stage(Console(highlight=False, width=None if sys.stdout.isatty() else 100))
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
             show(stage, plan, Path(folder))
         except Broken as e:
             stage.say(f"[bold red]{e}")
             return 1
-    stage.console.print()
-    stage.say(f"{stage.held} checks held, {len(stage.failed)} did not.")
-    return 1 if stage.failed else 0
+    return stage.end(time.perf_counter() - began)
 
 
 if __name__ == "__main__":

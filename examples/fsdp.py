@@ -82,7 +82,8 @@ def train(options: argparse.Namespace) -> None:
         found = ckpt.resume()
         if first:
             where = f"going on from step {found.step}" if found else "starting afresh"
-            print(f"{where} on {dist.get_world_size()} ranks", flush=True)
+            size = dist.get_world_size()
+            print(f"{where} on {size} rank{'s' if size > 1 else ''}", flush=True)
         while progress.step < options.steps:
             for batch in loader:
                 loss = loss_of(batch)

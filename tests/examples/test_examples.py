@@ -82,7 +82,7 @@ def test_demo(tmp_path: Path) -> None:
 def test_a_training_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     done = python("elastic.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 checks held, 0 did not" in done.stdout
-    ranks = re.findall(r"(?:starting afresh|going on from step (\d+)) on (\d) ranks", done.stdout)
+    assert "All 6 checks held, in" in done.stdout
+    ranks = re.findall(r"(?:starting afresh|going on from step (\d+)) on (\d) ranks?", done.stdout)
     assert [n for _, n in ranks] == ["4", "4", "2", "3", "1"]
     assert [int(step or 0) for step, _ in ranks] == [0, 0, 4, 12, 16]
