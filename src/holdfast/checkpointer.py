@@ -20,7 +20,7 @@ from holdfast.checks import (
     unentered,
 )
 from holdfast.counting import Count
-from holdfast.ending import Rescue, of_store, tell_besides, tell_failed, tell_unsaved
+from holdfast.ending import Rescue, last_failed, of_store, tell_besides, tell_failed, tell_unsaved
 from holdfast.engine.agree import agreement
 from holdfast.engine.group import Choice, Solo, acting_as, by_all, saving_group
 from holdfast.engine.location import Url
@@ -327,7 +327,7 @@ class Checkpointer:
             forgiven = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
             if isinstance(error, SystemExit) and not error.code and not forgiven:
                 raise  # whoever has started this process must not hear that all is well
-            told.append(f"the last save failed: {e}")
+            told.append(last_failed(e))
         finally:
             tell_besides(error, told)
 

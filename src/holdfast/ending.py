@@ -11,6 +11,8 @@ from typing import Any
 from holdfast import events
 from holdfast.engine.boundary import Boundary
 from holdfast.engine.group import Group
+from holdfast.engine.meeting import Meeting
+from holdfast.engine.told import Came, in_full
 from holdfast.errors import CommitError, HoldfastError, RankFailed, SaveFailed, StoreError
 from holdfast.format.names import Version
 from holdfast.saver import Order, Saver
@@ -47,40 +49,55 @@ class Rescue:
         note: Mapping[str, Any],
         told: list[str],
     ) -> None:
-        """Save the state before the step that raised. ``told`` gets what hinders it."""
+        """Save the state before the step that raised. ``told`` gets what hinders it. Where another
+        rank has raised something else before, that is told too: it is the cause, most likely."""
         if self._marked is None:
             return
         step, training, metrics = self._marked
-        note = {**note, "error": f"{type(error).__name__}: {error}"[:1000]}
-        order = Order(Version(step, branch), "exception", metrics, note, training)
+        said = f"{type(error).__name__}: {error}"[:1000]
+        first = Came(self._group.rank, "", said)
         try:
-            self._come(step)
+            meeting = self._group.meet("the save after an exception", COME, said)
+            first = meeting.first
+            _come(meeting, step)
         except RankFailed as e:
-            told.append(f"the state after step {step} was not saved: {e}")
+            short = HoldfastError(e.what, expected=e.expected, found=e.found)
+            told.append(f"the state after step {step} was not saved: {short}{_before(first, said)}")
         else:
+            if before := _before(first, said):
+                error.add_note(before.strip())
+                said = f"{first.cause} (rank {first.rank})"
+            note = {**note, "error": said}
+            order = Order(Version(step, branch), "exception", metrics, note, training)
             saver.rescue(self._boundary, order, self._group, told)
-
-    def _come(self, step: int) -> None:
-        """Wait for the other ranks, not for as long as usual. Raises ``RankFailed`` if not all
-        have raised as well, and after the same step."""
-        meeting = self._group.meet("the save after an exception", COME)
-        try:
-            with meeting:
-                steps = meeting.gather(step, int)
-                if steps is not None and (other := {*steps} - {step}):
-                    rank = steps.index(min(other))
-                    raise RankFailed(
-                        "The ranks did not raise in the same step",
-                        expected=f"step {step} behind all ranks, as behind rank 0",
-                        found=f"step {steps[rank]} behind rank {rank}",
-                        rank=rank,
-                    )
-                meeting.share(True if steps is not None else None, bool)
-        finally:
-            meeting.close()
 
     def close(self) -> None:
         self._boundary.close()
+
+
+def _come(meeting: Meeting, step: int) -> None:
+    """Wait for the other ranks, not for as long as usual. Raises ``RankFailed`` if not all have
+    raised as well, and after the same step."""
+    try:
+        with meeting:
+            steps = meeting.gather(step, int)
+            if steps is not None and (other := {*steps} - {step}):
+                rank = steps.index(min(other))
+                raise RankFailed(
+                    "The ranks did not raise in the same step",
+                    expected=f"step {step} behind all ranks, as behind rank 0",
+                    found=f"step {steps[rank]} behind rank {rank}",
+                    rank=rank,
+                )
+            meeting.share(True if steps is not None else None, bool)
+    finally:
+        meeting.close()
+
+
+def _before(first: Came, said: str) -> str:
+    """What another rank has raised before this one, if it is not the same."""
+    same = first.cause in ("", said)
+    return "" if same else f" Rank {first.rank} has raised first: {first.cause}"
 
 
 def of_store(error: StoreError | CommitError) -> bool:
@@ -96,7 +113,12 @@ def tell_failed(error: HoldfastError, since: int, stacklevel: int) -> None:
     told = "Old versions pile up"
     if not error.fields.get("committed"):
         told = f"NOTHING WAS SAVED, and training goes on unsaved since step {since}"
-    warnings.warn(f"{told}: {error}", SaveFailed, stacklevel=stacklevel)
+    warnings.warn(f"{told}: {in_full(error)}", SaveFailed, stacklevel=stacklevel)
+
+
+def last_failed(error: BaseException) -> str:
+    """That the save at the end of a training has failed."""
+    return f"the last save failed: {in_full(error)}"
 
 
 def tell_besides(error: BaseException, told: Sequence[str]) -> None:

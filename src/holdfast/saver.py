@@ -18,6 +18,7 @@ from holdfast.engine.group import Group, by_all, by_first, current_group
 from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.steady import Guard, optimizers_in
+from holdfast.engine.told import in_full
 from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending
 from holdfast.errors import AlreadyExists, HoldfastError
@@ -213,7 +214,7 @@ class Saver:
             if earlier is not None:
                 raise earlier
         elif earlier is not None:
-            told.append(f"an earlier save failed: {earlier}")
+            told.append(f"an earlier save failed: {in_full(earlier)}")
         if state is not None and not gone:
             self.start(state, order)
             self.wait()

@@ -32,7 +32,7 @@ class Scene:
         self.told: list[dict[str, Any]] = []
 
     def meet(self, number: int = 1, within: float | None = None) -> Assembly:
-        return Assembly(self.board, self.size, number, WHAT, within, self._pause)
+        return Assembly(self.board, self.size, number, WHAT, within, pause=self._pause)
 
     def _pause(self, seconds: float) -> None:
         self.now += 1

@@ -39,9 +39,10 @@ class Group(Protocol):
         """What is remembered of one save for the next."""
         ...
 
-    def meet(self, what: str, within: float | None = None) -> Meeting:
+    def meet(self, what: str, within: float | None = None, cause: str = "") -> Meeting:
         """A meeting for ``what`` ("the save of version_500"), the same on all ranks. ``within``:
-        seconds that each wait may take, if others than usual."""
+        seconds that each wait may take, if others than usual; ``cause``: what has led this rank to
+        it."""
         ...
 
 
@@ -54,7 +55,7 @@ class Solo:
     def __init__(self) -> None:
         self.memory: dict[str, Any] = {}
 
-    def meet(self, what: str, within: float | None = None) -> Meeting:
+    def meet(self, what: str, within: float | None = None, cause: str = "") -> Meeting:
         return Alone()
 
 
@@ -70,12 +71,12 @@ class Ranks:
         self._numbers = count(1) if numbers is None else numbers
         self._late = False
 
-    def meet(self, what: str, within: float | None = None) -> Meeting:
+    def meet(self, what: str, within: float | None = None, cause: str = "") -> Meeting:
         if self.size == 1:
             return Alone()
         self.board.start()
         while True:
-            meeting = Assembly(self.board, self.size, self.number(), what, within)
+            meeting = Assembly(self.board, self.size, self.number(), what, within, cause)
             missed = meeting.missed()
             if missed is None or (missed == what and not self._late):
                 self._late = missed is not None

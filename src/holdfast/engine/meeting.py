@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 
 from holdfast.engine.board import MANY, Board, Turn
-from holdfast.engine.told import DECIDED, Told, raised, tell
+from holdfast.engine.told import DECIDED, Came, Told, encoded, raised, tell
 from holdfast.engine.vigil import Vigil, tell_late
 from holdfast.errors import RankFailed
 
@@ -29,6 +29,10 @@ class Meeting(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def first(self) -> Came:
+        """Who came first."""
+        ...
 
     def gather(self, value: T, kind: type[T]) -> list[T] | None:
         """On rank 0 the values of all ranks, in order of ranks; None on the others."""
@@ -78,6 +82,7 @@ class Alone:
 
     rank = 0
     size = 1
+    first = Came(0, "", "")
 
     def gather(self, value: T, kind: type[T]) -> list[T] | None:
         return [value]
@@ -110,7 +115,8 @@ class Alone:
 class Assembly:
     """The meeting of several ranks, over their ``Board``. ``what`` is done: two ranks that do
     different things find that out at once. ``number``: the same on all ranks; ``within``: seconds
-    that each wait may take at most, if others than those of ``Patience``."""
+    that each wait may take at most, if others than those of ``Patience``; ``cause``: what has led
+    this rank to it, for the others to know."""
 
     def __init__(
         self,
@@ -119,9 +125,11 @@ class Assembly:
         number: int,
         what: str,
         within: float | None = None,
+        cause: str = "",
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self.rank = board.rank
+        self.first = Came(board.rank, what, cause)
         self.size = size
         self.what = what
         self._board = board
@@ -149,17 +157,19 @@ class Assembly:
 
     def come(self) -> None:
         """Say what this rank does here. Raises ``RankFailed`` if another does something else."""
-        there = self._board.claim(f"{self._name}/what", f"{self.rank} {self.what}")
-        rank, _, what = there.partition(" ")
-        if what != self.what:
+        mine = self.first
+        there = self._board.claim(f"{self._name}/what", encoded(mine))
+        self.first = first = msgspec.json.decode(there, type=Came)
+        if first.what != self.what:
             self.listen()
+            own, other = (f"{c.what}{c.cause and f' ({c.cause})'}" for c in (mine, first))
             raise RankFailed(
                 "The ranks do different things at the same time",
-                expected=f"{self.what}, as rank {self.rank} does",
-                found=f"{what} on rank {rank}",
+                expected=f"{own}, as rank {self.rank} does",
+                found=f"{other} on rank {first.rank}",
                 todo='All ranks make the same calls in the same order; group="alone" saves or loads'
                 " in one process only",
-                rank=int(rank),
+                rank=first.rank,
             )
 
     # -- the turns -------------------------------------------------------------------------------

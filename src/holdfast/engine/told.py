@@ -36,6 +36,14 @@ class Told(msgspec.Struct, frozen=True):
     fields: dict[str, str | int | float | bool | tuple[str, ...] | None]
 
 
+class Came(msgspec.Struct, frozen=True):
+    """What the first who came to a meeting has said: what is done there, and what led to it."""
+
+    rank: int
+    what: str
+    cause: str
+
+
 _LONGEST = 4000
 
 DECIDED = "decided"
@@ -51,7 +59,29 @@ def tell(error: BaseException, rank: int, during: str, decided: bool) -> str:
         said = [error.what, error.expected, error.found, error.todo]
     what, expected, found, todo = (None if s is None else str(s)[:_LONGEST] for s in said)
     told = Told(rank, during, type(error).__name__, what or "", expected, found, todo, fields)
-    return msgspec.json.encode(told).decode()
+    return encoded(told)
+
+
+def encoded(value: msgspec.Struct) -> str:
+    """As JSON; of text that UTF-8 lacks, such as a file's name may have, something like it."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_sayable(msgspec.to_builtins(value))).decode()
+
+
+def _sayable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_sayable(k): _sayable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sayable(v) for v in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
+def in_full(error: BaseException) -> str:
+    """An error in words, with its notes: they say which rank it was told by."""
+    notes = getattr(error, "__notes__", ())
+    return " ".join([str(error), *(f"{note.rstrip('.')}." for note in notes)])
 
 
 def _is_short(value: Any) -> bool:
