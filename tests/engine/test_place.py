@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections import OrderedDict
 
 import numpy as np
@@ -97,10 +99,51 @@ def test_what_is_of_another_shape_or_kind_is_cut_shorter():
 def test_the_advice_is_for_what_differs_and_not_yet_overlooked():
     a, b, both = {"a": 1}, {"b": 1}, {"a": 1, "b": 2}
     fails(a, both, MissingLeaf, 'by name: missing="keep".')
-    fails(both, a, UnexpectedLeaf, 'by name: unexpected="ignore".')
+    fails(both, a, UnexpectedLeaf, 'by name: keys="a", unexpected="ignore".')
     fails(a, b, PlanError, 'by name: missing="keep", unexpected="ignore", rename={...}.')
     fails(a, b, UnexpectedLeaf, 'by name: unexpected="ignore".', missing="keep")
     fails(a, {"a": ONE}, DTypeMismatch, "by name: keys=[...] without what does not fit and")
+
+
+SLOTS = {"state": {"w": {"m": ONE, "v": ONE}}, "groups": [{"lr": 0.1}]}
+WHOLE = {"model": {"w": ONE, "b": ONE}, "optimizer": SLOTS, "step": 1}
+
+
+@pytest.mark.parametrize(
+    ("state", "live", "keys"),
+    [
+        (WHOLE, {"model": {"w": ONE, "b": ONE}}, '"model"'),
+        (WHOLE, {"step": 1}, '"step"'),
+        (WHOLE, {"model": {"w": ONE, "b": ONE}, "step": 1}, '["model", "step"]'),
+        ({"a": WHOLE, "b": WHOLE}, {"a": WHOLE}, '"a"'),
+        ({"a": WHOLE, "b": 1}, {"a": {"model": WHOLE["model"]}}, '"a/model"'),
+        ({"a": WHOLE, "b": 1}, {"a": {"model": WHOLE["model"], "step": 1}, "b": 1},
+         '["a/model", "a/step", "b"]'),
+        ({"a/b": WHOLE, "c": 1}, {"a/b": WHOLE}, '"a~1b"'),
+        ([{f"k{i}": 1 for i in range(n)} for n in (9, 5)], None,
+         '["k0", "k1", "k2", "k3", "k4"]'),
+        # none of it is worth saying
+        ([{f"k{i}": 1 for i in range(n)} for n in (9, 6)], None, None),
+        (WHOLE, {"model": {"w": ONE}}, None),  # a part of a model
+        (WHOLE, {}, None),
+        (WHOLE, {"model": {"w": ONE, "b": ONE}, "new": 1}, None),
+        ({"a*": 1, "b": 1}, {"a*": 1}, None),  # a pattern
+    ],
+)  # fmt: skip
+def test_a_part_of_the_state_is_asked_for_by_keys_first(state, live, keys):
+    if live is None:
+        state, live = state
+    with pytest.raises(PlanError) as e:
+        holdfast.load(saved(state), into=copy.deepcopy(live))
+    advice = str(e.value).partition("by name: ")[2]
+    assert advice.startswith(f'keys={keys}, unexpected="ignore".' if keys else ("miss", "unexp"))
+    if keys:
+        holdfast.load(saved(state), into=copy.deepcopy(live), keys=json.loads(keys))
+
+
+def test_the_advice_stays_within_what_was_asked_for():
+    state, live = {"a": {"x": 1, "y": [ONE]}, "b": 1, "c": 1}, {"a": {"x": 1}}
+    fails(state, live, UnexpectedLeaf, 'by name: keys="a/x", unexpected="ignore".', keys="a")
 
 
 def test_what_lacks_as_a_whole_is_told_by_its_highest_key():

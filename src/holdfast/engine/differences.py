@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.engine.meeting import Meeting
 from holdfast.engine.merge import named
+from holdfast.engine.select import Selected
 from holdfast.errors import (
     DTypeMismatch,
     MissingLeaf,
@@ -22,6 +23,7 @@ from holdfast.format import tree
 
 _SHOWN = 20
 _SHOWN_BOTH = 5
+_MEMBERS = 5
 
 
 @dataclass(slots=True)
@@ -72,11 +74,18 @@ class Differences:
         return made._packed()
 
     def raise_any(
-        self, url: str, node: tree.Node, *, missing: bool = True, unexpected: bool = True
+        self,
+        url: str,
+        node: tree.Node,
+        selected: Selected,
+        *,
+        missing: bool = True,
+        unexpected: bool = True,
     ) -> None:
         """Raise one error that lists all differences, of the narrowest class that fits them.
 
-        ``node``: the snapshot's tree; ``missing``, ``unexpected``: whether these are errors.
+        ``node``: the snapshot's tree, of which what is ``selected`` is to be loaded; ``missing``,
+        ``unexpected``: whether these are errors.
         """
         lacked, surplus = self.missing * missing, self.unexpected * unexpected
         misfits = [*self.shapes, *self.dtypes, *self.kinds]
@@ -93,7 +102,9 @@ class Differences:
         counts = (len(lacked), len(surplus), len(self.shapes), len(self.dtypes) + len(self.kinds))
         found = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
         kind = found[0][1] if len(found) == 1 else PlanError
+        members = "" if lacked else _members(filter(selected, saved), surplus)
         ways = (
+            (f"keys={members}", members),
             ('missing="keep"', lacked),
             ('unexpected="ignore"', surplus),
             ("rename={...}", lacked and surplus),
@@ -129,6 +140,20 @@ def fold(keys: Sequence[str], others: Iterable[str]) -> list[tuple[str, int]]:
         highest = next((level for level in _levels(key) if level not in there), key)
         below.setdefault(highest, []).append(key)
     return [(h if len(k) > 1 else k[0], len(k)) for h, k in below.items()]
+
+
+def _members(saved: Iterable[str], surplus: Sequence[str]) -> str:
+    """What a load that passes over the surplus takes, each with all below it, as it asks for it;
+    empty if that is nothing or much, or the surplus is a part of a model rather than a member."""
+    unexpected = set(surplus)
+    common = [key for key in saved if key not in unexpected] if surplus else []
+    found, more = fold(common, surplus), fold(surplus, common)
+    one, other = ({key.rpartition("/")[0] for key, n in s if n == 1} for s in (found, more))
+    patterns = any(c in key for key, _ in found for c in "*?")
+    if not 0 < len(found) <= _MEMBERS or patterns or (one & other) - {""}:
+        return ""
+    said = ", ".join(f'"{key}"' for key, _ in found)
+    return said if len(found) == 1 else f"[{said}]"
 
 
 def _levels(key: str) -> Iterator[str]:

@@ -158,6 +158,7 @@ def _bind(
     binder.differences.raise_any(
         snapshot.url,
         tree,
+        selected,
         missing=leniency.missing == "error",
         unexpected=leniency.unexpected == "error",
     )
