@@ -571,6 +571,47 @@ def test_what_contains_itself_is_refused():
     refused(Own(), "contains itself")
 
 
+class Loader:
+    """As a data loader with workers: what it was given by others is deep in its state."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def state_dict(self):
+        return {"_snapshot": {"_worker_snapshots": {"worker_0": {"dataset_state": self.given}}}}
+
+    def load_state_dict(self, state):
+        self.given = state
+
+
+DEEP = "loader/_snapshot/_worker_snapshots/worker_0/dataset_state"
+
+
+@pytest.mark.parametrize(
+    ("given", "deep", "words"),
+    [
+        ({"file": object()}, "/file", "an object that cannot be kept faithfully: neither a tensor"),
+        ({"seen": {(1, object())}}, "/seen/1", "a member of a set must be a plain value"),
+        (torch.ones(2, device="meta"), "", "a meta tensor has no data"),
+        (Loader({"x": print}), f"{DEEP[6:]}/x", "neither a tensor"),
+    ],
+)
+def test_what_is_refused_deep_in_an_object_s_state_names_the_object(given, deep, words):
+    inner = isinstance(given, Loader)
+    at = DEEP if inner else "loader"  # the one that the refused value was given by
+    with pytest.raises(Unsupported, match=words) as e:
+        holdfast.save(url(), {"a": 1, "loader": Loader(given)})
+    assert str(e.value).startswith(f"'{at}', a Loader, cannot be kept, for what its state_dict()")
+    assert f"gives: '{DEEP}{deep}' is a" in str(e.value)
+    assert f". Or leave '{at}' out of the state as a whole, or wrap it in" in str(e.value)
+    assert (e.value.leaf, e.value.member) == (DEEP + deep, at)
+
+
+def test_a_loader_of_plain_values_is_kept_with_its_workers():
+    same(back({"l": Loader({"n": 3, "rng": (3, tuple(range(600)), None)})})["l"],
+         Loader({"n": 3, "rng": (3, tuple(range(600)), None)}).state_dict())  # fmt: skip
+
+
 def test_the_state_itself_must_be_a_dict():
     for state in ([], None, OrderedDict(), nn.Linear(1, 1), torch.ones(1)):
         at = url()

@@ -142,10 +142,33 @@ class _Taker:
                 self.unions += [f"{join(groups, str(i))}/params" for i in several]
                 return nodes.encode(state, key, self.take, depth)
             if live.is_stateful(value) and not isinstance(value, type):
-                return nodes.encode(value.state_dict(), key, self.take, depth)
+                return self._stateful(value, key, depth)
         finally:
             self.inside.pop()
         raise unsupported(value, key, "neither a tensor, an array nor a plain value")
+
+    def _stateful(self, value: Any, key: str, depth: int) -> Any:
+        """An object by its own state. What is refused deep in that, the caller may never have
+        heard of, so the object is named as well."""
+        state = value.state_dict()
+        try:
+            return nodes.encode(state, key, self.take, depth)
+        except Unsupported as e:
+            if e.fields.get("member") or e.fields.get("leaf") == key:
+                raise
+            what = f"{key[:300]!r}, {an(type(value).__qualname__)}, cannot be kept"
+            why = Unsupported(
+                f"{what}, for what its state_dict() gives: {e.what}",
+                expected=e.expected,
+                found=e.found,
+                todo=e.todo,
+                **e.fields,
+            )
+            raise why.told(
+                f"Or leave {key[:300]!r} out of the state as a whole, or wrap it in an object whose"
+                " own state_dict() and load_state_dict() translate it",
+                member=key,
+            ) from e
 
     def _tensor(self, t: Any, key: str) -> Any:
         torch = self.torch
