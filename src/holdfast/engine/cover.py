@@ -7,27 +7,23 @@ needs the memory of one item, whatever the sizes of the boxes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.engine.layout import Ints, rectangles, span, subtract
-from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
-from holdfast.format.columns import BoxAt, Leaf
+from holdfast.engine.fill import Hit, Needs, cover
+from holdfast.engine.layout import Ints, rectangles, span
+from holdfast.engine.search import REFUSED, Search, some
+from holdfast.errors import ManifestInvalid
 from holdfast.format.index import ShardIndex
 from holdfast.format.places import Places
-from holdfast.words import DTYPES, UNIT, Box
-
-SHOWN = 20
-"""Most leaves that one error message names."""
+from holdfast.words import UNIT, Box
 
 Tiles = tuple[Ints, Places | None]
 """The cuts of a shard's chunks, and where these lie if not all in the shard itself."""
-
-_REFUSED = "Load another version; this one is damaged or was not written by a correct Holdfast"
 
 
 class Want(NamedTuple):
@@ -83,31 +79,6 @@ class ReadPlan:
     nbytes: int
 
 
-class _Found(NamedTuple):
-    """A stored box that touches a wanted one."""
-
-    shard: int
-    box: Box
-    at: int
-    itemsize: int
-
-
-class _Hit(NamedTuple):
-    """A part of a wanted box that one stored box gives, scattered in the file or in the target."""
-
-    want: int
-    target: Box
-    part: Box
-    found: _Found
-
-
-class _Needs(NamedTuple):
-    """What is wanted of one shard. ``linear`` is flat: four numbers for each row of an item's."""
-
-    linear: list[int]
-    scattered: list[_Hit]
-
-
 def plan_read(stored: Iterable[ShardIndex], wanted: Sequence[Want]) -> ReadPlan:
     """The reads and copies that fill every wanted box.
 
@@ -119,22 +90,22 @@ def plan_read(stored: Iterable[ShardIndex], wanted: Sequence[Want]) -> ReadPlan:
     all wanted parts that no stored box holds, or a leaf about which shards disagree;
     ``PlanError`` for a wanted box that is not within its leaf.
     """
-    search = _Search(wanted)
+    search = Search(wanted)
     names: list[str] = []
     tiles: dict[int, Tiles] = {}
-    needs: dict[int, _Needs] = {}
+    needs: dict[int, Needs] = {}
     for number, shard in enumerate(stored):
         names.append(shard.shard)
-        need = _Needs([], [])
+        need = Needs(array("q"), [])
         if search.look(number, shard, need):
             tiles[number], needs[number] = (shard.cuts, shard.places), need
     search.check()
     lacking: list[tuple[Want, Box]] = []
-    for number, want in enumerate(wanted):
-        if not search.done[number]:
-            missing = _cover(number, want.box, search.found.get(number, []), needs)
-            if missing is not None:
-                lacking.append((want, missing))
+    for number in np.flatnonzero(~search.done).tolist():
+        want = wanted[number]
+        missing = cover(number, want.box, search.touching(number), needs)
+        if missing is not None:
+            lacking.append((want, missing))
     if lacking:
         raise _not_covered(lacking)
     items: list[ReadItem] = []
@@ -152,144 +123,18 @@ def whole_file(
     return _Runs.of(chunks, (cuts, places)).items(shard, none, {})
 
 
-class _Search:
-    """Goes through the shards, once, for boxes that are wanted.
-
-    ``done``: wants that a stored box fills exactly, as is usual: no geometry; ``found``: for the
-    others the stored boxes that touch them; ``types``: of the leaves, as the first shard has it.
-    """
-
-    def __init__(self, wanted: Sequence[Want]) -> None:
-        self.wanted = wanted
-        self.done = [False] * len(wanted)
-        self.found: dict[int, list[_Found]] = {}
-        self.types: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._by_key: dict[str, list[int]] = {}
-        for number, want in enumerate(wanted):
-            self._by_key.setdefault(want.key, []).append(number)
-
-    def look(self, number: int, shard: ShardIndex, need: _Needs) -> bool:
-        """Note what the shard has; in ``need`` what fills a want. Whether there was anything."""
-        any_found = False
-        for leaf in shard.leaves:
-            numbers = self._by_key.get(leaf.key)
-            if numbers is None:
-                continue
-            known = self.types.get(leaf.key)
-            if known is None:
-                self.types[leaf.key] = leaf.dtype, leaf.shape
-            elif known != (leaf.dtype, leaf.shape):
-                raise _two_types(leaf, known, shard.shard)
-            size = DTYPES[leaf.dtype].itemsize
-            for box in leaf.boxes:
-                for n in numbers:
-                    want = self.wanted[n].box
-                    if self.done[n]:
-                        continue
-                    if box.sizes == want.sizes and box.offsets == want.offsets:
-                        need.linear.extend((n, box.at, 0, prod(box.sizes) * size))
-                        self.done[n] = any_found = True
-                    elif _touch(box, want):
-                        found = _Found(number, Box(box.offsets, box.sizes), box.at, size)
-                        self.found.setdefault(n, []).append(found)
-                        any_found = True
-        return any_found
-
-    def check(self) -> None:
-        """Raise for wants of leaves that were not seen, or of what is not within its leaf."""
-        missing = sorted(self._by_key.keys() - self.types.keys())
-        if missing:
-            raise MissingLeaf(
-                f"The snapshot lacks {len(missing)} leaves that are wanted",
-                expected=_some(missing),
-                found="none of their boxes in any shard",
-                todo="Leave them out, or load a version that has them",
-                leaves=tuple(missing),
-            )
-        for want, done in zip(self.wanted, self.done, strict=True):
-            shape = self.types[want.key][1]
-            if not done and not want.box.inside(shape):
-                raise PlanError(
-                    f"A part of {want.key} is wanted that is not within the tensor",
-                    expected=f"a part of {list(shape)}",
-                    found=f"offsets {want.box.offsets}, sizes {want.box.sizes}",
-                    todo="Ask for a part within the stored shape",
-                    key=want.key,
-                )
-
-
-def _touch(a: BoxAt, b: Box) -> bool:
-    for o, n, z, m in zip(a.offsets, a.sizes, b.offsets, b.sizes):
-        if o >= z + m or z >= o + n:
-            return False
-    return True
-
-
-def _two_types(leaf: Leaf, known: tuple[str, tuple[int, ...]], file: str) -> ManifestInvalid:
-    return ManifestInvalid(
-        f"Shards disagree about {leaf.key}",
-        expected=f"{known[0]} {list(known[1])}",
-        found=f"{leaf.dtype} {list(leaf.shape)} in {file}",
-        todo=_REFUSED,
-        file=file,
-        leaf=leaf.key,
-    )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _not_covered(lacking: list[tuple[Want, Box]]) -> ManifestInvalid:
     parts = [f"{w.key} (offsets {b.offsets}, sizes {b.sizes})" for w, b in lacking]
     return ManifestInvalid(
         f"The shards lack parts of {len(lacking)} wanted boxes",
         expected="stored boxes that cover every leaf",
-        found="nothing for " + _some(parts),
-        todo=_REFUSED,
+        found="nothing for " + some(parts),
+        todo=REFUSED,
         leaves=tuple(w.key for w, _ in lacking),
     )
 
 
-def _cover(number: int, want: Box, found: list[_Found], needs: dict[int, _Needs]) -> Box | None:
-    """Note what fills ``want`` in ``needs``; a part that nothing holds, or None."""
-    if 0 in want.sizes:
-        return None
-    # In the order of their offsets, so that what is still missing stays in few pieces.
-    missing = [want]
-    for f in sorted(found, key=lambda f: f.box.offsets):
-        left: list[Box] = []
-        for piece in missing:
-            part = piece.intersection(f.box)
-            if part is None:
-                left.append(piece)
-                continue
-            linear = _linear(number, part, want, f)
-            if linear is None:
-                needs[f.shard].scattered.append(_Hit(number, want, part, f))
-            else:
-                needs[f.shard].linear.extend(linear)
-            left += subtract(piece, part)
-        missing = left
-        if not missing:
-            return None
-    return missing[0]
-
-
-def _linear(number: int, part: Box, want: Box, found: _Found) -> tuple[int, int, int, int] | None:
-    """The copy of ``part`` as one run of bytes, if it is one both in the file and in the target."""
-    count, size = part.elements, found.itemsize
-    first, last = span(part, found.box)
-    if last - first != count:
-        return None
-    into, end = span(part, want)
-    if end - into != count:
-        return None
-    return number, found.at + first * size, into * size, count * size
-
-
-def _items(shard: int, tiles: Tiles, needs: _Needs) -> list[ReadItem]:
+def _items(shard: int, tiles: Tiles, needs: Needs) -> list[ReadItem]:
     """The items of one shard that give all that is needed of it."""
     cuts = tiles[0]
     linear = np.array(needs.linear, np.int64).reshape(-1, 4)
@@ -358,7 +203,7 @@ class _Runs:
         return cut, [*np.searchsorted(cut[:, 1], self.start).tolist(), len(cut)]
 
 
-def _slabs_by_chunk(hits: Sequence[_Hit], cuts: Ints) -> dict[int, list[Slab]]:
+def _slabs_by_chunk(hits: Sequence[Hit], cuts: Ints) -> dict[int, list[Slab]]:
     """The copies that scattered parts need, by the chunk that they are made from."""
     slabs: dict[int, list[Slab]] = {}
     for hit in hits:
@@ -378,7 +223,7 @@ def _slabs_by_chunk(hits: Sequence[_Hit], cuts: Ints) -> dict[int, list[Slab]]:
     return slabs
 
 
-def _slabs(hit: _Hit, first: int, last: int) -> Iterator[Slab]:
+def _slabs(hit: Hit, first: int, last: int) -> Iterator[Slab]:
     """What elements ``first`` to ``last`` of the stored box give to the wanted one."""
     box, size = hit.found.box, hit.found.itemsize
     at = hit.found.at + first * size

@@ -260,9 +260,9 @@ class Snapshot:
     def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
         leaves, sums = self.leaves, dict[Kinds, Ints]()
         for index in indexes:
-            kinds, have = index.leaves.kinds, index.leaves.elements()
+            kinds, have = index.leaves.kinds, index.leaves.stored()
             if kinds in sums:
-                have += sums[kinds]
+                have = np.minimum(have + sums[kinds], 1 << 62)  # the next sum has 64 bits too
             else:  # shards that have the same leaves need one look at them
                 for key, *kind in zip(kinds.keys, kinds.dtypes, kinds.shapes, strict=True):
                     if leaves.get(key) != tuple(kind):
@@ -271,7 +271,7 @@ class Snapshot:
                             f"{tuple(kind)} in the index of {index.shard}",
                             key,
                         )
-            sums[kinds] = np.minimum(have, 1 << 62)  # which no sum leaves 64 bits from
+            sums[kinds] = have
         stored: Counter[str] = Counter()
         for kinds, have in sums.items():
             for key, elements in zip(kinds.keys, have.tolist(), strict=True):

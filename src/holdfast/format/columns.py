@@ -81,45 +81,53 @@ class Alike:
 class Columns:
     """The leaves, each made when it is asked for.
 
-    ``ends``: for each leaf how many boxes it and those before it have; ``at``: where the boxes
-    begin in the shard; ``offsets`` and ``sizes``: of all boxes, one after the other.
+    ``counts``: for each leaf how many boxes it has; ``at``: where the boxes begin in the shard;
+    ``elements``: theirs; ``offsets`` and ``sizes``: of all boxes, one after the other.
     """
 
     kinds: Kinds
-    ends: Ints
+    counts: Ints
     at: Ints
+    elements: Ints
     offsets: Ints
     sizes: Ints
 
     @property
     def leaf(self) -> Ints:
         """For each box the number of its leaf."""
-        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
-    def elements(self) -> Ints:
+    @property
+    def begins(self) -> Ints:
+        """For each box where its own ``offsets`` and ``sizes`` begin."""
+        return before(self.kinds.dims[self.leaf])
+
+    def stored(self) -> Ints:
         """For each leaf the elements of all its boxes."""
-        each = products(self.sizes, self.kinds.dims[self.leaf])
-        sums = np.append(0, np.cumsum(each))  # boxes of a shard do not overlap: less than 2**62
-        return np.diff(sums[self.ends], prepend=0)
+        sums = np.zeros(len(self.at) + 1, np.int64)
+        np.cumsum(self.elements, out=sums[1:])  # boxes of a shard do not overlap: less than 2**62
+        first = before(self.counts)
+        made: Ints = sums[first + self.counts] - sums[first]
+        return made
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.counts)
 
     def __iter__(self) -> Iterator[Leaf]:
         offsets, sizes = self.offsets.tolist(), self.sizes.tolist()
-        at, ends = self.at.tolist(), self.ends.tolist()
+        at, counts = self.at.tolist(), self.counts.tolist()
         first = begin = 0
         kinds = self.kinds
-        for key, dtype, shape, last in zip(
-            kinds.keys, kinds.dtypes, kinds.shapes, ends, strict=True
+        for key, dtype, shape, count in zip(
+            kinds.keys, kinds.dtypes, kinds.shapes, counts, strict=True
         ):
             boxes = []
-            for box in range(first, last):
+            for box in range(first, first + count):
                 stop = begin + len(shape)
                 row = BoxAt(tuple(offsets[begin:stop]), tuple(sizes[begin:stop]), at[box])
                 boxes.append(row)
                 begin = stop
-            first = last
+            first += count
             yield Leaf(key, dtype, shape, boxes)
 
     def __eq__(self, other: object) -> bool:
@@ -131,13 +139,12 @@ class Columns:
 def columns_of(leaves: Sequence[Leaf], kinds: Kinds) -> Columns:
     """Leaves of these kinds as columns. Raises ``OverflowError`` for a number beyond 64 bits."""
     boxes = [box for leaf in leaves for box in leaf.boxes]
-    return Columns(
-        kinds,
-        np.cumsum(numbers([len(leaf.boxes) for leaf in leaves])),
-        numbers([box.at for box in boxes]),
-        flat([box.offsets for box in boxes]),
-        flat([box.sizes for box in boxes]),
-    )
+    counts = numbers([len(leaf.boxes) for leaf in leaves])
+    given = [box.sizes for box in boxes]
+    sizes = flat(given)
+    elements = products(sizes, numbers([*map(len, given)]))
+    at, offsets = numbers([box.at for box in boxes]), flat([box.offsets for box in boxes])
+    return Columns(kinds, counts, at, elements, offsets, sizes)
 
 
 def numbers(row: Sequence[int]) -> Ints:
@@ -153,12 +160,18 @@ def products(sizes: npt.NDArray[Any], dims: Ints) -> npt.NDArray[Any]:
     made = np.ones(len(dims), sizes.dtype)
     some = dims > 0
     if some.any():
-        made[some] = np.multiply.reduceat(sizes, (np.cumsum(dims) - dims)[some])
+        made[some] = np.multiply.reduceat(sizes, before(dims)[some])
     return made
 
 
 def within(starts: Ints, counts: Ints) -> Ints:
     """``counts[i]`` numbers from ``starts[i]`` on, for one i after the other."""
-    shift = starts - (np.cumsum(counts) - counts)
-    made: Ints = np.repeat(shift, counts) + np.arange(counts.sum())
+    made: Ints = np.repeat(starts - before(counts), counts)
+    made += np.arange(len(made))
+    return made
+
+
+def before(counts: Ints) -> Ints:
+    """The sum of all those before each."""
+    made: Ints = np.cumsum(counts) - counts
     return made

@@ -24,6 +24,7 @@ from holdfast.format.columns import (
     Ints,
     Kinds,
     Leaf,
+    before,
     columns_of,
     numbers,
     products,
@@ -195,8 +196,7 @@ def _columns(
     wrong = numbers([len(b.offsets) for b in boxes]) != dims
     wrong |= numbers([len(b.sizes) for b in boxes]) != dims
     if not wrong.any():
-        starts = np.cumsum(kinds.dims) - kinds.dims
-        limits = kinds.limits[within(starts[of], dims)]
+        limits = kinds.limits[within(before(kinds.dims)[of], dims)]
         offsets = columns.offsets
         outside = (offsets < 0) | (sizes < 0) | (sizes > limits) | (offsets > limits - sizes)
         if outside.any():
@@ -211,7 +211,7 @@ def _columns(
     if large.any():
         i = int(large.argmax())
         raise broken(f"a box of at most {whole} bytes", boxes[i], leaves[of[i]].key)
-    lengths = products(sizes, dims) * widths
+    lengths = columns.elements * widths
     order = np.lexsort((lengths, columns.at))
     begins = columns.at[order]
     return columns, _Spans(begins, begins + lengths[order], widths[order])
