@@ -168,18 +168,19 @@ def _lead(
 
 
 def _follow(run: Run, loads: Loads, meeting: Meeting) -> Found | None:
+    snapshot = None
     while True:
         step = meeting.share(None, Step)
         version = None if step.version is None else parse_version(step.version)
         if version is None:
             return None
-        snapshot = Snapshot(run.place(version), None, step.digest)
-        if step.done:
+        if step.done and snapshot is not None:
             if loads.error is not None:
                 raise loads.error
             return _found(snapshot, step.branch, [])
+        snapshot = Snapshot(run.place(version), None, step.digest)
         try:
-            loads.load(snapshot)
+            loads.load(snapshot)  # and its manifest: nothing may fail once all are done
         except (Denied, Unavailable):
             raise
         except (FormatError, StoreError):
