@@ -97,6 +97,10 @@ def _judged(found: list[Figures]) -> list[Verdict]:
         judge("memory of rank 0 for it", [f["peak_mib"] for f in found], most=200, unit="MiB",
               digits=0),
         judge("the same, structure unchanged", again, most=0.5, unit="s", digits=3),
+        judge("1,024 ranks: a load reads the indexes of a million boxes and plans",
+              [f["indexes_s"] + f["read_plan_s"] for f in found], unit="s"),
+        judge("memory of one rank for it", [f["load_mib"] for f in found], most=256, unit="MiB",
+              digits=0),
     ]  # fmt: skip
 
 

@@ -109,8 +109,8 @@ def plan_read(stored: Iterable[ShardIndex], wanted: Sequence[Want]) -> ReadPlan:
     if lacking:
         raise _not_covered(lacking)
     items: list[ReadItem] = []
-    for number, need in needs.items():
-        items += _items(number, tiles[number], need)
+    for number in list(needs):
+        items += _items(number, tiles[number], needs.pop(number))
     return ReadPlan(tuple(names), tuple(items), sum(i.stop - i.start for i in items))
 
 

@@ -162,9 +162,9 @@ class Search:
         return _Asked(leaf, want, width, dims, begins, flat(offsets), flat(sizes))
 
     def touching(self, number: int) -> Ints:
-        """A row for each of the boxes that were found for a want."""
+        """A row for each of the boxes that were found for a want; they are kept no longer."""
         dims = len(self.wanted[number][1].sizes)
-        return np.array(self.found.get(number, ()), np.int64).reshape(-1, 3 + 2 * dims)
+        return np.array(self.found.pop(number, ()), np.int64).reshape(-1, 3 + 2 * dims)
 
     def check(self) -> None:
         """Raise for wants of leaves that were not seen, or of what is not within its leaf."""
