@@ -241,7 +241,7 @@ class _Rank0:
 
     def vigil(self) -> float:
         """Seconds for one look after all other ranks, as while they write: not the first one."""
-        from holdfast.engine.board import Vigil
+        from holdfast.engine.vigil import Vigil
 
         vigil = Vigil(self.board, "it")
         seconds = []
