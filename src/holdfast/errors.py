@@ -179,6 +179,11 @@ class SinkFailed(UserWarning):
     """A sink of events raised an error and is detached; the message says which, and why."""
 
 
+class RanksChanged(UserWarning):
+    """What each rank keeps of its own was saved by other ranks than load it; the message says
+    which keep what they have, and whose is passed over."""
+
+
 class UncountedBatches(UserWarning):
     """An ``ElasticSampler`` gave out batches that no step has counted, more than one step takes."""
 

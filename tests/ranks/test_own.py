@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import warnings
+from contextlib import nullcontext
 from threading import Lock
 
 import numpy as np
@@ -13,10 +15,11 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import RNG, Boxed, PerRank, Replicated
-from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch, Unsupported
+from holdfast.errors import DTypeMismatch, PlanError, RanksChanged, ShapeMismatch, Unsupported
 from holdfast.storage.memory import MemoryStore
 
 from ..engine.states import same
+from . import acting
 from .acting import as_ranks, floats, loaded, not_loaded, refused, saved
 
 
@@ -51,6 +54,11 @@ def told(state):
     return [state["t"].value, inner, state["place"].value.at, state["common"]]
 
 
+def other(ranks, later, match=None):
+    """Where other ranks load what ranks keep of their own, that is told; else nothing is."""
+    return nullcontext() if ranks == later else pytest.warns(RanksChanged, match=match)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("later", [1, 2, 4])
 def test_each_rank_gets_its_own_back_and_new_ones_keep_what_they_have(ranks, later):
@@ -58,7 +66,8 @@ def test_each_rank_gets_its_own_back_and_new_ones_keep_what_they_have(ranks, lat
     lives = as_ranks(later, lambda r: own(r, -1 if r < ranks else 99))
     for live in lives[:ranks]:  # lists take the length that they had
         live["place"].value.at = 0
-    loaded(store, *lives)
+    with other(ranks, later, r"t, nested/0, place \(saved by \d, loaded by \d\): "):
+        loaded(store, *lives)
     for rank, live in enumerate(lives):
         same(told(own(rank, None if rank < ranks else 99)), told(live))
 
@@ -75,7 +84,8 @@ def test_without_a_live_state_they_are_told_by_the_numbers_of_ranks():
 
 def test_the_values_of_ranks_that_are_gone_are_not_unexpected_and_those_that_differ_are_errors():
     store = saved(*as_ranks(3, lambda r: {"a": PerRank(floats(*range(r + 1)))}))
-    loaded(store, {"a": PerRank(floats(9))})
+    with other(3, 1, r"a \(saved by 3, loaded by 1\): what ranks 1, 2 had is passed over\. If"):
+        loaded(store, {"a": PerRank(floats(9))})
     lives = as_ranks(2, lambda r: {"a": PerRank(floats(9))})
     for e in not_loaded(store, ShapeMismatch, *lives):
         assert "a/1 [2], live [1]" in str(e)
@@ -91,6 +101,73 @@ def test_only_some_ranks_may_have_one():
     loaded(store, *lives)
     same([floats(1), 2], lives[1]["a"].value)
     assert lives[2]["a"].value == [3, 4, 5]
+
+
+# -- other ranks than saved it -------------------------------------------------------------------
+
+
+def seen(store, *lives, **options):
+    """The warnings of a load by these ranks."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded(store, *lives, **options)
+    assert {w.category for w in caught} <= {RanksChanged}
+    assert {w.filename for w in caught} <= {acting.__file__}  # the line that loads
+    return [str(w.message).partition(" load it: ")[2].partition(". If it")[0] for w in caught]
+
+
+def test_that_values_of_ranks_do_not_fit_is_told_once_for_all_of_them():
+    def state(r):
+        return {"loader": PerRank({"at": 1, "x": floats(r)}), "a": [PerRank(r)], "w": floats(1)}
+
+    store = saved(*as_ranks(4, state))
+    both = "loader, a/0 (saved by 4, loaded by {}): {}"
+    for later, end in (
+        (1, "what ranks 1, 2, 3 had is passed over"),
+        (3, "what rank 3 had is passed over"),
+        (5, "rank 4 keeps what was there"),
+        (6, "ranks 4, 5 keep what was there"),
+    ):
+        assert seen(store, *as_ranks(later, state)) == [both.format(later, end)]
+    assert seen(store, *as_ranks(4, state)) == []
+
+
+def test_only_what_is_asked_for_is_told_of():
+    store = saved(*as_ranks(3, lambda r: {"a": PerRank(r), "b": PerRank(r), "w": floats(1)}))
+    lives = as_ranks(2, lambda r: {"a": PerRank(0), "b": PerRank(0), "w": floats(0)})
+    assert seen(store, *lives, keys="w") == []
+    assert seen(store, *lives, keys="b") == ["b (saved by 3, loaded by 2): what rank 2 had is"
+                                             " passed over"]  # fmt: skip
+    lives = as_ranks(2, lambda r: {"w": floats(0)})
+    assert seen(store, *lives, unexpected="ignore") == []
+
+
+def test_values_of_some_ranks_fit_as_long_as_these_have_them():
+    def state(r, *ranks):
+        return {"x": 1, **({"a": PerRank([r, 0])} if r in ranks else {})}
+
+    store = saved(*as_ranks(4, lambda r: state(r, 1, 3)))
+    assert seen(store, *as_ranks(5, lambda r: state(r, 1, 3))) == []
+    assert seen(store, *as_ranks(4, lambda r: state(r, 0, 1))) == [
+        "a (saved by 2, loaded by 2): rank 0 keeps what was there, what rank 3 had is passed over"
+    ]
+    assert seen(store, *as_ranks(2, lambda r: state(r, 1))) == [
+        "a (saved by 2, loaded by 1): what rank 3 had is passed over"
+    ]
+
+
+def test_where_warnings_are_errors_nothing_is_changed():
+    store = saved(*as_ranks(2, lambda r: {"a": PerRank(floats(r)), "w": floats(1, 2)}))
+    live = {"a": PerRank(floats(9)), "w": floats(0, 0)}
+    with pytest.raises(RanksChanged):
+        loaded(store, live)
+    same({"a": floats(9), "w": floats(0, 0)}, {"a": live["a"].value, "w": live["w"]})
+
+
+def test_generators_fit_any_ranks():
+    store = saved(*as_ranks(2, lambda r: {"rng": Turn(r)}))
+    for size in (1, 2, 4):
+        assert seen(store, *as_ranks(size, lambda r: {"rng": Turn(9)})) == []
 
 
 def test_an_own_value_under_names_that_are_equal_as_text():
@@ -194,7 +271,8 @@ def bare(value):
 def test_generators_go_on_and_new_ranks_have_seeds_of_their_own(ranks, later, wrap):
     store = saved(*as_ranks(ranks, lambda r: {"rng": wrap(Turn(r))}))
     expected = [Turn(r).draw() for r in range(ranks)]
-    got = drawn(store, wrap, later)
+    with other(ranks if wrap is not bare else later, later):
+        got = drawn(store, wrap, later)
     assert got[:ranks] == expected[:later]
     if wrap is bare:
         assert got == drawn(store, wrap, later)  # of the snapshot alone

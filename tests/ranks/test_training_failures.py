@@ -198,6 +198,7 @@ def test_a_store_that_fails_after_a_half_load_leaves_no_state_to_train_on(rank: 
         assert crew.run(work) == [True] * 3
 
 
+@pytest.mark.filterwarnings("ignore::holdfast.errors.RanksChanged")
 def test_back_to_a_step_and_to_a_branch() -> None:
     crew = trained(to=22)
     with Crew(2, crew.inner) as crew:
@@ -232,6 +233,7 @@ def test_back_to_a_step_and_to_a_branch() -> None:
         assert {type(o) for o in made} == {NoSnapshot}
 
 
+@pytest.mark.filterwarnings("ignore::holdfast.errors.RanksChanged")
 def test_a_start_from_another_run(tmp_path: Any) -> None:
     other, own = str(tmp_path / "other"), str(tmp_path / "own")
     with Crew(3) as crew:

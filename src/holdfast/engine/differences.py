@@ -31,7 +31,10 @@ class Differences:
     """``missing``: keys of the live state that the snapshot lacks; ``unexpected``: keys of the
     snapshot that the live state lacks; ``shapes``, ``dtypes`` and ``kinds``: both sides in words,
     by key; ``ranks``: those whose state it is, if not all. An error that is raised for them has the
-    keys as fields: ``missing``, ``unexpected``, and ``misfits`` for the rest."""
+    keys as fields: ``missing``, ``unexpected``, and ``misfits`` for the rest.
+
+    ``own``: by the key of what each rank keeps of its own the ranks that saved it, and ``heirs``
+    those that load it, where they are others: it is no error, but ``moved`` tells of it."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -39,6 +42,8 @@ class Differences:
     dtypes: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
+    own: dict[str, list[int]] = field(default_factory=dict)
+    heirs: dict[str, list[int]] = field(default_factory=dict)
 
     def agree(self, meeting: Meeting) -> None:
         """Make them those of all ranks, so that all raise the same or none does, before any reads.
@@ -46,6 +51,7 @@ class Differences:
         Unexpected is only what no rank expects: where stages hold different layers, what one lacks
         is another's. Missing and misfit is what is so on any rank; ``ranks`` are those."""
         if meeting.size == 1:
+            self._inherit([(self, [meeting.rank])])
             return
         told = meeting.gather(self._packed(), bytes)
         common = None if told is None else self._common(told)
@@ -58,8 +64,12 @@ class Differences:
 
     def _common(self, told: Sequence[bytes]) -> bytes:
         made, expected = Differences(), list(self.unexpected)
-        for raw, ranks in _ranks(told).items():
-            one = msgspec.json.decode(zlib.decompress(raw), type=Differences)
+        several = [
+            (msgspec.json.decode(zlib.decompress(raw), type=Differences), ranks)
+            for raw, ranks in _ranks(told).items()
+        ]
+        made._inherit(several)
+        for one, ranks in several:
             surplus = set(one.unexpected)
             expected = [key for key in expected if key in surplus]
             known = set(made.missing)
@@ -72,6 +82,29 @@ class Differences:
         made.unexpected = expected
         made.ranks = sorted(made.ranks) if len(made.ranks) < len(told) else []
         return made._packed()
+
+    def _inherit(self, several: Sequence[tuple[Differences, list[int]]]) -> None:
+        """Keep of what ranks have of their own that which other ranks have saved."""
+        own: dict[str, list[int]] = {}
+        heirs: dict[str, list[int]] = {}
+        for one, ranks in several:
+            own |= one.own
+            for key in one.own:
+                heirs[key] = sorted([*heirs.get(key, ()), *ranks])
+        self.own = {key: saved for key, saved in own.items() if saved != heirs[key]}
+        self.heirs = {key: heirs[key] for key in self.own}
+
+    def moved(self) -> str:
+        """In words what ranks have of their own that others have saved; empty if there is none."""
+        alike: dict[str, list[tuple[str, int]]] = {}
+        for key, saved in self.own.items():
+            live = self.heirs[key]
+            new, gone = sorted({*live} - {*saved}), sorted({*saved} - {*live})
+            ends = [f"{named(new)} keep{'s' * (len(new) == 1)} what was there"] if new else []
+            ends += [f"what {named(gone)} had is passed over"] if gone else []
+            said = f"(saved by {len(saved)}, loaded by {len(live)}): {', '.join(ends)}"
+            alike.setdefault(said, []).append((key, 1))
+        return "; ".join(f"{_listed(keys)} {said}" for said, keys in alike.items())
 
     def raise_any(
         self,

@@ -7,6 +7,8 @@ plain values, options, ``load_state_dict``.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -22,7 +24,7 @@ from holdfast.engine.room import Room, Settle
 from holdfast.engine.select import ABSENT, prune, rename, selector
 from holdfast.engine.share import Sharing, sharing
 from holdfast.engine.snapshot import Snapshot, open_snapshot
-from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed
+from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed, RanksChanged
 from holdfast.words import an
 
 
@@ -103,11 +105,13 @@ def _load(
 ) -> Any:
     source.indexes()  # before any memory is taken: the bytes behind the shapes are there
     try:
-        settle = _bind(room, into, keys, leniency, meeting)
+        settle, moved = _bind(room, into, keys, leniency, meeting)
     except RankFailed as e:
         if e.fields.get("live_state") or isinstance(e.__cause__, HoldfastError):
             raise  # it says of itself whether that rank had read already
         raise e.told(_INVALID, live_state="not valid") from e
+    if moved and meeting.rank == 0:
+        _tell_moved(room.snapshot.url, moved)
     try:
         source.read(room.wants, room.targets, meeting.advance)
         loaded = settle()
@@ -131,10 +135,11 @@ def _bind(
     keys: str | Sequence[str] | None,
     leniency: Leniency,
     meeting: Meeting,
-) -> Settle:
+) -> tuple[Settle, str]:
     """Give every leaf that is wanted a target, live or fresh; nothing live is touched.
 
-    Returns what gives the loaded state once the bytes are in. Raises ``PlanError``.
+    Returns what gives the loaded state once the bytes are in, and what of single ranks goes to
+    others, in words. Raises ``PlanError``.
     """
     snapshot, selected = room.snapshot, selector(keys)
     tree = snapshot.manifest.tree
@@ -144,7 +149,7 @@ def _bind(
         tree = prune(tree, selected)
         if tree is ABSENT:
             raise _nothing(snapshot, keys)
-        return room.make(tree, "")
+        return room.make(tree, ""), ""
     if not isinstance(into, dict):
         raise PlanError(
             f"into= is {an(type(into).__name__)}",
@@ -164,7 +169,21 @@ def _bind(
     )
     if keys is not None and not room.wants and not any(map(selected, snapshot.nodes())):
         raise _nothing(snapshot, keys)
-    return settle
+    return settle, binder.differences.moved()
+
+
+def _tell_moved(url: str, moved: str) -> None:
+    """Warn at the program's own line: there are more or fewer calls of ours above it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"What each rank keeps of its own in {url} does not fit the ranks that load it: {moved}."
+        " If it counts what one rank has seen of the data, some will come twice and some never;"
+        " holdfast.ElasticSampler goes on with any number of ranks.",
+        RanksChanged,
+        stacklevel=level,
+    )
 
 
 def _nothing(snapshot: Snapshot, keys: Any) -> MissingLeaf:

@@ -180,7 +180,7 @@ class Binder:
 
     def _other_length(self, value: Any, node: Any, key: str) -> Settle:
         """A list of plain values (a history, say) takes the length that it was saved with."""
-        if not self._wanted(node, key):
+        if not self.wanted(node, key):
             return lambda: value
         make = self.room.make(node, key)
 
@@ -192,7 +192,8 @@ class Binder:
 
         return settle
 
-    def _wanted(self, node: Any, key: str) -> bool:
+    def wanted(self, node: Any, key: str) -> bool:
+        """Whether something of a node is selected."""
         return self.selected(key) or any(self.selected(k) for k, _ in tree.walk(node, key))
 
     # -- leaves --------------------------------------------------------------------------------
@@ -335,7 +336,7 @@ class Binder:
             if self.selected(key):
                 self.differences.missing.append(key)
             return lambda: value
-        if not self._wanted(node, key):
+        if not self.wanted(node, key):
             return lambda: value
         made = self.room.make(node, key, "cpu")
         check = getattr(value, "check_state_dict", None)

@@ -41,6 +41,8 @@ def bind_per_rank(binder: Binder, value: Any, node: Any, key: str) -> Settle:
             return bind_inside(binder, value, child, k)
         return binder.bind_stateful(value, child, k)
 
+    if not hasattr(value, "derive") and binder.wanted(node, key):
+        binder.differences.own[key] = sorted(saved)
     if binder.rank in saved:
         return bind(*saved[binder.rank])
     if not hasattr(value, "derive"):

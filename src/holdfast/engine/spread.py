@@ -30,7 +30,8 @@ class PerRank(Generic[T]):
 
     It is stored under the number of its rank (``loader/3/...``). A rank that was not there when
     the snapshot was saved keeps the value that it has; what ranks saved that are not there any more
-    is passed over. Read without a live state it is a dict of the ranks' values by number, as text.
+    is passed over; a ``RanksChanged`` warning on rank 0 tells of both. Read without a live state it
+    is a dict of the ranks' values by number, as text.
     """
 
     value: T
