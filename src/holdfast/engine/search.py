@@ -9,22 +9,18 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from math import prod
 
 import numpy as np
 
 from holdfast.engine.fill import Needs
 from holdfast.engine.layout import Ints
 from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
-from holdfast.format.columns import BoxAt, Kinds, before, flat, numbers, products, within
+from holdfast.format.columns import Kinds, before, flat, numbers, products, within
 from holdfast.format.index import ShardIndex
-from holdfast.words import DTYPES, Box
+from holdfast.words import Box
 
 SHOWN = 20
 """Most leaves that one error message names."""
-
-FEW = 24
-"""With no more boxes in a shard, a loop over them takes less time than arrays do."""
 
 REFUSED = "Load another version; this one is damaged or was not written by a correct Holdfast"
 
@@ -67,8 +63,6 @@ class Search:
         No loop goes over boxes that nobody wants: a rank wants few of those that all have saved.
         """
         columns = shard.leaves
-        if len(columns.at) <= FEW:
-            return self._look_at_few(number, shard, need)
         asked = self._asked.get(columns.kinds)
         if asked is None:
             asked = self._asked[columns.kinds] = self._ask(columns.kinds, shard.shard)
@@ -105,28 +99,6 @@ class Search:
                     known = self.found.setdefault(w, array("q"))
                     known.extend((number, a, size, *o[start:stop], *n[start:stop]))
         return True
-
-    def _look_at_few(self, number: int, shard: ShardIndex, need: Needs) -> bool:
-        any_found = False
-        for leaf in shard.leaves:
-            several = self._by_key.get(leaf.key)
-            if several is None:
-                continue
-            self._same_type(leaf.key, (leaf.dtype, leaf.shape), shard.shard)
-            size = DTYPES[leaf.dtype].itemsize
-            for box in leaf.boxes:
-                for n in several:
-                    want = self.wanted[n][1]
-                    if self.done[n]:
-                        continue
-                    if box.sizes == want.sizes and box.offsets == want.offsets:
-                        need.linear.extend((n, box.at, 0, prod(box.sizes) * size))
-                        self.done[n] = any_found = True
-                    elif want.inside(leaf.shape) and _touch(box, want):
-                        known = self.found.setdefault(n, array("q"))
-                        known.extend((number, box.at, size, *box.offsets, *box.sizes))
-                        any_found = True
-        return any_found
 
     def _same_type(self, key: str, kind: tuple[str, tuple[int, ...]], file: str) -> None:
         known = self.types.setdefault(key, kind)
@@ -187,13 +159,6 @@ class Search:
                     todo="Ask for a part within the stored shape",
                     key=key,
                 )
-
-
-def _touch(a: BoxAt, b: Box) -> bool:
-    for o, n, z, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
-        if o >= z + m or z >= o + n:
-            return False
-    return True
 
 
 def _two_types(
