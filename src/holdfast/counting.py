@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.engine.steady import found_in
+from holdfast.engine.contents import found_in
 from holdfast.errors import HoldfastError
 from holdfast.progress import Progress
 from holdfast.sampler import ElasticSampler

@@ -13,11 +13,12 @@ from typing import Any
 from holdfast import events
 from holdfast.engine.beside import Rest, pin_memory
 from holdfast.engine.boundary import Boundary
+from holdfast.engine.contents import optimizers_in
 from holdfast.engine.draft import Draft, Label
 from holdfast.engine.group import Group, by_all, by_first, current_group
 from holdfast.engine.save import begin, finish, in_background
 from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.steady import Guard, optimizers_in
+from holdfast.engine.steady import Guard
 from holdfast.engine.told import in_full
 from holdfast.engine.tree import Flat, flatten
 from holdfast.engine.worker import Pending

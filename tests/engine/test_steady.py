@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine.steady import Guard, found_in, modules_in, optimizers_in, steady
+from holdfast.engine.contents import found_in, modules_in, optimizers_in
+from holdfast.engine.steady import Guard, steady
 from holdfast.engine.tree import flatten
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdfast.engine import live
-from holdfast.engine.garbage import uncollected
-from holdfast.engine.group import current_group
-from holdfast.engine.samples import Samples
-from holdfast.engine.sharding import Boxed, is_spread
-from holdfast.engine.spread import PerRank, Replicated, keeps_per_rank
-from holdfast.engine.steady import (
-    Guard,
+from holdfast.engine.contents import (
     local_of,
     modules_in,
     optimizers_in,
@@ -32,6 +26,12 @@ from holdfast.engine.steady import (
     storage,
     storages,
 )
+from holdfast.engine.garbage import uncollected
+from holdfast.engine.group import current_group
+from holdfast.engine.samples import Samples
+from holdfast.engine.sharding import Boxed, is_spread
+from holdfast.engine.spread import PerRank, Replicated, keeps_per_rank
+from holdfast.engine.steady import Guard
 from holdfast.engine.tree import Flat, flatten
 from holdfast.format.tree import MAX_DEPTH
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine import live
+from holdfast.engine.contents import found_in, optimizers_in
 from holdfast.engine.spread import Held
-from holdfast.engine.steady import found_in, optimizers_in
 from holdfast.errors import Unsupported
 
 if TYPE_CHECKING:
