@@ -25,8 +25,8 @@ from holdfast.engine.cover import Want, plan_read
 from holdfast.engine.layout import Holding, chunk_cuts, file_order
 from holdfast.engine.offer import Offer, make_offer, structure
 from holdfast.engine.plan import plan_write, same_structure
-from holdfast.format.columns import BoxAt, Leaf
-from holdfast.format.index import Index, decode_index, encode_index
+from holdfast.format.columns import Alike, BoxAt, Leaf
+from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
 from holdfast.words import MIB, Box
 
 LEAVES = 977
@@ -159,12 +159,13 @@ def reader(ranks: int, folder: Path, shape: str) -> dict[str, float]:
     decode_index(encode_index(index(0, 1)), "warm")
     before = resident("VmRSS")
     paths = sorted(folder.glob("*.rows" if shape != "columns" else "*.columns"))
+    alike = Alike()
+
+    def indexes() -> Iterator[ShardIndex]:
+        for path in paths:
+            yield decode_index(path.read_bytes(), path.name, alike=alike)
+
     if shape == "read_plan":  # what a rank does that loads into half as many ranks
-
-        def indexes() -> Iterator[Any]:
-            for path in paths:
-                yield decode_index(path.read_bytes(), path.name)
-
         wanted = [
             Want(h.key, Box((0, *h.box.offsets[1:]), (2 * h.box.sizes[0], *h.box.sizes[1:])))
             for h in holdings(0, ranks)
@@ -175,21 +176,8 @@ def reader(ranks: int, folder: Path, shape: str) -> dict[str, float]:
     elif shape == "columns":
         took, _ = timed(lambda: [parse_columns(path.read_bytes())[3:] for path in paths])
     else:
-        took, _ = timed(lambda: [_arrays(path) for path in paths])
+        took, _ = timed(lambda: list(indexes()))
     return {f"{shape}_s": took, f"{shape}_mib": resident("VmHWM") - before}
-
-
-def _arrays(path: Path) -> tuple[np.ndarray, ...]:
-    """An index of rows, checked, as arrays."""
-    found = decode_index(path.read_bytes(), path.name)
-    boxes = [(i, b) for i, leaf in enumerate(found.leaves) for b in leaf.boxes]
-    return (
-        np.array([i for i, _ in boxes]),
-        np.array([o for _, b in boxes for o in b.offsets]),
-        np.array([s for _, b in boxes for s in b.sizes]),
-        np.array([b.at for _, b in boxes]),
-        found.cuts,
-    )
 
 
 def _apart(*arguments: object) -> dict[str, float]:
