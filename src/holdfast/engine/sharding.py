@@ -130,11 +130,17 @@ def empty_like(parameter: Any, dtype: Any) -> Any:
 
 def _taker(value: Any) -> Callable[[Any, str], Parts] | None:
     """What takes a value apart; None for an ordinary one."""
-    if isinstance(value, _class(_DTENSOR, "DTensor")):
+    return _taker_of(type(value))
+
+
+@lru_cache(256)
+def _taker_of(kind: type) -> Callable[[Any, str], Parts] | None:
+    """Remembered: nearly all values are of a few types, and a class never gets another base."""
+    if issubclass(kind, _class(_DTENSOR, "DTensor")):
         return _dtensor
-    if isinstance(value, _class(_SHARDED, "ShardedTensorBase")):
+    if issubclass(kind, _class(_SHARDED, "ShardedTensorBase")):
         return _sharded_tensor
-    return _boxed if isinstance(value, Boxed) else None
+    return _boxed if issubclass(kind, Boxed) else None
 
 
 def _class(module: str, name: str) -> Any:
