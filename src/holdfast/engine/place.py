@@ -308,17 +308,13 @@ class Binder:
         """Whether a leaf's shape and dtype are those of a live tensor (of the global one, of which
         ``whole`` is the shape); notes what differs."""
         stored, shape = self.room.snapshot.leaves[source]
-        own = tuple(value.shape if whole is None else whole)
+        own = value.shape if whole is None else whole
         if own != shape:
             self.differences.shapes[key] = f"{list(shape)}, live {list(own)}"
             return False
-        if isinstance(value, np.ndarray):
-            name = value.dtype.name
-            if name != stored:
-                self.differences.dtypes[key] = f"{stored}, live {name}"
-            return bool(name == stored)
-        name = dtype_name(value.dtype)
-        if name == stored or (self.cast and _can_cast(stored, value.dtype)):
+        array = isinstance(value, np.ndarray)
+        name = value.dtype.name if array else dtype_name(value.dtype)
+        if name == stored or (self.cast and not array and _can_cast(stored, value.dtype)):
             return True
         self.differences.dtypes[key] = f"{stored}, live {name or value.dtype}"
         return False

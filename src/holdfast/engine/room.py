@@ -42,7 +42,7 @@ class Room:
         """Have the leaf, or a box of it, read into ``into``."""
         dtype, shape = self.snapshot.leaves[source]
         box = Box.whole(shape) if box is None else box
-        if box.elements:
+        if 0 not in box.sizes:
             self.wants.append(Want(source, box))
             self.targets.append(Target.of(dtype, box.sizes, into))
 

@@ -130,7 +130,7 @@ def empty_like(parameter: Any, dtype: Any) -> Any:
 
 def _taker(value: Any) -> Callable[[Any, str], Parts] | None:
     """What takes a value apart; None for an ordinary one."""
-    return _taker_of(type(value))
+    return _taker_of(type(value))  # type: ignore[arg-type]  # a class is hashable
 
 
 @lru_cache(256)
