@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -107,3 +108,11 @@ class Box:
             slice(o - z, o - z + s)
             for o, s, z in zip(self.offsets, self.sizes, origin, strict=True)
         )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0, 1, 2``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(r) for r in ranks[:8])
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

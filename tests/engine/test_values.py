@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.merge import Asides, merge, named
+from holdfast.engine.merge import Asides, merge
 from holdfast.engine.replicas import device_digest, values_of
 from holdfast.engine.spread import Held
 from holdfast.engine.tree import Leaf
 from holdfast.errors import PlanError
 from holdfast.storage.direct import Pool
-from holdfast.words import MIB, Box
+from holdfast.words import MIB, Box, named
 
 ORDINARY = torch.arange(1000, dtype=torch.float32)
 

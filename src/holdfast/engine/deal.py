@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 from holdfast.engine.group import Group
 from holdfast.engine.layout import Holding
 from holdfast.engine.meeting import Meeting
-from holdfast.engine.merge import SHOWN, Asides, merge, named
+from holdfast.engine.merge import SHOWN, Asides, merge
 from holdfast.engine.offer import Offer, make_offer, structure
 from holdfast.engine.plan import WritePlan, plan_write, same_structure
 from holdfast.engine.replicas import values_of
@@ -28,7 +28,7 @@ from holdfast.engine.tree import Flat, Leaf
 from holdfast.errors import PlanError
 from holdfast.format.names import new_attempt
 from holdfast.storage.direct import Pool
-from holdfast.words import MIB, Box
+from holdfast.words import MIB, Box, named
 
 T = TypeVar("T")
 

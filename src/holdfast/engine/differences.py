@@ -10,7 +10,6 @@ from itertools import islice
 import msgspec
 
 from holdfast.engine.meeting import Meeting
-from holdfast.engine.merge import named
 from holdfast.engine.select import Selected
 from holdfast.errors import (
     DTypeMismatch,
@@ -20,6 +19,7 @@ from holdfast.errors import (
     UnexpectedLeaf,
 )
 from holdfast.format import tree
+from holdfast.words import named
 
 _SHOWN = 20
 _SHOWN_BOTH = 5

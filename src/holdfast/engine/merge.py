@@ -12,6 +12,7 @@ import msgspec
 from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.format.names import join
+from holdfast.words import named
 
 SHOWN = 20
 """Most keys that one error message names."""
@@ -170,11 +171,3 @@ def _said(node: Any) -> str:
         return {"own": "a PerRank", "first": "a Replicated"}[tag]
     text = msgspec.json.encode(body).decode()
     return f"{tag} {text[:_LONGEST]}" + ("..." if len(text) > _LONGEST else "")
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0, 1, 2``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(r) for r in ranks[:8])
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 from holdfast.engine.layout import Ints
 from holdfast.engine.offer import Hashes, Offer, describe_type, mix
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
+from holdfast.words import named
 
 SHOWN = 20
 """Most leaves that one error message names."""
@@ -189,7 +190,7 @@ def _disagreement(
         key = next(iter(sides))[0]
         names.append(key)
         if len(sides) > 1:
-            parts = [f"{describe_type(d, s)} on {_ranks(r)}" for (_, d, s), r in sides.items()]
+            parts = [f"{describe_type(d, s)} on {named(r)}" for (_, d, s), r in sides.items()]
             lines.append(f"{key}: {', '.join(parts)}")
             kinds.add(_kind([d for _, d, _ in sides], [s for _, _, s in sides]))
         else:
@@ -215,10 +216,3 @@ def _torn(part: int, whole: int) -> str:
     overlap, gaps = part >= whole, part <= whole
     verb = "overlap and leave gaps" if overlap and gaps else "overlap" if overlap else "leave gaps"
     return f"its boxes {verb} ({part} of {whole} bytes)"
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(r) for r in ranks[:8])
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from holdfast.engine.board import Board, Pulse, Turn
-from holdfast.engine.merge import named
 from holdfast.errors import RankFailed
 from holdfast.events import emit
+from holdfast.words import named
 
 LATE = 30.0
 """Seconds for which a rank may get on with nothing until those who wait for it say so."""
