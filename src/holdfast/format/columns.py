@@ -110,6 +110,9 @@ class Columns:
         made: Ints = sums[first + self.counts] - sums[first]
         return made
 
+    def __len__(self) -> int:
+        return len(self.counts)
+
     def __iter__(self) -> Iterator[Leaf]:
         offsets, sizes = self.offsets.tolist(), self.sizes.tolist()
         at, counts = self.at.tolist(), self.counts.tolist()
