@@ -1,4 +1,4 @@
-"""A load of a snapshot of many ranks: what the indexes of a million boxes take of memory."""
+"""A load and a reshard of a snapshot of many ranks: what a million boxes take of memory."""
 
 from __future__ import annotations
 
@@ -53,32 +53,56 @@ def make(folder: Path) -> None:
 
 
 LOAD = """
+state = dict()
+for key, (_, (rows, width)) in snapshot.leaves.items():
+    mine = torch.ones(rows // ranks, width)
+    state[key] = holdfast.Boxed(mine, (part * len(mine), 0), (rows, width))
+begin()
+holdfast.load(url, into=state)
+assert not any(boxed.tensor.any() for boxed in state.values())
+"""
+
+RESHARD = """
+from holdfast.engine.location import locate
+from holdfast.engine.reshard import reshard
+begin()
+new = reshard(snapshot, locate(url + "_new"), ranks)
+assert len(new.manifest.shards) == ranks and new.nbytes > snapshot.nbytes * 0.9
+"""
+
+MEASURED = """
 import sys, torch, holdfast
 url, part, ranks = sys.argv[1], *map(int, sys.argv[2:])
 def resident(field):
     with open("/proc/self/status") as status:
         return int(status.read().split(field + ":")[1].split()[0]) / 1024
+def begin():
+    global before
+    before = resident("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
 snapshot = holdfast.open(url)
-state = {}
-for key, (_, (rows, width)) in snapshot.leaves.items():
-    mine = torch.ones(rows // ranks, width)
-    state[key] = holdfast.Boxed(mine, (part * len(mine), 0), (rows, width))
-before = resident("VmRSS")
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")
-holdfast.load(url, into=state)
-assert not any(boxed.tensor.any() for boxed in state.values())
+{}
 print(resident("VmHWM") - before)
 """
 
 
+def measured(code: str, url: Path, part: int, ranks: int) -> float:
+    """MiB by which the memory of a process grows at most."""
+    command = [sys.executable, "-c", MEASURED.replace("{}", code), url, str(part), str(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return float(done.stdout)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's /proc")
-def test_a_load_from_1024_ranks_keeps_within_its_memory(tmp_path: Path) -> None:
-    """A million boxes: a rank of 512, and one that takes every leaf whole (all of the boxes)."""
+def test_a_million_boxes_keep_within_their_memory(tmp_path: Path) -> None:
+    """A load on a rank of 512, and on one that takes every leaf whole (all of the boxes); and a
+    reshard, with its two windows."""
     make(tmp_path)
+    url = tmp_path / "version_1"
     for part, ranks in ((300, 512), (0, 1)):
-        command = [sys.executable, "-c", LOAD, tmp_path / "version_1", str(part), str(ranks)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert float(done.stdout) < 256, f"{done.stdout} MiB besides the state"
+        assert measured(LOAD, url, part, ranks) < 256, "besides the state"
+    assert measured(RESHARD, url, 0, 8) < 512
+    assert holdfast.open(tmp_path / "version_1_new").verify().ok

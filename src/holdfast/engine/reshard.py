@@ -44,7 +44,7 @@ from holdfast.engine.windows import (
     in_order,
     new_image,
     settle,
-    stored_by_key,
+    stored_by_leaf,
     window_size,
     windows,
 )
@@ -80,14 +80,15 @@ def reshard(
     whichever shard has least. The new snapshot refers to no other; state, step, branch, parent and
     metadata are those of the old one, and ``resharded`` in the metadata says what it was made from.
 
-    Uses at most 256 MiB, whatever the sizes, besides the indexes. ``progress(nbytes)`` is called as
-    bytes of leaves are written, from several threads. Raises ``AlreadyExists`` if there is a
-    snapshot, ``FormatError`` if this one is damaged, ``CommitError`` and ``StoreError``; whenever
-    it raises, nothing was committed, unless the error's ``outcome`` is "unknown".
+    Uses at most 256 MiB, whatever the sizes, besides the indexes and 40 bytes for each leaf of each
+    of these. ``progress(nbytes)`` is called as bytes of leaves are written, from several threads.
+    Raises ``AlreadyExists`` if there is a snapshot, ``FormatError`` if this one is damaged,
+    ``CommitError`` and ``StoreError``; whenever it raises, nothing was committed, unless the
+    error's ``outcome`` is "unknown".
     """
     refuse_existing(place)
     with snapshot.told_if_deleted():
-        stored = stored_by_key(snapshot)
+        stored = stored_by_leaf(snapshot)
         leaves = in_order(snapshot, stored)
         source = _Source(snapshot, leaves, stored)
         home = deal_out(leaves, shards, split)
@@ -152,8 +153,9 @@ class _Source:
                 wants.append(Want(leaf.key, box))
                 targets.append(Target(opaque, box.sizes, into, buffer.address + at))
                 at += box.elements * size
+        rows = self._stored.rows
         keys = {self.leaves[run.leaf].key for run in runs}
-        concerned = sorted({shard for key in keys for shard, _ in self._stored[key]})
+        concerned = np.unique(np.concatenate([self._stored.shard[rows[k]] for k in keys])).tolist()
         indexes = [self._indexes[s] for s in concerned]
         plan = plan_read(indexes, wants)
         run_reads(self._place, plan, indexes, targets, shared_pool(), self._threads)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from holdfast.engine.entries import whole_entries
 from holdfast.engine.layout import GROUP, SMALL, Holding, Ints, chunk_cuts
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import Image
-from holdfast.format.columns import Leaf
+from holdfast.format.columns import Columns, before
 from holdfast.format.tensorfile import build_header
 from holdfast.words import ALIGNMENT, DTYPES, MIB, Box
 
@@ -40,8 +41,20 @@ OPEN = 256
 through several times."""
 
 
-Stored = dict[str, list[tuple[int, Leaf]]]
-"""By key what the indexes say of a leaf, each with the number of the old shard."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """What the old shards have of the leaves: a row for each leaf and each shard that has boxes of
+    it, by leaf and then by shard.
+
+    ``rows``: where those of a leaf are, by key; ``at``: where in the shard the first of the boxes
+    begins; ``nbytes``: of all of them; ``first``: the least offset of theirs in dimension 0.
+    """
+
+    rows: dict[str, slice]
+    shard: Ints
+    at: Ints
+    nbytes: Ints
+    first: Ints
 
 
 class Ordered(NamedTuple):
@@ -64,13 +77,33 @@ class Ordered(NamedTuple):
         return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
 
-def stored_by_key(snapshot: Snapshot) -> Stored:
-    """Where each leaf is, by key."""
-    stored: Stored = {key: [] for key in snapshot.leaves}
-    for shard, index in enumerate(snapshot.indexes()):
-        for leaf in index.leaves:
-            stored[leaf.key].append((shard, leaf))
-    return stored
+def stored_by_leaf(snapshot: Snapshot) -> Stored:
+    """Where each leaf is."""
+    numbers = {key: number for number, key in enumerate(snapshot.leaves)}
+    tables = [_table(shard, i.leaves, numbers) for shard, i in enumerate(snapshot.indexes())]
+    table = np.concatenate(tables, axis=1) if tables else np.empty((5, 0), np.int64)
+    table = table[:, np.argsort(table[0], kind="stable")]
+    limits = np.searchsorted(table[0], np.arange(len(numbers) + 1)).tolist()
+    rows = {key: slice(limits[n], limits[n + 1]) for key, n in numbers.items()}
+    return Stored(rows, *table[1:])
+
+
+def _table(shard: int, leaves: Columns, numbers: Mapping[str, int]) -> Ints:
+    """The rows of one shard: the leaf's number, and the columns of ``Stored``."""
+    kinds, some = leaves.kinds, np.flatnonzero(leaves.counts)
+    begin = before(leaves.counts)[some]
+    offset = np.zeros(len(leaves.at), np.int64)
+    shaped = kinds.dims[leaves.leaf] > 0
+    offset[shaped] = leaves.offsets[leaves.begins[shaped]]
+    return np.stack(
+        [
+            np.fromiter((numbers[key] for key in kinds.keys), np.int64, len(kinds.keys))[some],
+            np.full(len(some), shard, np.int64),
+            np.minimum.reduceat(leaves.at, begin),
+            (leaves.stored() * kinds.widths)[some],
+            np.minimum.reduceat(offset, begin),
+        ]
+    )
 
 
 def in_order(snapshot: Snapshot, stored: Stored) -> list[Ordered]:
@@ -79,7 +112,8 @@ def in_order(snapshot: Snapshot, stored: Stored) -> list[Ordered]:
     indexes = snapshot.indexes()
 
     def place(leaf: Ordered) -> tuple[int, int]:
-        return min(((s, box.at) for s, f in stored[leaf.key] for box in f.boxes), default=(0, 0))
+        rows = stored.rows[leaf.key]
+        return min(zip(stored.shard[rows].tolist(), stored.at[rows].tolist()), default=(0, 0))
 
     def kind(leaf: Ordered) -> tuple[int, str]:
         return -DTYPES[leaf.dtype].itemsize, leaf.key.partition("/")[0]
@@ -106,36 +140,29 @@ def _tiled(group: list[Ordered], stored: Stored) -> list[Ordered]:
     tiles = -(-sum(leaf.nbytes for leaf in group) * 10 // (9 * WINDOW))
     if tiles < 2:
         return group
-    load: dict[int, int] = {}
-    for leaf in group:
-        size = DTYPES[leaf.dtype].itemsize
-        for shard, found in stored[leaf.key]:
-            nbytes = sum(prod(box.sizes) for box in found.boxes) * size
-            load[shard] = load.get(shard, 0) + nbytes
-    shards = sorted(load)
-    before = np.cumsum([load[shard] for shard in shards])
-    ends = np.arange(1, tiles) * before[-1] // tiles
-    limits = np.array([*shards, shards[-1] + 1])[np.searchsorted(before, ends, "right")]
+    rows = np.concatenate([np.arange(r.start, r.stop) for r in (stored.rows[f.key] for f in group)])
+    shards, which = np.unique(stored.shard[rows], return_inverse=True)
+    load = np.zeros(len(shards), np.int64)
+    np.add.at(load, which, stored.nbytes[rows])
+    loaded = np.cumsum(load)
+    ends = np.arange(1, tiles) * loaded[-1] // tiles
+    limits = np.array([*shards, shards[-1] + 1])[np.searchsorted(loaded, ends, "right")]
     made = []
     for leaf in group:
         if leaf.shape:
-            having, rows = _first_rows(leaf, stored[leaf.key])
-            edges = rows[np.searchsorted(having, limits)] * leaf.row
+            having, starts = _first_rows(leaf, stored)
+            edges = starts[np.searchsorted(having, limits)] * leaf.row
             leaf = leaf._replace(edges=tuple(np.unique(edges).tolist()))
         made.append(leaf)
     return made
 
 
-def _first_rows(leaf: Ordered, stored: Sequence[tuple[int, Leaf]]) -> tuple[Ints, Ints]:
+def _first_rows(leaf: Ordered, stored: Stored) -> tuple[Ints, Ints]:
     """The old shards that have parts of a leaf, and the first row that each or a later one has;
     behind the last one, the number of rows."""
-    first: dict[int, int] = {}
-    for shard, found in stored:
-        for box in found.boxes:
-            first[shard] = min(first.get(shard, leaf.shape[0]), box.offsets[0])
-    shards = np.array(sorted(first), np.int64)
-    rows = np.array([*(first[s] for s in shards.tolist()), leaf.shape[0]], np.int64)
-    return shards, np.minimum.accumulate(rows[::-1])[::-1]
+    rows = stored.rows[leaf.key]
+    starts = np.append(stored.first[rows], leaf.shape[0])
+    return stored.shard[rows], np.minimum.accumulate(starts[::-1])[::-1]
 
 
 def deal_out(leaves: Sequence[Ordered], shards: int, split: str) -> list[int | None]:
