@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -39,8 +35,8 @@ from holdfast.words import MIB, UNIT
 from ..engine.unreliable import Wrapped
 from .laid import found, key, state_of, states
 from .test_layouts import saved_at
+from .world import outcomes
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
@@ -768,26 +764,7 @@ def test_a_training_goes_on_by_sharing_and_goes_back_where_a_version_is_damaged(
 
 @pytest.mark.slow
 def test_real_processes_share_and_one_that_is_killed_leaves_nothing(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environ = os.environ | {"HOLDFAST_SILENT": "3", "OMP_NUM_THREADS": "1"}
-    started = []
-    try:
-        for rank in range(3):
-            command = [sys.executable, "-m", "tests.ranks.sharers", str(rank), port, str(tmp_path)]
-            with (tmp_path / f"{rank}.log").open("w") as log:
-                started.append(
-                    subprocess.Popen(command, stdout=log, stderr=log, env=environ, cwd=ROOT)
-                )
-        codes = [process.wait(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    logs = "\n".join((tmp_path / f"{rank}.log").read_text()[-2000:] for rank in range(3))
-    assert codes == [0, -signal.SIGKILL, 0], logs
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    told = outcomes("sharers", tmp_path, [0, -signal.SIGKILL, 0], silent=3, within=120)
     data, indexes = lengths(str(tmp_path / "version_1"))
     own = 10 * MIB
     each = data - 2 * own

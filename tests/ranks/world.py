@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +21,22 @@ SIZE = 4
 BOUND = timedelta(seconds=60)
 
 
-def outcomes(module: str, folder: Path) -> list[dict[str, str]]:
+def outcomes(
+    module: str,
+    folder: Path,
+    expected: Sequence[int] = (0,) * SIZE,
+    *,
+    silent: int = 30,
+    within: float = 300,
+) -> list[dict[str, Any]]:
     """What each part of a module came to, on each rank. All of them share one start of the
-    processes."""
+    processes, which end with the ``expected`` codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     root = Path(__file__).parents[2]
-    environ = os.environ | {"HOLDFAST_SILENT": "30", "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"{rank}.log" for rank in range(SIZE)]
+    environ = os.environ | {"HOLDFAST_SILENT": str(silent), "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(len(expected))]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(logs):
@@ -36,13 +45,13 @@ def outcomes(module: str, folder: Path) -> list[dict[str, str]]:
                 started.append(
                     subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=root)
                 )
-        codes = [process.wait(timeout=300) for process in started]
+        codes = [process.wait(timeout=within) for process in started]
     finally:
         for process in started:
             process.kill()
-    told = [folder / f"{rank}.json" for rank in range(SIZE)]
-    assert codes == [0] * SIZE, "\n".join(log.read_text()[-2000:] for log in logs)
-    return [json.loads(path.read_text()) for path in told]
+            process.wait()
+    assert codes == list(expected), "\n".join(log.read_text()[-2000:] for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(expected))]
 
 
 class Ranks:
