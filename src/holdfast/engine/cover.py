@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast.arrays import Ints, within
 from holdfast.engine.fill import Hit, Needs, cover
-from holdfast.engine.layout import Ints, rectangles, span
+from holdfast.engine.layout import rectangles, span
 from holdfast.engine.search import REFUSED, Search, some
 from holdfast.errors import ManifestInvalid
 from holdfast.format.index import ShardIndex
@@ -194,7 +195,7 @@ class _Runs:
         first = np.searchsorted(self.stop, begin, "right")
         count = np.searchsorted(self.start, end, "left") - first
         row = np.repeat(np.arange(len(linear)), count)
-        item = np.arange(len(row)) + np.repeat(first - (np.cumsum(count) - count), count)
+        item = within(first, count)
         low = np.maximum(begin[row], self.start[item])
         high = np.minimum(end[row], self.stop[item])
         into = linear[row, 2] + low - begin[row]

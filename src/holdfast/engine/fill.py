@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.engine.layout import Ints, span, subtract
+from holdfast.arrays import Ints
+from holdfast.engine.layout import span, subtract
 from holdfast.words import Box
 
 MANY = 16

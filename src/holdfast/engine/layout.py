@@ -10,12 +10,10 @@ from math import prod
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from holdfast.arrays import Ints
 from holdfast.errors import PlanError, Unsupported
 from holdfast.words import DTYPES, KIB, MIB, UNIT, Box
-
-Ints = NDArray[np.int64]
 
 SMALL = 64 * KIB
 """Boxes below this many bytes share chunks; a larger one has chunks of its own."""

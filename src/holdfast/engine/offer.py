@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -23,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from holdfast.engine.layout import Holding, Ints, itemsize
+from holdfast.arrays import Ints, flat, products, within
+from holdfast.engine.layout import Holding, itemsize
 from holdfast.errors import PlanError
 
 Hashes = NDArray[np.uint64]
@@ -116,10 +116,10 @@ def make_offer(
     factor = key | np.uint64(1)
     leaf_dims = np.array([len(h.shape) for h in leaves], np.int64)
     dims = leaf_dims[of]
-    shape = _flat(h.shape for h in leaves)
-    offsets = _flat(h.box.offsets for h in holdings)
-    sizes = _flat(h.box.sizes for h in holdings)
-    limits = _flat(leaves[i].shape for i in of.tolist())
+    shape = flat(h.shape for h in leaves)
+    offsets = flat(h.box.offsets for h in holdings)
+    sizes = flat(h.box.sizes for h in holdings)
+    limits = flat(leaves[i].shape for i in of.tolist())
     wrong = (offsets < 0) | (sizes < 0) | (offsets + sizes > limits)
     if wrong.any():
         raise _outside(holdings[int(np.repeat(np.arange(len(dims)), dims)[wrong.argmax()])])
@@ -128,9 +128,9 @@ def make_offer(
         leaf_key=key,
         leaf_type=np.array([hashed[h.dtype, h.shape] for h in leaves], np.uint64),
         leaf_weight=_weights(np.zeros_like(shape), shape, leaf_dims) * factor,
-        leaf_bytes=_product(shape, leaf_dims) * width,
+        leaf_bytes=products(shape, leaf_dims) * width,
         box_weight=_weights(offsets, sizes, dims) * factor[of],
-        box_bytes=_product(sizes, dims) * width[of],
+        box_bytes=products(sizes, dims) * width[of],
         box_leaf=of,
         box_first=np.zeros(len(of), np.uint8) if first is None else first.astype(np.uint8),
         names=zlib.compress(
@@ -161,10 +161,6 @@ def _leaves(holdings: Sequence[Holding]) -> tuple[list[Holding], NDArray[np.uint
     return leaves, np.array(of, np.uint32)
 
 
-def _flat(rows: Iterable[tuple[int, ...]]) -> Ints:
-    return np.array(list(chain.from_iterable(rows)), np.int64)
-
-
 def _outside(h: Holding) -> PlanError:
     return PlanError(
         f"A rank offers a part of {h.key} that is not within the tensor",
@@ -189,16 +185,8 @@ def mix(x: Hashes) -> Hashes:
 
 def _weights(offsets: Ints, sizes: Ints, dims: Ints) -> Hashes:
     """Weights of boxes (see the module's text), given flat over boxes and their dimensions."""
-    d = np.arange(len(offsets), dtype=np.int64) - np.repeat(np.cumsum(dims) - dims, dims)
+    d = within(np.zeros_like(dims), dims)
     seed = mix(d.astype(np.uint64))
     random = [mix(seed ^ x.astype(np.uint64)) for x in (offsets, offsets + sizes)]
-    weights: Hashes = _product(random[1] - random[0], dims)
+    weights: Hashes = products(random[1] - random[0], dims)
     return weights
-
-
-def _product(flat: NDArray[Any], dims: Ints) -> Any:
-    """The product of each box's numbers; 1 for a box without dimensions."""
-    widest = int(dims.max(initial=0))
-    table = np.ones((len(dims), widest), flat.dtype)
-    table[np.arange(widest) < dims[:, None]] = flat
-    return table.prod(axis=1, dtype=flat.dtype)

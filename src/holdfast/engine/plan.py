@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from holdfast.engine.layout import Ints
+from holdfast.arrays import Ints
 from holdfast.engine.offer import Hashes, Offer, describe_type, mix
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
 from holdfast.words import named

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast import events
+from holdfast.arrays import Ints, before, within
 from holdfast.engine import layout, pin
 from holdfast.engine.entries import part_entries
 from holdfast.engine.files import read_index
 from holdfast.engine.garbage import uncollected
-from holdfast.engine.layout import Ints
 from holdfast.engine.location import Location
 from holdfast.engine.meeting import Meeting
 from holdfast.engine.snapshot import Snapshot
@@ -284,7 +284,7 @@ def _spans(own: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
     starts, stops = cuts[edges[::2]], cuts[edges[1::2]]
     order = np.argsort((stops - starts) % ALIGNMENT != 0, kind="stable")
     starts, stops = starts[order], stops[order]
-    return starts, stops, np.cumsum(stops - starts) - (stops - starts)
+    return starts, stops, before(stops - starts)
 
 
 def _find(base: Base, image: Image, digests: list[str]) -> list[tuple[str, int, int] | None]:
@@ -323,7 +323,7 @@ def _marks(rows: list[tuple[int, int, int]], cuts: Ints) -> list[int]:
     first = np.searchsorted(stops, starts, "right")
     counts = np.searchsorted(begins, ends, "left") - first
     chunk = np.repeat(np.arange(len(starts)), counts)
-    row = np.arange(len(chunk)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    row = within(first, counts)
     made = (ends - starts).astype(np.uint64)
     np.add.at(made, chunk, _mixed(box[row], begins[row] - starts[chunk]))
     marks: list[int] = made.tolist()

@@ -12,10 +12,10 @@ from itertools import compress
 
 import numpy as np
 
+from holdfast.arrays import Ints, before, flat, numbers, products, within
 from holdfast.engine.fill import Needs
-from holdfast.engine.layout import Ints
 from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
-from holdfast.format.columns import Kinds, before, flat, numbers, products, within
+from holdfast.format.columns import Kinds
 from holdfast.format.index import ShardIndex
 from holdfast.words import Box
 

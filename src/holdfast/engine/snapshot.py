@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.arrays import Ints
 from holdfast.engine import pin
 from holdfast.engine.buffers import shared_pool
 from holdfast.engine.cover import Want, plan_read
@@ -26,7 +27,7 @@ from holdfast.errors import (
     NotFound,
 )
 from holdfast.format import tree
-from holdfast.format.columns import Alike, Ints, Kinds
+from holdfast.format.columns import Alike, Kinds
 from holdfast.format.grammar import Leaves, check_plain, check_tree
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import MAX_BYTES, Manifest, Referred, Shard, decode_manifest

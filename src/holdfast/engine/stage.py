@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.arrays import Ints
 from holdfast.engine.entries import whole_entries
-from holdfast.engine.layout import Holding, Ints, chunk_cuts, file_order, rectangles
+from holdfast.engine.layout import Holding, chunk_cuts, file_order, rectangles
 from holdfast.engine.parallel import in_parallel
 from holdfast.engine.tree import Leaf
 from holdfast.format.tensorfile import build_header

@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast.arrays import Ints, before
 from holdfast.engine.entries import whole_entries
-from holdfast.engine.layout import GROUP, SMALL, Holding, Ints, chunk_cuts
+from holdfast.engine.layout import GROUP, SMALL, Holding, chunk_cuts
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.stage import Image
-from holdfast.format.columns import Columns, before
+from holdfast.format.columns import Columns
 from holdfast.format.tensorfile import build_header
 from holdfast.words import ALIGNMENT, DTYPES, MIB, Box
 
@@ -113,7 +114,8 @@ def in_order(snapshot: Snapshot, stored: Stored) -> list[Ordered]:
 
     def place(leaf: Ordered) -> tuple[int, int]:
         rows = stored.rows[leaf.key]
-        return min(zip(stored.shard[rows].tolist(), stored.at[rows].tolist()), default=(0, 0))
+        first = rows.start
+        return (int(stored.shard[first]), int(stored.at[first])) if first < rows.stop else (0, 0)
 
     def kind(leaf: Ordered) -> tuple[int, str]:
         return -DTYPES[leaf.dtype].itemsize, leaf.key.partition("/")[0]
@@ -140,7 +142,7 @@ def _tiled(group: list[Ordered], stored: Stored) -> list[Ordered]:
     tiles = -(-sum(leaf.nbytes for leaf in group) * 10 // (9 * WINDOW))
     if tiles < 2:
         return group
-    rows = np.concatenate([np.arange(r.start, r.stop) for r in (stored.rows[f.key] for f in group)])
+    rows = np.r_[tuple(stored.rows[leaf.key] for leaf in group)]
     shards, which = np.unique(stored.shard[rows], return_inverse=True)
     load = np.zeros(len(shards), np.int64)
     np.add.at(load, which, stored.nbytes[rows])

@@ -6,18 +6,15 @@ shapes are then kept once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.arrays import Ints, before, flat, numbers, products
 from holdfast.words import DTYPES
-
-Ints = npt.NDArray[np.int64]
 
 
 class BoxAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -145,33 +142,3 @@ def columns_of(leaves: Sequence[Leaf], kinds: Kinds) -> Columns:
     elements = products(sizes, numbers([*map(len, given)]))
     at, offsets = numbers([box.at for box in boxes]), flat([box.offsets for box in boxes])
     return Columns(kinds, counts, at, elements, offsets, sizes)
-
-
-def numbers(row: Sequence[int]) -> Ints:
-    return np.fromiter(row, np.int64, len(row))
-
-
-def flat(rows: Iterable[tuple[int, ...]]) -> Ints:
-    return numbers(list(chain.from_iterable(rows)))
-
-
-def products(sizes: npt.NDArray[Any], dims: Ints) -> npt.NDArray[Any]:
-    """The product of each box's ``dims`` sizes, which lie one after the other; 1 for none."""
-    made = np.ones(len(dims), sizes.dtype)
-    some = dims > 0
-    if some.any():
-        made[some] = np.multiply.reduceat(sizes, before(dims)[some])
-    return made
-
-
-def within(starts: Ints, counts: Ints) -> Ints:
-    """``counts[i]`` numbers from ``starts[i]`` on, for one i after the other."""
-    made: Ints = np.repeat(starts - before(counts), counts)
-    made += np.arange(len(made))
-    return made
-
-
-def before(counts: Ints) -> Ints:
-    """The sum of all those before each."""
-    made: Ints = np.cumsum(counts) - counts
-    return made

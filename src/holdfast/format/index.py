@@ -17,18 +17,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from holdfast.arrays import Ints, before, numbers, products, within
 from holdfast.errors import ManifestInvalid
 from holdfast.format.columns import (
     Alike,
     Columns,
-    Ints,
     Kinds,
     Leaf,
-    before,
     columns_of,
-    numbers,
-    products,
-    within,
 )
 from holdfast.format.digest import packed
 from holdfast.format.manifest import Referred
