@@ -119,8 +119,8 @@ class _Rank:
     """One of the crowd: what it has to tell, ready; nothing else is kept of it."""
 
     def __init__(self, rank: int, ranks: int, shape: str, board: Any) -> None:
-        from holdfast.engine.deal import _Mine
-        from holdfast.engine.group import Ranks
+        from holdfast.engine.distributed.group import Ranks
+        from holdfast.engine.saving.partition import _Mine
 
         self.rank = rank
         self.group = Ranks(board, ranks)
@@ -135,7 +135,7 @@ class _Rank:
         self.meeting: Any = None
 
     def details(self, asked: Any) -> Any:
-        from holdfast.engine.deal import Details
+        from holdfast.engine.saving.partition import Details
 
         wanted = (asked.offers, asked.trees, asked.values)
         told = zip(self.told, wanted, strict=True)
@@ -144,8 +144,8 @@ class _Rank:
 
 def taken_apart(rank: int, ranks: int, shape: str) -> Any:
     """What ``save`` makes of the state of a rank: the tree, and the boxes to deal out."""
-    from holdfast.engine.deal import _split
-    from holdfast.engine.tree import flatten
+    from holdfast.engine.saving.partition import _split
+    from holdfast.engine.state.flatten import flatten
 
     flat = flatten(state_of(rank, ranks, shape), rank)
     return flat, [part for leaf in flat.leaves for part in _split(leaf)]
@@ -153,7 +153,7 @@ def taken_apart(rank: int, ranks: int, shape: str) -> Any:
 
 def members(port: int, ranks: int, shape: str, first: int, step: int, folder: str) -> None:
     """A process of the crowd: ranks ``first``, ``first + step``, ... until rank 0 says "end"."""
-    from holdfast.engine.board import Board, Patience
+    from holdfast.engine.distributed.kv import Board, Patience
 
     class Direct(Board):
         """A board without a thread of its own."""
@@ -195,7 +195,7 @@ def _awaited(store: Any, key: str, kind: Any) -> Any:
 
 def _deal(crowd: list[_Rank], what: str) -> list[float]:
     """``engine.deal.deal``, of many ranks by turns."""
-    from holdfast.engine.deal import Asked, Details, Header, _unpacked
+    from holdfast.engine.saving.partition import Asked, Details, Header, _unpacked
 
     began = time.perf_counter()
     for each in crowd:
@@ -223,10 +223,10 @@ def _deal(crowd: list[_Rank], what: str) -> list[float]:
 def _commit(
     crowd: list[_Rank], order: Order, ranks: int, shape: str, folder: str, orders: Any, number: int
 ) -> None:
-    from holdfast.engine.commit import Outcome, Receipt
-    from holdfast.engine.deal import holding
-    from holdfast.engine.location import locate
-    from holdfast.engine.refer import held
+    from holdfast.engine.saving.commit import Outcome, Receipt
+    from holdfast.engine.saving.incremental import held
+    from holdfast.engine.saving.partition import holding
+    from holdfast.engine.snapshot.location import locate
 
     for each in crowd:
         with held(locate(Path(folder)), each.asked.attempt, None, each.meeting):
@@ -248,10 +248,10 @@ def written(
     folder: Path, rank: int, ranks: int, attempt: str, leaves: list[Any], holdings: list[Any]
 ) -> Any:
     """The receipt of a rank that has written its shard (a hole) and its index (a real one)."""
-    from holdfast.engine.commit import Receipt
-    from holdfast.engine.location import locate
-    from holdfast.engine.stage import make_image
-    from holdfast.engine.write import write_index
+    from holdfast.engine.saving.commit import Receipt
+    from holdfast.engine.saving.image import make_image
+    from holdfast.engine.saving.write import write_index
+    from holdfast.engine.snapshot.location import locate
     from holdfast.format import names
     from holdfast.format.digest import digest
     from holdfast.format.manifest import Increment

@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.engine.cover import Want, plan_read
-from holdfast.engine.layout import Holding, chunk_cuts, file_order
-from holdfast.engine.offer import Offer, make_offer, structure
-from holdfast.engine.plan import plan_write, same_structure
-from holdfast.format.columns import Alike, BoxAt, Leaf
+from holdfast.engine.planning.global_plan import plan_write, same_structure
+from holdfast.engine.planning.local_plan import Offer, make_offer, structure
+from holdfast.engine.planning.read_plan import Want, plan_read
+from holdfast.engine.planning.shard_layout import Holding, chunk_cuts, file_order
 from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
-from holdfast.words import MIB, Box
+from holdfast.format.index_columns import Alike, BoxAt, Leaf
+from holdfast.types import MIB, Box
 
 LEAVES = 977
 RANKS = (8, 64, 256, 1024)

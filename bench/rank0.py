@@ -53,9 +53,10 @@ class Spent:
 @contextmanager
 def patched(spent: Spent) -> Iterator[None]:
     """The steps of the deal and of the commit are timed."""
-    from holdfast.engine import commit, deal, meeting
+    from holdfast.engine.distributed import collective as meeting
+    from holdfast.engine.saving import commit, partition
 
-    chair, assembly = deal._Chair, meeting.Assembly
+    chair, assembly = partition._Chair, meeting.Assembly
     steps = [
         (chair, "hear", "plan"), (chair, "tree", "merge"), (chair, "masks", "masks"),
         (assembly, "gather", "gather"), (assembly, "scatter", "scatter"),
@@ -96,10 +97,10 @@ def measure(ranks: int, shape: str, folder: str) -> dict[str, Any]:
 class _Rank0:
     def __init__(self, port: int, ranks: int, shape: str, folder: Path, others: Any) -> None:
         from bench import crowd
-        from holdfast.engine.board import Board, Patience
-        from holdfast.engine.buffers import shared_pool
-        from holdfast.engine.group import Ranks
-        from holdfast.engine.location import locate
+        from holdfast.buffers import shared_pool
+        from holdfast.engine.distributed.group import Ranks
+        from holdfast.engine.distributed.kv import Board, Patience
+        from holdfast.engine.snapshot.location import locate
 
         self.ranks, self.shape, self.folder = ranks, shape, folder
         self.orders = crowd.connected(port, counted=False)
@@ -117,7 +118,7 @@ class _Rank0:
     def figures(self) -> dict[str, Any]:
         from bench.crowd import state_of
         from bench.process import PeakMemory
-        from holdfast.engine.tree import flatten
+        from holdfast.engine.state.flatten import flatten
 
         flatten(state_of(0, self.ranks, self.shape))  # imports are no cost of a save
         self.board.start()
@@ -169,9 +170,9 @@ class _Rank0:
     def save(self, *, commit: bool = False, write: bool = False) -> dict[str, Any]:
         """One save, without its shards: seconds of the deal and of the commit, calls, bytes."""
         from bench.crowd import state_of
-        from holdfast.engine.deal import deal
-        from holdfast.engine.garbage import uncollected
-        from holdfast.engine.tree import flatten
+        from holdfast.engine.saving.partition import deal
+        from holdfast.engine.state.flatten import flatten
+        from holdfast.threads import uncollected
 
         what = f"the save of {self.place.url}"
         flat = flatten(state_of(0, self.ranks, self.shape))
@@ -201,10 +202,10 @@ class _Rank0:
 
     def commit(self, dealt: Any, meeting: Any, write: bool) -> dict[str, float]:
         from bench import crowd
-        from holdfast.engine.commit import check_receipts, put_manifest, settled
-        from holdfast.engine.draft import Draft, Label
-        from holdfast.engine.refer import held
-        from holdfast.engine.stage import Image
+        from holdfast.engine.saving.commit import check_receipts, put_manifest, settled
+        from holdfast.engine.saving.image import Image
+        from holdfast.engine.saving.incremental import held
+        from holdfast.engine.saving.job import Draft, Label
 
         none = Image(b"", [], [], [], [], np.zeros(1, np.int64))
         about = Label().node()
@@ -241,7 +242,7 @@ class _Rank0:
 
     def vigil(self) -> float:
         """Seconds for one look after all other ranks, as while they write: not the first one."""
-        from holdfast.engine.vigil import Vigil
+        from holdfast.engine.distributed.failure_detector import Vigil
 
         vigil = Vigil(self.board, "it")
         seconds = []
@@ -264,8 +265,8 @@ class _Rank0:
         """What a load into half as many ranks begins with, on one rank."""
         from bench.crowd import taken_apart
         from bench.process import PeakMemory
-        from holdfast.engine.cover import Want, plan_read
-        from holdfast.engine.snapshot import open_snapshot
+        from holdfast.engine.planning.read_plan import Want, plan_read
+        from holdfast.engine.snapshot.snapshot import open_snapshot
 
         _, leaves = taken_apart(0, max(1, self.ranks // 2), self.shape)
         stored = open_snapshot(self.folder)

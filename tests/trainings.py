@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import holdfast
-from holdfast.policy import EverySteps, KeepPolicy, SavePolicy
+from holdfast.run.policy import EverySteps, KeepPolicy, SavePolicy
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 

@@ -9,20 +9,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from holdfast.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from holdfast import errors, sinks
-    from holdfast.checkpointer import Checkpointer
-    from holdfast.engine.load import load
-    from holdfast.engine.save import save, save_async
-    from holdfast.engine.sharding import Boxed
-    from holdfast.engine.snapshot import Snapshot
-    from holdfast.engine.snapshot import open_snapshot as open
-    from holdfast.engine.spread import PerRank, Replicated
-    from holdfast.engine.verify import Report
-    from holdfast.engine.view import LeafView
-    from holdfast.engine.worker import Pending
+    from holdfast.data.progress import Progress
+    from holdfast.data.rng import RNG
+    from holdfast.data.sampler import ElasticSampler
+    from holdfast.engine.loading.load import load
+    from holdfast.engine.saving.pending import Pending
+    from holdfast.engine.saving.save import save, save_async
+    from holdfast.engine.snapshot.leaf import LeafView
+    from holdfast.engine.snapshot.snapshot import Snapshot
+    from holdfast.engine.snapshot.snapshot import open_snapshot as open
+    from holdfast.engine.snapshot.verify import Report
+    from holdfast.engine.state.replication import PerRank, Replicated
+    from holdfast.engine.state.sharding import Boxed
     from holdfast.events import attach
-    from holdfast.policy import (
+    from holdfast.run.policy import (
         EveryEpoch,
         EverySeconds,
         EverySteps,
@@ -32,13 +36,10 @@ if TYPE_CHECKING:
         OnException,
         StopWhen,
     )
-    from holdfast.progress import RNG, Progress
-    from holdfast.run import Run
-    from holdfast.sampler import ElasticSampler
+    from holdfast.run.run import Run
     from holdfast.storage.open import open_store
     from holdfast.storage.store import Store
-
-__version__ = "0.1.0"
+    from holdfast.training.checkpointer import Checkpointer
 
 __all__ = [
     "Boxed",
@@ -73,34 +74,34 @@ __all__ = [
 ]
 
 _HOME = {
-    "Boxed": "engine.sharding",
-    "Checkpointer": "checkpointer",
-    "ElasticSampler": "sampler",
-    "EveryEpoch": "policy",
-    "EverySeconds": "policy",
-    "EverySteps": "policy",
-    "KeepBest": "policy",
-    "KeepEvery": "policy",
-    "KeepLast": "policy",
-    "LeafView": "engine.view",
-    "OnException": "policy",
-    "Pending": "engine.worker",
-    "PerRank": "engine.spread",
-    "Progress": "progress",
-    "RNG": "progress",
-    "Replicated": "engine.spread",
-    "Report": "engine.verify",
-    "Run": "run",
-    "Snapshot": "engine.snapshot",
-    "StopWhen": "policy",
+    "Boxed": "engine.state.sharding",
+    "Checkpointer": "training.checkpointer",
+    "ElasticSampler": "data.sampler",
+    "EveryEpoch": "run.policy",
+    "EverySeconds": "run.policy",
+    "EverySteps": "run.policy",
+    "KeepBest": "run.policy",
+    "KeepEvery": "run.policy",
+    "KeepLast": "run.policy",
+    "LeafView": "engine.snapshot.leaf",
+    "OnException": "run.policy",
+    "Pending": "engine.saving.pending",
+    "PerRank": "engine.state.replication",
+    "Progress": "data.progress",
+    "RNG": "data.rng",
+    "Replicated": "engine.state.replication",
+    "Report": "engine.snapshot.verify",
+    "Run": "run.run",
+    "Snapshot": "engine.snapshot.snapshot",
+    "StopWhen": "run.policy",
     "Store": "storage.store",
     "attach": "events",
     "errors": "errors",
-    "load": "engine.load",
-    "open": "engine.snapshot:open_snapshot",
+    "load": "engine.loading.load",
+    "open": "engine.snapshot.snapshot:open_snapshot",
     "open_store": "storage.open",
-    "save": "engine.save",
-    "save_async": "engine.save",
+    "save": "engine.saving.save",
+    "save_async": "engine.saving.save",
     "sinks": "sinks",
 }
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import FormatError
 from holdfast.format import tree
-from holdfast.format.grammar import check_tree
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.records import decode_branch, decode_pin
-from holdfast.format.tensorfile import build_header, parse_header
+from holdfast.format.safetensors import build_header, parse_header
+from holdfast.format.validate import check_tree
 from tests.forging import (
     FOLDER,
     Files,

@@ -22,12 +22,7 @@ import torch
 import holdfast
 from holdfast.errors import DigestMismatch, FormatError, FormatTooNew, ManifestInvalid
 from holdfast.format.manifest import decode_manifest
-from holdfast.format.records import (
-    decode_branch,
-    decode_evaluation,
-    decode_lasting,
-    decode_pin,
-)
+from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting, decode_pin
 from tests.forging import (
     FOLDER,
     Files,

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast import Run
-from holdfast.engine.buffers import shared_pool
-from holdfast.engine.copy import copy_snapshot
-from holdfast.engine.draft import Label
-from holdfast.engine.load import load_snapshot
-from holdfast.engine.location import Location
-from holdfast.engine.save import begin, finish
+from holdfast.buffers import shared_pool
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import FormatError, ManifestInvalid, StoreError
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import Referred, decode_manifest
 from holdfast.format.names import Version
+from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests import forging
 from tests.attacks.test_fuzz import change
@@ -61,9 +61,9 @@ def files() -> Files:
     """Three versions, each the base of the next: the last refers to files of both others."""
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("layout", "stage", "cover"):
+        for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
             patch.setattr(f"holdfast.engine.{module}.UNIT", 1024)
-        patch.setattr("holdfast.engine.layout.SMALL", 64)
+        patch.setattr("holdfast.engine.planning.shard_layout.SMALL", 64)
         last = None
         for step in range(3):
             held = state(step)

@@ -8,8 +8,7 @@ import pytest
 
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-
-from .running import make_run
+from tests.cli.invoke import make_run
 
 _numbers = itertools.count()
 

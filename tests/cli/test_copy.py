@@ -11,19 +11,18 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.cli.copy import _whole
-from holdfast.cli.ls import look
-from holdfast.cli.verify import _check_run
+from holdfast.cli.verbs.copy import _whole
+from holdfast.cli.verbs.ls import look
+from holdfast.cli.verbs.verify import _check_run
 from holdfast.errors import AlreadyExists, FormatError, NotFound
 from holdfast.format.names import MANIFEST, Version
-from holdfast.policy import EverySteps, KeepEvery, KeepLast
+from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
-
-from ..engine.unreliable import Wrapped
-from ..trainings import flip, shard_of, train, training
-from .running import holdfast, leave, make_run
+from tests.cli.invoke import holdfast, leave, make_run
+from tests.engine.unreliable_stores import Wrapped
+from tests.trainings import flip, shard_of, train, training
 
 
 def keys(url: str) -> list[str]:

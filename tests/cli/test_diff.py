@@ -12,9 +12,8 @@ import torch
 
 import holdfast as hf
 from holdfast.storage.memory import MemoryStore
-
-from ..trainings import flip, shard_of
-from .running import Answer, holdfast
+from tests.cli.invoke import Answer, holdfast
+from tests.trainings import flip, shard_of
 
 
 def compare(place: str, a: dict[str, Any], b: dict[str, Any], *words: str) -> Answer:

@@ -14,10 +14,9 @@ from click import BadParameter
 from safetensors.numpy import load_file
 
 import holdfast as hf
-from holdfast.cli.export import nbytes
-
-from ..trainings import flip, shard_of
-from .running import Answer, holdfast
+from holdfast.cli.verbs.export import nbytes
+from tests.cli.invoke import Answer, holdfast
+from tests.trainings import flip, shard_of
 
 
 @pytest.fixture

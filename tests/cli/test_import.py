@@ -14,14 +14,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import holdfast as hf
-from holdfast.cli import import_
+from holdfast.cli.verbs import import_
 from holdfast.errors import NoSpace
 from holdfast.format.names import Version
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-
-from ..engine.unreliable import Wrapped
-from .running import Answer, holdfast, leave
+from tests.cli.invoke import Answer, holdfast, leave
+from tests.engine.unreliable_stores import Wrapped
 
 
 @pytest.fixture
@@ -208,7 +207,7 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     def deny(path: str, flags: int) -> int:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("holdfast.foreign.mapped.os.open", deny)
+    monkeypatch.setattr("holdfast.interop.mmap_files.os.open", deny)
     one_line(holdfast("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
 
 
@@ -220,7 +219,7 @@ def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyP
             raise NoSpace("The disk is full")
 
     store.before = full
-    monkeypatch.setattr("holdfast.run.open_store", lambda url: store)
+    monkeypatch.setattr("holdfast.run.run.open_store", lambda url: store)
     one_line(holdfast("import", "step_7.pt", "memory://import-full"), 5, "The disk is full")
     assert not any("manifest" in s.key for s in store.list(""))
 

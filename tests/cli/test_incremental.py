@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.buffers import shared_pool
-from holdfast.engine.draft import Label
-from holdfast.engine.location import Location
-from holdfast.engine.save import begin, finish
+from holdfast.buffers import shared_pool
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.snapshot.location import Location
 from holdfast.format.names import MANIFEST, Version
 from holdfast.format.records import Branch, encode_branch
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-
-from ..forging import content_of, reseal
-from ..trainings import flip, shard_of
-from .running import holdfast
+from tests.cli.invoke import holdfast
+from tests.forging import content_of, reseal
+from tests.trainings import flip, shard_of
 
 
 @pytest.fixture

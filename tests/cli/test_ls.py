@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import Denied
 from holdfast.format.names import MANIFEST, Version, new_attempt, shard_name
-from holdfast.run import Run
+from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-
-from ..trainings import flip, shard_of
-from .running import holdfast, leave
+from tests.cli.invoke import holdfast, leave
+from tests.trainings import flip, shard_of
 
 
 def test_lists_all_versions_oldest_first(run: str) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.cli import VERBS, exits
-from holdfast.cli.answer import clean, plain
+from holdfast.cli import VERBS, exit_codes
+from holdfast.cli.output import clean, plain
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -26,11 +26,10 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.metrics import check_metrics
-from holdfast.run import Run
-from holdfast.words import an
-
-from .running import Answer, holdfast
+from holdfast.run.metrics import check_metrics
+from holdfast.run.run import Run
+from holdfast.text import an
+from tests.cli.invoke import Answer, holdfast
 
 ON_RUN = ("ls", "verify", "sweep")
 ON_SNAPSHOT = ("show",)
@@ -236,7 +235,7 @@ def test_a_bug_is_not_hidden(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_exit_codes_stand_in_the_help() -> None:
     answer = holdfast("--help")
     assert answer.code == 0
-    for code, meaning in exits.MEANINGS.items():
+    for code, meaning in exit_codes.MEANINGS.items():
         assert f"{code}  {meaning}" in answer.out
     assert all(verb in answer.out for verb in VERBS)
 
@@ -270,7 +269,7 @@ def test_clean_text_is_one_line_of_printable_characters() -> None:
 
 def test_the_exit_codes_stand_in_the_document() -> None:
     document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
-    for code, meaning in exits.MEANINGS.items():
+    for code, meaning in exit_codes.MEANINGS.items():
         assert f"| {code} | {meaning} |" in document
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from holdfast.format.names import Version
-from holdfast.policy import KeepLast
-from holdfast.run import Run
+from holdfast.run.policy import KeepLast
+from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-
-from ..trainings import flip
-from .running import holdfast, leave
+from tests.cli.invoke import holdfast, leave
+from tests.trainings import flip
 
 
 def test_pins_until_it_is_removed(store: MemoryStore) -> None:

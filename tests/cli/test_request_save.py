@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.cli import request_save
+from holdfast.cli.verbs import request_save
 from holdfast.errors import Denied
 from holdfast.format.names import REQUEST, Version
-from holdfast.request import Answer, put_request, read_request
+from holdfast.run.save_request import Answer, put_request, read_request
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-
-from ..test_request import Trainer
-from .running import holdfast
-from .test_start import imported
+from tests.cli.invoke import holdfast
+from tests.cli.test_start import imported
+from tests.run.test_save_request import Trainer
 
 A = "aaaaaaaaaaaa"
 

@@ -9,12 +9,11 @@ import safetensors.numpy
 
 import holdfast as hf
 from holdfast.format.names import MANIFEST
-from holdfast.policy import EverySteps
+from holdfast.run.policy import EverySteps
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-
-from ..trainings import after, flip, fresh, same, shard_of
-from .running import holdfast, leave
+from tests.cli.invoke import holdfast, leave
+from tests.trainings import after, flip, fresh, same, shard_of
 
 
 def keys(url: str) -> list[str]:

@@ -11,12 +11,11 @@ import torch
 from rich.console import Console
 
 import holdfast as hf
-from holdfast.cli import screen
-from holdfast.cli.rows import rows
-from holdfast.cli.show import fitting
-
-from ..forging import small_state
-from .running import holdfast
+from holdfast.cli import console
+from holdfast.cli.tree_rows import rows
+from holdfast.cli.verbs.show import fitting
+from tests.cli.invoke import holdfast
+from tests.forging import small_state
 
 
 def test_shows_header_and_tree(run: str) -> None:
@@ -125,7 +124,7 @@ def test_a_narrow_terminal_wraps_no_row(
     name = "layers.0.attention.a_very_long_name_of_a_projection.weight"
     hf.save(elsewhere, {"model": {name: torch.zeros(3, 4)}, "text": "long " * 50})
     terminal = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
-    monkeypatch.setattr(screen, "console", lambda: terminal)
+    monkeypatch.setattr(console, "console", lambda: terminal)
     assert holdfast("show", elsewhere).code == 0
     lines = terminal.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= width for line in lines)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine import pin
-from holdfast.engine.location import Location
+from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.location import Location
 from holdfast.format.names import new_attempt, shard_name
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-
-from ..forging import content_of, reseal
-from ..trainings import flip
-from .running import holdfast, leave
+from tests.cli.invoke import holdfast, leave
+from tests.forging import content_of, reseal
+from tests.trainings import flip
 
 
 def orphan(store: MemoryStore, attempt: str | None = None) -> str:
@@ -59,7 +58,7 @@ def test_a_dry_run_only_tells(store: MemoryStore) -> None:
 def test_a_save_under_way_is_kept_and_said(store: MemoryStore) -> None:
     attempt = new_attempt()
     key = orphan(store, attempt)
-    pin.hold(Location(store, "version_80"), attempt)
+    pins.hold(Location(store, "version_80"), attempt)
     answer = holdfast("sweep", store.url, "--grace", "0")
     assert "a save is under way" in answer.out
     assert key in keys(store)

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import verify as verb
-from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.verify import Problem
+from holdfast.cli.verbs import verify
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.verify import Problem
 from holdfast.errors import Denied, FormatError, HoldfastError
 from holdfast.format.names import MANIFEST, Version
-from holdfast.run import Run
+from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-
-from ..trainings import flip, shard_of
-from .running import holdfast, leave
+from tests.cli.invoke import holdfast, leave
+from tests.trainings import flip, shard_of
 
 
 def test_an_intact_run_is_ok(run: str) -> None:
@@ -115,7 +114,7 @@ def test_a_store_that_refuses_is_not_called_damage(
     def refuse(self: object, version: object) -> None:
         raise Denied("Cannot read it")
 
-    monkeypatch.setattr(verb.Run, "open", refuse)
+    monkeypatch.setattr(verify.Run, "open", refuse)
     answer = holdfast("verify", store.url)
     assert answer.code == 5
     assert "3 of 3 not to be read" in answer.out  # which is no damage
@@ -130,8 +129,8 @@ def test_each_damage_is_told_once_and_none_is_lost() -> None:
     def damage(offset: int | None, what: str = "it is bad", digest: str = "a") -> Problem:
         return Problem("f", offset, (), FormatError(what, expected=digest, found="b"))
 
-    def of(name: str, *problems: Problem) -> verb.Checked:
-        return verb.Checked(name, name, 0, problems)
+    def of(name: str, *problems: Problem) -> verify.Checked:
+        return verify.Checked(name, name, 0, problems)
 
     one, two, nowhere = damage(0), damage(8), damage(None)
     checked = [
@@ -139,7 +138,7 @@ def test_each_damage_is_told_once_and_none_is_lost() -> None:
         of("v2", damage(0, "v2 refers to it"), damage(8, digest="c")),
         of("v3", two, two),
     ]
-    told = [(p.offset, p.error.what, others) for p, others in verb._causes(checked)]
+    told = [(p.offset, p.error.what, others) for p, others in verify._causes(checked)]
     assert told == [
         (0, "it is bad", ["v2"]),
         (8, "it is bad", ["v3"]),
@@ -150,7 +149,7 @@ def test_each_damage_is_told_once_and_none_is_lost() -> None:
 
 
 def test_errors_have_no_advice_twice() -> None:
-    from holdfast.cli.answer import brief
+    from holdfast.cli.output import brief
 
     told = brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
     assert told == "A is bad. Expected 1, found 2."

@@ -7,11 +7,10 @@ import threading
 
 import pytest
 
-from holdfast.engine import buffers
-from holdfast.storage.direct import Pool
+from holdfast import buffers
+from holdfast.buffers import Pool
 from holdfast.storage.store import Store
-
-from ..storage.test_power_cut import disk  # noqa: F401  (a fixture: ext4 and xfs on loop devices)
+from tests.storage.test_power_cut import disk  # noqa: F401  (a fixture: ext4 and xfs on loop devices)
 
 UNIT = 1024
 PAGE = 4096
@@ -38,12 +37,12 @@ class Pools:
 def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
     """Pieces of 1 KiB, three threads, pools of pages; ``check()`` says that all came back."""
     pools = Pools()
-    for module in ("layout", "stage", "cover"):
+    for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
         monkeypatch.setattr(f"holdfast.engine.{module}.UNIT", UNIT)
-    monkeypatch.setattr("holdfast.engine.save.Pool", pools.make)
-    monkeypatch.setattr("holdfast.saver.Pool", pools.make)
+    monkeypatch.setattr("holdfast.engine.saving.save.Pool", pools.make)
+    monkeypatch.setattr("holdfast.training.saver.Pool", pools.make)
     # it looks for requests whenever it likes, so that calls could not be counted
-    monkeypatch.setattr("holdfast.request.Watcher.start", lambda self: None)
+    monkeypatch.setattr("holdfast.run.save_request.Watcher.start", lambda self: None)
     monkeypatch.setattr(buffers, "_pool", pools.make(64 * PAGE))
     monkeypatch.setenv("HOLDFAST_THREADS", "3")
     return pools
@@ -59,5 +58,5 @@ class Stores:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Stores:
     """Set ``opened.store``, and every URL of a snapshot is one in that store."""
     stores = Stores()
-    monkeypatch.setattr("holdfast.engine.location.open_store", lambda url: stores.store)
+    monkeypatch.setattr("holdfast.engine.snapshot.location.open_store", lambda url: stores.store)
     return stores

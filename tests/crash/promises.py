@@ -11,18 +11,17 @@ from unittest import mock
 import pytest
 
 import holdfast
-from holdfast import Run
-from holdfast.engine import pin
-from holdfast.engine.load import load_snapshot
-from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
-from holdfast.policy import EverySteps
+from holdfast.run.policy import EverySteps
+from holdfast.run.run import Run
+from holdfast.run.sweep import MOMENT
 from holdfast.storage.store import Store
-from holdfast.sweep import MOMENT
-
-from ..trainings import after, fresh, same, train_step
+from tests.trainings import after, fresh, same, train_step
 
 State = dict[str, Any]
 
@@ -131,7 +130,7 @@ def only_what_manifests_name(run: Run) -> None:
 @contextmanager
 def dead_pins() -> Iterator[None]:
     """Every pin is one of a process that has died."""
-    with mock.patch.object(pin, "alive", return_value=False):
+    with mock.patch.object(pins, "alive", return_value=False):
         yield
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.storage.local import LocalStore
-
-from .promises import check_promises
+from tests.crash.promises import check_promises
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
@@ -44,7 +43,7 @@ def train_until_cut(disk: Any, root: Path, chance: random.Random) -> list[int]:
     """Train in a process of its own and cut the power after a few saves; the steps whose save
     had returned by then."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.victim", str(root), "loops"],
+        [sys.executable, "-m", "tests.crash.killed_saver", str(root), "loops"],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast import Run
 from holdfast.errors import NoSpace, SaveFailed
-from holdfast.policy import EverySteps, KeepLast
+from holdfast.run.policy import EverySteps, KeepLast
+from holdfast.run.run import Run
 
 pytestmark = pytest.mark.root
 

@@ -12,27 +12,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast import Run
-from holdfast.engine.buffers import shared_pool
-from holdfast.engine.draft import Label
-from holdfast.engine.load import load_snapshot
-from holdfast.engine.location import Location
-from holdfast.engine.save import begin, finish
-from holdfast.engine.snapshot import Snapshot
+from holdfast.buffers import shared_pool
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import CommitError, HoldfastError
 from holdfast.format import names
 from holdfast.format.names import MANIFEST, Version
-from holdfast.policy import EverySteps, KeepLast
+from holdfast.run.policy import EverySteps, KeepLast
+from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
-from holdfast.testing import CrashFs, FaultFs, PowerCut
-
-from .. import trainings
-from ..engine.unreliable import Wrapped
-from . import promises
-from .conftest import Pools
-from .test_nth_call import faults
+from holdfast.testing.crashfs import CrashFs, PowerCut
+from holdfast.testing.faults import FaultFs
+from tests import trainings
+from tests.crash import promises
+from tests.crash.conftest import Pools
+from tests.crash.test_nth_call import faults
+from tests.engine.unreliable_stores import Wrapped
 
 ROOT = "/a/run"
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.policy import EverySteps
+from holdfast.run.policy import EverySteps
 from holdfast.storage.local import LocalStore
-
-from ..trainings import fresh, train
-from .promises import check_promises
+from tests.crash.promises import check_promises
+from tests.trainings import fresh, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
@@ -36,7 +35,16 @@ def strace() -> None:
 
 
 def victim(root: Path, work: str, *strace: str, threads: int) -> subprocess.CompletedProcess[str]:
-    command = ["strace", "-f", *strace, sys.executable, "-m", "tests.crash.victim", str(root), work]
+    command = [
+        "strace",
+        "-f",
+        *strace,
+        sys.executable,
+        "-m",
+        "tests.crash.killed_saver",
+        str(root),
+        work,
+    ]
     return subprocess.run(
         command,
         env={**os.environ, "HOLDFAST_THREADS": str(threads)},
@@ -117,7 +125,7 @@ def test_a_save_in_the_background_by_several_threads(tmp_path: Path) -> None:
 def test_the_victim_loads_no_torch(tmp_path: Path) -> None:
     """Saving arrays needs no torch: neither its memory nor its two seconds."""
     for work in ("saves", "trains"):
-        command = [sys.executable, "-m", "tests.crash.victim", str(tmp_path / work), work]
+        command = [sys.executable, "-m", "tests.crash.killed_saver", str(tmp_path / work), work]
         root = Path(__file__).parents[2]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import holdfast
-from holdfast import Run
 from holdfast.errors import HoldfastError, SkippedVersion, StoreError
-from holdfast.policy import EverySteps, KeepLast
+from holdfast.run.policy import EverySteps, KeepLast
+from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
-from holdfast.testing import CrashFs, Fault, FaultFs
-
-from ..trainings import after, fresh, same, train
-from .conftest import Pools, Stores
-from .promises import check_promises
+from holdfast.testing.crashfs import CrashFs
+from holdfast.testing.faults import Fault, FaultFs
+from tests.crash.conftest import Pools, Stores
+from tests.crash.promises import check_promises
+from tests.trainings import after, fresh, same, train
 
 ROOT = "/a/run"
 ERRORS = ["ENOSPC", "EIO", "EDQUOT", "EACCES"]

@@ -8,15 +8,14 @@ from collections.abc import Callable
 import pytest
 
 import holdfast
-from holdfast import Run
 from holdfast.format.names import Version
-from holdfast.policy import EverySteps, KeepLast
+from holdfast.run.policy import EverySteps, KeepLast
+from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
-from holdfast.testing import CrashFs, PowerCut
-
-from ..trainings import after, fresh, train
-from .conftest import Pools, Stores
-from .promises import check_promises
+from holdfast.testing.crashfs import CrashFs, PowerCut
+from tests.crash.conftest import Pools, Stores
+from tests.crash.promises import check_promises
+from tests.trainings import after, fresh, train
 
 ROOT = "/a/run"
 MOST = 3000

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.words import MIB
+from holdfast.types import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -11,22 +11,17 @@ import torch
 from jsonschema import Draft202012Validator
 
 import holdfast
-from holdfast.engine.load import load_snapshot
+from holdfast.engine.loading.load import load_snapshot
 from holdfast.format import names
 from holdfast.format.digest import digest
-from holdfast.format.grammar import check_tree
 from holdfast.format.index import MAX_CHUNK, decode_index
 from holdfast.format.manifest import MAX_BYTES, decode_manifest
-from holdfast.format.records import (
-    decode_branch,
-    decode_evaluation,
-    decode_lasting,
-    decode_pin,
-)
+from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting, decode_pin
+from holdfast.format.safetensors import MAX_HEADER, build_header
 from holdfast.format.sealed import FORMAT
-from holdfast.format.tensorfile import MAX_HEADER, build_header
 from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
-from holdfast.words import ALIGNMENT, DTYPES, MIB
+from holdfast.format.validate import check_tree
+from holdfast.types import ALIGNMENT, DTYPES, MIB
 from tests.forging import same, store_of
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -13,20 +13,15 @@ from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 
 import holdfast
-from holdfast import Run
-from holdfast.engine import pin
-from holdfast.engine.location import Location
+from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.location import Location
 from holdfast.errors import FormatError
-from holdfast.format.grammar import check_plain, check_tree
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import Version
-from holdfast.format.records import (
-    decode_branch,
-    decode_evaluation,
-    decode_lasting,
-    decode_pin,
-)
+from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting, decode_pin
+from holdfast.format.validate import check_plain, check_tree
+from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.attacks.test_lies import (
     BRANCH,
@@ -119,8 +114,8 @@ def test_a_run_with_branches_and_pins() -> None:
     run = Run(store)
     holdfast.save(store.at("version_1"), {"n": 0, "p": holdfast.Progress()}, step=1)
     run.leave_from(run.open(Version(1)), Version(1), "asked")
-    pin.hold(Location(store, "version_2"), "0" * 12)
-    pin.hold(Location(store, "version_2"), "0" * 12, Version(1))
+    pins.hold(Location(store, "version_2"), "0" * 12)
+    pins.hold(Location(store, "version_2"), "0" * 12, Version(1))
     run.pin(1)
     run.add_metrics(Version(1), {"loss": 0.5, "n": 3, "worst": float("inf"), "none": float("nan")})
     with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}) as checkpointer:

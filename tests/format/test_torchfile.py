@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.torchfile import joined, lay_out
+from holdfast.format.torchzip import joined, lay_out
 
 
 def archive(records: list[tuple[str, bytes]]) -> bytes:

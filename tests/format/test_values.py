@@ -16,8 +16,8 @@ from safetensors import safe_open
 import holdfast
 from holdfast.errors import Unsupported
 from holdfast.format import tree
-from holdfast.format.grammar import check_tree
 from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS
+from holdfast.format.validate import check_tree
 from holdfast.storage.memory import MemoryStore
 from tests.forging import TORCH_DTYPES, files_of, plain_values, same, small_state
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast.engine.buffers import shared_pool
-from holdfast.engine.draft import Label
-from holdfast.engine.save import begin, finish
+from holdfast.buffers import shared_pool
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.save import begin, finish
 from holdfast.format.names import Version
-from holdfast.policy import EverySteps
+from holdfast.run.policy import EverySteps
 
 DTYPES = (
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"

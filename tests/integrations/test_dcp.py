@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import (
 )
 
 import holdfast
-from holdfast.engine.location import is_snapshot, locate
+from holdfast.engine.snapshot.location import is_snapshot, locate
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -42,14 +42,14 @@ from holdfast.errors import (
     StoreError,
     Unsupported,
 )
-from holdfast.integrations.dcp import StorageReader, StorageWriter
+from holdfast.integrations.dcp.reading import StorageReader
+from holdfast.integrations.dcp.writing import StorageWriter
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import Fault, FaultFs
-from holdfast.words import DTYPES
-
-from ..engine.states import TORCH_DTYPES, random_tensor, raw
+from holdfast.types import DTYPES
+from tests.engine.states import TORCH_DTYPES, random_tensor, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

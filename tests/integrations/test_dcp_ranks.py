@@ -35,9 +35,9 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 from holdfast.errors import CommitError, DigestMismatch, HoldfastError, NotFound, Unsupported
-from holdfast.integrations.dcp import StorageReader, StorageWriter
-
-from .world import SIZE, World
+from holdfast.integrations.dcp.reading import StorageReader
+from holdfast.integrations.dcp.writing import StorageWriter
+from tests.integrations.world import SIZE, World
 
 pytestmark = pytest.mark.slow
 

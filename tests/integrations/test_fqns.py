@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from holdfast.engine.tree import flatten
+from holdfast.engine.state.flatten import flatten
 from holdfast.errors import PlanError
-from holdfast.format.grammar import check_tree
+from holdfast.format.validate import check_tree
 from holdfast.integrations.dcp import fqns
 
 LEAF = st.one_of(

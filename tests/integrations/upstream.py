@@ -117,7 +117,8 @@ def _patch_dcp(module: Any) -> None:
 
 def _stand_ins(module: Any) -> tuple[type, type]:
     from holdfast.errors import StoreError
-    from holdfast.integrations.dcp import StorageReader, StorageWriter
+    from holdfast.integrations.dcp.reading import StorageReader
+    from holdfast.integrations.dcp.writing import StorageWriter
 
     def place(cls: Any, checkpoint_id: Any) -> bool:
         # as FileSystemWriter: a path, not what names another scheme

@@ -8,11 +8,10 @@ from unittest import mock
 
 import pytest
 
-from holdfast.engine import buffers
-from holdfast.engine.location import open_store
-
-from ..crash.conftest import PAGE, Pools, pools  # noqa: F401  (a fixture)
-from . import perils
+from holdfast import buffers
+from holdfast.storage.open import open_store
+from tests.crash.conftest import PAGE, Pools, pools  # noqa: F401  (a fixture)
+from tests.ranks import faults as perils
 
 
 @pytest.fixture
@@ -20,11 +19,12 @@ def seas(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pools]:  # n
     """What ``perils.Trial`` needs: URLs that lead to the store of one rank, small buffers, and no
     pin that is taken for one of this process."""
     monkeypatch.setattr(
-        "holdfast.engine.location.open_store", lambda url: perils.STORES.get(url) or open_store(url)
+        "holdfast.engine.snapshot.location.open_store",
+        lambda url: perils.STORES.get(url) or open_store(url),
     )
     monkeypatch.setattr(buffers, "_pool", pools.make(4096 * PAGE))
     monkeypatch.setenv("HOLDFAST_THREADS", "2")
-    with mock.patch("holdfast.engine.pin.alive", return_value=False):
+    with mock.patch("holdfast.engine.snapshot.pins.alive", return_value=False):
         yield pools
     for crew in perils.CREWS:
         crew.group.close()

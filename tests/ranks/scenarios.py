@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import holdfast
 from holdfast.errors import MissingLeaf, PlanError, Unsupported
-
-from .nets import (
+from tests.ranks.models import (
     AdamW,
     came_back,
     fresh,
@@ -37,7 +36,7 @@ from .nets import (
     train,
     whole,
 )
-from .world import run
+from tests.ranks.world import run
 
 
 def chain(

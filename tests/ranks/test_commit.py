@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 
 from holdfast.errors import CommitError, NoSpace, RankFailed, StoreError, Unavailable
-
-from ..crash.conftest import Pools
-from .perils import Call, Crew, Trial, all_boards_die, calls_of, dies, every, fails, hangs
+from tests.crash.conftest import Pools
+from tests.ranks.faults import (
+    Call,
+    Crew,
+    Trial,
+    all_boards_die,
+    calls_of,
+    dies,
+    every,
+    fails,
+    hangs,
+)
 
 SAVES = pytest.mark.parametrize("save", [Crew.save, Crew.save_async], ids=["save", "save_async"])
 MANIFEST = "version_1/manifest.json"

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import Run
 from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
 from holdfast.format.names import Version
-from holdfast.storage.fs import Fs
+from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
-from holdfast.testing import Fault, FaultFs
-
-from ..crash.conftest import Pools
-from .perils import Crew, sound
-from .test_commit import nothing_left
+from holdfast.storage.os_calls import Fs
+from holdfast.testing.faults import Fault, FaultFs
+from tests.crash.conftest import Pools
+from tests.ranks.faults import Crew, sound
+from tests.ranks.test_commit import nothing_left
 
 SIZE = 2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .scenarios import SCENARIOS
-from .world import outcomes
+from tests.ranks.scenarios import SCENARIOS
+from tests.ranks.world import outcomes
 
 pytestmark = pytest.mark.slow
 

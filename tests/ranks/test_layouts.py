@@ -14,19 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import deal
-from holdfast.engine.buffers import shared_pool
-from holdfast.engine.draft import Label
-from holdfast.engine.load import load_snapshot
-from holdfast.engine.location import Location
-from holdfast.engine.save import begin, finish
-from holdfast.engine.snapshot import open_at
+from holdfast.buffers import shared_pool
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.saving import partition
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import open_at
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.fakegroup import FakeGroup
-from holdfast.words import DTYPES, MIB, UNIT
-
-from .laid import Laid, Layout, found, key, layout, state_of, states
-from .reading import Noted, chunks_with, merged
+from holdfast.types import DTYPES, MIB, UNIT
+from tests.ranks.counted_reads import Noted, chunks_with, merged
+from tests.ranks.random_layouts import Laid, Layout, found, key, layout, state_of, states
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -53,12 +52,12 @@ def check(laid, state, held, chosen=None):
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
-@given(states(), st.sampled_from([deal.SPLIT, 64, 8]), st.booleans())
+@given(states(), st.sampled_from([partition.SPLIT, 64, 8]), st.booleans())
 def test_any_layout_into_any_other(drawn, split, later):
     """Also some leaves only, and one process alone, of a part or the whole."""
     sizes, laid = drawn
     store = MemoryStore()
-    with patch.object(deal, "SPLIT", split):
+    with patch.object(partition, "SPLIT", split):
         (saved_later if later else saved)(store, sizes[0], lambda r: state_of(laid, 0, r)[0])
     snapshot = holdfast.open(store)
     assert snapshot.verify().ok
@@ -187,11 +186,11 @@ def _loads(snapshot, keys=None):
 @given(
     st.integers(2, 6),
     st.lists(st.integers(0, 5000), min_size=1, max_size=40),
-    st.sampled_from([64, 1000, deal.SPLIT]),
+    st.sampled_from([64, 1000, partition.SPLIT]),
 )
 def test_what_all_ranks_have_is_written_once_and_the_work_is_shared(size, lengths, split):
     state = {str(i): torch.full((n, 3), i, dtype=torch.uint8) for i, n in enumerate(lengths)}
-    with patch.object(deal, "SPLIT", split):
+    with patch.object(partition, "SPLIT", split):
         snapshot = saved(MemoryStore(), size, lambda r: {k: t.clone() for k, t in state.items()})
     boxes = [nbytes for _, _, nbytes in _boxes(snapshot)]
     assert sum(boxes) == 3 * sum(lengths)
@@ -225,7 +224,7 @@ def test_a_large_tensor_that_all_have_is_cut_and_shared():
     snapshot = saved(MemoryStore(), 3, lambda r: {"w": whole, "t": whole.permute(2, 1, 0)})
     loads = _loads(snapshot)
     assert sum(loads) == 2 * whole.nbytes
-    assert max(loads) <= sum(loads) / 3 + deal.SPLIT
+    assert max(loads) <= sum(loads) / 3 + partition.SPLIT
     back = holdfast.load(snapshot.place.store)
     assert torch.equal(back["w"], whole)
     assert torch.equal(back["t"], whole.permute(2, 1, 0))

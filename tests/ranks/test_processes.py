@@ -20,9 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.storage.local import LocalStore
-
-from .harbour import STAGES
-from .perils import sound
+from tests.ranks.faults import sound
+from tests.ranks.processes import STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +36,7 @@ class Harbour:
     """Forks ranks."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.ranks.harbour"]
+        command = [sys.executable, "-m", "tests.ranks.processes"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
         self.pids: list[int] = []
@@ -66,7 +65,7 @@ class Harbour:
 def alive(pid: int) -> bool:
     """Whether it is still one of ours."""
     with suppress(OSError):
-        return b"tests.ranks.harbour" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"tests.ranks.processes" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
@@ -279,9 +278,9 @@ TRAINING = """
 import os, signal, sys
 import numpy as np, torch, torch.distributed as dist
 import holdfast
-from holdfast.engine import save
-from tests.ranks.harbour import join
-from tests.ranks.perils import state_of
+from holdfast.engine.saving import save
+from tests.ranks.processes import join
+from tests.ranks.faults import state_of
 from tests.trainings import train_step
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast import Boxed, PerRank, Replicated
+from holdfast.engine.state.replication import PerRank, Replicated
+from holdfast.engine.state.sharding import Boxed
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
-from holdfast.words import UNIT
-
-from ..engine.states import TORCH_DTYPES, clone, random_tensor, same
-from .acting import as_ranks, floats, loaded, refused, saved
+from holdfast.types import UNIT
+from tests.engine.states import TORCH_DTYPES, clone, random_tensor, same
+from tests.ranks.rank_threads import as_ranks, floats, loaded, refused, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine import deal
-from holdfast.engine.board import LARGEST, MANY, Board, Patience
-from holdfast.engine.group import current_group
-from holdfast.engine.vigil import Vigil
+from holdfast.engine.distributed.failure_detector import Vigil
+from holdfast.engine.distributed.group import current_group
+from holdfast.engine.distributed.kv import LARGEST, MANY, Board, Patience
+from holdfast.engine.saving import partition
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.fakegroup import FakeGroup, FakeStore, View
 
@@ -93,10 +93,10 @@ def test_an_unchanged_structure_is_neither_told_nor_planned_again(
 
         monkeypatch.setattr(owner, name, do)
 
-    counted(deal._Mine, "offer")
-    counted(deal._Mine, "tree")
-    counted(deal, "plan_write")
-    counted(deal._Chair, "masks")
+    counted(partition._Mine, "offer")
+    counted(partition._Mine, "tree")
+    counted(partition, "plan_write")
+    counted(partition._Chair, "masks")
     size = 4
     everything = Counter(offer=size, plan_write=1, masks=1)
     with FakeGroup(size, UNHURRIED) as group:
@@ -114,9 +114,9 @@ def test_an_unchanged_structure_is_neither_told_nor_planned_again(
 
 
 def test_ranks_that_have_the_same_send_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[deal._Mine] = []
-    offer = deal._Mine.offer
-    monkeypatch.setattr(deal._Mine, "offer", lambda self: made.append(self) or offer(self))
+    made: list[partition._Mine] = []
+    offer = partition._Mine.offer
+    monkeypatch.setattr(partition._Mine, "offer", lambda self: made.append(self) or offer(self))
     with FakeGroup(6, UNHURRIED) as group:
         store = MemoryStore()
         same = {"a": np.ones(5, np.float32), "b": [1, 2]}
@@ -129,8 +129,8 @@ def test_only_the_latest_plans_are_remembered() -> None:
         for leaves in range(10, 24, 2):
             save(group, leaves)
         for ranks in group.ranks:
-            assert len(ranks.memory["masks"]) <= deal._KEPT
-        assert len(group.ranks[0].memory["plans"]) == deal._KEPT
+            assert len(ranks.memory["masks"]) <= partition._KEPT
+        assert len(group.ranks[0].memory["plans"]) == partition._KEPT
         assert all("plans" not in ranks.memory for ranks in group.ranks[1:])
 
 

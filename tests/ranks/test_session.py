@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.board import GONE, Board, KeyValues, Patience
-from holdfast.engine.group import Ranks
-from holdfast.engine.session import SessionBoard
+from holdfast.engine.distributed.group import Ranks
+from holdfast.engine.distributed.kv import GONE, Board, KeyValues, Patience
+from holdfast.engine.distributed.session import SessionBoard
 from holdfast.errors import RankFailed
 from holdfast.testing.fakegroup import FakeStore, View
 

@@ -14,14 +14,22 @@ from unittest import mock
 import pytest
 
 import holdfast
-from holdfast import EveryEpoch, EverySeconds, EverySteps, KeepBest, KeepLast, Run, StopWhen
 from holdfast.errors import HoldfastError, PlanError, StoreError
 from holdfast.format import names
 from holdfast.format.records import Pin, encode_pin
-from holdfast.policy import Moment, SavePolicy
-from holdfast.request import put_request, read_request
-
-from .crews import Crew, Member, fresh, same
+from holdfast.run.policy import (
+    EveryEpoch,
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepLast,
+    Moment,
+    SavePolicy,
+    StopWhen,
+)
+from holdfast.run.run import Run
+from holdfast.run.save_request import put_request, read_request
+from tests.ranks.trainings import Crew, Member, fresh, same
 
 WRITES = {"put", "write_at", "commit", "put_if_absent"}
 
@@ -33,7 +41,7 @@ def clocks(tell: Callable[[int], float]) -> Iterator[None]:
     def monotonic() -> float:
         return tell(int(threading.current_thread().name.partition("-")[2]))
 
-    with mock.patch("holdfast.cadence.time", SimpleNamespace(monotonic=monotonic)):
+    with mock.patch("holdfast.training.cadence.time", SimpleNamespace(monotonic=monotonic)):
         yield
 
 
@@ -256,7 +264,7 @@ def test_a_request_is_answered_once() -> None:
                 put_request(crew.inner, "0123456789ab")
 
         crew.pace = pace
-        with mock.patch("holdfast.request.Watcher.__init__.__defaults__", (0.02, None)):
+        with mock.patch("holdfast.run.save_request.Watcher.__init__.__defaults__", (0.02, None)):
             crew.train(150, save=EverySteps(1000))
         assert len(crew.versions) == 1
         assert all(m.saved == crew.versions for m in crew.members)
@@ -433,7 +441,7 @@ def test_a_second_job_is_refused_on_all_ranks() -> None:
     with Crew(3) as crew:
         other = Pin("fedcba987654", None, "2026-11-21T00:00:00Z", "elsewhere x", "y", "12:34")
         crew.inner.put_if_absent(names.WRITER, encode_pin(other))
-        with mock.patch("holdfast.engine.pin.alive", return_value=True):
+        with mock.patch("holdfast.engine.snapshot.pins.alive", return_value=True):
             made = crew.outcomes(lambda m: m.train(7, save=EverySteps(5)))
         assert all(isinstance(o, HoldfastError) for o in made), made
         assert all("Another training writes to this run" in str(o) for o in made), made

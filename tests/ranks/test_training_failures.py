@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import EverySeconds, EverySteps, KeepLast, OnException, Run
 from holdfast.errors import (
     CommitError,
     Denied,
@@ -28,9 +27,10 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.format.names import Version
-
-from ..trainings import flip
-from .crews import SOON, Crew, Member, fresh, same
+from holdfast.run.policy import EverySeconds, EverySteps, KeepLast, OnException
+from holdfast.run.run import Run
+from tests.ranks.trainings import SOON, Crew, Member, fresh, same
+from tests.trainings import flip
 
 
 def failing(crew: Crew, rank: int, error: Exception, method: str, key: str, times: int = 1) -> None:
@@ -332,7 +332,9 @@ def test_a_save_that_fails_is_a_warning_if_so_wished(rank: int) -> None:
             crew.train(17, save=EverySteps(5), on_error="warn")
         assert [w.category for w in told] == [SaveFailed] * 3
         assert all("NOTHING WAS SAVED" in str(w.message) for w in told)
-        assert {w.filename for w in told} == {__file__.replace("test_training_failures", "crews")}
+        assert {w.filename for w in told} == {
+            __file__.replace("test_training_failures", "trainings")
+        }
         assert crew.versions == [10, 15]
         assert all(same(m.state, m.rank, 3, 17) for m in crew.members)
 
@@ -519,7 +521,7 @@ def test_where_all_raise_the_state_before_is_saved(kind: type[BaseException]) ->
 @pytest.mark.parametrize("victim", [0, 2])
 def test_where_one_raises_nothing_is_saved_and_that_is_told(victim: int) -> None:
     """The others are held up in an all-reduce that never ends, or are ended."""
-    with Crew(3) as crew, mock.patch("holdfast.ending.COME", 1.0):
+    with Crew(3) as crew, mock.patch("holdfast.training.exception_save.COME", 1.0):
         began = time.monotonic()
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
@@ -579,7 +581,7 @@ def test_where_the_state_is_gone_on_one_rank_none_waits() -> None:
 @pytest.mark.slow
 def test_a_save_in_flight_that_is_slow_does_not_cost_the_last_one() -> None:
     """The ranks have 20 s to come, but a save in flight may take longer than that on one."""
-    with Crew(2) as crew, mock.patch("holdfast.ending.COME", 0.5):
+    with Crew(2) as crew, mock.patch("holdfast.training.exception_save.COME", 0.5):
         until = threading.Event()
 
         def hold(method: str, key: str) -> None:

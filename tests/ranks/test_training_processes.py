@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from .courses import COURSES
-from .world import outcomes
+from tests.ranks.whole_runs import COURSES
+from tests.ranks.world import outcomes
 
 pytestmark = pytest.mark.slow
 
 
 def test_trainings(tmp_path: Path) -> None:
     """One test, so that workers of pytest-xdist do not each start the processes."""
-    told = outcomes("courses", tmp_path)
+    told = outcomes("whole_runs", tmp_path)
     failed = [
         f"{course.__name__} on rank {rank}: {one[course.__name__]}"
         for course in COURSES

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from holdfast import sinks
-from tests.sinks.told import EVENTS, ODDITIES, Curves, Stream, read
+from tests.sinks.sample_events import EVENTS, ODDITIES, Curves, Stream, read
 
 
 def everything(tmp: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], object]]:
@@ -54,7 +54,8 @@ def test_no_sink_fails_at_missing_or_odd_fields(
 FORKED = """
 import os, sys, threading
 import holdfast
-from holdfast import events, sinks
+from holdfast import events
+from holdfast import sinks
 
 stream = open("lines", "w", buffering=1 << 20)
 holdfast.attach(sinks.Terminal(stream))

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast import sinks
 from holdfast.sinks import wording
-from tests.sinks.told import EVENTS, FULL, SAVED, read
+from tests.sinks.sample_events import EVENTS, FULL, SAVED, read
 
 
 def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import pytest
 import holdfast
 from holdfast import sinks
 from holdfast.errors import HoldfastError
-from tests.sinks.told import EVENTS, SAVED, Curves
+from tests.sinks.sample_events import EVENTS, SAVED, Curves
 
 
 def test_counters_and_gauges() -> None:

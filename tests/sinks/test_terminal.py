@@ -14,7 +14,7 @@ from rich.cells import cell_len
 import holdfast
 from holdfast import events, sinks
 from holdfast.errors import SinkFailed
-from tests.sinks.told import EVENTS, FULL, SAVED, Stream
+from tests.sinks.sample_events import EVENTS, FULL, SAVED, Stream
 
 LINE = (
     "saved step  1300  1.31 GiB in  2.31 s  blocked 12.3 ms   581 MiB/s  loss 0.2512, accuracy 0.91"

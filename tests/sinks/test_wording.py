@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 
 from holdfast.sinks import wording
-from tests.sinks.told import ODDITIES, Odd
+from tests.sinks.sample_events import ODDITIES, Odd
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing import CrashFs, StoreContract
+from holdfast.testing.crashfs import CrashFs
+from holdfast.testing.stores import StoreContract
 
 
 class TestMemory(StoreContract):

@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.errors import AlreadyExists
 from holdfast.storage.local import LocalStore
-from holdfast.testing import CrashFs, PowerCut
 from holdfast.testing.contract import keys, put, sample
+from holdfast.testing.crashfs import CrashFs, PowerCut
 
 SIZE = 2 * 4096 + 100
 DATA, OTHER = sample(SIZE), sample(SIZE, 1)

@@ -5,19 +5,12 @@ import os
 
 import pytest
 
-from holdfast.errors import (
-    AlreadyExists,
-    Denied,
-    NoSpace,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
-from holdfast.storage.direct import Buffer
-from holdfast.storage.fs import Fs
+from holdfast.buffers import Buffer
+from holdfast.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.storage.local import LocalStore
-from holdfast.testing import Fault, FaultFs
+from holdfast.storage.os_calls import Fs
 from holdfast.testing.contract import keys, leftovers, put, sample
+from holdfast.testing.faults import Fault, FaultFs
 
 SIZE = 3 * 4096 + 100
 DATA = sample(SIZE)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Denied, NoSpace, NotFound, StoreError
-from holdfast.storage.fs import Fs
 from holdfast.storage.local import LocalStore
+from holdfast.storage.os_calls import Fs
 from holdfast.testing.contract import keys, leftovers, put
 
 

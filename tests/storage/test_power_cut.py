@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError
-from holdfast.storage.fs import Fs
 from holdfast.storage.local import LocalStore
-from holdfast.testing import CrashFs
+from holdfast.storage.os_calls import Fs
 from holdfast.testing.contract import keys, put, sample
+from holdfast.testing.crashfs import CrashFs
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 

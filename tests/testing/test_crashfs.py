@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from holdfast.testing import CrashFs, PowerCut
+from holdfast.testing.crashfs import CrashFs, PowerCut
 
 
 def write(fs, path, data, *, sync=False):

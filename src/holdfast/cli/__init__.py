@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from holdfast.cli.exits import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
+from holdfast.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from holdfast.errors import HoldfastError
 
 VERBS = (
@@ -43,7 +43,7 @@ class Commands(click.Group):
         if cmd_name not in VERBS:
             return None
         module = cmd_name.replace("-", "_") + "_" * iskeyword(cmd_name)
-        command: click.Command = import_module(f"holdfast.cli.{module}").command
+        command: click.Command = import_module(f"holdfast.cli.verbs.{module}").command
         return command
 
     def resolve_command(
@@ -96,7 +96,7 @@ def _silence() -> None:
 
 
 def _tell(error: Exception, ctx: click.Context) -> None:
-    from holdfast.cli.answer import failure, line, print_json, wants_json
+    from holdfast.cli.output import failure, line, print_json, wants_json
 
     click.echo(f"holdfast: {line(error)}", err=True)
     if wants_json(ctx):

@@ -17,22 +17,16 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast.arrays import Ints, before, numbers, products, within
 from holdfast.errors import ManifestInvalid
-from holdfast.format.columns import (
-    Alike,
-    Columns,
-    Kinds,
-    Leaf,
-    columns_of,
-)
+from holdfast.format.chunk_refs import Places, places_of
 from holdfast.format.digest import packed
+from holdfast.format.index_columns import Alike, Columns, Kinds, Leaf, columns_of
 from holdfast.format.manifest import Referred
-from holdfast.format.places import Places, places_of
+from holdfast.format.safetensors import MAX_HEADER
 from holdfast.format.sealed import decode
-from holdfast.format.tensorfile import MAX_HEADER
 from holdfast.format.tree import MAX_DIMENSIONS
-from holdfast.words import DTYPES, MIB
+from holdfast.ragged import Ints, before, numbers, products, within
+from holdfast.types import DTYPES, MIB
 
 Broken = Callable[..., ManifestInvalid]
 

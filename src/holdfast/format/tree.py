@@ -15,7 +15,7 @@ object with one member whose name says what it is:
 ==================  =========================================================================
 
 A key is the path to a node: levels joined by ``/``. What is none of these is refused by name, at
-save time: nothing is pickled, and nothing comes back as something else. ``format/grammar.py``
+save time: nothing is pickled, and nothing comes back as something else. ``format/validate.py``
 checks a tree that comes from outside; ``decode`` and ``walk`` are for one that was checked.
 """
 
@@ -32,7 +32,8 @@ import numpy as np
 
 from holdfast.errors import ManifestInvalid, Unsupported
 from holdfast.format.names import escape, join
-from holdfast.words import DTYPES, an
+from holdfast.text import an
+from holdfast.types import DTYPES
 
 Node = Any
 Take = Callable[[Any, str, int], Node]

@@ -94,7 +94,7 @@ class Terminal:
 
 def _rank() -> int:
     """The rank of this process; 0 if it is the only one."""
-    from holdfast.engine.live import torch_or_none
+    from holdfast.lazy_torch import torch_or_none
 
     torch: Any = torch_or_none()
     if torch is None or not torch.distributed.is_available():

@@ -1,0 +1,6 @@
+"""Stores bytes under keys. Stores never see tensors.
+
+Terms: a *store* holds objects; an *upload* is an object that is not visible until it is committed.
+``store.py`` states the contract, and ``holdfast.testing.StoreContract`` tests it.
+May import: the root modules.
+"""

@@ -14,20 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from holdfast.errors import (
-    AlreadyExists,
-    Denied,
-    NoSpace,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
-from holdfast.storage.direct import address_of, direct_span, flat
-from holdfast.storage.fs import UNSUPPORTED, Fs
-from holdfast.storage.pieces import check_range, short_read, too_long
+from holdfast.buffers import address_of, direct_span, flat
+from holdfast.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
+from holdfast.storage.checks import check_range, short_read, too_long
+from holdfast.storage.local_upload import LocalUpload, is_partial
+from holdfast.storage.os_calls import UNSUPPORTED, Fs
 from holdfast.storage.store import Stat, Traits, Upload, check_key
-from holdfast.storage.upload import LocalUpload, is_partial
-from holdfast.words import ALIGNMENT, MIB
+from holdfast.types import ALIGNMENT, MIB
 
 _NO_SUCH = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _KINDS: dict[int, tuple[type[StoreError], str | None]] = {

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from threading import Lock
 
+from holdfast.buffers import flat
 from holdfast.errors import AlreadyExists, NotFound, StoreError
-from holdfast.storage.direct import flat
-from holdfast.storage.pieces import Cover, check_range, short_read, too_long
+from holdfast.storage.checks import Cover, check_range, short_read, too_long
 from holdfast.storage.store import Stat, Traits, Upload, check_key
 
 Objects = dict[str, tuple[bytes, float]]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.buffers import Buffer
 from holdfast.errors import HoldfastError
-from holdfast.storage.direct import Buffer
 from holdfast.storage.store import Stat, Store
 
 

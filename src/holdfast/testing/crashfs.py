@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from itertools import count, product
 from threading import RLock
 
-from holdfast.storage.direct import address_of
-from holdfast.storage.fs import FileStat, Fs
-from holdfast.words import ALIGNMENT
+from holdfast.buffers import address_of
+from holdfast.storage.os_calls import FileStat, Fs
+from holdfast.types import ALIGNMENT
 
 PAGE = 4096
 _inodes = count(1)

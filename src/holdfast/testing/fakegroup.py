@@ -7,8 +7,8 @@ from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-from holdfast.engine.board import Board, Patience
-from holdfast.engine.group import Ranks, acting_as
+from holdfast.engine.distributed.group import Ranks, acting_as
+from holdfast.engine.distributed.kv import Board, Patience
 
 T = TypeVar("T")
 

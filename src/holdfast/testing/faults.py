@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TypeVar
 
-from holdfast.storage.fs import FileStat, Fs
+from holdfast.storage.os_calls import FileStat, Fs
 
 _T = TypeVar("_T")
 

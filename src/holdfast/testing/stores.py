@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from holdfast.buffers import Buffer
 from holdfast.errors import NotFound, StoreError
-from holdfast.storage.direct import Buffer
 from holdfast.storage.store import Store
 from holdfast.testing.contract import keys, leftovers, put, read, sample
 from holdfast.testing.writing import WritingContract

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from holdfast.buffers import Buffer
 from holdfast.errors import AlreadyExists, NotFound, StoreError
-from holdfast.storage.direct import Buffer
 from holdfast.storage.store import Store, Upload
 from holdfast.testing.contract import Contract, keys, leftovers, put, read, sample
 

@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from holdfast.engine.cover import Want
-from holdfast.engine.location import Url
-from holdfast.engine.read import Target
-from holdfast.engine.room import Room
-from holdfast.engine.snapshot import Snapshot, open_snapshot
+from holdfast.engine.loading.targets import Room
+from holdfast.engine.planning.read_plan import Want
+from holdfast.engine.snapshot.location import Url
+from holdfast.engine.snapshot.read import Target
+from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.errors import PlanError, ShapeMismatch
 from holdfast.format import names
 from holdfast.integrations.dcp import fqns
 from holdfast.integrations.dcp.shared import NOTE, completed, is_place, named
-from holdfast.words import Box
+from holdfast.types import Box
 
 
 class StorageReader(storage.StorageReader):

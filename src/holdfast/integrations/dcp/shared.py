@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from holdfast.engine.location import Url, locate
+from holdfast.engine.snapshot.location import Url, locate
 from holdfast.errors import HoldfastError
 
 NOTE = "dcp"

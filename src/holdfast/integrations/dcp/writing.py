@@ -19,27 +19,29 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import __version__, events
-from holdfast.engine import pin
-from holdfast.engine.buffers import shared_pool
-from holdfast.engine.commit import Receipt, check_receipts, put_manifest, refuse_existing
-from holdfast.engine.draft import Label
-from holdfast.engine.layout import Holding
-from holdfast.engine.live import dtype_name
-from holdfast.engine.location import Location, Url, locate
-from holdfast.engine.offer import make_offer
-from holdfast.engine.plan import plan_write
-from holdfast.engine.snapshot import Snapshot
-from holdfast.engine.stage import make_image, wait_queued
-from holdfast.engine.tree import Leaf
-from holdfast.engine.write import write_index, write_shard
+from holdfast import events, machine
+from holdfast.buffers import shared_pool
+from holdfast.engine.planning.global_plan import plan_write
+from holdfast.engine.planning.local_plan import make_offer
+from holdfast.engine.planning.shard_layout import Holding
+from holdfast.engine.saving.commit import Receipt, check_receipts, put_manifest, refuse_existing
+from holdfast.engine.saving.image import make_image
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.staging import wait_queued
+from holdfast.engine.saving.write import write_index, write_shard
+from holdfast.engine.snapshot import pins as pin
+from holdfast.engine.snapshot.location import Location, Url, locate
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.state.flatten import Leaf
 from holdfast.errors import CommitError, PlanError, ShapeMismatch, Unsupported
 from holdfast.format import names, tree
 from holdfast.format.manifest import Increment, Manifest
 from holdfast.integrations.dcp import fqns
 from holdfast.integrations.dcp.shared import NOTE, completed, is_place, named
+from holdfast.lazy_torch import dtype_name
 from holdfast.settings import read_settings
-from holdfast.words import Box
+from holdfast.types import Box
+from holdfast.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,7 @@ def _commit(
     }
     manifest = Manifest(
         attempt=save.attempt,
-        created=pin.now(),
+        created=machine.now(),
         writer=f"holdfast {__version__}",
         step=None if version is None else version.step,
         branch=0 if version is None else version.branch,

@@ -1,0 +1,179 @@
+"""What people see: tables, sizes, ages, and a progress bar. rich is imported only in here, when
+something is printed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from threading import Lock, Timer
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli.output import clean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+PIPED = 400
+"""Columns where the output goes to no terminal: nothing is cut short for lack of room."""
+
+_PATIENCE = 0.7
+"""Seconds after which a person wants to see that something goes on."""
+
+
+def console() -> Console:
+    """The terminal, or whatever stdout is."""
+    from rich.console import Console
+
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704  (called while it is handled: the top of the command ends it)
+
+        def print(self, *objects: Any, **how: Any) -> None:
+            if self.is_terminal:
+                super().print(*objects, **how)
+                return
+            # a table fills its last column with blanks; nobody who reads a pipe wants them
+            with self.capture() as captured:
+                super().print(*objects, **how)
+            lines = captured.get().split("\n")
+            self.file.write("\n".join(line.rstrip(" ") for line in lines))
+            self.file.flush()
+
+    screen = Screen(highlight=False, emoji=False, markup=False, soft_wrap=False)
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        screen.width = PIPED
+    return screen
+
+
+def text(content: object, style: str = "", limit: int | None = None) -> Text:
+    """A cell or line with nothing in it that steers the terminal, cut to ``limit`` columns."""
+    from rich.text import Text
+
+    made = Text(clean(content), style=style)
+    if limit is not None:
+        made.truncate(max(limit, 4), overflow="ellipsis")
+    return made
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table without lines; the columns in ``right`` hold numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        made.add_column(
+            name, justify="right" if name in right else "left", no_wrap=True, overflow="ellipsis"
+        )
+    return made
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: ``4.2 MiB``."""
+    number, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if number < 999.95:
+            break
+        number, unit = number / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def age(created: str) -> str:
+    """How long ago a time of day in UTC was: ``3 min``; clocks that disagree make it 0."""
+    seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds())
+    return span(seconds)
+
+
+def span(seconds: float) -> str:
+    """A length of time in its largest unit."""
+    for limit, unit, length in ((90, "s", 1), (5400, "min", 60), (48 * 3600, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def numbers(metrics: Any) -> str:
+    """Metrics on one line: ``loss 0.25, accuracy 0.9``."""
+    if not isinstance(metrics, dict):
+        return ""
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in metrics.items()
+    )
+
+
+@contextmanager
+def progress(
+    what: str, total: int, *, quiet: bool, unit: str = "bytes"
+) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr while the context lasts, if it lasts long enough and someone looks.
+
+    Gives what is to be called with each step done, from any thread.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    bar = _Bar(what, total, unit)
+    try:
+        yield bar.advance
+    finally:
+        bar.close()
+
+
+class _Bar:
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._total, self._unit = clean(what), total, unit
+        self._lock = Lock()
+        self._done = 0
+        self._shown: Any = None
+        self._closed = False
+        self._timer = Timer(_PATIENCE, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def advance(self, step: int) -> None:
+        with self._lock:
+            self._done += step
+            if self._shown is not None:
+                self._shown.update(self._task, completed=self._done)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._closed = True
+            if self._shown is not None:
+                self._shown.stop()
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        if self._unit == "bytes":
+            columns = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+        else:
+            columns = [MofNCompleteColumn(), TextColumn(self._unit)]
+        with self._lock:
+            if self._closed:
+                return
+            self._shown = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                *columns,
+                TimeRemainingColumn(compact=True),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._shown.add_task(self._what, total=self._total, completed=self._done)
+            self._shown.start()

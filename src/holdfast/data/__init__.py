@@ -1,0 +1,5 @@
+"""The position in the training data, and the random generators.
+
+Terms: a *sample* is one element of the dataset; an *epoch* is one pass over all samples.
+May import: the root modules. It knows nothing of snapshots or stores.
+"""

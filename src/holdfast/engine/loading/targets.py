@@ -1,0 +1,97 @@
+"""The targets of one load: live memory that is to be filled, and fresh memory for all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.engine.planning.read_plan import Want
+from holdfast.engine.snapshot.leaf import allocate, as_records
+from holdfast.engine.snapshot.read import Target
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.format import tree
+from holdfast.format.names import MANIFEST, join
+from holdfast.types import Box
+
+Settle = Callable[[], Any]
+"""Gives the value that belongs in the state, once the bytes are in."""
+
+LEAVES = frozenset(tree.LEAVES)
+BYTES = frozenset({*tree.LEAVES, "tied"})
+
+
+@dataclass(slots=True)
+class Room:
+    """All targets of one load. Leaves that have no live place get fresh memory here."""
+
+    snapshot: Snapshot
+    device: Any = None
+    wants: list[Want] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    fresh: dict[str, Any] = field(default_factory=dict)
+
+    def leaf(self, node: Any, key: str) -> tuple[str, Any]:
+        """The key under which a leaf's bytes are stored, and the node that says what it is."""
+        source = node.get("tied", key)
+        if not LEAVES.isdisjoint(node):
+            return source, node
+        return source, self.snapshot.nodes()[source]
+
+    def add(self, source: str, into: Any, box: Box | None = None) -> None:
+        """Have the leaf, or a box of it, read into ``into``."""
+        dtype, shape = self.snapshot.leaves[source]
+        box = Box.whole(shape) if box is None else box
+        if 0 not in box.sizes:
+            self.wants.append(Want(source, box))
+            self.targets.append(Target.of(dtype, box.sizes, into))
+
+    def make(self, node: Any, key: str, device: Any = None) -> Settle:
+        """Fresh memory for all leaves of a node; the result gives the node's value, later."""
+        for k, n in tree.walk(node, key):
+            if type(n) is dict and not BYTES.isdisjoint(n):
+                source, leaf = self.leaf(n, k)
+                if source not in self.fresh:
+                    dtype, shape = self.snapshot.leaves[source]
+                    at = self.device if device is None else device
+                    self.fresh[source] = allocate(leaf, k, dtype, shape, at)
+                    self.add(source, self.fresh[source])
+        return lambda: tree.decode(node, key, self.value)
+
+    def value(self, node: Any, key: str) -> Any:
+        """For ``tree.decode``: the value of a leaf whose bytes are in."""
+        if "sparse" in node:
+            file = self.snapshot.place.key(MANIFEST)
+            return _sparse(node["sparse"], key, self.value, file)
+        source, leaf = self.leaf(node, key)
+        made = self.fresh[source]
+        if "blob" in leaf:
+            return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](made.data)
+        if "array" in leaf and len(leaf["array"]) == 3:
+            records = as_records(made, tree.from_descr(leaf["array"][2]))
+            return records.reshape(made.shape[:-1])
+        return made
+
+
+def _sparse(body: Any, key: str, value: Callable[[Any, str], Any], file: str) -> Any:
+    import torch
+
+    parts = {n: value(p, join(key, n)) for n, p in body["parts"].items()}
+    shape = tuple(body["shape"])
+    try:
+        if body["layout"] == "sparse_coo":
+            made = torch.sparse_coo_tensor(
+                parts["indices"], parts["values"], shape, check_invariants=True
+            )
+            return made._coalesced_(body["coalesced"])
+        compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
+        return torch.sparse_compressed_tensor(
+            parts[compressed],
+            parts[plain],
+            parts["values"],
+            shape,
+            layout=getattr(torch, body["layout"]),
+            check_invariants=True,
+        )
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise tree.no_node({"sparse": body}, key, file) from e

@@ -1,0 +1,115 @@
+"""Box algebra: rectangles of row-major arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import PlanError
+from holdfast.types import Box
+
+Index = int | slice | EllipsisType
+
+
+def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
+    """The box that an index asks for of a tensor, and the dimensions that an integer takes away.
+    Raises ``IndexError``."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if sum(p is Ellipsis for p in parts) > 1 or len(parts) - (Ellipsis in parts) > len(shape):
+        raise IndexError(f"{index!r} does not fit a tensor of shape {list(shape)}")
+    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    rest = parts[at + 1 :]
+    parts = parts[:at] + [slice(None)] * (len(shape) - at - len(rest)) + rest
+    offsets, sizes, drop = [], [], set()
+    for d, (part, n) in enumerate(zip(parts, shape, strict=True)):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(n)
+            if step != 1:
+                raise IndexError(f"slices of a leaf have step 1, not {step}")
+            stop = max(start, stop)
+        elif isinstance(part, int | np.integer) and not isinstance(part, bool):
+            start = int(part) + n if part < 0 else int(part)
+            stop = start + 1
+            drop.add(d)
+            if not 0 <= start < n:
+                raise IndexError(f"index {part} is out of range for dimension {d} of size {n}")
+        else:
+            raise IndexError(f"a leaf takes integers, slices and ..., not {part!r}")
+        offsets.append(start)
+        sizes.append(stop - start)
+    return Box(tuple(offsets), tuple(sizes)), drop
+
+
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements ``start`` to ``stop`` of a row-major array of ``shape``, as rectangles.
+
+    At most ``2 * len(shape) - 1`` (one for a scalar), in the order in which they lie in memory,
+    each contiguous in memory. Raises ``PlanError`` if the range leaves the array.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise PlanError(
+            "A range of elements leaves its array",
+            expected=f"a part of 0 to {prod(shape)}",
+            found=f"{start} to {stop}",
+        )
+    return [Box(o, s) for o, s in _rectangles(shape, start, stop)]
+
+
+_Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Rectangle]:
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = shape[1:]
+    row = prod(inner)
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        for o, s in _rectangles(inner, head, tail):
+            yield (first, *o), (1, *s)
+        return
+    if head:
+        for o, s in _rectangles(inner, head, row):
+            yield (first, *o), (1, *s)
+        first += 1
+    if last > first:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    for o, s in _rectangles(inner, 0, tail):
+        yield (last, *o), (1, *s)
+
+
+def span(part: Box, whole: Box) -> tuple[int, int]:
+    """First and past-the-last element of ``part`` in the row-major array that holds ``whole``.
+
+    ``part`` lies within ``whole`` and is not empty; both in coordinates of the global tensor.
+    """
+    first = last = 0
+    for o, s, z, n in zip(part.offsets, part.sizes, whole.offsets, whole.sizes, strict=True):
+        first = first * n + o - z
+        last = last * n + o - z + s - 1
+    return first, last + 1
+
+
+def subtract(box: Box, part: Box) -> list[Box]:
+    """What is left of ``box`` without ``part``, which lies within it: disjoint boxes."""
+    left = []
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for d, (o, s) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+        stop = offsets[d] + sizes[d]
+        for a, b in ((offsets[d], o), (o + s, stop)):
+            if b > a:
+                left.append(
+                    Box(
+                        (*offsets[:d], a, *offsets[d + 1 :]),
+                        (*sizes[:d], b - a, *sizes[d + 1 :]),
+                    )
+                )
+        offsets[d], sizes[d] = o, s
+    return left

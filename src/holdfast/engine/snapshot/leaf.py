@@ -1,0 +1,86 @@
+"""Leaves that are read when they are asked for, and room for what is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from holdfast.engine.planning.boxes import Index, box_of
+from holdfast.engine.planning.read_plan import Want
+from holdfast.engine.snapshot.read import Target
+from holdfast.errors import HoldfastError
+from holdfast.format import tree
+from holdfast.types import DTYPES, Box
+
+if TYPE_CHECKING:
+    from holdfast.engine.snapshot.snapshot import Snapshot
+
+
+class LeafView:
+    """A leaf that has not been read. Indexing reads the chunks that cover it, and checks them."""
+
+    def __init__(self, snapshot: Snapshot, key: str, node: Any) -> None:
+        self.snapshot = snapshot
+        self.key = key
+        tied = node.get("tied")
+        self._key = tied if tied is not None else key
+        self._node = snapshot.nodes()[tied] if tied is not None else node
+        self.dtype, self.shape = self._stored, _ = snapshot.leaves[self._key]
+        self._records: np.dtype[Any] | None = None
+        if "array" in self._node and len(self._node["array"]) == 3:
+            self._records = tree.from_descr(self._node["array"][2])
+            self.dtype, self.shape = str(self._records), self.shape[:-1]
+
+    def __repr__(self) -> str:
+        return f"<LeafView {self.key} {self.dtype} {list(self.shape)}>"
+
+    @property
+    def nbytes(self) -> int:
+        size = self._records or DTYPES[self._stored]
+        return Box.whole(self.shape).elements * size.itemsize
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
+        """A part, as a tensor (an array for what was an array), on the CPU.
+
+        Integers, slices of step 1 and ``...``; anything else is an ``IndexError``.
+        """
+        box, drop = box_of(index, self.shape)
+        self.snapshot.indexes()  # nothing is allocated for a shape that is a lie
+        sizes = [n for d, n in enumerate(box.sizes) if d not in drop]
+        if self._records is not None:  # stored as rows of bytes
+            box = Box((*box.offsets, 0), (*box.sizes, self._records.itemsize))
+        into = allocate(self._node, self._key, self._stored, box.sizes)
+        if box.elements:
+            self.snapshot.read([Want(self._key, box)], [Target.of(self._stored, box.sizes, into)])
+        return (into if self._records is None else as_records(into, self._records)).reshape(sizes)
+
+    def read(self) -> Any:
+        """The whole leaf."""
+        return self[...]
+
+
+def as_records(rows: Any, dtype: np.dtype[Any]) -> Any:
+    """Rows of bytes as a flat array of a dtype that shards do not know."""
+    return rows.reshape(-1).view(dtype) if rows.size else np.empty(rows.shape[:-1], dtype)
+
+
+def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None) -> Any:
+    """Empty room for elements of a leaf: an array for arrays and blobs, else a torch tensor."""
+    if "tensor" not in node:
+        return np.empty(sizes, dtype)
+    try:
+        import torch
+    except ImportError as e:
+        raise HoldfastError(
+            f"The leaf {key!r} is a torch tensor",
+            todo='Install it: pip install "holdfast[torch]"',
+            leaf=key,
+        ) from e
+    if not hasattr(torch, dtype):
+        raise HoldfastError(
+            f"The leaf {key!r} is of dtype {dtype}, which torch {torch.__version__} lacks",
+            todo="Install a newer torch, or leave it out with keys=",
+            leaf=key,
+        )
+    return torch.empty(sizes, dtype=getattr(torch, dtype), device=device)

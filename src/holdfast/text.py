@@ -1,0 +1,18 @@
+"""English for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def an(noun: str) -> str:
+    """``a dict``, ``an int``."""
+    return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0, 1, 2``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(r) for r in ranks[:8])
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,54 @@
+"""What is killed: saves of a tiny training, without torch, so that a process takes 0.3 s.
+
+``python -m tests.crash.killed_saver ROOT WORK``; each step is printed once its save has returned.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import holdfast
+from holdfast.run.policy import EverySteps, KeepLast
+from holdfast.run.run import Run
+from tests.trainings import after, fresh, train
+
+
+def saves(root: str) -> None:
+    """Two saves, retention, a third, a sweep: all on the main thread."""
+    run = Run(root)
+    for step in (1, 2):
+        holdfast.save(f"{root}/version_{step}", after(step))
+        print(step, flush=True)
+    run.retain(KeepLast(1))
+    holdfast.save(f"{root}/version_3", after(3))
+    print(3, flush=True)
+    run.sweep(grace=0, now=1e12)
+
+
+def trains(root: str) -> None:
+    """Resume, one step, saved in the background by several threads, and retention."""
+    state = fresh()
+    with holdfast.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
+        ckpt.resume()
+        train(state, ckpt, state["progress"].step + 1)
+        ckpt.wait()
+        print(state["progress"].step, flush=True)
+
+
+def loops(root: str) -> None:
+    """Steps without end."""
+    state = fresh()
+    with holdfast.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(3)) as ckpt:
+        ckpt.resume()
+        while True:
+            train(state, ckpt, state["progress"].step + 1)
+            ckpt.wait()
+            print(state["progress"].step, flush=True)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).parent.mkdir(parents=True, exist_ok=True)
+    {"saves": saves, "trains": trains, "loops": loops}[sys.argv[2]](sys.argv[1])
+    if "torch" in sys.modules:
+        sys.exit("torch was imported")

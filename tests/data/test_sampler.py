@@ -1,0 +1,1002 @@
+"""ElasticSampler: the order, the ranks' parts, the count, passes, what a state may be."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import tracemalloc
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import holdfast
+from holdfast.data.permutation import permuted
+from holdfast.data.sampler_group import Together
+from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
+from holdfast.storage.memory import MemoryStore
+
+Sampler = holdfast.ElasticSampler
+
+
+def order(length: int, seed: int = 0, epoch: int = 0) -> list[int]:
+    return permuted(np.arange(length), length, seed, epoch).tolist()  # type: ignore[no-any-return]
+
+
+def flat(batches: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
+def resumed(sampler: Sampler, *arguments: Any, **options: Any) -> Sampler:
+    """Another sampler in the place of one, as after a restart."""
+    other = Sampler(*arguments, **options)
+    other.load_state_dict(sampler.state_dict())
+    return other
+
+
+def train(sampler: Sampler, batches: int | None = None) -> list[list[int]]:
+    """The batches of a pass that is left after so many, each counted."""
+    seen = []
+    for batch in islice(iter(sampler), batches):
+        seen.append(batch)
+        sampler.advance()
+    return seen
+
+
+# -- the order -----------------------------------------------------------------------------------
+
+
+GOLDEN = {
+    "5": [3, 1, 4, 0, 2],
+    "10": [8, 3, 6, 1, 9, 7, 4, 0, 2, 5],
+    "2000": [1257, 1982, 1287, 104, 1805, 1880, 653, 289],
+    "1e10": [833913199, 3847223831, 6174919768],
+}
+
+
+def test_the_order_never_changes() -> None:
+    """Saved positions refer to it: if this fails, resumed runs see other samples."""
+    assert order(5) == GOLDEN["5"]
+    assert order(10, seed=-1, epoch=7) == GOLDEN["10"]
+    assert order(2000, seed=2**80, epoch=1)[:8] == GOLDEN["2000"]
+    at = np.array([0, 1, 10**10 - 1])
+    assert permuted(at, 10**10, 3, 10**6).tolist() == GOLDEN["1e10"]
+
+
+@given(st.integers(1, 5000), st.integers(), st.integers(0, 10**9))
+@example(1023, 0, 0)
+@example(1024, 0, 0)
+@settings(deadline=None, max_examples=60)
+def test_it_is_a_permutation(length: int, seed: int, epoch: int) -> None:
+    assert sorted(order(length, seed, epoch)) == list(range(length))
+
+
+def test_it_is_a_permutation_for_every_small_length() -> None:
+    for length in range(1, 130):
+        assert sorted(order(length)) == list(range(length))
+
+
+@given(st.integers(1, 1 << 61), st.data())
+@settings(deadline=None, max_examples=60)
+def test_places_of_a_huge_epoch_can_be_asked_one_by_one(length: int, data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True))
+    together = permuted(np.array(places), length, 0, 0).tolist()
+    assert together == [permuted(np.array([p]), length, 0, 0).item() for p in places]
+    assert len(set(together)) == len(places)
+    assert all(0 <= sample < length for sample in together)
+
+
+def excess(counts: np.ndarray[Any, Any]) -> float:
+    """By how many standard deviations chi-square exceeds what equal chances give."""
+    mean, freedom = counts.mean(), counts.size - 1
+    return float((((counts - mean) ** 2 / mean).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+def test_every_order_of_few_samples_is_as_likely(length: int) -> None:
+    kinds = math.factorial(length)
+    seen = Counter(tuple(order(length, seed=5, epoch=e)) for e in range(20 * kinds))
+    assert abs(excess(np.array([*seen.values(), *[0] * (kinds - len(seen))]))) < 4
+
+
+@pytest.mark.parametrize(("length", "other"), [(7, 1), (12, 11), (25, 1), (30, 29)])
+def test_two_samples_lie_independently(length: int, other: int) -> None:
+    places, seen = np.array([0, other]), np.zeros((length, length))
+    for epoch in range(5 * length * length):
+        first, second = permuted(places, length, 5, epoch)
+        seen[first, second] += 1
+    assert seen.trace() == 0
+    assert abs(excess(seen[~np.eye(length, dtype=bool)])) < 4
+
+
+@pytest.mark.parametrize("length", [1000, 4096, 10**6, 10**10 + 19])
+def test_large_orders_are_even(length: int) -> None:
+    count = min(length, 20_000)
+    at = np.arange(count)
+    first, second = (permuted(at, length, 1, e).astype(np.float64) / length for e in (0, 1))
+    if count < length:
+        assert abs(excess(np.histogram(first, 50, (0, 1))[0])) < 4
+    for a, b in ((first[1:], first[:-1]), (first, second), (first, at / count)):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 4 / math.sqrt(count)
+        assert abs(excess(np.histogram2d(a, b, 5, ((0, 1), (0, 1)))[0])) < 4
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [tuple(order(50, seed, epoch)) for seed in range(10) for epoch in range(10)]
+    assert len(set(orders)) == 100
+
+
+def test_without_shuffle_the_order_is_that_of_the_data_set() -> None:
+    assert train(Sampler(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_a_batch_of_a_huge_data_set_needs_no_memory_for_it() -> None:
+    sampler = Sampler(10**10, 256)
+    passing = iter(sampler)
+    next(passing)
+    tracemalloc.start()
+    next(passing)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert len(sampler) == 39_062_500
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def ranks_of(count: int, *arguments: Any, **options: Any) -> list[Sampler]:
+    return [Sampler(*arguments, **options, rank=r, ranks=count) for r in range(count)]
+
+
+def step_together(samplers: list[Sampler], passes: list[Iterator[list[int]]]) -> list[list[int]]:
+    """One batch: the part of each rank; empty when the pass is over, for all at once."""
+    parts = [part for p in passes if (part := next(p, None)) is not None]
+    assert len(parts) in (0, len(samplers))
+    if parts:
+        for sampler in samplers:
+            sampler.advance()
+        assert len({str(s.state_dict()) for s in samplers}) == 1
+        sizes = [len(part) for part in parts]
+        assert min(sizes) > 0
+        assert max(sizes) - min(sizes) <= 1
+    return parts
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 8), st.booleans())
+@example(1, 4, 4, False)
+@example(3, 8, 8, False)
+@settings(deadline=None)
+def test_ranks_share_an_epoch(length: int, batch: int, count: int, drop_last: bool) -> None:
+    batch = max(batch, count)
+    if drop_last:
+        length = max(length, batch)
+    samplers = ranks_of(count, length, batch, drop_last=drop_last)
+    passes = [iter(s) for s in samplers]
+    seen: list[int] = []
+    batches = 0
+    while parts := step_together(samplers, passes):
+        batches += 1
+        seen += [sample for part in parts for sample in part]
+        if batches * batch <= length:
+            assert sum(map(len, parts)) == batch
+        else:
+            assert len({len(part) for part in parts}) == 1
+    assert batches == len(samplers[0])
+    kept = length // batch * batch if drop_last else length
+    assert len(seen) == kept + samplers[0].padded
+    whole = order(length)
+    assert Counter(seen) == Counter(whole[:kept]) + Counter(
+        whole[i % length] for i in range(samplers[0].padded)
+    )
+    assert samplers[0].epochs == 1
+
+
+@given(
+    st.integers(1, 150),
+    st.integers(4, 20),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+@example(40, 4, [(4, 3), (2, 3), (3, 100)], 0, True)
+@settings(deadline=None)
+def test_ranks_come_and_go(
+    length: int, batch: int, changes: list[tuple[int, int]], seed: int, prefetch: bool
+) -> None:
+    """Every sample once per epoch, and exactly the padding twice, whoever reads it when."""
+    state: dict[str, int] | None = None
+    seen: dict[int, list[int]] = {}
+    repeated: dict[int, int] = {}
+    for count, steps in [*changes, (3, 200)]:
+        samplers = ranks_of(count, length, batch, seed)
+        for s in samplers:
+            if state is not None:
+                s.load_state_dict(state)
+        passes = [iter(s) for s in samplers]
+        while steps:
+            epoch, before = (samplers[0].state_dict()[n] for n in ("epoch", "samples"))
+            parts = step_together(samplers, passes)
+            if not parts and samplers[0].epochs == 3:
+                break
+            if not parts:
+                passes = [iter(s) for s in samplers]
+                continue
+            if samplers[0].state_dict()["epoch"] != epoch:
+                epoch, before = epoch + 1, 0
+            samples = [sample for part in parts for sample in part]
+            seen.setdefault(epoch, []).extend(samples)
+            repeated[epoch] = len(samples) - (min(before + batch, length) - before)
+            if repeated[epoch]:
+                assert samplers[0].padded == repeated[epoch]
+            steps -= 1
+        if samplers[0].epochs == 3:
+            break
+        if prefetch:  # a loader that has run ahead when the process is killed
+            for p in passes:
+                list(islice(p, 3))
+        state = samplers[0].state_dict()
+    assert set(seen) == {0, 1, 2}
+    for epoch, samples in seen.items():
+        whole = order(length, seed, epoch)
+        padding = [whole[i % length] for i in range(repeated[epoch])]
+        assert Counter(samples) == Counter(whole) + Counter(padding)
+
+
+@given(st.integers(1, 300), st.lists(st.integers(1, 40), min_size=2, max_size=6), st.data())
+@settings(deadline=None)
+def test_the_batch_size_may_change(length: int, sizes: list[int], data: st.DataObject) -> None:
+    seen: list[int] = []
+    state = None
+    for size in sizes:
+        sampler = Sampler(length, size)
+        if state is not None:
+            sampler.load_state_dict(state)
+        if sampler.epochs:
+            break
+        seen += flat(train(sampler, data.draw(st.integers(0, 10))))
+        state = sampler.state_dict()
+    if not sampler.epochs:
+        seen += flat(train(sampler))
+    assert seen == order(length)
+
+
+def test_torch_distributed_is_asked_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(8, 4, shuffle=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    assert list(sampler) == [[1], [5]]
+    assert Sampler(10, 4).padded == 1
+    with pytest.raises(HoldfastError, match=r"empty batch.* 3 ranks"):
+        Sampler(8, 2)
+
+
+def test_a_group_that_outgrew_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(8, 4)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 5)
+    with pytest.raises(HoldfastError, match="5 or more"):
+        next(iter(sampler))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"length": 0}, "needs samples"),
+        ({"length": -1}, "needs samples"),
+        ({"length": 1 << 62}, "needs samples"),
+        ({"batch_size": 0}, "needs batches"),
+        ({"length": 3, "drop_last": True}, "never give a batch"),
+        ({"rank": 0}, "both rank and ranks"),
+        ({"ranks": 2}, "both rank and ranks"),
+        ({"rank": 2, "ranks": 2}, "0 <= rank < ranks"),
+        ({"rank": -1, "ranks": 2}, "0 <= rank < ranks"),
+        ({"rank": 0, "ranks": 0}, "0 <= rank < ranks"),
+        ({"rank": 0, "ranks": 5}, "empty batch"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(HoldfastError, match=said):
+        Sampler(**({"length": 8, "batch_size": 4} | arguments))
+
+
+@pytest.mark.parametrize("wrong", [4.0, "4", None])
+def test_sizes_are_ints(wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        Sampler(wrong, 4)
+    with pytest.raises(TypeError):
+        Sampler(8, wrong)
+
+
+def test_numpy_sizes_are_kept_as_plain_ints() -> None:
+    sampler = Sampler(np.int64(8), np.int32(4), np.uint8(3), shuffle=np.True_)
+    assert {type(v) for v in sampler.state_dict().values()} == {int, bool}
+
+
+# -- passes --------------------------------------------------------------------------------------
+
+
+def test_pass_after_pass_is_epoch_after_epoch() -> None:
+    sampler = Sampler(6, 4)
+    for epoch in range(4):
+        assert flat(train(sampler)) == order(6, epoch=epoch)
+        assert sampler.epochs == epoch + 1
+
+
+@pytest.mark.parametrize("steps", range(13))
+def test_a_resume_goes_on_behind_the_last_step(steps: int) -> None:
+    """Three epochs of four batches; the resumed one gives an empty pass after a last step."""
+    sampler = Sampler(13, 4)
+    batches = [batch for _ in range(3) for batch in train(sampler)]
+    sampler = Sampler(13, 4)
+    left = steps
+    while left:
+        left -= len(train(sampler, left))
+    other = resumed(sampler, 13, 4)
+    assert other.epochs == sampler.epochs == steps // 4
+    first = train(other)
+    assert len(first) == (-steps % 4 if steps else 4)
+    assert [*batches[:steps], *first] == batches[: steps + len(first)]
+    while other.epochs < 3:
+        first += train(other)
+    assert first == batches[steps:]
+
+
+def test_the_last_step_resumes_as_an_empty_pass() -> None:
+    sampler = Sampler(8, 4)
+    train(sampler)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["samples"]) == (0, 8)
+    other = resumed(resumed(sampler, 8, 4), 8, 4)  # resuming twice changes nothing
+    assert train(other) == []
+    assert flat(train(other)) == order(8, epoch=1)
+    assert other.epochs == 2
+
+
+def test_a_dropped_tail_ends_the_epoch() -> None:
+    sampler = Sampler(10, 4, drop_last=True)
+    train(sampler)
+    assert sampler.epochs == 1
+    other = resumed(sampler, 10, 4, drop_last=True)
+    assert train(other) == []
+    assert flat(train(other)) == order(10, epoch=1)[:8]
+
+
+def test_after_a_break_the_rest_follows() -> None:
+    sampler = Sampler(8, 2)
+    first = train(sampler, 1)
+    assert flat(first + train(sampler)) == order(8)
+    assert flat(train(sampler)) == order(8, epoch=1)
+
+
+def test_a_batch_that_was_not_counted_comes_again() -> None:
+    sampler = Sampler(8, 2)
+    next(iter(sampler))  # a look at the data, say
+    assert flat(train(sampler)) == order(8)
+
+
+def test_a_break_at_the_last_step_ends_the_epoch() -> None:
+    sampler = Sampler(8, 2)
+    train(sampler, 4)
+    assert flat(train(sampler)) == order(8, epoch=1)
+
+
+def test_the_length_of_a_pass_is_that_of_a_whole_epoch() -> None:
+    sampler = Sampler(10, 4)
+    assert len(sampler) == 3
+    train(sampler, 2)
+    assert len(resumed(sampler, 10, 4)) == 3
+    assert len(Sampler(10, 4, drop_last=True)) == 2
+    assert len(Sampler(8, 4)) == 2
+
+
+def test_the_batches_left_are_those_of_the_epoch() -> None:
+    sampler, left = Sampler(10, 4), []
+    assert sampler.left == 3
+    for _ in range(2):
+        for _ in sampler:
+            left.append(sampler.left)
+            sampler.advance()
+        left.append(sampler.left)
+    assert left == [3, 2, 1, 0] * 2
+    sampler = Sampler(10, 4, drop_last=True)
+    train(sampler, 1)
+    assert resumed(sampler, 10, 4, drop_last=True).left == 1
+
+
+def test_a_count_beyond_what_was_given_is_refused() -> None:
+    sampler = Sampler(8, 2)
+    with pytest.raises(HoldfastError, match="Expected at most 0, found 1"):
+        sampler.advance()
+    passing = iter(sampler)
+    next(passing)
+    next(passing)
+    with pytest.raises(HoldfastError, match="Expected at most 2, found 3"):
+        sampler.advance(3)
+    assert sampler.state_dict()["samples"] == 0
+    sampler.advance(0)
+    sampler.advance(2)
+    assert sampler.state_dict()["samples"] == 4
+    with pytest.raises(HoldfastError, match="so many batches"):
+        sampler.advance(-1)
+
+
+def test_a_step_that_is_called_twice_is_told_with_the_sampler_and_the_usual_cause() -> None:
+    sampler = Sampler(8, 2, 5)
+    next(iter(sampler))
+    sampler.advance()
+    with pytest.raises(HoldfastError, match=r"8, 2, 5, at sample 2 .*step\(\) called twice"):
+        sampler.advance()
+
+
+def test_a_loader_from_before_the_resume_is_refused() -> None:
+    sampler = Sampler(8, 2)
+    saved = sampler.state_dict()
+    passing = iter(sampler)
+    next(passing)
+    sampler.load_state_dict(saved)
+    with pytest.raises(HoldfastError, match="no longer the latest"):
+        next(passing)
+    with pytest.raises(HoldfastError, match="iterate over the loader anew"):
+        sampler.advance()
+
+
+def test_a_pass_that_was_asked_for_before_the_resume_but_not_begun_is_the_rest() -> None:
+    sampler = Sampler(8, 2)
+    train(sampler, 1)
+    other = Sampler(8, 2)
+    passing = iter(other)
+    other.load_state_dict(sampler.state_dict())
+    assert flat(passing) == order(8)[2:]
+
+
+def test_two_passes_at_once_are_refused() -> None:
+    sampler = Sampler(8, 2)
+    with pytest.raises(HoldfastError, match="one pass at a time"):
+        list(zip(sampler, sampler, strict=True))
+
+
+# -- accumulation --------------------------------------------------------------------------------
+
+
+def accumulate(sampler: Sampler, per_step: int, steps: int) -> list[tuple[dict[str, int], int]]:
+    """Steps of so many batches, across the ends of epochs; what is saved after each, and the
+    number of batches that were given out until then."""
+    saved, window, given = [], 0, 0
+    while True:
+        for _ in sampler:
+            given += 1
+            window += 1
+            if window == per_step:
+                sampler.advance(per_step)
+                saved.append((sampler.state_dict(), given))
+                window = 0
+                if len(saved) == steps:
+                    return saved
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("length", [10, 16, 20])
+def test_steps_may_cross_the_ends_of_epochs(length: int, per_step: int) -> None:
+    epoch_batches = -(-length // 2)
+    whole = [
+        tuple(order(length, epoch=e)[i : i + 2]) for e in range(8) for i in range(0, length, 2)
+    ]
+    for state, done in accumulate(Sampler(length, 2), per_step, 20 // per_step):
+        other = Sampler(length, 2)
+        other.load_state_dict(state)
+        assert other.epochs == done // epoch_batches
+        rest: list[tuple[int, ...]] = []
+        window = 0
+        while len(rest) < 12:
+            for batch in other:
+                rest.append(tuple(batch))
+                window += 1
+                if window == per_step:
+                    other.advance(per_step)
+                    window = 0
+        assert rest == whole[done : done + len(rest)]
+
+
+def test_batches_that_no_step_counts_are_told() -> None:
+    sampler = Sampler(10, 2)
+    for number, _ in enumerate(sampler):
+        if number % 2:
+            sampler.advance()  # should have counted two
+    with pytest.warns(UncountedBatches, match=r"step\(batches=k\)"):
+        rest = list(sampler)
+    assert flat(rest) == order(10)[4:]
+
+
+@pytest.mark.parametrize(("uncounted", "told"), [(0, False), (1, False), (2, True), (3, True)])
+def test_what_is_told_is_as_much_as_a_step_takes(uncounted: int, told: bool) -> None:
+    sampler = Sampler(2 * (4 + uncounted), 2)
+    for number, _ in enumerate(sampler):
+        if number in (1, 3):
+            sampler.advance(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        next(iter(sampler))
+    assert [w.category for w in caught] == [UncountedBatches] * told
+
+
+NEVER = r"No step has counted ElasticSampler\(10, .*state of the Checkpointer.*plain DataLoader"
+
+
+def test_nothing_counted_at_all_is_told_once_and_then_refused() -> None:
+    """Forgotten in the state, or used for evaluation; the first may be a look at the data."""
+    sampler = Sampler(10, 2)
+    list(sampler)
+    with pytest.warns(UncountedBatches, match=NEVER):
+        again = list(sampler)
+    assert flat(again) == order(10)
+    for _ in range(2):
+        with pytest.raises(HoldfastError, match=NEVER):
+            next(iter(sampler))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_tells_it_too(workers: int) -> None:
+    loader = DataLoader(Squares(), batch_sampler=Sampler(10, 2), num_workers=workers)
+    list(loader)
+    with pytest.warns(UncountedBatches, match=NEVER):
+        list(loader)
+    with pytest.raises(HoldfastError, match=NEVER):
+        list(loader)
+
+
+def test_looks_at_the_first_batches_are_not_told() -> None:
+    sampler = Sampler(10, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            list(islice(sampler, 4))
+        train(sampler)
+        assert flat(train(sampler)) == order(10, epoch=1)
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+def test_who_counts_too_few_is_never_refused(counted: int) -> None:
+    """``step(batches=0)``, say, or without ``batches=``: it is in the state."""
+    sampler = Sampler(10, 2)
+    passing = iter(sampler)
+    next(passing)
+    sampler.advance(counted)
+    list(passing)
+    for _ in range(3):
+        with pytest.warns(UncountedBatches, match="but batches of it were never counted"):
+            again = list(sampler)
+        assert flat(again) == order(10)[2 * counted :]
+
+
+def test_a_loaded_sampler_that_no_step_counts_is_told_as_well() -> None:
+    sampler = Sampler(10, 2)
+    train(sampler, 2)
+    other = resumed(sampler, 10, 2)
+    assert flat(other) == order(10)[4:]
+    with pytest.warns(UncountedBatches, match=NEVER):
+        assert flat(other) == order(10)[4:]
+    with pytest.raises(HoldfastError, match=NEVER):
+        next(iter(other))
+    other.load_state_dict(sampler.state_dict())
+    train(other)
+    assert flat(train(other)) == order(10, epoch=1)
+
+
+def test_a_step_that_ends_in_the_next_epoch_is_not_told() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate(Sampler(10, 2), 4, 10)
+
+
+def test_the_rest_of_a_step_may_be_counted_after_the_epoch() -> None:
+    sampler = Sampler(10, 2)
+    for number, _ in enumerate(sampler):
+        if number == 3:
+            sampler.advance(4)
+    passing = iter(sampler)
+    next(passing)
+    assert sampler.epochs == 0
+    sampler.advance()
+    assert sampler.epochs == 1
+    assert sampler.state_dict() | {"epoch": 1, "samples": 0, "ahead": 0} == sampler.state_dict()
+    sampler.advance()
+    assert sampler.state_dict()["samples"] == 2
+
+
+def test_a_state_in_the_middle_of_a_step_that_crosses_resumes_as_one_pass() -> None:
+    """Had it two passes, a loop that counts passes would train one epoch less."""
+    sampler = Sampler(10, 2)
+    for number, _ in enumerate(sampler):
+        if number == 3:
+            sampler.advance(4)
+    next(iter(sampler))  # the first of the next epoch; nothing of it is counted
+    assert sampler.state_dict()["ahead"] == 1
+    other = resumed(sampler, 10, 2)
+    assert other.state_dict() == sampler.state_dict()
+    batches = []
+    for batch in other:
+        batches.append(batch)
+        if len(batches) == 4:
+            other.advance(4)
+    assert flat(batches) == order(10)[8:] + order(10, epoch=1)
+    assert other.epochs == 1
+
+
+# -- following a Progress ------------------------------------------------------------------------
+
+
+def between(count_up: bool, *, follow: bool = True) -> tuple[Sampler, holdfast.Progress]:
+    """A sampler behind a whole epoch, that the user has counted or not."""
+    sampler, progress = Sampler(8, 2), holdfast.Progress()
+    if follow:
+        sampler.follow(progress)
+    train(sampler)
+    if count_up:
+        progress.epoch += 1
+    return sampler, progress
+
+
+def test_a_state_from_between_two_passes_loses_no_epoch() -> None:
+    sampler, _ = between(count_up=True)
+    assert sampler.epochs == 1
+    assert flat(train(resumed(sampler, 8, 2))) == order(8, epoch=1)
+    assert flat(train(sampler)) == order(8, epoch=1)
+
+
+@pytest.mark.parametrize(("count_up", "follow"), [(False, True), (True, False), (False, False)])
+def test_an_epoch_that_is_not_counted_up_has_an_empty_rest(count_up: bool, follow: bool) -> None:
+    sampler, _ = between(count_up, follow=follow)
+    assert train(resumed(sampler, 8, 2)) == []
+
+
+def test_a_loop_with_a_final_save_can_be_made_longer() -> None:
+    """``while progress.epoch < n``, saved after the loop, and gone on with a larger n."""
+    state: dict[str, dict[str, int]] = {}
+    trained: list[int] = []
+    for epochs in (1, 2, 2, 4):
+        sampler, progress = Sampler(8, 2), holdfast.Progress()
+        sampler.follow(progress)
+        if state:
+            progress.load_state_dict(state["progress"])
+            sampler.load_state_dict(state["sampler"])
+        while progress.epoch < epochs:
+            trained += flat(train(sampler))
+            progress.epoch += 1
+        state = {"progress": progress.state_dict(), "sampler": sampler.state_dict()}
+    assert trained == [sample for epoch in range(4) for sample in order(8, epoch=epoch)]
+
+
+def test_a_loop_that_sets_the_epoch_before_the_pass() -> None:
+    """``for progress.epoch in range(progress.epoch, n)`` resumes with an empty pass."""
+    sampler, progress = Sampler(8, 2), holdfast.Progress()
+    sampler.follow(progress)
+    for progress.epoch in range(2):
+        train(sampler)
+    other = resumed(sampler, 8, 2)
+    seen = []
+    for _ in range(progress.epoch, 3):
+        seen += train(other)
+    assert flat(seen) == order(8, epoch=2)
+
+
+def test_a_counted_epoch_with_a_step_that_crosses_is_kept_as_one_pass() -> None:
+    sampler, progress = Sampler(10, 2), holdfast.Progress()
+    sampler.follow(progress)
+    for number, _ in enumerate(sampler):
+        if number == 3:
+            sampler.advance(4)
+    assert sampler.state_dict()["ahead"] == 0
+    progress.epoch += 1
+    assert sampler.state_dict()["ahead"] == 1
+    assert flat(resumed(sampler, 10, 2)) == order(10)[8:] + order(10, epoch=1)
+
+
+def test_a_loaded_state_is_saved_again_as_it_was() -> None:
+    sampler, progress = between(count_up=False)
+    saved = sampler.state_dict()
+    other = resumed(sampler, 8, 2)
+    other.follow(progress)
+    progress.epoch += 5
+    assert other.state_dict() == saved
+    sampler.load_state_dict(saved)  # also where passes were made before, in this process
+    assert sampler.state_dict() == saved
+
+
+def test_an_empty_rest_that_was_never_asked_for_is_counted_up_as_well() -> None:
+    """The loop ends with the first of two samplers; a state from behind it has both as done."""
+    old, progress = between(count_up=False)
+    together, pair = Together(), [Sampler(8, 2), Sampler(8, 2)]
+    for sampler in pair:
+        sampler.follow(progress, together)
+        sampler.load_state_dict(old.state_dict())
+    assert list(zip(*pair)) == []
+    assert [s.state_dict() for s in pair] == [old.state_dict()] * 2
+    progress.epoch += 1
+    assert [s.state_dict()["epoch"] for s in pair] == [1, 1]
+    assert [flat(train(resumed(s, 8, 2))) for s in pair] == [order(8, epoch=1)] * 2
+
+
+@pytest.mark.parametrize("how", ["after", "before", "within", "late", "breaks", "no progress"])
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
+def test_epochs_that_are_counted_are_not_told(how: str, start: int) -> None:
+    """However they are counted, and wherever the training was resumed."""
+    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    if start:
+        old = Sampler(6, 2)
+        for _ in range(start):
+            train(old, 1)
+        sampler.load_state_dict(old.state_dict())
+        progress.epoch = start // 3
+    if how != "no progress":
+        sampler.follow(progress)
+    for epoch in range(progress.epoch, 6):
+        if how == "before":
+            progress.epoch = epoch
+        for number, _ in enumerate(sampler):
+            if how == "within" or (how == "late" and number == 2):
+                progress.epoch = epoch
+            sampler.advance()
+            if how == "breaks" and number == epoch % 3:
+                break
+        if how in ("after", "breaks"):
+            progress.epoch += 1
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_epochs_that_are_not_counted_are_told_once(start: int) -> None:
+    """When the third pass begins; again only in the next process."""
+    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    sampler.follow(progress)
+    progress.epoch = 4
+    if start:
+        old = Sampler(6, 2)
+        train(old, start)
+        sampler.load_state_dict(old.state_dict())
+    train(sampler)
+    train(sampler)
+    with pytest.warns(UncountedEpochs, match=r"goes on to epoch 2, .*epoch 4 again") as caught:
+        train(sampler)
+    assert len(caught) == 1
+    train(sampler)
+    train(sampler)
+
+
+def test_a_resume_begins_to_look_anew() -> None:
+    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    sampler.follow(progress)
+    for _ in range(3):
+        train(sampler)
+        train(sampler)
+        sampler.load_state_dict(sampler.state_dict())
+
+
+def test_another_progress_is_looked_at_anew() -> None:
+    sampler = Sampler(6, 2)
+    for _ in range(3):
+        progress = holdfast.Progress()
+        sampler.follow(progress)
+        for _ in range(2):
+            train(sampler)
+            progress.epoch += 1
+
+
+# -- states --------------------------------------------------------------------------------------
+
+
+def test_the_state_is_plain_and_free_of_topology() -> None:
+    sampler = Sampler(9, 4, 7, rank=1, ranks=3)
+    train(sampler, 2)
+    assert sampler.state_dict() == {
+        "length": 9,
+        "seed": 7,
+        "shuffle": True,
+        "drop_last": False,
+        "epoch": 0,
+        "samples": 8,
+        "ahead": 0,
+        "per_step": 1,
+    }
+
+
+def test_all_differences_are_told_at_once() -> None:
+    sampler = Sampler(8, 2)
+    train(sampler, 1)
+    other = Sampler(9, 2, 1, shuffle=False, drop_last=True)
+    with pytest.raises(PlanError) as caught:
+        other.load_state_dict(sampler.state_dict())
+    assert caught.value.expected == "length=8, seed=0, shuffle=True, drop_last=False"
+    assert caught.value.found == "length=9, seed=1, shuffle=False, drop_last=True"
+    assert train(other, 1) == [[0, 1]]  # nothing was changed
+
+
+def test_another_length_is_taken_where_an_epoch_begins() -> None:
+    other = resumed(Sampler(8, 2), 90, 2)
+    assert flat(train(other)) == order(90)
+    sampler, _ = between(count_up=True)
+    assert flat(train(resumed(sampler, 90, 2))) == order(90, epoch=1)
+
+
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 9), st.integers(1, 9), st.booleans())
+@example(10, 7, 4, 4, True)
+@example(8, 4, 4, 4, False)
+@settings(deadline=None)
+def test_another_length_is_taken_where_an_epoch_ends(
+    length: int, other: int, batch: int, other_batch: int, drop_last: bool
+) -> None:
+    """With drop_last as well, where fewer are left than a batch; and nowhere else."""
+    if drop_last:
+        batch, other_batch = min(batch, length), min(other_batch, other)
+    sampler = Sampler(length, batch, drop_last=drop_last)
+    for _ in sampler:
+        sampler.advance()
+        rest = length - sampler.state_dict()["samples"]
+        if other != length and rest >= (other_batch if drop_last else 1):
+            with pytest.raises(PlanError, match=f"length={length}, found length={other}"):
+                resumed(sampler, other, other_batch, drop_last=drop_last)
+    if drop_last and rest >= other_batch:
+        return  # these smaller batches would go on in the epoch
+    live = resumed(sampler, other, other_batch, drop_last=drop_last)
+    live = resumed(live, other, other_batch, drop_last=drop_last)  # and saved before it goes on
+    assert (live.epochs, live.left) == (1, 0)
+    assert train(live) == []
+    kept = other // other_batch * other_batch if drop_last else other
+    assert flat(train(live)) == order(other, epoch=1)[:kept]
+    assert live.epochs == 2
+
+
+def test_another_length_in_the_middle_of_a_step_is_refused() -> None:
+    """The step would be finished with samples of another order."""
+    sampler, progress = Sampler(10, 2), holdfast.Progress()
+    sampler.follow(progress)
+    for number, _ in enumerate(sampler):
+        if number == 3:
+            sampler.advance(4)
+    with pytest.raises(PlanError, match="where an epoch begins or ends"):
+        resumed(sampler, 12, 2)
+    progress.epoch += 1
+    assert sampler.state_dict()["ahead"] == 1
+    for samples in (0, 8, 10):
+        with pytest.raises(PlanError, match="length=10, found length=12"):
+            Sampler(12, 2).load_state_dict(sampler.state_dict() | {"samples": samples})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1},
+        {"samples": -1},
+        {"samples": 9},
+        {"samples": 12, "length": 11},
+        {"samples": -1, "length": -1},
+        {"ahead": -1},
+        {"per_step": 0},
+        {"epoch": "1"},
+        {"samples": 1.0},
+        {"samples": None},
+        {"more": 1},
+    ],
+)
+def test_states_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    sampler = Sampler(8, 2)
+    train(sampler, 1)
+    with pytest.raises(PlanError, match="state of an ElasticSampler"):
+        sampler.load_state_dict(sampler.state_dict() | change)
+    assert sampler.state_dict()["samples"] == 2
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"epoch": 1, "samples": 0}])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(PlanError, match="not the state of an ElasticSampler"):
+        Sampler(8, 2).load_state_dict(state)
+
+
+def test_it_is_saved_and_loaded_by_holdfast() -> None:
+    store = MemoryStore()
+    sampler = Sampler(8, 2)
+    train(sampler, 3)
+    holdfast.save(store, {"sampler": sampler})
+    other = Sampler(8, 2)
+    holdfast.load(store, into={"sampler": other})
+    assert other.state_dict() == sampler.state_dict()
+    assert flat(train(other)) == order(8)[6:]
+
+
+# -- copies, processes, loaders ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_copies_go_on_by_themselves(how: Any) -> None:
+    sampler, progress = Sampler(8, 2), holdfast.Progress()
+    sampler.follow(progress)
+    train(sampler, 1)
+    twin = how(sampler)
+    assert flat(train(twin)) == order(8)[2:]
+    assert sampler.state_dict()["samples"] == 2
+    assert flat(train(sampler)) == order(8)[2:]
+    iter(resumed(sampler, 8, 2))
+    assert "at sample 8 of epoch 0" in repr(sampler)
+
+
+def test_a_copy_of_a_state_follows_the_copied_progress() -> None:
+    sampler, progress = between(count_up=False)
+    state = copy.deepcopy({"sampler": sampler, "progress": progress})
+    state["progress"].epoch += 1
+    assert state["sampler"].state_dict()["epoch"] == 1
+    assert sampler.state_dict()["epoch"] == 0
+
+
+def test_copies_of_several_know_each_other_and_not_the_old_ones() -> None:
+    state = {"samplers": [Sampler(8, 2), Sampler(8, 2)], "progress": holdfast.Progress()}
+    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+        for _ in zip(*state["samplers"]):
+            ckpt.step()
+    saved = [s.state_dict() for s in state["samplers"]]
+    for how in (copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))):
+        twins = how(state["samplers"])
+        for sampler in (*state["samplers"], *twins):
+            sampler.load_state_dict(saved[0])
+        assert list(zip(*state["samplers"])) == []
+        for sampler in twins:
+            assert list(sampler) == []  # nothing has begun beside it
+        assert len(list(zip(*state["samplers"]))) == 4
+
+
+class Squares(torch.utils.data.Dataset[int]):
+    def __getitem__(self, i: int) -> int:
+        return i * i
+
+
+LOADERS: list[dict[str, Any]] = [
+    {"num_workers": 0},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", LOADERS, ids=str)
+def test_loaders_that_run_ahead_count_only_what_was_trained(options: dict[str, Any]) -> None:
+    whole = [sample**2 for epoch in range(3) for sample in order(10, epoch=epoch)]
+    for steps in (0, 1, 4, 5, 6, 9):
+        sampler = Sampler(10, 2)
+        seen: list[int] = []
+        loader = DataLoader(Squares(), batch_sampler=sampler, **options)
+        while len(seen) < 2 * steps:
+            for batch in loader:
+                seen += batch.tolist()
+                sampler.advance()
+                if len(seen) == 2 * steps:
+                    break
+        other = resumed(sampler, 10, 2)
+        loader = DataLoader(Squares(), batch_sampler=other, **options)
+        assert len(loader) == 5
+        for _ in range(4):
+            for batch in loader:
+                seen += batch.tolist()
+                other.advance()
+        assert seen[:30] == whole[: len(seen[:30])]
+        assert len(seen) >= 30
+
+
+@pytest.mark.slow
+def test_loaders_whose_workers_are_spawned() -> None:
+    sampler = Sampler(10, 2)
+    loader = DataLoader(
+        Squares(), batch_sampler=sampler, num_workers=1, multiprocessing_context="spawn"
+    )
+    seen: list[int] = []
+    for batch in loader:
+        seen += batch.tolist()
+        sampler.advance()
+    assert seen == [sample**2 for sample in order(10)]
+    assert sampler.epochs == 1

@@ -1,0 +1,201 @@
+"""The gate of one rank: who sees whom, who waits, and what ends the waiting."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.engine.distributed.step_gate import NEVER, NOTHING, Gate
+from holdfast.errors import RankFailed
+
+SAVE = frozenset({"save"})
+
+
+class Sly(Gate):
+    """What another thread does right before one of the two attributes is written or read."""
+
+    hooks: dict[str, Callable[[], object]]
+
+    def __init__(self) -> None:
+        self.hooks = {}
+        super().__init__(1.0)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._happen(f"write {name}")
+        super().__setattr__(name, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("_at", "_shut"):
+            self._happen(f"read {name}")
+        return super().__getattribute__(name)
+
+    def _happen(self, moment: str) -> None:
+        hook = self.__dict__.get("hooks", {}).pop(moment, None)
+        if hook is not None:
+            hook()
+
+
+@pytest.mark.parametrize("moment", ["write _shut", "read _at", "write _armed"])
+def test_a_watcher_that_is_held_up_anywhere_sees_a_training_that_passes(moment: str) -> None:
+    gate = Sly()
+    passed: list[bool] = []
+
+    def train() -> None:
+        held = gate._at + 1 >= gate._shut  # it would wait here, and this is one thread
+        passed.append(not held and gate.step() == NOTHING)
+
+    gate.hooks[moment] = train
+    armed = gate.arm(1)
+    assert len(passed) == 1
+    assert armed != passed[0]
+
+
+@pytest.mark.parametrize("moment", ["read _at", "write _at", "read _shut"])
+def test_a_training_that_is_held_up_anywhere_sees_the_gate_or_is_seen(moment: str) -> None:
+    gate = Sly()
+    armed: list[bool] = []
+
+    def watch() -> None:
+        armed.append(gate.arm(1))
+        if armed[0]:
+            gate.grant(1, SAVE)
+
+    gate.hooks[moment] = watch
+    assert gate.step() == (SAVE if armed[0] else NOTHING)
+    assert len(armed) == 1
+
+
+class Training:
+    """A thread that makes steps until it gets something."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.got: Any = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.got = self.gate.step()
+        except RankFailed as e:
+            self.got = e
+
+    def wait_held(self) -> None:
+        self.thread.start()
+        while not self.gate._changed._waiters and self.thread.is_alive():  # type: ignore[attr-defined]
+            pass
+        assert self.thread.is_alive()
+
+    def ended(self) -> Any:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self.got
+
+
+def fail(gate: Gate) -> None:
+    gate.fail(RankFailed("the store is gone"))
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (Gate.release, NOTHING),
+        (Gate.open, NOTHING),
+        (lambda gate: gate.grant(3, SAVE), SAVE),
+        (lambda gate: gate.arm(9), NOTHING),
+        (lambda gate: gate.arm(3), NOTHING),  # refused: it has come so far
+        (fail, RankFailed),
+    ],
+)
+def test_what_ends_the_waiting_at_a_gate(end: Callable[[Gate], object], expected: Any) -> None:
+    gate = Gate(60.0)
+    assert gate.arm(3)
+    assert [gate.step(), gate.step()] == [NOTHING, NOTHING]
+    training = Training(gate)
+    training.wait_held()
+    end(gate)
+    got = training.ended()
+    assert isinstance(got, RankFailed) if expected is RankFailed else got == expected
+    gate.release()
+    assert [gate.step() for _ in range(10)] == [NOTHING] * 10
+
+
+def test_a_watcher_that_never_answers_is_raised_once_and_the_training_goes_on() -> None:
+    gate = Gate(0.01)
+    gate.arm(1)
+    with pytest.raises(RankFailed, match="does not answer"):
+        gate.step()
+    assert [gate.step() for _ in range(10)] == [NOTHING] * 10
+
+
+def test_two_steps_that_are_agreed_wait_for_their_turns() -> None:
+    gate = Gate(60.0)
+    gate.arm(2)
+    gate.grant(2, SAVE)
+    gate.arm(4)
+    gate.grant(4, frozenset({"stop"}))
+    assert [gate.step() for _ in range(5)] == [NOTHING, SAVE, NOTHING, {"stop"}, NOTHING]
+    assert gate.taken == 2
+
+
+def test_what_is_known_is_returned_though_the_next_will_never_be() -> None:
+    gate = Gate(60.0)
+    gate.arm(1)
+    gate.grant(1, SAVE)
+    gate.arm(3)
+    fail(gate)
+    assert [gate.step(), gate.step()] == [SAVE, NOTHING]
+    with pytest.raises(RankFailed, match="the store is gone"):
+        gate.step()
+    assert gate.step() == NOTHING
+
+
+def test_a_step_that_was_interrupted_at_the_gate_is_made_up_for() -> None:
+    gate = Gate(60.0)
+    gate.arm(1)
+
+    def interrupt(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    gate._changed.wait_for = interrupt  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        gate.step()
+    del gate._changed.wait_for
+    gate.grant(1, SAVE)
+    assert [gate.step(), gate.step()] == [SAVE, NOTHING]
+
+
+def test_no_step_passes_a_gate_that_is_shut_however_two_threads_race() -> None:
+    """Threads that are switched as often as can be: never neither of the two is seen."""
+    gate = Gate(60.0)
+    got: list[tuple[int, frozenset[str]]] = []
+    expected = []
+    done = False
+
+    def train() -> None:
+        while not done:
+            if whats := gate.step():
+                got.append((gate.at, whats))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    training = threading.Thread(target=train)
+    try:
+        training.start()
+        for n in range(40):
+            at = gate.at + 1 + n % 7
+            if gate.arm(at):
+                gate.grant(at, SAVE)
+                expected.append((at, SAVE))
+                while gate._due:
+                    time.sleep(0)
+    finally:
+        done = True
+        training.join(20)
+        sys.setswitchinterval(before)
+    assert got == expected
+    assert gate._shut == NEVER

@@ -1,0 +1,1015 @@
+"""Modules, optimizers, schedulers and stateful objects: saved, loaded in place, gone on with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler as lrs
+
+import holdfast
+from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch, UnexpectedLeaf
+from tests.engine.states import back, raw, same, saved, url
+
+# -- modules -------------------------------------------------------------------------------------
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 2)))
+
+
+def moved(module):
+    """The module after some forward passes and with other parameters."""
+    module.train()
+    with torch.no_grad():
+        for _ in range(3):
+            module(torch.randn(5, 4))
+        for p in module.parameters():
+            p.add_(torch.randn_like(p))
+    return module
+
+
+def equal(a, b):
+    same(dict(a.state_dict()), dict(b.state_dict()))
+
+
+def through(saved_module, live, key="model"):
+    holdfast.load(saved({key: saved_module}), into={key: live})
+
+
+def test_a_module_is_filled_in_place():
+    m, live = moved(net()), net(1)
+    places = {k: v.data_ptr() for k, v in live.state_dict().items()}
+    objects = [id(p) for p in live.parameters()]
+    through(m, live)
+    equal(m, live)
+    assert live[1].num_batches_tracked.item() == 3
+    assert {k: v.data_ptr() for k, v in live.state_dict().items()} == places
+    assert [id(p) for p in live.parameters()] == objects
+    assert all(p.requires_grad for p in live.parameters())
+
+
+def test_a_module_comes_back_plain_as_its_state_dict():
+    m = moved(net())
+    made = back({"model": m})["model"]
+    same(dict(m.state_dict()), made)
+    live = net(1)
+    live.load_state_dict(made)
+    equal(m, live)
+
+
+def test_a_state_dict_keeps_its_versions_and_loads_into_a_module():
+    m = moved(net())
+    at = saved({"model": m.state_dict()})
+    made = holdfast.load(at)["model"]
+    same(m.state_dict(), made)
+    assert made._metadata == m.state_dict()._metadata
+    assert holdfast.load(at, keys="**")["model"]._metadata == made._metadata
+    live = net(1)
+    holdfast.load(at, into={"model": live})
+    equal(m, live)
+    other = net(2)
+    live = {"model": other.state_dict()}
+    holdfast.load(at, into=live)
+    equal(m, other)
+
+
+def test_buffers_that_are_not_persistent_are_no_part_of_it():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(3))
+            self.register_buffer("cache", torch.zeros(3), persistent=False)
+            self.register_buffer("none", None)
+
+    m, live = Net(), Net()
+    m.kept += 1
+    m.cache += 1
+    assert set(back({"m": m})["m"]) == {"kept"}
+    through(m, live)
+    assert live.kept.tolist() == [1, 1, 1]
+    assert live.cache.tolist() == [0, 0, 0]
+
+
+class Extra(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+@pytest.mark.parametrize(
+    ("value", "before"),
+    [
+        ({"t": torch.ones(3), "n": [1, (2, None)]}, {}),
+        (torch.arange(5), torch.empty(0)),  # as Transformer Engine does: bytes of any number
+        (torch.empty(0), torch.arange(5)),
+        (torch.ones(2), torch.zeros(2)),
+        (b"x" * 10_000, None),
+        ("text", 5),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_extra_state(value, before):
+    m, live = nn.Sequential(Extra(value)), nn.Sequential(Extra(before))
+    through(m, live)
+    same(value, live[0].value)
+
+
+def test_extra_state_that_cannot_be_kept_is_refused_by_name():
+    with pytest.raises(holdfast.errors.Unsupported, match=r"'model/0\._extra_state/f'"):
+        holdfast.save(url(), {"model": nn.Sequential(Extra({"f": len}))})
+
+
+def tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+    return Tied()
+
+
+def test_tied_weights_are_written_once_and_stay_tied():
+    m, live = tied(), tied()
+    at = saved({"model": m})
+    assert list(holdfast.open(at).leaves) == ["model/embed.weight"]
+    holdfast.load(at, into={"model": live})
+    assert live.head.weight is live.embed.weight
+    equal(m, live)
+    made = holdfast.load(at)["model"]
+    assert made["head.weight"] is made["embed.weight"]
+
+
+def test_tied_weights_into_a_model_that_is_not_and_the_reverse():
+    m, apart = tied(), tied()
+    apart.head.weight = nn.Parameter(torch.zeros(10, 4))
+    through(m, apart)
+    equal(m, apart)
+    assert apart.head.weight is not apart.embed.weight
+    apart.head.weight.data += 1
+    with pytest.raises(PlanError, match="tied to another"):
+        through(apart, tied())
+
+
+def test_two_keys_for_one_module():
+    m, live = net(), net(1)
+    at = saved({"a": m, "b": [m]})
+    assert all(k.startswith("a/") for k in holdfast.open(at).leaves)
+    holdfast.load(at, into={"a": live, "b": [live]})
+    equal(m, live)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+    ],
+    ids=lambda f: f"{f.__module__}.{f.__name__}",
+)
+def test_parametrized_modules(wrap):
+    def make():
+        return nn.Sequential(wrap(nn.Linear(4, 4)), nn.ReLU())
+
+    m, live = make(), make()
+    m(torch.randn(2, 4)).sum().backward()
+    through(m, live)
+    equal(m, live)
+    x = torch.randn(3, 4)
+    m.eval()
+    live.eval()
+    assert raw(m(x)) == raw(live(x))
+
+
+def test_frozen_base_and_trained_adapter():
+    class LoRA(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(6, 6).requires_grad_(False)
+            self.a, self.b = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.zeros(2, 6))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.a @ self.b
+
+    def make():
+        m = LoRA()
+        return m, optim.AdamW([p for p in m.parameters() if p.requires_grad])
+
+    m, opt = make()
+    step(m, opt, torch.randn(3, 6))
+    live, live_opt = make()
+    at = saved({"model": m, "optimizer": opt})
+    assert "optimizer/state/model.base.weight/exp_avg" not in holdfast.open(at)
+    holdfast.load(at, into={"model": live, "optimizer": live_opt})
+    equal(m, live)
+    assert [p.requires_grad for p in live.parameters()] == [True, True, False, False]
+    goes_on((m, opt), (live, live_opt), torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("which", ["clone", "rename", "cast", "drop"])
+def test_hooks_on_state_dict_and_load_state_dict(which):
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+            self.loads = 0
+
+    def out(module, state, prefix, metadata):
+        name = prefix + "w"
+        if which == "clone":
+            state[name] = state[name].clone()
+        elif which == "rename":
+            state[prefix + "weight"] = state.pop(name)
+        elif which == "cast":
+            state[name] = state[name].double()
+        else:
+            del state[name]
+
+    def into(module, state, prefix, *_):
+        module.loads += 1
+        if which == "rename":
+            state[prefix + "w"] = state.pop(prefix + "weight")
+        elif which == "drop":
+            state[prefix + "w"] = module.w.detach()
+
+    def make():
+        m = Hooked()
+        m.register_state_dict_post_hook(out)
+        m.register_load_state_dict_pre_hook(into)
+        return m
+
+    m, live = make(), make()
+    before = live.w.detach().clone()
+    at = saved({"model": m})
+    assert (
+        holdfast.open(at).keys()
+        == {
+            "clone": ["model/w"],
+            "rename": ["model/weight"],
+            "cast": ["model/w"],
+            "drop": [],
+        }[which]
+    )
+    holdfast.load(at, into={"model": live})
+    same((before if which == "drop" else m.w).detach(), live.w.detach())
+    assert live.loads == 1
+
+
+def test_a_load_state_dict_of_ones_own_is_called():
+    class Own(nn.Linear):
+        told = 0
+
+        def load_state_dict(self, state, strict=True, assign=False):
+            self.told += 1
+            return super().load_state_dict(state, strict, assign)
+
+    class Inner(nn.Linear):
+        told = 0
+
+        def _load_from_state_dict(self, *args):
+            self.told += 1
+            super()._load_from_state_dict(*args)
+
+    for make in (lambda: Own(2, 2), lambda: nn.Sequential(Inner(2, 2))):
+        m, live = make(), make()
+        through(m, live)
+        equal(m, live)
+        assert next(x.told for x in live.modules() if hasattr(x, "told")) == 1
+
+
+def test_a_hook_that_changes_a_shape_is_told_before_anything_is_changed():
+    def make(n):
+        m = nn.Linear(n, 1, bias=False)
+        m.register_state_dict_post_hook(
+            lambda _, s, p, __: s.update({p + "weight": s[p + "weight"] * 2})
+        )
+        return m
+
+    live = {"first": torch.zeros(2), "m": make(3)}
+    with pytest.raises(ShapeMismatch, match=r"m/weight \[1, 2\], live \[1, 3\]"):
+        holdfast.load(saved({"first": torch.ones(2), "m": make(2)}), into=live)
+    assert live["first"].tolist() == [0, 0]
+
+
+def test_lazy_modules():
+    m = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(holdfast.errors.Unsupported, match="UninitializedParameter"):
+        holdfast.save(url(), {"model": m})
+    m(torch.randn(4, 5))
+    live = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    through(m, live)
+    equal(m, live)
+    x = torch.randn(4, 5)
+    assert raw(m(x)) == raw(live(x))
+
+
+def test_a_module_on_the_meta_device_is_refused_until_it_has_memory():
+    m = net()
+    with torch.device("meta"):
+        live = net()
+    at = saved({"model": m})
+    with pytest.raises(PlanError, match=r"'model/0.weight' has no memory.*to_empty"):
+        holdfast.load(at, into={"model": live})
+    live.to_empty(device="cpu")
+    holdfast.load(at, into={"model": live})
+    equal(m, live)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_buffers():
+    def make(x):
+        m = nn.Linear(2, 2)
+        m.register_buffer("s", torch.tensor([[0.0, x], [0, 0]]).to_sparse())
+        return m
+
+    m, live = make(3.0), make(4.0)
+    through(m, live)
+    same(m.s, live.s)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_channels_last_modules(channels_last):
+    m, live = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    if channels_last:
+        m, live = live, m
+    through(m, live)
+    equal(m, live)
+
+
+class Inner(nn.Module):
+    """A submodule that is itself called ``module``, as wrappers call theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.module(x))
+
+
+def checkpointed(m):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(m)
+
+
+def inside(wrap):
+    """A model of which a part is wrapped."""
+
+    def wrapped(m):
+        m.module = wrap(m.module)
+        return m
+
+    return wrapped
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "compile": torch.compile,
+    "checkpoint": checkpointed,
+    "compile of DataParallel": lambda m: torch.compile(nn.DataParallel(m)),
+    "DataParallel of compile": lambda m: nn.DataParallel(torch.compile(m)),
+    "DataParallel inside": inside(nn.DataParallel),
+    "compile inside": inside(torch.compile),
+    "checkpoint inside": inside(checkpointed),
+    "compile in DataParallel of compile": lambda m: nn.DataParallel(inside(torch.compile)(m)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_leave_no_trace(name):
+    wrap = WRAPPERS[name]
+    bare, other = Inner(), wrap(Inner())
+    keys = ["module.weight", "module.bias", "out.weight", "out.bias"]
+
+    def optimizer(m):
+        made = optim.Adam(m.parameters())
+        for p in m.parameters():
+            p.grad = torch.randn_like(p)
+        made.step()
+        return made
+
+    a, b = optimizer(bare), optimizer(other)
+    for m, opt, live, live_opt in ((bare, a, other, b), (other, b, bare, a)):
+        with torch.no_grad():
+            for p in m.parameters():
+                p.add_(torch.randn_like(p))
+        at = saved({"model": m, "optimizer": opt})
+        assert [k for k in holdfast.open(at) if k.startswith("model/")] == [
+            f"model/{k}" for k in keys
+        ]
+        assert f"optimizer/state/model.{keys[0]}/exp_avg" in holdfast.open(at)
+        holdfast.load(at, into={"model": live, "optimizer": live_opt})
+        same(list(m.parameters()), list(live.parameters()))
+        same(list(opt.state.values()), list(live_opt.state.values()))
+
+
+def test_ddp_leaves_no_trace(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    try:
+        ddp, bare = nn.parallel.DistributedDataParallel(Inner()), Inner()
+        made = back({"model": ddp})["model"]
+        assert list(made) == ["module.weight", "module.bias", "out.weight", "out.bias"]
+        through(ddp, bare)
+        equal(ddp.module, bare)
+        moved_bare = Inner()
+        through(moved_bare, ddp)
+        equal(ddp.module, moved_bare)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_wrapper_that_would_make_two_names_one_is_refused():
+    m = nn.Module()
+    m.a = nn.Linear(1, 1)
+    m._orig_mod = nn.Module()
+    m._orig_mod.a = nn.Linear(1, 1)
+    with pytest.raises(PlanError, match="become one"):
+        holdfast.save(url(), {"model": m})
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def step(m, opt, x):
+    def closure():
+        opt.zero_grad()
+        loss = m(x).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+
+
+def goes_on(a, b, x, steps=3):
+    """Training from two states that should be one gives equal parameters, bit for bit."""
+    for _ in range(steps):
+        step(*a, x)
+        step(*b, x)
+    same(list(a[0].parameters()), list(b[0].parameters()))
+    same(list(a[1].state.values()), list(b[1].state.values()))
+    same([options(g) for g in a[1].param_groups], [options(g) for g in b[1].param_groups])
+
+
+def options(group):
+    return {k: v for k, v in sorted(group.items()) if k != "params"}
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: optim.SGD(p, 0.1),
+    "SGD momentum": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "SGD maximize": lambda p: optim.SGD(p, 0.01, momentum=0.9, maximize=True, foreach=True),
+    "Adam": lambda p: optim.Adam(p, 0.01),
+    "Adam amsgrad": lambda p: optim.Adam(p, 0.01, amsgrad=True, foreach=True),
+    "Adam fused": lambda p: optim.Adam(p, 0.01, fused=True),
+    "Adam differentiable": lambda p: optim.Adam(p, torch.tensor(0.01)),
+    "AdamW": lambda p: optim.AdamW(p, 0.01, weight_decay=0.1),
+    "AdamW fused": lambda p: optim.AdamW(p, torch.tensor(0.01), fused=True),
+    "Adamax": lambda p: optim.Adamax(p, 0.01),
+    "Adadelta": lambda p: optim.Adadelta(p, 0.1),
+    "Adafactor": lambda p: optim.Adafactor(p, 0.01),
+    "Adafactor without lr": optim.Adafactor,
+    "Adagrad": lambda p: optim.Adagrad(p, 0.1, initial_accumulator_value=0.1),
+    "ASGD": lambda p: optim.ASGD(p, 0.1, t0=2),
+    "LBFGS": lambda p: optim.LBFGS(p, 0.1, max_iter=3, history_size=3),
+    "LBFGS search": lambda p: optim.LBFGS(p, 0.1, max_iter=3, line_search_fn="strong_wolfe"),
+    "NAdam": lambda p: optim.NAdam(p, 0.01, decoupled_weight_decay=True),
+    "RAdam": lambda p: optim.RAdam(p, 0.01),
+    "RMSprop": lambda p: optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
+    "Rprop": lambda p: optim.Rprop(p, 0.01),
+}
+
+
+@pytest.mark.parametrize("before", ["new", "stepped"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_never_stopped(name, before):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+    def make(seed):
+        m = net(seed)
+        return m, OPTIMIZERS[name](m.parameters())
+
+    m, opt = make(0)
+    for _ in range(2):
+        step(m, opt, x)
+    live, live_opt = make(1)
+    if before == "stepped":
+        for _ in range(3):
+            step(live, live_opt, x)
+    at = saved({"model": m, "optimizer": opt})
+    holdfast.load(at, into={"model": live, "optimizer": live_opt})
+    for p, q in zip(m.parameters(), live.parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    goes_on((m, opt), (live, live_opt), x)
+
+
+def test_muon_goes_on():
+    if not hasattr(optim, "Muon"):
+        pytest.skip("this PyTorch has no Muon")
+
+    def make(seed):
+        torch.manual_seed(seed)
+        m = nn.Linear(4, 4, bias=False)
+        return m, optim.Muon(m.parameters(), lr=0.01)
+
+    x = torch.randn(3, 4)
+    m, opt = make(0)
+    step(m, opt, x)
+    live, live_opt = make(1)
+    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    goes_on((m, opt), (live, live_opt), x)
+
+
+def test_sparse_adam():
+    def make():
+        m = nn.Embedding(10, 4, sparse=True)
+        return m, optim.SparseAdam(m.parameters(), 0.01)
+
+    (m, opt), (live, live_opt) = make(), make()
+    x = torch.tensor([1, 3, 3])
+    step(m, opt, x)
+    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    goes_on((m, opt), (live, live_opt), x)
+
+
+def test_state_that_the_snapshot_lacks_is_removed_and_what_it_has_is_made():
+    m, live = net(), net(1)
+    opt, live_opt = (optim.SGD(x.parameters(), 0.1, momentum=0.9) for x in (m, live))
+    m[0].weight.grad = torch.ones(8, 4)
+    opt.step()
+    step(live, live_opt, torch.randn(3, 4))
+    assert len(live_opt.state) == 6
+    kept = live_opt.state[live[0].weight]["momentum_buffer"]
+    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    assert list(live_opt.state) == [live[0].weight]
+    assert live_opt.state[live[0].weight]["momentum_buffer"] is kept
+    new = optim.SGD(live.parameters(), 0.1, momentum=0.9)
+    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": new})
+    assert list(new.state) == [live[0].weight]
+
+
+def test_groups_keep_their_options_and_order():
+    def make(lr):
+        m = net()
+        decay, rest = [m[0].weight, m[2][0].weight], [m[0].bias, m[2][0].bias]
+        return m, optim.AdamW(
+            [{"params": decay, "weight_decay": 0.5, "name": "decay"}, {"params": rest}], lr
+        )
+
+    (m, opt), (live, live_opt) = make(0.1), make(0.2)
+    opt.param_groups[1]["lr"] = 0.03
+    step(m, opt, torch.randn(3, 4))
+    at = saved({"m": m, "o": opt})
+    holdfast.load(at, into={"m": live, "o": live_opt})
+    same([options(g) for g in opt.param_groups], [options(g) for g in live_opt.param_groups])
+    goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
+    live_opt.param_groups.reverse()
+    with pytest.raises(PlanError, match=r"groups/0/params/m\.0\.bias"):
+        holdfast.load(at, into={"m": live, "o": live_opt})
+
+
+def test_parameters_are_known_by_name_not_by_place():
+    """A group in another order of parameters is loaded right; PyTorch's own load mixes them up."""
+    m, live = nn.Linear(3, 3), nn.Linear(3, 3)
+    opt = optim.Adam(m.parameters())
+    live_opt = optim.Adam(reversed(list(live.parameters())))
+    step(m, opt, torch.randn(2, 3))
+    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    for name in ("weight", "bias"):
+        same(opt.state[getattr(m, name)], live_opt.state[getattr(live, name)])
+
+
+def test_named_parameters():
+    m, live = net(), net(1)
+    opt, live_opt = optim.Adam(m.named_parameters()), optim.Adam(live.parameters())
+    step(m, opt, torch.randn(3, 4))
+    at = saved({"m": m, "o": opt})
+    holdfast.load(at, into={"m": live, "o": live_opt})
+    same(list(opt.state.values()), list(live_opt.state.values()))
+    assert "param_names" not in live_opt.param_groups[0]
+    named = optim.Adam(live.named_parameters())
+    names = named.param_groups[0]["param_names"]
+    holdfast.load(at, into={"m": live, "o": named})
+    assert named.param_groups[0]["param_names"] == names
+
+
+def test_parameters_of_no_module_in_the_state_are_called_by_their_place():
+    def make():
+        free = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+        return free, optim.Adam([{"params": free[:1]}, {"params": free[1:]}])
+
+    (free, opt), (live, live_opt) = make(), make()
+    for p in free:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    at = saved({"o": opt, "free": free})
+    assert "o/state/1.0/exp_avg" in holdfast.open(at)
+    holdfast.load(at, into={"o": live_opt, "free": live})
+    same(list(opt.state.values()), list(live_opt.state.values()))
+    same([p.detach() for p in free], [p.detach() for p in live])
+
+
+def test_two_models_with_the_same_names():
+    def make(seed):
+        g, d = net(seed), net(seed + 10)
+        return {
+            "g": g,
+            "d": d,
+            "opt_g": optim.Adam(g.parameters()),
+            "opt_d": optim.Adam(d.parameters()),
+        }
+
+    a, b = make(0), make(1)
+    x = torch.randn(3, 4)
+    step(a["g"], a["opt_g"], x)
+    step(a["d"], a["opt_d"], x)
+    step(a["d"], a["opt_d"], x)
+    holdfast.load(saved(a), into=b)
+    for m, o in (("g", "opt_g"), ("d", "opt_d")):
+        goes_on((a[m], a[o]), (b[m], b[o]), x)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        lambda a, b: {1: a, "1": b},
+        lambda a, b: [a, {"x": (b,)}],
+        lambda a, b: {"x/y": a, "x~1y": b},
+    ],
+)
+def test_two_modules_under_one_optimizer(modules):
+    def make(seed):
+        a, b = net(seed), net(seed + 5)
+        return a, b, optim.Adam([*a.parameters(), *b.parameters()])
+
+    a, b, opt = make(0)
+    step(nn.Sequential(a, nn.Linear(2, 4), b), opt, torch.randn(3, 4))
+    la, lb, live_opt = make(1)
+    at = saved({"models": modules(a, b), "o": opt})
+    holdfast.load(at, into={"models": modules(la, lb), "o": live_opt})
+    equal(a, la)
+    equal(b, lb)
+    same(list(opt.state.values()), list(live_opt.state.values()))
+
+
+def test_two_parameters_with_one_name_are_refused_not_lost():
+    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+    opt = optim.Adam([*a.parameters(), *b.parameters()])
+    step(nn.Sequential(a, b), opt, torch.randn(1, 1))
+    with pytest.raises(PlanError, match=r"would both be called x\.y\.weight"):
+        holdfast.save(url(), {"x.y": a, "x": {"y": b}, "o": opt})
+
+
+def test_state_for_a_parameter_of_no_group_is_refused():
+    m = nn.Linear(1, 1)
+    opt = optim.Adam(m.parameters())
+    opt.state[nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
+    with pytest.raises(PlanError, match="in none of its groups"):
+        holdfast.save(url(), {"m": m, "o": opt})
+    opt.state.clear()
+    opt.state["step"] = 5
+    with pytest.raises(PlanError, match="an int for what is in none of its groups"):
+        holdfast.save(url(), {"m": m, "o": opt})
+    opt.state.clear()
+    opt.state[m.weight] = torch.ones(1)
+    with pytest.raises(PlanError, match=r"a Tensor for m\.weight"):
+        holdfast.save(url(), {"m": m, "o": opt})
+
+
+def test_another_kind_of_optimizer_is_told_apart():
+    m = net()
+    at = saved({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
+    adam = optim.Adam(m.parameters(), 0.5)
+    words = r"o saved with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
+    for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
+        with pytest.raises(DTypeMismatch, match=words) as e:
+            holdfast.load(at, into={"m": m, "o": adam}, **lenient)
+        assert e.value.misfits == ("o",)
+        assert "cast=True" not in str(e.value)
+        assert (adam.param_groups[0]["lr"], dict(adam.state)) == (0.5, {})
+    # what is asked for by name, and is on both sides, is given
+    holdfast.load(at, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
+    assert adam.param_groups[0]["lr"] == 0.1
+
+
+def test_a_count_of_steps_that_an_optimizer_makes_at_its_first_one_is_taken():
+    """As timm and apex have it: a fresh one has no such option yet."""
+    m = net()
+    trained, fresh = optim.SGD(m.parameters(), 0.1), optim.SGD(m.parameters(), 0.1)
+    trained.param_groups[0]["step"] = 7
+    holdfast.load(saved({"m": m, "o": trained}), into={"m": m, "o": fresh})
+    assert fresh.param_groups[0]["step"] == 7
+
+
+def test_an_option_of_another_name_is_left_to_leniency():
+    m = net()
+    older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
+    for group in (older.param_groups[0], older.defaults):
+        group["friction"] = group.pop("dampening")
+    for to in (older, newer):
+        at = saved({"m": m, "o": newer if to is older else older})
+        with pytest.raises(UnexpectedLeaf, match=r"groups/0/(friction|dampening)"):
+            holdfast.load(at, into={"m": m, "o": to})
+        holdfast.load(at, into={"m": m, "o": to}, unexpected="ignore")
+
+
+def test_options_that_came_with_another_pytorch_are_no_other_kind():
+    m = net()
+    older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
+    for group in (older.param_groups[0], older.defaults):
+        del group["fused"]
+    holdfast.load(saved({"m": m, "o": older}), into={"m": m, "o": newer})
+    with pytest.raises(UnexpectedLeaf, match="1 unexpected in the snapshot: o/groups/0/fused"):
+        holdfast.load(saved({"m": m, "o": newer}), into={"m": m, "o": older})
+    newer.param_groups[0]["name"] = "all"  # an option of one's own, which another kind lacks too
+    holdfast.load(saved({"m": m, "o": older}), into={"m": m, "o": newer})
+    holdfast.load(saved({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
+
+
+@pytest.mark.parametrize("node", [3, [1], {"state": {}}, {"state": 1, "groups": 2}, torch.ones(2)])
+def test_what_is_no_optimizer_does_not_go_into_one(node):
+    m = net()
+    for state in (node, {"state": {}, "groups": [node]}):
+        with pytest.raises(DTypeMismatch, match="live Adam"):
+            holdfast.load(saved({"o": state}), into={"o": optim.Adam(m.parameters())})
+
+
+def test_a_state_dict_of_pytorch_is_not_taken_for_ours():
+    m = net()
+    opt = optim.Adam(m.parameters())
+    step(m, opt, torch.randn(3, 4))
+    at = saved({"o": opt.state_dict()})
+    with pytest.raises(DTypeMismatch, match="live Adam"):
+        holdfast.load(at, into={"o": opt})
+    other = optim.Adam(m.parameters())
+    other.load_state_dict(holdfast.load(at)["o"])
+    same(list(opt.state.values()), list(other.state.values()))
+
+
+def test_loading_the_model_alone_leaves_the_optimizer_as_it_was():
+    m = net()
+    opt = optim.SGD(m.parameters(), 0.1, momentum=0.9)
+    step(m, opt, torch.randn(3, 4))
+    live = net(1)
+    live_opt = optim.SGD(live.parameters(), 0.7, momentum=0.9)
+    into = {"m": live, "o": live_opt, "history": [1]}
+    holdfast.load(saved({"m": m, "o": opt, "history": [1, 2]}), into=into, keys="m/**")
+    equal(m, live)
+    assert not live_opt.state
+    assert live_opt.param_groups[0]["lr"] == 0.7
+    assert into["history"] == [1]
+
+
+def test_an_optimizer_with_methods_or_hooks_of_its_own_is_taken_by_them():
+    class Own(optim.SGD):
+        def state_dict(self):
+            return {"mine": super().state_dict(), "more": 5}
+
+        def load_state_dict(self, state):
+            self.more = state["more"]
+            super().load_state_dict(state["mine"])
+
+    m, live = net(), net(1)
+    opt, live_opt = (Own(x.parameters(), 0.1, momentum=0.9) for x in (m, live))
+    step(m, opt, torch.randn(3, 4))
+    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    assert live_opt.more == 5
+    goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
+
+    told = []
+    opt, live_opt = (optim.Adam(x.parameters()) for x in (m, live))
+    opt.register_state_dict_post_hook(lambda o, s: s | {"hooked": 1})
+    live_opt.register_load_state_dict_pre_hook(lambda o, s: told.append(s["hooked"]))
+    step(m, opt, torch.randn(3, 4))
+    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    assert told == [1]
+    goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
+
+
+# -- schedulers ----------------------------------------------------------------------------------
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: lrs.StepLR(o, 2),
+    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 4, 4]),
+    "ConstantLR": lrs.ConstantLR,
+    "LinearLR": lrs.LinearLR,
+    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lrs.PolynomialLR(o, 6),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3, 2),
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda n: 0.9**n),
+    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda n: 0.95),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.5, total_steps=20),
+    "CyclicLR": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "SequentialLR": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o), lrs.CosineAnnealingLR(o, 5)], [3]
+    ),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
+        [lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)]
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+}
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:.*epoch parameter")
+def test_schedulers_go_on(name, lr):
+    def make(seed):
+        m = net(seed)
+        rate = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        opt = optim.SGD(m.parameters(), rate, momentum=0.9)
+        return {"m": m, "o": opt, "s": SCHEDULERS[name](opt)}
+
+    def train(state, steps):
+        rates = []
+        for _ in range(steps):
+            step(state["m"], state["o"], torch.ones(3, 4))
+            state["s"].step()
+            rates.append(float(state["o"].param_groups[0]["lr"]))
+        return rates
+
+    a, b = make(0), make(1)
+    train(a, 3)
+    holdfast.load(saved(a), into=b)
+    assert train(a, 6) == train(b, 6)
+    same(list(a["m"].parameters()), list(b["m"].parameters()))
+
+
+def test_reduce_on_plateau_goes_on():
+    def make():
+        opt = optim.SGD(net().parameters(), 0.1)
+        return {"o": opt, "s": lrs.ReduceLROnPlateau(opt, patience=1)}
+
+    a, b = make(), make()
+    for loss in (1.0, 1.0, 1.0, 2.0):
+        a["s"].step(loss)
+    holdfast.load(saved(a), into=b)
+    for loss in (3.0, 3.0, 3.0):
+        a["s"].step(loss)
+        b["s"].step(loss)
+    assert a["o"].param_groups[0]["lr"] == b["o"].param_groups[0]["lr"] < 0.1
+    same(a["s"].state_dict(), b["s"].state_dict())
+
+
+def test_a_scheduler_of_a_callable_object():
+    class Decay:
+        def __init__(self, rate):
+            self.rate = rate
+
+        def __call__(self, n):
+            return self.rate**n
+
+    def make(rate):
+        opt = optim.SGD(net().parameters(), 0.1)
+        return {"o": opt, "s": lrs.LambdaLR(opt, Decay(rate))}
+
+    a, b = make(0.5), make(0.9)
+    holdfast.load(saved(a), into=b)
+    assert b["s"].lr_lambdas[0].rate == 0.5
+
+
+def test_the_options_that_a_scheduler_adds_are_welcome_before_there_is_one():
+    m = net()
+    opt = optim.SGD(m.parameters(), 0.1)
+    lrs.OneCycleLR(opt, 0.5, total_steps=20)
+    live = optim.SGD(m.parameters(), 0.1)
+    holdfast.load(saved({"m": m, "o": opt}), into={"m": m, "o": live})
+    same([options(g) for g in opt.param_groups], [options(g) for g in live.param_groups])
+
+
+# -- other stateful objects ----------------------------------------------------------------------
+
+
+def test_grad_scaler():
+    def make():
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    a, b = make(), make()
+    m = net()
+    opt = optim.SGD(m.parameters(), 0.1)
+    for _ in range(3):
+        a.scale(m(torch.randn(3, 4)).sum()).backward()
+        a.step(opt)
+        a.update()
+    holdfast.load(saved({"scaler": a}), into={"scaler": b})
+    assert b.state_dict() == a.state_dict()
+    assert b.state_dict()["scale"] == 2048.0
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    holdfast.load(saved({"scaler": off}), into={"scaler": off})
+
+
+def test_a_scaler_that_was_off_does_not_pass_for_one_that_is_on():
+    at = saved({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        holdfast.load(at, into={"scaler": torch.amp.GradScaler("cpu")})
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_averaged_models(ema):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    def make(seed):
+        m = net(seed)
+        average = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if ema else {}
+        return {"m": m, "average": AveragedModel(m, use_buffers=ema, **average)}
+
+    a, b = make(0), make(1)
+    for _ in range(3):
+        moved(a["m"])
+        a["average"].update_parameters(a["m"])
+    holdfast.load(saved(a), into=b)
+    equal(a["average"], b["average"])
+    assert b["average"].n_averaged.item() == 3
+    for s in (a, b):
+        s["average"].update_parameters(s["m"])
+    equal(a["average"], b["average"])
+
+
+class Mine:
+    def __init__(self, **state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_an_object_with_a_state_of_tensors_and_values():
+    t = torch.randn(3)
+    inner = Mine(n=1)
+    state = {"t": t, "list": [t, {"x": (1, None)}], "raw": b"z" * 5000, "in": inner, 5: "five"}
+    a, b = Mine(), Mine()
+    a.state = state
+    holdfast.load(saved({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
+    same({**state, "in": {"n": 1}}, b.state)
+
+
+def test_a_dict_with_a_state_of_its_own_is_asked_for_it():
+    class Settings(dict):
+        def state_dict(self):
+            return {"all": dict(self)}
+
+        def load_state_dict(self, state):
+            self.update(state["all"])
+
+    live = Settings()
+    holdfast.load(saved({"s": Settings(a=1)}), into={"s": live})
+    assert live == {"a": 1}
+
+
+def test_what_load_state_dict_gets_is_its_own():
+    live = torch.zeros(3)
+    b = Mine()
+    t = torch.ones(3)
+    holdfast.load(saved({"t": t, "mine": Mine(t=t)}), into={"t": live, "mine": b})
+    assert b.state["t"].data_ptr() != live.data_ptr()
+
+
+def test_what_load_state_dict_raises_says_that_the_state_is_not_valid():
+    class Broken(Mine):
+        def load_state_dict(self, state):
+            raise ValueError("no")
+
+    at = saved({"t": torch.ones(2), "mine": Mine(n=1)})
+    with pytest.raises(ValueError, match="no") as e:
+        holdfast.load(at, into={"t": torch.zeros(2), "mine": Broken()})
+    assert "not valid" in e.value.__notes__[0]
+
+
+def test_a_generator_is_kept_by_its_state():
+    """``torch.Generator`` has no ``state_dict``: its ``get_state()`` is a tensor of bytes."""
+    g = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=g)
+    made = back({"generator": g.get_state()})
+    other = torch.Generator()
+    other.set_state(made["generator"])
+    assert torch.equal(torch.rand(3, generator=g), torch.rand(3, generator=other))
+
+
+def test_rng_in_a_state():
+    at = saved({"rng": holdfast.RNG()})
+    a = torch.rand(3)
+    holdfast.load(at, into={"rng": holdfast.RNG()})
+    assert torch.equal(a, torch.rand(3))

@@ -1,0 +1,504 @@
+"""The load recipe: parts, other names, other devices, slices, failures half-way, and size."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import holdfast
+from holdfast.errors import DigestMismatch, MissingLeaf, PlanError, ShapeMismatch, StoreError
+from tests.engine.states import TORCH_DTYPES, random_tensor, same, saved, url
+
+ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
+
+
+# -- parts ---------------------------------------------------------------------------------------
+
+
+def nested():
+    return {
+        "model": {"a.weight": ONE, "a.bias": TWO, "deep": {"a.weight": ONE + 5, "n": 3}},
+        "optimizer": [ONE + 1, {"lr": 0.5}, (7, 8)],
+        "note": "hi",
+        5: TWO + 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("note", {"note": "hi"}),
+        ("model/*", {"model": {"a.weight": ONE, "a.bias": TWO}}),
+        ("model/**", {"model": nested()["model"]}),
+        ("**", nested()),
+        ("**.weight", {"model": {"a.weight": ONE, "deep": {"a.weight": ONE + 5}}}),
+        ("model/a.???s", {"model": {"a.bias": TWO}}),
+        ("optimizer/1/lr", {"optimizer": [None, {"lr": 0.5}, None]}),
+        ("optimizer/2/1", {"optimizer": [None, None, (None, 8)]}),
+        (["note", "5"], {"note": "hi", 5: TWO + 1}),
+        (("model/deep/n",), {"model": {"deep": {"n": 3}}}),
+        ("model", {"model": nested()["model"]}),
+        (
+            ["model/deep", "optimizer/1"],
+            {
+                "model": {"deep": nested()["model"]["deep"]},
+                "optimizer": [None, {"lr": 0.5}, None],
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_keys_choose_a_part(keys, expected):
+    same(expected, holdfast.load(saved(nested()), keys=keys))
+
+
+@pytest.mark.parametrize(
+    "keys", ["nothing", "mode", "model/*/*/*", [], "Note", "model.a", "*del", ""]
+)
+def test_a_pattern_that_fits_nothing_says_what_there_is(keys):
+    at = saved(nested())
+    with pytest.raises(MissingLeaf, match=r"keys like.*model/a\.weight"):
+        holdfast.load(at, keys=keys)
+    with pytest.raises(MissingLeaf, match="keys like"):
+        holdfast.load(at, into=nested(), keys=keys)
+
+
+def test_keys_choose_a_part_of_the_live_state():
+    live = {"model": {"a.weight": ONE * 0, "a.bias": ONE * 0}, "note": "old", "other": 1}
+    holdfast.load(saved(nested()), into=live, keys=["model/*", "note"])
+    same({**live, "model": {"a.weight": ONE, "a.bias": TWO}, "note": "hi"}, live)
+    assert live["other"] == 1
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode], ids=["", "inference"])
+def test_a_load_into_live_tensors_is_counted_as_a_change(mode):
+    """So that a backward pass that needs the old values is refused."""
+    model, other = nn.Linear(3, 3), torch.zeros(2)
+    at = saved({"model": nn.Linear(3, 3), "other": torch.ones(2)})
+    counts = model.weight._version, model.bias._version, other._version
+    passed = model(torch.ones(1, 3, requires_grad=True)).sum()
+    with mode():
+        holdfast.load(at, into={"model": model, "other": other}, keys="model")
+    assert model.weight._version > counts[0]
+    assert model.bias._version > counts[1]
+    assert other._version == counts[2]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        passed.backward()
+
+
+def test_a_load_that_fails_half_way_is_counted_too():
+    at = saved({"a": ONE, "b": torch.randn(100_000)})
+    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+    live = {"a": ONE * 0, "b": torch.zeros(100_000)}
+    counts = [t._version for t in live.values()]
+    with pytest.raises(DigestMismatch):
+        holdfast.load(at, into=live)
+    assert all(t._version > n for t, n in zip(live.values(), counts, strict=True))
+
+
+def test_inference_tensors_have_no_count_and_are_loaded():
+    with torch.inference_mode():
+        live = {"a": ONE * 0}
+    holdfast.load(saved({"a": ONE}), into=live)
+    same({"a": ONE}, live)
+
+
+def test_only_what_is_chosen_is_read():
+    at = saved({"a": ONE, "b": torch.randn(100_000)})
+    store = holdfast.open_store(at.rpartition("/")[0])
+    damage(store, "b", holdfast.open(at))
+    same({"a": ONE}, holdfast.load(at, keys="a"))
+    with pytest.raises(DigestMismatch, match="b"):
+        holdfast.load(at)
+
+
+def damage(store, leaf, snapshot):
+    """Flip a bit of a leaf in a memory store."""
+    (shard,) = snapshot.manifest.shards
+    (index,) = snapshot.indexes()
+    box = next(x for x in index.leaves if x.key == leaf).boxes[0]
+    path = next(p for p in store._shelf.objects if p.endswith(shard.name))
+    data, modified = store._shelf.objects[path]
+    wrong = bytearray(data)
+    wrong[box.at] ^= 1
+    store._shelf.objects[path] = bytes(wrong), modified
+
+
+# -- other names ---------------------------------------------------------------------------------
+
+
+def test_rename_a_member_and_all_that_goes_on_after_it_with_a_dot():
+    m = nn.ModuleDict({"old": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
+    live = nn.ModuleDict({"new": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
+    at = saved({"model": m})
+    holdfast.load(at, into={"model": live}, rename={"model/old": "model/new"})
+    same(list(m.parameters()), list(live.parameters()))
+    made = holdfast.load(at, rename={"model/old": "model/new"})
+    assert list(made["model"]) == ["new.weight", "new.bias", "older.weight", "older.bias"]
+
+
+def test_rename_containers_and_what_is_tied_in_them():
+    t = torch.randn(3)
+    state = {"a": {1: t, "x": [t, {"y": TWO}]}, "b": OrderedDict(c=t), "raw": b"z" * 5000}
+    made = holdfast.load(saved(state), rename={"a": "p", "b": "q", "raw": "r"})
+    same({"p": state["a"], "q": state["b"], "r": state["raw"]}, made)
+    live = {"p": {1: t * 0, "x": [t * 0, {"y": ONE * 0}]}, "q": OrderedDict(c=t * 0), "r": b""}
+    holdfast.load(saved(state), into=live, rename={"a": "p", "b": "q", "raw": "r"})
+    same({"p": state["a"], "q": state["b"], "r": state["raw"]}, live)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_rename_a_sparse_tensor():
+    s = torch.eye(3).to_sparse()
+    same({"new": s}, holdfast.load(saved({"old": s}), rename={"old": "new"}))
+
+
+def test_names_can_be_exchanged():
+    made = holdfast.load(saved({"a": ONE, "b": TWO}), rename={"a": "b", "b": "a"})
+    same({"b": ONE, "a": TWO}, made)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `holdfast show SNAPSHOT --keys"),
+        ({"model/a.weight": "a.weight"}, "another level. Expected names that differ"),
+        ({"model/a.weight": "model/a.bias"}, "would be called 'a.bias'"),
+        ({"net": "model"}, "not in the snapshot: net. The snapshot has model, so write "
+                           "rename={'model': 'net'}: its name first."),
+        ({"a": "b", "model/x": "model/deep"}, "write rename={'model/deep': 'model/x'}"),
+        ({"model/**": "net/**"}, "are no patterns, but 'model/**': 'net/**' is one. "
+                                 "rename={'model': 'net'} renames model and all"),
+        ({"net/**": "model/**"}, "are no patterns, but 'net/**': 'model/**' is one. "
+                                 "The snapshot has model, so write rename={'model': 'net'}"),
+        ({"model/*": "net/*"}, "rename={'model': 'net'} renames"),
+        ({"model/a.????": "model/b"}, "are no patterns, but 'model/a.????'"),
+        ({"model/a.?": "net/b.?"}, "are no patterns, but 'model/a.?': 'net/b.?' is one. "
+                                   "`holdfast show SNAPSHOT --keys"),
+        ({"**": "x/**"}, "are no patterns, but '**': 'x/**' is one. `holdfast show SNAPSHOT"),
+        ({"model": "net/**"}, "rename={'model': 'net'} renames"),
+        ({"model.a.weight": "model.b.weight"}, "not in the snapshot: model.a.weight. Levels are "
+                                               "separated by /, so perhaps model/a.weight. `hold"),
+        ({"model.a": "model.b"}, "so perhaps model/a. `holdfast show"),
+        ({"model.deep.n": "model.deep.m"}, "so perhaps model/deep/n."),
+        ({"model/a.wieght": "model/b"}, "not in the snapshot: model/a.wieght. Perhaps model/a.w"),
+    ],
+)  # fmt: skip
+def test_names_that_cannot_be_changed(names, words):
+    state = {k: v for k, v in nested().items() if isinstance(k, str)}
+    with pytest.raises(PlanError) as e:
+        holdfast.load(saved(state), rename=names)
+    assert words in str(e.value)
+    assert "None" not in str(e.value)
+
+
+def test_a_name_with_a_star_in_it_is_a_name():
+    same({"x": ONE, "b": TWO}, holdfast.load(saved({"a*": ONE, "b": TWO}), rename={"a*": "x"}))
+
+
+def test_rename_reaches_the_names_in_an_optimizer():
+    def make(name):
+        m = nn.ModuleDict({name: nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
+        opt = torch.optim.Adam(m.parameters())
+        for p in m.parameters():
+            p.grad = torch.randn_like(p)
+        return m, opt
+
+    (m, opt), (live, live_opt) = make("old"), make("new")
+    opt.step()
+    holdfast.load(
+        saved({"model": m, "o": opt}),
+        into={"model": live, "o": live_opt},
+        rename={"model/old": "model/new"},
+    )
+    same(list(m.parameters()), list(live.parameters()))
+    same(list(opt.state.values()), list(live_opt.state.values()))
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+def test_device():
+    state = {"t": ONE, "a": np.ones(2), "n": 1}
+    same(state, holdfast.load(saved(state), device="cpu"))
+    same(state, holdfast.load(saved(state), device=torch.device("cpu")))
+    made = holdfast.load(saved({"t": torch.ones(3, 2), "n": 1}), device="meta")
+    assert made["t"].is_meta
+    assert made["t"].shape == (3, 2)
+
+
+def test_into_must_be_a_dict():
+    for into in ([], nn.Linear(2, 2), torch.ones(2)):
+        with pytest.raises(PlanError, match="into= is a"):
+            holdfast.load(saved({"a": 1}), into=into)
+
+
+# -- half-way ------------------------------------------------------------------------------------
+
+
+def test_damage_says_that_the_live_state_is_not_valid():
+    at = saved({"a": ONE, "b": torch.randn(100_000)})
+    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+    with pytest.raises(DigestMismatch) as e:
+        holdfast.load(at, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
+    assert "is not valid" in str(e.value)
+    assert e.value.live_state == "not valid"
+    assert e.value.leaf == "b"
+    with pytest.raises(DigestMismatch) as e:
+        holdfast.load(at)
+    assert "is not valid" not in str(e.value)
+
+
+def test_a_store_that_fails_says_that_the_live_state_is_not_valid(monkeypatch):
+    at = saved({"a": torch.randn(1000)})
+
+    def broken(*args):
+        raise StoreError("The disk is on fire")
+
+    monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", broken)
+    with pytest.raises(StoreError, match=r"on fire.*is not valid") as e:
+        holdfast.load(at, into={"a": torch.zeros(1000)})
+    assert e.value.leaf == "a"
+
+
+def test_damaged_bytes_never_reach_the_live_state():
+    at = saved({"b": torch.ones(100_000)})
+    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+    live = torch.zeros(100_000)
+    with pytest.raises(DigestMismatch):
+        holdfast.load(at, into={"b": live})
+    assert not live.any()
+
+
+def test_differences_are_told_before_anything_is_read(monkeypatch):
+    at = saved({"a": ONE, "b": TWO})
+    monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", None)
+    with pytest.raises(ShapeMismatch):
+        holdfast.load(at, into={"a": ONE, "b": torch.zeros(3)})
+
+
+# -- slices --------------------------------------------------------------------------------------
+
+SHAPE = (7, 5, 6)
+FULL = torch.arange(210, dtype=torch.float64).reshape(SHAPE)
+bound = st.none() | st.integers(-9, 9)
+part = st.integers(-5, 4) | st.builds(slice, bound, bound) | st.just(slice(None))
+index = st.lists(part, max_size=3).flatmap(
+    lambda parts: (
+        st.just(tuple(parts))
+        | st.integers(0, len(parts)).map(lambda i: (*parts[:i], ..., *parts[i:]))
+    )
+)
+
+
+@functools.cache
+def views():
+    at = url()
+    record = np.zeros(SHAPE, [("x", ">i4"), ("y", "M8[s]")])
+    record["x"] = np.arange(210).reshape(SHAPE)
+    state = {
+        "t": FULL,
+        "strided": FULL.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        "a": FULL.numpy(),
+        "record": record,
+        "scalar": torch.tensor(5),
+        "blob": bytes(range(256)) * 40,
+    }
+    holdfast.save(at, state)
+    return holdfast.open(at), state
+
+
+@settings(max_examples=150, deadline=None)
+@given(index)
+def test_slices_are_those_of_numpy(index):
+    snapshot, state = views()
+    for name in ("t", "strided", "a", "record"):
+        found, expected = snapshot[name][index], state[name][index]
+        assert tuple(found.shape) == tuple(expected.shape)
+        if name == "record":
+            assert found.dtype == expected.dtype
+        assert np.array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(None, None, 2),
+        slice(None, None, -1),
+        slice(None, None, 0),
+        7,
+        -8,
+        (0, 5),
+        (0, 0, 0, 0),
+        (..., ...),
+        None,
+        True,
+        "x",
+        1.0,
+        [0, 1],
+        torch.tensor([0]),
+    ],
+    ids=repr,
+)
+def test_indices_that_are_refused(index):
+    snapshot, _ = views()
+    with pytest.raises((IndexError, ValueError)):
+        snapshot["t"][index]
+
+
+def test_leaves_seen_without_reading():
+    snapshot, state = views()
+    view = snapshot["t"]
+    assert (view.dtype, view.shape, view.nbytes) == ("float64", SHAPE, 210 * 8)
+    same(FULL, view.read())
+    same(torch.tensor(5), snapshot["scalar"][...])
+    same(torch.tensor(5), snapshot["scalar"][()])
+    assert snapshot["record"].shape == SHAPE
+    assert snapshot["record"].dtype == "[('x', '>i4'), ('y', '<M8[s]')]"
+    same(state["record"], snapshot["record"].read())
+    assert bytes(snapshot["blob"][256:260]) == bytes(range(4))
+    assert list(snapshot) == snapshot.keys() == list(state)
+    with pytest.raises(
+        KeyError, match=r"nothing is neither a leaf nor .*; there are t, .*, \.\.\."
+    ):
+        snapshot["nothing"]
+
+
+def test_a_container_is_no_leaf_and_says_what_is_below_it():
+    snapshot = holdfast.open(saved({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
+    with pytest.raises(KeyError, match=r"model is neither .*; below it are model/a, model/b'"):
+        snapshot["model"]
+    with pytest.raises(KeyError, match=r"mod is neither .*; there are model/a, model/b, models'"):
+        snapshot["mod"]
+    with pytest.raises(KeyError):
+        snapshot[3]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_slices_of_every_dtype(dtype):
+    t = random_tensor(dtype, (40, 30))
+    view = holdfast.open(saved({"t": t}))["t"]
+    same(t[10:20], view[10:20])
+    same(t[3:30, 4:29], view[3:30, 4:29])
+    same(t[5, 7], view[5, 7])
+
+
+def test_a_slice_reads_only_its_chunks(monkeypatch):
+    from holdfast.storage.memory import MemoryStore
+
+    at = saved({"t": torch.arange(5_000_000)})
+    snapshot = holdfast.open(at)
+    snapshot.indexes()
+    read, whole = [], MemoryStore.get_range
+
+    def counted(self, key, offset, length, into):
+        read.append(length)
+        whole(self, key, offset, length, into)
+
+    monkeypatch.setattr(MemoryStore, "get_range", counted)
+    assert snapshot["t"][4_999_998:].tolist() == [4_999_998, 4_999_999]
+    assert sum(read) <= 8 << 20
+
+
+# -- size ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_tensor_of_over_four_gigabytes():
+    """Offsets beyond 2**32, on both sides of it."""
+    size = (1 << 32) + (100 << 20) + 7
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 6 << 30:
+        pytest.skip("less than 6 GiB of memory are free")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        t = torch.zeros(size, dtype=torch.uint8)
+        marks = {0: 1, 5: 2, (1 << 31) + 3: 3, (1 << 32) - 1: 4, (1 << 32) + 5: 5, size - 1: 6}
+        for at, mark in marks.items():
+            t[at] = mark
+        snapshot = holdfast.save(f"{folder}/version_1", {"t": t, "after": ONE})
+        assert {at: int(snapshot["t"][at]) for at in marks} == marks
+        t.fill_(9)
+        live = {"t": t, "after": torch.zeros(2)}
+        holdfast.load(f"{folder}/version_1", into=live)
+        same(ONE, live["after"])
+        assert {at: int(t[at]) for at in marks} == marks
+        for at in marks:
+            t[at] = 0
+        assert int(t.count_nonzero()) == 0
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_leaves(tmp_path):
+    one = torch.arange(4.0)
+    state = {f"layer{i}": {f"w{j}": one + i for j in range(100)} for i in range(1000)}
+    began = time.perf_counter()
+    holdfast.save(tmp_path / "version_1", state)
+    saved_at = time.perf_counter()
+    live = {k: {n: torch.empty(4) for n in v} for k, v in state.items()}
+    made_at = time.perf_counter()
+    holdfast.load(tmp_path / "version_1", into=live)
+    loaded_at = time.perf_counter()
+    print(f"saved in {saved_at - began:.2f} s, loaded in {loaded_at - made_at:.2f} s")
+    assert all(torch.equal(t, live[k][n]) for k, v in state.items() for n, t in v.items())
+
+
+MEASURE = """
+import sys, torch, holdfast
+from pathlib import Path
+
+def peak(name):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+
+what, folder = sys.argv[1:]
+url = folder + "/version_1"
+state = {f"t{i}": torch.ones(4096, 4096) for i in range(8)}
+warm = torch.ones(3)
+holdfast.save(folder + "/version_0", {"a": warm})
+holdfast.load(folder + "/version_0")
+if what == "strided":
+    state = {k: v.T for k, v in state.items()}
+Path("/proc/self/clear_refs").write_text("5")
+before = peak("VmRSS")
+if what == "load":
+    holdfast.load(url, into=state)
+elif what == "plain":
+    del state
+    before = peak("VmRSS")
+    state = holdfast.load(url)
+    before += 512 << 20
+else:
+    holdfast.save(url, state)
+print((peak("VmHWM") - before) >> 20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strided", [False, True])
+def test_memory_beyond_the_state(strided):
+    """Saving and loading half a gigabyte takes at most 256 MiB more."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        for what in ("strided" if strided else "save", "load", "plain"):
+            found = subprocess.run(
+                [sys.executable, "-c", MEASURE, what, folder],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            print(what, found.stdout.strip(), "MiB")
+            assert int(found.stdout) <= 256, what
+            shutil.rmtree(f"{folder}/version_0")

@@ -1,0 +1,108 @@
+"""A load and a reshard of a snapshot of many ranks: what a million boxes take of memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import holdfast
+from holdfast.format.digest import digest
+from holdfast.format.index import Index, encode_index
+from holdfast.format.index_columns import BoxAt, Leaf
+from holdfast.format.manifest import File, Shard, encode_manifest
+from holdfast.format.names import MANIFEST, index_name, shard_name
+from holdfast.types import Box
+
+RANKS, LEAVES = 1024, 978
+ROWS, WIDTH = 2, 16
+NBYTES = ROWS * WIDTH * 4
+
+
+def make(folder: Path) -> None:
+    """Rows of every leaf on every rank, each box a chunk of its own; all are zeros."""
+    small = holdfast.save(folder / "small", {"x": np.zeros(1, np.float32)})
+    folder = folder / "version_1"
+    folder.mkdir()
+    shape = (RANKS * ROWS, WIDTH)
+    keys = [f"layers.{i}.weight" for i in range(LEAVES)]
+    zeros, shards = digest(bytes(NBYTES)), []
+    header = bytes(4096)  # which no load reads
+    for rank in range(RANKS):
+        box = Box((rank * ROWS, 0), (ROWS, WIDTH))
+        cuts = np.arange(len(header), len(header) + NBYTES * (LEAVES + 1), NBYTES).tolist()
+        leaves = [
+            Leaf(key, "float32", shape, [BoxAt(box.offsets, box.sizes, at)])
+            for key, at in zip(keys, cuts)
+        ]
+        name = shard_name(rank, RANKS, "0" * 12)
+        digests = [digest(header)] + [zeros] * LEAVES
+        raw = encode_index(Index(1, name, cuts[-1], len(header), leaves, cuts, digests))
+        index = File(index_name(rank, RANKS, "0" * 12), len(raw), digest(raw))
+        (folder / index.name).write_bytes(raw)
+        with (folder / name).open("wb") as file:
+            file.truncate(cuts[-1])
+        shards.append(Shard(name, cuts[-1], index))
+    tree = {"dict": {key: {"tensor": ["float32", list(shape)]} for key in keys}}
+    manifest = replace(small.manifest, attempt="0" * 12, shards=shards, tree=tree)
+    (folder / MANIFEST).write_bytes(encode_manifest(manifest)[0])
+
+
+LOAD = """
+state = dict()
+for key, (_, (rows, width)) in snapshot.leaves.items():
+    mine = torch.ones(rows // ranks, width)
+    state[key] = holdfast.Boxed(mine, (part * len(mine), 0), (rows, width))
+begin()
+holdfast.load(url, into=state)
+assert not any(boxed.tensor.any() for boxed in state.values())
+"""
+
+RESHARD = """
+from holdfast.engine.snapshot.location import locate
+from holdfast.engine.transform.reshard import reshard
+begin()
+new = reshard(snapshot, locate(url + "_new"), ranks)
+assert len(new.manifest.shards) == ranks and new.nbytes > snapshot.nbytes * 0.9
+"""
+
+MEASURED = """
+import sys, torch, holdfast
+url, part, ranks = sys.argv[1], *map(int, sys.argv[2:])
+def resident(field):
+    with open("/proc/self/status") as status:
+        return int(status.read().split(field + ":")[1].split()[0]) / 1024
+def begin():
+    global before
+    before = resident("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+snapshot = holdfast.open(url)
+{}
+print(resident("VmHWM") - before)
+"""
+
+
+def measured(code: str, url: Path, part: int, ranks: int) -> float:
+    """MiB by which the memory of a process grows at most."""
+    command = [sys.executable, "-c", MEASURED.replace("{}", code), url, str(part), str(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return float(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's /proc")
+def test_a_million_boxes_keep_within_their_memory(tmp_path: Path) -> None:
+    """A load on a rank of 512, and on one that takes every leaf whole (all of the boxes); and a
+    reshard, with its two windows."""
+    make(tmp_path)
+    url = tmp_path / "version_1"
+    for part, ranks in ((300, 512), (0, 1)):
+        assert measured(LOAD, url, part, ranks) < 256, "besides the state"
+    assert measured(RESHARD, url, 0, 8) < 512
+    assert holdfast.open(tmp_path / "version_1_new").verify().ok

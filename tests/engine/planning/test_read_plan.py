@@ -1,0 +1,253 @@
+"""The read plan, carried out on bytes in memory: any layout into any other."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.planning.global_plan import plan_write
+from holdfast.engine.planning.local_plan import make_offer
+from holdfast.engine.planning.read_plan import Want, plan_read, whole_file
+from holdfast.engine.planning.shard_layout import Holding, chunk_cuts, file_order, itemsize
+from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
+from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
+from holdfast.format.index_columns import BoxAt, Leaf
+from holdfast.types import UNIT, Box
+from tests.engine.planning.random_boxes import held, leaves, tilings
+from tests.engine.snapshot.cut_by_hand import columns_from
+
+
+def tensor(rng, dtype, shape):
+    """Random bytes as an array of opaque elements."""
+    raw = rng.bytes(int(np.prod(shape)) * itemsize(dtype))
+    return np.frombuffer(raw, f"V{itemsize(dtype)}").reshape(shape)
+
+
+def shard(name, holdings, tensors, header=4096, cuts=None):
+    """A shard of the holdings in the order given, as bytes, and its index as read back."""
+    parts = [tensors[h.key][h.box.slices((0,) * len(h.shape))].tobytes() for h in holdings]
+    data = b"H" * header + b"".join(parts)
+    at = header + np.cumsum([0, *map(len, parts)])
+    if cuts is None:
+        cuts = chunk_cuts(header, np.array([len(p) for p in parts], np.int64))
+    rows = {}
+    for h, offset in zip(holdings, at.tolist()):
+        leaf = rows.setdefault(h.key, Leaf(h.key, h.dtype, h.shape, []))
+        leaf.boxes.append(BoxAt(h.box.offsets, h.box.sizes, offset))
+    index = Index(
+        1,
+        name,
+        len(data),
+        header,
+        list(rows.values()),
+        list(map(int, cuts)),
+        ["0" * 32] * len(cuts),
+    )
+    return data, decode_index(encode_index(index), name)
+
+
+def carry_out(plan, files, indexes, wanted, widths):
+    """Do what the plan says, and check on the way that it reads nothing twice or in vain."""
+    targets = [np.zeros(w.box.sizes, f"V{widths[w.key]}") for w in wanted]
+    filled = [np.zeros(t.nbytes, int) for t in targets]
+    read = [np.zeros(len(i.cuts), int) for i in indexes]
+    for item in plan.items:
+        cuts = indexes[item.shard].cuts.tolist()
+        assert item.start == ([0, *cuts])[item.first]
+        assert item.stop == cuts[item.last - 1]
+        read[item.shard][item.first : item.last] += 1
+        used = np.zeros(item.stop - item.start, bool)
+        piece = files[item.shard][item.start : item.stop]
+        for want, source, offset, nbytes in item.linear.tolist():
+            a = source - item.start
+            assert 0 <= a < a + nbytes <= len(piece)
+            used[a : a + nbytes] = True
+            raw = targets[want].reshape(-1).view(np.uint8)
+            raw[offset : offset + nbytes] = np.frombuffer(piece[a : a + nbytes], np.uint8)
+            filled[want][offset : offset + nbytes] += 1
+        for s in item.slabs:
+            a = s.file_offset - item.start
+            count = int(np.prod(s.shape))
+            assert 0 <= a < a + count * s.itemsize <= len(piece)
+            used[a : a + count * s.itemsize] = True
+            array = np.frombuffer(piece, f"V{s.itemsize}", count, a).reshape(s.shape)
+            targets[s.want][s.target] = array[s.source]
+            per = filled[s.want].reshape(*targets[s.want].shape, s.itemsize)
+            per[s.target] += 1
+        for c in range(item.first, item.last):
+            begin = ([0, *cuts])[c] - item.start
+            assert used[begin : cuts[c] - item.start].any(), "no chunk is read in vain"
+    assert all((r <= 1).all() for r in read), "no chunk is read twice"
+    assert all((f == 1).all() for f in filled), "every wanted byte is filled once"
+    assert plan.nbytes == sum(i.stop - i.start for i in plan.items)
+    return targets
+
+
+def random_cuts(data, header, holdings):
+    """Chunks that end anywhere between elements."""
+    ends, at = {header}, header
+    for h in holdings:
+        if h.nbytes:
+            inside = st.integers(0, h.box.elements - 1).map(
+                lambda n, h=h, at=at: at + n * itemsize(h.dtype)
+            )
+            ends |= data.draw(st.sets(inside, max_size=4))
+        at += h.nbytes
+    return sorted(ends | {at})
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_layout_is_read_into_any_other(data):
+    state = data.draw(leaves())
+    rng = np.random.default_rng(0)
+    tensors = {key: tensor(rng, dtype, shape) for key, dtype, shape in state}
+    widths = {key: itemsize(dtype) for key, dtype, _ in state}
+    ranks = data.draw(held(state, data.draw(st.integers(1, 4))))
+    made = plan_write([make_offer(h) for h in ranks])
+    wanted = [Want(k, b) for k, _, s in state for b in data.draw(tilings(s))]
+    wanted += [Want(k, b) for k, _, s in state for b in data.draw(tilings(s))]
+    wanted = data.draw(st.permutations(wanted))
+
+    with ExitStack() as small:  # units so small that this state is many
+        sizes = {
+            "shard_layout.UNIT": 128,
+            "shard_layout.SMALL": 32,
+            "shard_layout.GROUP": 64,
+            "read_plan.UNIT": 128,
+        }
+        for name, size in sizes.items():
+            small.enter_context(patch(f"holdfast.engine.planning.{name}", size))
+        files, indexes = [], []
+        for r, holdings in enumerate(ranks):
+            mine = [h for h, w in zip(holdings, made.mask(r), strict=True) if w]
+            mine = [mine[i] for i in file_order(mine)]
+            own = data.draw(st.booleans())
+            cuts = random_cuts(data, 64, mine) if own else None
+            raw, index = shard(f"s{r}", mine, tensors, 64, cuts)
+            files.append(raw)
+            indexes.append(index)
+        plan = plan_read(iter(indexes), wanted)
+        for item in plan.items:
+            assert item.stop - item.start <= 128 or item.last == item.first + 1
+
+    assert plan.shards == tuple(f"s{r}" for r in range(len(ranks)))
+    targets = carry_out(plan, files, indexes, wanted, widths)
+    for want, target in zip(wanted, targets, strict=True):
+        expected = tensors[want.key][want.box.slices((0,) * len(want.box.sizes))]
+        assert target.tobytes() == expected.tobytes()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_stored_boxes_may_overlap(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    tensors = {"w": tensor(np.random.default_rng(1), "float32", shape)}
+    files, indexes = [], []
+    for r in range(3):
+        boxes = data.draw(tilings(shape))
+        holdings = [Holding("w", "float32", shape, b) for b in boxes]
+        raw, index = shard(f"s{r}", holdings, tensors)
+        files.append(raw)
+        indexes.append(index)
+    wanted = [Want("w", b) for b in data.draw(tilings(shape))]
+    plan = plan_read(indexes, wanted)
+    targets = carry_out(plan, files, indexes, wanted, {"w": 4})
+    for want, target in zip(wanted, targets, strict=True):
+        assert target.tobytes() == tensors["w"][want.box.slices((0,) * len(shape))].tobytes()
+
+
+def bare(name, leaves, length=1 << 40, header=4096, cuts=None):
+    cuts = np.array([header, length] if cuts is None else cuts, np.int64)
+    return ShardIndex(name, length, header, columns_from(leaves), cuts, b"")
+
+
+def test_a_region_that_is_stored_nowhere_is_named():
+    leaf = Leaf("w", "int8", (4, 4), [BoxAt((0, 0), (4, 2), 4096), BoxAt((0, 2), (3, 2), 4104)])
+    with pytest.raises(ManifestInvalid, match=r"w \(offsets \(3, 2\), sizes \(1, 2\)\)") as caught:
+        plan_read(
+            [bare("s", [leaf])], [Want("w", Box.whole((4, 4))), Want("w", Box((3, 3), (1, 1)))]
+        )
+    assert caught.value.leaves == ("w", "w")
+    plan_read([bare("s", [leaf])], [Want("w", Box((0, 0), (3, 4)))])
+
+
+def test_leaves_that_are_stored_nowhere_are_all_named():
+    with pytest.raises(MissingLeaf, match=r"2 leaves.*a, b"):
+        plan_read([bare("s", [])], [Want("b", Box((), ())), Want("a", Box((0,), (0,)))])
+
+
+def test_shards_that_disagree_are_refused():
+    a = Leaf("w", "int8", (4,), [BoxAt((0,), (2,), 4096)])
+    for b in (Leaf("w", "int8", (5,), []), Leaf("w", "uint8", (4,), [])):
+        with pytest.raises(ManifestInvalid, match="disagree about w") as caught:
+            plan_read([bare("s", [a]), bare("t", [b])], [Want("w", Box((0,), (2,)))])
+        assert caught.value.file == "t"
+
+
+def test_a_want_outside_its_leaf_is_refused():
+    leaf = Leaf("w", "int8", (4,), [BoxAt((0,), (4,), 4096)])
+    for box in (
+        Box((0,), (5,)),
+        Box((0, 0), (4, 1)),
+        Box((), ()),
+        Box((-1,), (2,)),
+        Box((5,), (0,)),
+    ):
+        with pytest.raises(PlanError, match="not within the tensor"):
+            plan_read([bare("s", [leaf])], [Want("w", box)])
+
+
+def test_nothing_wanted_reads_nothing():
+    leaf = Leaf("w", "int8", (0,), [BoxAt((0,), (0,), 4096)])
+    plan = plan_read([bare("s", [leaf], 4096, 4096, [4096])], [Want("w", Box((0,), (0,)))])
+    assert plan.items == ()
+    assert plan_read([], []).items == ()
+
+
+def test_a_large_leaf_is_read_in_units_and_only_where_it_is_wanted():
+    side = 8192
+    tall = UNIT // (4 * side)  # rows in a unit
+    units = side // tall
+    leaf = Leaf("w", "float32", (side, side), [BoxAt((0, 0), (side, side), 4096)])
+    length = 4096 + 4 * side * side
+    cuts = chunk_cuts(4096, np.array([4 * side * side]))
+    index = bare("s", [leaf], length, 4096, cuts)
+
+    whole = plan_read([index], [Want("w", Box.whole((side, side)))])
+    assert [i.stop - i.start for i in whole.items] == [UNIT] * units
+    assert all(not i.slabs and len(i.linear) == 1 for i in whole.items)
+
+    rows = plan_read([index], [Want("w", Box((505, 0), (10, side)))])
+    assert len(rows.items) == 2
+    assert rows.nbytes == 2 * UNIT
+
+    columns = plan_read([index], [Want("w", Box((0, 100), (side, 50)))])
+    assert len(columns.items) == units
+    assert all(len(i.slabs) == 1 for i in columns.items)
+    slab = columns.items[1].slabs[0]
+    assert slab.shape == (tall, side)
+    assert slab.source == (slice(0, tall), slice(100, 150))
+    assert slab.target == (slice(tall, 2 * tall), slice(0, 50))
+
+    planes = Leaf("w", "float32", (2, side, side), [BoxAt((0, 0, 0), (2, side, side), 4096)])
+    index = bare("s", [planes], 4096 + 8 * side**2, 4096, chunk_cuts(4096, np.array([8 * side**2])))
+    part = plan_read([index], [Want("w", Box((0, 0, 0), (2, 1, side)))])
+    assert [i.first for i in part.items] == [1, 1 + units], (
+        "what lies between the planes is not read"
+    )
+
+
+def test_verifying_reads_every_byte_once():
+    cuts = chunk_cuts(4096, np.array([20 << 20, 5000, 64, 9 << 20]))
+    items = whole_file(3, cuts)
+    assert items[0].start == 0
+    assert items[-1].stop == cuts[-1]
+    assert [a.stop for a in items[:-1]] == [b.start for b in items[1:]]
+    assert [i.stop - i.start for i in items][:4] == [4096, UNIT, UNIT, UNIT]
+    assert all(i.shard == 3 and not len(i.linear) and not i.slabs for i in items)

@@ -1,0 +1,38 @@
+"""Programs that save to a slow file system, run in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parents[3]
+
+SLOW = """
+import os, resource, sys, time
+import numpy as np
+import holdfast
+from holdfast.run.policy import EverySteps
+from holdfast.storage import os_calls as fs
+real = fs.Fs.fsync
+def fsync(self, fd):
+    time.sleep(0.02)
+    real(self, fd)
+fs.Fs.fsync = fsync
+state = {"x": np.arange(500_000), "progress": holdfast.Progress()}
+root = sys.argv[1]
+def break_writer():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+"""
+
+
+def script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with a slow file system; ``break_writer()`` lets large writes fail."""
+    command = [sys.executable, "-c", SLOW + body, str(tmp_path / "run")]
+    return subprocess.run(
+        command, cwd=HERE, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+SAVE = 'pending = holdfast.save_async(f"{root}/version_1", state)\n'
+STEP = "ckpt = holdfast.Checkpointer(root, state, save=EverySteps(1)); ckpt.step()\n"

@@ -1,0 +1,157 @@
+"""Forks while a save runs: the bytes are right, and the child does no harm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.run.run import Run
+from tests.engine.saving.scripts import SAVE, STEP, script
+
+FORK = """
+import warnings
+warnings.simplefilter("ignore")
+holdfast.save(f"{root}/version_0", {"x": np.arange(200_000), "y": np.ones(10)})
+"""
+
+CHILD = """
+pid = os.fork()
+if pid == 0:
+    state["x"][:] = -1
+    other = holdfast.load(f"{root}/version_0")
+    other["x"].sum()
+    sys.exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print("child", code)
+"""
+
+
+@pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
+def test_a_fork_during_a_save_does_no_harm(tmp_path: Path, start: str) -> None:
+    start = start.replace("ckpt.step()", "ckpt.resume(); ckpt.step()") if start is STEP else start
+    save_0 = FORK.replace('{"x": np.arange(200_000), "y": np.ones(10)}', "state")
+    done = script(tmp_path, save_0 + start + CHILD)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
+    snapshot = holdfast.open(tmp_path / "run" / "version_1")
+    assert snapshot.verify().ok
+    assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
+
+
+def test_a_child_does_not_report_what_failed_in_its_parent(tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        FORK + f"break_writer()\n{SAVE}time.sleep(0.3)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n    sys.exit(0)\n"
+        "print('child', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n",
+    )
+    assert done.stdout == "child 0\n"
+    assert done.returncode == 1
+    assert done.stderr.count("holdfast: the save to") == 1
+
+
+def test_a_child_leaves_the_checkpointer_to_its_parent(tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        """
+import warnings
+warnings.simplefilter("ignore")
+with holdfast.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
+    ckpt.step()
+    pid = os.fork()
+    if pid == 0:
+        for call in (ckpt.step, ckpt.save, ckpt.wait, ckpt.resume):
+            try:
+                call()
+            except holdfast.errors.HoldfastError as e:
+                assert "forked" in str(e), e
+            else:
+                sys.exit(5)
+        sys.exit(0)  # leaves the block
+    print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    ckpt.step()
+""",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
+    assert [s.step for s in Run(tmp_path / "run").snapshots()] == [1, 2]
+
+
+def test_a_child_never_writes_into_the_buffers_of_its_parent(tmp_path: Path) -> None:
+    """Buffers are shared memory: a child that took them over would write into its parent's
+    files, after the digests were made."""
+    done = script(
+        tmp_path,
+        FORK
+        + """
+from holdfast.buffers import shared_pool
+held = shared_pool().acquire()
+held.view[:5] = b"paren"
+shared_pool().release(held)
+pid = os.fork()
+if pid == 0:
+    mine = shared_pool().acquire()
+    mine.view[:5] = b"child"
+    os._exit(0)
+os.waitpid(pid, 0)
+print(bytes(held.view[:5]))
+""",
+    )
+    assert (done.stdout, done.stderr) == ("b'paren'\n", "")
+
+
+POOL = """
+import multiprocessing, warnings
+warnings.simplefilter("ignore")
+def work(n):
+    return int(holdfast.load(f"{root}/version_0")["x"].sum()) * n
+ckpt_state = {"x": np.arange(500_000)}
+if __name__ == "__main__":
+    holdfast.save(f"{root}/version_0", ckpt_state)
+    for step in range(1, 6):
+        pending = holdfast.save_async(f"{root}/version_{step}", ckpt_state)
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(work, [1, 2]) == [sum(range(500_000)), 2 * sum(range(500_000))]
+        holdfast.save(f"{root}/version_{step + 10}", ckpt_state)
+        pending.wait()
+    print("done")
+"""
+
+
+def test_forked_workers_that_load_while_their_parent_saves(tmp_path: Path) -> None:
+    done = script(tmp_path, POOL)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    for step in (1, 2, 3, 4, 5, 11, 12, 13, 14, 15):
+        assert holdfast.open(tmp_path / "run" / f"version_{step}").verify().ok
+
+
+LOADER = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(400, 400)
+state = {"model": model, "progress": holdfast.Progress()}
+data = TensorDataset(torch.arange(64))
+expected = {}
+with holdfast.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
+    for epoch in range(3):
+        for (batch,) in DataLoader(data, batch_size=16, num_workers=2):
+            with torch.no_grad():
+                model.weight += 1
+            expected[ckpt.current_step + 1] = float(model.weight.double().sum())
+            ckpt.step()
+for step, total in expected.items():
+    snapshot = holdfast.open(f"{root}/version_{step}")
+    assert snapshot.verify().ok
+    assert float(snapshot["model/weight"].read().double().sum()) == total
+print(len(expected))
+"""
+
+
+@pytest.mark.slow
+def test_data_loader_workers_start_while_a_save_runs(tmp_path: Path) -> None:
+    done = script(tmp_path, LOADER)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "12\n", "")

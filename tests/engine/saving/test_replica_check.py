@@ -1,0 +1,175 @@
+"""Digests by which ranks compare what they hold alike, and trees that become one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.buffers import Pool
+from holdfast.engine.planning.merge_trees import Asides, merge
+from holdfast.engine.saving.replica_check import device_digest, values_of
+from holdfast.engine.state.flatten import Leaf
+from holdfast.engine.state.replication import Held
+from holdfast.errors import PlanError
+from holdfast.text import named
+from holdfast.types import MIB, Box
+
+ORDINARY = torch.arange(1000, dtype=torch.float32)
+
+
+def leaf(source: Any, key: str = "x") -> Leaf:
+    shape = tuple(source.shape)
+    return Leaf(key, "float32", shape, source, Box.whole(shape), Held.ALIKE)
+
+
+def digests(*sources: Any, threads: int = 2) -> list[bytes]:
+    return values_of([leaf(s, f"x{i}") for i, s in enumerate(sources)], Pool(16 * MIB), threads)
+
+
+# -- digests on an accelerator, by arithmetic that a CPU does as well -----------------------------
+
+
+@given(st.integers(1, 300), st.data())
+def test_the_digest_on_a_device_sees_each_bit_and_each_place(
+    length: int, data: st.DataObject
+) -> None:
+    raw = torch.from_numpy(np.random.default_rng(length).integers(0, 256, length, np.uint8))
+    before = device_digest(raw)
+    changed = raw.clone()
+    changed[data.draw(st.integers(0, length - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert device_digest(changed) != before
+    assert device_digest(raw.clone()) == before
+
+
+def test_two_words_in_each_others_place_and_zeros_that_are_more() -> None:
+    words = torch.arange(1, 100, dtype=torch.int64)
+    swapped = words.clone()
+    swapped[[3, 77]] = swapped[[77, 3]]
+    assert device_digest(words) != device_digest(swapped)
+    assert device_digest(words.flip(0)) != device_digest(words)
+    # of equal length by their keys' types; but a tail of other bytes is not lost in the padding
+    assert device_digest(torch.tensor([1, 2, 3], dtype=torch.uint8)) != device_digest(
+        torch.tensor([1, 2, 4], dtype=torch.uint8)
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        ORDINARY,
+        ORDINARY.reshape(10, 100).t(),
+        ORDINARY[::3],
+        torch.ones(5, dtype=torch.bool),
+        torch.ones(7, dtype=torch.complex64) * 1j,
+        torch.ones(5, dtype=torch.bfloat16),
+        torch.ones(6).to(torch.float8_e4m3fn),
+        torch.tensor(3.0),
+        torch.empty(0),
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}",
+)
+def test_a_digest_is_of_the_elements_however_they_lie(tensor: torch.Tensor) -> None:
+    assert device_digest(tensor) == device_digest(
+        tensor.clone(memory_format=torch.contiguous_format)
+    )
+
+
+def test_many_words_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = device_digest(ORDINARY)
+    monkeypatch.setattr("holdfast.engine.saving.replica_check._WORDS", 7)
+    assert device_digest(ORDINARY) == whole
+
+
+# -- digests on the CPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_digests_of_large_small_strided_and_empty_leaves(threads: int) -> None:
+    large = torch.arange(3 * MIB, dtype=torch.float32)
+    grid = ORDINARY.reshape(10, 100)
+    some: list[Any] = [large, ORDINARY, grid.t(), np.arange(9.0)[::2], torch.empty(0), ORDINARY[:3]]
+    made = digests(*some, threads=threads)
+    assert len(set(made)) == len(made)
+    again = [s.copy() if isinstance(s, np.ndarray) else s.contiguous().clone() for s in some]
+    assert digests(*again, threads=threads) == made
+    for at in (0, 1_200_000, len(large) - 1):
+        other = large.clone()
+        other[at] += 1
+        assert digests(other) != made[:1]
+
+
+def test_zero_and_minus_zero_and_nans_are_told_by_their_bits() -> None:
+    a, b = torch.zeros(3), torch.zeros(3)
+    b[1] = -0.0
+    assert digests(a) != digests(b)
+    nan = torch.full((3,), float("nan"))
+    assert digests(nan) == digests(nan.clone())
+
+
+# -- trees ----------------------------------------------------------------------------------------
+
+
+def test_what_some_have_is_added_in_order() -> None:
+    one = {"dict": {"a": 1, "m": {"dict": {"x": {"tensor": ["float32", [2]]}}}}}
+    two = {"dict": {"m": {"dict": {"y": None, "x": {"tensor": ["float32", [2]]}}}, "b": "s"}}
+    assert merge([(one, (0,)), (two, (1,))], Asides()) == {
+        "dict": {
+            "a": 1,
+            "m": {"dict": {"x": {"tensor": ["float32", [2]]}, "y": None}},
+            "b": "s",
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (None, False),
+        ("a", "b"),
+        ({"float": "nan"}, {"float": "inf"}),
+        ({"list": [1]}, {"list": [1, 2]}),
+        ({"list": []}, {"tuple": []}),
+        ({"dict": {}}, {"ordered": {}}),
+        ({"tensor": ["float32", [2]]}, {"tensor": ["float32", [3]]}),
+        ({"tensor": ["float32", [2]]}, {"tied": "b"}),
+    ],
+)
+def test_what_differs_is_an_error_with_the_ranks(one: Any, two: Any) -> None:
+    trees = [({"dict": {"k": one, "same": 2}}, (0, 2)), ({"dict": {"k": two, "same": 2}}, (1,))]
+    with pytest.raises(PlanError, match=r"k: .* on ranks 0, 2, .* on rank 1") as e:
+        merge(trees, Asides())
+    assert e.value.leaves == ("k",)
+    assert merge([(one, (0,)), (one, (1,))], Asides()) == one
+
+
+def test_lists_of_parameters_are_joined_and_groups_may_be_more() -> None:
+    def groups(*several: Any) -> Any:
+        made = [{"dict": {"lr": 0.1, "params": {"list": list(names)}}} for names in several]
+        return {"dict": {"groups": {"list": made}}}
+
+    unions = frozenset({"groups", "groups/0/params", "groups/1/params"})
+    trees = [(groups("ab"), (0,)), (groups("bc", "d"), (1,))]
+    assert merge(trees, Asides(unions=unions)) == groups("abc", "d")
+    with pytest.raises(PlanError):
+        merge(trees, Asides())
+
+
+def test_values_of_ranks_and_of_the_first_take_their_places() -> None:
+    tree = {"dict": {"r": {"own": "r"}, "f": {"first": "f"}}}
+    asides = Asides({"r": {2: "two", 0: None}}, {"f": {"list": [1]}})
+    assert merge([(tree, (0, 1, 2))], asides) == {
+        "dict": {"r": {"dict": {"0": None, "2": "two"}}, "f": {"list": [1]}}
+    }
+
+
+def test_names_of_ranks() -> None:
+    assert named([3]) == "rank 3"
+    assert named(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"

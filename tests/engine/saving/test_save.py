@@ -1,0 +1,282 @@
+"""Saves that meet other saves, sweeps, and leftovers of saves that never ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.engine.saving.job import Draft
+from holdfast.engine.saving.save import finish
+from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import AlreadyExists, CommitError, HoldfastError, StoreError
+from holdfast.format import names
+from holdfast.format.names import MANIFEST
+from holdfast.run.run import Run
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Store
+from holdfast.testing.crashfs import CrashFs
+from holdfast.testing.faults import FaultFs
+from tests.crash.promises import check_promises
+from tests.engine.saving.saves import draft, keys, save
+from tests.engine.unreliable_stores import Wrapped
+from tests.trainings import after
+
+YEAR = 365 * 24 * 3600.0
+HERE = Path(__file__).parents[3]
+
+
+def orphans(store: Store) -> set[str]:
+    """Keys that belong to no committed attempt."""
+    run = Run(store)
+    attempts = {run.open(v).manifest.attempt for v in run.listing().versions}
+    return {
+        key
+        for key in keys(store)
+        if not key.endswith(MANIFEST) and names.attempt_of(key.rpartition("/")[2]) not in attempts
+    }
+
+
+# -- two jobs, one version ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jobs", [2, 5])
+def test_of_jobs_that_save_the_same_version_one_commits(jobs: int) -> None:
+    store = Wrapped(MemoryStore())
+    ready = threading.Barrier(jobs)
+    store.before = lambda method, key: (
+        ready.wait(10) if method == "put_if_absent" and MANIFEST in key else None
+    )
+
+    def job(_: int) -> Snapshot | HoldfastError:
+        try:
+            return save(store, 1)
+        except (CommitError, AlreadyExists) as e:
+            return e
+
+    with ThreadPoolExecutor(jobs) as threads:
+        results = list(threads.map(job, range(jobs)))
+    [winner] = [r for r in results if isinstance(r, Snapshot)]
+    for loser in results:
+        assert loser is winner or isinstance(loser, CommitError)
+    store.before = lambda method, key: None
+    assert Run(store).open(winner.version).digest == winner.digest
+    left = orphans(store)
+    assert len(left) == 2 * (jobs - 1)
+    assert Run(store).sweep().removed == []  # younger than the grace
+    assert set(Run(store).sweep(now=time.time() + YEAR).removed) == left
+    assert check_promises(store, [1]) == [1]
+
+
+JOB = """
+import sys, time
+from pathlib import Path
+import holdfast
+from holdfast.errors import AlreadyExists
+from holdfast.errors import CommitError
+from tests.trainings import after
+root, gate = sys.argv[1:]
+while not Path(gate).exists():
+    time.sleep(0.001)
+for step in range(1, 25):
+    try:
+        holdfast.save(f"{root}/version_{step}", after(step))
+        print(step)
+    except (AlreadyExists, CommitError):
+        pass
+"""
+
+
+def test_two_processes_that_save_the_same_versions(tmp_path: Path) -> None:
+    root, gate = tmp_path / "run", tmp_path / "gate"
+    command = [sys.executable, "-c", JOB, str(root), str(gate)]
+    jobs = [subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE) for _ in range(2)]
+    time.sleep(0.5)
+    gate.touch()
+    saved = [[int(line) for line in job.communicate(timeout=60)[0].split()] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert sorted(saved[0] + saved[1]) == list(range(1, 25))
+    assert check_promises(LocalStore(root), range(1, 25), pins_died=False) == list(range(1, 25))
+
+
+def test_a_save_of_an_earlier_attempt_that_ends_late_harms_nothing() -> None:
+    store = MemoryStore()
+    late = draft(store, 1)
+    committed = save(store, 1)
+    with pytest.raises(CommitError, match="another save has committed"):
+        finish(late)
+    assert Run(store).open(committed.version).digest == committed.digest
+    assert len(orphans(store)) == 2
+    assert check_promises(store, [1]) == [1]
+
+
+def test_a_late_save_after_the_run_has_gone_on_is_not_the_latest() -> None:
+    store = MemoryStore()
+    late = draft(store, 1)
+    save(store, 1)
+    save(store, 2)
+    Run(store).delete(Run(store).listing().versions[0])
+    finish(late)
+    latest = Run(store).latest()
+    assert latest is not None
+    assert latest.step == 2
+    assert check_promises(store, [1, 2]) == [1, 2]
+
+
+def test_a_second_save_of_a_version_is_refused_before_anything_is_written() -> None:
+    store = MemoryStore()
+    save(store, 1)
+    before = keys(store)
+    with pytest.raises(AlreadyExists, match="never modified"):
+        save(store, 1)
+    assert keys(store) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_a_crashed_run_has_left_in_the_folder_is_ignored_and_swept(ranks: int) -> None:
+    store = MemoryStore()
+    stale = []
+    for attempt in ("0" * 12, "a" * 12):
+        for rank in range(ranks):
+            for name in (names.shard_name, names.index_name):
+                stale.append(f"version_1/{name(rank, ranks, attempt)}")
+                store.put_if_absent(stale[-1], b"of an earlier run")
+    store.put_if_absent("version_1/shard-00000-of-00001.safetensors", b"of another program")
+    snapshot = save(store, 1)
+    assert snapshot.verify().ok
+    assert np.array_equal(holdfast.load(store.at("version_1"))["weights"], after(1)["weights"])
+    swept = Run(store).sweep(now=time.time() + YEAR)
+    assert sorted(swept.removed) == sorted(stale)
+    store.delete("version_1/shard-00000-of-00001.safetensors")  # not ours, so not swept
+    check_promises(store, [1])
+
+
+# -- sweep while a save is under way -----------------------------------------------------------
+
+
+class Watched(FaultFs):
+    """Calls ``act`` before the call number ``at``."""
+
+    def __init__(self, inner: CrashFs, at: int, act: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.at, self.act = at, act
+        self.acted = False
+
+    def _next(self, kind: str) -> None:
+        with self._lock:
+            self.counts[kind] += 1
+            now = self.counts.total() == self.at
+        if now:
+            self.acted = True
+            self.act()
+
+
+def test_a_sweep_at_any_moment_of_a_save_removes_nothing_of_it() -> None:
+    """Also when the clock has jumped, or the save takes longer than the grace."""
+    kept: set[str] = set()
+    failed: list[str] = []
+    for at in range(1, 1000):
+        inner = CrashFs()
+
+        def sweep(inner: CrashFs = inner) -> None:
+            swept = Run(LocalStore("/run", fs=inner)).sweep(grace=0, now=time.time() + YEAR)
+            kept.update(why for _, why in swept.kept)
+            assert [key for key in swept.removed if ".pin-" not in key] == []
+
+        fs = Watched(inner, at, sweep)
+        try:
+            save(LocalStore("/run", fs=fs), 1)
+        except StoreError as e:
+            failed.append(e.key)
+            continue
+        if not fs.acted:
+            break
+        assert Run(LocalStore("/run", fs=inner)).open(names.Version(1)).verify().ok
+    else:
+        pytest.fail("no end to the calls")
+    assert kept == {"a save is under way"}
+    # The only file that no pin speaks for is the pin itself, before it has its name.
+    assert failed
+    assert all("pin-" in key for key in failed)
+
+
+def test_a_save_that_begins_while_a_sweep_lists_is_safe() -> None:
+    """The pin of a save may be younger than the list of pins; its files then are, too."""
+    for at in range(1, 100):
+        store = Wrapped(MemoryStore())
+        store.put_if_absent("version_1/shard-00000-of-00001.00000000000a.safetensors", b"old")
+        calls = [0]
+        ended: list[Draft] = []
+
+        def act(
+            method: str,
+            key: str,
+            store: Wrapped = store,
+            calls: list[int] = calls,
+            ended: list[Draft] = ended,
+            at: int = at,
+        ) -> None:
+            calls[0] += 1
+            if calls[0] == at:
+                half = draft(store.inner, 1)
+                pins.hold(half.place, half.attempt)
+                upload = store.inner.put(f"version_1/{names.shard_name(0, 1, half.attempt)}", 3)
+                upload.write_at(0, memoryview(b"abc"))
+                upload.commit()
+                store.inner.put(f"version_1/{names.index_name(0, 1, half.attempt)}", 3)
+                ended.append(half)
+
+        store.before = store.after = act
+        removed = Run(store).sweep(grace=0, now=time.time() + YEAR).removed
+        assert [key for key in removed if "00000000000a" not in key] == []
+        if not ended:
+            assert at > 5
+            return
+    pytest.fail("no end to the calls")
+
+
+HELD = """
+import sys, time
+from holdfast.engine.snapshot import pins
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.save import begin
+from holdfast.engine.snapshot.location import Location
+from holdfast.buffers import shared_pool
+from holdfast.storage.local import LocalStore
+from tests.trainings import after
+store = LocalStore(sys.argv[1])
+draft = begin(Location(store, "version_1"), after(1), Label(step=1), shared_pool(), ahead=False)
+pins.hold(draft.place, draft.attempt)
+with store.put(f"version_1/shard-00000-of-00001.{draft.attempt}.safetensors", 5) as upload:
+    upload.write_at(0, memoryview(b"12345"))
+    upload.commit()
+half = store.put(f"version_1/shard-00000-of-00001.{draft.attempt}.index.json", 9)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_pin_protects_while_its_process_lives_and_no_longer(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    command = [sys.executable, "-c", HELD, str(tmp_path / "run")]
+    with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"held\n"
+            swept = Run(store).sweep(grace=0, now=time.time() + YEAR)
+            assert swept.removed == []
+            assert {why for _, why in swept.kept} == {"a save is under way"}
+        finally:
+            process.kill()
+    assert len(keys(store)) == 2
+    assert check_promises(store, pins_died=False) == []

@@ -1,0 +1,232 @@
+"""Saves to stores that answer late, twice, or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+import holdfast
+from holdfast import events
+from holdfast.buffers import shared_pool
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.snapshot.location import Location
+from holdfast.errors import AlreadyExists, CommitError, HoldfastError, NotFound, Unavailable
+from holdfast.format.names import MANIFEST
+from holdfast.run.policy import EverySteps
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from tests.crash.promises import check_promises
+from tests.engine.saving.saves import keys, save
+from tests.engine.unreliable_stores import Wrapped
+from tests.trainings import fresh, train, train_step
+
+
+def lost(method: str, part: str) -> Callable[[str, str], None]:
+    """Raises ``Unavailable`` at calls of ``method`` with ``part`` in the key."""
+
+    def act(called: str, key: str) -> None:
+        if called == method and part in key:
+            raise Unavailable(f"No answer for {key}", key=key, store="memory://")
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "there"),
+    [
+        ("put_if_absent", "pin-", False),
+        ("put", ".safetensors", False),
+        ("write_at", ".safetensors", False),
+        ("commit", ".safetensors", False),
+        ("put_if_absent", ".index.json", False),
+        ("stat", ".safetensors", False),
+        ("put_if_absent", MANIFEST, True),
+    ],
+)
+def test_an_answer_that_never_comes_fails_the_save(method: str, part: str, there: bool) -> None:
+    """The call is made, its answer lost, and the store (against its contract) says so."""
+    store = Wrapped(MemoryStore())
+    store.after = lost(method, part)
+    with pytest.raises(Unavailable) as caught:
+        save(store, 1)
+    assert (caught.value.fields.get("outcome") == "unknown") is there
+    store.after = lambda method, key: None
+    assert not [key for key in keys(store) if "pin-" in key]
+    versions = Run(store).listing().versions
+    assert bool(versions) is there
+    if there:
+        assert "holdfast ls" in str(caught.value)
+        with pytest.raises(AlreadyExists):
+            save(store, 1)
+    else:
+        save(store, 1)
+    assert check_promises(store, [1]) == [1]
+
+
+def test_a_lost_answer_to_the_delete_of_a_pin_fails_no_save() -> None:
+    store = Wrapped(MemoryStore())
+    store.after = lost("delete", "pin-")
+    told: list[str] = []
+    with events.attach(lambda name, fields: told.append(name)):
+        assert save(store, 1).verify().ok
+    assert told == ["staged", "pin_left", "committed"]
+
+
+def test_every_call_is_made_twice() -> None:
+    """As a proxy that repeats requests does it."""
+    store = Wrapped(MemoryStore())
+
+    class Twice(Wrapped):
+        def put_if_absent(self, key, data):  # type: ignore[no-untyped-def]
+            self.inner.put_if_absent(key, data)
+            return self.inner.put_if_absent(key, data)
+
+        def delete(self, key):  # type: ignore[no-untyped-def]
+            self.inner.delete(key)
+            self.inner.delete(key)
+
+    save(Twice(store), 1)
+    assert check_promises(store, [1]) == [1]
+
+
+def test_a_manifest_that_is_seen_late_is_not_replaced() -> None:
+    store = Wrapped(MemoryStore())
+    first = save(store, 1)
+
+    def not_yet(method: str, key: str) -> None:
+        if method in ("stat", "get") and key.endswith(MANIFEST):
+            raise NotFound(f"There is no {key} yet", key=key, store="memory://")
+
+    store.before = not_yet
+    with pytest.raises(CommitError, match="another save"):
+        save(store, 1)
+    store.before = lambda method, key: None
+    assert Run(store).open(first.version).digest == first.digest
+
+
+def test_a_shard_that_is_seen_late_commits_nothing() -> None:
+    store = Wrapped(MemoryStore())
+    store.before = lost_shard
+    with pytest.raises(CommitError, match="no such file"):
+        save(store, 1)
+    store.before = lambda method, key: None
+    assert Run(store).listing().versions == []
+    save(store, 1)
+    check_promises(store, [1])
+
+
+def lost_shard(method: str, key: str) -> None:
+    if method == "stat" and key.endswith(".safetensors"):
+        raise NotFound(f"There is no {key} yet", key=key, store="memory://")
+
+
+def test_shards_of_another_length_commit_nothing() -> None:
+    """A folder that is not the same one for the process that commits."""
+    store = Wrapped(MemoryStore())
+    inner = store.inner
+
+    class Other(Wrapped):
+        def stat(self, key):  # type: ignore[no-untyped-def]
+            stat = self.inner.stat(key)
+            return type(stat)(stat.key, stat.length - 1, stat.modified)
+
+    with pytest.raises(CommitError, match=r"Nothing was committed.*differs"):
+        save(Other(inner), 1)
+    assert Run(inner).listing().versions == []
+
+
+def test_a_slow_store_and_one_that_answers_after_a_while() -> None:
+    store = Wrapped(MemoryStore())
+    answer = threading.Event()
+    store.before = lambda method, key: answer.wait(20) if method == "commit" else time.sleep(0.002)
+    state = fresh()
+    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+        train(state, ckpt, 1)
+        pending = ckpt._saver._pending
+        assert pending is not None
+        with pytest.raises(TimeoutError, match="not done"):
+            pending.wait(0.05)
+        assert not pending.done
+        answer.set()
+        assert pending.wait().step == 1
+        train(state, ckpt, 3)
+    store.before = lambda method, key: None
+    assert check_promises(store, [1, 2, 3]) == [1, 2, 3]
+
+
+def test_a_store_that_is_down_at_resume_is_no_damage() -> None:
+    store = Wrapped(MemoryStore())
+    for step in (1, 2):
+        save(store, step)
+    for method in ("get", "stat", "get_range", "list"):
+        store.before = lost(method, "")
+        ckpt = holdfast.Checkpointer(store, fresh())
+        with pytest.raises(Unavailable):
+            ckpt.resume()
+        store.before = lambda method, key: None
+        assert Run(store).branch() == 0
+        resumed = ckpt.resume()
+        assert resumed is not None
+        assert resumed.step == 2
+        ckpt.close()
+
+
+def test_an_unknown_outcome_of_a_checkpointers_save_is_settled_by_resume() -> None:
+    store = Wrapped(MemoryStore())
+    state = fresh()
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+    store.after = lost("put_if_absent", MANIFEST)
+    train(state, ckpt, 1)
+    with pytest.raises(Unavailable):
+        ckpt.wait()
+    store.after = lambda method, key: None
+    ckpt.step({"loss": train_step(state)})
+    ckpt.close()
+    assert check_promises(store, [1, 2]) == [1, 2]
+
+
+def test_a_save_of_unknown_outcome_is_found_when_it_is_tried_again() -> None:
+    store = Wrapped(MemoryStore())
+    state = fresh()
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(100))
+    train(state, ckpt, 1)
+    store.after = lost("put_if_absent", MANIFEST)
+    with pytest.raises(Unavailable, match="not known"):
+        ckpt.save()
+    store.after = lambda method, key: None
+    found = ckpt.save()
+    assert found.step == 1
+    train(state, ckpt, 2)
+    parent = ckpt.save().manifest.parent
+    assert parent is not None
+    assert (parent.version, parent.digest) == ("version_1", found.digest)
+    ckpt.close()
+    assert check_promises(store, [1, 2]) == [1, 2]
+
+
+def test_a_version_of_another_job_is_not_taken_for_our_own() -> None:
+    store = MemoryStore()
+    state = fresh()
+    with holdfast.Checkpointer(store, state, save=EverySteps(100)) as ckpt:
+        train(state, ckpt, 1)
+        save(store, 1)
+        with pytest.raises(HoldfastError, match="Another training has saved version_1"):
+            ckpt.save()
+        train(state, ckpt, 2)
+        assert ckpt.save().step == 2
+    assert check_promises(store, [1, 2]) == [1, 2]
+
+
+def test_what_is_refused_leaves_nothing() -> None:
+    store = MemoryStore()
+    with pytest.raises(holdfast.errors.Unsupported, match="bad"):
+        finish(
+            begin(
+                Location(store, "version_1"), {"bad": object()}, Label(), shared_pool(), ahead=False
+            )
+        )
+    assert keys(store) == []

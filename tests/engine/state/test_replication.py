@@ -1,0 +1,95 @@
+"""What DistributedDataParallel keeps in step, told by the addresses of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from holdfast.engine.state.replication import Held, in_step
+from holdfast.errors import Unsupported
+
+
+@pytest.fixture
+def posing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world of one that says it is of two."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
+    yield
+    monkeypatch.undo()
+    dist.destroy_process_group()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def trained(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def test_parameters_slots_and_buffers(posing: None) -> None:
+    wrapped, plain = nn.parallel.DistributedDataParallel(net()), net()
+    optimizer, other = trained(wrapped.parameters()), trained(plain.parameters())
+    held = in_step({"a": [wrapped, plain], "b": {"c": optimizer, "d": other}, "n": 3})
+    slots = [t for s in optimizer.state.values() for t in s.values()]
+    same = {t.data_ptr() for t in [*wrapped.parameters(), *slots]}
+    first = {b.data_ptr() for b in wrapped.buffers()}
+    assert held == {**dict.fromkeys(same, Held.SAME), **dict.fromkeys(first, Held.FIRST)}
+    assert len(same) == 4 + 4 * 3
+
+
+def test_buffers_that_are_not_broadcast_are_compared(posing: None) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(net())
+    wrapped.broadcast_buffers = False  # to give it so warns, by torch 2.13
+    held = in_step({"model": wrapped})
+    assert set(held) == {p.data_ptr() for p in wrapped.parameters()}
+
+
+def test_what_ddp_ignores_is_compared(posing: None) -> None:
+    module = net()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, ["0.weight", "1.running_mean"]
+    )
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    optimizer = trained(wrapped.parameters())
+    held = in_step({"model": wrapped, "optimizer": optimizer})
+    weight = module[0].weight
+    slots = [t.data_ptr() for t in optimizer.state[weight].values()]
+    for address in [weight.data_ptr(), module[1].running_mean.data_ptr(), *slots]:
+        assert address not in held
+    assert held[module[0].bias.data_ptr()] == Held.SAME
+    assert held[module[1].running_var.data_ptr()] == Held.FIRST
+
+
+class FullyShardedDataParallel(nn.Module):
+    """By its name the first FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.zeros(7))
+
+
+def test_an_optimizer_of_flat_parameters_is_refused_and_the_module_is_not(posing: None) -> None:
+    module = FullyShardedDataParallel()
+    assert in_step({"model": module, "optimizer": trained(net().parameters())}) == {}
+    with pytest.raises(Unsupported, match="SGD steps parameters of FullyShardedDataParallel"):
+        in_step({"model": module, "optimizer": [torch.optim.SGD(module.parameters(), lr=1.0)]})
+
+
+def test_one_process_has_nothing_to_compare() -> None:
+    assert in_step({"model": net()}) == {}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert in_step({"model": nn.parallel.DistributedDataParallel(net())}) == {}
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,539 @@
+"""Resharding: the same bytes in other shards, or nothing; little read twice, little memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.buffers import shared_pool
+from holdfast.engine.planning.placements import Cut, local_boxes
+from holdfast.engine.snapshot import pins as pin
+from holdfast.engine.snapshot.compare import compare_bytes
+from holdfast.engine.snapshot.location import Location, is_snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot, open_at
+from holdfast.engine.transform import reshard as module
+from holdfast.engine.transform import reshard_plan
+from holdfast.engine.transform.reshard import reshard
+from holdfast.errors import (
+    AlreadyExists,
+    CommitError,
+    DigestMismatch,
+    FormatError,
+    HoldfastError,
+    NoSpace,
+    NotFound,
+)
+from holdfast.format.names import MANIFEST, attempt_of, parse_pin
+from holdfast.run.policy import EverySteps
+from holdfast.run.run import Run
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing.crashfs import CrashFs, PowerCut
+from holdfast.testing.faults import Fault, FaultFs
+from holdfast.types import Box
+from tests.engine.planning.random_boxes import shapes, tilings
+from tests.engine.snapshot.cut_by_hand import columns, columns_from, elements, recut, rows
+from tests.engine.states import same
+from tests.engine.unreliable_stores import Wrapped
+from tests.trainings import flip
+
+ROOT = "/a/run"
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 1 KiB and windows of 4, so that small states have many."""
+    for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+        monkeypatch.setattr(f"holdfast.engine.{name}.UNIT", 1024)
+    for name in ("planning.shard_layout", "transform.reshard_plan"):
+        monkeypatch.setattr(f"holdfast.engine.{name}.SMALL", 64)
+        monkeypatch.setattr(f"holdfast.engine.{name}.GROUP", 256)
+    monkeypatch.setattr(reshard_plan, "WINDOW", 4096)
+    monkeypatch.setenv("HOLDFAST_THREADS", "3")
+
+
+def url() -> str:
+    return f"memory://reshard{next(_numbers)}/version_1"
+
+
+def somewhere() -> Location:
+    return Location(MemoryStore(), "version_1")
+
+
+def equal(a: Snapshot, b: Snapshot) -> None:
+    """Both hold the same tree and the same bytes, read by other code than resharding uses."""
+    assert a.manifest.tree == b.manifest.tree
+    pairs = [(key, key) for key in a.leaves]
+    assert [d.differing for d in compare_bytes(a, b, pairs).values()] == [0] * len(pairs)
+
+
+def plain_files(snapshot: Snapshot) -> dict[str, list[tuple[int, ...]]]:
+    """What the safetensors library sees in the shards: names, and the shapes of their parts."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for shard in snapshot.manifest.shards:
+        raw = snapshot.place.store.get(snapshot.place.key(shard.name), 1 << 40)
+        for name, entry in safetensors.deserialize(raw):
+            found.setdefault(name.partition("@")[0], []).append(tuple(entry["shape"]))
+    return found
+
+
+# -- any layout into any other --------------------------------------------------------------------
+
+DTYPES = ["uint8", "bool", "int16", "float32", "float64", "complex128"]
+
+
+@st.composite
+def cut_states(draw: Any) -> Any:
+    """Some arrays, and for each a tiling whose boxes are dealt to three shards; some to two."""
+    state, layout = {}, {}
+    dtypes = draw(st.lists(st.sampled_from(DTYPES), max_size=5))
+    # larger elements first, as the writer of these shards leaves them: else chunks would end in one
+    for i, dtype in enumerate(sorted(dtypes, key=lambda d: -np.dtype(d).itemsize)):
+        shape = draw(shapes)
+        key = f"{draw(st.sampled_from('mo'))}{i}"
+        raw = np.random.default_rng(i).integers(0, 2, (*shape, np.dtype(dtype).itemsize), "u1")
+        state[key] = raw.view(dtype).reshape(shape)
+        layout[key] = [
+            (n, box)
+            for box in draw(tilings(shape))
+            for n in draw(st.sets(st.integers(0, 2), min_size=1, max_size=2))
+        ]
+    return state, layout
+
+
+@pytest.mark.slow
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    cut=cut_states(),
+    shards=st.integers(1, 8),
+    split=st.sampled_from(module.SPLITS),
+    window=st.sampled_from([1, 48, 400, 4096]),
+    at_a_time=st.sampled_from([1, 3, 256]),
+)
+def test_any_layout_into_any_other(
+    cut: Any, shards: int, split: str, window: int, at_a_time: int, small: None
+) -> None:
+    state, layout = cut
+    whole = holdfast.save(url(), {**state, "n": 1})
+    old = recut(whole, somewhere(), lambda key, shape: layout[key], 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reshard_plan, "WINDOW", window)
+        for each in (reshard_plan, module):
+            patch.setattr(each, "OPEN", at_a_time)
+        told: list[int] = []
+        new = reshard(old, somewhere(), shards, split, told.append)
+    new = open_at(new.place)
+    assert new.verify().ok, new.verify().problems
+    assert len(new.manifest.shards) == shards
+    equal(whole, new)
+    assert sum(told) == sum(a.nbytes for a in state.values())
+    for key, parts in plain_files(new).items():
+        cut_up = split == "even" and state[key].nbytes and (*state[key].shape, 0)[0] >= shards > 1
+        assert len(parts) > 1 if cut_up and shards > 1 else len(parts) == 1
+    again = reshard(new, somewhere(), 1)
+    equal(whole, again)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.complex32, torch.bool],
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_bits_of_every_dtype_pass_unchanged(dtype: torch.dtype, small: None) -> None:
+    raw = torch.arange(7 * 6 * dtype.itemsize).to(torch.uint8)
+    tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(7, 6)
+    state = {"a": tensor, "b": tensor[0], "c": tensor[:, 3].clone(), "n": 1}
+    old = recut(holdfast.save(url(), state), somewhere(), columns(2), 2)
+    for shards in (1, 3):
+        new = reshard(old, somewhere(), shards)
+        same(holdfast.load(new.place.store.at("version_1")), state)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 64])
+def test_rows_are_cut_as_fsdp2_cuts_them(shards: int) -> None:
+    """So that each rank of a restore finds what it wants in the shard of its number, and nowhere
+    else."""
+    shapes = [(64, 3), (65, 2), (7,), (4, 4, 2), (63, 1), (1000,), (8, 0)]
+    state = {str(i): np.arange(np.prod(s), dtype="f4").reshape(s) for i, s in enumerate(shapes)}
+    new = reshard(holdfast.save(url(), {**state, "scalar": np.float32(1)}), somewhere(), shards)
+    for rank, index in enumerate(new.indexes()):
+        found = {leaf.key: [Box(b.offsets, b.sizes) for b in leaf.boxes] for leaf in index.leaves}
+        for key, array in state.items():
+            if len(array) >= shards and array.size:
+                local = local_boxes(array.shape, (shards,), (rank,), (Cut(0),))
+                assert found.get(key, []) == [box for box, _ in local.boxes]
+            else:
+                assert found.get(key, [Box.whole(array.shape)]) == [Box.whole(array.shape)]
+
+
+def test_what_is_not_cut_is_dealt_by_bytes() -> None:
+    state = {f"{i}": np.zeros(1000 + i) for i in range(40)}
+    new = reshard(holdfast.save(url(), state), somewhere(), 4, "none")
+    sizes = [sum(8 * leaf.shape[0] for leaf in i.leaves) for i in new.indexes()]
+    assert max(sizes) - min(sizes) <= 8 * 1040
+    assert [len(parts) for parts in plain_files(new).values()] == [1] * 40
+
+
+def test_one_shard_is_one_plain_file_with_whole_tensors() -> None:
+    state = {f"w{i}": np.random.default_rng(i).random((40, 3 + i), np.float32) for i in range(9)}
+    old = recut(holdfast.save(url(), state), somewhere(), rows(16), 16)
+    new = reshard(old, somewhere(), 1)
+    [shard] = new.manifest.shards
+    loaded = safetensors.numpy.load(new.place.store.get(new.place.key(shard.name), 1 << 30))
+    assert loaded.keys() == state.keys()
+    assert all(loaded[k].tobytes() == state[k].tobytes() for k in state)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_state_without_tensors(shards: int) -> None:
+    new = reshard(holdfast.save(url(), {"n": 1, "s": "x"}), somewhere(), shards)
+    assert new.verify().ok
+    assert len(new.manifest.shards) == shards
+    assert holdfast.load(new.place.store.at("version_1")) == {"n": 1, "s": "x"}
+
+
+def test_what_is_incremental_becomes_self_contained(small: None) -> None:
+    store = MemoryStore()
+    state: dict[str, Any] = {"frozen": np.arange(5000.0), "a": np.zeros(300)}
+    with holdfast.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
+        ckpt.step()
+        ckpt.wait()
+        state["a"] += 1
+        ckpt.step()
+    old = open_at(Location(store, "version_2"))
+    assert old.bases
+    new = reshard(old, Location(MemoryStore(), "version_2"), 3)
+    equal(old, new)
+    assert not new.bases
+    assert type(new.manifest) is not type(old.manifest)
+    for stat in list(store.list("")):
+        store.delete(stat.key)
+    assert new.verify().ok
+    assert holdfast.load(new.place.store.at("version_2"))["a"].tolist() == [1.0] * 300
+
+
+# -- what else stands in a snapshot ---------------------------------------------------------------
+
+
+def test_all_else_is_as_it_was_and_what_was_done_is_noted() -> None:
+    store, state = MemoryStore(), {"a": np.arange(9.0), "list": [1, (2, None)]}
+    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+        ckpt.step({"loss": 1.0})
+        ckpt.wait()
+        ckpt.step({"loss": 0.5})
+    old = open_at(Location(store, "version_2"))
+    new = open_at(reshard(old, Location(MemoryStore(), "version_2"), 2).place)
+    for field in ("step", "branch", "parent", "created", "tree"):
+        assert getattr(new.manifest, field) == getattr(old.manifest, field)
+    assert new.manifest.attempt != old.manifest.attempt
+    assert new.metadata == {**old.metadata, "resharded": {"from": old.digest, "shards": 1}}
+    assert new.version == old.version
+    assert {attempt_of(s.name) for s in new.manifest.shards} == {new.manifest.attempt}
+
+
+def test_the_source_is_left_as_it_is_and_no_pin_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin, "WORTH", 0)
+    source, to = MemoryStore(), MemoryStore()
+    holdfast.save(source.at("version_1"), {"a": np.arange(99.0)})
+    old = open_at(Location(source, "version_1"))
+    before = {s.key: source.get(s.key, 1 << 30) for s in source.list("")}
+    pins: list[int] = []
+
+    def tell(nbytes: int) -> None:
+        pins.append(sum(parse_pin(s.key) is not None for s in source.list("")))
+        assert not Run(to).sweep(grace=0).removed
+        assert Run(source).listing().versions
+        pins.append(sum(parse_pin(s.key) is not None for s in to.list("")))
+
+    new = reshard(old, Location(to, "version_1"), 2, "even", tell)
+    assert set(pins) == {1}
+    assert new.verify().ok
+    assert {s.key: source.get(s.key, 1 << 30) for s in source.list("")} == before
+    assert not [s for s in to.list("") if parse_pin(s.key)]
+
+
+@pytest.mark.parametrize("at", ["version_1", ""])
+def test_what_is_there_is_not_touched(at: str) -> None:
+    old, to = holdfast.save(url(), {"a": np.arange(9.0)}), MemoryStore()
+    holdfast.save(to.at("version_1"), {"n": 2})
+    before = [s.key for s in to.list("")]
+    with pytest.raises(AlreadyExists, match="nothing was changed"):
+        reshard(old, Location(to, at), 2)
+    assert [s.key for s in to.list("")] == before
+
+
+# -- what is read, and how often ------------------------------------------------------------------
+
+
+class Counting(MemoryStore):
+    """Counts the bytes that are read of shards."""
+
+    read = 0
+
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        if key.endswith(".safetensors"):
+            self.read += length
+        super().get_range(key, offset, length, into)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "shards", "most"),
+    [
+        (None, 1, 1.02),
+        (None, 64, 1.02),
+        (None, 256, 1.1),
+        (rows(5), 3, 1.02),
+        (rows(256), 1, 1.05),
+        (rows(256), 256, 1.1),
+        (columns(2), 1, 1.1),
+        (columns(8), 4, 1.3),
+    ],
+)
+def test_little_is_read_twice(
+    layout: Any, shards: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether few chunks go to many shards or many to few; of a leaf larger than a window, and of
+    many that share chunks in more shards than a window has room for. All is to scale."""
+    unit = 16 << 10
+    for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+        monkeypatch.setattr(f"holdfast.engine.{name}.UNIT", unit)
+    for name in ("planning.shard_layout", "transform.reshard_plan"):
+        monkeypatch.setattr(f"holdfast.engine.{name}.SMALL", unit // 64)
+        monkeypatch.setattr(f"holdfast.engine.{name}.GROUP", unit // 4)
+    monkeypatch.setattr(reshard_plan, "WINDOW", 24 * unit)
+    state = {"large": np.zeros((512, 544), np.float32)}
+    state |= {f"w{i}": np.zeros((256, 32), np.float32) for i in range(64)}
+    state |= {f"b{i}": np.zeros(60, np.float32) for i in range(50)}
+    whole = holdfast.save(url(), {"model": state})
+    store = Counting()
+    place = Location(store, "version_1")
+    old = recut(whole, place, layout or (lambda key, shape: [(0, Box.whole(shape))]), 256)
+    store.read = 0
+    new = reshard(old, somewhere(), shards)
+    nbytes = sum(a.nbytes for a in state.values())
+    assert sum(index.cuts[-1] - index.header for index in new.indexes()) == nbytes
+    assert store.read < nbytes * most
+
+
+MEASURE = """
+import sys, threading
+import numpy as np
+import holdfast
+from holdfast.engine.snapshot.location import locate
+from holdfast.engine.transform.reshard import reshard
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(l.split()[1]) << 10 for l in lines if l.startswith("RssAnon"))
+
+top, done = [0], threading.Event()
+def watch():
+    while not done.wait(0.002):
+        top[0] = max(top[0], anonymous())
+a, b, shards = sys.argv[1:]
+warm = holdfast.save("memory://warm/version_1", {"x": np.ones(3)})
+reshard(warm, locate("memory://warm2/version_1"), 2)
+old = holdfast.open(a)
+before = anonymous()
+threading.Thread(target=watch).start()
+try:
+    reshard(old, locate(b), int(shards))
+finally:
+    done.set()
+print(top[0] - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_gibibyte_takes_at_most_256_mebibytes(tmp_path: Any) -> None:
+    state = {f"w{i}": np.ones((64 << 10, 1 << 10), np.float32) for i in range(4)}
+    state |= {f"b{i}": np.ones(3000) for i in range(100)}
+    holdfast.save(tmp_path / "version_1", state)
+    del state
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / "version_1", tmp_path / "to", "100"],
+        cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 256 << 20
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def nothing_new(to: MemoryStore) -> None:
+    """No snapshot, no shard, no unfinished file, no pin."""
+    assert [s.key for s in to.list("")] == []
+    assert list(to.partials("")) == []
+    assert shared_pool().allocated == shared_pool().free
+
+
+@pytest.mark.parametrize("layout", [rows(3), columns(3)])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_damage_is_named_and_nothing_is_committed(layout: Any, shards: int, small: None) -> None:
+    state = {"a": np.arange(3000.0).reshape(30, 100), "b": np.ones((6, 5))}
+    source, to = MemoryStore(), MemoryStore()
+    old = recut(holdfast.save(url(), state), Location(source, "version_1"), layout, 3)
+    [name] = [s.name for s in old.manifest.shards if "shard-00001" in s.name]
+    flip(source, f"version_1/{name}", byte=-300)
+    with pytest.raises(DigestMismatch, match="shard-00001-of-00003") as raised:
+        reshard(old, Location(to, "version_1"), shards)
+    assert raised.value.file == f"version_1/{name}"
+    assert raised.value.leaf == "a"
+    nothing_new(to)
+
+
+def test_a_missing_shard_is_damage_and_a_deleted_version_is_none(small: None) -> None:
+    for first in (".safetensors", MANIFEST):
+        source, to = MemoryStore(), MemoryStore()
+        old = holdfast.save(source.at("version_1"), {"a": np.arange(999.0)})
+        old.indexes()
+        keys = [s.key for s in source.list("")]
+        for key in sorted(keys, key=lambda k: not k.endswith(first))[: 1 + 2 * (first == MANIFEST)]:
+            source.delete(key)
+        with pytest.raises(NotFound if first == MANIFEST else HoldfastError) as raised:
+            reshard(old, Location(to, "version_1"), 2)
+        assert ("was deleted" in str(raised.value)) == (first == MANIFEST)
+        nothing_new(to)
+
+
+def test_a_store_that_loses_a_shard_or_gives_other_bytes_commits_nothing() -> None:
+    old = holdfast.save(url(), {"a": np.arange(999.0)})
+    for kind, error in ((".safetensors", CommitError), (".index.json", FormatError)):
+        to = Wrapped(MemoryStore())
+
+        def spoil(method: str, key: str, to: Wrapped = to, kind: str = kind) -> None:
+            if kind == ".safetensors" and method == "commit" and "00001-of" in key:
+                to.inner.delete(key)
+            elif method == "put_if_absent" and key.endswith(kind) and "00001-of" in key:
+                flip(to.inner, key, byte=20)
+
+        to.after = spoil
+        with pytest.raises(error):
+            reshard(old, Location(to, "version_1"), 2)
+        assert not is_snapshot(Location(to.inner, "version_1"))
+        assert not Run(to.inner).listing().pins
+
+
+def test_two_at_one_place_make_one_snapshot() -> None:
+    old, to = holdfast.save(url(), {"a": np.arange(999.0)}), Wrapped(MemoryStore())
+
+    def first(method: str, key: str) -> None:
+        if method == "put_if_absent" and key.endswith(MANIFEST):
+            to.before = lambda method, key: None
+            reshard(old, Location(to.inner, "version_1"), 3)
+
+    to.before = first
+    with pytest.raises(CommitError, match="another save has committed"):
+        reshard(old, Location(to, "version_1"), 2)
+    new = holdfast.open(to.inner.at("version_1"))
+    assert len(new.manifest.shards) == 3
+    assert new.verify().ok
+
+
+def disk() -> tuple[CrashFs, Snapshot]:
+    """A small run on a disk that can crash."""
+    fs = CrashFs()
+    state = {"a": np.arange(1500.0).reshape(15, 100), "b": np.ones(7), "n": 1}
+    return fs, holdfast.save(LocalStore(f"{ROOT}/version_1", fs=fs), state)
+
+
+def attempt(fs: Any) -> Snapshot:
+    old = open_at(Location(LocalStore(ROOT, fs=fs), "version_1"))
+    return reshard(old, Location(LocalStore("/b/run", fs=fs), "version_1"), 3)
+
+
+def look(fs: Any, whole: Snapshot) -> bool:
+    """Whether the new snapshot is there; if so, it is all there. The old one always is."""
+    assert open_at(Location(LocalStore(ROOT, fs=fs), "version_1")).verify().ok
+    place = Location(LocalStore("/b/run", fs=fs), "version_1")
+    if not is_snapshot(place):
+        return False
+    new = open_at(place)
+    assert new.verify().ok
+    for key in whole.leaves:
+        assert elements(new, key).tobytes() == elements(whole, key).tobytes()
+    return True
+
+
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_power_is_cut_at_every_call(every: int, small: None) -> None:
+    whole = holdfast.save(url(), holdfast.load(disk()[1].place.store))
+    seen = set()
+    for cut_at in itertools.count(1, every):
+        fs, _ = disk()
+        fs.cut_at = fs.operations + cut_at
+        try:
+            attempt(fs)
+        except PowerCut:
+            done = False
+        else:
+            done = True
+        for left in fs.crashes(limit=4, seed=cut_at):
+            there = look(left, whole)
+            seen.add((done, there))
+            assert there or not done
+        if done:
+            break
+        assert shared_pool().allocated == shared_pool().free
+    assert (False, False) in seen
+    assert (True, True) in seen
+
+
+@pytest.mark.parametrize("every", [13, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("error", [NoSpace.__name__, "EIO", "lost"])
+def test_a_call_fails(error: str, every: int, small: None) -> None:
+    """Every one in turn, of those that read and of those that write."""
+    import errno
+
+    kind = {NoSpace.__name__: errno.ENOSPC}.get(error, errno.EIO)
+    failed = 0
+    for at in itertools.count(1, every):
+        inner, whole = disk()
+        fs = FaultFs(inner, Fault(None, at, kind, lost=error == "lost"))
+        try:
+            attempt(fs)
+        except HoldfastError as e:
+            failed += 1
+            unknown = e.fields.get("outcome") == "unknown"
+        else:
+            assert look(inner, whole)
+            if not fs.fired:
+                break
+            continue
+        finally:
+            assert shared_pool().allocated == shared_pool().free
+        assert not look(inner, whole) or unknown
+    assert failed > 100 // every
+
+
+def test_an_index_that_lies_about_its_boxes_is_refused(small: None) -> None:
+    """Boxes that do not cover their leaf: nothing of what would be missing is made up."""
+    old = recut(
+        holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)}), somewhere(), rows(3), 3
+    )
+    index = old.indexes()[1]
+    torn = replace(index, leaves=columns_from([]), cuts=index.cuts[:1], digests=index.digests[:16])
+    old._indexes = [old.indexes()[0], torn, old.indexes()[2]]
+    to = MemoryStore()
+    with pytest.raises(FormatError, match="lack parts"):
+        reshard(old, Location(to, "version_1"), 2)
+    nothing_new(to)

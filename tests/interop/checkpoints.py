@@ -1,0 +1,116 @@
+"""Checkpoints as others write them, good and malicious, and an import of them in a few lines."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import holdfast
+from holdfast.engine.snapshot.location import Location
+from holdfast.interop.arrange import arrange
+from holdfast.interop.import_ import read_foreign, save_foreign, take_apart
+from holdfast.storage.open import open_store
+
+_numbers = count()
+
+
+def imported(path, under=None, step=1, **options):
+    """The snapshot that came of a checkpoint."""
+    read = read_foreign(str(path))
+    state = arrange(read.value, under, **options).state
+    place = Location(open_store(f"memory://imported{next(_numbers)}"), f"version_{step}")
+    return save_foreign(place, take_apart(state), read, step)
+
+
+def back(path, under=None, **options):
+    """The state that came of a checkpoint."""
+    return holdfast.load(imported(path, under, **options).url)
+
+
+class Evil:
+    """Pickled, it is a call of ``os.system`` that leaves a file."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+def rewrite_pickle(path: Path, change) -> None:
+    """Put what ``change`` makes of the bytes in a file's place."""
+    path.write_bytes(change(path.read_bytes()))
+
+
+def write_parts(folder: Path, tensors, values=None, planner_data=None) -> None:
+    """A DCP folder by hand. ``tensors``: name to (whole shape, dtype, [(offsets, tensor)]);
+    ``values``: name to bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    about, places = {}, {}
+    with open(folder / "__0_0.distcp", "wb") as out:
+        for name, (shape, dtype, parts) in tensors.items():
+            chunks = []
+            for i, (offsets, tensor) in enumerate(parts):
+                start = out.tell()
+                torch.save(tensor, out)
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), tensor.shape))
+                info = _StorageInfo("__0_0.distcp", start, out.tell() - start)
+                places[MetadataIndex(name, offsets, i)] = info
+            about[name] = TensorStorageMetadata(
+                TensorProperties(dtype=dtype), torch.Size(shape), chunks
+            )
+        for name, data in (values or {}).items():
+            about[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = _StorageInfo("__0_0.distcp", out.tell(), len(data))
+            out.write(data)
+    metadata = Metadata(about, planner_data=planner_data, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@contextmanager
+def posing(rank, size):
+    """As rank ``rank`` of ``size``, with a group whose collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def write_as_ranks(folder: Path, size: int, make) -> None:
+    """A DCP folder as ``size`` ranks write it: ``make(rank)`` is the state of each. This process
+    poses as each by turns, and the planners and writers are PyTorch's own."""
+    writers, planners, plans = [], [], []
+    for rank in range(size):
+        with posing(rank, size):
+            state = make(rank)
+            writer, planner = FileSystemWriter(str(folder)), DefaultSavePlanner()
+            planner.set_up_planner(state, writer.storage_meta(), rank == 0)
+            writer.set_up_storage_writer(rank == 0)
+            plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+            writers.append(writer)
+            planners.append(planner)
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writers[0].prepare_global_plan(plans)
+    results = []
+    for writer, planner, plan in zip(writers, planners, plans, strict=True):
+        results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
+    writers[0].finish(metadata, results)

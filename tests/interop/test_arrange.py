@@ -1,0 +1,278 @@
+"""Where an imported state hangs, what its members are called, and its step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.interop.arrange import arrange, plain_names, step_in_name, step_in_state
+from holdfast.interop.import_ import read_foreign
+from tests.engine.states import same
+from tests.interop.checkpoints import back, imported
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step_1000", 1000),
+        ("step-1000", 1000),
+        ("step=1000", 1000),
+        ("step1000", 1000),
+        ("steps_1000.pt", 1000),
+        ("model_step_1000.safetensors", 1000),
+        ("checkpoint-1000", 1000),
+        ("checkpoint_1000.pth", 1000),
+        ("ckpt1000.pt", 1000),
+        ("global_step1000", 1000),
+        ("Global-Step-1000", 1000),
+        ("global_step_0", 0),
+        ("iter_0001000", 1000),
+        ("iteration-7.pt", 7),
+        ("epoch=3-step=1000.ckpt", 1000),
+        ("checkpoint-1000-step_1000", 1000),
+        ("checkpoint-3-step_1000", None),
+        ("epoch_3.pt", None),
+        ("version_3", None),
+        ("model.pt", None),
+        ("1000.pt", None),
+        ("laststep.ckpt", None),
+        ("doorstep_3", None),
+        ("step_", None),
+        ("step_1234567890123456789", None),
+        ("", None),
+    ],
+)
+def test_the_step_in_a_name(name, step):
+    assert step_in_name(name) == step
+
+
+@pytest.mark.parametrize(
+    ("value", "step"),
+    [
+        ({"global_step": 7, "step": 8}, 7),
+        ({"step": 8}, 8),
+        ({"iteration": 9}, 9),
+        ({"iter_num": 9}, 9),
+        ({"step": torch.tensor(5)}, 5),
+        ({"global_step": "x", "step": 3}, 3),
+        ({"step": torch.tensor([5])}, None),
+        ({"step": torch.tensor(5.0)}, None),
+        ({"step": True}, None),
+        ({"step": -1}, None),
+        ({"step": 10**18}, None),
+        ({"epoch": 3}, None),
+        ({"model": {"step": 3}}, None),
+        ([3], None),
+    ],
+)
+def test_the_step_in_a_state(value, step):
+    assert step_in_state(value) == step
+
+
+def test_what_is_inside_goes_before_the_name_and_that_before_the_folder(tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    torch.save({"global_step": 1, "m": {}}, folder / "step_2.pt")
+    torch.save({"m": {}}, folder / "step_4.pt")
+    torch.save({"m": {}}, folder / "x.pt")
+    found = [read_foreign(str(folder / n)).step for n in ("step_2.pt", "step_4.pt", "x.pt")]
+    assert found == [1, 4, 3]
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "under", "keys"),
+    [
+        ({"w": ONE}, None, ["model"]),
+        ({"w": ONE, "a._extra_state": {"x": 1}}, None, ["model"]),
+        (ONE, None, ["model"]),
+        ([ONE], None, ["model"]),
+        ({"model": {"w": ONE}}, None, ["model"]),
+        ({"model": {"w": ONE}, "epoch": 3}, None, ["model", "epoch"]),
+        ({"w": ONE, "epoch": 3}, None, ["w", "epoch"]),
+        ({0: ONE}, None, [0]),
+        ({"w": ONE}, "net", ["net"]),
+        ({"model": {"w": ONE}, "epoch": 3}, "all", ["all"]),
+    ],
+)
+def test_where_it_hangs(value, under, keys):
+    assert list(arrange(value, under).state) == keys
+
+
+def test_what_was_given_is_not_changed():
+    value = {"model": OrderedDict({"module.w": ONE}), "n": [1]}
+    arrange(value, None)
+    assert value == {"model": {"module.w": ONE}, "n": [1]}
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "plain"),
+    [
+        (["a.w", "b"], ["a.w", "b"]),
+        (["module.a.w", "module.b"], ["a.w", "b"]),
+        (["module.a.w", "b"], ["module.a.w", "b"]),
+        (["_orig_mod.a.w"], ["a.w"]),
+        (["module._orig_mod.a.w"], ["a.w"]),
+        (["a._fsdp_wrapped_module.b._checkpoint_wrapped_module.w"], ["a.b.w"]),
+        (["module.module.w"], ["module.w"]),
+        (["modules.w"], ["modules.w"]),
+    ],
+)
+def test_marks_of_wrappers(names, plain):
+    assert plain_names(names) == plain
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def trained(model, make, steps=2):
+    """An optimizer with state."""
+    optimizer = make(model)
+    for i in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(5, 3) * torch.arange(1.0, 6.0)[:, None] * (i + 1)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        pytest.param(lambda m: torch.compile(m, backend="eager"), marks=pytest.mark.slow),
+    ],
+    ids=["DataParallel", "compile"],
+)
+def test_what_a_wrapped_model_has_saved_loads_into_a_bare_one(tmp_path, wrap, alone):
+    model, other = net(), net()
+    state = wrap(model).state_dict()
+    assert "0.weight" not in state
+    torch.save(state if alone else {"model": state, "epoch": 1}, tmp_path / "x.pt")
+    made = imported(tmp_path / "x.pt")
+    holdfast.load(made.url, into={"model": other} if alone else {"model": other, "epoch": 0})
+    same(model.state_dict(), other.state_dict())
+    # the versions of the modules come along, under the names that are left
+    fresh = holdfast.load(made.url)["model"]
+    assert fresh._metadata["1"] == {"version": 2}
+    net().load_state_dict(fresh)
+    kept = back(tmp_path / "x.pt", keep_names=True)["model"]
+    assert list(kept) == list(state)
+
+
+def test_names_that_would_become_one_are_left_alone():
+    state = {"model": {"_orig_mod.w": ONE, "w": ONE.clone()}}
+    made = arrange(state, None)
+    assert (made.state, made.renamed) == (state, [])
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def same_optimizer(a, b):
+    same(a.state_dict(), b.state_dict())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: torch.optim.AdamW(m.named_parameters(), lr=0.1),
+        lambda m: torch.optim.SGD(m.named_parameters(), lr=0.1, momentum=0.9),
+        lambda m: torch.optim.SGD(m.named_parameters(), lr=0.1),
+        lambda m: torch.optim.Adam(
+            [
+                {"params": list(m[2].named_parameters(prefix="2")), "lr": 0.5},
+                {"params": list(m[0].named_parameters(prefix="0"))},
+            ]
+        ),
+    ],
+    ids=["adamw", "momentum", "no state", "groups"],
+)
+def test_an_optimizer_that_names_its_parameters_loads(tmp_path, make, wrapped):
+    model, other = net(), net()
+    optimizer, fresh = trained(model, make), make(other)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "epoch": 3}
+    if wrapped:
+        state["model"] = nn.DataParallel(model).state_dict()
+        for group in state["optim"]["param_groups"]:
+            group["param_names"] = [f"module.{n}" for n in group["param_names"]]
+    torch.save(state, tmp_path / "x.pt")
+    made = imported(tmp_path / "x.pt")
+    into = {"model": other, "optim": fresh, "epoch": 0}
+    assert holdfast.load(made.url, into=into)["epoch"] == 3
+    same(model.state_dict(), other.state_dict())
+    same_optimizer(optimizer, fresh)
+
+
+def test_an_optimizer_that_does_not_is_kept_as_it_is(tmp_path):
+    model = net()
+    optimizer = trained(model, lambda m: torch.optim.Adam(m.parameters()))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x")
+    loaded = holdfast.load(imported(tmp_path / "x").url, keys="optimizer/**")
+    same(loaded, {"optimizer": optimizer.state_dict()})
+    other = torch.optim.Adam(model.parameters())
+    other.load_state_dict(loaded["optimizer"])  # PyTorch's own way, as the document says
+    same_optimizer(optimizer, other)
+
+
+def named(names, **changes):
+    """A state with an optimizer of two parameters that are called so."""
+    group = {"lr": 0.1, "params": [0, 1], "param_names": names} | changes
+    return {
+        "model": {"a": ONE, "b": ONE},
+        "optimizer": {"state": {0: {"m": ONE}}, "param_groups": [group]},
+    }
+
+
+def test_the_form_of_ours():
+    made = arrange(named(["a", "b"]), None)
+    assert made.converted == ["optimizer"]
+    group = {"lr": 0.1, "params": ["model.a", "model.b"]}
+    assert made.state["optimizer"] == {"state": {"model.a": {"m": ONE}}, "groups": [group]}
+
+
+def test_the_model_has_the_first_claim_on_names():
+    made = arrange(named(["a", "b"]) | {"ema": {"a": ONE, "b": ONE}}, None)
+    assert made.converted == ["optimizer"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        named(["a", "c"]),
+        named(["a", "a"]),
+        named(["a"]),
+        named(["a", 3]),
+        named(None),
+        named(["a", "b"], params=[0, 0]),
+        named(["a", "b"], params=[0, 1.5]),
+        named(["a", "b"], params=None),
+        named(["a", "b"]) | {"model": 3},
+        {k: v for k, v in named(["a", "b"]).items() if k != "model"},
+        {"x": {"a": ONE, "b": ONE}, "y": {"a": ONE, "b": ONE}}
+        | {"optimizer": named(["a", "b"])["optimizer"]},
+        {"model": {"a": ONE}, "optimizer": {"state": {}, "param_groups": []}},
+        {"model": {"a": ONE}, "optimizer": {"state": {}, "param_groups": [3]}},
+        {"model": {"a": ONE}, "optimizer": {"state": [], "param_groups": [{"params": ["a"]}]}},
+        {"model": {"a": ONE}, "optimizer": {"state": {9: {}}, "param_groups": [{"params": ["a"]}]}},
+        {
+            "model": {"a": ONE},
+            "optimizer": {"state": {"a": 3}, "param_groups": [{"params": ["a"]}]},
+        },
+        {"model": {"a": ONE}, "optimizer": {"more": 1, "param_groups": [{"params": ["a"]}]}},
+    ],
+)
+def test_what_cannot_be_named_is_left_as_it_is(state):
+    made = arrange(state, None)
+    assert (made.state, made.converted) == (state, [])

@@ -1,0 +1,611 @@
+"""Checkpoints of others come in as they are, or are refused; nothing in them is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import holdfast
+from holdfast.engine.snapshot.location import locate
+from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, Unsupported
+from holdfast.interop.arrange import arrange
+from holdfast.interop.import_ import read_foreign, save_foreign, take_apart
+from holdfast.interop.mmap_files import Mapped, zip_records
+from tests.engine.states import TORCH_DTYPES, random_tensor, same
+from tests.interop.checkpoints import Evil, back, imported, rewrite_pickle
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+
+def everything(zipped=True):
+    """A state with whatever a file of torch.save may hold; the old format has no newer dtypes."""
+    dtypes = [
+        d
+        for d in TORCH_DTYPES
+        if zipped or not re.search("uint(16|32|64)|float[48]|complex32", str(d))
+    ]
+    plain = {str(d): random_tensor(d, (3, 5), i) for i, d in enumerate(dtypes)}
+    return {
+        "plain": plain,
+        "strided": random_tensor(torch.float32, (8, 6))[::2, 1::2],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "parameter": nn.Parameter(torch.ones(3)),
+        "sparse": torch.eye(3).to_sparse(),
+        "values": [1, 2.5, float("nan"), None, True, "ü", b"raw", 1 << 80, (1, (2,)), 1j, {3, 4}],
+        "ordered": OrderedDict(b=1, a=[{}]),
+        7: "an integer key",
+    }
+
+
+# -- files of torch.save -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+def test_a_file_of_torch_save(tmp_path, zipped):
+    state = everything(zipped)
+    torch.save(state, tmp_path / "x", _use_new_zipfile_serialization=zipped)
+    read = read_foreign(str(tmp_path / "x"))
+    assert (read.kind, read.mapped, read.step) == ("torch", zipped, None)
+    same(state, back(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.bin", ".metadata", "shard-1"])
+def test_the_name_of_a_file_says_nothing(tmp_path, name):
+    torch.save({"a": torch.arange(3)}, tmp_path / "plain")
+    (tmp_path / "plain").rename(tmp_path / name)
+    same({"model": {"a": torch.arange(3)}}, back(tmp_path / name))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+def test_tied_tensors_stay_tied(tmp_path, zipped):
+    a = torch.arange(1000.0)
+    state = {"model": {"a": a, "b": a, "view": a[10:20], "other": a.clone()}}
+    torch.save(state, tmp_path / "x", _use_new_zipfile_serialization=zipped)
+    made = imported(tmp_path / "x")
+    assert sorted(made.leaves) == ["model/a", "model/other", "model/view"]
+    loaded = holdfast.load(made.url)
+    assert loaded["model"]["a"].data_ptr() == loaded["model"]["b"].data_ptr()
+    same(state, loaded)
+
+
+def test_what_says_where_it_is_from(tmp_path):
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
+    made = imported(tmp_path / "x.pt", step=12)
+    assert made.step == 12
+    assert made.metadata["reason"] == "import"
+    note = made.metadata["note"]["imported_from"]
+    assert note == {"path": str(tmp_path / "x.pt"), "kind": "torch"}
+    assert made.verify().ok
+
+
+def test_a_snapshot_that_is_there_is_left_alone(tmp_path):
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
+    made = imported(tmp_path / "x.pt")
+    read = read_foreign(str(tmp_path / "x.pt"))
+    with pytest.raises(AlreadyExists):
+        save_foreign(locate(made.url), take_apart(arrange(read.value, None).state), read, 1)
+
+
+def test_values_that_cannot_be_kept_are_named(tmp_path):
+    torch.save({"a": {"size": torch.Size([1])}}, tmp_path / "x.pt")
+    with pytest.raises(Unsupported, match=r"'a/size' is a torch\.Size"):
+        imported(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("cut", [*range(0, 60, 7), 0.3, 0.6, 0.9, -1])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+def test_a_file_that_was_cut(tmp_path, zipped, cut):
+    torch.save({"a": torch.arange(1000)}, tmp_path / "x", _use_new_zipfile_serialization=zipped)
+    raw = (tmp_path / "x").read_bytes()
+    (tmp_path / "x").write_bytes(raw[: int(cut * len(raw)) if isinstance(cut, float) else cut])
+    with pytest.raises((FormatError, Unsupported)):
+        read_foreign(str(tmp_path / "x"))
+
+
+def test_every_flipped_bit_of_the_data_is_found(tmp_path):
+    """PyTorch makes CRCs and compares none: a flipped bit in a weight would go unseen."""
+    state = {"a": torch.arange(50.0), "n": 3}
+    torch.save(state, tmp_path / "x")
+    raw = (tmp_path / "x").read_bytes()
+    with zipfile.ZipFile(tmp_path / "x") as opened:
+        entry = next(i for i in opened.infolist() if i.filename.endswith("data/0"))
+    begin = raw.index(struct.pack("<50f", *range(50)), entry.header_offset)
+    for at in [*range(begin, begin + 200), *range(0, len(raw), 5)]:
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << at % 8
+        (tmp_path / "x").write_bytes(flipped)
+        try:
+            found = read_foreign(str(tmp_path / "x")).value
+        except (FormatError, Unsupported):
+            continue
+        assert not begin <= at < begin + 200
+        same(state, found)
+
+
+def test_a_file_without_crcs_is_taken(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(3)}, tmp_path / "x")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    same({"model": {"a": torch.arange(3)}}, back(tmp_path / "x"))
+
+
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
+    """What the pickle says of sizes is checked by PyTorch itself, and told as damage."""
+    torch.save({"a": torch.arange(1000.0)}, tmp_path / "x")
+    with zipfile.ZipFile(tmp_path / "x") as opened:
+        records = {i.filename: opened.read(i) for i in opened.infolist()}
+    with zipfile.ZipFile(tmp_path / "lie", "w") as opened:
+        for name, data in records.items():
+            opened.writestr(name, data.replace(b"K\x00M\xe8\x03\x85", b"K\x00M\xe9\x03\x85"))
+    with pytest.raises(FormatError, match="resize storage"):
+        read_foreign(str(tmp_path / "lie"))
+    with zipfile.ZipFile(tmp_path / "small", "w", zipfile.ZIP_DEFLATED) as opened:
+        for name, data in records.items():
+            opened.writestr(name, data)
+    with pytest.raises(Unsupported, match="compressed"):
+        read_foreign(str(tmp_path / "small"))
+
+
+def test_a_record_does_not_reach_into_the_next(tmp_path):
+    """As it could if nobody looked: a record without a CRC, and a list that says it is longer."""
+    with zipfile.ZipFile(tmp_path / "x", "w") as opened:
+        opened.writestr("x/data.pkl", "abc")
+        crc = struct.pack("<L", opened.infolist()[0].CRC)
+    raw = (tmp_path / "x").read_bytes().replace(crc, bytes(4))
+    (tmp_path / "y").write_bytes(raw + raw)
+    assert zip_records(Mapped(str(tmp_path / "y")), 0, len(raw))["data.pkl"].stop == 43
+    longer = raw.replace(struct.pack("<LL", 3, 3), struct.pack("<LL", 999, 999))
+    (tmp_path / "y").write_bytes(longer + longer + bytes(999))
+    with pytest.raises(FormatError, match="up to byte"):
+        zip_records(Mapped(str(tmp_path / "y")), 0, len(longer))
+
+
+# -- nothing is run ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """What must not be there after the test."""
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists()
+
+
+def refused(path, *words):
+    with pytest.raises(Unsupported) as e:
+        read_foreign(str(path))
+    text = str(e.value)
+    assert "\n" not in text
+    for word in ("was run", "If you trust", *words):
+        assert word in text
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize("name", ["x.pt", "pytorch_model.bin"])
+def test_a_file_that_would_run_something(tmp_path, canary, zipped, name):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    state = {"w": torch.ones(3), "evil": Evil(canary)}
+    torch.save(state, folder / name, _use_new_zipfile_serialization=zipped)
+    refused(folder / name, "posix.system")
+    if name == "pytorch_model.bin":
+        refused(folder, "posix.system")
+
+
+def test_all_that_a_file_wants_is_named(tmp_path, canary):
+    import argparse
+
+    state = {"evil": Evil(canary), "args": argparse.Namespace(lr=1), "path": tmp_path}
+    torch.save(state, tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", "posix.system", "argparse.Namespace", "pathlib.PosixPath")
+
+
+def test_a_whole_module_is_named_and_not_made(tmp_path):
+    torch.save(nn.Linear(2, 2), tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", "torch.nn.modules.linear.Linear")
+
+
+def test_the_environment_cannot_ask_for_more(tmp_path, canary, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save(Evil(canary), tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", "posix.system")
+
+
+def test_a_bare_pickle_is_not_touched(tmp_path, canary):
+    (tmp_path / "x.pt").write_bytes(pickle.dumps(Evil(canary)))
+    with pytest.raises(Unsupported, match="a bare pickle"):
+        read_foreign(str(tmp_path / "x.pt"))
+
+
+def lightning(**more):
+    """A file as Lightning writes it."""
+    model = nn.Linear(3, 2)
+    return {
+        "epoch": 2,
+        "global_step": 34,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": model.state_dict(),
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 3}}}},
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.ones(())}},
+        "optimizer_states": [torch.optim.Adam(model.parameters()).state_dict()],
+        "lr_schedulers": [],
+        **more,
+    }
+
+
+def test_a_lightning_file(tmp_path, canary):
+    state = lightning()
+    torch.save(state, tmp_path / "last.ckpt")
+    read = read_foreign(str(tmp_path / "last.ckpt"))
+    assert (read.kind, read.step) == ("lightning", 34)
+    same(state, back(tmp_path / "last.ckpt"))
+    torch.save(lightning(hyper_parameters=Evil(canary)), tmp_path / "bad.ckpt")
+    refused(tmp_path / "bad.ckpt", "posix.system")
+
+
+def test_a_lightning_module_takes_its_part(tmp_path):
+    torch.save(lightning(), tmp_path / "last.ckpt")
+    made, model = imported(tmp_path / "last.ckpt"), nn.Linear(3, 2)
+    holdfast.load(made.url, into={"state_dict": model}, unexpected="ignore")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(model.weight, saved["weight"])
+
+
+# -- safetensors ---------------------------------------------------------------------------------
+
+SAFE_DTYPES = [d for d in TORCH_DTYPES if d.itemsize < 16 and d != torch.complex32]
+SAFE_DTYPES = [d for d in SAFE_DTYPES if "fnuz" not in str(d) and "float4" not in str(d)]
+
+
+def test_a_safetensors_file(tmp_path):
+    state = {str(d): random_tensor(d, (3, 5), i) for i, d in enumerate(SAFE_DTYPES)}
+    state |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
+    save_file(state, tmp_path / "odd.name", metadata={"format": "pt"})
+    read = read_foreign(str(tmp_path / "odd.name"))
+    assert (read.kind, read.mapped, read.step) == ("safetensors", True, None)
+    loaded = back(tmp_path / "odd.name")["model"]
+    same({k: state[k] for k in loaded}, loaded)
+    assert loaded.keys() == state.keys()
+
+
+def write_safe(path, header, data=b"", pad=0):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text += b" " * pad
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("pad", range(9))
+def test_data_need_not_be_aligned(tmp_path, pad):
+    data = struct.pack("<4d3b", 1, 2, 3, 4, 5, 6, 7)
+    entry = {"dtype": "F64", "shape": [2, 2], "data_offsets": [3, 35]}
+    small = {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}
+    write_safe(tmp_path / "x", {"big": entry, "small": small}, data[32:] + data[:32], pad)
+    loaded = back(tmp_path / "x")["model"]
+    assert loaded["big"].tolist() == [[1, 2], [3, 4]]
+    assert loaded["small"].tolist() == [5, 6, 7]
+
+
+def entry(dtype="F32", shape=(1,), at=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(at)}
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "words"),
+    [
+        ({"a": entry()}, 3, "in full"),
+        ({"a": entry()}, 5, "a file of"),
+        ({"a": entry(at=(1, 5))}, 5, "from byte 0"),
+        ({"a": entry(), "b": entry()}, 4, "from byte 4"),
+        ({"a": entry(), "b": entry(at=(5, 9))}, 9, "from byte 4"),
+        ({"a": entry(shape=(2,))}, 4, "in full"),
+        ({"a": entry(shape=(-1,), at=(0, -4))}, 4, "in full"),
+        ({"a": entry(shape=(1 << 62, 1 << 62))}, 4, "in full"),
+        ({"a": entry(shape=(0, 1 << 62), at=(0, 0))}, 0, "in full"),
+        ({"a": entry(at=(0, -4))}, 4, "in full"),
+        ({"a": entry(at=(4, 0))}, 4, "from byte 0"),
+        ({"a": entry() | {"more": 1}}, 4, "a JSON header"),
+        ({"a": {"dtype": "F32"}}, 4, "a JSON header"),
+        ({"a": entry(shape=(1.5,))}, 4, "a JSON header"),
+        ({"a": 3}, 4, "a JSON header"),
+        (b"{" + b"[" * 100_000, 0, "a JSON header"),
+        (b'{"\xff": 3}', 0, "a JSON header"),
+        ({"__metadata__": {"format": 3}}, 0, "a JSON header"),
+    ],
+)
+def test_a_header_that_lies(tmp_path, header, length, words):
+    write_safe(tmp_path / "x", header, bytes(length))
+    with pytest.raises(FormatError, match=words):
+        read_foreign(str(tmp_path / "x"))
+
+
+@given(st.binary(max_size=200), st.integers(0, 300))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_refused(tmp_path_factory, data, size):
+    path = tmp_path_factory.mktemp("fuzz") / "x"
+    path.write_bytes(size.to_bytes(8, "little") + b'{"a":' + data)
+    with pytest.raises((FormatError, Unsupported)):
+        read_foreign(str(path))
+
+
+def test_a_dtype_that_is_not_ours_is_named(tmp_path):
+    write_safe(tmp_path / "x", {"a": entry("F6_E2M3")}, bytes(4))
+    with pytest.raises(Unsupported, match=r"dtype F6_E2M3.*found a\."):
+        read_foreign(str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize(("name", "begin"), [("x", 1), ("shard-00001-model-1.safetensors", 0)])
+def test_the_part_of_one_rank_is_no_checkpoint(tmp_path, name, begin):
+    note = json.dumps({"a": {"saved_offsets": [begin]}})
+    header = {"__metadata__": {"DCP_SHARDING_INFO": note}, "a": entry()}
+    write_safe(tmp_path / name, header, bytes(4))
+    with pytest.raises(Unsupported, match="parts of one rank"):
+        read_foreign(str(tmp_path / name))
+    write_safe(
+        tmp_path / "whole", {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "a": entry()}, b"0000"
+    )
+    assert back(tmp_path / "whole")["model"]["a"].shape == (1,)
+
+
+# -- folders of Hugging Face ---------------------------------------------------------------------
+
+
+def write_model(folder, parts, kind="safetensors"):
+    """A folder as Transformers writes it, in so many parts; the tensors by name."""
+    folder.mkdir(exist_ok=True)
+    tensors = {f"layers.{i}.weight": torch.full((2, 2), float(i)) for i in range(4)}
+    base = "model" if kind == "safetensors" else "pytorch_model"
+    names, weight_map = list(tensors), {}
+    for p in range(parts):
+        file = f"{base}-{p + 1:05}-of-{parts:05}.{kind}" if parts > 1 else f"{base}.{kind}"
+        mine = {n: tensors[n] for n in names[p::parts]}
+        weight_map |= dict.fromkeys(mine, file)
+        if kind == "safetensors":
+            save_file(mine, folder / file, metadata={"format": "pt"})
+        else:
+            torch.save(mine, folder / file)
+    if parts > 1:
+        index = {"metadata": {"total_size": 64}, "weight_map": weight_map}
+        (folder / f"{base}.{kind}.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text("{}")
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_folder_of_hugging_face(tmp_path, parts, kind):
+    tensors = write_model(tmp_path, parts, kind)
+    (tmp_path / "optimizer.pt").write_bytes(b"anything")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 55}')
+    read = read_foreign(f"{tmp_path}/")
+    assert (read.kind, read.step, read.mapped) == ("huggingface", 55, True)
+    assert read.left_out == ("optimizer.pt",)
+    loaded = back(tmp_path)["model"]
+    assert loaded.keys() == tensors.keys()
+    same(tensors, {k: loaded[k] for k in tensors})
+
+
+def test_safetensors_go_before_pickles(tmp_path, canary):
+    tensors = write_model(tmp_path, 2)
+    torch.save(Evil(canary), tmp_path / "pytorch_model.bin")
+    assert read_foreign(str(tmp_path)).left_out == ("pytorch_model.bin",)
+    same(tensors["layers.1.weight"], back(tmp_path)["model"]["layers.1.weight"])
+
+
+def test_a_missing_part(tmp_path):
+    write_model(tmp_path, 3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FormatError, match="the part model-00002-of-00003"):
+        read_foreign(str(tmp_path))
+
+
+def test_a_part_without_what_the_index_says(tmp_path):
+    write_model(tmp_path, 2)
+    save_file({"other": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(FormatError, match=r"layers\.0\.weight in model-00001"):
+        read_foreign(str(tmp_path))
+
+
+def test_what_the_index_does_not_mention_comes_too(tmp_path):
+    tensors = write_model(tmp_path, 2)
+    part = {"layers.0.weight": torch.ones(1), "layers.1.weight": torch.zeros(9)}
+    part |= {"layers.2.weight": torch.ones(2), "more": torch.ones(3)}
+    save_file(part, tmp_path / "model-00001-of-00002.safetensors")
+    loaded = back(tmp_path)["model"]
+    assert loaded["more"].tolist() == [1, 1, 1]
+    same(tensors["layers.1.weight"], loaded["layers.1.weight"])  # the index says which of two
+
+
+@pytest.mark.parametrize("place", ["../x.safetensors", "/x", "a/b", "", "..", "a\0b"])
+def test_an_index_leads_nowhere_else(tmp_path, place):
+    index = {"weight_map": {"a": place}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match="files beside it"):
+        read_foreign(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{"])
+def test_an_index_that_is_none(tmp_path, text):
+    (tmp_path / "pytorch_model.bin.index.json").write_text(text)
+    with pytest.raises(FormatError):
+        read_foreign(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"global_step": "x"}', '{"global_step": -1}'])
+def test_a_trainer_that_tells_no_step(tmp_path, text):
+    write_model(tmp_path / "model", 1)
+    (tmp_path / "model" / "trainer_state.json").write_text(text)
+    assert read_foreign(str(tmp_path / "model")).step is None
+
+
+def test_a_part_that_is_no_dict(tmp_path):
+    torch.save([torch.ones(1)], tmp_path / "pytorch_model.bin")
+    with pytest.raises(FormatError, match="a dict of tensors"):
+        read_foreign(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"hello")
+    with pytest.raises(FormatError, match="hello"):
+        read_foreign(str(tmp_path))
+
+
+# -- what is none --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"", "an empty file"),
+        (b"hello", "begins with b'hello'"),
+        (b"\x89HDF\r\n", "HDF5"),
+        (b"\x93NUMPY", "NumPy"),
+        (b"GGUF\3\0", "GGUF"),
+        (b"\x1f\x8b\x08", "gzip"),
+        (b"\xff" * 8 + b"{", "begins with"),
+        (b"\1" + bytes(7) + b"{", "begins with"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint(tmp_path, data, found):
+    (tmp_path / "x.pt").write_bytes(data)
+    with pytest.raises(Unsupported) as e:
+        read_foreign(str(tmp_path / "x.pt"))
+    for words in (found, "torch.save", "safetensors", "Hugging Face", ".metadata"):
+        assert words in str(e.value)
+
+
+def test_other_zip_files(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as opened:
+        opened.writestr("a/b", "c")
+    with pytest.raises(Unsupported, match="a zip file without data"):
+        read_foreign(str(tmp_path / "x.zip"))
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as opened:
+        for name in ("data.pkl", "constants.pkl"):
+            opened.writestr(f"x/{name}", "c")
+    with pytest.raises(Unsupported, match="TorchScript"):
+        read_foreign(str(tmp_path / "x.pt"))
+
+
+def test_folders_that_are_no_checkpoint(tmp_path):
+    with pytest.raises(Unsupported, match="an empty folder"):
+        read_foreign(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "consolidated.00.pth").write_text("x")
+    with pytest.raises(Unsupported, match=r"found consolidated.*Name a file in it: .*00\.pth"):
+        read_foreign(str(tmp_path))
+
+
+def test_two_in_one_folder(tmp_path):
+    write_model(tmp_path, 1)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(Unsupported, match=r"two checkpoints.*model\.safetensors"):
+        read_foreign(str(tmp_path))
+
+
+def test_what_is_ours_already(tmp_path):
+    made = holdfast.save(tmp_path / "run" / "version_1", {"x": torch.ones(2)})
+    for path in (tmp_path / "run", tmp_path / "run" / "version_1"):
+        with pytest.raises(Unsupported, match="of Holdfast already"):
+            read_foreign(str(path))
+    shard = tmp_path / "run" / "version_1" / made.manifest.shards[0].name
+    with pytest.raises(Unsupported, match="a shard of a Holdfast"):
+        read_foreign(str(shard))
+
+
+def test_places_that_are_not_there(tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"")
+    with pytest.raises(NotFound, match=r"Perhaps .*/model\.pt is meant"):
+        read_foreign(str(tmp_path / "modell.pt"))
+    with pytest.raises(Unsupported, match="not on a local disk"):
+        read_foreign("s3://bucket/model.pt")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotFound):
+        read_foreign(str(tmp_path / "gone"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Unsupported, match="no plain file"):
+        read_foreign(str(tmp_path / "pipe"))
+
+
+# -- large ones ----------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, threading, time
+import torch
+from tests.interop.checkpoints import imported
+import holdfast
+from holdfast.interop.import_ import read_foreign
+from holdfast.interop.import_ import save_foreign
+from holdfast.interop.import_ import take_apart
+from holdfast.interop.arrange import arrange
+from holdfast.engine.snapshot.location import locate
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(l.split()[1]) << 10 for l in lines if l.startswith("RssAnon"))
+
+top, done = [0], threading.Event()
+def watch():
+    while not done.wait(0.002):
+        top[0] = max(top[0], anonymous())
+torch.ones(3).sum(); holdfast.save("memory://warm/version_1", {"x": torch.ones(3)})
+before = anonymous()
+threading.Thread(target=watch).start()
+try:
+    read = read_foreign(sys.argv[1])
+    state = arrange(read.value, None).state
+    save_foreign(locate(sys.argv[2]), take_apart(state), read, 1)
+finally:
+    done.set()
+print(top[0] - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_a_gibibyte_takes_no_more_memory_than_a_save(tmp_path, kind):
+    if kind == "torch":
+        torch.save({str(i): torch.ones(1 << 26) for i in range(4)}, tmp_path / "x")
+    else:
+        write_safe(tmp_path / "x", {"a": entry(shape=(1 << 28,), at=(0, 1 << 30))})
+        os.truncate(tmp_path / "x", os.path.getsize(tmp_path / "x") + (1 << 30))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / "x", tmp_path / "run" / "version_1"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 256 << 20
+
+
+def test_a_file_larger_than_what_the_system_promises(tmp_path, monkeypatch):
+    torch.save({"a": torch.ones(3)}, tmp_path / "x")
+
+    def refuse(*_, **__):
+        raise RuntimeError("unable to mmap 99 bytes from file <x>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(HoldfastError, match="overcommit_memory=1"):
+        read_foreign(str(tmp_path / "x"))
+
+
+def test_pickles_are_changed_by_hand(tmp_path):
+    """That the tool of the tests for damaged lists does what it says."""
+    (tmp_path / "x").write_bytes(b"ab")
+    rewrite_pickle(tmp_path / "x", lambda raw: raw[::-1])
+    assert (tmp_path / "x").read_bytes() == b"ba"

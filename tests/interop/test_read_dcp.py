@@ -1,0 +1,513 @@
+"""Folders of torch.distributed.checkpoint: as PyTorch writes them, many ranks, and liars."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+import resource
+import sys
+import zipfile
+from subprocess import run
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import holdfast
+from holdfast.engine.planning.shard_layout import holdings_of
+from holdfast.errors import FormatError, HoldfastError, NotFound, Unsupported
+from holdfast.interop.import_ import read_foreign
+from tests.engine.states import TORCH_DTYPES, random_tensor, same
+from tests.interop.checkpoints import Evil, back, imported, write_as_ranks, write_parts
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def dcp_save(state, folder, **options):
+    """PyTorch's own save, of this process alone."""
+    dcp.save(state, checkpoint_id=str(folder), no_dist=True, **options)
+
+
+def saved_bytes(value):
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_one_process(tmp_path):
+    state = {
+        "model": {str(d): random_tensor(d, (3, 5), i) for i, d in enumerate(TORCH_DTYPES)},
+        "strided": random_tensor(torch.float32, (8, 6))[::2, 1::2],
+        "transposed": random_tensor(torch.float32, (4, 6)).T,
+        "expanded": torch.ones(1).expand(7),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "list": [torch.ones(2), {"a": 1, "b": [2, 3]}],
+        "values": [1, 2.5, None, "ü", (1, (2,)), {3}],
+        "global_step": 40,
+    }
+    dcp_save(state, tmp_path / "x")
+    read = read_foreign(str(tmp_path / "x"))
+    assert (read.kind, read.mapped, read.step) == ("dcp", True, 40)
+    same(state, back(tmp_path / "x"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_that_were_not_flattened(tmp_path):
+    state = {"layers.0.w": torch.ones(2), "layers.0.b": torch.zeros(1)}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp_save(state, tmp_path / "x", planner=planner)
+    same({"model": state}, back(tmp_path / "x"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_files(tmp_path):
+    state = {"m": {str(i): torch.full((i + 1,), float(i)) for i in range(20)}}
+    writer = dcp.FileSystemWriter(str(tmp_path / "x"), single_file_per_rank=False, thread_count=2)
+    dcp_save(state, tmp_path / "x", storage_writer=writer)
+    assert len(list((tmp_path / "x").glob("*.distcp"))) == 20
+    loaded = back(tmp_path / "x")["m"]
+    same({k: state["m"][k] for k in loaded}, loaded)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+def trained(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_model_and_optimizer_by_names_load_into_live_ones(tmp_path):
+    torch.manual_seed(1)
+    model, other = Net(), Net()
+    optimizer, fresh = trained(model), torch.optim.AdamW(other.parameters())
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp_save(state, tmp_path / "x")
+    holdfast.load(imported(tmp_path / "x").url, into={"model": other, "optim": fresh})
+    same(model.state_dict(), other.state_dict())
+    same(optimizer.state_dict(), fresh.state_dict())
+
+
+# -- many ranks ----------------------------------------------------------------------------------
+
+
+def numbered(*shape):
+    return torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((3,), [Shard(0)]),
+        ((3,), [Shard(1)]),
+        ((3,), [Replicate()]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 3), [Shard(1), Shard(1)]),
+    ],
+    ids=str,
+)
+def test_tensors_cut_over_ranks_become_boxes(tmp_path, mesh, placements):
+    whole = {"even": numbered(12, 6), "uneven": numbered(5, 7), "few": numbered(2, 2)}
+
+    def make(rank):
+        device_mesh = init_device_mesh("cpu", mesh)
+        spread = {
+            k: distribute_tensor(v, device_mesh, placements, src_data_rank=None)
+            for k, v in whole.items()
+        }
+        return {"model": spread, "step": 9}
+
+    write_as_ranks(tmp_path / "x", int(np.prod(mesh)), make)
+    made = imported(tmp_path / "x")
+    assert made.verify().ok
+    same({"model": whole, "step": 9}, holdfast.load(made.url))
+    several = Shard(0) in placements or Shard(1) in placements
+    boxes = [h for index in made.indexes() for h in holdings_of(index)[0]]
+    assert (len(boxes) > 3) == several  # never put together
+    assert made["model/uneven"][3:5].tolist() == whole["uneven"][3:5].tolist()
+
+
+RANKS = """
+import sys, torch, warnings
+warnings.simplefilter("ignore")
+import torch.distributed as dist, torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, StateDictOptions
+from torch.distributed.fsdp import fully_shard
+
+def main(rank, folder):
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/meet")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    ours = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), ours)), checkpoint_id=f"{folder}/step_3")
+    full = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        torch.save(dict(zip(("model", "optimizer"), full)), f"{folder}/full.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(main, (sys.argv[1],), nprocs=2)
+"""
+
+
+def in_order(value):
+    """The same with all dicts sorted: DCP keeps no order of its own."""
+    if isinstance(value, dict):
+        return {k: in_order(value[k]) for k in sorted(value)}
+    return [in_order(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.slow
+def test_what_fsdp_has_saved_on_two_ranks(tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = run(
+        [sys.executable, tmp_path / "ranks.py", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_foreign(str(tmp_path / "step_3")).step == 3
+    made = imported(tmp_path / "step_3")
+    full = imported(tmp_path / "full.pt")
+    same(in_order(holdfast.load(full.url)), in_order(holdfast.load(made.url)))
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    holdfast.load(made.url, into={"model": model, "optimizer": optimizer})
+    assert torch.equal(model[0].weight, holdfast.load(full.url)["model"]["0.weight"])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+# -- nothing is run ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """What must not be there after the test."""
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists()
+
+
+def good(folder):
+    """A small folder: a tensor in two parts, one whole, and a value."""
+    w = numbered(4, 3)
+    write_parts(
+        folder,
+        {
+            "w": ((4, 3), torch.float32, [((0, 0), w[:2]), ((2, 0), w[2:])]),
+            "b": ((2,), torch.int64, [((0,), torch.tensor([1, 2]))]),
+        },
+        {"n": saved_bytes({"x": 7})},
+    )
+    return {"w": w, "b": torch.tensor([1, 2]), "n": {"x": 7}}
+
+
+def test_a_folder_by_hand(tmp_path):
+    state = good(tmp_path / "x")
+    same(state, back(tmp_path / "x"))
+
+
+def refused(folder, *words):
+    with pytest.raises(Unsupported) as e:
+        read_foreign(str(folder))
+    for word in ("was run", "If you trust", *words):
+        assert word in str(e.value)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_list_that_would_run_something(tmp_path, canary, protocol):
+    good(tmp_path / "x")
+    evil = pickle.dumps(Evil(canary), protocol=protocol)
+    (tmp_path / "x" / ".metadata").write_bytes(evil)
+    refused(tmp_path / "x", ".metadata wants to run posix.system")
+
+
+def test_a_list_with_something_in_it(tmp_path, canary):
+    good(tmp_path / "x")
+    metadata = pickle.loads((tmp_path / "x" / ".metadata").read_bytes())
+    metadata.planner_data = [Evil(canary)]
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "x", "posix.system")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "builtins.eval",
+        "builtins.getattr",
+        "os.system",
+        "torch.load",
+        "torch.distributed.checkpoint.filesystem.FileSystem",
+        "torch.distributed.checkpoint.metadata.os",
+        "torch.serialization._get_layout.__globals__",
+        "torch.storage._load_from_bytes",
+        "collections.OrderedDict.__reduce__",
+    ],
+)
+def test_only_what_dcp_writes_is_known(tmp_path, name):
+    good(tmp_path / "x")
+    module, _, attribute = name.rpartition(".")
+    if module.endswith("_get_layout"):
+        module, attribute = "torch.serialization", "_get_layout.__globals__"
+    short = b"\x8c" + bytes([len(module)]) + module.encode()
+    short += b"\x8c" + bytes([len(attribute)]) + attribute.encode()
+    (tmp_path / "x" / ".metadata").write_bytes(b"\x80\x04" + short + b"\x93.")
+    refused(tmp_path / "x", name)
+
+
+def test_a_value_that_would_run_something(tmp_path, canary):
+    write_parts(tmp_path / "x", {}, {"n": saved_bytes(Evil(canary))})
+    refused(tmp_path / "x", "(n)", "posix.system")
+
+
+def test_a_part_that_would_run_something(tmp_path, canary):
+    """Its pickle, which stands in a zip file of its own."""
+    parts = [((0,), torch.ones(2))]
+    state = {"w": Evil(canary)}
+    write_parts(tmp_path / "y", {"w": ((2,), torch.float32, parts)})
+    metadata = pickle.loads((tmp_path / "y" / ".metadata").read_bytes())
+    data = saved_bytes(state)
+    (tmp_path / "y" / "__0_0.distcp").write_bytes(data)
+    info = metadata.storage_data[MetadataIndex("w", (0,))]
+    info.offset, info.length = 0, len(data)
+    (tmp_path / "y" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "y", "(w)", "posix.system")
+
+
+def test_records_cannot_be_changed_for_later(tmp_path):
+    """A pickle that sets attributes of a class spoils its own reading only."""
+    state = good(tmp_path / "x")
+    raw = (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+        b"N}U\x0c__setstate__ctorch\nSize\ns\x86b."
+    )
+    pickletools.dis(raw, io.StringIO())
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / ".metadata").write_bytes(raw)
+    with pytest.raises(FormatError):
+        read_foreign(str(tmp_path / "y"))
+    same(state, back(tmp_path / "x"))
+
+
+# -- damage and lies -----------------------------------------------------------------------------
+
+
+def change(folder, how):
+    """Change the list of a folder, as its writer might have written it."""
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    how(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def info(metadata, name, offset=None):
+    return metadata.storage_data[MetadataIndex(name, offset)]
+
+
+def chunk(metadata, at):
+    return metadata.state_dict_metadata["w"].chunks[at]
+
+
+LIES = {
+    "no place": lambda m: m.storage_data.pop(MetadataIndex("b", (0,))),
+    "no place for a value": lambda m: m.storage_data.pop(MetadataIndex("n")),
+    "no places": lambda m: setattr(m, "storage_data", None),
+    "no names": lambda m: setattr(m, "state_dict_metadata", [1]),
+    "another file": lambda m: setattr(info(m, "b", (0,)), "relative_path", "other.distcp"),
+    "a file elsewhere": lambda m: setattr(info(m, "b", (0,)), "relative_path", "../x/__0_0.distcp"),
+    "an absolute file": lambda m: setattr(info(m, "b", (0,)), "relative_path", "/etc/passwd"),
+    "no file": lambda m: setattr(info(m, "b", (0,)), "relative_path", ""),
+    "a number for a file": lambda m: setattr(info(m, "b", (0,)), "relative_path", 3),
+    "too far": lambda m: setattr(info(m, "b", (0,)), "offset", 1 << 40),
+    "before": lambda m: setattr(info(m, "b", (0,)), "offset", -1),
+    "too long": lambda m: setattr(info(m, "b", (0,)), "length", 1 << 62),
+    "short": lambda m: setattr(info(m, "b", (0,)), "length", 100),
+    "empty": lambda m: setattr(info(m, "b", (0,)), "length", 0),
+    "text": lambda m: setattr(info(m, "b", (0,)), "offset", "0"),
+    "the other's place": lambda m: vars(info(m, "w", (0, 0))).update(vars(info(m, "b", (0,)))),
+    "a gap": lambda m: setattr(chunk(m, 1), "offsets", torch.Size([3, 0])),
+    "an overlap": lambda m: setattr(chunk(m, 1), "offsets", torch.Size([1, 0])),
+    "a part too few": lambda m: m.state_dict_metadata["w"].chunks.pop(),
+    "no parts": lambda m: m.state_dict_metadata["w"].chunks.clear(),
+    "a larger part": lambda m: setattr(chunk(m, 1), "sizes", torch.Size([3, 3])),
+    "a flat part": lambda m: setattr(chunk(m, 1), "sizes", torch.Size([2])),
+    "a larger whole": lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([5, 3])),
+    "an endless whole": lambda m: setattr(
+        m.state_dict_metadata["w"], "size", torch.Size([1 << 62, 1 << 62])
+    ),
+    "another dtype": lambda m: setattr(
+        m.state_dict_metadata["w"].properties, "dtype", torch.float64
+    ),
+    "no dtype": lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", None),
+    "a tensor for a value": lambda m: m.state_dict_metadata.update(
+        w=m.state_dict_metadata["n"], n=m.state_dict_metadata["w"]
+    ),
+    "a path that is none": lambda m: setattr(m, "planner_data", {"w": "w"}),
+    "an empty path": lambda m: setattr(m, "planner_data", {"w": ()}),
+    "a path of lists": lambda m: setattr(m, "planner_data", {"w": ([],)}),
+    "a path within a value": lambda m: setattr(m, "planner_data", {"w": ("b", "c"), "b": ("b",)}),
+    "the path of another": lambda m: setattr(m, "planner_data", {"w": ("b",)}),
+    "a long path": lambda m: setattr(m, "planner_data", {"w": ("x",) * 999}),
+    "a list and a dict": lambda m: setattr(m, "planner_data", {"w": ("x", 0), "b": ("x", "y")}),
+    "a list at the top": lambda m: setattr(
+        m, "planner_data", {"w": (0,), "b": (1,), "n": (2,)}
+    ),
+    "an endless list": lambda m: setattr(m, "planner_data", {"w": ("x", 1 << 50)}),
+    "a place before": lambda m: setattr(m, "planner_data", {"w": ("x", -1)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_list_that_lies(tmp_path, name):
+    good(tmp_path / "x")
+    change(tmp_path / "x", LIES[name])
+    with pytest.raises((FormatError, Unsupported)) as e:
+        read_foreign(str(tmp_path / "x"))
+    assert isinstance(e.value, FormatError) or name == "a tensor for a value"
+    assert ("the end of the file" in str(e.value)) == (name in ("too far", "too long"))
+
+
+def test_the_tool_changes_nothing_by_itself(tmp_path):
+    state = good(tmp_path / "x")
+    change(tmp_path / "x", lambda m: None)
+    same(state, back(tmp_path / "x"))
+
+
+def test_what_a_transform_has_written_is_named(tmp_path):
+    good(tmp_path / "x")
+    change(tmp_path / "x", lambda m: setattr(info(m, "b", (0,)), "transform_descriptors", ["zstd"]))
+    with pytest.raises(Unsupported, match=r"b was transformed.*zstd"):
+        read_foreign(str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_cut_at_any_length(tmp_path, file):
+    good(tmp_path / "x")
+    path = tmp_path / "x" / file
+    raw = path.read_bytes()
+    for length in [*range(0, len(raw), 61), len(raw) - 1]:
+        path.write_bytes(raw[:length])
+        with pytest.raises((FormatError, Unsupported)):
+            read_foreign(str(tmp_path / "x"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_any_flipped_bit(tmp_path, file):
+    """Found, or of no consequence, or (in the list, which has no digest) another state: never any
+    other error, and never other weights."""
+    state = good(tmp_path / "x")
+    path = tmp_path / "x" / file
+    raw = path.read_bytes()
+    step = 1 if file == ".metadata" else 23
+    for at in range(0, len(raw), step):
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        try:
+            found = back(tmp_path / "x")
+        except HoldfastError:
+            continue
+        if file != ".metadata":
+            same(state, found)
+        elif "w" in found:
+            same(state["w"], found["w"])
+
+
+def test_a_missing_file(tmp_path):
+    good(tmp_path / "x")
+    os.remove(tmp_path / "x" / "__0_0.distcp")
+    with pytest.raises(FormatError, match=r"the file __0_0\.distcp beside it, found no such file"):
+        read_foreign(str(tmp_path / "x"))
+    os.remove(tmp_path / "x" / ".metadata")
+    with pytest.raises(Unsupported, match="an empty folder"):
+        read_foreign(str(tmp_path / "x"))
+    os.symlink("nowhere", tmp_path / "x" / ".metadata")
+    with pytest.raises(NotFound):
+        read_foreign(str(tmp_path / "x"))
+
+
+def test_a_tensor_that_leaves_its_storage(tmp_path):
+    """The pickle of a part says more than there is."""
+    write_parts(
+        tmp_path / "x", {"w": ((200,), torch.uint8, [((0,), torch.ones(200, dtype=torch.uint8))])}
+    )
+    change(tmp_path / "x", lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([201])))
+    change(
+        tmp_path / "x",
+        lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([201])),
+    )
+    file = tmp_path / "x" / "__0_0.distcp"
+    raw = file.read_bytes()
+    lie = raw.replace(b"K\x00K\xc8\x85", b"K\x00K\xc9\x85")
+    assert lie != raw
+    file.write_bytes(without_crcs(raw, lie))
+    with pytest.raises(FormatError, match="uint8"):
+        read_foreign(str(tmp_path / "x"))
+
+
+def without_crcs(raw, lie):
+    """``lie`` without the CRCs that stand in the zip file ``raw``: it is not found by them."""
+    for entry in zipfile.ZipFile(io.BytesIO(raw)).infolist():
+        lie = lie.replace(entry.CRC.to_bytes(4, "little"), bytes(4))
+    return lie
+
+
+def test_old_names_of_the_list(tmp_path):
+    """Lists of PyTorch before 2.2 name the properties of a tensor by another module."""
+    state = good(tmp_path / "x")
+    file = tmp_path / "x" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    raw = pickle.dumps(metadata, protocol=2)
+    for name in (b"TensorProperties", b"_MEM_FORMAT_ENCODING"):
+        new = b"ctorch.distributed.checkpoint.metadata\n" + name + b"\n"
+        assert new in raw
+        old = b"ctorch.distributed._shard.sharded_tensor.metadata\n" + name.lstrip(b"_") + b"\n"
+        raw = raw.replace(new, old)
+    file.write_bytes(raw)
+    same(state, back(tmp_path / "x"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_more_files_than_a_process_may_have_open(tmp_path):
+    """A mapping keeps no file open, so thousands of ranks are no matter."""
+    state = {"m": {str(i): torch.ones(1) for i in range(100)}}
+    writer = dcp.FileSystemWriter(str(tmp_path / "x"), single_file_per_rank=False)
+    dcp_save(state, tmp_path / "x", storage_writer=writer)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 30, hard))
+    try:
+        assert len(back(tmp_path / "x")["m"]) == 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,147 @@
+"""Leaves as runs of bytes: every byte once, checked, whatever the layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from threading import Lock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import DigestMismatch, NotFound
+from holdfast.format.names import MANIFEST
+from holdfast.interop import stream
+from holdfast.interop.stream import pour
+from holdfast.storage.memory import MemoryStore
+from tests.engine.planning.random_boxes import shapes, tilings
+from tests.engine.snapshot.cut_by_hand import columns, elements, recut, rows
+from tests.trainings import flip
+
+_numbers = itertools.count()
+
+
+def poured(snapshot: Snapshot, keys: list[str]) -> list[bytes]:
+    """The leaves' bytes; fails if one comes twice or never."""
+    got: list[dict[int, bytes]] = [defaultdict(bytes) for _ in keys]
+    lock = Lock()
+
+    def write(number: int, at: int, data: memoryview) -> None:
+        with lock:
+            assert at not in got[number]
+            got[number][at] = bytes(data)
+
+    pour(snapshot, keys, write)
+    made = []
+    for several in got:
+        raw = b""
+        for at, data in sorted(several.items()):
+            assert at == len(raw)
+            raw += data
+        made.append(raw)
+    return made
+
+
+@st.composite
+def cut_states(draw):
+    """Some arrays, and for each a tiling whose boxes are dealt to three shards; some to two."""
+    state, layout = {}, {}
+    for i in range(draw(st.integers(1, 4))):
+        shape = draw(shapes)
+        dtype = draw(st.sampled_from(["uint8", "int16", "float32", "complex128"]))
+        raw = np.random.default_rng(i).integers(0, 256, (*shape, np.dtype(dtype).itemsize), "u1")
+        state[f"a{i}"] = raw.view(dtype).reshape(shape)
+        layout[f"a{i}"] = [
+            (n, box)
+            for box in draw(tilings(shape))
+            for n in draw(st.sets(st.integers(0, 2), min_size=1, max_size=2))
+        ]
+    return state, layout
+
+
+@settings(deadline=None, max_examples=60)
+@given(cut_states(), st.sampled_from([16, 48, 4096, 64 << 20]))
+def test_any_layout(cut, window: int) -> None:
+    state, layout = cut
+    whole = holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
+    place = Location(MemoryStore(), "version_1")
+    snapshot = recut(whole, place, lambda key, shape: layout[key], 3)
+    assert snapshot.verify().ok
+    before, stream.WINDOW = stream.WINDOW, window
+    try:
+        got = poured(snapshot, [*state, *state])
+    finally:
+        stream.WINDOW = before
+    assert got == [a.tobytes() for a in state.values()] * 2
+
+
+@pytest.fixture
+def big() -> Snapshot:
+    state = {"a": np.arange(900_000.0).reshape(300, 3000), "b": np.arange(7), "c": np.ones((4, 5))}
+    return holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
+
+
+@pytest.mark.parametrize("layout", [rows(3), columns(3)])
+@pytest.mark.parametrize("window", [1 << 20, 64 << 20])
+def test_leaves_of_many_chunks(big: Snapshot, layout, window, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "WINDOW", window)
+    snapshot = recut(big, Location(MemoryStore(), "version_1"), layout, 3)
+    expected = [elements(big, k).tobytes() for k in "abc"]
+    assert poured(snapshot, ["a", "b", "c"]) == expected
+
+
+class Counting(MemoryStore):
+    """Counts the bytes that are read of shards."""
+
+    read = 0
+
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        if key.endswith(".safetensors"):
+            self.read += length
+        super().get_range(key, offset, length, into)
+
+
+@pytest.mark.parametrize(("layout", "most"), [(rows(4), 1.001), (columns(4), 1.5)])
+def test_little_is_read_twice(layout, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"w{i}": np.zeros((1024, 1024 * i), np.float32) for i in (1, 2, 3)}
+    state |= {f"b{i}": np.zeros((3, 100)) for i in range(300)}
+    whole = holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
+    store = Counting()
+    snapshot = recut(whole, Location(store, "version_1"), layout, 4)
+    monkeypatch.setattr(stream, "WINDOW", 16 << 20)
+    store.read = 0
+    pour(snapshot, list(state), lambda number, at, data: None)
+    assert store.read < most * sum(a.nbytes for a in state.values())
+
+
+@pytest.mark.parametrize("layout", [rows(3), columns(3)])
+def test_damage_is_named_and_not_handed_on(big: Snapshot, layout) -> None:
+    store = MemoryStore()
+    snapshot = recut(big, Location(store, "version_1"), layout, 3)
+    flip(store, f"version_1/{snapshot.manifest.shards[1].name}", byte=-9)
+    with pytest.raises(DigestMismatch, match="shard-00001-of-00003"):
+        poured(snapshot, ["a", "b", "c"])
+
+
+def test_a_version_that_was_deleted_is_not_damaged(big: Snapshot) -> None:
+    big.indexes()
+    for stat in list(big.place.store.list("")):
+        big.place.store.delete(stat.key)
+    with pytest.raises(NotFound, match="was deleted"):
+        poured(big, ["a"])
+    assert big.place.key(MANIFEST)
+
+
+def test_what_the_writer_raises_comes_out(big: Snapshot) -> None:
+    def write(number: int, at: int, data: memoryview) -> None:
+        raise KeyError("mine")
+
+    for layout in (rows(2), columns(2)):
+        snapshot = recut(big, Location(MemoryStore(), "version_1"), layout, 2)
+        with pytest.raises(KeyError, match="mine"):
+            pour(snapshot, ["a"], write)

@@ -1,0 +1,358 @@
+"""Pipeline stages: other keys on other ranks make one state. What does not fit: an error on all."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.engine.state.sharding import Boxed
+from holdfast.errors import (
+    DigestMismatch,
+    DTypeMismatch,
+    MissingLeaf,
+    PlanError,
+    RankFailed,
+    ShapeMismatch,
+    UnexpectedLeaf,
+)
+from holdfast.testing.fakegroup import FakeGroup
+from tests.engine.states import clone, same
+from tests.ranks.rank_threads import as_ranks, floats, loaded, not_loaded, refused, saved
+
+LAYERS = 6
+
+
+class Net(nn.Module):
+    """Some of the layers of a net, under the names that they have in the whole."""
+
+    def __init__(self, layers, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        for i in layers:
+            self.add_module(f"l{i}", nn.Linear(4, 4))
+            self.add_module(f"n{i}", nn.BatchNorm1d(4))
+
+
+def trained(layers, seed, kind=torch.optim.AdamW, **options):
+    net = Net(layers, seed)
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = kind(groups, lr=0.1, **options)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return {"model": net, "optimizer": optimizer, "step": 1}
+
+
+def stages(size, seed, kind=torch.optim.AdamW, **options):
+    """Contiguous layers, as evenly as they go."""
+    bounds = [LAYERS * r // size for r in range(size + 1)]
+    return [
+        trained(range(bounds[r], bounds[r + 1]), seed + r, kind, **options) for r in range(size)
+    ]
+
+
+def slots(state):
+    """By the names of parameters."""
+    names = {p: n for n, p in state["model"].named_parameters()}
+    return {names[p]: dict(s) for p, s in state["optimizer"].state.items()}
+
+
+KINDS = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.RMSprop, {"centered": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda k: getattr(k, "__name__", ""))
+@pytest.mark.parametrize(("ranks", "later"), [(2, 1), (2, 3), (3, 2), (1, 6)])
+def test_modules_and_optimizers_of_stages_are_one(ranks, later, kind, options):
+    before = stages(ranks, 0, kind, **options)
+    store = saved(*before)
+    after = stages(later, 50, kind, **options)
+    loaded(store, *after)
+    whole, optimizer = {}, {}
+    for state in before:
+        whole |= state["model"].state_dict()
+        optimizer |= slots(state)
+    for state in after:
+        for name, value in state["model"].state_dict().items():
+            assert torch.equal(value, whole[name])
+        same({n: optimizer[n] for n in slots(state)}, slots(state))
+    tree = holdfast.load(store)
+    assert set(tree["model"]) == set(whole)
+    assert [sorted(g["params"]) for g in tree["optimizer"]["groups"]] == [
+        sorted(f"model.l{i}.weight" for i in range(LAYERS)),
+        sorted(
+            f"model.{n}"
+            for i in range(LAYERS)
+            for n in (f"l{i}.bias", f"n{i}.weight", f"n{i}.bias")
+        ),
+    ]
+
+
+def test_an_optimizer_that_has_not_stepped_yet_gets_its_slots():
+    store = saved(*stages(3, 0))
+    after = stages(2, 9)
+    fresh = []
+    for state in after:
+        groups = [
+            {k: g[k] for k in ("params", "weight_decay")} for g in state["optimizer"].param_groups
+        ]
+        fresh.append(state | {"optimizer": torch.optim.AdamW(groups, lr=0.1)})
+    loaded(store, *fresh)
+    tree = holdfast.load(store)["optimizer"]["state"]
+    for state in fresh:
+        for name, values in slots(state).items():
+            same(tree[f"model.{name}"], values)
+
+
+def test_options_of_stages_that_differ_are_an_error():
+    before = stages(2, 0)
+    before[1]["optimizer"].param_groups[1]["lr"] = 0.5
+    e = refused(PlanError, *before)
+    assert "optimizer/groups/1/lr: 0.1 on rank 0, 0.5 on rank 1" in str(e)
+
+
+def test_layers_that_stages_share_must_be_equal():
+    before = [trained([0, 1], 0), trained([1, 2], 0)]
+    e = refused(PlanError, *before)
+    assert "model/l1.weight" in e.leaves
+    assert "model/l0.weight" not in e.leaves
+
+
+def test_nested_containers_of_stages_merge_in_the_order_of_ranks():
+    states = [
+        {"d": {"a": floats(0), "z": (1, {"x": 1})}, "o": OrderedDict(q=1)},
+        {"d": {"b": {3: floats(1)}, "z": (1, {"y": floats(2)})}},
+        {"d": {"b": {4: "x"}, "a": floats(0)}, "o": OrderedDict(p=floats(3)), "n": None},
+    ]
+    back = holdfast.load(saved(*states))
+    expected = {
+        "d": {
+            "a": floats(0),
+            "z": (1, {"x": 1, "y": floats(2)}),
+            "b": {3: floats(1), 4: "x"},
+        },
+        "o": OrderedDict(q=1, p=floats(3)),
+        "n": None,
+    }
+    same(expected, back)
+    lives = [clone(s) for s in states]
+    for live in lives:
+        live["d"].get("b", {}).pop(4, None)
+    lives[2]["d"]["b"] = {4: None}
+    loaded(saved(*states), *lives)
+    same(list(states), lives)
+
+
+def test_lists_of_another_length_are_an_error():
+    e = refused(PlanError, {"l": [1, floats(2)]}, {"l": [1]})
+    assert e.leaves == ("l",)
+
+
+# -- what does not fit when it is loaded ---------------------------------------------------------
+
+
+def two():
+    return saved({"a": floats(1), "m": {"x": floats(2)}}, {"b": floats(3), "m": {"y": floats(4)}})
+
+
+def lives(*extra):
+    """Two stages other than those that were saved, which expect all that there is."""
+    states = [
+        {"a": floats(0), "m": {"y": floats(0)}},
+        {"b": floats(0), "m": {"x": floats(0), "y": floats(0)}},
+    ]
+    return [s | e for s, e in zip(states, extra, strict=True)] if extra else states
+
+
+def unchanged(store, kind, states, **options):
+    before = clone(states)
+    told = not_loaded(store, kind, *states, **options)
+    same(before, states)
+    return told
+
+
+def test_what_one_stage_lacks_is_anothers():
+    states = lives()
+    loaded(two(), *states)
+    same([{"a": floats(1), "m": {"y": floats(4)}},
+          {"b": floats(3), "m": {"x": floats(2), "y": floats(4)}}], states)  # fmt: skip
+
+
+def test_a_leaf_that_no_rank_expects_is_an_error_on_all():
+    states = lives()
+    del states[1]["m"]["x"]
+    for e in unchanged(two(), UnexpectedLeaf, states):
+        assert e.unexpected == ("m/x",)
+    loaded(two(), *states, unexpected="ignore")
+    same(floats(1), states[0]["a"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_leaf_that_is_missing_for_one_rank_is_an_error_on_all_that_names_it(rank):
+    extra = [{}, {}]
+    extra[rank] = {"new": floats(7), "c": 8}
+    states = lives(*extra)
+    told = unchanged(two(), MissingLeaf, states)
+    for e in told:
+        assert e.missing == ("new", "c")
+        assert f"does not fit the live state of rank {rank}; nothing was changed" in str(e)
+    loaded(two(), *states, missing="keep")
+    same(floats(7), states[rank]["new"])
+    same(floats(4), states[0]["m"]["y"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (floats(1, 2), ShapeMismatch),
+        (torch.ones(1).int(), DTypeMismatch),
+        ({"x": 1}, DTypeMismatch),
+        (Boxed(floats(1), (0,), (2,)), ShapeMismatch),
+    ],
+)
+def test_a_leaf_that_does_not_fit_on_one_rank_is_an_error_on_all(rank, value, kind):
+    store = saved(*as_ranks(2, lambda r: {"w": floats(1), "z": floats(2)}))
+    states = as_ranks(2, lambda r: {"w": floats(0), "z": floats(0)})
+    states[rank]["w"] = value
+    for e in not_loaded(store, kind, *states):
+        assert "w" in str(e)
+    for state in states:
+        same(floats(0), state["z"])
+    same(floats(0), states[1 - rank]["w"])
+
+
+def test_a_rank_whose_object_refuses_before_is_an_error_on_all_and_nothing_is_changed():
+    class Refusing:
+        def state_dict(self):
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            raise AssertionError("it has refused")
+
+        def check_state_dict(self, state):
+            if self.no:
+                raise PlanError("not with me")
+
+    def state(r):
+        made = Refusing()
+        made.no = r == 2
+        return {"o": made, "w": floats(1)}
+
+    store = saved(*as_ranks(3, state))
+    states = [s | {"w": floats(0)} for s in as_ranks(3, state)]
+    for e in not_loaded(store, PlanError, *states):
+        assert "not with me" in str(e)
+    for live in states:
+        same(floats(0), live["w"])
+
+
+def test_names_and_dtypes_are_changed_on_the_way():
+    whole = torch.arange(12, dtype=torch.float64).reshape(6, 2)
+    store = saved(
+        *as_ranks(2, lambda r: {"old": {"w": Boxed(whole[3 * r : 3 * r + 3], (3 * r, 0), (6, 2))}})
+    )
+    states = as_ranks(
+        3,
+        lambda r: {
+            "new": {"w": Boxed(torch.zeros(2, 2, dtype=torch.bfloat16), (2 * r, 0), (6, 2))}
+        },
+    )
+    unmoved = not_loaded(store, DTypeMismatch, *states, rename={"old": "new"})
+    assert "new/w float64, live bfloat16" in str(unmoved[0])
+    loaded(store, *states, rename={"old": "new"}, cast=True)
+    for r, live in enumerate(states):
+        assert torch.equal(live["new"]["w"].tensor, whole[2 * r : 2 * r + 2].bfloat16())
+
+
+def test_keys_choose_on_every_rank_what_it_has():
+    store, states = two(), lives()
+    loaded(store, *states, keys="m/**")
+    same([{"a": floats(0), "m": {"y": floats(4)}},
+          {"b": floats(0), "m": {"x": floats(2), "y": floats(4)}}], states)  # fmt: skip
+    loaded(store, *states, keys="a")  # one rank has nothing to do
+    same(floats(1), states[0]["a"])
+    unchanged(store, MissingLeaf, lives(), keys="nothing/**")
+    for e in unchanged(store, MissingLeaf, lives({}, {"q": floats(1)}), keys=["q", "a"]):
+        assert "q" in str(e)
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reader", [0, 2])
+def test_damage_that_one_rank_reads_is_an_error_on_all_whose_live_states_are_not_valid(reader):
+    whole = torch.arange(4 * 40_000, dtype=torch.int32).reshape(4, -1)
+
+    def part(r, empty=False):
+        own = whole[r : r + 1].clone()
+        return {"w": Boxed(own.zero_() if empty else own, (r, 0), tuple(whole.shape))}
+
+    store = saved(*as_ranks(4, part))
+    name = next(
+        s.name for s in holdfast.open(store).manifest.shards if f"0000{reader}-of" in s.name
+    )
+    data, when = store._shelf.objects[name]
+    store._shelf.objects[name] = (data[:-1] + bytes([data[-1] ^ 1]), when)
+    states = as_ranks(4, lambda r: part(r, empty=True))
+    for rank, e in enumerate(not_loaded(store, DigestMismatch, *states)):
+        assert e.live_state == "not valid"
+        assert "is not valid" in str(e)
+        assert e.leaf == "w"
+        assert name in str(e)
+        if rank != reader:
+            assert e.rank == reader
+    assert not states[reader]["w"].tensor.any()  # nothing of a damaged chunk is copied
+    states = as_ranks(4, lambda r: part(r, empty=True))
+    with pytest.raises(DigestMismatch):
+        holdfast.load(store, into=states[reader], group="alone")
+    other = (reader + 1) % 4
+    holdfast.load(store, into=states[other], group="alone")
+    assert torch.equal(states[other]["w"].tensor, whole[other : other + 1])
+
+
+class Settling:
+    """An object that takes its state, or fails to once all have come so far."""
+
+    def __init__(self, fails, all_come):
+        self.fails, self.all_come = fails, all_come
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        self.all_come.wait(20)
+        if self.fails:
+            raise ZeroDivisionError("in its own code")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_code_of_the_users_that_fails_on_one_rank_is_an_error_on_all(rank):
+    all_come = threading.Barrier(3)
+    store = saved(*as_ranks(3, lambda r: {"o": Settling(False, all_come), "w": floats(1)}))
+    with FakeGroup(3) as group:
+        states = as_ranks(3, lambda r: {"o": Settling(r == rank, all_come), "w": floats(0)})
+        told = group.outcomes(lambda r: holdfast.load(store, into=states[r]))
+        for r, e in enumerate(told):
+            if r == rank:
+                assert isinstance(e, ZeroDivisionError)
+                assert "is not valid" in e.__notes__[0]
+            else:
+                assert isinstance(e, RankFailed)
+                assert (e.rank, e.live_state) == (rank, "not valid")
+                assert "ZeroDivisionError: in its own code" in str(e)
+        states = as_ranks(3, lambda r: {"o": Settling(False, all_come), "w": floats(0)})
+        group.run(lambda r: holdfast.load(store, into=states[r]))  # the next one works
+        assert all(state["w"].item() == 1 for state in states)

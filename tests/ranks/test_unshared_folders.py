@@ -1,0 +1,48 @@
+"""Ranks that were given folders of the same name on disks of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.engine.distributed.kv import Patience
+from holdfast.errors import CommitError, HoldfastError
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing.fakegroup import FakeGroup
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_no_rank_writes_where_rank_0_is_not(large: bool) -> None:
+    """Also where the others would have nothing to write, so that rank 0 would see all files."""
+    stores = [MemoryStore() for _ in range(3)]
+    stores[2] = stores[0]
+
+    def save(rank: int) -> Any:
+        state = {"w": torch.ones(3_000_000 if large else 3), "n": 5}
+        return holdfast.save(stores[rank], state, step=1)
+
+    with FakeGroup(3, Patience(2.0, 4.0)) as group:
+        made = group.outcomes(save)
+    for outcome in made:
+        assert isinstance(outcome, CommitError), outcome
+        assert "rank 1 does not see there what rank 0 writes" in str(outcome)
+        assert outcome.rank == 1
+    assert list(stores[1].list("")) == []
+    assert not any(stat.key.endswith("manifest.json") for stat in stores[0].list(""))
+
+
+def test_a_training_hears_of_it_at_its_first_save(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        state = {"w": torch.ones(3), "progress": holdfast.Progress()}
+        folder = tmp_path / ("here" if rank == 0 else "there") / "run"
+        with holdfast.Checkpointer(MemoryStore() if rank else folder, state) as ckpt:
+            ckpt.step()
+            ckpt.save()
+
+    with FakeGroup(2, Patience(2.0, 4.0)) as group:
+        made = group.outcomes(train)
+    assert all(isinstance(e, HoldfastError) for e in made), made

@@ -1,0 +1,381 @@
+"""Policies by tables: pure functions over records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from holdfast.errors import HoldfastError
+from holdfast.format.names import Version
+from holdfast.run.policy import (
+    EveryEpoch,
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    Moment,
+    OnException,
+    Patience,
+    Record,
+    SavePolicy,
+    StopWhen,
+    best_first,
+)
+
+START = Moment(0, 0.0, 0, 0, 0.0, 0)
+
+# -- when to save --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "due"),
+    [(1, 0, False), (2, 0, False), (3, 0, True), (4, 3, False), (5, 3, False), (6, 3, True)],
+)
+def test_every_steps_is_due_at_multiples(step: int, last: int, due: bool) -> None:
+    assert EverySteps(3).due(replace(START, step=step, last_step=last)) is due
+
+
+def test_every_steps_catches_up_after_a_multiple_was_jumped_over() -> None:
+    assert EverySteps(100).due(replace(START, step=205, last_step=150))
+    assert not EverySteps(100).due(replace(START, step=205, last_step=200))
+
+
+@pytest.mark.parametrize(("now", "last", "due"), [(59.9, 0, False), (60, 0, True), (65, 60, False)])
+def test_every_seconds_counts_from_the_last_save(now: float, last: float, due: bool) -> None:
+    moment = Moment(step=1, seconds=now, epochs=0, last_step=0, last_seconds=last, last_epochs=0)
+    assert EverySeconds(60).due(moment) is due
+
+
+@pytest.mark.parametrize(
+    ("every", "epochs", "last", "due"),
+    [
+        (1, 0, 0, False), (1, 1, 0, True), (1, 1, 1, False), (1, 2, 1, True), (1, 5, 1, True),
+        (3, 2, 0, False), (3, 3, 0, True), (3, 4, 3, False), (3, 7, 5, True), (3, 5, 3, False),
+    ],
+)  # fmt: skip
+def test_every_epoch_is_due_when_one_is_completed(
+    every: int, epochs: int, last: int, due: bool
+) -> None:
+    moment = replace(START, step=9, epochs=epochs, last_epochs=last)
+    assert EveryEpoch(every).due(moment) is due
+
+
+def test_a_whole_training_is_saved_at_each_epochs_end_once() -> None:
+    """Seven steps an epoch, saved by two policies: a save in mid-epoch takes no epoch's end."""
+    policy, last, saved = EveryEpoch() | EverySteps(5), START, []
+    for step in range(1, 30):
+        now = Moment(step, 0.0, step // 7, last.step, 0.0, last.epochs)
+        if policy.due(now):
+            saved.append(step)
+            last = now
+    assert saved == [5, 7, 10, 14, 15, 20, 21, 25, 28]
+
+
+def test_either_policy_makes_a_save_due() -> None:
+    either = EverySteps(10) | EverySeconds(60) | EverySteps(7)
+    due = [s for s in range(1, 21) if either.due(replace(START, step=s, last_step=s - 1))]
+    assert due == [7, 10, 14, 20]
+    assert either.due(replace(START, step=1, seconds=61.0))
+
+
+@pytest.mark.parametrize(
+    ("policy", "on_exception", "wants_epochs"),
+    [
+        (SavePolicy(), False, False),
+        (EverySteps(3), False, False),
+        (OnException(), True, False),
+        (EveryEpoch(2), False, True),
+        (EverySteps(3) | EverySeconds(4), False, False),
+        (EverySteps(3) | OnException(), True, False),
+        (EveryEpoch() | EverySteps(3), False, True),
+        (EverySteps(3) | (OnException() | EveryEpoch()), True, True),
+    ],
+)
+def test_what_a_policy_asks_of_who_holds_it(
+    policy: SavePolicy, on_exception: bool, wants_epochs: bool
+) -> None:
+    assert (policy.on_exception, policy.wants_epochs) == (on_exception, wants_epochs)
+
+
+def test_an_exception_is_never_due() -> None:
+    assert not OnException().due(Moment(10**9, 1e9, 99, 0, 0.0, 0))
+
+
+# -- what to keep --------------------------------------------------------------------------------
+
+
+def records(*pairs: Any, metric: str = "loss") -> list[Record]:
+    """Steps, or pairs of a step and a metric."""
+    made = []
+    for pair in pairs:
+        step, value = pair if isinstance(pair, tuple) else (pair, None)
+        made.append(Record(Version(step), {} if value is None else {metric: value}))
+    return made
+
+
+def kept(policy: KeepPolicy, found: list[Record]) -> list[int]:
+    return sorted(v.step for v in policy.keep(found))
+
+
+def test_keep_last() -> None:
+    found = records(10, 20, 30, 40)
+    assert kept(KeepLast(3), found) == [20, 30, 40]
+    assert kept(KeepLast(9), found) == [10, 20, 30, 40]
+    assert kept(KeepLast(1) | KeepLast(2), found) == [30, 40]
+    assert kept(KeepPolicy(), found) == [10, 20, 30, 40]
+    assert kept(KeepLast(3), []) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([], []),
+        ([90, 99], []),
+        ([0, 90, 100, 110], [100]),
+        ([90, 110, 190, 210, 220], [110, 210]),
+        ([90, 350, 360, 410], [350, 410]),  # 350 is the first at or after 100, 200 and 300
+        ([100, 200, 300], [100, 200, 300]),
+        ([99, 101, 102, 199, 200, 201], [101, 200]),
+    ],
+)
+def test_keep_every(steps: list[int], expected: list[int]) -> None:
+    assert kept(KeepEvery(100), records(*steps)) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "count", "mode", "expected"),
+    [
+        ([(1, 0.5), (2, 0.1), (3, 0.3)], 1, "min", [2]),
+        ([(1, 0.5), (2, 0.1), (3, 0.3)], 2, "min", [2, 3]),
+        ([(1, 0.5), (2, 0.1), (3, 0.3)], 1, "max", [1]),
+        ([(1, nan), (2, 5.0), (3, nan)], 2, "min", [2]),
+        ([(1, nan), (2, 5.0), (3, nan)], 2, "max", [2]),
+        ([(1, nan), 2], 3, "max", []),
+        ([1, (2, 7), 3], 1, "min", [2]),
+        ([(1, 0.1), (2, 0.1), (3, 0.1)], 2, "min", [2, 3]),
+        ([(1, 0.1), (2, 0.1), (3, 0.1)], 2, "max", [2, 3]),
+        ([(1, -0.0), (2, 0.0), (3, 0)], 1, "min", [3]),
+        ([(1, inf), (2, 1e300), (3, -inf)], 1, "min", [3]),
+        ([(1, inf), (2, 1e300), (3, -inf)], 2, "max", [1, 2]),
+        ([(1, inf), (2, nan)], 1, "min", [1]),
+        ([(1, 10**400), (2, 1e308), (3, inf)], 2, "min", [1, 2]),
+        ([(1, 0.1)], 5, "min", [1]),
+        ([], 1, "min", []),
+    ],
+)
+def test_keep_best(found: list[Any], count: int, mode: Any, expected: list[int]) -> None:
+    assert kept(KeepBest(count, "loss", mode), records(*found)) == expected
+
+
+def test_best_first_orders_all_that_have_the_metric() -> None:
+    found = records((1, 0.3), (2, nan), (3, 0.1), 4, (5, 0.3))
+    assert [v.step for v in best_first(found, "loss")] == [3, 5, 1]
+    assert [v.step for v in best_first(found, "loss", "max")] == [5, 1, 3]
+    assert best_first(found, "accuracy") == []
+
+
+def test_policies_that_choose_by_metrics_say_which() -> None:
+    either = KeepLast(2) | KeepBest(1, "a") | (KeepEvery(3) | KeepBest(2, "b", mode="max"))
+    assert either.metrics == {"a", "b"}
+    assert KeepLast(2).metrics == KeepPolicy().metrics == frozenset()
+
+
+def test_a_hundred_versions_every_five_keep_three() -> None:
+    """ElasticDL's case (BEHAVIOURS.md, B5): steps 5, keep 3: 90, 95 and 100 stay."""
+    found: list[int] = []
+    for step in range(1, 101):
+        if EverySteps(5).due(replace(START, step=step, last_step=step - 1)):
+            found = kept(KeepLast(3), records(*found, step))
+    assert found == [90, 95, 100]
+
+
+counts = some.integers(1, 4)
+single = some.one_of(
+    some.builds(KeepLast, counts),
+    some.builds(KeepEvery, some.integers(1, 30)),
+    some.builds(KeepBest, counts, some.sampled_from(["a", "b"]), some.sampled_from(["min", "max"])),
+)
+policies = some.recursive(single, lambda p: some.builds(lambda a, b: a | b, p, p), max_leaves=4)
+values = some.one_of(some.sampled_from([nan, inf, -inf, 0.0, -0.0]), some.integers(-3, 3))
+metrics = some.dictionaries(some.sampled_from(["a", "b"]), values)
+histories = some.lists(some.tuples(some.integers(0, 9), metrics), max_size=25)
+
+
+def history_of(gaps: list[tuple[int, dict[str, float]]]) -> list[Record]:
+    """Records of growing steps, some on later branches."""
+    made, step = [], 0
+    for number, (gap, found) in enumerate(gaps):
+        step += gap + 1
+        made.append(Record(Version(step, number // 10), found))
+    return made
+
+
+@given(policies, histories)
+@settings(derandomize=True, max_examples=300)
+def test_retention_after_every_save_keeps_what_the_rule_keeps_of_the_whole_history(
+    policy: KeepPolicy, gaps: list[tuple[int, dict[str, float]]]
+) -> None:
+    """So nothing is lost because retention runs often. The newest always stays besides.
+
+    It holds for every policy and combination whose metrics come with the save. It cannot hold for
+    a metric that an evaluation adds: a version that would have been the best may be gone by then.
+    """
+    history = history_of(gaps)
+    survivors: list[Record] = []
+    for number, record in enumerate(history):
+        survivors.append(record)
+        stay = policy.keep(survivors) | {record.version}
+        survivors = [r for r in survivors if r.version in stay]
+        assert stay == policy.keep(history[: number + 1]) | {record.version}
+        assert policy.keep(survivors) == policy.keep(history[: number + 1])
+
+
+@given(policies, policies, histories)
+@settings(derandomize=True, max_examples=100)
+def test_either_keeps_what_each_keeps(
+    a: KeepPolicy, b: KeepPolicy, gaps: list[tuple[int, dict[str, float]]]
+) -> None:
+    history = history_of(gaps)
+    assert (a | b).keep(history) == a.keep(history) | b.keep(history) == (b | a).keep(history)
+    assert a.keep(history) <= {r.version for r in history}
+
+
+# -- when to stop --------------------------------------------------------------------------------
+
+
+def observe(stop: StopWhen, *found: float, state: Patience | None = None) -> Patience:
+    state = Patience() if state is None else state
+    for value in found:
+        state = stop.observe(state, value)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("stop", "found", "state"),
+    [
+        (StopWhen("l", 2), [], Patience(None, 0, False)),
+        (StopWhen("l", 2), [1.0], Patience(1.0, 0, False)),
+        (StopWhen("l", 2), [1.0, 1.0], Patience(1.0, 1, False)),
+        (StopWhen("l", 2), [1.0, 1.0, 2.0], Patience(1.0, 2, True)),
+        (StopWhen("l", 2), [1.0, 2.0, 0.5, 0.6], Patience(0.5, 1, False)),
+        (StopWhen("l", 2, "max"), [1.0, 2.0, 0.5, 0.6], Patience(2.0, 2, True)),
+        (StopWhen("l", 1), [nan], Patience(None, 1, True)),
+        (StopWhen("l", 2), [nan, 3.0, nan], Patience(3.0, 1, False)),
+        (StopWhen("l", 2), [inf, 3.0], Patience(3.0, 0, False)),
+        (StopWhen("l", 2), [-inf, -inf, -5.0], Patience(-inf, 2, True)),
+        (StopWhen("l", 2), [inf, inf], Patience(inf, 1, False)),
+        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.95, 0.9], Patience(1.0, 2, False)),
+        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.95, 0.8], Patience(0.8, 0, False)),
+        (StopWhen("l", 3, "max", min_delta=0.5), [1, 1.5, 1.6], Patience(1.6, 0, False)),
+        # slow progress of less than min_delta a time counts from the best, not from the last
+        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.94, 0.88], Patience(0.88, 0, False)),
+    ],
+)
+def test_stop_when(stop: StopWhen, found: list[float], state: Patience) -> None:
+    assert observe(stop, *found) == state
+
+
+@given(some.lists(some.sampled_from([nan, inf, -inf, 0.0, 1.0, 2.0, 3]), max_size=12), counts)
+@settings(derandomize=True)
+def test_patience_lies_in_the_snapshot(found: list[float], patience: int) -> None:
+    """Going to plain values and back at any moment changes nothing."""
+    stop = StopWhen("l", patience)
+    state = Patience()
+    for value in found:
+        state = stop.observe(stop.from_plain(stop.to_plain(state)), value)
+    assert state == observe(stop, *found)
+
+
+def test_a_longer_patience_is_looked_at_anew() -> None:
+    stopped = observe(StopWhen("l", 2), 1.0, 2.0, 2.0)
+    assert stopped.stopped
+    plain = StopWhen("l", 2).to_plain(stopped)
+    assert StopWhen("l", 5).from_plain(plain) == Patience(1.0, 2, False)
+    assert StopWhen("l", 1).from_plain(plain) == Patience(1.0, 2, True)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        None, 3, {}, {"metric": "l"}, {"metric": "m", "mode": "min", "best": 1.0, "misses": 1},
+        {"metric": "l", "mode": "max", "best": 1.0, "misses": 1},
+        {"metric": "l", "mode": "min", "best": "1", "misses": 1},
+        {"metric": "l", "mode": "min", "best": 1.0, "misses": None},
+    ],
+)  # fmt: skip
+def test_what_is_of_something_else_is_a_fresh_start(plain: Any) -> None:
+    assert StopWhen("l").from_plain(plain) == Patience()
+
+
+# -- what can never fire -------------------------------------------------------------------------
+
+BAD_COUNTS: list[Any] = [0, -1, 1.0, 2.5, nan, inf, True, "3", None, [3], EverySteps]
+BAD_SECONDS: list[Any] = [0, -1, 0.0, nan, inf, -inf, True, "60", None]
+COUNTED: list[Callable[[Any], object]] = [
+    EverySteps, EveryEpoch, KeepLast, KeepEvery,
+    lambda n: KeepBest(n, "loss"), lambda n: StopWhen("loss", n),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", BAD_COUNTS, ids=repr)
+@pytest.mark.parametrize("make", COUNTED, ids=range(len(COUNTED)))
+def test_a_count_that_can_never_fire_is_refused(make: Callable[[Any], object], count: Any) -> None:
+    with pytest.raises(HoldfastError, match=r"never fire.*whole number, found .*Write") as e:
+        make(count)
+    assert repr(count)[:20] in str(e.value)
+    make(1)
+
+
+@pytest.mark.parametrize("seconds", BAD_SECONDS, ids=repr)
+def test_seconds_that_can_never_pass_are_refused(seconds: Any) -> None:
+    with pytest.raises(HoldfastError, match=r"never fire.*EverySeconds\(600\)"):
+        EverySeconds(seconds)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KeepBest(1, ""),
+        lambda: KeepBest(1, None),  # type: ignore[arg-type]
+        lambda: KeepBest(1, 3),  # type: ignore[arg-type]
+        lambda: KeepBest(1, "loss", "smallest"),  # type: ignore[arg-type]
+        lambda: KeepBest(1, "loss", "MIN"),  # type: ignore[arg-type]
+        lambda: KeepBest("loss", 1),  # type: ignore[arg-type]
+        lambda: StopWhen(""),
+        lambda: StopWhen("loss", mode="up"),  # type: ignore[arg-type]
+        lambda: StopWhen("loss", min_delta=-0.1),
+        lambda: StopWhen("loss", min_delta=nan),
+        lambda: StopWhen("loss", min_delta=inf),
+        lambda: StopWhen("loss", min_delta=True),
+    ],
+)
+def test_what_no_metric_can_ever_fulfil_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(HoldfastError, match=r"never fire.*Write for example"):
+        make()
+
+
+@pytest.mark.parametrize("other", [None, 3, "x", [EverySteps(3)]])
+def test_only_policies_of_a_kind_are_combined(other: Any) -> None:
+    with pytest.raises(TypeError):
+        _ = EverySteps(3) | other
+    with pytest.raises(TypeError):
+        _ = KeepLast(3) | other
+    with pytest.raises(TypeError):
+        _ = KeepLast(3) | EverySteps(3)  # type: ignore[operator]
+
+
+def test_policies_are_values() -> None:
+    assert EverySteps(3) | EverySeconds(5) == EverySteps(3) | EverySeconds(5)
+    assert hash(KeepLast(3)) == hash(KeepLast(3))
+    assert KeepBest(2, "loss") == KeepBest(2, "loss", mode="min")
+    assert repr(KeepBest(2, "loss")) == "KeepBest(count=2, metric='loss', mode='min')"
+    with pytest.raises(AttributeError):
+        KeepLast(3).count = 4  # type: ignore[misc]

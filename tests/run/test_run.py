@@ -1,0 +1,595 @@
+"""The versions of a run: which count, the newest intact, branches, retention, sweep."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast import events
+from holdfast.buffers import shared_pool
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.transform.copy import copy_snapshot
+from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
+from holdfast.format.digest import digest
+from holdfast.format.names import MANIFEST, Version, index_name, new_attempt, shard_name
+from holdfast.format.records import Branch, encode_branch
+from holdfast.run.address import open_version
+from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Stat
+from tests.engine.unreliable_stores import Wrapped
+from tests.trainings import flip, shard_of, train, trained, training
+
+DAY = 24 * 3600.0
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """A run with versions 20, 40, 60."""
+    return trained()
+
+
+def steps(run: Run) -> list[int]:
+    return [s.step for s in run.snapshots() if s.step is not None]
+
+
+def branch_off(store: MemoryStore, at: int, to: int) -> None:
+    with training(store, EverySteps(20)) as (state, ckpt):
+        ckpt.resume(at=at)
+        train(state, ckpt, to)
+
+
+def test_an_absent_or_empty_run_has_nothing() -> None:
+    run = Run("memory://never-made")
+    assert run.snapshots() == []
+    assert run.latest() is None
+    assert run.line() == []
+    assert run.sweep().removed == []
+
+
+def test_versions_come_oldest_first_by_number(store: MemoryStore) -> None:
+    with training(store, EverySteps(20)) as (state, ckpt):
+        ckpt.resume()
+        train(state, ckpt, 120)
+    assert steps(Run(store)) == [20, 40, 60, 80, 100, 120]
+    latest = Run(store).latest()
+    assert latest is not None
+    assert latest.step == 120
+    assert latest.verify().ok
+
+
+def test_a_folder_without_manifest_is_no_version(store: MemoryStore) -> None:
+    store.delete(f"version_60/{MANIFEST}")
+    assert steps(Run(store)) == [20, 40]
+
+
+def test_other_folders_and_files_are_not_versions(store: MemoryStore) -> None:
+    for key in ("version_007/manifest.json", "version_-1/manifest.json", "notes/manifest.json"):
+        store.put_if_absent(key, b"{}")
+    store.put_if_absent("branch-x.json", b"{}")
+    store.put_if_absent("version_80", b"a file, not a folder")
+    assert steps(Run(store)) == [20, 40, 60]
+
+
+def test_latest_passes_over_what_is_damaged_or_cut_short(store: MemoryStore) -> None:
+    run = Run(store)
+    flip(store, f"version_60/{MANIFEST}")
+    latest = run.latest()
+    assert latest is not None
+    assert latest.step == 40
+    key = shard_of(store, "version_40")
+    raw = store.get(key, 1 << 30)
+    store.delete(key)
+    store.put_if_absent(key, raw[:-1])
+    latest = run.latest()
+    assert latest is not None
+    assert latest.step == 20
+
+
+def test_all_damaged_raises_and_names_each(store: MemoryStore) -> None:
+    for step in (20, 40, 60):
+        flip(store, f"version_{step}/{MANIFEST}")
+    with pytest.raises(NoSnapshot) as e:
+        Run(store).latest()
+    assert e.value.skipped == ("version_60", "version_40", "version_20")
+    assert "version_20" in str(e.value)
+
+
+def test_a_version_of_a_later_format_is_never_passed_over(store: MemoryStore) -> None:
+    key = f"version_60/{MANIFEST}"
+    raw = store.get(key, 1 << 20).replace(b'{"format":1,', b'{"format":99,', 1)
+    start = raw.index(b'"digest":"') + len('"digest":"')
+    made = digest(raw[:start] + b"0" * 32 + raw[start + 32 :])
+    store.delete(key)
+    store.put_if_absent(key, raw[:start] + made.encode() + raw[start + 32 :])
+    with pytest.raises(FormatTooNew, match="newer Holdfast"):
+        Run(store).latest()
+
+
+def test_a_version_in_the_folder_of_another_is_damaged(store: MemoryStore) -> None:
+    for stat in list(store.list("version_60")):
+        store.put_if_absent(stat.key.replace("_60", "_80"), store.get(stat.key, 1 << 30))
+    with pytest.raises(ManifestInvalid, match="not where it was saved"):
+        Run(store).open(Version(80))
+    latest = Run(store).latest()
+    assert latest is not None
+    assert latest.step == 60
+
+
+# -- branches ------------------------------------------------------------------------------------
+
+
+def test_versions_after_the_point_of_leaving_count_no_more(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=40)
+    run = Run(store)
+    assert run.line() == [Version(20), Version(40, 1)]
+    assert run.branch() == 1
+    assert run.read_branch(1).from_version == "version_20"
+    assert Version(60) in run.listing().versions  # kept until asked away
+
+
+def test_a_branch_of_a_branch(store: MemoryStore) -> None:
+    branch_off(store, at=40, to=100)  # 40, then 60.1, 80.1, 100.1
+    branch_off(store, at=80, to=100)  # leaves from 80.1
+    assert [str(v) for v in Run(store).line()] == [
+        "version_20",
+        "version_40",
+        "version_60.1",
+        "version_80.1",
+        "version_100.2",
+    ]
+
+
+def test_a_new_branch_without_versions_counts_at_once(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=20)
+    assert Run(store).line() == [Version(20)]
+
+
+def test_a_damaged_branch_record_is_told_by_its_first_version(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=60)
+    line = Run(store).line()
+    flip(store, "branch-1.json")
+    assert Run(store).line() == line
+    store.delete("branch-1.json")
+    assert Run(store).line() == line
+
+
+def test_a_damaged_record_of_an_empty_branch_is_as_if_never_left(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=20)
+    flip(store, "branch-1.json")
+    assert [v.step for v in Run(store).line()] == [20, 40, 60]
+    assert Run(store).branch() == 0
+    snapshot = Run(store).open(Version(20))
+    assert Run(store).leave_from(snapshot, Version(20), "again") == 2  # its number stays taken
+
+
+def test_a_branch_that_leaves_from_itself_is_refused(store: MemoryStore) -> None:
+    record = Branch(1, "version_20.1", "0" * 32, "2026-01-01T00:00:00+00:00", "")
+    store.put_if_absent("branch-1.json", encode_branch(record))
+    with pytest.raises(ManifestInvalid, match="before 1"):
+        Run(store).line()
+
+
+def test_two_that_leave_at_once_get_two_branches(store: MemoryStore) -> None:
+    snapshot = Run(store).open(Version(20))
+    numbers = {Run(store).leave_from(snapshot, Version(20), "x") for _ in range(3)}
+    assert numbers == {1, 2, 3}
+
+
+# -- going back ----------------------------------------------------------------------------------
+
+
+def branched(store: MemoryStore) -> MemoryStore:
+    """Lines 20 40 60 of branch 0, 20 40.1 60.1 of branch 1, 20 40.1 60.2 of branch 2."""
+    branch_off(store, at=20, to=60)
+    branch_off(store, at=40, to=60)
+    return store
+
+
+def test_the_line_of_each_branch(store: MemoryStore) -> None:
+    run = Run(branched(store))
+    lines = [[str(v)[8:] for v in run.line(branch=b)] for b in (0, 1, 2, None)]
+    assert lines[:3] == [["20", "40", "60"], ["20", "40.1", "60.1"], ["20", "40.1", "60.2"]]
+    assert lines[3] == lines[2]
+    for branch in (3, -1, 10**12):
+        with pytest.raises(NotFound, match=f"no branch {branch}.*0, 1, 2"):
+            run.line(branch=branch)
+
+
+@pytest.mark.parametrize(
+    ("step", "branch", "found"),
+    [
+        (20, None, "20"), (40, None, "40.1"), (60, None, "60.2"), (40, 0, "40"), (60, 1, "60.1"),
+        (20, 2, "20"), (30, None, None), (0, 0, None), (80, 1, None),
+    ],
+)  # fmt: skip
+def test_find(store: MemoryStore, step: int, branch: int | None, found: str | None) -> None:
+    run = Run(branched(store))
+    if found is None:
+        with pytest.raises(NotFound, match=f"no version of step {step} on .*found version_"):
+            run.find(step, branch)
+    else:
+        assert str(run.find(step, branch)) == f"version_{found}"
+
+
+def test_the_newest_of_another_branch(store: MemoryStore) -> None:
+    run = Run(branched(store))
+    flip(store, f"version_60/{MANIFEST}")
+    for branch, at, found in (
+        (0, None, "40"),
+        (1, None, "60.1"),
+        (None, 40, "40.1"),
+        (0, 20, "20"),
+    ):
+        snapshot, _ = run.newest(lambda s: None, at=at, branch=branch)
+        assert snapshot is not None
+        assert str(snapshot.version) == f"version_{found}"
+    with pytest.raises(NoSnapshot):
+        run.newest(lambda s: None, at=60, branch=0)
+    with pytest.raises(NotFound, match="no branch 7"):
+        run.newest(lambda s: None, branch=7)
+
+
+def test_an_empty_run_has_its_first_branch_only() -> None:
+    run = Run(MemoryStore())
+    assert run.line(branch=0) == []
+    assert run.newest(lambda s: None, branch=0) == (None, [])
+    with pytest.raises(NotFound):
+        run.find(1)
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("@20", "20"), ("@40", "40.1"), ("@latest", "60.2"), ("@40.0", "40"), ("@60.1", "60.1"),
+        ("/version_60.1", "60.1"), ("/version_60@20", None), ("@30", None), ("@40.7", None),
+        ("@latest.1", None), ("@", None), ("@-1", None), ("@020", None), ("@20@40", None),
+        ("@9999999999999999999", None), ("@ 20", None), ("@20\n", None),
+    ],
+)  # fmt: skip
+def test_addresses(tmp_path: Path, address: str, found: str | None) -> None:
+    folder = tmp_path / "a@7"  # an @ of its own does no harm
+    with training(str(folder), EverySteps(20)) as (state, ckpt):
+        train(state, ckpt, 60)
+    for at in (20, 40):
+        with training(str(folder), EverySteps(20)) as (state, ckpt):
+            ckpt.resume(at=at)
+            train(state, ckpt, 60)
+    if found is None:
+        with pytest.raises(NotFound):
+            open_version(f"{folder}{address}")
+    else:
+        assert str(open_version(f"{folder}{address}").version) == f"version_{found}"
+        assert str(open_version(Path(f"{folder}{address}")).version) == f"version_{found}"
+
+
+def test_a_snapshot_whose_name_has_an_at_goes_first(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run" / "version_5", {"n": 1})
+    assert open_version(tmp_path / "run@5").step == 5
+    holdfast.save(tmp_path / "run@5", {"n": 2})
+    assert open_version(tmp_path / "run@5")["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("at", "branch", "said"),
+    [
+        (60, None, r"of step 60 on the line .*version_60 on another branch\. Name the branch as"
+                   r" well: branch=0 in Python, 60\.0 in a command"),
+        (60, 1, r"version_60 on another branch.*branch=0 in Python"),
+        (30, None, r"found version_20, version_40\.1\. `holdfast ls RUN` shows"),
+        (-5, None, r"no version of step -5 .*found version_20, version_40\.1\. `holdfast ls"),
+    ],
+)  # fmt: skip
+def test_what_is_elsewhere_is_named(
+    store: MemoryStore, at: int, branch: int | None, said: str
+) -> None:
+    branch_off(store, at=20, to=40)
+    with pytest.raises(NoSnapshot, match=said):
+        Run(store).newest(lambda s: None, at=at, branch=branch)
+    with pytest.raises(NotFound, match=said):
+        Run(store).find(at, branch)
+
+
+@pytest.mark.parametrize("at", [5, -5, 0])
+def test_a_step_of_a_run_without_versions(at: int) -> None:
+    with pytest.raises(NoSnapshot, match=rf"has no versions\..*of step {at},.*Leave out at="):
+        Run(MemoryStore()).newest(lambda s: None, at=at)
+
+
+def test_an_abandoned_line_of_which_all_is_gone(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=40)
+    for version in (Version(20), Version(40, 1)):
+        Run(store).delete(version)
+    with pytest.raises(NoSnapshot, match=r"no version on the line .*found version_40, version_60"):
+        Run(store).latest()
+
+
+def test_an_address_where_nothing_is_says_what_was_meant(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
+    for address in ("@80", "@80.1", "@latest"):
+        with pytest.raises(
+            NotFound, match=r"bigg is no run with versions\. Perhaps .*/runs/big is"
+        ):
+            open_version(f"{tmp_path}/runs/bigg{address}")
+        with pytest.raises(NotFound, match=r"zzz is no run with versions\. Check the path"):
+            open_version(f"{tmp_path}/runs/zzz{address}")
+        (tmp_path / "runs" / "empty").mkdir(exist_ok=True)
+        with pytest.raises(NotFound, match="Check the path"):
+            open_version(f"{tmp_path}/runs/empty{address}")
+        with pytest.raises(NotFound, match="Check the path"):
+            open_version(f"memory://never-made{address}")
+    for address in ("@best", "@version_80", "/80"):
+        with pytest.raises(NotFound, match=r"RUN@120 \(of branch 1: RUN@120\.1\) or RUN@latest"):
+            open_version(f"{tmp_path}/runs/big{address}")
+
+
+def test_the_latest_of_nothing(tmp_path: Path) -> None:
+    for run in ("never", "memory://never-made"):
+        for address in ("@latest", "@20", "@20.1"):
+            with pytest.raises(NotFound):
+                open_version(f"{run}{address}")
+
+
+# -- deleting ------------------------------------------------------------------------------------
+
+
+def test_delete_takes_the_manifest_first(store: MemoryStore) -> None:
+    order: list[str] = []
+    delete = store.delete
+    store.delete = lambda key: (order.append(key), delete(key))[1]  # type: ignore[method-assign]
+    Run(store).delete(Version(40))
+    assert order[0] == f"version_40/{MANIFEST}"
+    assert list(store.list("version_40")) == []
+    assert steps(Run(store)) == [20, 60]
+
+
+# -- sweep ---------------------------------------------------------------------------------------
+
+
+def leave_orphans(store: MemoryStore, step: int) -> list[str]:
+    attempt = new_attempt()
+    keys = [f"version_{step}/{name(0, 1, attempt)}" for name in (shard_name, index_name)]
+    for key in keys:
+        store.put_if_absent(key, b"left over")
+    return keys
+
+
+def test_sweep_removes_old_orphans_only(store: MemoryStore) -> None:
+    before = {s.key for s in store.list("")}
+    orphans = leave_orphans(store, 60) + leave_orphans(store, 80)
+    run = Run(store)
+    assert run.sweep().removed == []
+    assert len(run.sweep().kept) == 4
+    told = run.sweep(now=time.time() + 2 * DAY, dry_run=True)
+    assert sorted(told.removed) == sorted(orphans)
+    assert {s.key for s in store.list("")} == before | set(orphans)
+    swept = run.sweep(now=time.time() + 2 * DAY)
+    assert sorted(swept.removed) == sorted(orphans)
+    assert swept.nbytes == 4 * len(b"left over")
+    assert {s.key for s in store.list("")} == before
+
+
+def test_sweep_keeps_what_a_living_process_holds_whatever_the_clock_says(
+    store: MemoryStore,
+) -> None:
+    attempt = new_attempt()
+    key = pins.hold(Location(store, "version_80"), attempt)
+    shard = f"version_80/{shard_name(0, 1, attempt)}"
+    store.put_if_absent(shard, b"half a save")
+    upload = store.put(f"version_80/{index_name(0, 1, attempt)}", 5)
+    swept = Run(store).sweep(now=time.time() + 365 * DAY)
+    assert swept.removed == []
+    assert {why for _, why in swept.kept} == {"a save is under way"}
+    upload.abort()
+    pins.release(Location(store, "version_80"), key)
+    assert Run(store).sweep(now=time.time() + 365 * DAY).removed == [shard]
+
+
+def test_sweep_touches_nothing_beside_a_manifest_that_cannot_be_read(store: MemoryStore) -> None:
+    flip(store, f"version_60/{MANIFEST}")
+    before = {s.key for s in store.list("")}
+    swept = Run(store).sweep(now=time.time() + 365 * DAY)
+    assert swept.removed == []
+    assert {s.key for s in store.list("")} == before
+
+
+def test_sweep_leaves_files_that_are_not_ours(store: MemoryStore) -> None:
+    for key in ("README.txt", "version_60/notes.txt", "version_60/eval-x.000000000000.json"):
+        store.put_if_absent(key, b"mine")
+    assert Run(store).sweep(now=time.time() + 365 * DAY).removed == []
+
+
+def test_sweep_takes_abandoned_versions_only_when_asked(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=40)
+    run = Run(store)
+    assert run.sweep(now=time.time() + 365 * DAY).removed == []
+    assert run.sweep(abandoned=True, dry_run=True).removed
+    run.sweep(abandoned=True)
+    assert run.listing().versions == [Version(20), Version(40, 1)]
+    assert run.line() == [Version(20), Version(40, 1)]
+
+
+def test_opening_a_version_that_is_not_there(store: MemoryStore) -> None:
+    with pytest.raises(NotFound, match="no snapshot"):
+        Run(store).open(Version(99))
+    with pytest.raises(NotFound):
+        holdfast.open("memory://never-made/version_1")
+
+
+@pytest.mark.parametrize(
+    ("address", "does"),
+    [
+        ("@40", "run.open(run.find(40))"),
+        ("@40.0", "run.open(run.find(40, branch=0))"),
+        ("@latest", "run.latest()"),
+    ],
+)
+def test_where_a_snapshot_is_wanted_an_address_is_told_how(
+    tmp_path: Path, address: str, does: str
+) -> None:
+    place = str(tmp_path / "a")
+    with training(place, EverySteps(20)) as (state, ckpt):
+        train(state, ckpt, 40)
+    for use in (holdfast.load, holdfast.open):
+        with pytest.raises(NotFound) as caught:
+            use(place + address)
+        assert f"run = holdfast.Run({place!r}), then {does}" in str(caught.value)
+        assert "ls RUN" not in str(caught.value)
+    found = eval(does, {"run": holdfast.Run(place)})
+    assert holdfast.load(found.url)["progress"]["step"] == 40
+
+
+# -- beside one that saves and deletes -----------------------------------------------------------
+
+
+class Moving(Wrapped):
+    """At some calls another process saves one version more, and keeps only that and the first."""
+
+    def __init__(self, at: Container[int], *, first: bool) -> None:
+        super().__init__(MemoryStore())
+        self.calls = itertools.count()
+        self.keep = KeepLast(1) | KeepEvery(100) if first else KeepLast(1)
+        self.step, self.at = 99, at
+        for _ in range(2):
+            self.move()
+        self.before = lambda method, key: self.move() if next(self.calls) in at else None
+
+    def move(self) -> None:
+        run = Run(self.inner)
+        self.step += 1
+        label = Label(step=self.step, metrics={"loss": 1 / self.step})
+        place = run.place(Version(self.step))
+        finish(begin(place, {"n": np.zeros(2)}, label, shared_pool(), ahead=False))
+        run.retain(self.keep)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["the last", "and the first"])
+@pytest.mark.parametrize("at", [*({n} for n in range(12)), {1, 3}, {1, 2, 4, 5}, range(1, 12)])
+def test_one_that_was_there_at_every_moment_is_found(at: Container[int], first: bool) -> None:
+    """And none that is older than the newest (the best) was at the beginning."""
+    finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
+    for find in finds:
+        moving = Moving(at, first=first)
+        begun = moving.step
+        found = find(Run(moving))
+        assert found is not None
+        assert found.step >= begun
+        assert found.metadata["metrics"]["loss"] == 1 / found.step
+    moving = Moving(at, first=first)
+    assert Run(moving).best("never") is None
+    assert next(moving.calls) < 60
+
+
+class Torn(Moving):
+    """Its first list shows neither what is saved while it is made, nor what is deleted then."""
+
+    def __init__(self) -> None:
+        super().__init__((), first=True)
+        self.lists = itertools.count()
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        found = list(super().list(prefix))
+        if next(self.lists) == 0:
+            found = [s for s in found if not s.key.startswith(f"version_{self.step}/")]
+            self.move()
+        return iter(found)
+
+
+def test_a_list_that_shows_neither_the_old_nor_the_new_is_not_believed() -> None:
+    finds: list[Callable[[Run], Any]] = [
+        Run.latest,
+        lambda run: run.best("loss"),
+        lambda run: run.newest(lambda snapshot: snapshot.check_files())[0],
+    ]
+    for find in finds:
+        found = find(Run(torn := Torn()))
+        assert found.step == torn.step == 102
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_what_is_deleted_meanwhile_is_not_skipped(at: int) -> None:
+    told: list[str] = []
+    with events.attach(lambda name, fields: told.append(name)):
+        snapshot, skipped = Run(Moving({at}, first=True)).newest(lambda s: s.check_files())
+    assert snapshot is not None
+    assert skipped == []
+    assert "skipped" not in told
+
+
+def test_a_run_that_is_deleted_while_it_is_loaded_is_not_an_empty_run(store: MemoryStore) -> None:
+    """The live state may have been overwritten by then."""
+
+    def use(snapshot: holdfast.Snapshot) -> None:
+        for stat in list(store.list("")):
+            store.delete(stat.key)
+        raise NotFound("it was deleted", live_state="not valid")
+
+    with pytest.raises(NoSnapshot, match="version_60: it was deleted") as caught:
+        Run(store).newest(use)
+    assert caught.value.live_state == "not valid"
+
+
+def test_a_version_that_is_listed_and_not_found_is_passed_over(store: MemoryStore) -> None:
+    """As where a share lists what is gone: no reason to look for ever."""
+
+    def use(snapshot: holdfast.Snapshot) -> None:
+        if snapshot.step == 60:
+            raise NotFound("no such file")
+
+    snapshot, skipped = Run(store).newest(use)
+    assert snapshot is not None
+    assert snapshot.step == 40
+    assert [v for v, _ in skipped] == [Version(60)]
+
+
+class Passed(Wrapped):
+    """The first list comes to no version: one was deleted before it got there, and the next one
+    saved where it had been already."""
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        found = super().list(prefix)
+        if not self.listed:
+            self.listed = True
+            return iter(())
+        return found
+
+    listed = False
+
+
+def test_a_list_that_comes_too_late_and_too_early_is_made_again(store: MemoryStore) -> None:
+    finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
+    for find in finds:
+        assert find(Run(Passed(store))) is not None
+
+
+def test_what_is_deleted_while_it_is_read_is_not_found(store: MemoryStore) -> None:
+    place = Run(store).place(Version(20))
+    uses: list[Callable[[holdfast.Snapshot], object]] = [
+        lambda s: s.check_files(),
+        lambda s: s.indexes(),
+        lambda s: s.verify(),
+        lambda s: s["weights"][:],
+        load_snapshot,
+        lambda s: copy_snapshot(s, Location(MemoryStore(), "version_20")),
+    ]
+    snapshots = [Run(store).open(Version(20)) for _ in uses]
+    looked = Run(store).open(Version(20))
+    looked.indexes()
+    for key in [s.key for s in store.list("version_20")]:
+        store.delete(key)
+    for use, snapshot in zip([*uses, uses[3], uses[5]], [*snapshots, looked, looked], strict=True):
+        with pytest.raises(NotFound, match="was deleted") as caught:
+            use(snapshot)
+        assert place.url in str(caught.value)

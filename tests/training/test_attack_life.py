@@ -1,0 +1,490 @@
+"""Attacks on the life of a run: what is saved after an exception against a save of that moment,
+Ctrl-C anywhere, a store that fails at random, a fork in the middle of a save."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import events
+from holdfast.buffers import Pool
+from holdfast.engine.saving.overlap import Rest
+from holdfast.errors import HoldfastError, SaveFailed, StoreError
+from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.training.checkpointer import Checkpointer
+from tests.trainings import after, fresh, train_step
+
+Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]
+"""A state, a step, and what happens before the exception."""
+
+
+def both(*calls: Callable[[], object]) -> Callable[[], object]:
+    """One call after the other."""
+    return lambda: [call() for call in calls]
+
+
+# -- the state before the step that raised, bit for bit ------------------------------------------
+
+
+def trained(model: nn.Module, optimizer: Any = torch.optim.AdamW, **options: Any) -> Case:
+    made = optimizer(model.parameters(), lr=0.1, **options)
+    state = {"model": model, "optimizer": made, "rng": holdfast.RNG()}
+
+    def forward_backward() -> None:
+        made.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+
+    def step() -> None:
+        forward_backward()
+        made.step()
+
+    return state, step, forward_backward
+
+
+def scheduled(kind: Any, *args: Any, **options: Any) -> Case:
+    state, step, forward_backward = trained(nn.Linear(6, 6), torch.optim.SGD, momentum=0.9)
+    state["schedule"] = schedule = kind(state["optimizer"], *args, **options)
+    given = (1.0,) if kind is torch.optim.lr_scheduler.ReduceLROnPlateau else ()
+    return (
+        state,
+        both(step, lambda: schedule.step(*given)),
+        both(forward_backward, *2 * [lambda: schedule.step(*given)]),
+    )
+
+
+class Extra(nn.Module):
+    """Changes its extra state, a list and an array, in place in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.seen: list[Any] = [1, {"sum": np.zeros(2)}]
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen[1]["sum"] += 1
+        self.seen.append(2)
+        return self.linear(x)
+
+
+class Live:
+    """Its state dict is itself: every reference in it is live."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros(3)
+        self.lists: list[Any] = [[1], {"x": torch.zeros(2)}]
+        self.raw = bytearray(b"abc" * 2000)
+        self.deep: dict[str, list[Any]] = {"deep": [{"q": {1, 2}}]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def go_on(self) -> None:
+        self.array += 1
+        self.lists[0].append(3)
+        self.lists[1]["x"] += 1
+        self.raw[0] = 7
+        self.deep["deep"][0]["q"].add(9)
+        self.deep["deep"].append({})
+
+
+def live_references() -> Case:
+    state, step, forward_backward = trained(nn.Linear(6, 6))
+    held = Live()
+    more: dict[str, Any] = {
+        "live": held,
+        "nested": [{"a": np.zeros(4), "l": [1, [2]]}],
+        "pair": (torch.zeros(2), [np.arange(3)]),
+        "count": Counter("aab"),
+        "ordered": OrderedDict(a=[1]),
+    }
+    state.update(more)
+
+    def go_on() -> None:
+        forward_backward()
+        held.go_on()
+        state["nested"][0]["a"] += 1
+        state["nested"][0]["l"][1].append(5)
+        state["nested"].append(3)
+        state["pair"][0].add_(1)
+        state["pair"][1][0][:] = 9
+        state["count"]["z"] += 1
+        state["ordered"]["a"].append(2)
+        state["late"] = 4
+        state["rng"] = 5
+        np.random.rand(3)
+
+    return state, step, go_on
+
+
+def averaged() -> Case:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    state, step, forward_backward = trained(model)
+    state["ema"] = ema = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    return (
+        state,
+        both(step, lambda: ema.update_parameters(model)),
+        both(forward_backward, lambda: ema.update_parameters(model)),
+    )
+
+
+def half_owned() -> Case:
+    """The optimizer of the second layer is not in the state, and steps before the exception."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    first, second = (torch.optim.Adam(model[i].parameters()) for i in (0, 2))
+
+    def forward_backward() -> None:
+        model(torch.randn(3, 6)).sum().backward()
+
+    def step() -> None:
+        forward_backward()
+        first.step()
+        second.step()
+
+    state = {"model": model, "optimizer": first}
+    return state, step, both(forward_backward, second.step)
+
+
+def scaled_to_infinity() -> Case:
+    """A scaler that finds infinities skips the optimizer's step, and changes its own scale."""
+    state, _, _ = trained(nn.Linear(6, 6))
+    state["scaler"] = scaler = torch.amp.GradScaler("cpu")
+
+    def step(factor: float = 1.0) -> None:
+        state["optimizer"].zero_grad()
+        scaler.scale(state["model"](torch.randn(2, 6)).sum() * factor).backward()
+        scaler.step(state["optimizer"])
+        scaler.update()
+
+    return state, step, lambda: step(float("inf"))
+
+
+def arrays() -> Case:
+    a = np.arange(24.0).reshape(4, 6)
+    state: dict[str, Any] = {
+        "a": a,
+        "transposed": a.T,
+        "strided": a[::2],
+        "part": a[:2, :2],
+        "empty": np.zeros((0, 3)),
+        "fields": np.zeros(3, [("x", "<f4"), ("y", "<i2")]),
+        "swapped": np.arange(3, dtype=">i4"),
+        "text": np.array(["ab", "c"]),
+        "point": np.array(3.0),
+        "scalar": np.float32(3),
+    }
+
+    def go_on() -> None:
+        np.multiply(a, 2, out=a)
+        state["fields"]["x"] += 1
+        state["swapped"] += 1
+        state["text"][0] = "zz"
+        state["point"] += 1
+
+    return state, lambda: np.add(a, 1, out=a), go_on
+
+
+def options_in_place() -> Case:
+    model = nn.Linear(6, 6)
+    state, step, forward_backward = trained(model, lr_decay=0.1, optimizer=torch.optim.Adagrad)
+    group = state["optimizer"].param_groups[0]
+    group["mine"] = [1, {"a": np.zeros(2)}]
+
+    def go_on() -> None:
+        forward_backward()
+        group["mine"][1]["a"] += 1
+        group["lr"] = 9.0
+
+    return state, step, go_on
+
+
+SCHEDULES = torch.optim.lr_scheduler
+CASES: dict[str, Callable[[], Case]] = {
+    "batch norm": lambda: trained(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout())),
+    "weight norm": lambda: trained(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))),
+    "spectral norm": lambda: trained(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))),
+    "old spectral norm": lambda: trained(nn.utils.spectral_norm(nn.Linear(6, 6))),
+    "lazy": lambda: trained(nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d())),
+    "fused": lambda: trained(nn.Linear(6, 6), fused=True),
+    "extra state": lambda: trained(Extra()),
+    "data parallel": lambda: trained(nn.DataParallel(nn.BatchNorm1d(6))),
+    "one cycle": lambda: scheduled(SCHEDULES.OneCycleLR, max_lr=0.1, total_steps=50),
+    "plateau": lambda: scheduled(SCHEDULES.ReduceLROnPlateau, patience=1),
+    "cyclic": lambda: scheduled(SCHEDULES.CyclicLR, base_lr=0.1, max_lr=0.2),
+    "live references": live_references,
+    "averaged": averaged,
+    "half owned": half_owned,
+    "scaled to infinity": scaled_to_infinity,
+    "arrays": arrays,
+    "options in place": options_in_place,
+}
+
+
+def bits(snapshot: holdfast.Snapshot) -> dict[str, Any]:
+    values = {key: snapshot[key] for key in snapshot}
+    return {
+        key: np.asarray(v[...]).tobytes() if hasattr(v, "shape") else v for key, v in values.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_saved_after_an_exception_is_what_a_save_would_have_held(name: str) -> None:
+    torch.manual_seed(0)
+    state, step, go_on = CASES[name]()
+    store, wanted = MemoryStore(), {}
+    with (
+        pytest.raises(ZeroDivisionError),
+        Checkpointer(store, state, save=OnException()) as ckpt,
+    ):
+        for _ in range(3):
+            step()
+            ckpt.step()
+        wanted = bits(holdfast.save(MemoryStore().at("version_0"), state))
+        go_on()
+        raise ZeroDivisionError
+    [snapshot] = Run(store).snapshots()
+    assert bits(snapshot) == wanted
+    assert snapshot.step == 3
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------
+
+
+def wide() -> Case:
+    """A parameter of more than two pieces, so that some of it is staged beside, and a buffer."""
+    model = nn.BatchNorm1d(6)
+    model.register_parameter("wide", nn.Parameter(torch.zeros(2_500_000)))
+    state, _, step = trained(model, torch.optim.SGD)
+
+    def whole_step() -> None:
+        step()
+        model.wide.grad = model.weight[:1].detach().expand(2_500_000)
+        state["optimizer"].step()
+
+    return state, whole_step, step
+
+
+SOURCE = str(Path(holdfast.__file__).parent)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line of Holdfast that the thread comes to."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.lines = 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(SOURCE):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.left:
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(at: int, overlap: bool) -> int:
+    """A training whose fourth step is interrupted, and which goes on; how many lines it had."""
+    torch.manual_seed(0)
+    state, train, _ = wide()
+    state["progress"] = holdfast.Progress()
+    store, seen = MemoryStore(), {}
+    trace, before = Interrupt(at), sys.gettrace()
+    with Checkpointer(store, state, save=EverySteps(2), overlap=overlap) as ckpt:
+        for step in range(1, 9):
+            train()
+            now = {k: v.clone() for k, v in state["model"].state_dict().items()}
+            try:
+                if step == 4:
+                    sys.settrace(trace)
+                ckpt.step()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            seen[state["progress"].step] = now
+    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+    assert not state["optimizer"]._optimizer_step_pre_hooks
+    assert not [s.key for s in store.list("") if "/" not in s.key]  # no pin is left
+    assert ckpt.statistics()["saves"] == len(Run(store).snapshots()) >= 3
+    for snapshot in Run(store).snapshots():
+        loaded = holdfast.load(store.at(str(snapshot.version)))
+        values = seen[snapshot.version.step]
+        assert all(torch.equal(loaded["model"][k], v) for k, v in values.items())
+        assert loaded["progress"]["step"] == snapshot.step
+    assert gc.isenabled()
+    return trace.lines
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_anywhere_in_a_step_spoils_no_version_and_training_goes_on(
+    overlap: bool,
+) -> None:
+    lines = interrupted(0, overlap)
+    for part in range(1, 8):
+        interrupted(lines * part // 8, overlap)
+
+
+# -- a store that fails --------------------------------------------------------------------------
+
+
+class Moody(MemoryStore):
+    """A store that fails now and then, once it is ``awake``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.chance = random.Random(seed)
+        self.awake = False
+
+    def _fail(self, probability: float) -> None:
+        if self.awake and self.chance.random() < probability:
+            raise StoreError("not this time")
+
+    def put(self, key: str, length: int) -> Any:
+        self._fail(0.3)
+        return super().put(key, length)
+
+    def put_if_absent(self, key: str, data: bytes) -> Any:
+        self._fail(0.1)
+        return super().put_if_absent(key, data)
+
+    def delete(self, key: str) -> None:
+        self._fail(0.1)
+        super().delete(key)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_saves_failures_and_skips_add_up_and_every_version_is_right(seed: int) -> None:
+    store, state, heard = Moody(seed), fresh(), Counter[str]()
+    ckpt = Checkpointer(
+        store,
+        state,
+        save=EverySteps(1),
+        keep=KeepLast(2),
+        on_error="warn",
+        busy="skip" if seed % 2 else "wait",
+        incremental=seed % 3 == 0,
+    )
+    with warnings.catch_warnings(), events.attach(lambda name, _: heard.update([name])):
+        warnings.simplefilter("ignore", SaveFailed)
+        for _ in range(31):
+            train_step(state)
+            ckpt.step()
+            store.awake = True
+        ckpt.close()
+    counts = ckpt.statistics()
+    assert counts["failures"] + counts["skipped"] > 0
+    assert counts["saves"] + counts["failures"] + counts["skipped"] == 31
+    assert (counts["saves"], counts["failures"], counts["skipped"]) == (
+        heard["saved"],
+        heard["save_failed"],
+        heard["save_skipped"],
+    )
+    for version in Run(store).line():
+        loaded = holdfast.load(store.at(str(version)))
+        assert (loaded["weights"] == after(version.step)["weights"]).all()
+
+
+# -- fork, and patience --------------------------------------------------------------------------
+
+
+def test_a_fork_while_a_save_is_in_flight_harms_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, stage = threading.Event(), Rest.stage
+    torch.manual_seed(0)
+    state, step, _ = wide()
+    ckpt = Checkpointer(tmp_path / "a", state, save=EverySteps(1) | OnException(), overlap=True)
+    ckpt.__enter__()
+    step()
+    ckpt.step()
+    ckpt.wait()
+
+    def slow(self: Rest, pool: Pool, threads: int) -> None:
+        assert gate.wait(20)
+        stage(self, pool, threads)
+
+    monkeypatch.setattr(Rest, "stage", slow)
+    step()
+    wanted = state["model"].wide.detach().clone()
+    ckpt.step()
+    assert not ckpt._saver._pending._staged.is_set()  # type: ignore[union-attr]
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        signal.alarm(20)  # one that waits for what is not its own is ended
+        try:
+            state["optimizer"].zero_grad()
+            state["optimizer"].step()  # does not wait for what is done in the other process
+            for call in (ckpt.step, ckpt.save, ckpt.wait, ckpt.resume):
+                try:
+                    call()
+                except HoldfastError:
+                    refused += 1
+            try:
+                with ckpt:
+                    raise ZeroDivisionError
+            except ZeroDivisionError:
+                refused += 1
+        finally:
+            os._exit(0 if refused == 5 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.set()
+    ckpt.close()
+    assert [s.step for s in Run(tmp_path / "a").snapshots()] == [1, 2]
+    loaded = holdfast.load(tmp_path / "a" / "version_2")
+    assert torch.equal(loaded["model"]["wide"], wanted)
+
+
+def test_patience_is_that_of_the_version_that_is_resumed() -> None:
+    store = MemoryStore()
+
+    def training() -> tuple[Checkpointer, dict[str, Any]]:
+        state = fresh()
+        stop = StopWhen("loss", patience=2)
+        return Checkpointer(store, state, save=EverySteps(1), stop=stop), state
+
+    ckpt, state = training()
+    for loss in (1.0, 0.5, 0.6, float("nan")):
+        train_step(state)
+        ckpt.step({"loss": loss})
+    assert ckpt.should_stop
+    ckpt.close()
+    for at, branch, stopped in ((None, None, True), (3, None, False), (4, 0, True), (1, 0, False)):
+        ckpt, state = training()
+        ckpt.resume(at=at, branch=branch)
+        assert ckpt.should_stop is stopped
+        if not stopped:
+            for _ in range(2 if at == 1 else 1):
+                train_step(state)
+                ckpt.step({"loss": float("inf")})
+            assert ckpt.should_stop
+        ckpt.close()

@@ -1,0 +1,155 @@
+"""What a resume that does not fit advises, and that the advice works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+import holdfast
+from holdfast.errors import DTypeMismatch, HoldfastError, PlanError, ShapeMismatch
+from holdfast.storage.memory import MemoryStore
+from holdfast.training.checkpointer import Checkpointer
+from tests.trainings import training
+
+Kind = type[optim.Optimizer]
+
+
+def network(width: int = 2, layers: int = 1, kind: Kind = optim.AdamW, lr: float = 0.1) -> Any:
+    model = nn.Sequential(nn.Linear(3, width), *(nn.Linear(width, width) for _ in range(1, layers)))
+    optimizer = kind(model.parameters(), lr=lr)  # type: ignore[call-arg]
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": optim.lr_scheduler.StepLR(optimizer, 2),
+        "progress": holdfast.Progress(),
+        "rng": holdfast.RNG(),
+    }
+
+
+def train(state: Any, ckpt: Checkpointer, steps: int) -> None:
+    for _ in range(steps):
+        state["model"](torch.randn(4, 3)).square().mean().backward()
+        state["optimizer"].step()
+        state["schedule"].step()
+        ckpt.step()
+
+
+def kept(url: str) -> str:
+    """A run of five steps, which differ."""
+    state = network()
+    with Checkpointer(url, state, save=holdfast.EverySteps(5)) as ckpt:
+        train(state, ckpt, 5)
+    return url
+
+
+def advised(url: str, state: Any, kind: type[PlanError]) -> tuple[str, dict[str, Any]]:
+    """The error of a resume, and what the start that it advises is called with."""
+    with Checkpointer(url, state) as ckpt, pytest.raises(kind) as e:
+        ckpt.resume()
+    call = re.search(
+        r"Make the state as it was\..*another folder, and (resume\(.*?\))", str(e.value)
+    )
+    assert call is not None, e.value
+    return str(e.value), eval(call[1], {"resume": dict})
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "expected"),
+    [
+        ({"width": 4}, ShapeMismatch, {"keys": ["progress", "rng"]}),
+        ({"kind": optim.SGD}, DTypeMismatch, {"keys": ["model", "progress", "rng"]}),
+        ({"layers": 2}, PlanError, {"missing": "keep"}),
+        ({"width": 4, "layers": 2}, PlanError, {"keys": ["progress", "rng"]}),
+    ],
+)
+def test_the_advice_fits_what_differs_and_works(
+    changed: dict[str, Any], kind: type[PlanError], expected: dict[str, Any]
+) -> None:
+    url = kept(f"memory://advice-{'-'.join(changed)}")
+    state = network(**changed, lr=0.5)
+    told, given = advised(url, state, kind)
+    assert given == {"start": f"{url}@latest", **expected}
+    assert ("what fits in model" in told) == ("width" in changed)
+    with Checkpointer(MemoryStore(), state, save=holdfast.EverySteps(1)) as ckpt:
+        assert ckpt.resume(**given) is not None
+        assert ckpt.current_step == 5
+        taken = "missing" in expected
+        assert bool(state["optimizer"].state) is taken
+        assert (state["optimizer"].param_groups[0]["lr"] == 0.5) is not taken
+        assert (state["schedule"].base_lrs == [0.5]) is not taken
+        train(state, ckpt, 2)
+    old = holdfast.load(f"memory://advice-{'-'.join(changed)}/version_5", keys="model")["model"]
+    assert old["0.weight"].shape == (2, 3)
+
+
+def test_what_is_gone_is_ignored_and_what_is_left_out_is_not_looked_at() -> None:
+    url = "memory://advice-gone"
+    with Checkpointer(url, {"a": np.ones(2), "b": {"c": 1, "d": 2}, "gone": 1}) as ckpt:
+        ckpt.step()
+        ckpt.save()
+    b = {"c": 0}
+    _, given = advised(url, {"a": np.ones(2), "b": b}, PlanError)
+    assert given == {"start": f"{url}@latest", "unexpected": "ignore"}
+    told, given = advised(url, {"a": np.ones(3), "b": {"e": 1}}, PlanError)
+    assert given == {
+        "start": f"{url}@latest", "keys": ["b"], "missing": "keep", "unexpected": "ignore",
+    }  # fmt: skip
+    assert "In keys= name also what fits in a." in told
+    _, given = advised(url, {"a": np.ones(3), "b": {"c": 1, "d": 1}}, PlanError)
+    assert given == {"start": f"{url}@latest", "keys": ["b"]}  # what is not chosen is not gone
+
+
+def test_an_optimizer_stays_where_what_differs_is_none_of_its_parameters() -> None:
+    url = "memory://advice-other"
+    state = network() | {"mask": np.ones(2), "a/b*": 1}
+    with Checkpointer(url, state) as ckpt:
+        train(state, ckpt, 1)
+        ckpt.save()
+    _, given = advised(url, state | {"mask": np.ones(3)}, ShapeMismatch)
+    assert given["keys"] == ["model", "optimizer", "schedule", "progress", "rng", "a~1b*"]
+    state["mask"] = torch.ones(3)  # a tensor may be one
+    _, given = advised(url, state, PlanError)
+    assert given["keys"] == ["model", "progress", "rng", "a~1b*"]
+
+
+def test_the_advice_stays_short() -> None:
+    url, state = "memory://advice-long", {f"k{i}": np.ones(2) for i in range(40)}
+    with Checkpointer(url, state) as ckpt:
+        ckpt.step()
+        ckpt.save()
+    for changed in (1, 40):
+        told, given = advised(url, state | {f"k{i}": 1 for i in range(changed)}, DTypeMismatch)
+        assert given["keys"] == [...]
+        assert len(told) < 700
+
+
+@pytest.mark.parametrize("at", ["latest", "runs/q@100", "version_100"])
+def test_a_resume_that_is_given_an_address_says_how_it_is_done(at: Any) -> None:
+    words = r"whole numbers.*resume\(\) goes on from the newest.*resume\(start="
+    with (
+        training(MemoryStore(), holdfast.EverySteps(1)) as (_, ckpt),
+        pytest.raises(HoldfastError, match=words),
+    ):
+        ckpt.resume(at)
+
+
+@pytest.mark.parametrize("start", [3, True, 2.5, ["runs/a"], b"runs/a"])
+def test_a_run_begins_with_an_address(start: Any) -> None:
+    with training(MemoryStore(), holdfast.EverySteps(1)) as (_, ckpt):
+        with pytest.raises(HoldfastError, match=r'cannot begin with that.*"RUN@120".*at=120'):
+            ckpt.resume(start=start)
+        ckpt.resume()
+
+
+def test_a_start_may_be_a_path(tmp_path: Path) -> None:
+    kept(str(tmp_path / "a"))
+    state = network()
+    with Checkpointer(MemoryStore(), state) as ckpt:
+        ckpt.resume(start=tmp_path / "a" / "version_5")  # type: ignore[arg-type]
+        assert ckpt.current_step == 5
