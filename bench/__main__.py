@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import disk, report
 
 TOPICS = (
-    "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "walk",
+    "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "code_path",
     "incremental", "step",
 )  # fmt: skip
 
@@ -29,7 +29,7 @@ def main() -> None:
         parser.error(f"no topic {', '.join(sorted(unknown))}; there are {', '.join(TOPICS)}")
     mib, start = 1 << 20, time.monotonic()
     found: list[report.Section] = []
-    with disk.scratch(chosen.folder) as folder:
+    with disk.scratch_folder(chosen.folder) as folder:
         sizes = (256 * mib, 256 * mib, 1) if chosen.quick else (2048 * mib, 1024 * mib, 3)
         options = report.Options(folder, *sizes, chosen.quick)
         for topic in topics:
@@ -44,10 +44,12 @@ def main() -> None:
             output = output or (None if chosen.quick else there)
             if output:
                 output.parent.mkdir(exist_ok=True)
-                text = report.document(found, options, time.monotonic() - start, "make bench")
+                text = report.render_document(
+                    found, options, time.monotonic() - start, "make bench"
+                )
                 output.write_text(text)
         elif not chosen.quick and not chosen.only:
-            there.write_text(report.spliced(there.read_text(), found))
+            there.write_text(report.splice_sections(there.read_text(), found))
 
 
 if __name__ == "__main__":

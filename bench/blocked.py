@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import child, disk
+from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 
 _REPEATS = 8
@@ -20,7 +20,7 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
     from bench import states
     from holdfast.settings import read_settings
 
-    state = states.big(size)
+    state = states.large_state(size)
     sources = [value.numpy().view(np.uint8) for value in state.values()]
     targets = [np.full_like(source, 1) for source in sources]
     pieces = [
@@ -31,7 +31,9 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
 
     def memcpy(threads: int) -> float:
         start = time.perf_counter()
-        disk.in_threads(threads, len(pieces), lambda at: np.copyto(pieces[at][1], pieces[at][0]))
+        disk.run_in_threads(
+            threads, len(pieces), lambda at: np.copyto(pieces[at][1], pieces[at][0])
+        )
         return time.perf_counter() - start
 
     teams = {"same": read_settings().threads, "cores": len(os.sched_getaffinity(0)), "one": 1}
@@ -62,8 +64,10 @@ def sections(options: Options) -> list[Section]:
     text += " by 8 MiB, with as many threads as the library uses; both in one process, in turn."
     what = "blocked / memcpy by as many threads"
     try:
-        found = child.call("bench.blocked:measure", folder=str(options.folder), size=options.medium)
-    except child.Failed as failure:
+        found = fresh_process.call(
+            "bench.blocked:measure", folder=str(options.folder), size=options.medium
+        )
+    except fresh_process.MeasurementFailed as failure:
         return [Section(title, text, [judge(what, [], most=1.2)], missing=[f"holdfast: {failure}"])]
     finally:
         disk.remove(options.folder / "run")

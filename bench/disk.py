@@ -31,7 +31,7 @@ def file_system(folder: Path) -> str:
 
 
 @contextmanager
-def scratch(parent: Path) -> Iterator[Path]:
+def scratch_folder(parent: Path) -> Iterator[Path]:
     """A folder on a real disk, removed at the end. Memory file systems are refused."""
     kind = file_system(parent)
     if kind in _IN_MEMORY:
@@ -68,7 +68,7 @@ def remove(path: Path) -> None:
     os.close(parent)
 
 
-def make_cold(path: Path) -> float:
+def drop_page_cache(path: Path) -> float:
     """Drop the pages of all files of ``path``; the fraction that is still resident after."""
     fsync_tree(path)
     resident = total = 0
@@ -76,14 +76,14 @@ def make_cold(path: Path) -> float:
         descriptor = os.open(each, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            here, pages = _resident(descriptor)
+            here, pages = _resident_pages(descriptor)
             resident, total = resident + here, total + pages
         finally:
             os.close(descriptor)
     return resident / max(total, 1)
 
 
-def _resident(descriptor: int) -> tuple[int, int]:
+def _resident_pages(descriptor: int) -> tuple[int, int]:
     size = os.fstat(descriptor).st_size
     if size == 0:
         return 0, 0
@@ -101,7 +101,7 @@ def _resident(descriptor: int) -> tuple[int, int]:
     return sum(mark & 1 for mark in marks), pages
 
 
-def aligned(size: int) -> mmap.mmap:
+def aligned_memory(size: int) -> mmap.mmap:
     """Touched memory as direct I/O likes it best: aligned, of huge pages where there are any.
     Random, so that no disk can cheat."""
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -114,7 +114,7 @@ def aligned(size: int) -> mmap.mmap:
     return memory
 
 
-def in_threads(threads: int, chunks: int, work: Callable[[int], None]) -> None:
+def run_in_threads(threads: int, chunks: int, work: Callable[[int], None]) -> None:
     """Each thread takes the next chunk until none is left. The first failure is raised."""
     numbers, failures = itertools.count(), []
 
@@ -134,7 +134,7 @@ def in_threads(threads: int, chunks: int, work: Callable[[int], None]) -> None:
         raise failures[0]
 
 
-def raw_write(path: Path, memory: mmap.mmap, threads: int) -> float:
+def time_raw_write(path: Path, memory: mmap.mmap, threads: int) -> float:
     """Seconds for a durable O_DIRECT write: fallocate, pwrite, fsync of file and folder."""
     view, size = memoryview(memory), len(memory)
     path.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ def raw_write(path: Path, memory: mmap.mmap, threads: int) -> float:
             if os.pwrite(descriptor, view[at : at + CHUNK], at) != min(CHUNK, size - at):
                 raise OSError("short write")
 
-        in_threads(threads, -(-size // CHUNK), write)
+        run_in_threads(threads, -(-size // CHUNK), write)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -158,7 +158,7 @@ def raw_write(path: Path, memory: mmap.mmap, threads: int) -> float:
     return time.perf_counter() - start
 
 
-def raw_read(path: Path, memory: mmap.mmap, threads: int) -> float:
+def time_raw_read(path: Path, memory: mmap.mmap, threads: int) -> float:
     """Seconds for an O_DIRECT read of ``path`` into ``memory``, which is touched already."""
     view, size = memoryview(memory), len(memory)
     start = time.perf_counter()
@@ -170,22 +170,22 @@ def raw_read(path: Path, memory: mmap.mmap, threads: int) -> float:
             if os.preadv(descriptor, [view[at : at + CHUNK]], at) != min(CHUNK, size - at):
                 raise OSError("short read")
 
-        in_threads(threads, -(-size // CHUNK), read)
+        run_in_threads(threads, -(-size // CHUNK), read)
     finally:
         os.close(descriptor)
     return time.perf_counter() - start
 
 
-def raw(
+def measure_raw(
     folder: str, size: int, writers: list[int], readers: list[int]
 ) -> dict[str, dict[str, float]]:
     """In a child: seconds of the raw write and the raw cold read, by number of threads."""
-    memory, path = aligned(size), Path(folder) / "raw"
+    memory, path = aligned_memory(size), Path(folder) / "raw"
     found: dict[str, dict[str, float]] = {"save": {}, "load": {}}
     for threads in writers:
-        found["save"][str(threads)] = raw_write(path, memory, threads)
-    make_cold(path)
+        found["save"][str(threads)] = time_raw_write(path, memory, threads)
+    drop_page_cache(path)
     for threads in readers:
-        found["load"][str(threads)] = raw_read(path, memory, threads)
+        found["load"][str(threads)] = time_raw_read(path, memory, threads)
     path.unlink()
     return found

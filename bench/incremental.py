@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from statistics import median
 
-from bench import child, disk
+from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 
 _SAVES = 6
 _ADAPTER = 4 << 20
-WAYS = ("full", "incremental")
+MODES = ("full", "incremental")
 CASES = {
     "adapter": "frozen base, adapter of 4 MiB",
     "embedding": "embedding of which each version changes a 64th",
@@ -25,7 +25,7 @@ def save(folder: str, size: int, case: str, way: str) -> dict[str, list[float]]:
     import holdfast
     from bench import states
 
-    state = {"base": states.big(size), "adapter": {"a": torch.zeros(_ADAPTER // 4)}}
+    state = {"base": states.large_state(size), "adapter": {"a": torch.zeros(_ADAPTER // 4)}}
     tensors = list(state["base"].values())
     found: dict[str, list[float]] = {"bytes": [], "blocked": [], "committed": []}
     with holdfast.Checkpointer(
@@ -60,11 +60,11 @@ def load(folder: str, size: int, way: str) -> dict[str, float]:
     import holdfast
     from bench import states
 
-    into = {"base": states.blank_big(size), "adapter": {"a": torch.ones(_ADAPTER // 4)}}
+    into = {"base": states.blank_large_state(size), "adapter": {"a": torch.ones(_ADAPTER // 4)}}
     snapshot = holdfast.Run(str(Path(folder) / way)).latest()
     if snapshot is None:
         raise ValueError("there is nothing to load")
-    resident = disk.make_cold(Path(folder) / way)
+    resident = disk.drop_page_cache(Path(folder) / way)
     start = time.perf_counter()
     holdfast.load(snapshot.url, into=into)
     seconds = time.perf_counter() - start
@@ -73,27 +73,27 @@ def load(folder: str, size: int, way: str) -> dict[str, float]:
     return {"seconds": seconds}
 
 
-def _measured(options: Options, case: str) -> tuple[list[list[str]], list[float]]:
+def _measure(options: Options, case: str) -> tuple[list[list[str]], list[float]]:
     """Rows of the table, and for each round the time of an incremental load by a full one's."""
     folder = str(options.folder)
-    rows, seconds = [], {way: list[float]() for way in WAYS}
+    rows, seconds = [], {way: list[float]() for way in MODES}
     try:
         saved = {
-            way: child.call(
+            way: fresh_process.call(
                 "bench.incremental:save", folder=folder, size=options.medium, case=case, way=way
             )
-            for way in WAYS
+            for way in MODES
         }
         for number in range(max(4, options.rounds)):
-            for way in WAYS[:: 1 - 2 * (number % 2)]:  # each goes first half of the time
-                told = child.call(
+            for way in MODES[:: 1 - 2 * (number % 2)]:  # each goes first half of the time
+                told = fresh_process.call(
                     "bench.incremental:load", folder=folder, size=options.medium, way=way
                 )
                 seconds[way].append(told["seconds"])
     finally:
-        for way in WAYS:
+        for way in MODES:
             disk.remove(options.folder / way)
-    for way in WAYS:
+    for way in MODES:
         later = {name: values[1:] for name, values in saved[way].items()}
         rows.append(
             [
@@ -116,8 +116,8 @@ def sections(options: Options) -> list[Section]:
     for case, state in CASES.items():
         what = f"{state}: cold load, incremental / full"
         try:
-            rows, ratios = _measured(options, case)
-        except child.Failed as failure:
+            rows, ratios = _measure(options, case)
+        except fresh_process.MeasurementFailed as failure:
             section.missing.append(f"{case}: {failure}")
             continue
         section.rows += rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench import child, disk
+from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 from bench.states import MIB
 
@@ -19,22 +19,22 @@ _KINDS = {
 def measure(kind: str, folder: str, size: int) -> dict[str, int]:
     """In a child: peak bytes above what the process held with its state, all pages counted."""
     import holdfast
-    from bench import process, states
+    from bench import resource_usage, states
 
-    place, state = Path(folder), states.big(size)
-    holdfast.save(str(place / "tiny"), states.small(2), step=1)
+    place, state = Path(folder), states.large_state(size)
+    holdfast.save(str(place / "tiny"), states.small_state(2), step=1)
     if kind == "save":
-        with process.PeakMemory(children=True) as memory:
+        with resource_usage.PeakMemory(children=True) as memory:
             holdfast.save(str(place / "one"), {"model": state}, step=1)
-            return {kind: memory.so_far()}
+            return {kind: memory.peak_bytes()}
     if kind == "load":
-        holdfast.load(str(place / "tiny"), into=states.small(2))
-        with process.PeakMemory(children=True) as memory:
+        holdfast.load(str(place / "tiny"), into=states.small_state(2))
+        with resource_usage.PeakMemory(children=True) as memory:
             holdfast.load(str(place / "one"), into={"model": state})
-            return {kind: memory.so_far()}
+            return {kind: memory.peak_bytes()}
     found = {}
     with (
-        process.PeakMemory(children=True) as memory,
+        resource_usage.PeakMemory(children=True) as memory,
         holdfast.Checkpointer(
             str(place / "run"),
             {"model": state},
@@ -45,7 +45,7 @@ def measure(kind: str, folder: str, size: int) -> dict[str, int]:
         for name in ("first", "second", "third"):
             checkpointer.step()
             checkpointer.wait()
-            found[name] = memory.so_far()
+            found[name] = memory.peak_bytes()
     return found
 
 
@@ -58,10 +58,10 @@ def sections(options: Options) -> list[Section]:
             place.mkdir(exist_ok=True)
             disk.remove(place / "tiny")
             try:
-                peaks = child.call(
+                peaks = fresh_process.call(
                     "bench.memory:measure", kind=kind, folder=str(place), size=options.big
                 )
-            except child.Failed as failure:
+            except fresh_process.MeasurementFailed as failure:
                 missing = sorted({*missing, f"holdfast, {kind}: {failure}"})
                 continue
             for name, peak in peaks.items():

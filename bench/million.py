@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from bench import child
+from bench import fresh_process
 from bench.report import Options, Section, judge
 
 _REPORTED = {
@@ -22,7 +22,7 @@ def measure(folder: str) -> dict[str, float]:
 
     from bench import million_boxes
 
-    figures = million_boxes.rows((1024,), Path(folder))[0]
+    figures = million_boxes.measure_all((1024,), Path(folder))[0]
     return {**figures, "manifest_s": _manifest(1024)}
 
 
@@ -30,14 +30,14 @@ def _manifest(ranks: int) -> float:
     """Seconds to encode and seal a manifest that names the shards of so many ranks."""
     from bench.million_boxes import LEAVES
     from holdfast.format import names
-    from holdfast.format.manifest import File, Manifest, Shard, encode_manifest
+    from holdfast.format.manifest import FileEntry, Manifest, Shard, encode_manifest
 
     start, attempt = time.perf_counter(), names.new_attempt()
     shards = [
         Shard(
             names.shard_name(rank, ranks, attempt),
             1 << 30,
-            File(names.index_name(rank, ranks, attempt), 1 << 20, "0" * 32),
+            FileEntry(names.index_name(rank, ranks, attempt), 1 << 20, "0" * 32),
         )
         for rank in range(ranks)
     ]
@@ -53,8 +53,8 @@ def sections(options: Options) -> list[Section]:
         " plans, and encodes a manifest that names all shards; its memory counts the offers too."
     )
     try:
-        found = child.call("bench.million:measure", timeout=300, folder=str(options.folder))
-    except child.Failed as failure:
+        found = fresh_process.call("bench.million:measure", timeout=300, folder=str(options.folder))
+    except fresh_process.MeasurementFailed as failure:
         targets = [
             judge("plan and manifest at the coordinator", [], most=5, unit="s"),
             judge("its memory", [], most=200, unit="MiB"),

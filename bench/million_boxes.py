@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.engine.planning.global_plan import plan_write, same_structure
-from holdfast.engine.planning.local_plan import Offer, make_offer, structure
-from holdfast.engine.planning.read_plan import Want, plan_read
-from holdfast.engine.planning.shard_layout import Holding, chunk_cuts, file_order
+from holdfast.engine.planning.global_plan import can_reuse_plan, make_global_plan
+from holdfast.engine.planning.local_plan import LocalPlan, digest_leaf_boxes, make_local_plan
+from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
+from holdfast.engine.planning.shard_layout import LeafBox, chunk_cuts, file_order
 from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
-from holdfast.format.index_columns import Alike, BoxAt, Leaf
+from holdfast.format.index_columns import IndexBox, IndexLeaf, SchemaCache
 from holdfast.types import MIB, Box
 
 LEAVES = 977
@@ -34,7 +34,7 @@ RANKS = (8, 64, 256, 1024)
 ROWS, WIDTH = 16, 4096
 
 
-class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class IndexColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The index as columns: ``offsets`` and ``sizes`` of all boxes one after the other."""
 
     format: int
@@ -52,7 +52,7 @@ class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digests: list[str]
 
 
-def holdings(rank: int, ranks: int) -> list[Holding]:
+def make_leaf_boxes(rank: int, ranks: int) -> list[LeafBox]:
     """One box of each leaf: rows of a bfloat16 matrix, 128 KiB each; a third are vectors."""
     held = []
     for i in range(LEAVES):
@@ -61,20 +61,20 @@ def holdings(rank: int, ranks: int) -> list[Holding]:
             shape, box = (ranks * ROWS, WIDTH), Box((rank * ROWS, 0), (ROWS, WIDTH))
         else:
             shape, box = (ranks * 64,), Box((rank * 64,), (64,))
-        held.append(Holding(key, "bfloat16", shape, box))
+        held.append(LeafBox(key, "bfloat16", shape, box))
     return held
 
 
-def index(rank: int, ranks: int) -> Index:
+def make_index(rank: int, ranks: int) -> Index:
     """The index that the rank writes."""
-    held = holdings(rank, ranks)
+    held = make_leaf_boxes(rank, ranks)
     held = [held[i] for i in file_order(held)]
     lengths = np.array([h.nbytes for h in held])
     header = 128 * 1024
     cuts = chunk_cuts(header, lengths)
     at = (header + np.cumsum(lengths) - lengths).tolist()
     leaves = [
-        Leaf(h.key, h.dtype, h.shape, [BoxAt(h.box.offsets, h.box.sizes, a)])
+        IndexLeaf(h.key, h.dtype, h.shape, [IndexBox(h.box.offsets, h.box.sizes, a)])
         for h, a in zip(held, at, strict=True)
     ]
     name = f"shard-{rank:05}-of-{ranks:05}.0123456789ab.safetensors"
@@ -82,28 +82,28 @@ def index(rank: int, ranks: int) -> Index:
     return Index(1, name, int(cuts[-1]), header, leaves, cuts.tolist(), digests)
 
 
-def columns(rows: Index) -> Columns:
-    boxes = [(i, b) for i, leaf in enumerate(rows.leaves) for b in leaf.boxes]
-    return Columns(
-        rows.format,
-        rows.shard,
-        rows.length,
-        rows.header,
-        [leaf.key for leaf in rows.leaves],
-        [leaf.dtype for leaf in rows.leaves],
-        [leaf.shape for leaf in rows.leaves],
+def make_columns(row_index: Index) -> IndexColumns:
+    boxes = [(i, b) for i, leaf in enumerate(row_index.leaves) for b in leaf.boxes]
+    return IndexColumns(
+        row_index.format,
+        row_index.shard,
+        row_index.length,
+        row_index.header,
+        [leaf.key for leaf in row_index.leaves],
+        [leaf.dtype for leaf in row_index.leaves],
+        [leaf.shape for leaf in row_index.leaves],
         [i for i, _ in boxes],
         [o for _, b in boxes for o in b.offsets],
         [s for _, b in boxes for s in b.sizes],
         [b.at for _, b in boxes],
-        rows.cuts,
-        rows.digests,
+        row_index.cuts,
+        row_index.digests,
     )
 
 
-def parse_columns(raw: bytes) -> tuple[Any, ...]:
+def decode_columns(raw: bytes) -> tuple[Any, ...]:
     """The columns as checked arrays: the same rules as ``decode_index``, without a loop."""
-    c = msgspec.json.decode(raw, type=Columns)
+    c = msgspec.json.decode(raw, type=IndexColumns)
     leaf, at = np.array(c.leaf), np.array(c.at)
     offsets, sizes, cuts = np.array(c.offsets), np.array(c.sizes), np.array(c.cuts)
     dims = np.array([len(s) for s in c.shapes])
@@ -120,7 +120,7 @@ def parse_columns(raw: bytes) -> tuple[Any, ...]:
     return c.keys, c.dtypes, c.shapes, leaf, offsets, sizes, at, cuts
 
 
-def timed(call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
+def time_best(call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
     """Seconds of the fastest of ``times`` calls, and the last result."""
     best = float("inf")
     for _ in range(times):
@@ -130,57 +130,57 @@ def timed(call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
     return best, result
 
 
-def resident(row: str) -> float:
+def process_memory(field: str) -> float:
     """MiB of this process: ``VmRSS`` now, ``VmHWM`` at most so far (Linux).
 
     Not ``ru_maxrss``: that of a process begins with its parent's.
     """
     text = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(text.split(f"{row}:")[1].split()[0]) / 1024
+    return int(text.split(f"{field}:")[1].split()[0]) / 1024
 
 
-def coordinator(ranks: int, folder: Path) -> dict[str, float]:
+def measure_coordinator(ranks: int, folder: Path) -> dict[str, float]:
     """Plan from the offers in the folder; memory counts the offers themselves, too."""
-    plan_write([make_offer(holdings(0, 1))])
-    before = resident("VmRSS")
+    make_global_plan([make_local_plan(make_leaf_boxes(0, 1))])
+    before = process_memory("VmRSS")
     raw = [path.read_bytes() for path in sorted(folder.glob("*.offer"))]
-    took, plan = timed(lambda: plan_write([Offer.from_bytes(r) for r in raw]))
-    used = resident("VmHWM") - before
-    if plan.writes.sum() != ranks * LEAVES:
+    took, plan = time_best(lambda: make_global_plan([LocalPlan.from_bytes(r) for r in raw]))
+    used = process_memory("VmHWM") - before
+    if plan.write_flags.sum() != ranks * LEAVES:
         raise SystemExit("the plan is wrong")
-    again, same = timed(lambda: same_structure([r[:16] for r in raw], plan))
+    again, same = time_best(lambda: can_reuse_plan([r[:16] for r in raw], plan))
     if not same:
         raise SystemExit("an unchanged structure was not known again")
     return {"plan_s": took, "plan_mib": used, "reuse_s": again}
 
 
-def reader(ranks: int, folder: Path, shape: str) -> dict[str, float]:
+def measure_reader(ranks: int, folder: Path, case: str) -> dict[str, float]:
     """Decode and check all indexes in the folder, one by one, keeping what ``shape`` keeps."""
-    decode_index(encode_index(index(0, 1)), "warm")
-    before = resident("VmRSS")
-    paths = sorted(folder.glob("*.rows" if shape != "columns" else "*.columns"))
-    alike = Alike()
+    decode_index(encode_index(make_index(0, 1)), "warm")
+    before = process_memory("VmRSS")
+    paths = sorted(folder.glob("*.rows" if case != "columns" else "*.columns"))
+    alike = SchemaCache()
 
     def indexes() -> Iterator[ShardIndex]:
         for path in paths:
-            yield decode_index(path.read_bytes(), path.name, alike=alike)
+            yield decode_index(path.read_bytes(), path.name, schema_cache=alike)
 
-    if shape == "read_plan":  # what a rank does that loads into half as many ranks
+    if case == "read_plan":  # what a rank does that loads into half as many ranks
         wanted = [
-            Want(h.key, Box((0, *h.box.offsets[1:]), (2 * h.box.sizes[0], *h.box.sizes[1:])))
-            for h in holdings(0, ranks)
+            ReadRequest(h.key, Box((0, *h.box.offsets[1:]), (2 * h.box.sizes[0], *h.box.sizes[1:])))
+            for h in make_leaf_boxes(0, ranks)
         ]
-        took, plan = timed(lambda: plan_read(indexes(), wanted))
+        took, plan = time_best(lambda: make_read_plan(indexes(), wanted))
         if len({i.shard for i in plan.items}) != 2:
             raise SystemExit("the read plan is wrong")
-    elif shape == "columns":
-        took, _ = timed(lambda: [parse_columns(path.read_bytes())[3:] for path in paths])
+    elif case == "columns":
+        took, _ = time_best(lambda: [decode_columns(path.read_bytes())[3:] for path in paths])
     else:
-        took, _ = timed(lambda: list(indexes()))
-    return {f"{shape}_s": took, f"{shape}_mib": resident("VmHWM") - before}
+        took, _ = time_best(lambda: list(indexes()))
+    return {f"{case}_s": took, f"{case}_mib": process_memory("VmHWM") - before}
 
 
-def _apart(*arguments: object) -> dict[str, float]:
+def _run_in_process(*arguments: object) -> dict[str, float]:
     """One part of the simulation in a fresh process, so that its memory is its own."""
     done = subprocess.run(
         [sys.executable, __file__, *map(str, arguments)], check=True, stdout=subprocess.PIPE
@@ -189,24 +189,28 @@ def _apart(*arguments: object) -> dict[str, float]:
     return result
 
 
-def rows(counts: tuple[int, ...] = RANKS, folder: Path | None = None) -> list[dict[str, float]]:
+def measure_all(
+    counts: tuple[int, ...] = RANKS, folder: Path | None = None
+) -> list[dict[str, float]]:
     """The figures, one dict for each number of ranks: seconds, bytes, and MiB resident."""
     figures = []
     for ranks in counts:
         with tempfile.TemporaryDirectory(dir=folder) as made:
             place = Path(made)
-            held = holdings(0, ranks)
-            offer_s, offer = timed(lambda h=held: make_offer(h), 5)
-            structure_s, _ = timed(lambda h=held: structure(h), 5)
-            made_rows = index(0, ranks)
-            encode_s, raw = timed(lambda i=made_rows: encode_index(i), 5)
-            made_columns = columns(made_rows)
-            columns_s, raw_columns = timed(lambda c=made_columns: msgspec.json.encode(c), 5)
+            held = make_leaf_boxes(0, ranks)
+            offer_s, offer = time_best(lambda h=held: make_local_plan(h), 5)
+            structure_s, _ = time_best(lambda h=held: digest_leaf_boxes(h), 5)
+            made_rows = make_index(0, ranks)
+            encode_s, raw = time_best(lambda i=made_rows: encode_index(i), 5)
+            made_columns = make_columns(made_rows)
+            columns_s, raw_columns = time_best(lambda c=made_columns: msgspec.json.encode(c), 5)
             for r in range(ranks):
-                (place / f"{r:05}.offer").write_bytes(make_offer(holdings(r, ranks)).to_bytes())
-                one = index(r, ranks)
+                (place / f"{r:05}.offer").write_bytes(
+                    make_local_plan(make_leaf_boxes(r, ranks)).to_bytes()
+                )
+                one = make_index(r, ranks)
                 (place / f"{r:05}.rows").write_bytes(encode_index(one))
-                (place / f"{r:05}.columns").write_bytes(msgspec.json.encode(columns(one)))
+                (place / f"{r:05}.columns").write_bytes(msgspec.json.encode(make_columns(one)))
             figures.append(
                 {
                     "ranks": ranks,
@@ -218,16 +222,16 @@ def rows(counts: tuple[int, ...] = RANKS, folder: Path | None = None) -> list[di
                     "rows_encode_s": encode_s,
                     "columns_bytes": ranks * len(raw_columns),
                     "columns_encode_s": columns_s,
-                    **_apart("coordinator", ranks, place),
-                    **_apart("rows", ranks, place),
-                    **_apart("columns", ranks, place),
-                    **_apart("read_plan", ranks, place),
+                    **_run_in_process("coordinator", ranks, place),
+                    **_run_in_process("rows", ranks, place),
+                    **_run_in_process("columns", ranks, place),
+                    **_run_in_process("read_plan", ranks, place),
                 }
             )
     return figures
 
 
-def table(figures: list[dict[str, float]]) -> str:
+def render_table(figures: list[dict[str, float]]) -> str:
     """The figures as a Markdown table."""
     lines: list[tuple[str, Callable[[dict[str, float]], str]]] = [
         ("boxes", lambda f: f"{f['boxes']:,}"),
@@ -237,10 +241,10 @@ def table(figures: list[dict[str, float]]) -> str:
         ("write plan at the coordinator, s", lambda f: f"{f['plan_s']:.3f}"),
         ("its memory with the offers, MiB", lambda f: f"{f['plan_mib']:.0f}"),
         ("unchanged structure, ms", lambda f: f"{1e3 * f['reuse_s']:.2f}"),
-        ("index encoded by one rank, ms (rows / columns)", _pair("encode_s", 1e3, ".2f")),
-        ("indexes, MiB (rows / columns)", _pair("bytes", 1 / MIB, ".1f")),
-        ("all indexes read, checked, s (rows / columns)", _pair("s", 1, ".2f")),
-        ("memory of that, MiB (rows / columns)", _pair("mib", 1, ".0f")),
+        ("index encoded by one rank, ms (rows / columns)", _row_and_column("encode_s", 1e3, ".2f")),
+        ("indexes, MiB (rows / columns)", _row_and_column("bytes", 1 / MIB, ".1f")),
+        ("all indexes read, checked, s (rows / columns)", _row_and_column("s", 1, ".2f")),
+        ("memory of that, MiB (rows / columns)", _row_and_column("mib", 1, ".0f")),
         ("read plan of one rank from all indexes, s", lambda f: f"{f['read_plan_s']:.2f}"),
         ("its memory, MiB", lambda f: f"{f['read_plan_mib']:.0f}"),
     ]
@@ -249,20 +253,24 @@ def table(figures: list[dict[str, float]]) -> str:
     return "\n".join([head, "|---|" + "---:|" * len(figures), *body])
 
 
-def _pair(what: str, factor: float, form: str) -> Callable[[dict[str, float]], str]:
+def _row_and_column(
+    figure: str, factor: float, format_spec: str
+) -> Callable[[dict[str, float]], str]:
     def show(f: dict[str, float]) -> str:
-        return " / ".join(format(factor * f[f"{k}_{what}"], form) for k in ("rows", "columns"))
+        return " / ".join(
+            format(factor * f[f"{k}_{figure}"], format_spec) for k in ("rows", "columns")
+        )
 
     return show
 
 
 def main(arguments: list[str]) -> None:
     if not arguments:
-        print(table(rows()))
+        print(render_table(measure_all()))
     elif arguments[0] == "coordinator":
-        print(json.dumps(coordinator(int(arguments[1]), Path(arguments[2]))))
+        print(json.dumps(measure_coordinator(int(arguments[1]), Path(arguments[2]))))
     else:
-        print(json.dumps(reader(int(arguments[1]), Path(arguments[2]), arguments[0])))
+        print(json.dumps(measure_reader(int(arguments[1]), Path(arguments[2]), arguments[0])))
 
 
 if __name__ == "__main__":

@@ -7,26 +7,26 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from bench import child
-from bench.crowd import LEAVES, SHAPES
+from bench import fresh_process
 from bench.report import Options, Section, Verdict, judge
+from bench.simulated_ranks import LEAVES, SHAPES
 
 RANKS = (8, 64, 256, 1024)
-QUICK = (8, 64)
+QUICK_RANKS = (8, 64)
 
 Figures = dict[str, Any]
 
 
-def _again(f: Figures, name: str) -> float:
+def _later_save(f: Figures, name: str) -> float:
     return median(save[name] for save in f["again"])
 
 
-def _other(save: Figures) -> float:
+def _median_wait(save: Figures) -> float:
     """Of the ranks beside rank 0, which are served one after the other, the one in the middle."""
     return float(median(save["held_up_s"]))
 
 
-def _commit(f: Figures, *names: str) -> float:
+def _commit_median(f: Figures, *names: str) -> float:
     return median(sum(save[n] for n in names) for save in f["commits"])
 
 
@@ -39,20 +39,20 @@ _ROWS: dict[str, Callable[[Figures], str]] = {
     "of that: parts dealt out": lambda f: f"{f['first'].get('scatter_s', 0):.3f}",
     "CPU of rank 0 for it, s": lambda f: f"{f['first']['agree_cpu_s']:.3f}",
     "memory of rank 0, until the commit, MiB": lambda f: f"{f['peak_mib']:.0f}",
-    "later saves: rank 0 is held up, ms": lambda f: f"{1e3 * _again(f, 'agree_s'):.1f}",
-    "CPU of rank 0 for it, ms": lambda f: f"{1e3 * _again(f, 'agree_cpu_s'):.1f}",
-    "another rank is held up, ms": lambda f: f"{1e3 * median(map(_other, f['again'])):.1f}",
-    "commit: receipts, files, manifest, ms": lambda f: f"{1e3 * _commit(f, 'commit_s'):.0f}",
-    "of that: looking at all files": lambda f: f"{1e3 * _commit(f, 'commit_files_s'):.0f}",
-    "of that: the manifest": lambda f: f"{1e3 * _commit(f, 'commit_put_s'):.0f}",
+    "later saves: rank 0 is held up, ms": lambda f: f"{1e3 * _later_save(f, 'agree_s'):.1f}",
+    "CPU of rank 0 for it, ms": lambda f: f"{1e3 * _later_save(f, 'agree_cpu_s'):.1f}",
+    "another rank is held up, ms": lambda f: f"{1e3 * median(map(_median_wait, f['again'])):.1f}",
+    "commit: receipts, files, manifest, ms": lambda f: f"{1e3 * _commit_median(f, 'commit_s'):.0f}",
+    "of that: looking at all files": lambda f: f"{1e3 * _commit_median(f, 'commit_files_s'):.0f}",
+    "of that: the manifest": lambda f: f"{1e3 * _commit_median(f, 'commit_put_s'):.0f}",
     "manifest, KiB": lambda f: f"{f['manifest_bytes'] / 2**10:.0f}",
     "indexes, files": lambda f: f"{f['indexes']:,}",
     "indexes, MiB": lambda f: f"{f['indexes_bytes'] / 2**20:.1f}",
     "through the store, first save, MiB": lambda f: f"{f['first']['nbytes'] / 2**20:.2f}",
-    "through the store, later saves, KiB": lambda f: f"{_again(f, 'nbytes') / 2**10:.0f}",
+    "through the store, later saves, KiB": lambda f: f"{_later_save(f, 'nbytes') / 2**10:.0f}",
     "calls of rank 0, first save": lambda f: f"{f['first']['calls']:,}",
-    "calls of rank 0, later saves": lambda f: f"{_again(f, 'calls'):,.0f}",
-    "calls of another rank, later saves": lambda f: f"{_again(f, 'others_calls'):.1f}",
+    "calls of rank 0, later saves": lambda f: f"{_later_save(f, 'calls'):,.0f}",
+    "calls of another rank, later saves": lambda f: f"{_later_save(f, 'others_calls'):.1f}",
     "one look after all ranks, ms": lambda f: f"{1e3 * f['vigil_s']:.2f}",
     "keys left in the store": lambda f: f"{len(f['left'])}",
     "load: one rank reads all indexes, s": lambda f: f"{f['indexes_s']:.2f}",
@@ -64,19 +64,19 @@ _ROWS: dict[str, Callable[[Figures], str]] = {
 
 def sections(options: Options) -> list[Section]:
     made = [_section(shape, options) for shape in SHAPES]
-    made[0].verdicts += _costs()
+    made[0].verdicts += _store_verdicts()
     return made
 
 
 def _section(shape: str, options: Options) -> Section:
     found: list[Figures] = []
     missing = []
-    for ranks in QUICK if options.quick else RANKS:
+    for ranks in QUICK_RANKS if options.quick else RANKS:
         folder = options.folder / f"{shape}-{ranks}"
         given = {"ranks": ranks, "shape": shape, "folder": str(folder / "version_1")}
         try:
-            found.append(child.call("bench.rank0:measure", timeout=600, **given))
-        except child.Failed as failure:
+            found.append(fresh_process.call("bench.rank0:measure", timeout=600, **given))
+        except fresh_process.MeasurementFailed as failure:
             missing.append(f"{ranks} ranks: {failure}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -84,14 +84,14 @@ def _section(shape: str, options: Options) -> Section:
     rows = [[name, *map(show, found)] for name, show in _ROWS.items()] if found else []
     most = [f for f in found if f["ranks"] == RANKS[-1]]
     return Section(
-        f"Saves by 8 to 1,024 ranks, {shape}: {SHAPES[shape]}", _TEXT, _judged(most), columns,
+        f"Saves by 8 to 1,024 ranks, {shape}: {SHAPES[shape]}", _TEXT, _verdicts(most), columns,
         rows, missing,
     )  # fmt: skip
 
 
-def _judged(found: list[Figures]) -> list[Verdict]:
-    first = [f["first"]["agree_s"] + _commit(f, "commit_s") for f in found]
-    again = [a["agree_s"] + _commit(f, "commit_s") for f in found for a in f["again"]]
+def _verdicts(found: list[Figures]) -> list[Verdict]:
+    first = [f["first"]["agree_s"] + _commit_median(f, "commit_s") for f in found]
+    again = [a["agree_s"] + _commit_median(f, "commit_s") for f in found for a in f["again"]]
     return [
         judge("1,024 ranks: plan, gather and manifest", first, most=5, unit="s"),
         judge("memory of rank 0 for it", [f["peak_mib"] for f in found], most=200, unit="MiB",
@@ -104,10 +104,10 @@ def _judged(found: list[Figures]) -> list[Verdict]:
     ]  # fmt: skip
 
 
-def _costs() -> list[Verdict]:
+def _store_verdicts() -> list[Verdict]:
     try:
-        found = child.call("bench.rank0:costs")
-    except child.Failed:
+        found = fresh_process.call("bench.rank0:costs")
+    except fresh_process.MeasurementFailed:
         found = {}
     called = {
         "one look for a note that is not there": ("look_s", 1e6, "us"),

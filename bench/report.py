@@ -31,7 +31,7 @@ class Options:
 class Verdict:
     """One target: what it asks, what was found, over which spread, and whether it is reached."""
 
-    what: str
+    name: str
     target: str
     figure: str = "-"
     spread: str = "-"
@@ -51,7 +51,7 @@ class Section:
 
 
 def judge(
-    what: str,
+    name: str,
     values: Sequence[float],
     *,
     least: float | None = None,
@@ -66,7 +66,7 @@ def judge(
     elif most is not None:
         target = f"at most {most:g} {unit}".strip()
     if not values:
-        return Verdict(what, target)
+        return Verdict(name, target)
     middle = median(values)
     reached = "-"
     if least is not None:
@@ -74,7 +74,7 @@ def judge(
     elif most is not None:
         reached = YES if middle <= most else NO
     figure = f"{middle:.{digits}f} {unit}".strip()
-    return Verdict(what, target, figure, spread(values, digits), reached)
+    return Verdict(name, target, figure, spread(values, digits), reached)
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -96,7 +96,7 @@ def render(section: Section, *, markdown: bool) -> str:
     edge = "|" if markdown else ""
     lines = [f"## {section.title}" if markdown else f"\n=== {section.title}", "", section.text, ""]
     if section.verdicts:
-        verdicts = [[v.what, v.target, v.figure, v.spread, v.reached] for v in section.verdicts]
+        verdicts = [[v.name, v.target, v.figure, v.spread, v.reached] for v in section.verdicts]
         head = ["what", "target", "median", "lowest to highest", "reached"]
         lines += [*_table(head, verdicts, edge), ""]
     if section.rows:
@@ -106,7 +106,7 @@ def render(section: Section, *, markdown: bool) -> str:
     return "\n".join(lines)
 
 
-def document(sections: list[Section], options: Options, seconds: float, command: str) -> str:
+def render_document(sections: list[Section], options: Options, seconds: float, command: str) -> str:
     """The whole of ``docs/benchmarks.md``."""
     when = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y")
     size = f"{options.big >> 20} MiB"
@@ -119,9 +119,9 @@ def document(sections: list[Section], options: Options, seconds: float, command:
         "",
         *([f"**A trial of the harness with small sizes ({size}): no figures to quote.**", ""]
           if options.quick else []),
-        *_table(["machine", ""], machine(options.folder), "|"),
+        *_table(["machine", ""], machine_rows(options.folder), "|"),
         "",
-        *_table(["package", "version"], versions(), "|"),
+        *_table(["package", "version"], version_rows(), "|"),
         "",
     ]  # fmt: skip
     limits = Path(__file__).with_name("limits.md")
@@ -129,7 +129,7 @@ def document(sections: list[Section], options: Options, seconds: float, command:
     return "\n".join([*head, *(render(section, markdown=True) for section in sections), *tail])
 
 
-def spliced(text: str, sections: list[Section]) -> str:
+def splice_sections(text: str, sections: list[Section]) -> str:
     """The document with these sections anew: in place of those of the same title, or at the end."""
     load = os.getloadavg()[1] / (os.cpu_count() or 1)
     when = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y")
@@ -148,7 +148,7 @@ def spliced(text: str, sections: list[Section]) -> str:
     return "\n## ".join([head, *parts])
 
 
-def machine(folder: Path) -> list[list[str]]:
+def machine_rows(folder: Path) -> list[list[str]]:
     """In general words: no host names and no paths."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return [
@@ -161,14 +161,14 @@ def machine(folder: Path) -> list[list[str]]:
     ]
 
 
-def versions() -> list[list[str]]:
-    from bench.peers import ALL
+def version_rows() -> list[list[str]]:
+    from bench.libraries import LIBRARIES
 
-    packages = [*dict.fromkeys(peer.package for peer in ALL.values()), "numpy", "xxhash"]
-    return [[package, version(package) or "not installed"] for package in packages]
+    packages = [*dict.fromkeys(peer.package for peer in LIBRARIES.values()), "numpy", "xxhash"]
+    return [[package, installed_version(package) or "not installed"] for package in packages]
 
 
-def version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

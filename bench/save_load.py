@@ -8,105 +8,107 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from bench import child, disk
+from bench import disk, fresh_process
 from bench.report import Options, Section, Verdict, judge, spread
 
 Samples = dict[str, list[float]]
-WHATS = ("save", "load")
+OPERATIONS = ("save", "load")
 
 
 def save(peer: str, size: int, folder: str) -> dict[str, float]:
     """In a child: seconds until the bytes are durable, and the peak of memory above the state."""
-    from bench import process, states
+    from bench import resource_usage, states
 
-    one = _warm(peer, folder)
-    state = states.big(size)
-    with process.PeakMemory() as memory:
+    one = _warmed_up(peer, folder)
+    state = states.large_state(size)
+    with resource_usage.PeakMemory() as memory:
         start = time.perf_counter()
         one.save(state, Path(folder) / "big")
         if not one.durable:
             disk.fsync_tree(Path(folder) / "big")
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "memory": memory.so_far()}
+        return {"seconds": seconds, "memory": memory.peak_bytes()}
 
 
 def load(peer: str, size: int, folder: str) -> dict[str, float]:
     """In a child: seconds until live tensors hold the values, which are checked after."""
-    from bench import process, states
+    from bench import resource_usage, states
 
-    one = _warm(peer, folder)
-    into = states.blank_big(size)
-    resident = disk.make_cold(Path(folder) / "big")
-    with process.PeakMemory() as memory:
+    one = _warmed_up(peer, folder)
+    into = states.blank_large_state(size)
+    resident = disk.drop_page_cache(Path(folder) / "big")
+    with resource_usage.PeakMemory() as memory:
         start = time.perf_counter()
         one.load(into, Path(folder) / "big")
         seconds = time.perf_counter() - start
-        peak = memory.so_far()
-    if wrong := states.wrong_big(into):
+        peak = memory.peak_bytes()
+    if wrong := states.find_mismatches(into):
         raise ValueError(f"{len(wrong)} of {len(into)} tensors came back wrong")
     if resident > 0.01:
         raise ValueError(f"{resident:.0%} of the files stayed in the page cache")
     return {"seconds": seconds, "memory": peak}
 
 
-def _warm(name: str, folder: str):  # type: ignore[no-untyped-def]  # Peer imports torch
+def _warmed_up(name: str, folder: str):  # type: ignore[no-untyped-def]  # Peer imports torch
     """The peer, after one tiny save and load, so that no import is timed."""
-    from bench import peers, states
+    from bench import libraries, states
 
     warnings.simplefilter("ignore")
-    one, place, state = peers.ALL[name], Path(folder) / "tiny", states.small(2)
+    one, place, state = libraries.LIBRARIES[name], Path(folder) / "tiny", states.small_state(2)
     one.save(state, place)
-    one.load(states.blank(state), place)
+    one.load(states.blank_like(state), place)
     disk.remove(place)
     return one
 
 
 @dataclass
-class _Round:
+class _Measurements:
     """What all rounds have given so far."""
 
     options: Options
-    seconds: dict[str, Samples] = field(default_factory=lambda: {what: {} for what in WHATS})
-    memory: dict[str, Samples] = field(default_factory=lambda: {what: {} for what in WHATS})
-    raw: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {w: [] for w in WHATS})
+    seconds: dict[str, Samples] = field(default_factory=lambda: {what: {} for what in OPERATIONS})
+    memory: dict[str, Samples] = field(default_factory=lambda: {what: {} for what in OPERATIONS})
+    raw: dict[str, list[dict[str, float]]] = field(
+        default_factory=lambda: {w: [] for w in OPERATIONS}
+    )
     missing: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
-    def best(self, what: str) -> str:
+    def best_thread_count(self, operation: str) -> str:
         """The number of threads with which the raw disk was fastest in the first round."""
-        tried = self.raw[what][:2]
+        tried = self.raw[operation][:2]
         return min(tried[0], key=lambda threads: median(each[threads] for each in tried))
 
-    def floor(self) -> None:
+    def measure_raw_disk(self) -> None:
         """The raw disk: all numbers of threads in the first round, then the best."""
-        choice = {what: list(disk.THREADS) for what in WHATS}
+        choice = {what: list(disk.THREADS) for what in OPERATIONS}
         if len(self.raw["save"]) >= 2:
-            choice = {what: [int(self.best(what))] for what in WHATS}
-        found = child.call(
+            choice = {what: [int(self.best_thread_count(what))] for what in OPERATIONS}
+        found = fresh_process.call(
             "bench.disk:raw", folder=str(self.options.folder), size=self.options.big,
             writers=choice["save"], readers=choice["load"],
         )  # fmt: skip
-        for what in WHATS:
+        for what in OPERATIONS:
             self.raw[what].append(found[what])
 
-    def peer(self, name: str) -> None:
+    def measure_library(self, name: str) -> None:
         if name in self.missing:
             return
         folder = self.options.folder
         try:
-            for what in WHATS:
-                found = child.call(
+            for what in OPERATIONS:
+                found = fresh_process.call(
                     f"bench.save_load:{what}", peer=name, size=self.options.big, folder=str(folder)
                 )
                 self.seconds[what].setdefault(name, []).append(found["seconds"])
                 self.memory[what].setdefault(name, []).append(found["memory"] / 2**20)
-        except child.Failed as failure:
+        except fresh_process.MeasurementFailed as failure:
             self.missing[name] = f"{name}, {what}: {failure}"
         finally:
             disk.remove(folder / "big")
             disk.remove(folder / "tiny")
 
-    def sits_out(self, name: str) -> bool:
+    def is_skipped(self, name: str) -> bool:
         """Whether two rounds have shown that this peer is near the fastest at neither, or it is
         late: the whole run is to end in twelve minutes."""
 
@@ -115,31 +117,31 @@ class _Round:
             return len(self.seconds[what][name]) >= 2 and usual[name] > 1.5 * min(usual.values())
 
         late = time.monotonic() - self.began > 240
-        return name in self.missing or late or all(slow(what) for what in WHATS)
+        return name in self.missing or late or all(slow(what) for what in OPERATIONS)
 
 
 def sections(options: Options) -> list[Section]:
-    from bench.peers import HOLDFAST, PEERS
+    from bench.libraries import HOLDFAST, OTHER_LIBRARIES
 
-    names, taken = [peer.name for peer in PEERS], _Round(options)
+    names, taken = [peer.name for peer in OTHER_LIBRARIES], _Measurements(options)
     for number in range(options.rounds):
         turned = [*names[number:], *names[:number]]
         half = len(turned) // 2
         for part in (turned[:half], turned[half:]):
             # The floor and ours come twice a round, next to each other: their ratio is the target.
-            taken.floor()
+            taken.measure_raw_disk()
             for name in [HOLDFAST.name, *part]:
-                if name == HOLDFAST.name or number < 2 or not taken.sits_out(name):
-                    taken.peer(name)
+                if name == HOLDFAST.name or number < 2 or not taken.is_skipped(name):
+                    taken.measure_library(name)
     return [
-        _section(what, options, taken.raw[what], taken.best(what), taken.seconds[what],
+        _section(what, options, taken.raw[what], taken.best_thread_count(what), taken.seconds[what],
                  taken.memory[what], [*taken.missing.values()])
-        for what in WHATS
+        for what in OPERATIONS
     ]  # fmt: skip
 
 
 def _section(
-    what: str,
+    operation: str,
     options: Options,
     raw: list[dict[str, float]],
     threads: str,
@@ -147,34 +149,34 @@ def _section(
     memory: Samples,
     missing: list[str],
 ) -> Section:
-    from bench.peers import ALL
+    from bench.libraries import LIBRARIES
 
     floor = [each[threads] for each in raw]
     ours = seconds.get("holdfast", [])
-    verb = "write" if what == "save" else "read"
+    verb = "write" if operation == "save" else "read"
     ratios = [a / b for a, b in zip(floor, ours, strict=False)]
     verdicts = [judge(f"speed / raw O_DIRECT {verb}", ratios, least=0.85)]
-    verdicts += _against_peers(what, seconds, median(floor))
+    verdicts += _library_verdicts(operation, seconds, median(floor))
     size = options.big / 2**30
     rows = [_row(f"raw O_DIRECT {verb}, {threads} threads", "", size, floor, floor, [], "")]
     for name, values in sorted(seconds.items(), key=lambda item: median(item[1])):
-        peer = ALL[name]
+        peer = LIBRARIES[name]
         notes = {
             "save": ["" if peer.durable else "fsync added", peer.save_note],
             "load": [peer.load_note],
-        }[what]
+        }[operation]
         rows.append(
             _row(name, "yes" if name == "holdfast" else "no", size, values, floor,
                  memory[name], "; ".join(filter(None, notes)))
         )  # fmt: skip
-    title = "Durable save" if what == "save" else "Cold load into live tensors"
+    title = "Durable save" if operation == "save" else "Cold load into live tensors"
     text = {
         "save": "One process; seconds until file and folders are synced. The floor writes the same"
         f" number of random bytes from aligned memory (huge pages), threads by 8 MiB (tried:"
         f" {', '.join(map(str, disk.THREADS))}; the best is used).",
         "load": "The files' pages are dropped before (checked with mincore); the loaded values are"
         " compared after. The floor reads into aligned, touched memory (huge pages).",
-    }[what] + " Peers far from the fastest, or all if time is short, sit out the third round."
+    }[operation] + " Peers far from the fastest, or all if time is short, sit out the third round."
     columns = [
         "",
         "digests",
@@ -190,7 +192,7 @@ def _section(
                    missing)  # fmt: skip
 
 
-def _against_peers(what: str, seconds: Samples, floor: float) -> list[Verdict]:
+def _library_verdicts(operation: str, seconds: Samples, floor: float) -> list[Verdict]:
     peers = {name: values for name, values in seconds.items() if name != "holdfast"}
     if not peers or "holdfast" not in seconds:
         return [Verdict("speed / the fastest peer", "more than 1 x")]
@@ -202,12 +204,12 @@ def _against_peers(what: str, seconds: Samples, floor: float) -> list[Verdict]:
         if ours[2 * at :]
     ]
     found = [judge(f"speed / the fastest peer ({fastest})", pairs, least=1)]
-    if what == "save":
+    if operation == "save":
         room = 0.85 * median(peers[fastest]) / floor
         twice = judge("the same, where the disk leaves room", pairs, least=2)
         if room < 2:
             reached = f"no room: 0.85 of the raw write is {room:.1f} x"
-            twice = Verdict(twice.what, twice.target, twice.figure, twice.spread, reached)
+            twice = Verdict(twice.name, twice.target, twice.figure, twice.spread, reached)
         found.append(twice)
     return found
 

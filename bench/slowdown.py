@@ -10,24 +10,24 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from bench import child, disk
+from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 
 _REPEATS = 5
-_QUIET = 1.5
+_QUIET_SECONDS = 1.5
 
 
-def _dd(source: str, target: Path) -> list[str]:
+def _dd_command(source: str, target: Path) -> list[str]:
     return ["dd", f"if={source}", f"of={target}", "bs=8M", "oflag=direct", "conv=fsync"]
 
 
-def cpu(folder: str, size: int) -> dict[str, list[float]]:
+def measure_cpu(folder: str, size: int) -> dict[str, list[float]]:
     """In a child: CPU seconds per GiB, with nothing else to do, of each of these in turn."""
     from xxhash import xxh3_128_digest
 
-    from bench import process, states
+    from bench import resource_usage, states
 
-    place, state = Path(folder), states.big(size)
+    place, state = Path(folder), states.large_state(size)
     source = place / "source"
     with source.open("wb") as file:
         for value in state.values():
@@ -37,16 +37,16 @@ def cpu(folder: str, size: int) -> dict[str, list[float]]:
     gib = size / 2**30
 
     def taken(name: str, work: Callable[[], object]) -> None:
-        start = process.cpu_seconds()
+        start = resource_usage.cpu_seconds()
         work()
-        found.setdefault(name, []).append((process.cpu_seconds() - start) / gib)
+        found.setdefault(name, []).append((resource_usage.cpu_seconds() - start) / gib)
 
     def digest() -> None:
         for value in state.values():
             xxh3_128_digest(value.numpy())
 
     def copy(origin: str) -> None:
-        command = [*_dd(origin, place / "copy"), f"count={-(-size // disk.CHUNK)}"]
+        command = [*_dd_command(origin, place / "copy"), f"count={-(-size // disk.CHUNK)}"]
         subprocess.run(command, check=True, capture_output=True)
 
     with _checkpointer(place, state) as checkpointer:
@@ -63,13 +63,13 @@ def cpu(folder: str, size: int) -> dict[str, list[float]]:
     return found
 
 
-def steps(folder: str, size: int) -> dict[str, list[float]]:
+def measure_steps(folder: str, size: int) -> dict[str, list[float]]:
     """In a child: seconds of a training step alone, during a save, during ``dd`` of the bytes."""
     import torch
 
     from bench import states
 
-    place, state = Path(folder), states.big(size)
+    place, state = Path(folder), states.large_state(size)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     weights = torch.randn(1024, 1024)
 
@@ -93,7 +93,7 @@ def steps(folder: str, size: int) -> dict[str, list[float]]:
         found.setdefault(f"{name} took", []).append(sum(taken))
 
     def quiet() -> None:
-        end = time.perf_counter() + _QUIET
+        end = time.perf_counter() + _QUIET_SECONDS
         note("quiet", train(lambda: time.perf_counter() < end))
 
     with _checkpointer(place, state) as checkpointer:
@@ -107,7 +107,7 @@ def steps(folder: str, size: int) -> dict[str, list[float]]:
             note("save", train(waiter.is_alive))
             quiet()
             with subprocess.Popen(
-                _dd(str(place / "source"), place / "copy"), stderr=subprocess.DEVNULL
+                _dd_command(str(place / "source"), place / "copy"), stderr=subprocess.DEVNULL
             ) as writer:
                 note("dd", train(lambda running=writer: running.poll() is None))
             disk.remove(place / "copy")
@@ -138,10 +138,10 @@ def sections(options: Options) -> list[Section]:
     place = options.folder / "slowdown"
     place.mkdir()
     try:
-        used = child.call("bench.slowdown:cpu", folder=str(place), size=options.medium)
+        used = fresh_process.call("bench.slowdown:cpu", folder=str(place), size=options.medium)
         disk.remove(place / "run")
-        taken = child.call("bench.slowdown:steps", folder=str(place), size=options.medium)
-    except child.Failed as failure:
+        taken = fresh_process.call("bench.slowdown:steps", folder=str(place), size=options.medium)
+    except fresh_process.MeasurementFailed as failure:
         missing = [f"holdfast: {failure}"]
         return [Section(title, text, [judge(target, [], most=1.5)], missing=missing)]
     finally:

@@ -8,25 +8,25 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from bench import child, disk
+from bench import disk, fresh_process
 from bench.report import Options, Section, judge, spread
 
-WHATS = ("durable save", "save as it is", "load")
-RIVALS = ["holdfast", "safetensors"]
+OPERATIONS = ("durable save", "save as it is", "load")
+PAIRED_LIBRARIES = ["holdfast", "safetensors"]
 Times = dict[str, dict[str, list[float]]]
 
 
 def measure(names: list[str], folder: str, seconds: float) -> Times:
     """In a child, warm: milliseconds of each save and load of each of ``names``, in turn."""
-    from bench import peers, states
+    from bench import libraries, states
 
     warnings.simplefilter("ignore")
-    state = states.small()
-    into = states.blank(state)
-    found: Times = {name: {what: [] for what in WHATS} for name in names}
+    state = states.small_state()
+    into = states.blank_like(state)
+    found: Times = {name: {what: [] for what in OPERATIONS} for name in names}
 
     def timed(name: str, what: str, place: Path) -> None:
-        one, start = peers.ALL[name], time.perf_counter()
+        one, start = libraries.LIBRARIES[name], time.perf_counter()
         if what == "load":
             one.load(into, place)
         else:
@@ -36,12 +36,12 @@ def measure(names: list[str], folder: str, seconds: float) -> Times:
         found[name][what].append((time.perf_counter() - start) * 1000)
 
     for name in names:  # imports and caches; what is saved here is loaded again and again
-        peers.ALL[name].save(state, Path(folder) / name)
-        peers.ALL[name].load(into, Path(folder) / name)
+        libraries.LIBRARIES[name].save(state, Path(folder) / name)
+        libraries.LIBRARIES[name].load(into, Path(folder) / name)
     end, repeats = time.perf_counter() + seconds * len(names), 0
     while repeats < 2 or time.perf_counter() < end:
         for name in names:
-            for what in WHATS[:1] if peers.ALL[name].durable else WHATS[:2]:
+            for what in OPERATIONS[:1] if libraries.LIBRARIES[name].durable else OPERATIONS[:2]:
                 place = Path(folder) / f"{name}-{repeats}"
                 timed(name, what, place)
                 disk.remove(place)
@@ -53,38 +53,42 @@ def measure(names: list[str], folder: str, seconds: float) -> Times:
 
 
 def sections(options: Options) -> list[Section]:
-    from bench.peers import ALL
+    from bench.libraries import LIBRARIES
 
-    found: Times = {name: defaultdict(list) for name in ALL}
+    found: Times = {name: defaultdict(list) for name in LIBRARIES}
     ratios: dict[str, list[float]] = defaultdict(list)
     missing: dict[str, str] = {}
     # Ours and its rival share a process and take turns: only so is their ratio steady.
-    teams = [RIVALS, *([name] for name in ALL if name not in RIVALS)]
+    teams = [PAIRED_LIBRARIES, *([name] for name in LIBRARIES if name not in PAIRED_LIBRARIES)]
     for number in range(options.rounds):
-        for team in [*teams[number:], *teams[:number]] if number < 2 else [RIVALS]:
+        for team in [*teams[number:], *teams[:number]] if number < 2 else [PAIRED_LIBRARIES]:
             taken = _measure(team, options, missing)
             for name, times in taken.items():
                 for what, values in times.items():
                     if values:
                         found[name][what].append(median(values))
-            if set(RIVALS) <= set(taken):
+            if set(PAIRED_LIBRARIES) <= set(taken):
                 for label, (theirs, own) in _COMPARED.items():
-                    pairs = zip(taken[RIVALS[1]][theirs], taken[RIVALS[0]][own], strict=False)
+                    pairs = zip(
+                        taken[PAIRED_LIBRARIES[1]][theirs],
+                        taken[PAIRED_LIBRARIES[0]][own],
+                        strict=False,
+                    )
                     ratios[label].append(median(their / our for their, our in pairs))
     verdicts = [
         judge(label, ratios[label], least=None if "without" in label else 1) for label in _COMPARED
     ]
     order = sorted(
-        (name for name in found if found[name].get(WHATS[0])),
-        key=lambda name: median(found[name][WHATS[0]]),
+        (name for name in found if found[name].get(OPERATIONS[0])),
+        key=lambda name: median(found[name][OPERATIONS[0]]),
     )
     rows = [
-        [name, *(cell for what in WHATS for cell in _cells(found[name].get(what, [])))]
+        [name, *(cell for what in OPERATIONS for cell in _cells(found[name].get(what, [])))]
         for name in order
     ]
     text = "In one process, warm: medians in milliseconds, lowest and highest over the rounds. A"
     text += " save goes to a new name each time; a load goes into live tensors from the page cache."
-    columns = ["", *(cell for what in WHATS for cell in (f"{what}, ms", "lowest to highest"))]
+    columns = ["", *(cell for what in OPERATIONS for cell in (f"{what}, ms", "lowest to highest"))]
     title = "2,000 tensors of 64 bytes"
     return [Section(title, text, verdicts, columns, rows, list(missing.values()))]
 
@@ -97,24 +101,24 @@ _COMPARED = {
 }
 
 
-def _measure(team: list[str], options: Options, missing: dict[str, str]) -> Times:
+def _measure(names: list[str], options: Options, missing: dict[str, str]) -> Times:
     """One child for ``team``; if it fails, one for each member that does not fail by itself."""
-    team = [name for name in team if name not in missing]
+    names = [name for name in names if name not in missing]
     place = options.folder / "small"
     place.mkdir()
     try:
         seconds = 0.5 if options.quick else 1.0
-        return child.call(
-            "bench.small:measure", names=team, folder=str(place), seconds=seconds
-        ) if team else {}  # fmt: skip
-    except child.Failed as failure:
-        if len(team) == 1:
-            missing[team[0]] = f"{team[0]}: {failure}"
+        return fresh_process.call(
+            "bench.small:measure", names=names, folder=str(place), seconds=seconds
+        ) if names else {}  # fmt: skip
+    except fresh_process.MeasurementFailed as failure:
+        if len(names) == 1:
+            missing[names[0]] = f"{names[0]}: {failure}"
             return {}
     finally:
         disk.remove(place)
     return {
-        name: times for each in team for name, times in _measure([each], options, missing).items()
+        name: times for each in names for name, times in _measure([each], options, missing).items()
     }
 
 

@@ -5,36 +5,39 @@ from __future__ import annotations
 import torch
 
 MIB = 1 << 20
-_EACH = 32 * MIB
+_TENSOR_BYTES = 32 * MIB
 
 
-def _base() -> torch.Tensor:
-    return torch.randn(_EACH // 4, generator=torch.Generator().manual_seed(7))
+def _base_tensor() -> torch.Tensor:
+    return torch.randn(_TENSOR_BYTES // 4, generator=torch.Generator().manual_seed(7))
 
 
-def big(size: int) -> dict[str, torch.Tensor]:
+def large_state(size: int) -> dict[str, torch.Tensor]:
     """``size`` bytes as float32 tensors of 32 MiB, all different, looking like weights."""
-    base = _base()
-    return {f"layers.{i:02}.weight": base + i / 64 for i in range(size // _EACH)}
+    base = _base_tensor()
+    return {f"layers.{i:02}.weight": base + i / 64 for i in range(size // _TENSOR_BYTES)}
 
 
-def small(count: int = 2000) -> dict[str, torch.Tensor]:
+def small_state(count: int = 2000) -> dict[str, torch.Tensor]:
     """``count`` float32 tensors of 64 bytes."""
     return {f"layers.{i:04}.bias": torch.full((16,), float(i)) for i in range(count)}
 
 
-def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def blank_like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Live tensors to load into: their memory is touched."""
     return {key: torch.full_like(value, -1.0) for key, value in state.items()}
 
 
-def blank_big(size: int) -> dict[str, torch.Tensor]:
-    return {f"layers.{i:02}.weight": torch.full((_EACH // 4,), -1.0) for i in range(size // _EACH)}
+def blank_large_state(size: int) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{i:02}.weight": torch.full((_TENSOR_BYTES // 4,), -1.0)
+        for i in range(size // _TENSOR_BYTES)
+    }
 
 
-def wrong_big(loaded: dict[str, torch.Tensor]) -> list[str]:
+def find_mismatches(loaded: dict[str, torch.Tensor]) -> list[str]:
     """Keys whose values are not those that ``big`` made."""
-    base = _base()
+    base = _base_tensor()
     return [
         key
         for i, (key, value) in enumerate(loaded.items())

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import child, disk
+from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 
 _STEPS = 300
@@ -72,8 +72,8 @@ def sections(options: Options) -> list[Section]:
     place = options.folder / "step"
     place.mkdir()
     try:
-        found = child.call("bench.step:measure", folder=str(place))
-    except child.Failed as failure:
+        found = fresh_process.call("bench.step:measure", folder=str(place))
+    except fresh_process.MeasurementFailed as failure:
         return [Section(title, text, [], missing=[f"holdfast: {failure}"])]
     finally:
         disk.remove(Path(place))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from demo_stage import Broken, Plan, Stage
+from demo_common import CheckFailed, CheckLog, TrainingSize
 from rich.markup import escape
 from rich.table import Table
 
@@ -21,7 +21,7 @@ from holdfast.errors import FormatError
 
 
 @dataclass
-class Tally:
+class Comparison:
     """What was compared in one part of the state."""
 
     tensors: int = 0
@@ -55,22 +55,21 @@ class Tally:
                 self.differences.append(f"{key}: {a!r} and {b!r}")
 
 
-def compare_runs(stage: Stage, a: Path, b: Path) -> None:
+def compare_runs(log: CheckLog, a: Path, b: Path) -> None:
     """Load the newest version of both runs, and compare all that is in them."""
     newest = [holdfast.Run(run).latest() for run in (a, b)]
     if newest[0] is None or newest[1] is None:
-        raise Broken("both runs have versions")
+        raise CheckFailed("both runs have versions")
     states = [holdfast.load(snapshot.url) for snapshot in newest if snapshot is not None]
-    stage.check(
-        list(states[0]) == list(states[1]), "the two states have the same parts", vital=True
-    )
+    same = list(states[0]) == list(states[1])
+    log.check(same, "the two states have the same parts", required=True)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("  compared")
     for name in ("tensors", "bytes", "values", "different"):
         table.add_column(name, justify="right")
-    total = Tally()
+    total = Comparison()
     for part in states[0]:
-        tally = Tally()
+        tally = Comparison()
         tally.compare(states[0][part], states[1][part], part)
         row = (tally.tensors, tally.nbytes, tally.values, len(tally.differences))
         table.add_row(f"  {part}", *(f"{n:,}" for n in row))
@@ -78,15 +77,15 @@ def compare_runs(stage: Stage, a: Path, b: Path) -> None:
         total.nbytes += tally.nbytes
         total.values += tally.values
         total.differences += tally.differences
-    stage.console.print()
-    stage.console.print(table)
-    stage.console.print()
+    log.console.print()
+    log.console.print(table)
+    log.console.print()
     for difference in total.differences[:5]:
-        stage.say(f"[red]different:[/] {escape(difference)}")
+        log.write(f"[red]different:[/] {escape(difference)}")
     names = " and ".join(
-        f"{s.place.store.url.split('/')[-1]}/{s.place.folder}" for s in newest if s
+        f"{s.location.store.url.split('/')[-1]}/{s.location.folder}" for s in newest if s
     )
-    stage.check(
+    log.check(
         not total.differences and total.nbytes > 0,
         f"{names}: all {total.tensors} tensors ({total.nbytes:,} bytes) and"
         f" {total.values:,} plain values are equal, bit for bit",
@@ -104,7 +103,7 @@ def flip_bit(path: Path) -> str:
     return f"byte {at:,} of {path.stat().st_size:,}: {old:08b} is now {old ^ 0x10:08b}"
 
 
-def sync(path: Path) -> None:
+def fsync_file(path: Path) -> None:
     """What makes a written file durable: fsync of the file, and of the folder that names it."""
     for place in (path, path.parent):
         fd = os.open(place, os.O_RDONLY)
@@ -112,36 +111,36 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def flatten(value: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def iter_tensors(value: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors and arrays of a state, by key: all that fits into one safetensors file."""
     if isinstance(value, dict):
         for name, member in value.items():
-            yield from flatten(member, f"{key}/{name}")
+            yield from iter_tensors(member, f"{key}/{name}")
     elif isinstance(value, list | tuple):
         for i, member in enumerate(value):
-            yield from flatten(member, f"{key}/{i}")
+            yield from iter_tensors(member, f"{key}/{i}")
     elif isinstance(value, torch.Tensor | np.ndarray):
         yield key, torch.as_tensor(value)
 
 
-def by_holdfast(state: dict[str, Any], path: Path) -> Path:
+def save_holdfast(state: dict[str, Any], path: Path) -> Path:
     holdfast.save(path, state)
     return next(path.glob("shard-*.safetensors"))
 
 
-def by_torch(state: dict[str, Any], path: Path) -> Path:
+def save_torch(state: dict[str, Any], path: Path) -> Path:
     torch.save(state, path)
-    sync(path)
+    fsync_file(path)
     return path
 
 
-def by_safetensors(state: dict[str, Any], path: Path) -> Path:
-    safetensors.torch.save_file(dict(flatten(state)), path)
-    sync(path)
+def save_safetensors(state: dict[str, Any], path: Path) -> Path:
+    safetensors.torch.save_file(dict(iter_tensors(state)), path)
+    fsync_file(path)
     return path
 
 
-def notices(load: Callable[[Path], Any], path: Path) -> bool:
+def detects_damage(load: Callable[[Path], Any], path: Path) -> bool:
     """Whether loading refuses what has been damaged."""
     try:
         load(path)
@@ -151,20 +150,20 @@ def notices(load: Callable[[Path], Any], path: Path) -> bool:
 
 
 SAVERS: dict[str, tuple[Callable[[dict[str, Any], Path], Path], Callable[[Path], Any]]] = {
-    "holdfast.save": (by_holdfast, holdfast.load),
-    "torch.save": (by_torch, lambda p: torch.load(p, weights_only=False)),
-    "safetensors": (by_safetensors, safetensors.torch.load_file),
+    "holdfast.save": (save_holdfast, holdfast.load),
+    "torch.save": (save_torch, lambda p: torch.load(p, weights_only=False)),
+    "safetensors": (save_safetensors, safetensors.torch.load_file),
 }
 
 
-def against(stage: Stage, plan: Plan, run: Path, work: Path) -> None:
+def compare_savers(log: CheckLog, size: TrainingSize, run: Path, work: Path) -> None:
     newest = holdfast.Run(run).latest()
     if newest is None:
-        raise Broken("run-a has versions")
+        raise CheckFailed("run-a has versions")
     state = holdfast.load(newest.url)
     seconds: dict[str, list[float]] = {name: [] for name in SAVERS}
     sizes, told = {}, {}
-    for turn in range(plan.rounds + 1):  # the first is to warm up, and is not counted
+    for turn in range(size.rounds + 1):  # the first is to warm up, and is not counted
         for name, (saver, load) in SAVERS.items():
             path = work / f"{saver.__name__}-{turn}"
             began = time.perf_counter()
@@ -173,9 +172,9 @@ def against(stage: Stage, plan: Plan, run: Path, work: Path) -> None:
                 seconds[name].append(time.perf_counter() - began)
             files = list(path.iterdir()) if path.is_dir() else [path]
             sizes[name] = sum(f.stat().st_size for f in files)
-            if turn == plan.rounds:
+            if turn == size.rounds:
                 flip_bit(file)
-                told[name] = notices(load, path)
+                told[name] = detects_damage(load, path)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("  saved by")
@@ -186,11 +185,11 @@ def against(stage: Stage, plan: Plan, run: Path, work: Path) -> None:
         cells = [f"{t * 1e3:.0f} ms" for t in (statistics.median(times), min(times), max(times))]
         end = "[green]refuses it" if told[name] else "[red]says nothing"
         table.add_row(f"  {name}", *cells, f"{sizes[name]:,}", end)
-    stage.console.print(table, highlight=False)
-    stage.console.print()
-    stage.say(
-        f"[dim]Synchronous saves, {plan.rounds} of each, taken in turn. torch.save and safetensors"
+    log.console.print(table, highlight=False)
+    log.console.print()
+    log.write(
+        f"[dim]Synchronous saves, {size.rounds} of each, taken in turn. torch.save and safetensors"
         " do no fsync of their own: one of the file and one of the folder are added to each."
         " safetensors holds tensors only: the plain values of the state are left out there."
     )
-    stage.check(told["holdfast.save"], "holdfast.load refuses the damaged file")
+    log.check(told["holdfast.save"], "holdfast.load refuses the damaged file")

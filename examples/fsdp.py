@@ -50,7 +50,7 @@ class Loss(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def sharded(options: argparse.Namespace) -> Loss:
+def make_sharded_model(options: argparse.Namespace) -> Loss:
     """The model and its loss, all parameters cut over all ranks."""
     torch.manual_seed(0)  # the same first parameters, whatever the number of ranks
     # without dropout, whose masks are each rank's own: so the loss does not depend on their number
@@ -62,7 +62,7 @@ def sharded(options: argparse.Namespace) -> Loss:
 
 
 def train(options: argparse.Namespace) -> None:
-    loss_of = sharded(options)
+    loss_of = make_sharded_model(options)
     optimizer = torch.optim.AdamW(loss_of.parameters(), lr=3e-3)
     progress = holdfast.Progress()
     windows = Windows(options.length)

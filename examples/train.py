@@ -25,8 +25,8 @@ class Model(nn.Module):
 
     def __init__(self, width: int, layers: int, length: int, dropout: float = 0.1) -> None:
         super().__init__()
-        self.byte = nn.Embedding(256, width)
-        self.place = nn.Embedding(length, width)
+        self.byte_embedding = nn.Embedding(256, width)
+        self.position_embedding = nn.Embedding(length, width)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width,
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """``text``: batch x length bytes as int64. Returns batch x length x 256 logits."""
-        x = self.byte(text) + self.place.weight
+        x = self.byte_embedding(text) + self.position_embedding.weight
         for layer in self.layers:
             x = layer(x, src_mask=self.mask, is_causal=True)
         return self.head(self.norm(x))

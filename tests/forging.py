@@ -89,26 +89,26 @@ def store_of(files: Files) -> MemoryStore:
     return store
 
 
-def saved(state: dict[str, Any], folder: str = FOLDER) -> Files:
+def save_to_files(state: dict[str, Any], folder: str = FOLDER) -> Files:
     """The files of a snapshot of ``state``."""
     store = MemoryStore()
     holdfast.save(store.at(folder), state, step=7, note={"by": "test"})
     return files_of(store)
 
 
-def reseal(content: dict[str, Any], number: int = 1) -> bytes:
+def seal(content: dict[str, Any], format_number: int = 1) -> bytes:
     """A sealed file with a correct digest, whatever it says."""
     body = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
-    return seal_body(body.encode()[1:], number)
+    return seal_body(body.encode()[1:], format_number)
 
 
-def seal_body(body: bytes, number: int = 1) -> bytes:
-    head = b'{"format":%d,"digest":"' % number
+def seal_body(body: bytes, format_number: int = 1) -> bytes:
+    head = b'{"format":%d,"digest":"' % format_number
     made = digest(head + b"0" * 32 + b'",' + body)
     return head + made.encode() + b'",' + body
 
 
-def content_of(raw: bytes) -> dict[str, Any]:
+def sealed_content(raw: bytes) -> dict[str, Any]:
     content = json.loads(raw)
     del content["format"], content["digest"]
     return content
@@ -126,18 +126,18 @@ def shard_key(files: Files) -> str:
     return next(k for k in files if k.endswith(".safetensors"))
 
 
-def lie(
+def forge(
     files: Files,
     manifest: Callable[[Json], object] | None = None,
     index: Callable[[Json], object] | None = None,
     *,
     folder: str = "",
-    number: int = 1,
+    format_number: int = 1,
 ) -> Files:
     """The files with a changed manifest or index, of the version in ``folder`` and of that format
     number; every digest is right again."""
     files = dict(files)
-    content = content_of(files[manifest_key(files, folder)])
+    content = sealed_content(files[manifest_key(files, folder)])
     if index is not None:
         key = index_key(files, folder)
         changed = json.loads(files[key])
@@ -147,11 +147,11 @@ def lie(
         vouched["length"], vouched["digest"] = len(files[key]), digest(files[key])
     if manifest is not None:
         manifest(content)
-    files[manifest_key(files, folder)] = reseal(content, number)
+    files[manifest_key(files, folder)] = seal(content, format_number)
     return files
 
 
-def paths(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def json_paths(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all parts of a JSON value."""
     pairs: Any = ()
     if isinstance(value, dict):
@@ -160,20 +160,20 @@ def paths(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         pairs = enumerate(value)
     for k, v in pairs:
         yield (*path, k)
-        yield from paths(v, (*path, k))
+        yield from json_paths(v, (*path, k))
 
 
-def at(value: Json, path: tuple[Any, ...]) -> Json:
+def get_at(value: Json, path: tuple[Any, ...]) -> Json:
     for k in path:
         value = value[k]
     return value
 
 
-def put(value: Json, path: tuple[Any, ...], new: Json) -> None:
-    at(value, path[:-1])[path[-1]] = json.loads(json.dumps(new))
+def set_at(value: Json, path: tuple[Any, ...], new: Json) -> None:
+    get_at(value, path[:-1])[path[-1]] = json.loads(json.dumps(new))
 
 
-def uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
+def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
     """Use a snapshot in every way; the ways that refused it, each with a proper error.
 
     ``load``, ``into``, ``verify`` (its report not ok counts as refused).
@@ -184,31 +184,31 @@ def uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
     try:
         holdfast.load(place)
     except (FormatError, StoreError) as e:
-        assert_named(e)
+        assert_names_file(e)
         refused.append("load")
     try:
         snapshot = holdfast.open(place)
         _ = snapshot.metadata, snapshot.keys()
         report = snapshot.verify()
     except (FormatError, StoreError) as e:
-        assert_named(e)
+        assert_names_file(e)
         refused.append("verify")
     else:
         for problem in report.problems:
-            assert_named(problem.error)
+            assert_names_file(problem.error)
         refused += [] if report.ok else ["verify"]
     if into is not None:
         try:
             holdfast.load(place, into=into)
         except (FormatError, StoreError) as e:
-            assert_named(e)
+            assert_names_file(e)
             refused.append("into")
         except PlanError:
             refused.append("into")
     return refused
 
 
-def assert_named(error: Exception) -> None:
+def assert_names_file(error: Exception) -> None:
     """An error about bytes names the file that they are in."""
     assert isinstance(error, FormatError | StoreError)
     file = error.fields.get("file") or error.fields.get("key")
@@ -216,7 +216,7 @@ def assert_named(error: Exception) -> None:
     assert len(str(error)) < 2000, error
 
 
-def same(a: Any, b: Any) -> bool:
+def values_equal(a: Any, b: Any) -> bool:
     """Equal in type and value, to the bit."""
     if type(a) is not type(b):
         return False
@@ -224,31 +224,31 @@ def same(a: Any, b: Any) -> bool:
         if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
             return False
         if a.layout is not torch.strided:
-            return same(a.to_dense(), b.to_dense())
-        return _raw(a) == _raw(b)
+            return values_equal(a.to_dense(), b.to_dense())
+        return _tensor_bytes(a) == _tensor_bytes(b)
     if isinstance(a, np.ndarray | np.generic):
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     if isinstance(a, dict):
         pairs = zip(a.items(), b.items(), strict=True)
-        return len(a) == len(b) and all(same(x, y) for x, y in pairs)
+        return len(a) == len(b) and all(values_equal(x, y) for x, y in pairs)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(values_equal, a, b))
     if isinstance(a, set | frozenset):
-        return sorted(map(_shown, a)) == sorted(map(_shown, b))
+        return sorted(map(_member_repr, a)) == sorted(map(_member_repr, b))
     if isinstance(a, complex):
-        return same(a.real, b.real) and same(a.imag, b.imag)
+        return values_equal(a.real, b.real) and values_equal(a.imag, b.imag)
     return bool(a == b) if isinstance(a, int) else repr(a) == repr(b)
 
 
-def _shown(value: Any) -> str:
+def _member_repr(value: Any) -> str:
     """A member of a set, so that NaN is NaN and -0.0 is not 0.0."""
     if isinstance(value, frozenset):
-        return f"frozenset({sorted(map(_shown, value))})"
+        return f"frozenset({sorted(map(_member_repr, value))})"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(_member_repr, value))})"
     return f"{type(value).__name__} {value!r}"
 
 
-def _raw(t: torch.Tensor) -> bytes:
+def _tensor_bytes(t: torch.Tensor) -> bytes:
     t = t.contiguous().reshape(-1)
     return bytes(t.untyped_storage()[: t.numel() * t.element_size()]) if t.numel() else b""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from holdfast import buffers
-from holdfast.buffers import Buffer, Pool, address_of, direct_span, flat
+from holdfast.buffers import Buffer, BufferPool, address_of, as_byte_view, direct_io_length
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.storage.local import LocalStore
 from holdfast.storage.os_calls import Fs
@@ -68,17 +68,17 @@ def test_no_fork_turns_a_buffer_copy_on_write(monkeypatch, advice, wiped):
 
 
 def test_the_last_buffer_in_is_the_first_out():
-    pool = Pool(3 * UNIT, UNIT)
+    pool = BufferPool(3 * UNIT, UNIT)
     a, b = pool.acquire(), pool.acquire()
-    assert (pool.allocated, pool.free, pool.budget) == (2 * UNIT, 0, 3 * UNIT)
+    assert (pool.allocated_bytes, pool.free_bytes, pool.budget) == (2 * UNIT, 0, 3 * UNIT)
     pool.release(a)
     pool.release(b)
-    assert (pool.allocated, pool.free) == (2 * UNIT, 2 * UNIT)
+    assert (pool.allocated_bytes, pool.free_bytes) == (2 * UNIT, 2 * UNIT)
     assert [pool.acquire(), pool.acquire()] == [b, a]
 
 
 def test_acquire_waits_for_a_release():
-    pool = Pool(UNIT, UNIT)
+    pool = BufferPool(UNIT, UNIT)
     held = pool.acquire()
     with blocked(pool) as (wait,):
         pool.release(held)
@@ -86,25 +86,25 @@ def test_acquire_waits_for_a_release():
 
 
 def test_acquire_waits_for_a_larger_budget():
-    pool = Pool(UNIT, UNIT)
+    pool = BufferPool(UNIT, UNIT)
     pool.acquire()
     with blocked(pool, 2) as waits:
         pool.budget = 3 * UNIT
         assert len({id(wait.result(5)) for wait in waits}) == 2
-    assert pool.allocated == 3 * UNIT
+    assert pool.allocated_bytes == 3 * UNIT
 
 
 def test_a_smaller_budget_takes_effect_as_buffers_come_back():
-    pool = Pool(3 * UNIT, UNIT)
+    pool = BufferPool(3 * UNIT, UNIT)
     held = [pool.acquire() for _ in range(3)]
     pool.budget = UNIT
     for buffer in held:
         pool.release(buffer)
-    assert (pool.allocated, pool.free) == (UNIT, UNIT)
+    assert (pool.allocated_bytes, pool.free_bytes) == (UNIT, UNIT)
 
 
 def test_acquire_gives_up_in_time():
-    pool = Pool(UNIT, UNIT)
+    pool = BufferPool(UNIT, UNIT)
     pool.acquire()
     with pytest.raises(StoreError, match="in time"):
         pool.acquire(timeout=0.01)
@@ -113,17 +113,17 @@ def test_acquire_gives_up_in_time():
 
 
 def test_close_wakes_who_waits_and_gives_the_memory_back():
-    pool = Pool(2 * UNIT, UNIT)
+    pool = BufferPool(2 * UNIT, UNIT)
     pool.release(pool.acquire())
     held = [pool.acquire(), pool.acquire()]
     pool.release(held.pop())
     pool.close()
-    assert pool.allocated == UNIT
+    assert pool.allocated_bytes == UNIT
     with pytest.raises(StoreError, match="closed"):
         pool.acquire()
     pool.release(held.pop())
-    assert pool.allocated == 0
-    pool = Pool(UNIT, UNIT)
+    assert pool.allocated_bytes == 0
+    pool = BufferPool(UNIT, UNIT)
     pool.acquire()
     with blocked(pool, 3) as waits:
         pool.close()
@@ -133,34 +133,34 @@ def test_close_wakes_who_waits_and_gives_the_memory_back():
 
 def test_reserve_makes_buffers_ahead_and_never_too_many():
     made = []
-    pool = Pool(4 * UNIT, UNIT, made.append)
+    pool = BufferPool(4 * UNIT, UNIT, made.append)
     held = pool.acquire()
-    pool.reserve(2 * UNIT + 1)
-    assert (pool.allocated, pool.free) == (3 * UNIT, 2 * UNIT)
-    pool.reserve(UNIT)
-    pool.reserve(100 * UNIT)
-    assert (pool.allocated, len(made)) == (4 * UNIT, 4)
+    pool.preallocate(2 * UNIT + 1)
+    assert (pool.allocated_bytes, pool.free_bytes) == (3 * UNIT, 2 * UNIT)
+    pool.preallocate(UNIT)
+    pool.preallocate(100 * UNIT)
+    assert (pool.allocated_bytes, len(made)) == (4 * UNIT, 4)
     pool.release(held)
     pool.close()
-    pool.reserve(100 * UNIT)
-    assert pool.allocated == 0
+    pool.preallocate(100 * UNIT)
+    assert pool.allocated_bytes == 0
 
 
 def test_trim_keeps_as_much_as_is_said():
-    pool = Pool(4 * UNIT, UNIT)
+    pool = BufferPool(4 * UNIT, UNIT)
     held = [pool.acquire() for _ in range(4)]
     for buffer in held[:3]:
         pool.release(buffer)
     pool.trim(2 * UNIT)
-    assert (pool.allocated, pool.free) == (2 * UNIT, UNIT)
+    assert (pool.allocated_bytes, pool.free_bytes) == (2 * UNIT, UNIT)
     pool.trim(0)
-    assert (pool.allocated, pool.free) == (UNIT, 0)
+    assert (pool.allocated_bytes, pool.free_bytes) == (UNIT, 0)
     again = [pool.acquire() for _ in range(3)]
     assert len({buffer.address for buffer in again}) == 3
 
 
 def test_trimmed_memory_stays_while_a_view_of_it_is_held():
-    pool = Pool(UNIT, UNIT)
+    pool = BufferPool(UNIT, UNIT)
     buffer = pool.acquire()
     view = buffer.view[10:20]
     pool.release(buffer)
@@ -171,7 +171,7 @@ def test_trimmed_memory_stays_while_a_view_of_it_is_held():
 
 
 def test_a_buffer_is_released_once():
-    pool = Pool(UNIT, UNIT)
+    pool = BufferPool(UNIT, UNIT)
     buffer = pool.acquire()
     pool.release(buffer)
     with pytest.raises(HoldfastError, match="twice"):
@@ -181,11 +181,11 @@ def test_a_buffer_is_released_once():
 @pytest.mark.parametrize("budget", [0, UNIT - 1, -1])
 def test_a_budget_for_no_buffer_is_an_error(budget):
     with pytest.raises(HoldfastError):
-        Pool(budget, UNIT)
+        BufferPool(budget, UNIT)
 
 
 def test_memory_that_cannot_be_had_is_not_counted(monkeypatch):
-    pool = Pool(UNIT, UNIT)
+    pool = BufferPool(UNIT, UNIT)
 
     def refuse(size):
         raise MemoryError
@@ -198,7 +198,7 @@ def test_memory_that_cannot_be_had_is_not_counted(monkeypatch):
 
 
 def test_many_threads_share_few_buffers():
-    pool, held, most = Pool(3 * UNIT, UNIT), set(), []
+    pool, held, most = BufferPool(3 * UNIT, UNIT), set(), []
 
     def work(_):
         for _ in range(50):
@@ -212,7 +212,7 @@ def test_many_threads_share_few_buffers():
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(work, range(12)))
     assert max(most) <= 3
-    assert pool.allocated <= 3 * UNIT
+    assert pool.allocated_bytes <= 3 * UNIT
 
 
 @pytest.mark.parametrize(
@@ -231,17 +231,17 @@ def test_many_threads_share_few_buffers():
     ],
 )
 def test_what_may_be_asked_for_directly(offset, address, length, capacity, span):
-    assert direct_span(offset, address, length, capacity) == span
+    assert direct_io_length(offset, address, length, capacity) == span
 
 
 def test_flat_gives_single_bytes_of_the_same_memory():
     data = bytearray(48)
-    view = flat(memoryview(data).cast("d", (2, 3)))
+    view = as_byte_view(memoryview(data).cast("d", (2, 3)))
     view[0] = 1
     assert (data[0], len(view), view.format) == (1, 48, "B")
-    assert len(flat(memoryview(data)[:0].cast("d"))) == 0
+    assert len(as_byte_view(memoryview(data)[:0].cast("d"))) == 0
     with pytest.raises(TypeError):
-        flat(memoryview(data)[::2])
+        as_byte_view(memoryview(data)[::2])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -260,7 +260,7 @@ def test_a_process_that_forks_while_a_write_is_in_flight_harms_nothing(tmp_path)
             return half
 
     folder = f"/var/tmp/holdfast-fork-{os.getpid()}"
-    store, buffer = LocalStore(folder, fs=Slow()), Pool(1 << 20, 1 << 20).acquire()
+    store, buffer = LocalStore(folder, fs=Slow()), BufferPool(1 << 20, 1 << 20).acquire()
     buffer.view[:] = b"a" * buffer.size
 
     def write():

@@ -26,7 +26,7 @@ def test_public_names_are_sorted_and_all_there() -> None:
 
 
 def test_the_table_of_homes_is_the_list_of_names() -> None:
-    assert sorted(holdfast._HOME) == holdfast.__all__
+    assert sorted(holdfast._LAZY_NAMES) == holdfast.__all__
 
 
 def fresh(code: str) -> str:

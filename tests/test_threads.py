@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast import threads
-from holdfast.threads import uncollected
+from holdfast.threads import gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -21,25 +21,25 @@ def _on_again() -> Iterator[None]:
 
 
 def test_it_is_off_within_and_on_after() -> None:
-    with uncollected():
+    with gc_paused():
         assert not gc.isenabled()
-        with uncollected():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), uncollected():
+    with pytest.raises(ZeroDivisionError), gc_paused():
         raise ZeroDivisionError
     assert gc.isenabled()
 
 
 def test_where_it_was_off_it_stays_off() -> None:
     gc.disable()
-    with uncollected():
+    with gc_paused():
         pass
     assert not gc.isenabled()
 
 
-LINES, FIRST = inspect.getsourcelines(threads.uncollected.__wrapped__)
+LINES, FIRST = inspect.getsourcelines(threads.gc_paused.__wrapped__)
 AFTER = next(i for i, line in enumerate(LINES) if line.strip() == "try:")
 
 
@@ -64,7 +64,7 @@ def test_interrupted_before_any_line_it_is_on_after(line: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         sys.settrace(trace)
         try:
-            with uncollected():
+            with gc_paused():
                 pass
         finally:
             sys.settrace(before)

@@ -14,7 +14,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 
 
-def fresh() -> dict[str, Any]:
+def initial_state() -> dict[str, Any]:
     """A state before its first step."""
     return {
         "weights": np.zeros(1000, np.float32),
@@ -34,16 +34,16 @@ def train_step(state: dict[str, Any]) -> float:
     return loss
 
 
-def after(steps: int) -> dict[str, Any]:
+def state_after(steps: int) -> dict[str, Any]:
     """The state of a training that was never interrupted."""
-    state = fresh()
+    state = initial_state()
     for _ in range(steps):
         train_step(state)
         state["progress"].step += 1
     return state
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def states_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether two states are equal bit for bit."""
     return (
         a["weights"].tobytes() == b["weights"].tobytes()
@@ -57,26 +57,26 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def training(
     store: Store | str, save: SavePolicy, keep: KeepPolicy | None = None
 ) -> Iterator[tuple[dict[str, Any], holdfast.Checkpointer]]:
-    state = fresh()
+    state = initial_state()
     with holdfast.Checkpointer(store, state, save=save, keep=keep) as ckpt:
         yield state, ckpt
 
 
-def train(state: dict[str, Any], ckpt: holdfast.Checkpointer, to: int) -> None:
+def train(state: dict[str, Any], ckpt: holdfast.Checkpointer, last_step: int) -> None:
     """Steps until ``to`` are done."""
-    while state["progress"].step < to:
+    while state["progress"].step < last_step:
         ckpt.step({"loss": train_step(state)})
 
 
-def trained(to: int = 60, every: int = 20) -> MemoryStore:
+def trained_run(last_step: int = 60, every: int = 20) -> MemoryStore:
     """A run of versions 20, 40, 60, each with the metric ``loss``."""
     store = MemoryStore()
     with training(store, EverySteps(every)) as (state, ckpt):
-        train(state, ckpt, to)
+        train(state, ckpt, last_step)
     return store
 
 
-def flip(store: Store, key: str, byte: int = -1, bit: int = 0) -> None:
+def flip_bit(store: Store, key: str, byte: int = -1, bit: int = 0) -> None:
     """Flip one bit of an object, as a bad disk would."""
     raw = bytearray(store.get(key, 1 << 30))
     raw[byte] ^= 1 << bit

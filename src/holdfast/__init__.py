@@ -73,7 +73,7 @@ __all__ = [
     "sinks",
 ]
 
-_HOME = {
+_LAZY_NAMES = {
     "Boxed": "engine.state.sharding",
     "Checkpointer": "training.checkpointer",
     "ElasticSampler": "data.sampler",
@@ -107,7 +107,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
+    home = _LAZY_NAMES.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     module, _, other = home.partition(":")

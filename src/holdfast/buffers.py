@@ -19,32 +19,32 @@ from threading import Condition, Lock
 import numpy as np
 
 from holdfast.errors import HoldfastError, StoreError
-from holdfast.types import ALIGNMENT, MIB, UNIT
+from holdfast.types import ALIGNMENT, BLOCK_SIZE, MIB
 
-BUDGET = 128 * MIB
+POOL_BUDGET = 128 * MIB
 """Half of what a synchronous save or a load may use beyond the state, in bytes."""
 
-_pool: Pool | None = None
+_pool: BufferPool | None = None
 _lock = Lock()
 
 
-def shared_pool() -> Pool:
+def shared_pool() -> BufferPool:
     """The process's pool; made when it is first asked for."""
     global _pool
     with _lock:
         if _pool is None:
-            _pool = Pool(BUDGET)
+            _pool = BufferPool(POOL_BUDGET)
         return _pool
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a forked child the buffers are its parent's: where they are shared memory, whatever the
     child wrote into them would stand in the parent's files. And a lock may be held for ever."""
     global _pool, _lock
     _pool, _lock = None, Lock()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
@@ -57,21 +57,21 @@ class Buffer:
     The memory is given back to the system when the buffer and every view of it are gone.
     """
 
-    __slots__ = ("__weakref__", "address", "free", "size", "view")
+    __slots__ = ("__weakref__", "address", "is_free", "size", "view")
 
     def __init__(self, size: int) -> None:
-        mapping = _mapping(size)
+        mapping = _map_memory(size)
         self.size = size
         self.view = memoryview(mapping)
         self.address = address_of(self.view)
-        self.free = False
+        self.is_free = False
         # Through ctypes, because mmap.madvise keeps the interpreter's lock while pages are made.
         where, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
         if _LIBC.madvise(where, length, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14
             ctypes.memset(self.address, 0, size)
 
 
-def _mapping(size: int) -> mmap.mmap:
+def _map_memory(size: int) -> mmap.mmap:
     """Anonymous memory that a fork leaves alone."""
     mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
@@ -83,7 +83,7 @@ def _mapping(size: int) -> mmap.mmap:
     return mapping
 
 
-class Pool:
+class BufferPool:
     """Buffers of one size under a byte budget, reused last in, first out. Safe for threads.
 
     ``budget`` may be set at any time: a larger one wakes who waits, a smaller one takes effect
@@ -94,11 +94,11 @@ class Pool:
     def __init__(
         self,
         budget: int,
-        unit: int = UNIT,
-        prepare: Callable[[Buffer], object] | None = None,
+        buffer_size: int = BLOCK_SIZE,
+        on_create: Callable[[Buffer], object] | None = None,
     ) -> None:
-        self.unit = unit
-        self._prepare = prepare
+        self.buffer_size = buffer_size
+        self._on_create = on_create
         self._condition = Condition()
         self._free: list[Buffer] = []
         self._count = 0
@@ -107,7 +107,7 @@ class Pool:
 
     @property
     def budget(self) -> int:
-        return self._limit * self.unit
+        return self._limit * self.buffer_size
 
     @budget.setter
     def budget(self, budget: int) -> None:
@@ -116,12 +116,12 @@ class Pool:
             self._condition.notify_all()
 
     @property
-    def allocated(self) -> int:
-        return self._count * self.unit
+    def allocated_bytes(self) -> int:
+        return self._count * self.buffer_size
 
     @property
-    def free(self) -> int:
-        return len(self._free) * self.unit
+    def free_bytes(self) -> int:
+        return len(self._free) * self.buffer_size
 
     def acquire(self, timeout: float | None = None) -> Buffer:
         """A buffer, waiting for one while the budget is used up.
@@ -135,7 +135,7 @@ class Pool:
                     raise StoreError("No buffer is given out any more: the pool is closed")
                 if self._free:
                     buffer = self._free.pop()
-                    buffer.free = False
+                    buffer.is_free = False
                     return buffer
                 if self._count < self._limit:
                     self._count += 1
@@ -145,29 +145,29 @@ class Pool:
                     raise StoreError(
                         "No buffer became free in time",
                         expected=f"one within {timeout} s",
-                        found=f"{self.allocated} bytes in use, which is the budget",
+                        found=f"{self.allocated_bytes} bytes in use, which is the budget",
                         todo="See what holds the writes up, or give a larger budget",
                     )
-        return self._make()
+        return self._create_buffer()
 
-    def reserve(self, nbytes: int) -> None:
+    def preallocate(self, nbytes: int) -> None:
         """Make buffers until there are so many bytes of them, or the budget is used up, or the
         pool is closed. For a thread that has nothing better to do; others are not held up."""
         while True:
             with self._condition:
-                enough = self._count >= min(-(-nbytes // self.unit), self._limit)
+                enough = self._count >= min(-(-nbytes // self.buffer_size), self._limit)
                 if enough or self._closed:
                     return
                 self._count += 1
-            self.release(self._make())
+            self.release(self._create_buffer())
 
-    def _make(self) -> Buffer:
+    def _create_buffer(self) -> Buffer:
         """A buffer that is counted already. Outside the lock: touching its pages takes
         milliseconds."""
         try:
-            buffer = Buffer(self.unit)
-            if self._prepare is not None:
-                self._prepare(buffer)
+            buffer = Buffer(self.buffer_size)
+            if self._on_create is not None:
+                self._on_create(buffer)
         except BaseException:
             with self._condition:
                 self._count -= 1
@@ -178,19 +178,19 @@ class Pool:
     def release(self, buffer: Buffer) -> None:
         """Give a buffer back. Also after ``close``; twice is an error."""
         with self._condition:
-            if buffer.free:
+            if buffer.is_free:
                 raise HoldfastError("A buffer was released twice: its bytes may be in use")
-            buffer.free = True
+            buffer.is_free = True
             if self._closed or self._count > self._limit:
                 self._count -= 1
             else:
                 self._free.append(buffer)
                 self._condition.notify()
 
-    def trim(self, keep: int) -> None:
+    def trim(self, max_bytes: int) -> None:
         """Give free buffers back to the system until at most ``keep`` bytes are allocated."""
         with self._condition:
-            while self._free and self.allocated > keep:
+            while self._free and self.allocated_bytes > max_bytes:
                 self._free.pop(0)
                 self._count -= 1
             self._condition.notify_all()
@@ -202,16 +202,16 @@ class Pool:
         self.trim(0)
 
     def _buffers_in(self, budget: int) -> int:
-        if budget < self.unit:
+        if budget < self.buffer_size:
             raise HoldfastError(
                 "The budget of a pool holds no buffer",
-                expected=f"at least {self.unit} bytes",
+                expected=f"at least {self.buffer_size} bytes",
                 found=budget,
             )
-        return budget // self.unit
+        return budget // self.buffer_size
 
 
-def flat(data: memoryview) -> memoryview:
+def as_byte_view(data: memoryview) -> memoryview:
     """The same memory as single bytes. Raises ``TypeError`` if it is not contiguous."""
     data = memoryview(data)
     if data.format == "B" and data.ndim == 1 and data.contiguous:
@@ -227,7 +227,7 @@ def address_of(data: memoryview) -> int:
     return address
 
 
-def direct_span(offset: int, address: int, length: int, capacity: int) -> int:
+def direct_io_length(offset: int, address: int, length: int, capacity: int) -> int:
     """How many bytes from here may be asked for directly; 0 if none.
 
     ``length`` are wanted; up to ``capacity`` may be transferred, so that an end that is not

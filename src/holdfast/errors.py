@@ -57,10 +57,10 @@ class HoldfastError(Exception):
             return fields[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def told(self, more: str = "", **fields: Any) -> HoldfastError:
+    def with_advice(self, advice: str = "", **fields: Any) -> HoldfastError:
         """The same error, its advice longer by ``more`` and with further fields, for a layer
         that knows more than the one which raised it. The caller chains the original."""
-        todo = f"{self.todo.rstrip('.')}. {more}" if self.todo and more else more or self.todo
+        todo = f"{self.todo.rstrip('.')}. {advice}" if self.todo and advice else advice or self.todo
         return type(self)(
             self.what,
             expected=self.expected,

@@ -38,7 +38,7 @@ def emit(name: str, **fields: Any) -> None:
         except Exception as e:  # noqa: BLE001  (told, not raised: see the module)
             if _attached.pop(key, None) is not None:  # the first of several threads tells it
                 with suppress(Exception):  # stderr is closed: nothing is left to tell it by
-                    _tell(sink, name, e)
+                    _warn_detached(sink, name, e)
 
 
 def attach(sink: Sink) -> ExitStack:
@@ -61,7 +61,7 @@ def attach(sink: Sink) -> ExitStack:
     return detach
 
 
-def _tell(sink: Sink, name: str, error: Exception) -> None:
+def _warn_detached(sink: Sink, name: str, error: Exception) -> None:
     of = getattr(sink, "__qualname__", type(sink).__qualname__)
     cause = "".join(traceback.format_exception_only(error)).strip()
     warning = SinkFailed(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 
-def identity() -> tuple[str, str, str]:
+def process_identity() -> tuple[str, str, str]:
     """This machine, this boot of it, and this process as ``pid:start`` (a pid alone returns).
 
     A container whose processes cannot be seen from here counts as another machine.
@@ -18,23 +18,23 @@ def identity() -> tuple[str, str, str]:
     except OSError:
         seen = ""
     host = f"{socket.gethostname()} {seen}"
-    return host, _read("/proc/sys/kernel/random/boot_id"), _process(os.getpid())
+    return host, _read_text("/proc/sys/kernel/random/boot_id"), pid_and_start_time(os.getpid())
 
 
-def now() -> str:
+def utc_now() -> str:
     """The time of day in UTC, for people to read."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _process(pid: int) -> str:
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+def pid_and_start_time(pid: int) -> str:
+    fields = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     # a zombie or a vanished process holds nothing
     if not fields or fields[0] in ("Z", "X"):
         return f"{pid}:gone"
     return f"{pid}:{fields[19]}"
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError:

@@ -23,7 +23,7 @@ class Settings:
     direct: bool = True
     silent: float = 60.0
     stuck: float = 600.0
-    started: int = 1
+    launched_world_size: int = 1
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -50,7 +50,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     if direct not in ("0", "1"):
         raise HoldfastError("HOLDFAST_DIRECT cannot be used", expected="0 or 1", found=repr(direct))
     silent, stuck = (
-        _seconds(environ, name, standard)
+        _read_seconds(environ, name, standard)
         for name, standard in (("HOLDFAST_SILENT", "60"), ("HOLDFAST_STUCK", "600"))
     )
     world = environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in environ else "1"
@@ -58,8 +58,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(int(threads), direct == "1", silent, stuck, started)
 
 
-def _seconds(environ: Mapping[str, str], name: str, standard: str) -> float:
-    text = environ.get(name, standard)
+def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
+    text = environ.get(name, default)
     try:
         seconds = float(text)
     except ValueError:

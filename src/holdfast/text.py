@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def an(noun: str) -> str:
+def with_article(noun: str) -> str:
     """``a dict``, ``an int``."""
     return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words: ``rank 3``, ``ranks 0, 1, 2``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Hold the collector off for the time of a ``with`` block.
 
     A state of many leaves makes many small dicts that all live until the end; looking through
@@ -70,10 +70,10 @@ def in_parallel(
                 failures.append(e)
                 return
 
-    crew: list[_Hand] = []
+    crew: list[_Worker] = []
     try:
         for i in range(threads - 1):
-            crew.append(_Hand(run, f"holdfast-{i}"))
+            crew.append(_Worker(run, f"holdfast-{i}"))
             try:
                 crew[-1].start()
             except RuntimeError:  # the system gives no more threads: those there are do the work
@@ -85,12 +85,12 @@ def in_parallel(
         raise
     finally:
         for hand in crew:
-            hand.rest(failures)
+            hand.join_despite_interrupts(failures)
     if failures:
         raise failures[0]
 
 
-class _Hand(Thread):
+class _Worker(Thread):
     """A thread that can be waited for in spite of Ctrl-C, unlike by ``join``: what it works on
     must not be given back, nor the state changed, before it has come to rest."""
 
@@ -105,7 +105,7 @@ class _Hand(Thread):
         finally:
             self._ended.set()
 
-    def rest(self, failures: list[BaseException]) -> None:
+    def join_despite_interrupts(self, failures: list[BaseException]) -> None:
         """Wait until it has ended. An interrupt is put with the failures, so it ends soon."""
         while self.ident is not None and (self.is_alive() or not self._ended.is_set()):
             try:

@@ -10,7 +10,7 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
-UNIT = 4 * MIB
+BLOCK_SIZE = 4 * MIB
 """Bytes that one thread writes, reads and digests in one piece. Eight threads' buffers then fit
 into a processor's last cache: with 8 MiB each, copying took twice the CPU time."""
 
@@ -28,8 +28,8 @@ class DType:
 
     name: str
     itemsize: int
-    stored: str
-    per: int = 1
+    stored_dtype: str
+    stored_per_element: int = 1
 
 
 DTYPES: dict[str, DType] = {
@@ -75,10 +75,10 @@ class Box:
         return Box((0,) * len(shape), shape)
 
     @property
-    def elements(self) -> int:
+    def numel(self) -> int:
         return prod(self.sizes)
 
-    def inside(self, shape: tuple[int, ...]) -> bool:
+    def is_within(self, shape: tuple[int, ...]) -> bool:
         """Whether the box lies within a tensor of that shape."""
         return len(self.offsets) == len(self.sizes) == len(shape) and all(
             min(o, s) >= 0 and o + s <= n

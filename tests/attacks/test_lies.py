@@ -22,24 +22,24 @@ import torch
 import holdfast
 from holdfast.errors import DigestMismatch, FormatError, FormatTooNew, ManifestInvalid
 from holdfast.format.manifest import decode_manifest
-from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting, decode_pin
+from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting_pin, decode_pin
 from tests.forging import (
     FOLDER,
     Files,
     Json,
-    assert_named,
-    content_of,
+    assert_names_file,
+    failing_uses,
+    forge,
     index_key,
-    lie,
+    json_paths,
     manifest_key,
-    paths,
-    put,
-    reseal,
-    saved,
+    save_to_files,
+    seal,
     seal_body,
+    sealed_content,
+    set_at,
     small_state,
     store_of,
-    uses,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant")
@@ -55,7 +55,7 @@ WRONG: list[Json] = [
 
 @pytest.fixture(scope="module")
 def files() -> Files:
-    return saved(small_state())
+    return save_to_files(small_state())
 
 
 def tree_of(manifest: Json) -> Json:
@@ -78,11 +78,11 @@ def rename(field: str, name: str) -> Callable[[Json], None]:
 
 
 def set_in(*path: Any, to: Json) -> Callable[[Json], None]:
-    return lambda m: put(m, path, to)
+    return lambda m: set_at(m, path, to)
 
 
 def node(value: Json, name: str = "weight") -> Callable[[Json], None]:
-    return lambda m: put(m, ("tree", "dict", name), value)
+    return lambda m: set_at(m, ("tree", "dict", name), value)
 
 
 def added(value: Json) -> Callable[[Json], None]:
@@ -247,8 +247,8 @@ MANIFEST_LIES: dict[str, Callable[[Json], object]] = {
 
 @pytest.mark.parametrize("name", MANIFEST_LIES)
 def test_a_lie_in_the_manifest_is_refused(files: Files, name: str) -> None:
-    forged = lie(files, manifest=MANIFEST_LIES[name])
-    refused = uses(forged, into={**small_state(), "added": None})
+    forged = forge(files, manifest=MANIFEST_LIES[name])
+    refused = failing_uses(forged, into={**small_state(), "added": None})
     # what only torch can tell of a sparse tensor shows when it is loaded
     lax = ["load", "into"] if name in ("sparse-shape", "sparse-tied") else []
     assert refused in (["load", "verify", "into"], lax), name
@@ -332,17 +332,17 @@ UNREAD = {"header-digest", "places-swapped"}
 
 @pytest.mark.parametrize("name", INDEX_LIES)
 def test_a_lie_in_an_index_is_refused(files: Files, name: str) -> None:
-    forged = lie(files, index=INDEX_LIES[name])
-    refused = uses(forged, into=small_state())
+    forged = forge(files, index=INDEX_LIES[name])
+    refused = failing_uses(forged, into=small_state())
     assert refused == (["verify"] if name in UNREAD else ["load", "verify", "into"])
 
 
 def test_errors_name_file_and_leaf(files: Files) -> None:
-    forged = store_of(lie(files, manifest=MANIFEST_LIES["dtype-unknown"])).at(FOLDER)
+    forged = store_of(forge(files, manifest=MANIFEST_LIES["dtype-unknown"])).at(FOLDER)
     with pytest.raises(ManifestInvalid, match="'weight'") as e:
         holdfast.open(forged)
     assert (e.value.file, e.value.leaf) == ("manifest.json", "weight")
-    changed = lie(files, index=INDEX_LIES["box-out"])
+    changed = forge(files, index=INDEX_LIES["box-out"])
     with pytest.raises(ManifestInvalid, match="'weight'") as e:
         holdfast.load(store_of(changed).at(FOLDER))
     assert (e.value.file, e.value.leaf) == (index_key(changed).partition("/")[2], "weight")
@@ -353,21 +353,21 @@ def test_errors_name_file_and_leaf(files: Files) -> None:
 
 def only_proper_errors(forged: Files) -> None:
     """The forged snapshot is used without any exception but ours; they name the file."""
-    uses(forged)
+    failing_uses(forged)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["manifest", "index"])
 def test_any_field_with_any_wrong_value(which: str) -> None:
     state = {"w": torch.ones(2, 3), "t": [torch.ones(1, dtype=torch.int8)], "p": {1: (2, b"x")}}
-    files = saved(state)
+    files = save_to_files(state)
     if which == "manifest":
-        original = content_of(files[manifest_key(files)])
+        original = sealed_content(files[manifest_key(files)])
     else:
         original = json.loads(files[index_key(files)])
-    for path in paths(original):
+    for path in json_paths(original):
         for wrong in WRONG:
-            only_proper_errors(lie(files, **{which: lambda c: put(c, path, wrong)}))  # noqa: B023
+            only_proper_errors(forge(files, **{which: lambda c: set_at(c, path, wrong)}))  # noqa: B023
 
 
 # -- what seals and sizes say --------------------------------------------------------------------
@@ -378,16 +378,16 @@ def decode_any(raw: bytes) -> None:
         decode_manifest,
         decode_branch,
         decode_pin,
-        decode_lasting,
+        decode_lasting_pin,
         decode_evaluation,
     ):
         with pytest.raises(FormatError) as e:
             decode(raw, "file")
-        assert_named(e.value)
+        assert_names_file(e.value)
 
 
 def test_a_later_format_says_so(files: Files) -> None:
-    raw = reseal(content_of(files[manifest_key(files)]), number=3)
+    raw = seal(sealed_content(files[manifest_key(files)]), format_number=3)
     with pytest.raises(FormatTooNew, match="newer Holdfast"):
         decode_manifest(raw, "manifest.json")
 
@@ -419,12 +419,12 @@ def test_what_is_no_sealed_file(raw: bytes) -> None:
 
 def test_nesting_to_the_limit_of_the_parser_is_refused(files: Files) -> None:
     for levels in (101, 200, 300, 400, 480, 1000, 100_000):
-        content = content_of(files[manifest_key(files)])
+        content = sealed_content(files[manifest_key(files)])
         content["tree"] = "HERE"
         body = json.dumps(content, separators=(",", ":")).encode()[1:]
         raw = seal_body(body.replace(b'"HERE"', b'{"dict":{"a":' * levels + b"1" + b"}}" * levels))
         forged = {**files, manifest_key(files): raw}
-        assert "load" in uses(forged), levels
+        assert "load" in failing_uses(forged), levels
 
 
 def test_a_digest_is_compared_exactly(files: Files) -> None:
@@ -460,10 +460,10 @@ PIN = {
     ],
 )  # fmt: skip
 def test_a_branch_that_lies(field: str, value: Json) -> None:
-    assert decode_branch(reseal(BRANCH), "f").number == 1
+    assert decode_branch(seal(BRANCH), "f").number == 1
     with pytest.raises(ManifestInvalid) as e:
-        decode_branch(reseal({**BRANCH, field: value}), "branch-1.json")
-    assert_named(e.value)
+        decode_branch(seal({**BRANCH, field: value}), "branch-1.json")
+    assert_names_file(e.value)
 
 
 @pytest.mark.parametrize(
@@ -476,10 +476,10 @@ def test_a_branch_that_lies(field: str, value: Json) -> None:
     ids=range(12),
 )  # fmt: skip
 def test_a_pin_that_lies(field: str, value: Json) -> None:
-    assert decode_pin(reseal(PIN), "f").process == "1:2"
+    assert decode_pin(seal(PIN), "f").process == "1:2"
     with pytest.raises(ManifestInvalid) as e:
-        decode_pin(reseal({**PIN, field: value}), "pin-0.json")
-    assert_named(e.value)
+        decode_pin(seal({**PIN, field: value}), "pin-0.json")
+    assert_names_file(e.value)
 
 
 LASTING = {"version": "version_7", "created": "2026-01-01T00:00:00+00:00"}
@@ -502,10 +502,10 @@ EVALUATION = {
     ids=range(7),
 )  # fmt: skip
 def test_a_lasting_pin_that_lies(field: str, value: Json) -> None:
-    assert decode_lasting(reseal(LASTING), "f").version == "version_7"
+    assert decode_lasting_pin(seal(LASTING), "f").version == "version_7"
     with pytest.raises(ManifestInvalid) as e:
-        decode_lasting(reseal({**LASTING, field: value}), "pin-version_7.json")
-    assert_named(e.value)
+        decode_lasting_pin(seal({**LASTING, field: value}), "pin-version_7.json")
+    assert_names_file(e.value)
 
 
 @pytest.mark.parametrize(
@@ -524,11 +524,11 @@ def test_a_lasting_pin_that_lies(field: str, value: Json) -> None:
     ids=range(29),
 )  # fmt: skip
 def test_an_evaluation_that_lies(field: str, value: Json) -> None:
-    found = decode_evaluation(reseal(EVALUATION), "f")
-    assert found.numbers() == {"loss": 0.5, "n": 3, "worst": float("-inf")}
+    found = decode_evaluation(seal(EVALUATION), "f")
+    assert found.decoded_metrics() == {"loss": 0.5, "n": 3, "worst": float("-inf")}
     with pytest.raises(ManifestInvalid) as e:
-        decode_evaluation(reseal({**EVALUATION, field: value}), "version_7/eval-val.0.json")
-    assert_named(e.value)
+        decode_evaluation(seal({**EVALUATION, field: value}), "version_7/eval-val.0.json")
+    assert_names_file(e.value)
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" * 400, "1" * 5000])
@@ -536,7 +536,7 @@ def test_an_evaluation_with_a_number_that_is_none(number: str) -> None:
     body = json.dumps(EVALUATION, separators=(",", ":")).replace("0.5", number)
     with pytest.raises(ManifestInvalid) as e:
         decode_evaluation(seal_body(body.encode()[1:]), "version_7/eval-val.0.json")
-    assert_named(e.value)
+    assert_names_file(e.value)
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -544,7 +544,7 @@ def test_an_evaluation_with_a_number_that_is_none(number: str) -> None:
 
 @pytest.mark.parametrize("name", ["shape-huge", "blob-huge", "shard-huge", "index-huge"])
 def test_a_lie_about_size_takes_no_memory(files: Files, name: str) -> None:
-    place = store_of(lie(files, manifest=MANIFEST_LIES[name])).at(FOLDER)
+    place = store_of(forge(files, manifest=MANIFEST_LIES[name])).at(FOLDER)
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):
@@ -570,14 +570,14 @@ def bigger(files: Files) -> Files:
         m["tree"] = {"dict": {"weight": {"tensor": ["float32", [size]]}}}
         m["shards"][0]["length"] += 4 * size
 
-    return lie(files, manifest, index)
+    return forge(files, manifest, index)
 
 
 @pytest.mark.slow
 def test_lies_about_size_in_little_memory(files: Files, tmp_path: Path) -> None:
     """In a process whose address space is bounded: headers of 2**63 bytes, leaves of terabytes."""
-    cases = [lie(files, manifest=MANIFEST_LIES[n]) for n in ("shape-huge", "blob-huge")]
-    cases.append(lie(files, index=INDEX_LIES["header-huge"]))
+    cases = [forge(files, manifest=MANIFEST_LIES[n]) for n in ("shape-huge", "blob-huge")]
+    cases.append(forge(files, index=INDEX_LIES["header-huge"]))
     cases.append(bigger(files))
     huge = dict(files)
     key = next(k for k in files if k.endswith(".safetensors"))
@@ -614,7 +614,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 @pytest.mark.slow
 def test_a_million_keys_are_checked_in_bounded_memory(files: Files) -> None:
     many = {f"k{i}": i for i in range(1_000_000)}
-    sound = lie(files, manifest=lambda m: tree_of(m).update(many={"dict": many}))
+    sound = forge(files, manifest=lambda m: tree_of(m).update(many={"dict": many}))
     size = len(sound[manifest_key(sound)])
     store = store_of(sound).at(FOLDER)
     tracemalloc.start()
@@ -624,6 +624,6 @@ def test_a_million_keys_are_checked_in_bounded_memory(files: Files) -> None:
     finally:
         tracemalloc.stop()
     many["last"] = {"tied": "nothing"}  # type: ignore[assignment]
-    forged = lie(files, manifest=lambda m: tree_of(m).update(many={"dict": many}))
+    forged = forge(files, manifest=lambda m: tree_of(m).update(many={"dict": many}))
     with pytest.raises(ManifestInvalid, match="'many/last'"):
         holdfast.open(store_of(forged).at(FOLDER))

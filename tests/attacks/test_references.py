@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from holdfast.buffers import shared_pool
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import FormatError, ManifestInvalid, StoreError
 from holdfast.format.index import decode_index
-from holdfast.format.manifest import Referred, decode_manifest
+from holdfast.format.manifest import ShardReference, decode_manifest
 from holdfast.format.names import Version
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -30,16 +30,16 @@ from tests.attacks.test_lies import WRONG
 from tests.forging import (
     Files,
     Json,
-    assert_named,
-    at,
-    content_of,
+    assert_names_file,
     files_of,
+    get_at,
     index_key,
-    paths,
-    put,
-    reseal,
-    same,
+    json_paths,
+    seal,
+    sealed_content,
+    set_at,
     store_of,
+    values_equal,
 )
 from tests.format.test_schema import ANY, KINDS
 
@@ -62,15 +62,17 @@ def files() -> Files:
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
         for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-            patch.setattr(f"holdfast.engine.{module}.UNIT", 1024)
-        patch.setattr("holdfast.engine.planning.shard_layout.SMALL", 64)
+            patch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", 1024)
+        patch.setattr("holdfast.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
         last = None
         for step in range(3):
             held = state(step)
             held["b"] = state(min(step, 1))["b"]
             place = Location(store, f"version_{step}")
-            label = Label(step=step)
-            last = finish(begin(place, held, label, shared_pool(), ahead=False, base=last))
+            label = VersionMetadata(step=step)
+            last = finish_save(
+                begin_save(place, held, label, shared_pool(), stage_now=False, base=last)
+            )
     assert last is not None
     assert last.bases == {Version(0), Version(1)}
     return files_of(store)
@@ -78,7 +80,7 @@ def files() -> Files:
 
 def lie(files: Files, manifest: Change | None = None, index: Change | None = None) -> Files:
     """The run with a changed manifest or index of its last version; the digests are right again."""
-    return forging.lie(files, manifest, index, folder="version_2/", number=2)
+    return forging.forge(files, manifest, index, folder="version_2/", format_number=2)
 
 
 def refused(files: Files) -> list[str]:
@@ -94,12 +96,12 @@ def refused(files: Files) -> list[str]:
         try:
             made = use()
         except (FormatError, StoreError) as e:
-            assert_named(e)
+            assert_names_file(e)
             found.append(name)
         else:
             problems = made.problems if name == "verify" else ()
             for problem in problems:
-                assert_named(problem.error)
+                assert_names_file(problem.error)
             found += ["verify"] if problems else []
     return found
 
@@ -110,7 +112,7 @@ ALL = ["load", "copy", "verify"]
 def test_unchanged_it_is_sound(files: Files) -> None:
     assert refused(lie(files)) == []
     wanted = {**state(2), "b": state(1)["b"]}
-    assert same(load_snapshot(Run(store_of(files)).open(Version(2))), wanted)
+    assert values_equal(load_snapshot(Run(store_of(files)).open(Version(2))), wanted)
     assert lie(files)[MANIFEST] == files[MANIFEST]
 
 
@@ -257,14 +259,14 @@ def test_a_lie_in_an_index_is_refused(files: Files, name: str) -> None:
 
 
 def test_the_fields_of_a_number_go_with_it(files: Files) -> None:
-    one = content_of(files["version_0/manifest.json"])
+    one = sealed_content(files["version_0/manifest.json"])
     with pytest.raises(ManifestInvalid, match="refers"):
-        decode_manifest(reseal(one, 2), "f")
+        decode_manifest(seal(one, 2), "f")
     with pytest.raises(ManifestInvalid, match=r"chain|refers"):
-        decode_manifest(reseal(content_of(files[MANIFEST]), 1), "f")
+        decode_manifest(seal(sealed_content(files[MANIFEST]), 1), "f")
     one["chain"] = 0
     with pytest.raises(ManifestInvalid, match="chain"):
-        decode_manifest(reseal(one, 1), "f")
+        decode_manifest(seal(one, 1), "f")
     with pytest.raises(ManifestInvalid, match="runs"):
         decode_index(files[index_key(files, "version_2/")], "f")
 
@@ -326,16 +328,18 @@ def test_any_field_with_any_wrong_value(files: Files, which: str) -> None:
     """Nothing but proper errors; what is loaded nevertheless is what was saved."""
     wanted = {**state(2), "b": state(1)["b"]}
     raw = files[MANIFEST] if which == "manifest" else files[index_key(files, "version_2/")]
-    original = content_of(raw) if which == "manifest" else json.loads(raw)
-    chosen = [p for p in paths(original) if p[0] in ("shards", "chain", "runs", "length", "header")]
+    original = sealed_content(raw) if which == "manifest" else json.loads(raw)
+    chosen = [
+        p for p in json_paths(original) if p[0] in ("shards", "chain", "runs", "length", "header")
+    ]
     for path in chosen:
         for wrong in WRONG:
-            if at(original, path) == wrong:
+            if get_at(original, path) == wrong:
                 continue
-            edit = {which: lambda c: put(c, path, wrong)}  # noqa: B023
+            edit = {which: lambda c: set_at(c, path, wrong)}  # noqa: B023
             forged = lie(files, **edit)
             if "load" not in refused(forged):
-                assert same(load_snapshot(Run(store_of(forged)).open(Version(2))), wanted)
+                assert values_equal(load_snapshot(Run(store_of(forged)).open(Version(2))), wanted)
 
 
 @pytest.mark.slow
@@ -393,7 +397,7 @@ def test_runs_are_taken_only_if_every_chunk_has_a_place_of_its_own(
                     "boxes": [{"offsets": [0], "sizes": [total], "at": 8}]}],
         "cuts": cuts, "digests": ["0" * 32] * len(cuts), "runs": runs,
     }  # fmt: skip
-    files = [Referred(f"../version_{n}/x", *told) for n, told in enumerate(refers)]
+    files = [ShardReference(f"../version_{n}/x", *told) for n, told in enumerate(refers)]
     limits = [length, *(f.length for f in files)]
     wanted: dict[tuple[int, int], int] = {(0, at): 0 for at in range(8)}
     sound = bool(runs) and runs[0][0] == 1
@@ -417,6 +421,6 @@ def test_runs_are_taken_only_if_every_chunk_has_a_place_of_its_own(
         assert not sound
     else:
         assert sound
-        assert index.places is not None
+        assert index.chunk_refs is not None
         for c, place in places.items():
-            assert (index.places.file[c], index.places.at[c]) == place
+            assert (index.chunk_refs.files[c], index.chunk_refs.offsets[c]) == place

@@ -13,7 +13,7 @@ from holdfast.storage.memory import MemoryStore
 from tests.trainings import train, training
 
 
-class Answer(NamedTuple):
+class CommandResult(NamedTuple):
     """What a command printed, and its exit code."""
 
     code: int
@@ -25,13 +25,13 @@ class Answer(NamedTuple):
         return json.loads(self.out)
 
 
-def holdfast(*words: object) -> Answer:
+def run_cli(*words: object) -> CommandResult:
     """Run a command. Never a traceback: whatever escapes it fails the test."""
     result = CliRunner().invoke(cli, [str(w) for w in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "Traceback" not in result.stderr
-    return Answer(result.exit_code, result.stdout, result.stderr)
+    return CommandResult(result.exit_code, result.stdout, result.stderr)
 
 
 def make_run(store: MemoryStore) -> MemoryStore:
@@ -41,8 +41,8 @@ def make_run(store: MemoryStore) -> MemoryStore:
     return store
 
 
-def leave(store: MemoryStore, at: int, to: int) -> None:
+def train_branch(store: MemoryStore, start: int, last_step: int) -> None:
     """Train again from a version, on a branch."""
     with training(store, EverySteps(20)) as (state, ckpt):
-        ckpt.resume(at=at)
-        train(state, ckpt, to)
+        ckpt.resume(at=start)
+        train(state, ckpt, last_step)

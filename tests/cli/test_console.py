@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 KiB"), (4 << 20, "4.0 MiB"), (1 << 60, "1024.0 PiB")],
 )
 def test_sizes(nbytes: int, shown: str) -> None:
-    assert console.size(nbytes) == shown
+    assert console.format_size(nbytes) == shown
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ def test_sizes(nbytes: int, shown: str) -> None:
 )
 def test_ages(seconds: float, shown: str) -> None:
     created = datetime.now(UTC) - timedelta(seconds=seconds)
-    assert console.age(created.isoformat()) == shown
+    assert console.format_age(created.isoformat()) == shown
 
 
 def test_text_is_cut_with_an_ellipsis() -> None:
-    assert console.text("abcdefgh", limit=5).plain == "abcd\u2026"
+    assert console.styled_text("abcdefgh", limit=5).plain == "abcd\u2026"
 
 
 @pytest.mark.parametrize("unit", ["bytes", "versions"])
@@ -42,8 +42,8 @@ def test_a_long_work_shows_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch,
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(console, "_PATIENCE", 0.0)
-    with console.progress("verifying", 100, quiet=False, unit=unit) as tell:
+    monkeypatch.setattr(console, "_PROGRESS_DELAY", 0.0)
+    with console.progress_bar("verifying", 100, quiet=False, unit=unit) as tell:
         until = time.monotonic() + 10
         while "verifying" not in terminal.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
@@ -55,16 +55,16 @@ def test_a_long_work_shows_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch,
 def test_a_short_work_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with console.progress("verifying", 100, quiet=False) as tell:
+    with console.progress_bar("verifying", 100, quiet=False) as tell:
         tell(100)
     assert terminal.getvalue() == ""
 
 
 def test_nobody_looks_so_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    monkeypatch.setattr(console, "_PROGRESS_DELAY", 0.0)
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
-    with console.progress("verifying", 100, quiet=False) as tell:
+    with console.progress_bar("verifying", 100, quiet=False) as tell:
         time.sleep(0.02)
         tell(100)
     assert plain.getvalue() == ""

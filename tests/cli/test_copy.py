@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.cli.verbs.copy import _whole
-from holdfast.cli.verbs.ls import look
-from holdfast.cli.verbs.verify import _check_run
+from holdfast.cli.verbs.copy import _copy_run
+from holdfast.cli.verbs.ls import list_versions
+from holdfast.cli.verbs.verify import _verify_run
 from holdfast.errors import AlreadyExists, FormatError, NotFound
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
-from tests.cli.invoke import holdfast, leave, make_run
-from tests.engine.unreliable_stores import Wrapped
-from tests.trainings import flip, shard_of, train, training
+from tests.cli.invoke import make_run, run_cli, train_branch
+from tests.engine.unreliable_stores import HookedStore
+from tests.trainings import flip_bit, shard_of, train, training
 
 
 def keys(url: str) -> list[str]:
@@ -30,15 +30,15 @@ def keys(url: str) -> list[str]:
 
 
 def test_a_snapshot(run: str, elsewhere: str) -> None:
-    answer = holdfast("copy", f"{run}/version_40", f"{elsewhere}/version_40")
+    answer = run_cli("copy", f"{run}/version_40", f"{elsewhere}/version_40")
     assert answer.code == 0
     assert "1 snapshot copied" in answer.out
-    assert holdfast("diff", f"{run}/version_40", f"{elsewhere}/version_40").code == 0
-    assert holdfast("verify", elsewhere).code == 0
+    assert run_cli("diff", f"{run}/version_40", f"{elsewhere}/version_40").code == 0
+    assert run_cli("verify", elsewhere).code == 0
 
 
 def test_json_keys_are_stable(run: str, elsewhere: str) -> None:
-    told = holdfast("copy", run, elsewhere, "--json").json
+    told = run_cli("copy", run, elsewhere, "--json").json
     assert list(told) == [
         "from", "to", "copied", "present", "damaged", "branches", "evaluations", "pins", "stray",
         "bytes", "seconds",
@@ -48,25 +48,25 @@ def test_json_keys_are_stable(run: str, elsewhere: str) -> None:
 
 
 def test_a_whole_run_with_its_branches(store: MemoryStore, tmp_path: Path) -> None:
-    leave(store, at=40, to=80)
+    train_branch(store, start=40, last_step=80)
     to = tmp_path / "runs" / "copy"
-    answer = holdfast("copy", store.url, to)
+    answer = run_cli("copy", store.url, to)
     assert answer.code == 0
     assert keys(str(to)) == keys(store.url)
-    ours, theirs = holdfast("ls", store.url, "--json").json, holdfast("ls", to, "--json").json
+    ours, theirs = run_cli("ls", store.url, "--json").json, run_cli("ls", to, "--json").json
     assert theirs["latest"] == ours["latest"] == "version_80.1"
     assert [v["on_line"] for v in theirs["versions"]] == [v["on_line"] for v in ours["versions"]]
-    assert holdfast("verify", to).code == 0
+    assert run_cli("verify", to).code == 0
 
 
 def test_a_run_is_copied_again_only_where_it_grew(store: MemoryStore, elsewhere: str) -> None:
-    holdfast("copy", store.url, elsewhere)
-    leave(store, at=40, to=80)
-    told = holdfast("copy", store.url, elsewhere, "--json").json
+    run_cli("copy", store.url, elsewhere)
+    train_branch(store, start=40, last_step=80)
+    told = run_cli("copy", store.url, elsewhere, "--json").json
     assert [c["step"] for c in told["present"]] == [20, 40, 60]
     assert [c["step"] for c in told["copied"]] == [60, 80]
     assert told["branches"] == 1
-    assert "already there" in holdfast("copy", store.url, elsewhere).out
+    assert "already there" in run_cli("copy", store.url, elsewhere).out
 
 
 def test_evaluations_and_lasting_pins_come_with_a_run(store: MemoryStore, elsewhere: str) -> None:
@@ -76,19 +76,19 @@ def test_evaluations_and_lasting_pins_come_with_a_run(store: MemoryStore, elsewh
     run.add_metrics(40, {"val": 0.5})
     run.pin(40)
     for added in (0, 1):
-        told = holdfast("copy", store.url, elsewhere, "--json").json
+        told = run_cli("copy", store.url, elsewhere, "--json").json
         assert (told["evaluations"], told["pins"]) == (2 + added, 1)
         copied = hf.Run(elsewhere)
         assert keys(elsewhere) == keys(store.url)
         assert [repr(r) for r in copied.records()] == [repr(r) for r in run.records()]
         assert copied.pins() == run.pins()
         run.add_metrics(60, {"val": 0.125})
-    assert holdfast("verify", elsewhere).code == 0
+    assert run_cli("verify", elsewhere).code == 0
 
 
 def copied_to(one: Store, two: Store) -> int:
     run = hf.Run(one)
-    return len(_whole(run, run.listing(), hf.Run(two), True).copied)
+    return len(_copy_run(run, run.listing(), hf.Run(two), True).copied)
 
 
 def test_a_backup_goes_on_where_the_source_has_kept_nothing_of_it() -> None:
@@ -139,7 +139,7 @@ def test_nothing_is_overwritten(run: str, elsewhere: str) -> None:
     hf.save(f"{elsewhere}/version_40", {"n": 1})
     before = keys(elsewhere)
     for words in ((f"{run}/version_40", f"{elsewhere}/version_40"), (run, elsewhere)):
-        answer = holdfast("copy", *words)
+        answer = run_cli("copy", *words)
         assert answer.code == 8
         assert "nothing was changed" in answer.err
     assert keys(elsewhere) == before
@@ -147,49 +147,49 @@ def test_nothing_is_overwritten(run: str, elsewhere: str) -> None:
 
 def test_two_trainings_are_not_mixed(run: str, elsewhere: str) -> None:
     hf.save(f"{elsewhere}/version_7", {"n": 1})
-    answer = holdfast("copy", run, elsewhere)
+    answer = run_cli("copy", run, elsewhere)
     assert answer.code == 8
     assert "another training" in answer.err
     other = open_store(elsewhere + "-other")
     assert isinstance(other, MemoryStore)
     make_run(other)
-    assert holdfast("copy", run, other.url).code == 8
+    assert run_cli("copy", run, other.url).code == 8
 
 
 def test_a_version_keeps_its_step(run: str, elsewhere: str) -> None:
-    answer = holdfast("copy", f"{run}/version_40", f"{elsewhere}/version_50")
+    answer = run_cli("copy", f"{run}/version_40", f"{elsewhere}/version_50")
     assert answer.code == 8
     assert keys(elsewhere) == []
-    assert holdfast("copy", f"{run}/version_40", f"{elsewhere}/best").code == 0
+    assert run_cli("copy", f"{run}/version_40", f"{elsewhere}/best").code == 0
 
 
 def test_a_damaged_snapshot_is_not_copied(store: MemoryStore, elsewhere: str) -> None:
-    flip(store, shard_of(store, "version_40"))
-    answer = holdfast("copy", f"{store.url}/version_40", f"{elsewhere}/version_40")
+    flip_bit(store, shard_of(store, "version_40"))
+    answer = run_cli("copy", f"{store.url}/version_40", f"{elsewhere}/version_40")
     assert answer.code == 3
     assert answer.out == ""
     assert f"version_40/{MANIFEST}" not in keys(elsewhere)
 
 
 def test_of_a_run_what_is_damaged_is_named_and_left_out(store: MemoryStore, elsewhere: str) -> None:
-    flip(store, shard_of(store, "version_40"))
-    flip(store, f"version_20/{MANIFEST}")
-    answer = holdfast("copy", store.url, elsewhere, "--json")
+    flip_bit(store, shard_of(store, "version_40"))
+    flip_bit(store, f"version_20/{MANIFEST}")
+    answer = run_cli("copy", store.url, elsewhere, "--json")
     assert answer.code == 3
     assert [d["version"] for d in answer.json["damaged"]] == ["version_20", "version_40"]
     assert [c["step"] for c in answer.json["copied"]] == [60]
-    assert holdfast("verify", elsewhere).code == 0
-    out = holdfast("copy", store.url, elsewhere).out
+    assert run_cli("verify", elsewhere).code == 0
+    out = run_cli("copy", store.url, elsewhere).out
     assert "NOT copied     version_20" in out
     assert out.endswith("Nothing copied; 1 already there; 2 NOT copied\n")
 
 
 def test_the_sum_says_what_was_done(store: MemoryStore, tmp_path: Path) -> None:
-    assert ", all checked\n" in holdfast("copy", store.url, tmp_path / "b").out
-    out = holdfast("copy", store.url, tmp_path / "b").out
+    assert ", all checked\n" in run_cli("copy", store.url, tmp_path / "b").out
+    out = run_cli("copy", store.url, tmp_path / "b").out
     assert out.endswith("\nNothing copied; 3 already there\n")
-    flip(store, f"version_20/{MANIFEST}")
-    out = holdfast("copy", store.url, tmp_path / "c").out
+    flip_bit(store, f"version_20/{MANIFEST}")
+    out = run_cli("copy", store.url, tmp_path / "c").out
     assert out.startswith("copied         ")
     assert out.endswith(", all checked; 1 NOT copied\n")
 
@@ -199,12 +199,12 @@ def test_no_empty_folder_is_left_where_nothing_was_copied(
 ) -> None:
     (tmp_path / "mine").mkdir()
     for step in (20, 40, 60):
-        flip(store, shard_of(store, f"version_{step}"))
+        flip_bit(store, shard_of(store, f"version_{step}"))
     for to in ("b", "mine"):
-        answer = holdfast("copy", store.url, tmp_path / to)
+        answer = run_cli("copy", store.url, tmp_path / to)
         assert answer.code == 3
         assert answer.out.endswith("\nNothing copied; 3 NOT copied\n")
-        assert holdfast("copy", f"{store.url}@20", tmp_path / to / "version_20").code == 3
+        assert run_cli("copy", f"{store.url}@20", tmp_path / to / "version_20").code == 3
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
     assert list((tmp_path / "mine").iterdir()) == []
 
@@ -234,7 +234,7 @@ def go_on(store: Store, steps: int, every: int = 20, at: int | None = None) -> N
 def test_two_that_went_on_from_one_are_not_mixed(
     store: MemoryStore, elsewhere: str, ours: dict[str, int], theirs: dict[str, int], said: str
 ) -> None:
-    holdfast("copy", store.url, elsewhere)
+    run_cli("copy", store.url, elsewhere)
     for each, how in ((store, ours), (open_store(elsewhere), theirs)):
         if how:
             go_on(each, **how)
@@ -243,7 +243,7 @@ def test_two_that_went_on_from_one_are_not_mixed(
             hf.Run(each).leave_from(snapshot, Version(20), "on request")
     for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
         before = keys(b)
-        answer = holdfast("copy", a, b)
+        answer = run_cli("copy", a, b)
         assert answer.code == 8
         assert "nothing was changed" in answer.err
         assert keys(b) == before
@@ -254,33 +254,33 @@ def test_two_that_went_on_from_one_are_not_mixed(
 def test_two_that_went_on_on_one_branch_are_not_mixed(store: MemoryStore, elsewhere: str) -> None:
     snapshot = hf.Run(store).open(Version(20))
     hf.Run(store).leave_from(snapshot, Version(20), "on request")
-    holdfast("copy", store.url, elsewhere)
+    run_cli("copy", store.url, elsewhere)
     go_on(store, 10, 30)
     go_on(open_store(elsewhere), 20)
     assert [str(hf.Run(r).line()[-1]) for r in (store, elsewhere)] == [
         "version_30.1", "version_40.1",
     ]  # fmt: skip
     for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
-        assert holdfast("copy", a, b).code == 8
+        assert run_cli("copy", a, b).code == 8
 
 
 def test_what_a_copy_has_gone_on_to_comes_home(store: MemoryStore, elsewhere: str) -> None:
-    holdfast("copy", store.url, elsewhere)
+    run_cli("copy", store.url, elsewhere)
     go_on(open_store(elsewhere), 40)
     go_on(open_store(elsewhere), 40, at=80)
-    assert [c["step"] for c in holdfast("copy", elsewhere, store.url, "--json").json["copied"]] == [
+    assert [c["step"] for c in run_cli("copy", elsewhere, store.url, "--json").json["copied"]] == [
         80, 100, 100, 120,
     ]  # fmt: skip
     assert keys(store.url) == keys(elsewhere)
     go_on(store, 20)
-    assert holdfast("copy", store.url, elsewhere).code == 0
+    assert run_cli("copy", store.url, elsewhere).code == 0
 
 
 def test_a_copy_that_is_ahead_is_left_as_it_is(store: MemoryStore, elsewhere: str) -> None:
-    holdfast("copy", store.url, elsewhere)
+    run_cli("copy", store.url, elsewhere)
     go_on(open_store(elsewhere), 40, at=40)
     before = keys(elsewhere)
-    assert holdfast("copy", store.url, elsewhere).code == 0
+    assert run_cli("copy", store.url, elsewhere).code == 0
     assert keys(elsewhere) == before
 
 
@@ -303,7 +303,7 @@ def test_a_backup_keeps_what_its_source_deletes_and_is_never_refused(
         elif what == 3:
             run.retain(hf.KeepLast(1) | hf.KeepEvery(50))
         else:
-            answer = holdfast("copy", store.url, elsewhere)
+            answer = run_cli("copy", store.url, elsewhere)
             assert answer.code == 0, answer.err
             had |= set(run.listing().versions)
             assert set(hf.Run(elsewhere).listing().versions) == had
@@ -321,14 +321,14 @@ def test_after_a_sweep_of_what_was_abandoned_the_message_says_what_to_do(
     choose, refused = random.Random(seed), 0
     run, to = hf.Run(store), open_store(elsewhere)
     had = set(run.listing().versions)
-    holdfast("copy", store.url, elsewhere)
+    run_cli("copy", store.url, elsewhere)
     for _ in range(8):
         at = choose.choice([None, *(v.step for v in run.line())])
         go_on(store, 20, 10, at=at)
         if choose.random() < 0.7:
             run.sweep(abandoned=True, grace=0)
         had |= set(run.listing().versions)
-        answer = holdfast("copy", store.url, elsewhere)
+        answer = run_cli("copy", store.url, elsewhere)
         if answer.code == 8:
             refused += 1
             assert "seem to have both gone on" in answer.err
@@ -337,7 +337,7 @@ def test_after_a_sweep_of_what_was_abandoned_the_message_says_what_to_do(
             assert f"put a copy of {' and '.join(records)} into {elsewhere} by hand" in answer.err
             for key in records:
                 to.put_if_absent(key, store.get(key, 1 << 20))
-            answer = holdfast("copy", store.url, elsewhere)
+            answer = run_cli("copy", store.url, elsewhere)
         assert answer.code == 0, answer.err
         assert hf.Run(to).line() == run.line()
         assert set(hf.Run(to).listing().versions) == had
@@ -345,10 +345,10 @@ def test_after_a_sweep_of_what_was_abandoned_the_message_says_what_to_do(
 
 
 def test_a_copy_that_went_on_is_not_told_of_sweeps(store: MemoryStore, elsewhere: str) -> None:
-    holdfast("copy", store.url, elsewhere)
+    run_cli("copy", store.url, elsewhere)
     go_on(store, 40)
     go_on(open_store(elsewhere), 25, 25)
-    assert "sweep" not in holdfast("copy", store.url, elsewhere).err
+    assert "sweep" not in run_cli("copy", store.url, elsewhere).err
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -356,7 +356,7 @@ def test_two_that_both_went_on_are_always_told_apart(
     store: MemoryStore, elsewhere: str, seed: int
 ) -> None:
     choose = random.Random(seed)
-    holdfast("copy", store.url, elsewhere)
+    run_cli("copy", store.url, elsewhere)
     for each in (store, open_store(elsewhere)):
         every = choose.choice([1, 2, 3, 7])
         for _ in range(choose.choice([1, 2])):
@@ -364,7 +364,7 @@ def test_two_that_both_went_on_are_always_told_apart(
             go_on(each, every * choose.choice([1, 2]), every, at)
     for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
         before = keys(b)
-        assert holdfast("copy", a, b).code == 8
+        assert run_cli("copy", a, b).code == 8
         assert keys(b) == before
 
 
@@ -373,10 +373,10 @@ def test_a_run_is_not_copied_into_a_snapshot(run: str, store: MemoryStore, tmp_p
     hf.save(tmp_path / "lone", {"n": 1})
     before = keys(str(tmp_path))
     for to in ("b/version_4", "b/version_4/", "b/version_4/.", "b/version_9", "lone"):
-        answer = holdfast("copy", run, f"{tmp_path}/{to}")
+        answer = run_cli("copy", run, f"{tmp_path}/{to}")
         assert answer.code == 8, to
         assert "nothing was changed" in answer.err
-    assert holdfast("copy", run, f"{run}-more/version_4").code == 8
+    assert run_cli("copy", run, f"{run}-more/version_4").code == 8
     assert keys(str(tmp_path)) == before
 
 
@@ -386,40 +386,40 @@ def test_what_is_called_like_a_version_is_that_version_whatever_lies_in_it(
     for stat in list(store.list("version_20")):
         inner = stat.key.replace("version_20", "version_40/version_20")
         store.put_if_absent(inner, store.get(stat.key, 1 << 20))
-    answer = holdfast("ls", f"{store.url}/version_40")
+    answer = run_cli("ls", f"{store.url}/version_40")
     assert answer.code == 4
     assert "is one snapshot, not a run" in answer.err
     for verb in ("verify", "show"):
-        answer = holdfast(verb, f"{store.url}/version_40")
+        answer = run_cli(verb, f"{store.url}/version_40")
         assert answer.code == 0
         assert "Delete" not in answer.out + answer.err
 
 
 def test_a_damaged_manifest_is_moved_away_and_copied_back(run: str, store: MemoryStore) -> None:
     to = f"{run}-copied"
-    holdfast("copy", run, to)
-    flip(store, f"version_40/{MANIFEST}")
-    answer = holdfast("copy", to, run)
+    run_cli("copy", run, to)
+    flip_bit(store, f"version_40/{MANIFEST}")
+    answer = run_cli("copy", to, run)
     assert answer.code == 8
     assert f"Move its {MANIFEST} away, and nothing else" in answer.err
     store.delete(f"version_40/{MANIFEST}")
-    assert holdfast("copy", to, run).code == 0
+    assert run_cli("copy", to, run).code == 0
     assert keys(run) == keys(to)
-    assert holdfast("verify", run).code == 0
+    assert run_cli("verify", run).code == 0
 
 
 # -- beside retention ----------------------------------------------------------------------------
 
 
 def copied(run: hf.Run) -> list[object]:
-    made = _whole(run, run.listing(), hf.Run(MemoryStore()), quiet=True)
+    made = _copy_run(run, run.listing(), hf.Run(MemoryStore()), quiet=True)
     assert made.damaged == []
     return list(made.copied)
 
 
 @pytest.mark.parametrize("damage", ["loses", "refuses"])
 def test_what_the_other_store_loses_is_no_deletion(store: MemoryStore, damage: str) -> None:
-    to = Wrapped(MemoryStore())
+    to = HookedStore(MemoryStore())
 
     def lose(method: str, key: str) -> None:
         if key.endswith(".index.json") and method == "put_if_absent":
@@ -432,23 +432,23 @@ def test_what_the_other_store_loses_is_no_deletion(store: MemoryStore, damage: s
     run = hf.Run(store)
     if damage == "loses":
         to.after = lose
-        told = _whole(run, run.listing(), hf.Run(to), quiet=True)
+        told = _copy_run(run, run.listing(), hf.Run(to), quiet=True)
         assert [type(e) for _, e in told.damaged] == [FormatError] * 3
     else:
         to.before = refuse
         with pytest.raises(NotFound, match="the share is gone"):
-            _whole(run, run.listing(), hf.Run(to), quiet=True)
+            _copy_run(run, run.listing(), hf.Run(to), quiet=True)
     assert hf.Run(to.inner).listing().versions == []
 
 
 def checked(run: hf.Run) -> list[object]:
-    found, _ = _check_run(run, run.listing(), quiet=True)
+    found, _ = _verify_run(run, run.listing(), quiet=True)
     assert [c.problems for c in found] == [()] * len(found)
     return list(found)
 
 
 def looked_at(run: hf.Run) -> list[object]:
-    entries = look(run, run.listing()).entries
+    entries = list_versions(run, run.listing()).entries
     assert [e.problem for e in entries] == [None] * len(entries)
     return list(entries)
 
@@ -458,10 +458,14 @@ def test_what_is_deleted_meanwhile_is_no_damage(use: Callable[[hf.Run], list[obj
     """Retention is let in before every call in turn."""
     outcomes = Counter[int]()
     for at in itertools.count(1):
-        store, calls = Wrapped(make_run(MemoryStore())), itertools.count(1)
+        store, calls = HookedStore(make_run(MemoryStore())), itertools.count(1)
 
         def retain(
-            method: str, key: str, store: Wrapped = store, n: Iterator[int] = calls, at: int = at
+            method: str,
+            key: str,
+            store: HookedStore = store,
+            n: Iterator[int] = calls,
+            at: int = at,
         ) -> None:
             if next(n) == at:
                 hf.Run(store.inner).retain(hf.KeepLast(1))

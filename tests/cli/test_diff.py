@@ -12,14 +12,14 @@ import torch
 
 import holdfast as hf
 from holdfast.storage.memory import MemoryStore
-from tests.cli.invoke import Answer, holdfast
-from tests.trainings import flip, shard_of
+from tests.cli.invoke import CommandResult, run_cli
+from tests.trainings import flip_bit, shard_of
 
 
-def compare(place: str, a: dict[str, Any], b: dict[str, Any], *words: str) -> Answer:
+def compare(place: str, a: dict[str, Any], b: dict[str, Any], *words: str) -> CommandResult:
     hf.save(f"{place}/a", a)
     hf.save(f"{place}/b", b)
-    return holdfast("diff", f"{place}/a", f"{place}/b", *words)
+    return run_cli("diff", f"{place}/a", f"{place}/b", *words)
 
 
 def test_equal_states_are_the_same_and_not_read(elsewhere: str) -> None:
@@ -29,7 +29,7 @@ def test_equal_states_are_the_same_and_not_read(elsewhere: str) -> None:
     assert answer.json["same"] is True
     assert answer.json["bytes_read"] == 0
     assert answer.json["equal"] == 4
-    assert "The same" in holdfast("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+    assert "The same" in run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
 
 
 def test_small_leaves_that_share_a_chunk_with_a_change_are_read_and_equal(elsewhere: str) -> None:
@@ -42,7 +42,7 @@ def test_small_leaves_that_share_a_chunk_with_a_change_are_read_and_equal(elsewh
 
 
 def test_json_keys_are_stable(run: str) -> None:
-    answer = holdfast("diff", f"{run}/version_20", f"{run}/version_40", "--json")
+    answer = run_cli("diff", f"{run}/version_20", f"{run}/version_40", "--json")
     assert answer.code == 7
     told = answer.json
     assert list(told) == ["a", "b", "same", "only_a", "only_b", "changed", "equal", "bytes_read"]
@@ -81,7 +81,7 @@ def test_what_differs_beside_the_bytes(elsewhere: str, a: Any, b: Any, expected:
     changes = [(c["key"], c["what"]) for c in answer.json["changed"]]
     assert changes == expected
     assert answer.code == (7 if changes else 0)
-    assert holdfast("diff", f"{elsewhere}/a", f"{elsewhere}/b").code == answer.code
+    assert run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").code == answer.code
 
 
 def test_members_of_one_side_only_are_named_once(elsewhere: str) -> None:
@@ -90,7 +90,7 @@ def test_members_of_one_side_only_are_named_once(elsewhere: str) -> None:
     told = compare(elsewhere, a, b, "--json").json
     assert told["only_a"] == ["gone"]
     assert told["only_b"] == ["new"]
-    out = holdfast("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+    out = run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
     assert "only in A  gone" in out
     assert "only in B  new" in out
 
@@ -107,18 +107,18 @@ def test_tied_tensors_are_compared_with_what_stands_there(elsewhere: str) -> Non
 
 def test_keys_limit_the_comparison(run: str) -> None:
     words = ("diff", f"{run}/version_20", f"{run}/version_40", "--json", "--keys")
-    assert [c["key"] for c in holdfast(*words, "small/**").json["changed"]] == ["small/bias"]
+    assert [c["key"] for c in run_cli(*words, "small/**").json["changed"]] == ["small/bias"]
 
 
 def test_damage_is_not_a_difference(store: MemoryStore) -> None:
-    flip(store, shard_of(store, "version_40"))
-    answer = holdfast("diff", f"{store.url}/version_20", f"{store.url}/version_40")
+    flip_bit(store, shard_of(store, "version_40"))
+    answer = run_cli("diff", f"{store.url}/version_20", f"{store.url}/version_40")
     assert answer.code == 3
     assert "damaged" in answer.err
 
 
 def test_counts_have_their_plural(elsewhere: str, run: str) -> None:
     compare(elsewhere, {"x": 1}, {"x": 1})
-    assert "The same: 1 leaf or value\n" in holdfast("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
-    out = holdfast("diff", f"{run}/version_20", f"{run}/version_20").out
+    assert "The same: 1 leaf or value\n" in run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+    out = run_cli("diff", f"{run}/version_20", f"{run}/version_20").out
     assert re.search(r"The same: [0-9]+ leaves and values\n", out)

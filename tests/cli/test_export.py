@@ -14,9 +14,9 @@ from click import BadParameter
 from safetensors.numpy import load_file
 
 import holdfast as hf
-from holdfast.cli.verbs.export import nbytes
-from tests.cli.invoke import Answer, holdfast
-from tests.trainings import flip, shard_of
+from holdfast.cli.verbs.export import parse_size
+from tests.cli.invoke import CommandResult, run_cli
+from tests.trainings import flip_bit, shard_of
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def one_line(answer: Answer, code: int, *parts: str) -> None:
+def one_line(answer: CommandResult, code: int, *parts: str) -> None:
     assert answer.code == code
     assert answer.err.count("\n") == 1
     for part in parts:
@@ -40,7 +40,7 @@ def one_line(answer: Answer, code: int, *parts: str) -> None:
 
 @pytest.mark.parametrize("address", ["runs/a@latest", "runs/a@2", "runs/a/version_2"])
 def test_the_model_of_any_address(folder: Path, address: str) -> None:
-    answer = holdfast("export", address, "--to", "safetensors", "out")
+    answer = run_cli("export", address, "--to", "safetensors", "out")
     assert (answer.code, answer.err) == (0, "")
     assert "out/model.safetensors" in answer.out
     assert "2 tensors below model, 56 B, all checked" in answer.out
@@ -50,15 +50,13 @@ def test_the_model_of_any_address(folder: Path, address: str) -> None:
 
 
 def test_what_is_left_out_is_told(folder: Path) -> None:
-    answer = holdfast("export", "runs/a@1", "out", "--to", "safetensors", "--root", "/")
+    answer = run_cli("export", "runs/a@1", "out", "--to", "safetensors", "--root", "/")
     one_line(answer, 0, "2 plain values left out: safetensors holds tensors only")
     assert sorted(load_file("out/model.safetensors")) == ["model/b", "model/w", "rng"]
 
 
 def test_json_keys_are_stable(folder: Path) -> None:
-    answer = holdfast(
-        "export", "runs/a@1", "--to", "hf", "out", "--max-shard-size", "30B", "--json"
-    )
+    answer = run_cli("export", "runs/a@1", "--to", "hf", "out", "--max-shard-size", "30B", "--json")
     assert answer.err == ""
     told = answer.json
     assert list(told) == [
@@ -72,14 +70,14 @@ def test_json_keys_are_stable(folder: Path) -> None:
         assert os.path.getsize(file["file"]) == file["bytes"]
     index = json.loads(Path("out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 56
-    told = holdfast("export", "runs/a@1", "--to", "hf", "all", "--root", "/", "--json").json
+    told = run_cli("export", "runs/a@1", "--to", "hf", "all", "--root", "/", "--json").json
     assert (told["left_out"], told["tensors"]) == (2, 3)
 
 
 def test_torch(folder: Path) -> None:
     import torch
 
-    answer = holdfast("export", "runs/a@1", "--to", "torch", "all.pt")
+    answer = run_cli("export", "runs/a@1", "--to", "torch", "all.pt")
     assert "all.pt" in answer.out
     assert answer.err == ""
     back = torch.load("all.pt", weights_only=True)
@@ -88,8 +86,8 @@ def test_torch(folder: Path) -> None:
 
 
 def test_mistakes(folder: Path) -> None:
-    def export(*words: str) -> Answer:
-        return holdfast("export", *words)
+    def export(*words: str) -> CommandResult:
+        return run_cli("export", *words)
 
     def wrong(*words: str) -> str:
         answer = export(*words)
@@ -110,16 +108,16 @@ def test_mistakes(folder: Path) -> None:
     assert not Path("out").exists()
     assert export("runs/a@1", "--to", "hf", "out").code == 0
     one_line(export("runs/a@1", "--to", "hf", "out"), 8, "There is model.safetensors in ./out")
-    told = holdfast("export", "runs/a@1", "--to", "hf", "out", "--json")
+    told = run_cli("export", "runs/a@1", "--to", "hf", "out", "--json")
     assert told.code == told.json["exit"] == 8
     assert told.json["error"]["kind"] == "AlreadyExists"
 
 
 def test_damage_ends_with_3_and_leaves_nothing(folder: Path) -> None:
     store = hf.Run("runs/a").store
-    flip(store, shard_of(store, "version_1"))
+    flip_bit(store, shard_of(store, "version_1"))
     for kind in ("safetensors", "hf", "torch"):
-        answer = holdfast("export", "runs/a@1", "--to", kind, "out", "--root", "/")
+        answer = run_cli("export", "runs/a@1", "--to", kind, "out", "--root", "/")
         one_line(answer, 3, "is damaged between bytes", "holdfast verify")
         assert not Path("out").exists()
 
@@ -132,7 +130,7 @@ SIZES = {
 
 @pytest.mark.parametrize(("text", "expected"), SIZES.items())
 def test_sizes(text: str, expected: int) -> None:
-    assert nbytes(None, None, text) == expected  # type: ignore[arg-type]
+    assert parse_size(None, None, text) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_sizes(text: str, expected: int) -> None:
 )
 def test_no_sizes(text: str) -> None:
     with pytest.raises(BadParameter, match="is no size"):
-        nbytes(None, None, text)  # type: ignore[arg-type]
+        parse_size(None, None, text)  # type: ignore[arg-type]
 
 
 def test_json_needs_neither_torch_nor_rich(folder: Path) -> None:

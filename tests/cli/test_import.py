@@ -19,8 +19,8 @@ from holdfast.errors import NoSpace
 from holdfast.format.names import Version
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-from tests.cli.invoke import Answer, holdfast, leave
-from tests.engine.unreliable_stores import Wrapped
+from tests.cli.invoke import CommandResult, run_cli, train_branch
+from tests.engine.unreliable_stores import HookedStore
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def one_line(answer: Answer, code: int, *parts: str) -> None:
+def one_line(answer: CommandResult, code: int, *parts: str) -> None:
     assert answer.code == code, answer
     assert answer.err.startswith("holdfast: ")
     assert answer.err.count("\n") == 1
@@ -42,7 +42,7 @@ def one_line(answer: Answer, code: int, *parts: str) -> None:
 
 
 def test_a_file_becomes_a_version(folder: Path) -> None:
-    answer = holdfast("import", "step_7.pt", "runs/a")
+    answer = run_cli("import", "step_7.pt", "runs/a")
     assert answer.code == 0
     assert answer.out.splitlines() == [
         "a file of torch.save  step_7.pt",
@@ -53,20 +53,20 @@ def test_a_file_becomes_a_version(folder: Path) -> None:
     assert loaded["epoch"] == 2
     saved = torch.load("step_7.pt", weights_only=True)
     assert torch.equal(model.weight, saved["model"]["weight"])
-    assert holdfast("verify", "runs/a").code == 0
-    assert "import" in holdfast("show", "runs/a@latest").out
+    assert run_cli("verify", "runs/a").code == 0
+    assert "import" in run_cli("show", "runs/a@latest").out
 
 
 def test_a_state_dict_alone_loads_as_the_model(folder: Path) -> None:
     torch.save(nn.Linear(3, 2).state_dict(), "w.pt")
-    assert holdfast("import", "w.pt", "runs/a", "--step", 0).code == 0
+    assert run_cli("import", "w.pt", "runs/a", "--step", 0).code == 0
     hf.load("runs/a/version_0", into={"model": nn.Linear(3, 2)})
-    assert holdfast("import", "w.pt", "runs/a", "--step", 1, "--as", "net/a").code == 0
+    assert run_cli("import", "w.pt", "runs/a", "--step", 1, "--as", "net/a").code == 0
     hf.load("runs/a/version_1", into={"net/a": nn.Linear(3, 2)})
 
 
 def test_json_keys_are_stable(folder: Path) -> None:
-    told = holdfast("import", "step_7.pt", "runs/a", "--json").json
+    told = run_cli("import", "step_7.pt", "runs/a", "--json").json
     assert list(told) == [
         "from", "kind", "snapshot", "step", "leaves", "bytes", "mapped", "renamed", "converted",
         "left_out", "seconds",
@@ -94,12 +94,12 @@ def test_every_kind(folder: Path) -> None:
         (("dcp/step-30/", "run"), "dcp", 30),
         (("l.ckpt", "run"), "lightning", 40),
     ):
-        told = holdfast("import", *words, "--json").json
+        told = run_cli("import", *words, "--json").json
         assert (told["kind"], told["step"]) == (kind, step)
         at = "state_dict/weight" if kind == "lightning" else "model/weight"
         assert hf.load(f"run/version_{step}", keys=at)
     assert [s.step for s in hf.Run("run").snapshots()] == [10, 20, 30, 40]
-    assert set(import_._KINDS) == {"torch", "lightning", "safetensors", "huggingface", "dcp"}
+    assert set(import_._KIND_NAMES) == {"torch", "lightning", "safetensors", "huggingface", "dcp"}
 
 
 def test_what_is_not_as_it_was_is_told(folder: Path) -> None:
@@ -111,18 +111,18 @@ def test_what_is_not_as_it_was_is_told(folder: Path) -> None:
         "step_1.pt",
         _use_new_zipfile_serialization=False,
     )
-    out = holdfast("import", "step_1.pt", "run").out
+    out = run_cli("import", "step_1.pt", "run").out
     assert "Marks of wrappers taken out of the names in model\n" in out
     assert "Keyed by names of parameters: optimizer\n" in out
     assert "Read into memory as a whole" in out
-    told = holdfast("import", "step_1.pt", "run", "--step", 2, "--keep-names", "--json").json
+    told = run_cli("import", "step_1.pt", "run", "--step", 2, "--keep-names", "--json").json
     assert (told["renamed"], told["mapped"]) == ([], False)
     assert list(hf.load("run/version_2")["model"]) == ["module.weight", "module.bias"]
     os.mkdir("hf_step_3")
     save_file({"w": torch.ones(1)}, "hf_step_3/model.safetensors")
     for i in range(7):
         Path(f"hf_step_3/{i}.bin").write_text("x")
-    assert "Not imported: 0.bin, 1.bin, 2.bin, 3.bin, 4.bin ...\n" in holdfast(
+    assert "Not imported: 0.bin, 1.bin, 2.bin, 3.bin, 4.bin ...\n" in run_cli(
         "import", "hf_step_3", "run"
     ).out  # fmt: skip
 
@@ -133,25 +133,25 @@ def test_what_is_not_as_it_was_is_told(folder: Path) -> None:
 def test_a_step_that_nothing_tells(folder: Path) -> None:
     torch.save({"w": torch.ones(1)}, "w.pt")
     for more in ((), ("--json",)):
-        answer = holdfast("import", "w.pt", "runs/a", *more)
+        answer = run_cli("import", "w.pt", "runs/a", *more)
         assert answer.code == 2
         assert "does not tell after which step it was saved: give --step N" in answer.err
         assert answer.out == ""
     for step in ("-1", "x", "1000000000000000000"):
-        assert holdfast("import", "w.pt", "runs/a", "--step", step).code == 2
+        assert run_cli("import", "w.pt", "runs/a", "--step", step).code == 2
     assert not os.path.exists("runs")
-    assert holdfast("import", "w.pt", "runs/a", "--step", 10**18 - 1).code == 0
+    assert run_cli("import", "w.pt", "runs/a", "--step", 10**18 - 1).code == 0
 
 
 def test_a_version_that_is_there_is_not_touched(folder: Path) -> None:
     hf.save("runs/a/version_7", {"x": np.arange(3)})
-    one_line(holdfast("import", "step_7.pt", "runs/a"), 8, "version_7 already")
+    one_line(run_cli("import", "step_7.pt", "runs/a"), 8, "version_7 already")
     assert list(hf.load("runs/a/version_7")) == ["x"]
 
 
 def test_it_goes_on_the_line_that_training_is_on(store: MemoryStore, folder: Path) -> None:
-    leave(store, at=40, to=60)
-    told = holdfast("import", "step_7.pt", store.url, "--step", 70, "--json").json
+    train_branch(store, start=40, last_step=60)
+    told = run_cli("import", "step_7.pt", store.url, "--step", 70, "--json").json
     assert told["snapshot"].endswith("version_70.1")
     newest = hf.Run(store.url).latest()
     assert newest is not None
@@ -161,17 +161,15 @@ def test_it_goes_on_the_line_that_training_is_on(store: MemoryStore, folder: Pat
 
 def test_a_run_is_a_folder_of_versions(folder: Path) -> None:
     hf.save("one", {"x": np.arange(3)})
-    one_line(holdfast("import", "step_7.pt", "one"), 8, "place of a snapshot, not of a run")
-    one_line(holdfast("import", "step_7.pt", "runs/version_3"), 8, "not of a run")
+    one_line(run_cli("import", "step_7.pt", "one"), 8, "place of a snapshot, not of a run")
+    one_line(run_cli("import", "step_7.pt", "runs/version_3"), 8, "not of a run")
 
 
 def test_places_that_are_not_there(folder: Path) -> None:
-    one_line(
-        holdfast("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "step_7.pt is meant"
-    )
-    one_line(holdfast("import", "s3://b/x.pt", "run"), 6, "not on a local disk")
-    one_line(holdfast("import", "", "run"), 4)
-    assert holdfast("import", "step_7.pt").code == 2
+    one_line(run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "step_7.pt is meant")
+    one_line(run_cli("import", "s3://b/x.pt", "run"), 6, "not on a local disk")
+    one_line(run_cli("import", "", "run"), 4)
+    assert run_cli("import", "step_7.pt").code == 2
 
 
 class Evil:
@@ -181,25 +179,25 @@ class Evil:
 
 def test_what_would_be_run_is_refused_in_one_line(folder: Path) -> None:
     torch.save({"w": Evil()}, "step_9.pt")
-    one_line(holdfast("import", "step_9.pt", "run"), 6, "wants to run posix.system")
-    answer = holdfast("import", "step_9.pt", "run", "--json")
+    one_line(run_cli("import", "step_9.pt", "run"), 6, "wants to run posix.system")
+    answer = run_cli("import", "step_9.pt", "run", "--json")
     assert answer.json["exit"] == 6
     assert answer.json["error"]["fields"]["classes"] == ["posix.system"]
     assert not os.path.exists("canary")
     assert not os.path.exists("run")
-    assert "unpickle" not in holdfast("import", "--help").out  # and there is no way to ask for it
+    assert "unpickle" not in run_cli("import", "--help").out  # and there is no way to ask for it
 
 
 def test_damage_and_what_is_no_checkpoint(folder: Path) -> None:
     raw = Path("step_7.pt").read_bytes()
     Path("step_8.pt").write_bytes(raw[: len(raw) // 2])
-    one_line(holdfast("import", "step_8.pt", "run"), 3, "step_8.pt is damaged")
+    one_line(run_cli("import", "step_8.pt", "run"), 3, "step_8.pt is damaged")
     Path("step_8.pt").write_text("hello")
-    one_line(holdfast("import", "step_8.pt", "run"), 6, "is no checkpoint", "b'hello'")
+    one_line(run_cli("import", "step_8.pt", "run"), 6, "is no checkpoint", "b'hello'")
     os.mkdir("empty")
-    one_line(holdfast("import", "empty", "run", "--step", 1), 6, "an empty folder")
+    one_line(run_cli("import", "empty", "run", "--step", 1), 6, "an empty folder")
     torch.save({"a": {"size": torch.Size([1])}}, "step_8.pt")
-    one_line(holdfast("import", "step_8.pt", "run"), 6, "'a/size' is a torch.Size")
+    one_line(run_cli("import", "step_8.pt", "run"), 6, "'a/size' is a torch.Size")
     assert not os.path.exists("run")
 
 
@@ -208,11 +206,11 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr("holdfast.interop.mmap_files.os.open", deny)
-    one_line(holdfast("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
+    one_line(run_cli("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
 
 
 def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Wrapped(open_store("memory://import-full"))
+    store = HookedStore(open_store("memory://import-full"))
 
     def full(method: str, key: str) -> None:
         if method == "write_at":
@@ -220,7 +218,7 @@ def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyP
 
     store.before = full
     monkeypatch.setattr("holdfast.run.run.open_store", lambda url: store)
-    one_line(holdfast("import", "step_7.pt", "memory://import-full"), 5, "The disk is full")
+    one_line(run_cli("import", "step_7.pt", "memory://import-full"), 5, "The disk is full")
     assert not any("manifest" in s.key for s in store.list(""))
 
 
@@ -239,8 +237,8 @@ def test_the_bars_are_told_of_every_byte(folder: Path, monkeypatch: pytest.Monke
         def __exit__(self, *exc: object) -> None:
             pass
 
-    monkeypatch.setattr(import_, "progress", Bar)
-    assert holdfast("import", "step_8.pt", "run").code == 0
+    monkeypatch.setattr(import_, "progress_bar", Bar)
+    assert run_cli("import", "step_8.pt", "run").code == 0
     checked, written = bars
     assert (checked[0], checked[1]) == ("checking", os.path.getsize("step_8.pt"))
     assert 1 << 23 <= sum(checked[2]) <= checked[1]
@@ -251,4 +249,4 @@ def test_the_bars_are_told_of_every_byte(folder: Path, monkeypatch: pytest.Monke
 
 def test_the_torch_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
-    one_line(holdfast("import", "step_7.pt", "run"), 1, "read with PyTorch")
+    one_line(run_cli("import", "step_7.pt", "run"), 1, "read with PyTorch")

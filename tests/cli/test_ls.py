@@ -9,12 +9,12 @@ from holdfast.errors import Denied
 from holdfast.format.names import MANIFEST, Version, new_attempt, shard_name
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from tests.cli.invoke import holdfast, leave
-from tests.trainings import flip, shard_of
+from tests.cli.invoke import run_cli, train_branch
+from tests.trainings import flip_bit, shard_of
 
 
 def test_lists_all_versions_oldest_first(run: str) -> None:
-    answer = holdfast("ls", run)
+    answer = run_cli("ls", run)
     assert answer.code == 0
     rows = [line.split() for line in answer.out.splitlines()]
     assert [r[0] for r in rows if r[0].isdecimal()] == ["20", "40", "60"]
@@ -24,7 +24,7 @@ def test_lists_all_versions_oldest_first(run: str) -> None:
 
 
 def test_json_keys_are_stable(run: str) -> None:
-    told = holdfast("ls", run, "--json").json
+    told = run_cli("ls", run, "--json").json
     assert list(told) == [
         "run", "latest", "branch", "versions", "branches", "orphans", "stray", "bytes_checked",
     ]  # fmt: skip
@@ -41,8 +41,8 @@ def test_json_keys_are_stable(run: str) -> None:
 
 
 def test_versions_on_a_branch_that_was_left_are_listed_and_marked(store: MemoryStore) -> None:
-    leave(store, at=40, to=60)
-    told = holdfast("ls", store.url, "--json").json
+    train_branch(store, start=40, last_step=60)
+    told = run_cli("ls", store.url, "--json").json
     assert [(v["version"], v["on_line"]) for v in told["versions"]] == [
         ("version_20", True), ("version_40", True), ("version_60", False), ("version_60.1", True),
     ]  # fmt: skip
@@ -54,7 +54,7 @@ def test_versions_on_a_branch_that_was_left_are_listed_and_marked(store: MemoryS
         "created": told["branches"][0]["created"],
         "problem": None,
     }
-    answer = holdfast("ls", store.url)
+    answer = run_cli("ls", store.url)
     assert "left" in answer.out
     assert "branch 1 left from version_40" in answer.out
 
@@ -63,18 +63,18 @@ def test_versions_on_a_branch_that_was_left_are_listed_and_marked(store: MemoryS
 def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, damage: str) -> None:
     shard = shard_of(store, "version_60")
     if damage == "manifest":
-        flip(store, f"version_60/{MANIFEST}")
+        flip_bit(store, f"version_60/{MANIFEST}")
     else:
         raw = store.get(shard, 1 << 20)
         store.delete(shard)
         if damage == "cut":
             store.put_if_absent(shard, raw[:-1])
-    told = holdfast("ls", store.url, "--json").json
+    told = run_cli("ls", store.url, "--json").json
     assert [v["intact"] for v in told["versions"]] == [True, True, False]
     assert told["latest"] == "version_40"
     assert told["versions"][2]["problem"]["message"]
     assert told["versions"][2]["bytes"] > 0
-    answer = holdfast("ls", store.url)
+    answer = run_cli("ls", store.url)
     assert answer.code == 0
     assert "damaged" in answer.out
     assert "version_60:" in answer.out
@@ -82,31 +82,31 @@ def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, dama
 
 def test_all_damaged_is_said(store: MemoryStore) -> None:
     for step in (20, 40, 60):
-        flip(store, f"version_{step}/{MANIFEST}")
-    assert "No version that training is on is intact" in holdfast("ls", store.url).out
-    assert holdfast("ls", store.url, "--json").json["latest"] is None
+        flip_bit(store, f"version_{step}/{MANIFEST}")
+    assert "No version that training is on is intact" in run_cli("ls", store.url).out
+    assert run_cli("ls", store.url, "--json").json["latest"] is None
 
 
 def test_a_damaged_branch_record_is_told(store: MemoryStore) -> None:
-    leave(store, at=40, to=60)
-    flip(store, "branch-1.json")
-    assert holdfast("ls", store.url, "--json").json["branches"][0]["problem"]
-    assert "branch 1:" in holdfast("ls", store.url).out
+    train_branch(store, start=40, last_step=60)
+    flip_bit(store, "branch-1.json")
+    assert run_cli("ls", store.url, "--json").json["branches"][0]["problem"]
+    assert "branch 1:" in run_cli("ls", store.url).out
 
 
 def test_metrics_are_those_of_evaluations(store: MemoryStore) -> None:
     Run(store).add_metrics(Version(40), {"loss": 0.125, "worst": float("nan")})
-    told = holdfast("ls", store.url, "--json").json
+    told = run_cli("ls", store.url, "--json").json
     assert told["versions"][1]["metrics"] == {"loss": 0.125, "worst": "nan"}
     assert told["orphans"]["files"] == 0
-    assert "loss 0.125, worst nan" in holdfast("ls", store.url).out
+    assert "loss 0.125, worst nan" in run_cli("ls", store.url).out
 
 
 def test_orphans_are_counted(store: MemoryStore) -> None:
     for folder in ("version_60", "version_80"):
         store.put_if_absent(f"{folder}/{shard_name(0, 1, new_attempt())}", b"x" * 10)
-    assert holdfast("ls", store.url, "--json").json["orphans"] == {"files": 2, "bytes": 20}
-    assert "2 files (20 B) that no manifest names" in holdfast("ls", store.url).out
+    assert run_cli("ls", store.url, "--json").json["orphans"] == {"files": 2, "bytes": 20}
+    assert "2 files (20 B) that no manifest names" in run_cli("ls", store.url).out
 
 
 def test_a_version_that_may_not_be_read_is_listed(
@@ -120,7 +120,7 @@ def test_a_version_that_may_not_be_read_is_listed(
         return real(self, version)
 
     monkeypatch.setattr(Run, "open", refuse)
-    answer = holdfast("ls", store.url)
+    answer = run_cli("ls", store.url)
     assert answer.code == 0
     assert "unreadable" in answer.out
 
@@ -129,15 +129,15 @@ def test_a_version_that_may_not_be_read_is_listed(
 def test_only_metrics_are_cut_short_on_a_narrow_terminal(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    leave(store, at=40, to=60)
+    train_branch(store, start=40, last_step=60)
     run = Run(store)
     run.pin(20)
     for version in run.listing().versions:
         run.add_metrics(version, {f"a_long_name_{n}": n for n in range(9)})
     monkeypatch.setenv("COLUMNS", "400")
-    head, *rows = holdfast("ls", store.url).out.splitlines()[1:6]
+    head, *rows = run_cli("ls", store.url).out.splitlines()[1:6]
     monkeypatch.setenv("COLUMNS", str(columns))
-    narrow = holdfast("ls", store.url).out.splitlines()[1:6]
+    narrow = run_cli("ls", store.url).out.splitlines()[1:6]
     at = head.index("metrics")
     assert narrow[0] == head
     for row, short in zip(rows, narrow[1:], strict=True):

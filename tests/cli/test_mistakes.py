@@ -11,7 +11,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.cli import VERBS, exit_codes
-from holdfast.cli.output import clean, plain
+from holdfast.cli.output import sanitize_text, to_json_value
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -28,8 +28,8 @@ from holdfast.errors import (
 )
 from holdfast.run.metrics import check_metrics
 from holdfast.run.run import Run
-from holdfast.text import an
-from tests.cli.invoke import Answer, holdfast
+from holdfast.text import with_article
+from tests.cli.invoke import CommandResult, run_cli
 
 ON_RUN = ("ls", "verify", "sweep")
 ON_SNAPSHOT = ("show",)
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def one_line(answer: Answer, code: int, *parts: str) -> None:
+def one_line(answer: CommandResult, code: int, *parts: str) -> None:
     assert answer.code == code
     assert answer.err.startswith("holdfast: ")
     assert answer.err.count("\n") == 1
@@ -54,43 +54,43 @@ def one_line(answer: Answer, code: int, *parts: str) -> None:
 
 def test_a_run_where_a_snapshot_is_meant(folder: Path) -> None:
     told = "runs/a is a run of 3 versions, not a snapshot. Name one of them, such as"
-    one_line(holdfast("show", "runs/a"), 4, told, "runs/a/version_10")
-    one_line(holdfast("diff", "runs/a/version_1", "runs/a"), 4, told)
+    one_line(run_cli("show", "runs/a"), 4, told, "runs/a/version_10")
+    one_line(run_cli("diff", "runs/a/version_1", "runs/a"), 4, told)
 
 
 @pytest.mark.parametrize("verb", ["ls", "sweep"])
 def test_a_snapshot_where_a_run_is_meant(folder: Path, verb: str) -> None:
-    one_line(holdfast(verb, "runs/a/version_2"), 4, "is one snapshot", "holds it: runs/a.")
+    one_line(run_cli(verb, "runs/a/version_2"), 4, "is one snapshot", "holds it: runs/a.")
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_a_wrong_path(folder: Path, verb: str) -> None:
-    one_line(holdfast(verb, "runs/aa"), 4, "at runs/aa", "Perhaps runs/a is meant")
-    one_line(holdfast(verb, "elsewhere/b"), 4, "is no folder either")
-    one_line(holdfast(verb, "zzz"), 4, "found nothing")
+    one_line(run_cli(verb, "runs/aa"), 4, "at runs/aa", "Perhaps runs/a is meant")
+    one_line(run_cli(verb, "elsewhere/b"), 4, "is no folder either")
+    one_line(run_cli(verb, "zzz"), 4, "found nothing")
 
 
 def test_a_version_that_is_not_there(folder: Path) -> None:
-    one_line(holdfast("show", "runs/a/version_3"), 4, "3 versions beside it", "version_10")
+    one_line(run_cli("show", "runs/a/version_3"), 4, "3 versions beside it", "version_10")
 
 
 def test_a_version_where_a_run_is_meant(folder: Path) -> None:
     for verb in ("ls", "sweep", "request-save"):
         one_line(
-            holdfast(verb, "runs/a@2"),
+            run_cli(verb, "runs/a@2"),
             4,
             "runs/a@2 is one version, not a run. Name the run: runs/a.",
         )
-        one_line(holdfast(verb, "runs/a@best"), 4, "Perhaps runs/a is meant")
-        one_line(holdfast(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps runs/a is meant")
-    one_line(holdfast("pin", "runs/a@2", 2), 4, "Name the run: runs/a.")
+        one_line(run_cli(verb, "runs/a@best"), 4, "Perhaps runs/a is meant")
+        one_line(run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps runs/a is meant")
+    one_line(run_cli("pin", "runs/a@2", 2), 4, "Name the run: runs/a.")
 
 
 @pytest.mark.parametrize("address", ["@best", "@version_2", "@", "/2", "@-1", "/best"])
 def test_what_is_almost_an_address(folder: Path, address: str) -> None:
     forms = "RUN/version_120, RUN@120 (of branch 1: RUN@120.1) or RUN@latest."
-    one_line(holdfast("show", f"runs/a{address}"), 4, f"no snapshot at runs/a{address}. ", forms)
-    one_line(holdfast("show", f"memory://never-made{address}"), 4, forms)
+    one_line(run_cli("show", f"runs/a{address}"), 4, f"no snapshot at runs/a{address}. ", forms)
+    one_line(run_cli("show", f"memory://never-made{address}"), 4, forms)
 
 
 @pytest.mark.parametrize("place", [".", "./", ".."])
@@ -100,32 +100,32 @@ def test_a_place_that_ends_in_a_dot_is_named(
     (folder / "empty" / "more").mkdir(parents=True)
     monkeypatch.chdir(folder / "empty" / "more")
     told = f"There is no run at {os.path.abspath(place)}. Expected a folder of versions"
-    one_line(holdfast("ls", place), 4, told)
-    one_line(holdfast("show", f"{place}@20"), 4, told)
+    one_line(run_cli("ls", place), 4, told)
+    one_line(run_cli("show", f"{place}@20"), 4, told)
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_an_empty_folder(folder: Path, verb: str) -> None:
     (folder / "empty").mkdir()
-    one_line(holdfast(verb, "empty"), 4, "an empty folder")
+    one_line(run_cli(verb, "empty"), 4, "an empty folder")
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_a_file_instead_of_a_folder(folder: Path, verb: str) -> None:
     (folder / "notes.txt").write_text("hello")
-    one_line(holdfast(verb, "notes.txt"), 4, "found a file")
+    one_line(run_cli(verb, "notes.txt"), 4, "found a file")
     one_line(
-        holdfast(verb, "runs/a/version_1/manifest.json"), 4, "Name its folder: runs/a/version_1"
+        run_cli(verb, "runs/a/version_1/manifest.json"), 4, "Name its folder: runs/a/version_1"
     )
 
 
 def test_the_folder_of_the_runs(folder: Path) -> None:
-    one_line(holdfast("ls", "runs"), 4, "1 run below it", "runs/a")
+    one_line(run_cli("ls", "runs"), 4, "1 run below it", "runs/a")
 
 
 def test_a_save_that_was_never_committed(folder: Path) -> None:
     (folder / "runs/a/version_2/manifest.json").unlink()
-    one_line(holdfast("show", "runs/a/version_2"), 4, "never committed")
+    one_line(run_cli("show", "runs/a/version_2"), 4, "never committed")
 
 
 def test_a_large_tree_of_other_files_is_not_walked(
@@ -136,38 +136,38 @@ def test_a_large_tree_of_other_files_is_not_walked(
 
     monkeypatch.setattr(Run, "listing", never)
     for verb in ("ls", "verify", "sweep", "show"):
-        assert holdfast(verb, "runs").code == 4
+        assert run_cli(verb, "runs").code == 4
 
 
 def test_here_and_above_are_places_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder / "runs/a")
-    assert holdfast("ls", ".").code == 0
-    assert holdfast("verify", "./").code == 0
+    assert run_cli("ls", ".").code == 0
+    assert run_cli("verify", "./").code == 0
     monkeypatch.chdir(folder / "runs/a/version_1")
-    assert holdfast("show", ".").code == 0
-    assert holdfast("verify", ".").code == 0
-    assert holdfast("ls", "..").code == 0
-    one_line(holdfast("ls", "."), 4, "is one snapshot")
+    assert run_cli("show", ".").code == 0
+    assert run_cli("verify", ".").code == 0
+    assert run_cli("ls", "..").code == 0
+    one_line(run_cli("ls", "."), 4, "is one snapshot")
 
 
 @pytest.mark.parametrize("place", ["", "s3://bucket/run", "file://other-host/x", "memory://", "/"])
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_urls_that_name_no_place(verb: str, place: str) -> None:
-    answer = holdfast(verb, place)
+    answer = run_cli(verb, place)
     one_line(answer, answer.code)
     assert answer.code in (4, 5)
 
 
 def test_names_that_no_terminal_can_print(folder: Path) -> None:
-    answer = holdfast("ls", "runs/\x1b[31mred\nx")
+    answer = run_cli("ls", "runs/\x1b[31mred\nx")
     one_line(answer, 4)
     assert "\x1b" not in answer.err
     os.mkdir(b"runs/\xff")
-    assert holdfast("ls", "runs/\udcff").code == 4
+    assert run_cli("ls", "runs/\udcff").code == 4
 
 
 def test_errors_as_json(folder: Path) -> None:
-    answer = holdfast("show", "runs/a", "--json")
+    answer = run_cli("show", "runs/a", "--json")
     assert answer.code == 4
     told = answer.json
     assert list(told) == ["error", "exit"]
@@ -177,20 +177,20 @@ def test_errors_as_json(folder: Path) -> None:
 
 
 def test_a_typo_in_the_verb() -> None:
-    answer = holdfast("verfiy", "x")
+    answer = run_cli("verfiy", "x")
     assert answer.code == 2
     assert "Did you mean verify?" in answer.err
-    assert "ls, show" in holdfast("qqqq").err
+    assert "ls, show" in run_cli("qqqq").err
 
 
 @pytest.mark.parametrize("words", [["ls"], ["diff", "a"], ["ls", "a", "b"], ["ls", "a", "--jsno"]])
 def test_a_wrong_command_line(words: list[str]) -> None:
-    assert holdfast(*words).code == 2
+    assert run_cli(*words).code == 2
 
 
 def test_a_wrong_setting_in_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_THREDS", "2")
-    one_line(holdfast("verify", "runs/a"), 1, "HOLDFAST_THREDS")
+    one_line(run_cli("verify", "runs/a"), 1, "HOLDFAST_THREDS")
 
 
 ERRORS: list[tuple[BaseException, int]] = [
@@ -220,7 +220,7 @@ def test_every_kind_of_failure_has_its_exit_code(
         raise error
 
     monkeypatch.setattr(Run, "listing", fail)
-    one_line(holdfast("ls", run), code)
+    one_line(run_cli("ls", run), code)
 
 
 def test_a_bug_is_not_hidden(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,11 +229,11 @@ def test_a_bug_is_not_hidden(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Run, "listing", fail)
     with pytest.raises(ZeroDivisionError):
-        holdfast("ls", run)
+        run_cli("ls", run)
 
 
 def test_the_exit_codes_stand_in_the_help() -> None:
-    answer = holdfast("--help")
+    answer = run_cli("--help")
     assert answer.code == 0
     for code, meaning in exit_codes.MEANINGS.items():
         assert f"{code}  {meaning}" in answer.out
@@ -242,7 +242,7 @@ def test_the_exit_codes_stand_in_the_help() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_json(verb: str) -> None:
-    answer = holdfast(verb, "--help")
+    answer = run_cli(verb, "--help")
     assert answer.code == 0
     assert "--json" in answer.out
 
@@ -260,11 +260,11 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
     ],
 )
 def test_values_as_json(value: Any, made: Any) -> None:
-    assert plain(value) == made
+    assert to_json_value(value) == made
 
 
 def test_clean_text_is_one_line_of_printable_characters() -> None:
-    assert clean("a\x1b[1m\nb\udcffü") == "a\\x1b[1m b\\udcffü"
+    assert sanitize_text("a\x1b[1m\nb\udcffü") == "a\\x1b[1m b\\udcffü"
 
 
 def test_the_exit_codes_stand_in_the_document() -> None:
@@ -274,7 +274,9 @@ def test_the_exit_codes_stand_in_the_document() -> None:
 
 
 def test_messages_have_their_articles() -> None:
-    found = [an(word) for word in ("dict", "int", "object", "AdamW", "OrderedDict", "UUID", "")]
+    found = [
+        with_article(word) for word in ("dict", "int", "object", "AdamW", "OrderedDict", "UUID", "")
+    ]
     assert found[:4] == ["a dict", "an int", "an object", "an AdamW"]
     assert found[4:] == ["an OrderedDict", "a UUID", "a "]
     with pytest.raises(HoldfastError, match="'x' is an object that cannot"):

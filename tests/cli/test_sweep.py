@@ -9,9 +9,9 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.format.names import new_attempt, shard_name
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-from tests.cli.invoke import holdfast, leave
-from tests.forging import content_of, reseal
-from tests.trainings import flip
+from tests.cli.invoke import run_cli, train_branch
+from tests.forging import seal, sealed_content
+from tests.trainings import flip_bit
 
 
 def orphan(store: MemoryStore, attempt: str | None = None) -> str:
@@ -27,17 +27,17 @@ def keys(store: MemoryStore) -> list[str]:
 def test_removes_only_what_no_manifest_names(store: MemoryStore) -> None:
     before = keys(store)
     key = orphan(store)
-    answer = holdfast("sweep", store.url, "--grace", "0")
+    answer = run_cli("sweep", store.url, "--grace", "0")
     assert answer.code == 0
     assert f"removed  {key}" in answer.out
     assert "Removed 1 file, 10 B" in answer.out
     assert keys(store) == before
-    assert "Nothing to remove" in holdfast("sweep", store.url, "--grace", "0").out
+    assert "Nothing to remove" in run_cli("sweep", store.url, "--grace", "0").out
 
 
 def test_json_keys_are_stable(store: MemoryStore) -> None:
     key = orphan(store)
-    told = holdfast("sweep", store.url, "--json", "--grace", "1h30m").json
+    told = run_cli("sweep", store.url, "--json", "--grace", "1h30m").json
     assert told == {
         "run": store.url,
         "dry_run": False,
@@ -51,65 +51,65 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
 
 def test_a_dry_run_only_tells(store: MemoryStore) -> None:
     key = orphan(store)
-    assert "would remove" in holdfast("sweep", store.url, "--grace", "0", "--dry-run").out
+    assert "would remove" in run_cli("sweep", store.url, "--grace", "0", "--dry-run").out
     assert key in keys(store)
 
 
 def test_a_save_under_way_is_kept_and_said(store: MemoryStore) -> None:
     attempt = new_attempt()
     key = orphan(store, attempt)
-    pins.hold(Location(store, "version_80"), attempt)
-    answer = holdfast("sweep", store.url, "--grace", "0")
+    pins.create_pin(Location(store, "version_80"), attempt)
+    answer = run_cli("sweep", store.url, "--grace", "0")
     assert "a save is under way" in answer.out
     assert key in keys(store)
 
 
 def test_abandoned_versions_go_when_asked(store: MemoryStore) -> None:
-    leave(store, at=40, to=60)
-    assert not holdfast("sweep", store.url, "--grace", "0", "--json").json["removed"]
-    out = holdfast("sweep", store.url, "--abandoned", "--dry-run").out
+    train_branch(store, start=40, last_step=60)
+    assert not run_cli("sweep", store.url, "--grace", "0", "--json").json["removed"]
+    out = run_cli("sweep", store.url, "--abandoned", "--dry-run").out
     assert out.startswith("would remove  version_60 (3 files)\nWould remove 1 version, ")
     key = orphan(store)
-    out = holdfast("sweep", store.url, "--abandoned").out
+    out = run_cli("sweep", store.url, "--abandoned").out
     assert out.startswith("removed  version_60 (3 files)\nkept     version_80/shard-")
     assert "\nRemoved 1 version, " in out
     assert out.endswith("; 1 file kept\n")
     store.delete(key)
-    told = holdfast("ls", store.url, "--json").json
+    told = run_cli("ls", store.url, "--json").json
     assert [v["version"] for v in told["versions"]] == ["version_20", "version_40", "version_60.1"]
 
 
 def test_abandoned_versions_that_are_pinned_are_left_and_said(store: MemoryStore) -> None:
-    leave(store, at=40, to=60)
-    holdfast("pin", store.url, "60.0")
-    answer = holdfast("sweep", store.url, "--abandoned")
+    train_branch(store, start=40, last_step=60)
+    run_cli("pin", store.url, "60.0")
+    answer = run_cli("sweep", store.url, "--abandoned")
     assert answer.code == 0
     assert "kept     version_60 (it is pinned)" in answer.out
     assert answer.out.endswith("\nRemoved nothing; 1 version kept\n")
     orphan(store)
-    out = holdfast("sweep", store.url, "--abandoned", "--grace", "0").out
+    out = run_cli("sweep", store.url, "--abandoned", "--grace", "0").out
     assert out.endswith("\nRemoved 1 file, 10 B; 1 version kept\n")
     key = orphan(store)
-    out = holdfast("sweep", store.url, "--abandoned").out
+    out = run_cli("sweep", store.url, "--abandoned").out
     assert out.endswith("\nRemoved nothing; 1 version and 1 file kept\n")
     store.delete(key)
-    told = holdfast("sweep", store.url, "--abandoned", "--json").json
+    told = run_cli("sweep", store.url, "--abandoned", "--json").json
     assert told["kept"] == [{"key": "version_60", "why": "it is pinned"}]
-    holdfast("pin", store.url, "60.0", "--remove")
+    run_cli("pin", store.url, "60.0", "--remove")
     orphan(store)
-    out = holdfast("sweep", store.url, "--abandoned", "--grace", "0").out
+    out = run_cli("sweep", store.url, "--abandoned", "--grace", "0").out
     assert out.startswith("removed  version_60 (3 files)\nremoved  version_80/shard-")
     assert "\nRemoved 1 version and 1 file, " in out
 
 
 def test_versions_that_cannot_be_told_are_no_file(store: MemoryStore) -> None:
-    leave(store, at=40, to=60)
-    flip(store, "branch-1.json")
-    raw = content_of(store.get("version_60.1/manifest.json", 1 << 20))
+    train_branch(store, start=40, last_step=60)
+    flip_bit(store, "branch-1.json")
+    raw = sealed_content(store.get("version_60.1/manifest.json", 1 << 20))
     store.delete("version_60.1/manifest.json")
     raw["parent"] = None
-    store.put_if_absent("version_60.1/manifest.json", reseal(raw, 1))
-    out = holdfast("sweep", store.url, "--abandoned").out
+    store.put_if_absent("version_60.1/manifest.json", seal(raw, 1))
+    out = run_cli("sweep", store.url, "--abandoned").out
     assert "kept     all abandoned versions (branch-1.json cannot be read" in out
     assert out.endswith("\nRemoved nothing\n")
 
@@ -118,14 +118,14 @@ def test_a_run_that_never_committed_can_be_swept(elsewhere: str) -> None:
     store = open_store(elsewhere)
     assert isinstance(store, MemoryStore)
     orphan(store)
-    assert holdfast("ls", elsewhere).code == 4
-    assert "1 save that no manifest commits" in holdfast("ls", elsewhere).err
-    assert holdfast("sweep", elsewhere, "--grace", "0").code == 0
+    assert run_cli("ls", elsewhere).code == 4
+    assert "1 save that no manifest commits" in run_cli("ls", elsewhere).err
+    assert run_cli("sweep", elsewhere, "--grace", "0").code == 0
     assert keys(store) == []
 
 
 def test_a_place_that_is_no_run_is_not_swept(elsewhere: str) -> None:
-    assert holdfast("sweep", elsewhere).code == 4
+    assert run_cli("sweep", elsewhere).code == 4
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_place_that_is_no_run_is_not_swept(elsewhere: str) -> None:
     ["", "-5", "-5s", "5 ", "1e3", ".", "5.", "inf", "9" * 10, "1w", "h", "1h 2m", "nan", "24 h"],
 )
 def test_a_grace_that_is_no_time_is_a_usage_error(run: str, grace: str) -> None:
-    answer = holdfast("sweep", run, "--grace", grace)
+    answer = run_cli("sweep", run, "--grace", grace)
     assert answer.code == 2
     assert "24h" in answer.err
 
@@ -152,4 +152,4 @@ def test_a_grace_that_is_no_time_is_a_usage_error(run: str, grace: str) -> None:
     ],
 )
 def test_times(run: str, grace: str, seconds: float) -> None:
-    assert holdfast("sweep", run, "--grace", grace, "--json").json["grace_seconds"] == seconds
+    assert run_cli("sweep", run, "--grace", grace, "--json").json["grace_seconds"] == seconds

@@ -13,27 +13,27 @@ from holdfast.errors import Denied, FormatError, HoldfastError
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from tests.cli.invoke import holdfast, leave
-from tests.trainings import flip, shard_of
+from tests.cli.invoke import run_cli, train_branch
+from tests.trainings import flip_bit, shard_of
 
 
 def test_an_intact_run_is_ok(run: str) -> None:
-    answer = holdfast("verify", run)
+    answer = run_cli("verify", run)
     assert answer.code == 0
     assert answer.out.count("ok") == 3
     assert "3 versions intact" in answer.out
 
 
 def test_one_snapshot(run: str) -> None:
-    answer = holdfast("verify", f"{run}/version_40")
+    answer = run_cli("verify", f"{run}/version_40")
     assert answer.code == 0
     assert "1 version intact" in answer.out
 
 
 def test_json_keys_are_stable(store: MemoryStore) -> None:
     shard = shard_of(store, "version_40")
-    flip(store, shard)
-    answer = holdfast("verify", store.url, "--json")
+    flip_bit(store, shard)
+    answer = run_cli("verify", store.url, "--json")
     assert answer.code == 3
     told = answer.json
     assert list(told) == ["place", "ok", "bytes", "seconds", "versions", "danger", "stray"]
@@ -49,19 +49,19 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
 
 @pytest.mark.parametrize("place", ["", "/version_40"])
 def test_damage_is_told_by_file_offset_and_leaf(store: MemoryStore, place: str) -> None:
-    flip(store, shard_of(store, "version_40"))
-    answer = holdfast("verify", store.url + place)
+    flip_bit(store, shard_of(store, "version_40"))
+    answer = run_cli("verify", store.url + place)
     assert answer.code == 3
     for part in (shard_of(store, "version_40"), "byte ", "weights", "1 problem"):
         assert part in answer.out
 
 
 def test_a_damaged_manifest_is_damage(store: MemoryStore) -> None:
-    flip(store, f"version_40/{MANIFEST}")
-    answer = holdfast("verify", store.url)
+    flip_bit(store, f"version_40/{MANIFEST}")
+    answer = run_cli("verify", store.url)
     assert answer.code == 3
     assert f"version_40/{MANIFEST}" in answer.out
-    assert holdfast("verify", f"{store.url}/version_40").code == 3
+    assert run_cli("verify", f"{store.url}/version_40").code == 3
 
 
 def test_evaluations_and_lasting_pins_are_verified(store: MemoryStore) -> None:
@@ -69,23 +69,23 @@ def test_evaluations_and_lasting_pins_are_verified(store: MemoryStore) -> None:
     run = Run(store)
     run.add_metrics(Version(20), {"loss": 0.1})
     run.pin(40)
-    assert holdfast("verify", store.url).code == 0
+    assert run_cli("verify", store.url).code == 0
     [evaluation] = [s.key for s in store.list("version_20") if "/eval-" in s.key]
     for key in (evaluation, "pin-version_40.json"):
-        flip(store, key)
-    answer = holdfast("verify", store.url, "--json")
+        flip_bit(store, key)
+    answer = run_cli("verify", store.url, "--json")
     assert answer.code == 3
     bad = [v for v in answer.json["versions"] if not v["ok"]]
     assert sorted(v["version"] for v in bad) == ["pin-version_40.json", evaluation]
     assert all(p["file"] == v["version"] for v in bad for p in v["problems"])
-    assert evaluation in holdfast("verify", store.url).out
+    assert evaluation in run_cli("verify", store.url).out
 
 
 def test_versions_on_left_branches_and_branch_records_are_verified(store: MemoryStore) -> None:
-    leave(store, at=40, to=60)
-    flip(store, shard_of(store, "version_60"))
-    flip(store, "branch-1.json")
-    told = holdfast("verify", store.url, "--json").json
+    train_branch(store, start=40, last_step=60)
+    flip_bit(store, shard_of(store, "version_60"))
+    flip_bit(store, "branch-1.json")
+    told = run_cli("verify", store.url, "--json").json
     assert [v["version"] for v in told["versions"] if not v["ok"]] == [
         "version_60",
         "branch-1.json",
@@ -103,7 +103,7 @@ def test_a_version_that_retention_deletes_meanwhile_is_no_damage(
         return real(snapshot, *rest)
 
     monkeypatch.setattr(Snapshot, "verify", deleted)
-    answer = holdfast("verify", store.url, "--json")
+    answer = run_cli("verify", store.url, "--json")
     assert answer.code == 0
     assert [v["version"] for v in answer.json["versions"]] == ["version_40", "version_60"]
 
@@ -115,14 +115,14 @@ def test_a_store_that_refuses_is_not_called_damage(
         raise Denied("Cannot read it")
 
     monkeypatch.setattr(verify.Run, "open", refuse)
-    answer = holdfast("verify", store.url)
+    answer = run_cli("verify", store.url)
     assert answer.code == 5
     assert "3 of 3 not to be read" in answer.out  # which is no damage
     assert "damaged" not in answer.out
 
 
 def test_a_place_without_versions_is_not_found(elsewhere: str) -> None:
-    assert holdfast("verify", elsewhere).code == 4
+    assert run_cli("verify", elsewhere).code == 4
 
 
 def test_each_damage_is_told_once_and_none_is_lost() -> None:
@@ -130,7 +130,7 @@ def test_each_damage_is_told_once_and_none_is_lost() -> None:
         return Problem("f", offset, (), FormatError(what, expected=digest, found="b"))
 
     def of(name: str, *problems: Problem) -> verify.Checked:
-        return verify.Checked(name, name, 0, problems)
+        return verify.VerifyResult(name, name, 0, problems)
 
     one, two, nowhere = damage(0), damage(8), damage(None)
     checked = [
@@ -138,7 +138,7 @@ def test_each_damage_is_told_once_and_none_is_lost() -> None:
         of("v2", damage(0, "v2 refers to it"), damage(8, digest="c")),
         of("v3", two, two),
     ]
-    told = [(p.offset, p.error.what, others) for p, others in verify._causes(checked)]
+    told = [(p.offset, p.error.what, others) for p, others in verify._group_problems(checked)]
     assert told == [
         (0, "it is bad", ["v2"]),
         (8, "it is bad", ["v3"]),
@@ -149,7 +149,7 @@ def test_each_damage_is_told_once_and_none_is_lost() -> None:
 
 
 def test_errors_have_no_advice_twice() -> None:
-    from holdfast.cli.output import brief
+    from holdfast.cli.output import format_error_brief
 
-    told = brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
+    told = format_error_brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
     assert told == "A is bad. Expected 1, found 2."

@@ -11,24 +11,24 @@ from pathlib import Path
 import holdfast
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.run import Run
-from tests.trainings import after, fresh, train
+from tests.trainings import initial_state, state_after, train
 
 
-def saves(root: str) -> None:
+def save_and_sweep(root: str) -> None:
     """Two saves, retention, a third, a sweep: all on the main thread."""
     run = Run(root)
     for step in (1, 2):
-        holdfast.save(f"{root}/version_{step}", after(step))
+        holdfast.save(f"{root}/version_{step}", state_after(step))
         print(step, flush=True)
     run.retain(KeepLast(1))
-    holdfast.save(f"{root}/version_3", after(3))
+    holdfast.save(f"{root}/version_3", state_after(3))
     print(3, flush=True)
     run.sweep(grace=0, now=1e12)
 
 
-def trains(root: str) -> None:
+def resume_and_step(root: str) -> None:
     """Resume, one step, saved in the background by several threads, and retention."""
-    state = fresh()
+    state = initial_state()
     with holdfast.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
         ckpt.resume()
         train(state, ckpt, state["progress"].step + 1)
@@ -36,9 +36,9 @@ def trains(root: str) -> None:
         print(state["progress"].step, flush=True)
 
 
-def loops(root: str) -> None:
+def train_forever(root: str) -> None:
     """Steps without end."""
-    state = fresh()
+    state = initial_state()
     with holdfast.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(3)) as ckpt:
         ckpt.resume()
         while True:
@@ -49,6 +49,8 @@ def loops(root: str) -> None:
 
 if __name__ == "__main__":
     Path(sys.argv[1]).parent.mkdir(parents=True, exist_ok=True)
-    {"saves": saves, "trains": trains, "loops": loops}[sys.argv[2]](sys.argv[1])
+    {"saves": save_and_sweep, "trains": resume_and_step, "loops": train_forever}[sys.argv[2]](
+        sys.argv[1]
+    )
     if "torch" in sys.modules:
         sys.exit("torch was imported")

@@ -34,7 +34,7 @@ def test_the_power_is_cut_while_a_training_saves(disk: Any) -> None:
         store = LocalStore(root)
         cut_within += bool(list(store.partials("")) or len(list(store.list(""))) % 3)
         # Three are kept, and of those one may be the one that was on its way.
-        steps = check_promises(store, returned[-2:], pins_died=False)
+        steps = check_promises(store, returned[-2:], assume_dead_pins=False)
         assert steps[-1] <= returned[-1] + 1
     assert cut_within, "no cut fell into a save: it proves nothing"
 

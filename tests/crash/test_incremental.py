@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.buffers import shared_pool
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import CommitError, HoldfastError
@@ -30,9 +30,9 @@ from holdfast.testing.crashfs import CrashFs, PowerCut
 from holdfast.testing.faults import FaultFs
 from tests import trainings
 from tests.crash import promises
-from tests.crash.conftest import Pools
+from tests.crash.conftest import PoolTracker
 from tests.crash.test_nth_call import faults
-from tests.engine.unreliable_stores import Wrapped
+from tests.engine.unreliable_stores import HookedStore
 
 ROOT = "/a/run"
 
@@ -41,22 +41,22 @@ ROOT = "/a/run"
 
 
 def fresh() -> dict[str, Any]:
-    return {**trainings.fresh(), "frozen": np.arange(750.0)}
+    return {**trainings.initial_state(), "frozen": np.arange(750.0)}
 
 
 def after(steps: int) -> dict[str, Any]:
-    return {**trainings.after(steps), "frozen": np.arange(750.0)}
+    return {**trainings.state_after(steps), "frozen": np.arange(750.0)}
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return trainings.same(a, b) and a["frozen"].tobytes() == b["frozen"].tobytes()
+    return trainings.states_equal(a, b) and a["frozen"].tobytes() == b["frozen"].tobytes()
 
 
 @pytest.fixture(autouse=True)
-def part_is_frozen(monkeypatch: pytest.MonkeyPatch, pools: Pools) -> None:
+def part_is_frozen(monkeypatch: pytest.MonkeyPatch, pools: PoolTracker) -> None:
     """What the promises are checked with has a frozen part as well."""
-    monkeypatch.setattr(promises, "fresh", fresh)
-    monkeypatch.setattr(promises, "same", same)
+    monkeypatch.setattr(promises, "initial_state", fresh)
+    monkeypatch.setattr(promises, "states_equal", same)
 
 
 def trains(store: Store, done: list[int], steps: int = 5) -> None:
@@ -90,14 +90,14 @@ def test_what_is_cut_off_is_incremental() -> None:
 @pytest.mark.parametrize(
     ("every", "choices"), [(41, 3), pytest.param(7, 4, marks=pytest.mark.slow)]
 )
-def test_the_power_is_cut(every: int, choices: int, pools: Pools) -> None:
+def test_the_power_is_cut(every: int, choices: int, pools: PoolTracker) -> None:
     states = 0
     for cut_at in range(1, 3000, every):
         fs, done = CrashFs(cut_at), list[int]()
         try:
             trains(LocalStore(ROOT, fs=fs), done, 4)
         except PowerCut:
-            pools.check()
+            pools.assert_all_freed()
         else:
             assert cut_at > fs.operations
             break
@@ -111,7 +111,7 @@ def test_the_power_is_cut(every: int, choices: int, pools: Pools) -> None:
     ("error", "every"),
     [("EIO", 31), *(pytest.param(e, 7, marks=pytest.mark.slow) for e in ("EIO", "ENOSPC", "lost"))],
 )
-def test_a_call_fails(error: str, every: int, pools: Pools) -> None:
+def test_a_call_fails(error: str, every: int, pools: PoolTracker) -> None:
     for number, fault in enumerate(faults(error)):
         if number % every:
             continue
@@ -123,7 +123,7 @@ def test_a_call_fails(error: str, every: int, pools: Pools) -> None:
             assert ROOT in str(e) or e.fields.get("store"), e  # noqa: PT017
         fired = bool(fs.fired)
         fs.faults.clear()
-        pools.check()
+        pools.assert_all_freed()
         check(LocalStore(ROOT, fs=fs.inner), done[-1:])
         if not fired:
             assert done == [1, 2, 3, 4]
@@ -143,8 +143,15 @@ def state(step: int) -> dict[str, Any]:
 
 def save(store: Store, step: int, base: Snapshot | None) -> Snapshot:
     place = Location(store, f"version_{step}")
-    return finish(
-        begin(place, state(step), Label(step=step), shared_pool(), ahead=False, base=base)
+    return finish_save(
+        begin_save(
+            place,
+            state(step),
+            VersionMetadata(step=step),
+            shared_pool(),
+            stage_now=False,
+            base=base,
+        )
     )
 
 
@@ -174,7 +181,7 @@ def settled(store: MemoryStore, committed: Snapshot | None) -> None:
             wanted = state(version.step)
             found = load_snapshot(run.open(version))
             assert all(found[k].tobytes() == wanted[k].tobytes() for k in wanted)
-        assert run.listing().pins == []
+        assert run.listing().process_pins == []
         run.sweep(grace=0, now=1e12)
 
 
@@ -186,7 +193,7 @@ def test_the_base_is_deleted_at_any_call_of_a_save(
     outcomes = []
     for at in range(1, 1000):
         inner, base = begun()
-        store, calls = Wrapped(inner), list[str]()
+        store, calls = HookedStore(inner), list[str]()
 
         def before(method: str, key: str) -> None:
             calls.append(key)  # noqa: B023
@@ -224,7 +231,7 @@ def test_a_save_happens_at_any_call_of_a_deletion(
     chains = set()
     for at in range(1, 1000):
         inner, base = begun()
-        store, calls, made = Wrapped(inner), list[str](), list[Snapshot]()
+        store, calls, made = HookedStore(inner), list[str](), list[Snapshot]()
 
         def before(method: str, key: str) -> None:
             calls.append(key)  # noqa: B023
@@ -281,7 +288,7 @@ def together(inner: Store, works: list[Callable[[Store], Any]], bits: list[int])
     turns, results = Turns(schedule()), [None, None]
 
     def run(who: int) -> None:
-        store = Wrapped(inner)
+        store = HookedStore(inner)
         store.before = lambda method, key: turns.call(who)
         try:
             results[who] = works[who](store)

@@ -17,7 +17,7 @@ import holdfast
 from holdfast.run.policy import EverySteps
 from holdfast.storage.local import LocalStore
 from tests.crash.promises import check_promises
-from tests.trainings import fresh, train
+from tests.trainings import initial_state, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
@@ -87,7 +87,7 @@ def kill(root: Path, work: str, call: tuple[str, int], threads: int) -> tuple[bo
 def kill_everywhere(tmp_path: Path, work: str, kinds: list[str], *, threads: int = 1) -> None:
     begun = tmp_path / "begun"
     if work == "trains":
-        state = fresh()
+        state = initial_state()
         with holdfast.Checkpointer(begun, state, save=EverySteps(1)) as ckpt:
             train(state, ckpt, 1)
     else:
@@ -103,7 +103,7 @@ def kill_everywhere(tmp_path: Path, work: str, kinds: list[str], *, threads: int
             shutil.copytree(begun, root)
         killed, returned = kill(root, work, points[number], threads)
         # In ``saves``, the first version is deleted only after the second was saved.
-        check_promises(LocalStore(root), returned[-1:], pins_died=False)
+        check_promises(LocalStore(root), returned[-1:], assume_dead_pins=False)
         shutil.rmtree(root.parent)
         return killed
 

@@ -16,9 +16,9 @@ from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import Fault, FaultFs
-from tests.crash.conftest import Pools, Stores
+from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.promises import check_promises
-from tests.trainings import after, fresh, same, train
+from tests.trainings import initial_state, state_after, states_equal, train
 
 ROOT = "/a/run"
 ERRORS = ["ENOSPC", "EIO", "EDQUOT", "EACCES"]
@@ -38,7 +38,7 @@ class Outcome:
         return any(e.fields.get("outcome") == "unknown" for e in self.errors)
 
 
-Work = Callable[[LocalStore, Stores, Outcome], None]
+Work = Callable[[LocalStore, OpenedStore, Outcome], None]
 
 
 def attempt(save: Callable[[], int], outcome: Outcome) -> None:
@@ -48,17 +48,19 @@ def attempt(save: Callable[[], int], outcome: Outcome) -> None:
         outcome.errors.append(e)
 
 
-def one_save(store: LocalStore, opened: Stores, outcome: Outcome) -> None:
-    attempt(lambda: holdfast.save(f"{ROOT}/version_1", after(1)).step or 0, outcome)
+def one_save(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
+    attempt(lambda: holdfast.save(f"{ROOT}/version_1", state_after(1)).step or 0, outcome)
 
 
-def one_async(store: LocalStore, opened: Stores, outcome: Outcome) -> None:
-    attempt(lambda: holdfast.save_async(f"{ROOT}/version_1", after(1)).wait().step or 0, outcome)
+def one_async(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
+    attempt(
+        lambda: holdfast.save_async(f"{ROOT}/version_1", state_after(1)).wait().step or 0, outcome
+    )
 
 
-def training(store: LocalStore, opened: Stores, outcome: Outcome) -> None:
+def training(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
     """Three steps saved by ``step`` and ``save``; older versions are deleted on the way."""
-    state = fresh()
+    state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1))
 
     def saved_by_step() -> int:
@@ -93,7 +95,9 @@ def faults(error: str) -> Iterator[Fault]:
             yield Fault(None, at, getattr(errno, error))
 
 
-def run_all(work: Work, error: str, pools: Pools, opened: Stores, *, every: int = 1) -> int:
+def run_all(
+    work: Work, error: str, pools: PoolTracker, opened: OpenedStore, *, every: int = 1
+) -> int:
     """Run ``work`` with each fault until none fires; the number of runs."""
     for number, fault in enumerate(faults(error)):
         if number % every:
@@ -104,7 +108,7 @@ def run_all(work: Work, error: str, pools: Pools, opened: Stores, *, every: int 
         work(store, opened, outcome)
         fired = bool(fs.fired)
         fs.faults.clear()
-        pools.check()
+        pools.assert_all_freed()
         check_outcome(LocalStore(ROOT, fs=fs.inner), work, outcome, error)
         if not fired:
             assert outcome.errors == []
@@ -125,16 +129,18 @@ def check_outcome(store: LocalStore, work: Work, outcome: Outcome, error: str) -
 
 
 @pytest.mark.parametrize("error", ["EACCES", "ESTALE", "ETIMEDOUT", "EMFILE", "ENOMEM", "ENOTCONN"])
-def test_a_refusal_of_the_disk_while_resuming_is_no_damage(error: str, pools: Pools) -> None:
+def test_a_refusal_of_the_disk_while_resuming_is_no_damage(error: str, pools: PoolTracker) -> None:
     """It is raised: no sound version is passed over, and no branch is begun."""
     inner = CrashFs()
-    with holdfast.Checkpointer(LocalStore(ROOT, fs=inner), fresh(), save=EverySteps(1)) as ckpt:
+    with holdfast.Checkpointer(
+        LocalStore(ROOT, fs=inner), initial_state(), save=EverySteps(1)
+    ) as ckpt:
         ckpt.step()
         ckpt.step()
     raised = 0
     for fault in faults(error):
         fs = FaultFs(inner, fault)
-        ckpt = holdfast.Checkpointer(LocalStore(ROOT, fs=fs), fresh())
+        ckpt = holdfast.Checkpointer(LocalStore(ROOT, fs=fs), initial_state())
         try:
             resumed = ckpt.resume()
         except StoreError:
@@ -143,7 +149,7 @@ def test_a_refusal_of_the_disk_while_resuming_is_no_damage(error: str, pools: Po
             assert resumed is not None
             assert resumed.step == 2
         ckpt.close()
-        pools.check()
+        pools.assert_all_freed()
         assert Run(LocalStore(ROOT, fs=inner)).branch() == 0
         if not fs.fired:
             break
@@ -151,15 +157,17 @@ def test_a_refusal_of_the_disk_while_resuming_is_no_damage(error: str, pools: Po
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_the_disk_cannot_read_is_stepped_over(every: int, pools: Pools) -> None:
+def test_what_the_disk_cannot_read_is_stepped_over(every: int, pools: PoolTracker) -> None:
     """EIO at any call of a resume: it raises, or it gives a whole state and says what it has
     passed over, and what it has passed over is still there."""
     seen = set()
     for fault in list(faults("EIO"))[::every]:
         inner = CrashFs()
-        with holdfast.Checkpointer(LocalStore(ROOT, fs=inner), fresh(), save=EverySteps(1)) as c:
+        with holdfast.Checkpointer(
+            LocalStore(ROOT, fs=inner), initial_state(), save=EverySteps(1)
+        ) as c:
             train(c.state, c, 2)
-        fs, state = FaultFs(inner, fault), fresh()
+        fs, state = FaultFs(inner, fault), initial_state()
         ckpt = holdfast.Checkpointer(LocalStore(ROOT, fs=fs), state)
         try:
             with warnings.catch_warnings():
@@ -170,11 +178,11 @@ def test_what_the_disk_cannot_read_is_stepped_over(every: int, pools: Pools) -> 
         else:
             assert resumed is not None
             step = resumed.step or 0
-            assert same(state, after(step))
+            assert states_equal(state, state_after(step))
             seen.add(step)
             assert Run(LocalStore(ROOT, fs=inner)).branch() == 2 - step
         ckpt.close()
-        pools.check()
+        pools.assert_all_freed()
         check_promises(LocalStore(ROOT, fs=inner), [1])
         if not fs.fired:
             break
@@ -182,7 +190,7 @@ def test_what_the_disk_cannot_read_is_stepped_over(every: int, pools: Pools) -> 
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_a_call_that_fails_with_eio(name: str, pools: Pools, opened: Stores) -> None:
+def test_a_call_that_fails_with_eio(name: str, pools: PoolTracker, opened: OpenedStore) -> None:
     every = 13 if name == "checkpointer" else 5
     assert run_all(WORKS[name], "EIO", pools, opened, every=every) > 30
 
@@ -190,6 +198,8 @@ def test_a_call_that_fails_with_eio(name: str, pools: Pools, opened: Stores) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [*ERRORS, "lost", "full", "short", "nothing"])
 @pytest.mark.parametrize("name", WORKS)
-def test_every_call_with_every_error(name: str, error: str, pools: Pools, opened: Stores) -> None:
+def test_every_call_with_every_error(
+    name: str, error: str, pools: PoolTracker, opened: OpenedStore
+) -> None:
     every = (3 if name == "checkpointer" else 1) * (2 if error in ("EDQUOT", "EACCES") else 1)
     run_all(WORKS[name], error, pools, opened, every=every)

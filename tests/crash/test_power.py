@@ -13,9 +13,9 @@ from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.testing.crashfs import CrashFs, PowerCut
-from tests.crash.conftest import Pools, Stores
+from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.promises import check_promises
-from tests.trainings import after, fresh, train
+from tests.trainings import initial_state, state_after, train
 
 ROOT = "/a/run"
 MOST = 3000
@@ -25,19 +25,19 @@ Work = Callable[[LocalStore, list[int]], None]
 
 def save_twice(store: LocalStore, done: list[int]) -> None:
     for step in (1, 2):
-        holdfast.save(f"{ROOT}/version_{step}", after(step))
+        holdfast.save(f"{ROOT}/version_{step}", state_after(step))
         done.append(step)
 
 
 def save_async(store: LocalStore, done: list[int]) -> None:
-    pending = holdfast.save_async(f"{ROOT}/version_1", after(1))
+    pending = holdfast.save_async(f"{ROOT}/version_1", state_after(1))
     pending.wait()
     done.append(1)
 
 
 def training(store: LocalStore, done: list[int]) -> None:
     """Four steps of which the newest two are kept; the last is saved by ``save``."""
-    state = fresh()
+    state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
         for step in (1, 2, 3):
             train(state, ckpt, step)
@@ -52,7 +52,7 @@ def saves_sweeps(store: LocalStore, done: list[int]) -> None:
     run = Run(store)
     store.put_if_absent("version_3/shard-00003-of-00004.00000000000a.safetensors", b"stale")
     run.sweep(grace=0, now=1e12)
-    holdfast.save(f"{ROOT}/version_3", after(3))
+    holdfast.save(f"{ROOT}/version_3", state_after(3))
     done.append(3)
 
 
@@ -67,8 +67,8 @@ WORKS: dict[str, tuple[Work, int]] = {
 def cut_everywhere(
     work: Work,
     kept: int,
-    pools: Pools,
-    opened: Stores,
+    pools: PoolTracker,
+    opened: OpenedStore,
     *,
     every: int,
     choices: int,
@@ -84,7 +84,7 @@ def cut_everywhere(
         try:
             work(store, done)
         except PowerCut:
-            pools.check()
+            pools.assert_all_freed()
         else:
             assert cut_at > fs.operations
             return states
@@ -100,7 +100,7 @@ def cut_everywhere(
 def branches(store: LocalStore, done: list[int]) -> None:
     """Training goes back to version 1 and on from there; what comes after it counts no more."""
     save_twice(store, done)
-    state = fresh()
+    state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         ckpt.resume(at=1)
         done.append(BRANCHED)
@@ -114,7 +114,7 @@ BRANCHED = -1
     ("every", "choices"), [(29, 3), pytest.param(3, 5, marks=pytest.mark.slow)]
 )
 def test_a_branch_that_was_left_stays_left(
-    every: int, choices: int, pools: Pools, opened: Stores
+    every: int, choices: int, pools: PoolTracker, opened: OpenedStore
 ) -> None:
     def look(store: LocalStore, done: list[int]) -> None:
         run = Run(store)
@@ -127,7 +127,7 @@ def test_a_branch_that_was_left_stays_left(
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_power_cuts_here_and_there(name: str, pools: Pools, opened: Stores) -> None:
+def test_power_cuts_here_and_there(name: str, pools: PoolTracker, opened: OpenedStore) -> None:
     work, kept = WORKS[name]
     every = 11 if name == "save_async" else 29
     assert cut_everywhere(work, kept, pools, opened, every=every, choices=3) > 10
@@ -135,13 +135,15 @@ def test_power_cuts_here_and_there(name: str, pools: Pools, opened: Stores) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKS)
-def test_the_power_is_cut_at_every_call(name: str, pools: Pools, opened: Stores) -> None:
+def test_the_power_is_cut_at_every_call(name: str, pools: PoolTracker, opened: OpenedStore) -> None:
     work, kept = WORKS[name]
     every = 2 if name == "sweep" else 1
     assert cut_everywhere(work, kept, pools, opened, every=every, choices=5) > 200
 
 
-def test_without_its_syncs_the_store_would_break_the_promises(pools: Pools, opened: Stores) -> None:
+def test_without_its_syncs_the_store_would_break_the_promises(
+    pools: PoolTracker, opened: OpenedStore
+) -> None:
     """The check itself is checked: it finds what a store without fsync leaves."""
 
     class Lazy(CrashFs):

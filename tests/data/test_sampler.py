@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import holdfast
-from holdfast.data.permutation import permuted
-from holdfast.data.sampler_group import Together
+from holdfast.data.permutation import permute
+from holdfast.data.sampler_group import SamplerGroup
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
 from holdfast.storage.memory import MemoryStore
 
@@ -29,7 +29,7 @@ Sampler = holdfast.ElasticSampler
 
 
 def order(length: int, seed: int = 0, epoch: int = 0) -> list[int]:
-    return permuted(np.arange(length), length, seed, epoch).tolist()  # type: ignore[no-any-return]
+    return permute(np.arange(length), length, seed, epoch).tolist()  # type: ignore[no-any-return]
 
 
 def flat(batches: Iterable[list[int]]) -> list[int]:
@@ -69,7 +69,7 @@ def test_the_order_never_changes() -> None:
     assert order(10, seed=-1, epoch=7) == GOLDEN["10"]
     assert order(2000, seed=2**80, epoch=1)[:8] == GOLDEN["2000"]
     at = np.array([0, 1, 10**10 - 1])
-    assert permuted(at, 10**10, 3, 10**6).tolist() == GOLDEN["1e10"]
+    assert permute(at, 10**10, 3, 10**6).tolist() == GOLDEN["1e10"]
 
 
 @given(st.integers(1, 5000), st.integers(), st.integers(0, 10**9))
@@ -89,8 +89,8 @@ def test_it_is_a_permutation_for_every_small_length() -> None:
 @settings(deadline=None, max_examples=60)
 def test_places_of_a_huge_epoch_can_be_asked_one_by_one(length: int, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True))
-    together = permuted(np.array(places), length, 0, 0).tolist()
-    assert together == [permuted(np.array([p]), length, 0, 0).item() for p in places]
+    together = permute(np.array(places), length, 0, 0).tolist()
+    assert together == [permute(np.array([p]), length, 0, 0).item() for p in places]
     assert len(set(together)) == len(places)
     assert all(0 <= sample < length for sample in together)
 
@@ -112,7 +112,7 @@ def test_every_order_of_few_samples_is_as_likely(length: int) -> None:
 def test_two_samples_lie_independently(length: int, other: int) -> None:
     places, seen = np.array([0, other]), np.zeros((length, length))
     for epoch in range(5 * length * length):
-        first, second = permuted(places, length, 5, epoch)
+        first, second = permute(places, length, 5, epoch)
         seen[first, second] += 1
     assert seen.trace() == 0
     assert abs(excess(seen[~np.eye(length, dtype=bool)])) < 4
@@ -122,7 +122,7 @@ def test_two_samples_lie_independently(length: int, other: int) -> None:
 def test_large_orders_are_even(length: int) -> None:
     count = min(length, 20_000)
     at = np.arange(count)
-    first, second = (permuted(at, length, 1, e).astype(np.float64) / length for e in (0, 1))
+    first, second = (permute(at, length, 1, e).astype(np.float64) / length for e in (0, 1))
     if count < length:
         assert abs(excess(np.histogram(first, 50, (0, 1))[0])) < 4
     for a, b in ((first[1:], first[:-1]), (first, second), (first, at / count)):
@@ -715,7 +715,7 @@ def test_a_loaded_state_is_saved_again_as_it_was() -> None:
 def test_an_empty_rest_that_was_never_asked_for_is_counted_up_as_well() -> None:
     """The loop ends with the first of two samplers; a state from behind it has both as done."""
     old, progress = between(count_up=False)
-    together, pair = Together(), [Sampler(8, 2), Sampler(8, 2)]
+    together, pair = SamplerGroup(), [Sampler(8, 2), Sampler(8, 2)]
     for sampler in pair:
         sampler.follow(progress, together)
         sampler.load_state_dict(old.state_dict())

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 
-_numbers = count()
+_url_numbers = count()
 
 TORCH_DTYPES = [
     torch.bool,
@@ -40,23 +40,23 @@ TORCH_DTYPES = [
 ]
 
 
-def url() -> str:
+def unused_url() -> str:
     """A place in memory that no other test uses."""
-    return f"memory://state{next(_numbers)}/version_1"
+    return f"memory://state{next(_url_numbers)}/version_1"
 
 
-def back(state: dict[str, Any], at: Any = None) -> Any:
+def round_trip(state: dict[str, Any], target: Any = None) -> Any:
     """The state after a save and a plain load."""
-    at = at or url()
-    holdfast.save(at, state)
-    return holdfast.load(at)
+    target = target or unused_url()
+    holdfast.save(target, state)
+    return holdfast.load(target)
 
 
-def saved(state: dict[str, Any], at: Any = None) -> Any:
+def save_state(state: dict[str, Any], target: Any = None) -> Any:
     """Where the state has been saved."""
-    at = at or url()
-    holdfast.save(at, state)
-    return at
+    target = target or unused_url()
+    holdfast.save(target, state)
+    return target
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -71,7 +71,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
     return raw.view(dtype).reshape(shape)
 
 
-def raw(t: torch.Tensor) -> bytes:
+def tensor_bytes(t: torch.Tensor) -> bytes:
     """The bits of a strided tensor, row-major, whatever its dtype, strides and views."""
     t = t.detach().resolve_conj().resolve_neg().cpu()
     out = bytearray()
@@ -85,55 +85,57 @@ def raw(t: torch.Tensor) -> bytes:
     return bytes(out)
 
 
-def same(a: Any, b: Any, at: str = "state") -> None:
+def assert_same(a: Any, b: Any, path: str = "state") -> None:
     """Assert that two states are the same to the last bit, types, order and keys included."""
     torch_types = (torch.Tensor, torch.nn.Parameter)
     if isinstance(a, torch_types):
-        same_tensor(a, b, at)
+        assert_same_tensor(a, b, path)
         return
-    assert type(a) is type(b), at
+    assert type(a) is type(b), path
     if isinstance(a, np.ndarray):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), at
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
         if a.dtype.names and a.ndim:  # what lies between the fields is not looked at
             for name in a.dtype.names:
-                same(a[name], b[name], f"{at}.{name}")
+                assert_same(a[name], b[name], f"{path}.{name}")
             return
-        assert a.tobytes() == b.tobytes(), at
+        assert a.tobytes() == b.tobytes(), path
     elif isinstance(a, np.generic):
-        assert a.dtype == b.dtype, at
-        assert a.tobytes() == b.tobytes(), at
+        assert a.dtype == b.dtype, path
+        assert a.tobytes() == b.tobytes(), path
     elif isinstance(a, dict | OrderedDict | Counter):
-        assert [(type(k), k) for k in a] == [(type(k), k) for k in b], at
+        assert [(type(k), k) for k in a] == [(type(k), k) for k in b], path
         for k in a:
-            same(a[k], b[k], f"{at}[{k!r}]")
-        same(getattr(a, "_metadata", None), getattr(b, "_metadata", None), f"{at}._metadata")
+            assert_same(a[k], b[k], f"{path}[{k!r}]")
+        assert_same(
+            getattr(a, "_metadata", None), getattr(b, "_metadata", None), f"{path}._metadata"
+        )
     elif isinstance(a, list | tuple):
-        assert len(a) == len(b), at
+        assert len(a) == len(b), path
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            same(x, y, f"{at}[{i}]")
+            assert_same(x, y, f"{path}[{i}]")
     elif isinstance(a, float):
-        assert struct.pack("d", a) == struct.pack("d", b) or (a != a and b != b), at  # noqa: PLR0124
+        assert struct.pack("d", a) == struct.pack("d", b) or (a != a and b != b), path  # noqa: PLR0124
     elif isinstance(a, complex):
-        same([a.real, a.imag], [b.real, b.imag], at)
+        assert_same([a.real, a.imag], [b.real, b.imag], path)
     else:
-        assert a == b, at
+        assert a == b, path
 
 
-def same_tensor(a: torch.Tensor, b: Any, at: str = "tensor") -> None:
-    assert isinstance(b, torch.Tensor), at
-    assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), at
+def assert_same_tensor(a: torch.Tensor, b: Any, path: str = "tensor") -> None:
+    assert isinstance(b, torch.Tensor), path
+    assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), path
     if a.layout is torch.strided:
-        assert raw(a) == raw(b), at
+        assert tensor_bytes(a) == tensor_bytes(b), path
         return
     if a.layout is torch.sparse_coo:
-        assert a.is_coalesced() == b.is_coalesced(), at
+        assert a.is_coalesced() == b.is_coalesced(), path
         parts = [torch.Tensor._indices, torch.Tensor._values]
     elif a.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = [torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values]
     else:
         parts = [torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values]
     for part in parts:
-        same_tensor(part(a.detach()), part(b.detach()), f"{at}.{part.__name__}")
+        assert_same_tensor(part(a.detach()), part(b.detach()), f"{path}.{part.__name__}")
 
 
 def clone(state: Any) -> Any:

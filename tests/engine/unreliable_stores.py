@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.storage.store import Stat, Store, Traits, Upload
 
 
-class Wrapped:
+class HookedStore:
     """``inner``, with ``before`` and ``after`` called around every call: ``(method, key)``.
     Either may raise; what ``after`` raises is a reply that was lost."""
 
@@ -25,44 +25,44 @@ class Wrapped:
     def url(self) -> str:
         return self.inner.url
 
-    def _do(self, method: str, key: str, *rest: Any) -> Any:
+    def _call(self, method: str, key: str, *rest: Any) -> Any:
         self.before(method, key)
         found = getattr(self.inner, method)(key, *rest)
         self.after(method, key)
         return found
 
     def put(self, key: str, length: int) -> Upload:
-        return WrappedUpload(self, key, self._do("put", key, length))
+        return HookedUpload(self, key, self._call("put", key, length))
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
-        stat: Stat = self._do("put_if_absent", key, data)
+        stat: Stat = self._call("put_if_absent", key, data)
         return stat
 
     def get(self, key: str, limit: int) -> bytes:
-        data: bytes = self._do("get", key, limit)
+        data: bytes = self._call("get", key, limit)
         return data
 
     def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
-        self._do("get_range", key, offset, length, into)
+        self._call("get_range", key, offset, length, into)
 
     def stat(self, key: str) -> Stat:
-        stat: Stat = self._do("stat", key)
+        stat: Stat = self._call("stat", key)
         return stat
 
     def list(self, prefix: str) -> Iterator[Stat]:
-        found: Iterator[Stat] = self._do("list", prefix)
+        found: Iterator[Stat] = self._call("list", prefix)
         return found
 
     def partials(self, prefix: str) -> Iterator[Stat]:
-        found: Iterator[Stat] = self._do("partials", prefix)
+        found: Iterator[Stat] = self._call("partials", prefix)
         return found
 
     def delete(self, key: str) -> None:
-        self._do("delete", key)
+        self._call("delete", key)
 
 
-class WrappedUpload:
-    def __init__(self, store: Wrapped, key: str, inner: Upload) -> None:
+class HookedUpload:
+    def __init__(self, store: HookedStore, key: str, inner: Upload) -> None:
         self.store, self.key, self.inner = store, key, inner
 
     def write_at(self, offset: int, data: memoryview) -> None:
@@ -79,7 +79,7 @@ class WrappedUpload:
     def abort(self) -> None:
         self.inner.abort()
 
-    def __enter__(self) -> WrappedUpload:
+    def __enter__(self) -> HookedUpload:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -15,14 +15,14 @@ from holdfast.engine.loading.load import load_snapshot
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import MAX_CHUNK, decode_index
-from holdfast.format.manifest import MAX_BYTES, decode_manifest
-from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting, decode_pin
+from holdfast.format.manifest import MAX_MANIFEST, decode_manifest
+from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting_pin, decode_pin
 from holdfast.format.safetensors import MAX_HEADER, build_header
 from holdfast.format.sealed import FORMAT
 from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
 from holdfast.format.validate import check_tree
 from holdfast.types import ALIGNMENT, DTYPES, MIB
-from tests.forging import same, store_of
+from tests.forging import store_of, values_equal
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "format.md").read_text()
@@ -54,8 +54,8 @@ def test_the_examples_are_read() -> None:
     assert decode_manifest(raw(MANIFEST), "f")[0].step == 120
     assert decode_branch(raw(BRANCH), "f").number == 1
     assert decode_pin(raw(PIN), "f").host == "node-3"
-    assert decode_lasting(raw(LASTING), "f").version == "version_120"
-    assert decode_evaluation(raw(EVALUATION), "f").numbers()["perplexity"] == float("inf")
+    assert decode_lasting_pin(raw(LASTING), "f").version == "version_120"
+    assert decode_evaluation(raw(EVALUATION), "f").decoded_metrics()["perplexity"] == float("inf")
     assert decode_index(raw(INDEX), "f").length == 4120
 
 
@@ -75,7 +75,7 @@ def test_the_examples_are_one_snapshot() -> None:
     assert snapshot.verify().ok
     state = holdfast.load(store.at("version_120.1"))
     want = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
-    assert same(state, want)
+    assert values_equal(state, want)
     assert state["model"]["tied"] is state["model"]["weight"]
 
 
@@ -96,7 +96,7 @@ def test_the_example_of_number_2_refers_to_that_of_number_1() -> None:
     assert snapshot.bases == {names.Version(120, 1)}
     assert (snapshot.chain, snapshot.nbytes, snapshot.referred_bytes) == (1, 4100, 24)
     assert snapshot.verify().ok
-    assert same(load_snapshot(snapshot), {"model": {"weight": weight, "bias": bias}})
+    assert values_equal(load_snapshot(snapshot), {"model": {"weight": weight, "bias": bias}})
 
 
 def test_every_node_is_shown() -> None:
@@ -119,7 +119,9 @@ def test_every_node_is_shown() -> None:
 def test_the_table_of_dtypes() -> None:
     rows = re.findall(r"`(\w+)` \| (\d+) \| (\w+)(?:, (\d))?", TEXT)
     told = {name: (int(size), stored, int(per or 1)) for name, size, stored, per in rows}
-    assert told == {d.name: (d.itemsize, d.stored, d.per) for d in DTYPES.values()}
+    assert told == {
+        d.name: (d.itemsize, d.stored_dtype, d.stored_per_element) for d in DTYPES.values()
+    }
 
 
 def test_names_and_numbers_in_the_text() -> None:
@@ -130,11 +132,11 @@ def test_names_and_numbers_in_the_text() -> None:
     assert [names.parse_version(w.rstrip("/")) for w in words if w.endswith("/")] == [
         names.Version(120), names.Version(120, 1)
     ]  # fmt: skip
-    assert sum(names.is_shard(w) for w in words) == 1
-    assert sum(names.attempt_of(w) is not None for w in words) == 2
+    assert sum(names.is_shard_name(w) for w in words) == 1
+    assert sum(names.parse_attempt(w) is not None for w in words) == 2
     assert any(names.parse_branch(w) for w in words)
     assert any(names.parse_pin(w) for w in words)
-    assert any(names.parse_lasting(w) for w in words)
+    assert any(names.parse_lasting_pin(w) for w in words)
     assert any(names.parse_evaluation(w) for w in words)
     flat = " ".join(TEXT.split())
     for said in (
@@ -144,7 +146,7 @@ def test_names_and_numbers_in_the_text() -> None:
         f"multiple of {ALIGNMENT:,}",
     ):
         assert said in flat, said
-    assert MAX_BYTES == 1 << 30
+    assert MAX_MANIFEST == 1 << 30
     assert digest(b"") == "99aa06d3014798d86001c324468d497f", "XXH3-128 of nothing, canonical"
 
 

@@ -19,7 +19,7 @@ from holdfast.errors import FormatError
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import Version
-from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting, decode_pin
+from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting_pin, decode_pin
 from holdfast.format.validate import check_plain, check_tree
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -35,17 +35,17 @@ from tests.attacks.test_lies import (
 from tests.forging import (
     TORCH_DTYPES,
     Json,
-    at,
-    content_of,
     files_of,
+    forge,
+    get_at,
     index_key,
-    lie,
+    json_paths,
     manifest_key,
-    paths,
     plain_values,
-    put,
-    reseal,
-    saved,
+    save_to_files,
+    seal,
+    sealed_content,
+    set_at,
     small_state,
 )
 from tests.format.test_values import values
@@ -114,8 +114,8 @@ def test_a_run_with_branches_and_pins() -> None:
     run = Run(store)
     holdfast.save(store.at("version_1"), {"n": 0, "p": holdfast.Progress()}, step=1)
     run.leave_from(run.open(Version(1)), Version(1), "asked")
-    pins.hold(Location(store, "version_2"), "0" * 12)
-    pins.hold(Location(store, "version_2"), "0" * 12, Version(1))
+    pins.create_pin(Location(store, "version_2"), "0" * 12)
+    pins.create_pin(Location(store, "version_2"), "0" * 12, Version(1))
     run.pin(1)
     run.add_metrics(Version(1), {"loss": 0.5, "n": 3, "worst": float("inf"), "none": float("nan")})
     with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}) as checkpointer:
@@ -159,15 +159,15 @@ BEYOND = {
 
 
 def test_the_schema_refuses_the_lies_that_it_can() -> None:
-    files = saved(small_state())
+    files = save_to_files(small_state())
     for name, change in MANIFEST_LIES.items():
         if name.startswith("depth"):
             continue  # that depth is too much for the validator itself
-        forged = lie(files, manifest=change)
+        forged = forge(files, manifest=change)
         good = KINDS["manifest"].is_valid(json.loads(forged[manifest_key(forged)]))
         assert good == (name in BEYOND), name
     for name, change in INDEX_LIES.items():
-        forged = lie(files, index=change)
+        forged = forge(files, index=change)
         good = KINDS["index"].is_valid(json.loads(forged[index_key(forged)]))
         assert good == (name in BEYOND), name
 
@@ -176,7 +176,7 @@ DECODE: dict[str, Callable[[bytes, str], Any]] = {
     "index": decode_index,
     "branch": decode_branch,
     "pin": decode_pin,
-    "lasting": decode_lasting,
+    "lasting": decode_lasting_pin,
     "evaluation": decode_evaluation,
 }
 
@@ -195,23 +195,25 @@ def decodes(kind: str, raw: bytes) -> bool:
 
 
 def documents() -> dict[str, Json]:
-    files = saved({"w": torch.ones(2, 3), "t": [1, ("x", b"y")], "s": {1: {2}}, "n": 1 << 70})
+    files = save_to_files(
+        {"w": torch.ones(2, 3), "t": [1, ("x", b"y")], "s": {1: {2}}, "n": 1 << 70}
+    )
     manifest = json.loads(files[manifest_key(files)])
     index = json.loads(files[index_key(files)])
     return {
         "manifest": manifest,
         "index": index,
-        "branch": json.loads(reseal(BRANCH)),
-        "pin": json.loads(reseal(PIN)),
-        "lasting": json.loads(reseal(LASTING)),
-        "evaluation": json.loads(reseal(EVALUATION)),
+        "branch": json.loads(seal(BRANCH)),
+        "pin": json.loads(seal(PIN)),
+        "lasting": json.loads(seal(LASTING)),
+        "evaluation": json.loads(seal(EVALUATION)),
     }
 
 
 def raw_of(kind: str, document: Json) -> bytes:
     if kind == "index":
         return json.dumps(document).encode()
-    return reseal({k: v for k, v in document.items() if k not in ("format", "digest")})
+    return seal({k: v for k, v in document.items() if k not in ("format", "digest")})
 
 
 @pytest.mark.slow
@@ -221,19 +223,19 @@ def test_schema_and_decoder_agree(kind: str) -> None:
     original = documents()[kind]
     assert KINDS[kind].is_valid(original)
     assert ANY.is_valid(original)
-    for path in paths(original):
+    for path in json_paths(original):
         if path[0] in ("format", "digest", "shard"):
             continue
         changed = json.loads(json.dumps(original))
-        del at(changed, path[:-1])[path[-1]]
+        del get_at(changed, path[:-1])[path[-1]]
         agree(kind, changed, (*path, "deleted"))
         changed = json.loads(json.dumps(original))
-        if isinstance(at(changed, path), dict):
-            at(changed, path)["unknown"] = 1
+        if isinstance(get_at(changed, path), dict):
+            get_at(changed, path)["unknown"] = 1
             agree(kind, changed, (*path, "unknown"))
         for wrong in WRONG:
             changed = json.loads(json.dumps(original))
-            put(changed, path, wrong)
+            set_at(changed, path, wrong)
             agree(kind, changed, (*path, wrong))
 
 
@@ -252,4 +254,4 @@ def agree(kind: str, document: Json, where: tuple[Any, ...]) -> None:
 
 
 def test_content_of_leaves_out_the_seal() -> None:
-    assert content_of(reseal(PIN)) == PIN
+    assert sealed_content(seal(PIN)) == PIN

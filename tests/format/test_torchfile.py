@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.torchzip import joined, lay_out
+from holdfast.format.torchzip import combine_crc32, plan_archive
 
 
 def archive(records: list[tuple[str, bytes]]) -> bytes:
-    made = lay_out((name, len(raw)) for name, raw in records)
+    made = plan_archive((name, len(raw)) for name, raw in records)
     out = bytearray(b"\xff" * made.length)
     sums = [zlib.crc32(raw) for _, raw in records]
-    pieces = [*made.frame(sums), *zip(made.begins, (raw for _, raw in records), strict=True)]
+    pieces = [
+        *made.encode_headers(sums),
+        *zip(made.data_offsets, (raw for _, raw in records), strict=True),
+    ]
     written = 0
     for at, raw in pieces:
         assert at + len(raw) <= made.length
@@ -47,17 +50,22 @@ def test_every_record_comes_back(records: dict[str, bytes]) -> None:
 @given(st.lists(st.binary(max_size=200), max_size=6))
 def test_records_are_aligned_and_the_file_is_always_the_same(several: list[bytes]) -> None:
     records = [(str(i), raw) for i, raw in enumerate(several)]
-    made = lay_out((name, len(raw)) for name, raw in records)
-    assert not any(begin % 64 for begin in made.begins)
-    large = lay_out([*((name, len(raw)) for name, raw in records), ("large", 1 << 16), ("x", 1)])
-    assert large.begins[-2] % 4096 == 0
+    made = plan_archive((name, len(raw)) for name, raw in records)
+    assert not any(begin % 64 for begin in made.data_offsets)
+    large = plan_archive(
+        [*((name, len(raw)) for name, raw in records), ("large", 1 << 16), ("x", 1)]
+    )
+    assert large.data_offsets[-2] % 4096 == 0
     assert archive(records) == archive(records)
 
 
 def test_a_wrong_checksum_is_seen() -> None:
-    made = lay_out([("a", 3)])
+    made = plan_archive([("a", 3)])
     raw = bytearray(made.length)
-    for at, piece in [*made.frame([zlib.crc32(b"xyz") ^ 1]), (made.begins[0], b"xyz")]:
+    for at, piece in [
+        *made.encode_headers([zlib.crc32(b"xyz") ^ 1]),
+        (made.data_offsets[0], b"xyz"),
+    ]:
         raw[at : at + len(piece)] = piece
     assert zipfile.ZipFile(io.BytesIO(bytes(raw))).testzip() == "archive/a"
 
@@ -65,19 +73,23 @@ def test_a_wrong_checksum_is_seen() -> None:
 @pytest.mark.parametrize("length", [2**32 - 2, 2**32 - 1, 2**32, 5 * 2**32])
 def test_records_and_offsets_of_more_than_32_bits(tmp_path: Path, length: int) -> None:
     """A file with holes: what stands around the bytes is looked at."""
-    made = lay_out([("a", length), ("b", 5), ("c", 2**33), ("d", 1)])
+    made = plan_archive([("a", length), ("b", 5), ("c", 2**33), ("d", 1)])
     sums = [1, zlib.crc32(b"hello"), 3, zlib.crc32(b"!")]
     path = tmp_path / "holes.pt"
     with path.open("wb") as out:
         out.truncate(made.length)
-        for at, raw in [*made.frame(sums), (made.begins[1], b"hello"), (made.begins[3], b"!")]:
+        for at, raw in [
+            *made.encode_headers(sums),
+            (made.data_offsets[1], b"hello"),
+            (made.data_offsets[3], b"!"),
+        ]:
             out.seek(at)
             out.write(raw)
         assert out.seek(0, io.SEEK_END) == made.length
     with zipfile.ZipFile(path) as found:
         assert [i.file_size for i in found.infolist()] == [length, 5, 2**33, 1]
         assert [i.CRC for i in found.infolist()] == sums
-        assert [i.header_offset for i in found.infolist()] == list(made.heads)
+        assert [i.header_offset for i in found.infolist()] == list(made.header_offsets)
         assert found.read("archive/b") == b"hello"
         assert found.read("archive/d") == b"!"
 
@@ -91,17 +103,17 @@ def test_more_records_than_16_bits_count() -> None:
 
 @given(st.lists(st.binary(max_size=300)))
 def test_checksums_of_parts_join(parts: list[bytes]) -> None:
-    assert joined((len(p), zlib.crc32(p)) for p in parts) == zlib.crc32(b"".join(parts))
+    assert combine_crc32((len(p), zlib.crc32(p)) for p in parts) == zlib.crc32(b"".join(parts))
 
 
 @pytest.mark.parametrize("length", [0, 1, 4 << 20, 2**40 + 3])
 def test_checksums_of_long_parts_join(length: int) -> None:
     """x^8n for a long n, in two steps as in one."""
     a, b = length // 3, length - length // 3
-    one = joined([(3, zlib.crc32(b"abc")), (length, 0)])
-    assert one == joined([(3, zlib.crc32(b"abc")), (a, 0), (b, 0)])
+    one = combine_crc32([(3, zlib.crc32(b"abc")), (length, 0)])
+    assert one == combine_crc32([(3, zlib.crc32(b"abc")), (a, 0), (b, 0)])
     if length <= 4 << 20:
         zeros = zlib.crc32(bytes(length))
-        assert joined([(3, zlib.crc32(b"abc")), (length, zeros)]) == zlib.crc32(
+        assert combine_crc32([(3, zlib.crc32(b"abc")), (length, zeros)]) == zlib.crc32(
             b"abc" + bytes(length)
         )

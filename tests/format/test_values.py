@@ -19,7 +19,7 @@ from holdfast.format import tree
 from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS
 from holdfast.format.validate import check_tree
 from holdfast.storage.memory import MemoryStore
-from tests.forging import TORCH_DTYPES, files_of, plain_values, same, small_state
+from tests.forging import TORCH_DTYPES, files_of, plain_values, small_state, values_equal
 
 scalars: st.SearchStrategy[Any] = st.one_of(
     st.none(),
@@ -64,12 +64,12 @@ def back(state: dict[str, Any]) -> Any:
 @given(values)
 def test_plain_values_come_back_with_their_types(value: Any) -> None:
     state = {"x": value}
-    assert same(back(state), state)
+    assert values_equal(back(state), state)
 
 
 def test_every_kind_of_node_comes_back() -> None:
-    assert same(back(small_state()), small_state())
-    assert same(back(plain_values()), plain_values())
+    assert values_equal(back(small_state()), small_state())
+    assert values_equal(back(plain_values()), plain_values())
 
 
 NAMES = [
@@ -106,7 +106,7 @@ def test_names_do_not_matter() -> None:
     state["keys"] = {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), "1~2": torch.tensor([3.0])}
     store = MemoryStore()
     snapshot = holdfast.save(store, state)
-    assert same(holdfast.load(store), state)
+    assert values_equal(holdfast.load(store), state)
     assert snapshot.verify().ok
     assert len(set(snapshot.keys())) == len(snapshot.leaves) == 2 * len(NAMES) + 3
     files = {key.partition("-")[0].partition(".")[0] for key in files_of(store)}
@@ -116,7 +116,7 @@ def test_names_do_not_matter() -> None:
 def test_an_empty_name_is_no_other_leaf() -> None:
     one, two = torch.tensor([1]), torch.tensor([2])
     state = {"": {"a": one, "": {"a": two}}, "a": two + 1, "~": {"a": two + 2}}
-    assert same(back(state), state)
+    assert values_equal(back(state), state)
 
 
 def test_keys_that_are_equal_as_text_are_told_apart_in_a_part_of_a_load() -> None:
@@ -125,7 +125,7 @@ def test_keys_that_are_equal_as_text_are_told_apart_in_a_part_of_a_load() -> Non
     keys = holdfast.save(store, state).keys()
     for key, name, value in zip(keys, (1, "1"), (1.0, 2.0), strict=False):
         part = holdfast.load(store, keys=key)
-        assert same(part, {"d": {name: torch.tensor([value])}})
+        assert values_equal(part, {"d": {name: torch.tensor([value])}})
 
 
 def test_safetensors_opens_the_shard(tmp_path: Any) -> None:
@@ -149,7 +149,7 @@ def test_every_dtype_comes_back_to_the_bit(name: str, shape: tuple[int, ...]) ->
     count = int(np.prod(shape)) * size
     raw = np.random.default_rng(1).integers(0, 2 if name == "bool" else 256, count, np.uint8)
     t = torch.from_numpy(raw).view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
-    assert same(back({"t": t})["t"], t)
+    assert values_equal(back({"t": t})["t"], t)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_every_dtype_comes_back_to_the_bit(name: str, shape: tuple[int, ...]) ->
     ids=lambda a: str(a.dtype)[:30],
 )
 def test_arrays_of_other_dtypes_come_back(array: np.ndarray[Any, Any]) -> None:
-    assert same(back({"a": array})["a"], array)
+    assert values_equal(back({"a": array})["a"], array)
     if array.size:
         one = array.flat[0]
         found = back({"a": one})["a"]
@@ -189,7 +189,7 @@ def test_arrays_of_other_dtypes_come_back(array: np.ndarray[Any, Any]) -> None:
 )
 def test_values_that_text_makes_hard(value: Any) -> None:
     state = {"x": value, "in": [value], "as": {1: (value,)}}
-    assert same(back(state), state)
+    assert values_equal(back(state), state)
 
 
 def refused(value: Any) -> None:
@@ -240,7 +240,7 @@ def test_what_is_nested_deep_is_refused_or_comes_back(inner: Any) -> None:
             holdfast.save(store, state)
         except Unsupported:
             continue
-        assert same(holdfast.load(store), state)
+        assert values_equal(holdfast.load(store), state)
         kept += 1
     assert 2 <= kept < 8
     refused(nested(60, Stateful(nested(60, inner))))

@@ -18,8 +18,8 @@ import torch
 
 import holdfast
 from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.format.names import Version
 from holdfast.run.policy import EverySteps
 
@@ -120,10 +120,12 @@ def make_2(url: str) -> None:
     """Version 1 in full; 2 and 3 refer to it; 4 to 1 and to 3, with which ``frozen`` changed."""
     run, base = holdfast.Run(url), None
     for step in range(1, 5):
-        label = Label(step=step, metrics={"loss": 1 / step})
-        place = run.place(Version(step))
-        draft = begin(place, with_frozen(step), label, shared_pool(), ahead=False, base=base)
-        base = finish(draft)
+        label = VersionMetadata(step=step, metrics={"loss": 1 / step})
+        place = run.location(Version(step))
+        draft = begin_save(
+            place, with_frozen(step), label, shared_pool(), stage_now=False, base=base
+        )
+        base = finish_save(draft)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import Fault, FaultFs
 from holdfast.types import DTYPES
-from tests.engine.states import TORCH_DTYPES, random_tensor, raw
+from tests.engine.states import TORCH_DTYPES, random_tensor, tensor_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -163,8 +163,8 @@ def test_every_dtype(name, store):
     whole = random_tensor(getattr(torch, name), (3, 5), 1)
     save({"a": whole, "scalar": whole.reshape(-1)[0].clone()}, store)
     back = load({"a": torch.empty_like(whole), "scalar": torch.empty((), dtype=whole.dtype)}, store)
-    assert raw(back["a"]) == raw(whole)
-    assert raw(back["scalar"]) == raw(whole)[: whole.element_size()]
+    assert tensor_bytes(back["a"]) == tensor_bytes(whole)
+    assert tensor_bytes(back["scalar"]) == tensor_bytes(whole)[: whole.element_size()]
     assert len(TORCH_DTYPES) > 15
 
 

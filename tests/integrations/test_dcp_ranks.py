@@ -37,14 +37,14 @@ import holdfast
 from holdfast.errors import CommitError, DigestMismatch, HoldfastError, NotFound, Unsupported
 from holdfast.integrations.dcp.reading import StorageReader
 from holdfast.integrations.dcp.writing import StorageWriter
-from tests.integrations.world import SIZE, World
+from tests.integrations.world import SIZE, RankProcesses
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(tmp_path_factory.mktemp("world"))
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    made = RankProcesses(tmp_path_factory.mktemp("world"))
     yield made
     made.stop()
 
@@ -102,7 +102,7 @@ def resharding(folder: str) -> None:
                 assert found.equal(number(*shape)), (placements, target, shape)
 
 
-def test_dtensors_of_any_layout_load_into_any_other(world: World, tmp_path: Path) -> None:
+def test_dtensors_of_any_layout_load_into_any_other(world: RankProcesses, tmp_path: Path) -> None:
     world.run(resharding, str(tmp_path))
     for i in range(len(LINES + GRIDS)):
         snap = holdfast.open(tmp_path / str(i))
@@ -140,7 +140,7 @@ def sharded_tensors(folder: str) -> None:
     assert plain.equal(number(6, 5))
 
 
-def test_sharded_tensors(world: World, tmp_path: Path) -> None:
+def test_sharded_tensors(world: RankProcesses, tmp_path: Path) -> None:
     world.run(sharded_tensors, str(tmp_path / "a"))
     assert holdfast.load(tmp_path / "a")["a"].equal(number(6, 5))
 
@@ -234,7 +234,7 @@ def models(folder: str, kind: str, other: str, flat: bool) -> bool:
     ],
 )
 def test_training_goes_on_the_same(
-    world: World, tmp_path: Path, kind: str, other: str, flat: bool
+    world: RankProcesses, tmp_path: Path, kind: str, other: str, flat: bool
 ) -> None:
     assert all(world.run(models, str(tmp_path / "version_2"), kind, other, flat))
     snap = holdfast.open(tmp_path / "version_2")
@@ -263,7 +263,7 @@ def full_states(folder: str) -> Any:
     return dict(taken)
 
 
-def test_whole_states_of_rank_0(world: World, tmp_path: Path) -> None:
+def test_whole_states_of_rank_0(world: RankProcesses, tmp_path: Path) -> None:
     first, *others = world.run(full_states, str(tmp_path / "a"))
     assert not any(others)
     loaded = holdfast.load(tmp_path / "a")["model"]
@@ -290,7 +290,7 @@ def plans_that_are_kept(folder: str) -> None:
 CACHING: dict[str, Any] = {"enable_plan_caching": True}
 
 
-def test_plans_that_dcp_keeps(world: World, tmp_path: Path) -> None:
+def test_plans_that_dcp_keeps(world: RankProcesses, tmp_path: Path) -> None:
     if "enable_plan_caching" not in DefaultSavePlanner.__init__.__code__.co_varnames:
         pytest.skip(f"torch {torch.__version__} keeps no plans")
     world.run(plans_that_are_kept, str(tmp_path))
@@ -308,7 +308,7 @@ def asynchronous(folder: str) -> None:
     getattr(future, "upload_completion", future).result()
 
 
-def test_an_asynchronous_save(world: World, tmp_path: Path) -> None:
+def test_an_asynchronous_save(world: RankProcesses, tmp_path: Path) -> None:
     world.run(asynchronous, str(tmp_path / "a"))
     assert holdfast.load(tmp_path / "a")["a"].equal(number(8, 2))
 
@@ -325,7 +325,7 @@ def in_a_process(folder: str) -> None:
 
 
 def test_an_asynchronous_save_by_another_process(tmp_path: Path) -> None:
-    world = World(tmp_path)  # of its own: DCP keeps its process
+    world = RankProcesses(tmp_path)  # of its own: DCP keeps its process
     try:
         world.run(in_a_process, str(tmp_path))
     finally:
@@ -350,7 +350,7 @@ def of_some_ranks(folder: str) -> None:
         assert into["rank"] == dist.get_rank()
 
 
-def test_some_ranks_and_each_alone(world: World, tmp_path: Path) -> None:
+def test_some_ranks_and_each_alone(world: RankProcesses, tmp_path: Path) -> None:
     world.run(of_some_ranks, str(tmp_path / "a"))
     assert len(list(tmp_path.iterdir())) == 1 + SIZE
     assert holdfast.open(tmp_path / "a").verify().ok
@@ -367,7 +367,7 @@ def stages(folder: str) -> None:
     assert into["n"] == 7
 
 
-def test_stages_with_keys_of_their_own(world: World, tmp_path: Path) -> None:
+def test_stages_with_keys_of_their_own(world: RankProcesses, tmp_path: Path) -> None:
     world.run(stages, str(tmp_path / "a"))
     snap = holdfast.open(tmp_path / "a")
     assert {f"stages/stage{r}" for r in range(SIZE)} | {"shared", "n"} == set(snap.keys())
@@ -380,7 +380,7 @@ def replicated(folder: str) -> None:
     save(state, f"{folder}/lowest", planner=lowest)
 
 
-def test_what_all_ranks_have_is_written_once(world: World, tmp_path: Path) -> None:
+def test_what_all_ranks_have_is_written_once(world: RankProcesses, tmp_path: Path) -> None:
     world.run(replicated, str(tmp_path))
     spread, lowest = holdfast.open(tmp_path / "spread"), holdfast.open(tmp_path / "lowest")
     for snap in (spread, lowest):
@@ -423,7 +423,9 @@ def a_rank_fails(folder: str) -> Any:
     return told
 
 
-def test_a_rank_that_fails_fails_all_and_the_next_save_works(world: World, tmp_path: Path) -> None:
+def test_a_rank_that_fails_fails_all_and_the_next_save_works(
+    world: RankProcesses, tmp_path: Path
+) -> None:
     told = world.run(a_rank_fails, str(tmp_path / "version_1"))
     assert all(list(t) == [2] and "on fire" in t[2] for t in told)
     assert holdfast.open(tmp_path / "version_1").verify().ok
@@ -438,7 +440,7 @@ def folders_that_are_not_shared(folder: str) -> Any:
     return [type(e[0]) for e in caught.value.failures.values()]
 
 
-def test_a_folder_that_hosts_do_not_share(world: World, tmp_path: Path) -> None:
+def test_a_folder_that_hosts_do_not_share(world: RankProcesses, tmp_path: Path) -> None:
     for kinds in world.run(folders_that_are_not_shared, str(tmp_path)):
         assert kinds == [CommitError]
     assert not list(tmp_path.rglob("manifest.json"))
@@ -459,7 +461,7 @@ def a_part_is_not_written(folder: str) -> Any:
 
 
 def test_a_leaf_of_which_a_part_is_not_written_is_not_committed(
-    world: World, tmp_path: Path
+    world: RankProcesses, tmp_path: Path
 ) -> None:
     for told in world.run(a_part_is_not_written, str(tmp_path / "a")):
         assert len(told) == 1
@@ -500,7 +502,7 @@ def cut(item: Any, rank: int) -> Any:
     return replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
-def test_ranks_that_nest_one_leaf_in_two_ways(world: World, tmp_path: Path) -> None:
+def test_ranks_that_nest_one_leaf_in_two_ways(world: RankProcesses, tmp_path: Path) -> None:
     assert all(world.run(different_states, str(tmp_path / "a")))
     assert not list(tmp_path.rglob("manifest.json"))
 
@@ -512,7 +514,7 @@ def damaged(folder: str) -> Any:
     return {rank: type(e[0]) for rank, e in caught.value.failures.items()}
 
 
-def test_damage_in_the_part_of_one_rank_fails_all(world: World, tmp_path: Path) -> None:
+def test_damage_in_the_part_of_one_rank_fails_all(world: RankProcesses, tmp_path: Path) -> None:
     world.run(save_spread, str(tmp_path / "a"))
     (shard,) = (tmp_path / "a").glob("shard-00003*.safetensors")
     raw = bytearray(shard.read_bytes())
@@ -539,7 +541,7 @@ def missing(folder: str) -> None:
     assert load(one, folder)["a"].full_tensor().equal(number(8, 2))
 
 
-def test_missing_keys_and_a_part_of_the_state(world: World, tmp_path: Path) -> None:
+def test_missing_keys_and_a_part_of_the_state(world: RankProcesses, tmp_path: Path) -> None:
     world.run(save_spread, str(tmp_path / "a"))
     world.run(missing, str(tmp_path / "a"))
 
@@ -553,7 +555,7 @@ def without_collectives(folder: str) -> Any:
         return type(e)
 
 
-def test_without_collectives_is_refused(world: World, tmp_path: Path) -> None:
+def test_without_collectives_is_refused(world: RankProcesses, tmp_path: Path) -> None:
     assert Counter(world.run(without_collectives, str(tmp_path / "a"))) == {Unsupported: SIZE}
 
 
@@ -569,7 +571,7 @@ def native(folder: str) -> None:
         assert all(v.equal(expected[k]) for k, v in found.items())
 
 
-def test_a_native_snapshot_loads_into_a_sharded_model(world: World, tmp_path: Path) -> None:
+def test_a_native_snapshot_loads_into_a_sharded_model(world: RankProcesses, tmp_path: Path) -> None:
     torch.manual_seed(5)
     holdfast.save(tmp_path / "a", {"model": Model()})
     world.run(native, str(tmp_path / "a"))

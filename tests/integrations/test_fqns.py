@@ -48,12 +48,12 @@ def test_a_native_tree_has_the_names_that_dcp_gives_its_state(state):
     root = flatten({k: fresh(v) for k, v in state.items()}).tree
     if mapping is None:
         with pytest.raises(PlanError, match="DCP calls two leaves"):
-            fqns.entries(root, flattened=False)
+            fqns.collect_entries(root, flattened=False)
     else:
-        found = fqns.entries(root, flattened=False)
+        found = fqns.collect_entries(root, flattened=False)
         assert fqns.mapping_of(found) == mapping
         tensors = {n for n, v in flatten_state_dict(state)[0].items() if torch.is_tensor(v)}
-        assert {n for n, e in found.items() if e.tensor} == tensors
+        assert {n for n, e in found.items() if e.is_tensor} == tensors
 
 
 def fresh(value):
@@ -72,8 +72,8 @@ def test_a_tree_built_of_what_dcp_flattens_comes_back_as_its_mapping(state):
     mapping = dcp_mapping(state) or {}
     paths = {n: fqns.path_of(n, mapping) for n in mapping}
     assert paths == mapping
-    root = fqns.build({path: blob(1) for path in paths.values()})
-    found = fqns.entries(root, flattened=True)
+    root = fqns.build_tree({path: blob(1) for path in paths.values()})
+    found = fqns.collect_entries(root, flattened=True)
     assert fqns.mapping_of(found) == mapping
     assert {e.key for e in found.values()} == set(map(fqns.key_of, paths.values()))
     assert check_tree(root, "m").keys() == set(map(fqns.key_of, paths.values()))
@@ -110,15 +110,15 @@ def test_a_mapping_that_is_not_dcps_own_leaves_the_name_one_level(mapping):
 )
 def test_contradicting_paths_are_refused_by_name(paths):
     with pytest.raises(PlanError, match=r"What DCP calls 'a(\.0)?' is two things at once"):
-        fqns.build({path: blob(1) for path in paths})
+        fqns.build_tree({path: blob(1) for path in paths})
 
 
 def test_a_list_of_which_a_part_was_saved_has_holes_that_are_no_leaves():
-    root = fqns.build({("a", 2): blob(1), ("a", 0): blob(2)})
+    root = fqns.build_tree({("a", 2): blob(1), ("a", 0): blob(2)})
     assert root == {"dict": {"a": {"list": [blob(2), None, blob(1)]}}}
-    assert list(fqns.entries(root, flattened=True)) == ["a.0", "a.2"]
+    assert list(fqns.collect_entries(root, flattened=True)) == ["a.0", "a.2"]
 
 
 def test_nothing_makes_an_empty_state():
-    assert fqns.build({}) == {"dict": {}}
-    assert fqns.entries({"dict": {}}, flattened=True) == {}
+    assert fqns.build_tree({}) == {"dict": {}}
+    assert fqns.collect_entries({"dict": {}}, flattened=True) == {}

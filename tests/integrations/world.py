@@ -17,7 +17,7 @@ SIZE = 4
 SECONDS = 120.0
 
 
-def serve(rank: int, meet: str, pipe: Connection) -> None:
+def run_rank(rank: int, rendezvous_file: str, pipe: Connection) -> None:
     """The life of one process: calls what it is sent, and answers with the result."""
     import torch
     import torch.distributed as dist
@@ -25,7 +25,7 @@ def serve(rank: int, meet: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{meet}",
+        init_method=f"file://{rendezvous_file}",
         rank=rank,
         world_size=SIZE,
         timeout=timedelta(seconds=SECONDS / 2),
@@ -42,7 +42,7 @@ def serve(rank: int, meet: str, pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-class World:
+class RankProcesses:
     """The processes, started when first needed and anew after a test that failed."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class World:
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
             meet = str(self.folder / f"meet-{self.number}")
-            process = context.Process(target=serve, args=(rank, meet, theirs))
+            process = context.Process(target=run_rank, args=(rank, meet, theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -23,27 +23,31 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast.engine.snapshot.location import Location
-from holdfast.interop.arrange import arrange
-from holdfast.interop.import_ import read_foreign, save_foreign, take_apart
+from holdfast.interop.arrange import arrange_state
+from holdfast.interop.import_ import (
+    flatten_foreign_state,
+    read_foreign_checkpoint,
+    save_foreign_checkpoint,
+)
 from holdfast.storage.open import open_store
 
-_numbers = count()
+_run_numbers = count()
 
 
-def imported(path, under=None, step=1, **options):
+def import_checkpoint(path, under=None, step=1, **options):
     """The snapshot that came of a checkpoint."""
-    read = read_foreign(str(path))
-    state = arrange(read.value, under, **options).state
-    place = Location(open_store(f"memory://imported{next(_numbers)}"), f"version_{step}")
-    return save_foreign(place, take_apart(state), read, step)
+    read = read_foreign_checkpoint(str(path))
+    state = arrange_state(read.value, under, **options).state
+    place = Location(open_store(f"memory://imported{next(_run_numbers)}"), f"version_{step}")
+    return save_foreign_checkpoint(place, flatten_foreign_state(state), read, step)
 
 
-def back(path, under=None, **options):
+def import_and_load(path, under=None, **options):
     """The state that came of a checkpoint."""
-    return holdfast.load(imported(path, under, **options).url)
+    return holdfast.load(import_checkpoint(path, under, **options).url)
 
 
-class Evil:
+class MaliciousPickle:
     """Pickled, it is a call of ``os.system`` that leaves a file."""
 
     def __init__(self, canary: Path) -> None:
@@ -53,12 +57,12 @@ class Evil:
         return os.system, (f"touch {self.canary}",)
 
 
-def rewrite_pickle(path: Path, change) -> None:
+def rewrite_file(path: Path, transform) -> None:
     """Put what ``change`` makes of the bytes in a file's place."""
-    path.write_bytes(change(path.read_bytes()))
+    path.write_bytes(transform(path.read_bytes()))
 
 
-def write_parts(folder: Path, tensors, values=None, planner_data=None) -> None:
+def write_dcp_folder(folder: Path, tensors, values=None, planner_data=None) -> None:
     """A DCP folder by hand. ``tensors``: name to (whole shape, dtype, [(offsets, tensor)]);
     ``values``: name to bytes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +90,7 @@ def write_parts(folder: Path, tensors, values=None, planner_data=None) -> None:
 
 
 @contextmanager
-def posing(rank, size):
+def fake_process_group(rank, size):
     """As rank ``rank`` of ``size``, with a group whose collectives do nothing."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
@@ -95,13 +99,13 @@ def posing(rank, size):
         dist.destroy_process_group()
 
 
-def write_as_ranks(folder: Path, size: int, make) -> None:
+def write_dcp_as_ranks(folder: Path, size: int, make_state) -> None:
     """A DCP folder as ``size`` ranks write it: ``make(rank)`` is the state of each. This process
     poses as each by turns, and the planners and writers are PyTorch's own."""
     writers, planners, plans = [], [], []
     for rank in range(size):
-        with posing(rank, size):
-            state = make(rank)
+        with fake_process_group(rank, size):
+            state = make_state(rank)
             writer, planner = FileSystemWriter(str(folder)), DefaultSavePlanner()
             planner.set_up_planner(state, writer.storage_meta(), rank == 0)
             writer.set_up_storage_writer(rank == 0)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.interop.arrange import arrange, plain_names, step_in_name, step_in_state
-from holdfast.interop.import_ import read_foreign
-from tests.engine.states import same
-from tests.interop.checkpoints import back, imported
+from holdfast.interop.arrange import arrange_state, step_from_name, step_from_state, unwrap_names
+from holdfast.interop.import_ import read_foreign_checkpoint
+from tests.engine.states import assert_same
+from tests.interop.checkpoints import import_and_load, import_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ from tests.interop.checkpoints import back, imported
     ],
 )
 def test_the_step_in_a_name(name, step):
-    assert step_in_name(name) == step
+    assert step_from_name(name) == step
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_step_in_a_name(name, step):
     ],
 )
 def test_the_step_in_a_state(value, step):
-    assert step_in_state(value) == step
+    assert step_from_state(value) == step
 
 
 def test_what_is_inside_goes_before_the_name_and_that_before_the_folder(tmp_path):
@@ -79,7 +79,9 @@ def test_what_is_inside_goes_before_the_name_and_that_before_the_folder(tmp_path
     torch.save({"global_step": 1, "m": {}}, folder / "step_2.pt")
     torch.save({"m": {}}, folder / "step_4.pt")
     torch.save({"m": {}}, folder / "x.pt")
-    found = [read_foreign(str(folder / n)).step for n in ("step_2.pt", "step_4.pt", "x.pt")]
+    found = [
+        read_foreign_checkpoint(str(folder / n)).step for n in ("step_2.pt", "step_4.pt", "x.pt")
+    ]
     assert found == [1, 4, 3]
 
 
@@ -102,12 +104,12 @@ ONE = torch.ones(1)
     ],
 )
 def test_where_it_hangs(value, under, keys):
-    assert list(arrange(value, under).state) == keys
+    assert list(arrange_state(value, under).state) == keys
 
 
 def test_what_was_given_is_not_changed():
     value = {"model": OrderedDict({"module.w": ONE}), "n": [1]}
-    arrange(value, None)
+    arrange_state(value, None)
     assert value == {"model": {"module.w": ONE}, "n": [1]}
 
 
@@ -128,7 +130,7 @@ def test_what_was_given_is_not_changed():
     ],
 )
 def test_marks_of_wrappers(names, plain):
-    assert plain_names(names) == plain
+    assert unwrap_names(names) == plain
 
 
 def net():
@@ -159,20 +161,20 @@ def test_what_a_wrapped_model_has_saved_loads_into_a_bare_one(tmp_path, wrap, al
     state = wrap(model).state_dict()
     assert "0.weight" not in state
     torch.save(state if alone else {"model": state, "epoch": 1}, tmp_path / "x.pt")
-    made = imported(tmp_path / "x.pt")
+    made = import_checkpoint(tmp_path / "x.pt")
     holdfast.load(made.url, into={"model": other} if alone else {"model": other, "epoch": 0})
-    same(model.state_dict(), other.state_dict())
+    assert_same(model.state_dict(), other.state_dict())
     # the versions of the modules come along, under the names that are left
     fresh = holdfast.load(made.url)["model"]
     assert fresh._metadata["1"] == {"version": 2}
     net().load_state_dict(fresh)
-    kept = back(tmp_path / "x.pt", keep_names=True)["model"]
+    kept = import_and_load(tmp_path / "x.pt", keep_names=True)["model"]
     assert list(kept) == list(state)
 
 
 def test_names_that_would_become_one_are_left_alone():
     state = {"model": {"_orig_mod.w": ONE, "w": ONE.clone()}}
-    made = arrange(state, None)
+    made = arrange_state(state, None)
     assert (made.state, made.renamed) == (state, [])
 
 
@@ -180,7 +182,7 @@ def test_names_that_would_become_one_are_left_alone():
 
 
 def same_optimizer(a, b):
-    same(a.state_dict(), b.state_dict())
+    assert_same(a.state_dict(), b.state_dict())
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -208,10 +210,10 @@ def test_an_optimizer_that_names_its_parameters_loads(tmp_path, make, wrapped):
         for group in state["optim"]["param_groups"]:
             group["param_names"] = [f"module.{n}" for n in group["param_names"]]
     torch.save(state, tmp_path / "x.pt")
-    made = imported(tmp_path / "x.pt")
+    made = import_checkpoint(tmp_path / "x.pt")
     into = {"model": other, "optim": fresh, "epoch": 0}
     assert holdfast.load(made.url, into=into)["epoch"] == 3
-    same(model.state_dict(), other.state_dict())
+    assert_same(model.state_dict(), other.state_dict())
     same_optimizer(optimizer, fresh)
 
 
@@ -219,8 +221,8 @@ def test_an_optimizer_that_does_not_is_kept_as_it_is(tmp_path):
     model = net()
     optimizer = trained(model, lambda m: torch.optim.Adam(m.parameters()))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x")
-    loaded = holdfast.load(imported(tmp_path / "x").url, keys="optimizer/**")
-    same(loaded, {"optimizer": optimizer.state_dict()})
+    loaded = holdfast.load(import_checkpoint(tmp_path / "x").url, keys="optimizer/**")
+    assert_same(loaded, {"optimizer": optimizer.state_dict()})
     other = torch.optim.Adam(model.parameters())
     other.load_state_dict(loaded["optimizer"])  # PyTorch's own way, as the document says
     same_optimizer(optimizer, other)
@@ -236,14 +238,14 @@ def named(names, **changes):
 
 
 def test_the_form_of_ours():
-    made = arrange(named(["a", "b"]), None)
+    made = arrange_state(named(["a", "b"]), None)
     assert made.converted == ["optimizer"]
     group = {"lr": 0.1, "params": ["model.a", "model.b"]}
     assert made.state["optimizer"] == {"state": {"model.a": {"m": ONE}}, "groups": [group]}
 
 
 def test_the_model_has_the_first_claim_on_names():
-    made = arrange(named(["a", "b"]) | {"ema": {"a": ONE, "b": ONE}}, None)
+    made = arrange_state(named(["a", "b"]) | {"ema": {"a": ONE, "b": ONE}}, None)
     assert made.converted == ["optimizer"]
 
 
@@ -274,5 +276,5 @@ def test_the_model_has_the_first_claim_on_names():
     ],
 )
 def test_what_cannot_be_named_is_left_as_it_is(state):
-    made = arrange(state, None)
+    made = arrange_state(state, None)
     assert (made.state, made.converted) == (state, [])

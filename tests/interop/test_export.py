@@ -34,24 +34,24 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.format import names
-from holdfast.interop.export import Export, export_place, plan_export, write_export
+from holdfast.interop.export import ExportPlan, locate_export, plan_export, write_export
 from holdfast.run.policy import EverySteps
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import Fault, FaultFs
-from tests.engine.snapshot.cut_by_hand import columns, recut, rows
-from tests.engine.states import TORCH_DTYPES, random_tensor, same, saved, url
-from tests.trainings import flip
+from tests.engine.snapshot.manual_shards import split_columns, split_rows, write_resharded
+from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
+from tests.trainings import flip_bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
 
-def export(snapshot: Snapshot | dict[str, Any], kind: str, to: Path, **how: Any) -> Export:
+def export(snapshot: Snapshot | dict[str, Any], kind: str, to: Path, **how: Any) -> ExportPlan:
     """Export a snapshot, or a state that is saved first."""
     if isinstance(snapshot, dict):
-        snapshot = holdfast.open(saved(snapshot))
-    place, name = export_place(str(to), kind)
-    plan = plan_export(snapshot, kind, name=name, **how)
+        snapshot = holdfast.open(save_state(snapshot))
+    place, name = locate_export(str(to), kind)
+    plan = plan_export(snapshot, kind, file_name=name, **how)
     write_export(snapshot, plan, place)
     return plan
 
@@ -67,7 +67,7 @@ def torched(snapshot: Snapshot | dict[str, Any], to: Path, **how: Any) -> Any:
     export(snapshot, "torch", to, **how)
     assert zipfile.ZipFile(to / "model.pt").testzip() is None
     made = torch.load(to / "model.pt", weights_only=True)
-    same(made, torch.load(to / "model.pt", weights_only=True, mmap=True))
+    assert_same(made, torch.load(to / "model.pt", weights_only=True, mmap=True))
     return made
 
 
@@ -116,7 +116,7 @@ def test_what_the_library_reads_is_what_was_saved(tmp_path: Path) -> None:
     model = {k: v for k, v in everything()["model"].items() if v.dtype in READABLE[:-2]}
     back = exported({"model": model, "x": 1}, tmp_path)
     assert list(back) == sorted(back, key=list(back).index)
-    same({k: back[k] for k in model}, {k: v.contiguous() for k, v in model.items()})
+    assert_same({k: back[k] for k in model}, {k: v.contiguous() for k, v in model.items()})
 
 
 def test_tied_tensors_are_written_twice(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_arrays_are_tensors_and_values_are_left_out(tmp_path: Path) -> None:
     state = {"a": np.arange(6, dtype=">i4").astype("i4").reshape(2, 3), "b": np.float64(3), "n": 1}
     state |= {"text": "x", "long": bytes(5000), "nan": float("nan"), "s": {1}, "d": {}, "l": [1, 2]}
     plan = export(state, "safetensors", tmp_path)
-    assert (plan.tensors, plan.left_out, plan.root) == (1, 8, "")
+    assert (plan.tensor_count, plan.left_out, plan.root) == (1, 8, "")
     [(name, tensor)] = st.load_file(tmp_path / "model.safetensors").items()
     assert name == "a"
     assert torch.equal(tensor, torch.arange(6, dtype=torch.int32).reshape(2, 3))
@@ -169,7 +169,7 @@ def training() -> Snapshot:
     adam = torch.optim.Adam(net.parameters())
     net(torch.ones(3)).sum().backward()
     adam.step()
-    return holdfast.open(saved({"model": net, "optimizer": adam, "n": [1, torch.ones(1)]}))
+    return holdfast.open(save_state({"model": net, "optimizer": adam, "n": [1, torch.ones(1)]}))
 
 
 def test_the_model_is_meant_unless_another_part_is_named(
@@ -204,10 +204,10 @@ def test_what_is_not_there_is_named(training: Snapshot) -> None:
     for kind in ("safetensors", "hf", "torch"):
         with pytest.raises(MissingLeaf, match="is chosen"):
             plan_export(training, kind, keys=["zzz/**"])
-    only_values = holdfast.open(saved({"n": 1}))
+    only_values = holdfast.open(save_state({"n": 1}))
     with pytest.raises(MissingLeaf, match="is chosen"):
         plan_export(only_values, "safetensors")
-    assert plan_export(only_values, "torch").tensors == 0
+    assert plan_export(only_values, "torch").tensor_count == 0
 
 
 ODD = [
@@ -274,7 +274,7 @@ def test_shards_of_a_hugging_face_checkpoint(
     """As ``huggingface_hub`` splits: checked against its 1.33 when this was written."""
     letters = "zyxwvu"
     model = {letters[i]: torch.full((n,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
-    plan = export({"model": model}, "hf", tmp_path, shard_size=most)
+    plan = export({"model": model}, "hf", tmp_path, max_shard_size=most)
     if len(expected) == 1:
         assert os.listdir(tmp_path) == ["model.safetensors"]
         assert set(st.load_file(tmp_path / "model.safetensors")) == set(model)
@@ -299,9 +299,9 @@ def test_shards_of_a_hugging_face_checkpoint(
 
 def test_the_whole_state_as_load_gives_it(tmp_path: Path) -> None:
     state = everything()
-    at = saved(state)
+    at = save_state(state)
     back = torched(holdfast.open(at), tmp_path)
-    same(holdfast.load(at), back)
+    assert_same(holdfast.load(at), back)
     assert back["model"]["tied"] is back["model"]["w"]
     again = torch.load(tmp_path / "model.pt", weights_only=True, mmap=True)
     assert not any(t.data_ptr() % 64 for t in again["model"].values())
@@ -311,7 +311,7 @@ def test_a_model_that_torch_loads(training: Snapshot, tmp_path: Path) -> None:
     net = nn.Linear(3, 2)
     net.load_state_dict(torched(training, tmp_path / "a", root="model"))
     assert (net.state_dict().keys() == training["model/weight"].snapshot and False) or True
-    same(dict(holdfast.load(training.url)["model"]), dict(net.state_dict()))
+    assert_same(dict(holdfast.load(training.url)["model"]), dict(net.state_dict()))
 
 
 def test_a_file_is_torch_saves_but_for_its_place(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ PLAIN: list[Any] = [
     "value", PLAIN, ids=[type(v).__name__ + str(i) for i, v in enumerate(PLAIN)]
 )
 def test_plain_values_that_weights_only_reads(value: Any, tmp_path: Path) -> None:
-    same({"v": value, "w": [value]}, torched({"v": value, "w": [value]}, tmp_path))
+    assert_same({"v": value, "w": [value]}, torched({"v": value, "w": [value]}, tmp_path))
 
 
 def test_numpy_becomes_torch_and_python(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_numpy_becomes_torch_and_python(tmp_path: Path) -> None:
     expected = {"f": float(np.float32(0.1)), "i": -3, "b": True, "a": torch.ones(2, 0, 3).double()}
     expected |= {"c": 1j, "u": torch.tensor([0, 1, 2], dtype=torch.uint16), "d": {7: 1}}
     back = torched(state, tmp_path)
-    same(expected, back)
+    assert_same(expected, back)
     assert back["a"].stride() == expected["a"].stride()
 
 
@@ -386,7 +386,7 @@ def test_sparse_tensors(layout: str, tmp_path: Path) -> None:
     }
     state = {"s": makers[layout]()}
     export(state, "torch", tmp_path)
-    same(state, torch.load(tmp_path / "model.pt", weights_only=True))
+    assert_same(state, torch.load(tmp_path / "model.pt", weights_only=True))
 
 
 def test_what_weights_only_would_refuse_is_refused_all_at_once(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_what_weights_only_would_refuse_is_refused_all_at_once(tmp_path: Path) -
         "frozen", "in/0", "in/1", "key/{2}", "huge", "when", "text", "long", "rec", "blob",
     )  # fmt: skip
     assert not (tmp_path / "out").exists()
-    same({"ok": torch.ones(1)}, torched(state, tmp_path / "out", keys=["ok"]))
+    assert_same({"ok": torch.ones(1)}, torched(state, tmp_path / "out", keys=["ok"]))
 
 
 def test_lists_keep_their_places_where_something_is_not_chosen(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_a_tied_tensor_whose_first_is_not_chosen(tmp_path: Path) -> None:
 
 
 def test_without_torch_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = holdfast.open(saved({"a": np.ones(2)}))
+    snapshot = holdfast.open(save_state({"a": np.ones(2)}))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(HoldfastError, match="pip install"):
         plan_export(snapshot, "torch")
@@ -438,14 +438,14 @@ def test_without_torch_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch"])
-@pytest.mark.parametrize("layout", [rows(3), columns(4)], ids=["rows", "columns"])
+@pytest.mark.parametrize("layout", [split_rows(3), split_columns(4)], ids=["rows", "columns"])
 def test_the_files_do_not_depend_on_the_layout(kind: str, layout: Any, tmp_path: Path) -> None:
     state = everything()
     for name in ("complex32", "complex128"):
         del state["model"][name]
-    whole = holdfast.open(saved(state))
-    cut = recut(whole, Location(MemoryStore(), "version_1"), layout, 4)
-    how = {"shard_size": 500} if kind == "hf" else {}
+    whole = holdfast.open(save_state(state))
+    cut = write_resharded(whole, Location(MemoryStore(), "version_1"), layout, 4)
+    how = {"max_shard_size": 500} if kind == "hf" else {}
     for name, snapshot in (("whole", whole), ("cut", cut), ("again", whole)):
         export(snapshot, kind, tmp_path / name, **how)
     files = sorted(os.listdir(tmp_path / "whole"))
@@ -466,15 +466,15 @@ def test_an_incremental_version(tmp_path: Path) -> None:
     latest = holdfast.Run(store).latest()
     assert latest is not None
     assert latest.bases
-    same(exported(latest, tmp_path), state["model"])
+    assert_same(exported(latest, tmp_path), state["model"])
 
 
 def test_into_another_store() -> None:
-    snapshot = holdfast.open(saved({"model": {"w": torch.arange(5.0)}}))
+    snapshot = holdfast.open(save_state({"model": {"w": torch.arange(5.0)}}))
     for kind, name in (("safetensors", "model.safetensors"), ("torch", "model.pt")):
-        at = url().removesuffix("/version_1")
+        at = unused_url().removesuffix("/version_1")
         for to in (f"{at}-root", f"{at}/folder"):
-            place, _ = export_place(to, kind)
+            place, _ = locate_export(to, kind)
             write_export(snapshot, plan_export(snapshot, kind), place)
             assert [s.key for s in place.store.list("")] == [place.key(name)]
         raw = place.store.get(place.key(name), 1 << 20)
@@ -483,20 +483,20 @@ def test_into_another_store() -> None:
 
 
 def test_progress_tells_every_byte(tmp_path: Path) -> None:
-    snapshot = holdfast.open(saved(everything()))
+    snapshot = holdfast.open(save_state(everything()))
     for kind in ("hf", "torch"):
         told: list[int] = []
         plan = plan_export(
             snapshot, kind, keys=["model/[!c]*", "model/w", "model/long"], root="model"
         )
-        write_export(snapshot, plan, export_place(str(tmp_path / kind), kind)[0], told.append)
+        write_export(snapshot, plan, locate_export(str(tmp_path / kind), kind)[0], told.append)
         assert sum(told) == plan.nbytes > 1_200_000
 
 
 def test_a_version_is_pinned_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins, "WORTH", 0)
+    monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     store = MemoryStore()
     holdfast.save(store.at("version_1"), {"model": {"w": torch.ones(100)}}, step=1)
     snapshot = holdfast.Run(store).latest()
@@ -507,7 +507,7 @@ def test_a_version_is_pinned_while_it_is_read(
         kept.append([s.key for s in store.list("") if names.parse_pin(s.key)])
 
     plan = plan_export(snapshot, "safetensors")
-    write_export(snapshot, plan, export_place(str(tmp_path), "safetensors")[0], look)
+    write_export(snapshot, plan, locate_export(str(tmp_path), "safetensors")[0], look)
     assert [len(k) for k in kept] == [1]
     assert not [s.key for s in store.list("") if names.parse_pin(s.key)]
 
@@ -517,7 +517,7 @@ def test_a_version_is_pinned_while_it_is_read(
 
 def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    snapshot = holdfast.open(saved({"model": {"w": torch.ones(2)}}))
+    snapshot = holdfast.open(save_state({"model": {"w": torch.ones(2)}}))
     targets = {
         "out": "out/model.safetensors",
         "a/b/": "a/b/model.safetensors",
@@ -535,7 +535,7 @@ def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.load(to, weights_only=True)
     for to in ("", "/"):
         with pytest.raises(StoreError, match="names no folder"):
-            export_place(to, "hf")
+            locate_export(to, "hf")
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -556,7 +556,7 @@ def test_nothing_that_is_there_is_touched(tmp_path: Path) -> None:
         out.mkdir()
         (out / name).write_text("mine")
         with pytest.raises(AlreadyExists, match=f"There is {name}"):
-            export(snapshot, kind, out, **({"shard_size": 8} if "0000" in name else {}))
+            export(snapshot, kind, out, **({"max_shard_size": 8} if "0000" in name else {}))
         assert os.listdir(out) == [name]
         assert (out / name).read_text() == "mine"
     (tmp_path / "file").write_text("a file")
@@ -571,9 +571,9 @@ def test_damage_is_named_and_nothing_is_left(kind: str, tmp_path: Path) -> None:
     state = {"model": {n: torch.randn(50_000) for n in "abcd"}}
     snapshot = holdfast.save(store.at("version_1"), state)
     [shard] = [s.key for s in store.list("") if s.key.endswith(".safetensors")]
-    flip(store, shard, byte=-1)
+    flip_bit(store, shard, byte=-1)
     out = tmp_path / "out"
-    how = {"shard_size": 200_000} if kind == "hf" else {}
+    how = {"max_shard_size": 200_000} if kind == "hf" else {}
     with pytest.raises(DigestMismatch, match="damaged between bytes"):
         export(snapshot, kind, out, **how)
     assert not out.exists()
@@ -588,8 +588,8 @@ def test_damage_is_named_and_nothing_is_left(kind: str, tmp_path: Path) -> None:
 def test_a_failure_at_any_call_leaves_nothing(tmp_path: Path) -> None:
     """ENOSPC at the n-th call to the operating system that writes, for all n."""
     state = {"model": {n: torch.randn(20, 20) for n in "abc"}}
-    snapshot = holdfast.open(saved(state))
-    plans = [plan_export(snapshot, "hf", shard_size=1700), plan_export(snapshot, "torch")]
+    snapshot = holdfast.open(save_state(state))
+    plans = [plan_export(snapshot, "hf", max_shard_size=1700), plan_export(snapshot, "torch")]
     for plan in plans:
         for call in ("open", "fallocate", "pwrite", "fsync", "link"):
             for at in range(1, 100):
@@ -618,7 +618,7 @@ import sys, holdfast
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from holdfast.engine.snapshot import pins
-from holdfast.interop.export import export_place
+from holdfast.interop.export import locate_export
 from holdfast.interop.export import plan_export
 from holdfast.interop.export import write_export
 if sys.argv[2] == "torch":
@@ -630,8 +630,8 @@ def memory(name):
             return int(line.split()[1]) * 1024
 
 snapshot = holdfast.open(sys.argv[1])
-place, _ = export_place(sys.argv[1] + "-" + sys.argv[2], sys.argv[2])
-plan = plan_export(snapshot, sys.argv[2], shard_size=200_000_000)
+place, _ = locate_export(sys.argv[1] + "-" + sys.argv[2], sys.argv[2])
+plan = plan_export(snapshot, sys.argv[2], max_shard_size=200_000_000)
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
 write_export(snapshot, plan, place)
@@ -650,9 +650,9 @@ def test_memory_does_not_grow_with_the_state() -> None:
         del state
 
         def layout(key: str, shape: tuple[int, ...]) -> Any:
-            return columns(3)(key, shape) if key.endswith("a") else rows(3)(key, shape)
+            return split_columns(3)(key, shape) if key.endswith("a") else split_rows(3)(key, shape)
 
-        cut = recut(whole, Location(LocalStore(folder), "version_2"), layout, 3)
+        cut = write_resharded(whole, Location(LocalStore(folder), "version_2"), layout, 3)
         for kind in ("hf", "torch"):
             command = [sys.executable, "-c", MEASURE, cut.url, kind, str(Path(__file__).parents[2])]
             found = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -23,11 +23,20 @@ from torch import nn
 import holdfast
 from holdfast.engine.snapshot.location import locate
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, Unsupported
-from holdfast.interop.arrange import arrange
-from holdfast.interop.import_ import read_foreign, save_foreign, take_apart
-from holdfast.interop.mmap_files import Mapped, zip_records
-from tests.engine.states import TORCH_DTYPES, random_tensor, same
-from tests.interop.checkpoints import Evil, back, imported, rewrite_pickle
+from holdfast.interop.arrange import arrange_state
+from holdfast.interop.import_ import (
+    flatten_foreign_state,
+    read_foreign_checkpoint,
+    save_foreign_checkpoint,
+)
+from holdfast.interop.mmap_files import MappedFile, read_zip_records
+from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor
+from tests.interop.checkpoints import (
+    MaliciousPickle,
+    import_and_load,
+    import_checkpoint,
+    rewrite_file,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
@@ -63,16 +72,16 @@ def everything(zipped=True):
 def test_a_file_of_torch_save(tmp_path, zipped):
     state = everything(zipped)
     torch.save(state, tmp_path / "x", _use_new_zipfile_serialization=zipped)
-    read = read_foreign(str(tmp_path / "x"))
+    read = read_foreign_checkpoint(str(tmp_path / "x"))
     assert (read.kind, read.mapped, read.step) == ("torch", zipped, None)
-    same(state, back(tmp_path / "x"))
+    assert_same(state, import_and_load(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.bin", ".metadata", "shard-1"])
 def test_the_name_of_a_file_says_nothing(tmp_path, name):
     torch.save({"a": torch.arange(3)}, tmp_path / "plain")
     (tmp_path / "plain").rename(tmp_path / name)
-    same({"model": {"a": torch.arange(3)}}, back(tmp_path / name))
+    assert_same({"model": {"a": torch.arange(3)}}, import_and_load(tmp_path / name))
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
@@ -80,16 +89,16 @@ def test_tied_tensors_stay_tied(tmp_path, zipped):
     a = torch.arange(1000.0)
     state = {"model": {"a": a, "b": a, "view": a[10:20], "other": a.clone()}}
     torch.save(state, tmp_path / "x", _use_new_zipfile_serialization=zipped)
-    made = imported(tmp_path / "x")
+    made = import_checkpoint(tmp_path / "x")
     assert sorted(made.leaves) == ["model/a", "model/other", "model/view"]
     loaded = holdfast.load(made.url)
     assert loaded["model"]["a"].data_ptr() == loaded["model"]["b"].data_ptr()
-    same(state, loaded)
+    assert_same(state, loaded)
 
 
 def test_what_says_where_it_is_from(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
-    made = imported(tmp_path / "x.pt", step=12)
+    made = import_checkpoint(tmp_path / "x.pt", step=12)
     assert made.step == 12
     assert made.metadata["reason"] == "import"
     note = made.metadata["note"]["imported_from"]
@@ -99,16 +108,18 @@ def test_what_says_where_it_is_from(tmp_path):
 
 def test_a_snapshot_that_is_there_is_left_alone(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
-    made = imported(tmp_path / "x.pt")
-    read = read_foreign(str(tmp_path / "x.pt"))
+    made = import_checkpoint(tmp_path / "x.pt")
+    read = read_foreign_checkpoint(str(tmp_path / "x.pt"))
     with pytest.raises(AlreadyExists):
-        save_foreign(locate(made.url), take_apart(arrange(read.value, None).state), read, 1)
+        save_foreign_checkpoint(
+            locate(made.url), flatten_foreign_state(arrange_state(read.value, None).state), read, 1
+        )
 
 
 def test_values_that_cannot_be_kept_are_named(tmp_path):
     torch.save({"a": {"size": torch.Size([1])}}, tmp_path / "x.pt")
     with pytest.raises(Unsupported, match=r"'a/size' is a torch\.Size"):
-        imported(tmp_path / "x.pt")
+        import_checkpoint(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("cut", [*range(0, 60, 7), 0.3, 0.6, 0.9, -1])
@@ -118,7 +129,7 @@ def test_a_file_that_was_cut(tmp_path, zipped, cut):
     raw = (tmp_path / "x").read_bytes()
     (tmp_path / "x").write_bytes(raw[: int(cut * len(raw)) if isinstance(cut, float) else cut])
     with pytest.raises((FormatError, Unsupported)):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 def test_every_flipped_bit_of_the_data_is_found(tmp_path):
@@ -134,11 +145,11 @@ def test_every_flipped_bit_of_the_data_is_found(tmp_path):
         flipped[at] ^= 1 << at % 8
         (tmp_path / "x").write_bytes(flipped)
         try:
-            found = read_foreign(str(tmp_path / "x")).value
+            found = read_foreign_checkpoint(str(tmp_path / "x")).value
         except (FormatError, Unsupported):
             continue
         assert not begin <= at < begin + 200
-        same(state, found)
+        assert_same(state, found)
 
 
 def test_a_file_without_crcs_is_taken(tmp_path):
@@ -147,7 +158,7 @@ def test_a_file_without_crcs_is_taken(tmp_path):
         torch.save({"a": torch.arange(3)}, tmp_path / "x")
     finally:
         torch.serialization.set_crc32_options(True)
-    same({"model": {"a": torch.arange(3)}}, back(tmp_path / "x"))
+    assert_same({"model": {"a": torch.arange(3)}}, import_and_load(tmp_path / "x"))
 
 
 def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
@@ -159,12 +170,12 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
         for name, data in records.items():
             opened.writestr(name, data.replace(b"K\x00M\xe8\x03\x85", b"K\x00M\xe9\x03\x85"))
     with pytest.raises(FormatError, match="resize storage"):
-        read_foreign(str(tmp_path / "lie"))
+        read_foreign_checkpoint(str(tmp_path / "lie"))
     with zipfile.ZipFile(tmp_path / "small", "w", zipfile.ZIP_DEFLATED) as opened:
         for name, data in records.items():
             opened.writestr(name, data)
     with pytest.raises(Unsupported, match="compressed"):
-        read_foreign(str(tmp_path / "small"))
+        read_foreign_checkpoint(str(tmp_path / "small"))
 
 
 def test_a_record_does_not_reach_into_the_next(tmp_path):
@@ -174,11 +185,11 @@ def test_a_record_does_not_reach_into_the_next(tmp_path):
         crc = struct.pack("<L", opened.infolist()[0].CRC)
     raw = (tmp_path / "x").read_bytes().replace(crc, bytes(4))
     (tmp_path / "y").write_bytes(raw + raw)
-    assert zip_records(Mapped(str(tmp_path / "y")), 0, len(raw))["data.pkl"].stop == 43
+    assert read_zip_records(MappedFile(str(tmp_path / "y")), 0, len(raw))["data.pkl"].stop == 43
     longer = raw.replace(struct.pack("<LL", 3, 3), struct.pack("<LL", 999, 999))
     (tmp_path / "y").write_bytes(longer + longer + bytes(999))
     with pytest.raises(FormatError, match="up to byte"):
-        zip_records(Mapped(str(tmp_path / "y")), 0, len(longer))
+        read_zip_records(MappedFile(str(tmp_path / "y")), 0, len(longer))
 
 
 # -- nothing is run ------------------------------------------------------------------------------
@@ -194,7 +205,7 @@ def canary(tmp_path):
 
 def refused(path, *words):
     with pytest.raises(Unsupported) as e:
-        read_foreign(str(path))
+        read_foreign_checkpoint(str(path))
     text = str(e.value)
     assert "\n" not in text
     for word in ("was run", "If you trust", *words):
@@ -206,7 +217,7 @@ def refused(path, *words):
 def test_a_file_that_would_run_something(tmp_path, canary, zipped, name):
     folder = tmp_path / "folder"
     folder.mkdir()
-    state = {"w": torch.ones(3), "evil": Evil(canary)}
+    state = {"w": torch.ones(3), "evil": MaliciousPickle(canary)}
     torch.save(state, folder / name, _use_new_zipfile_serialization=zipped)
     refused(folder / name, "posix.system")
     if name == "pytorch_model.bin":
@@ -216,7 +227,7 @@ def test_a_file_that_would_run_something(tmp_path, canary, zipped, name):
 def test_all_that_a_file_wants_is_named(tmp_path, canary):
     import argparse
 
-    state = {"evil": Evil(canary), "args": argparse.Namespace(lr=1), "path": tmp_path}
+    state = {"evil": MaliciousPickle(canary), "args": argparse.Namespace(lr=1), "path": tmp_path}
     torch.save(state, tmp_path / "x.pt")
     refused(tmp_path / "x.pt", "posix.system", "argparse.Namespace", "pathlib.PosixPath")
 
@@ -228,14 +239,14 @@ def test_a_whole_module_is_named_and_not_made(tmp_path):
 
 def test_the_environment_cannot_ask_for_more(tmp_path, canary, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    torch.save(Evil(canary), tmp_path / "x.pt")
+    torch.save(MaliciousPickle(canary), tmp_path / "x.pt")
     refused(tmp_path / "x.pt", "posix.system")
 
 
 def test_a_bare_pickle_is_not_touched(tmp_path, canary):
-    (tmp_path / "x.pt").write_bytes(pickle.dumps(Evil(canary)))
+    (tmp_path / "x.pt").write_bytes(pickle.dumps(MaliciousPickle(canary)))
     with pytest.raises(Unsupported, match="a bare pickle"):
-        read_foreign(str(tmp_path / "x.pt"))
+        read_foreign_checkpoint(str(tmp_path / "x.pt"))
 
 
 def lightning(**more):
@@ -257,16 +268,16 @@ def lightning(**more):
 def test_a_lightning_file(tmp_path, canary):
     state = lightning()
     torch.save(state, tmp_path / "last.ckpt")
-    read = read_foreign(str(tmp_path / "last.ckpt"))
+    read = read_foreign_checkpoint(str(tmp_path / "last.ckpt"))
     assert (read.kind, read.step) == ("lightning", 34)
-    same(state, back(tmp_path / "last.ckpt"))
-    torch.save(lightning(hyper_parameters=Evil(canary)), tmp_path / "bad.ckpt")
+    assert_same(state, import_and_load(tmp_path / "last.ckpt"))
+    torch.save(lightning(hyper_parameters=MaliciousPickle(canary)), tmp_path / "bad.ckpt")
     refused(tmp_path / "bad.ckpt", "posix.system")
 
 
 def test_a_lightning_module_takes_its_part(tmp_path):
     torch.save(lightning(), tmp_path / "last.ckpt")
-    made, model = imported(tmp_path / "last.ckpt"), nn.Linear(3, 2)
+    made, model = import_checkpoint(tmp_path / "last.ckpt"), nn.Linear(3, 2)
     holdfast.load(made.url, into={"state_dict": model}, unexpected="ignore")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(model.weight, saved["weight"])
@@ -282,10 +293,10 @@ def test_a_safetensors_file(tmp_path):
     state = {str(d): random_tensor(d, (3, 5), i) for i, d in enumerate(SAFE_DTYPES)}
     state |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
     save_file(state, tmp_path / "odd.name", metadata={"format": "pt"})
-    read = read_foreign(str(tmp_path / "odd.name"))
+    read = read_foreign_checkpoint(str(tmp_path / "odd.name"))
     assert (read.kind, read.mapped, read.step) == ("safetensors", True, None)
-    loaded = back(tmp_path / "odd.name")["model"]
-    same({k: state[k] for k in loaded}, loaded)
+    loaded = import_and_load(tmp_path / "odd.name")["model"]
+    assert_same({k: state[k] for k in loaded}, loaded)
     assert loaded.keys() == state.keys()
 
 
@@ -301,7 +312,7 @@ def test_data_need_not_be_aligned(tmp_path, pad):
     entry = {"dtype": "F64", "shape": [2, 2], "data_offsets": [3, 35]}
     small = {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}
     write_safe(tmp_path / "x", {"big": entry, "small": small}, data[32:] + data[:32], pad)
-    loaded = back(tmp_path / "x")["model"]
+    loaded = import_and_load(tmp_path / "x")["model"]
     assert loaded["big"].tolist() == [[1, 2], [3, 4]]
     assert loaded["small"].tolist() == [5, 6, 7]
 
@@ -336,7 +347,7 @@ def entry(dtype="F32", shape=(1,), at=(0, 4)):
 def test_a_header_that_lies(tmp_path, header, length, words):
     write_safe(tmp_path / "x", header, bytes(length))
     with pytest.raises(FormatError, match=words):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 @given(st.binary(max_size=200), st.integers(0, 300))
@@ -345,13 +356,13 @@ def test_any_bytes_are_refused(tmp_path_factory, data, size):
     path = tmp_path_factory.mktemp("fuzz") / "x"
     path.write_bytes(size.to_bytes(8, "little") + b'{"a":' + data)
     with pytest.raises((FormatError, Unsupported)):
-        read_foreign(str(path))
+        read_foreign_checkpoint(str(path))
 
 
 def test_a_dtype_that_is_not_ours_is_named(tmp_path):
     write_safe(tmp_path / "x", {"a": entry("F6_E2M3")}, bytes(4))
     with pytest.raises(Unsupported, match=r"dtype F6_E2M3.*found a\."):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize(("name", "begin"), [("x", 1), ("shard-00001-model-1.safetensors", 0)])
@@ -360,11 +371,11 @@ def test_the_part_of_one_rank_is_no_checkpoint(tmp_path, name, begin):
     header = {"__metadata__": {"DCP_SHARDING_INFO": note}, "a": entry()}
     write_safe(tmp_path / name, header, bytes(4))
     with pytest.raises(Unsupported, match="parts of one rank"):
-        read_foreign(str(tmp_path / name))
+        read_foreign_checkpoint(str(tmp_path / name))
     write_safe(
         tmp_path / "whole", {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "a": entry()}, b"0000"
     )
-    assert back(tmp_path / "whole")["model"]["a"].shape == (1,)
+    assert import_and_load(tmp_path / "whole")["model"]["a"].shape == (1,)
 
 
 # -- folders of Hugging Face ---------------------------------------------------------------------
@@ -397,33 +408,33 @@ def test_a_folder_of_hugging_face(tmp_path, parts, kind):
     tensors = write_model(tmp_path, parts, kind)
     (tmp_path / "optimizer.pt").write_bytes(b"anything")
     (tmp_path / "trainer_state.json").write_text('{"global_step": 55}')
-    read = read_foreign(f"{tmp_path}/")
+    read = read_foreign_checkpoint(f"{tmp_path}/")
     assert (read.kind, read.step, read.mapped) == ("huggingface", 55, True)
     assert read.left_out == ("optimizer.pt",)
-    loaded = back(tmp_path)["model"]
+    loaded = import_and_load(tmp_path)["model"]
     assert loaded.keys() == tensors.keys()
-    same(tensors, {k: loaded[k] for k in tensors})
+    assert_same(tensors, {k: loaded[k] for k in tensors})
 
 
 def test_safetensors_go_before_pickles(tmp_path, canary):
     tensors = write_model(tmp_path, 2)
-    torch.save(Evil(canary), tmp_path / "pytorch_model.bin")
-    assert read_foreign(str(tmp_path)).left_out == ("pytorch_model.bin",)
-    same(tensors["layers.1.weight"], back(tmp_path)["model"]["layers.1.weight"])
+    torch.save(MaliciousPickle(canary), tmp_path / "pytorch_model.bin")
+    assert read_foreign_checkpoint(str(tmp_path)).left_out == ("pytorch_model.bin",)
+    assert_same(tensors["layers.1.weight"], import_and_load(tmp_path)["model"]["layers.1.weight"])
 
 
 def test_a_missing_part(tmp_path):
     write_model(tmp_path, 3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(FormatError, match="the part model-00002-of-00003"):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
 
 
 def test_a_part_without_what_the_index_says(tmp_path):
     write_model(tmp_path, 2)
     save_file({"other": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(FormatError, match=r"layers\.0\.weight in model-00001"):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
 
 
 def test_what_the_index_does_not_mention_comes_too(tmp_path):
@@ -431,9 +442,11 @@ def test_what_the_index_does_not_mention_comes_too(tmp_path):
     part = {"layers.0.weight": torch.ones(1), "layers.1.weight": torch.zeros(9)}
     part |= {"layers.2.weight": torch.ones(2), "more": torch.ones(3)}
     save_file(part, tmp_path / "model-00001-of-00002.safetensors")
-    loaded = back(tmp_path)["model"]
+    loaded = import_and_load(tmp_path)["model"]
     assert loaded["more"].tolist() == [1, 1, 1]
-    same(tensors["layers.1.weight"], loaded["layers.1.weight"])  # the index says which of two
+    assert_same(
+        tensors["layers.1.weight"], loaded["layers.1.weight"]
+    )  # the index says which of two
 
 
 @pytest.mark.parametrize("place", ["../x.safetensors", "/x", "a/b", "", "..", "a\0b"])
@@ -441,30 +454,30 @@ def test_an_index_leads_nowhere_else(tmp_path, place):
     index = {"weight_map": {"a": place}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FormatError, match="files beside it"):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{"])
 def test_an_index_that_is_none(tmp_path, text):
     (tmp_path / "pytorch_model.bin.index.json").write_text(text)
     with pytest.raises(FormatError):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"global_step": "x"}', '{"global_step": -1}'])
 def test_a_trainer_that_tells_no_step(tmp_path, text):
     write_model(tmp_path / "model", 1)
     (tmp_path / "model" / "trainer_state.json").write_text(text)
-    assert read_foreign(str(tmp_path / "model")).step is None
+    assert read_foreign_checkpoint(str(tmp_path / "model")).step is None
 
 
 def test_a_part_that_is_no_dict(tmp_path):
     torch.save([torch.ones(1)], tmp_path / "pytorch_model.bin")
     with pytest.raises(FormatError, match="a dict of tensors"):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
     (tmp_path / "pytorch_model.bin").write_bytes(b"hello")
     with pytest.raises(FormatError, match="hello"):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
 
 
 # -- what is none --------------------------------------------------------------------------------
@@ -486,7 +499,7 @@ def test_a_part_that_is_no_dict(tmp_path):
 def test_a_file_that_is_no_checkpoint(tmp_path, data, found):
     (tmp_path / "x.pt").write_bytes(data)
     with pytest.raises(Unsupported) as e:
-        read_foreign(str(tmp_path / "x.pt"))
+        read_foreign_checkpoint(str(tmp_path / "x.pt"))
     for words in (found, "torch.save", "safetensors", "Hugging Face", ".metadata"):
         assert words in str(e.value)
 
@@ -495,52 +508,52 @@ def test_other_zip_files(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as opened:
         opened.writestr("a/b", "c")
     with pytest.raises(Unsupported, match="a zip file without data"):
-        read_foreign(str(tmp_path / "x.zip"))
+        read_foreign_checkpoint(str(tmp_path / "x.zip"))
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as opened:
         for name in ("data.pkl", "constants.pkl"):
             opened.writestr(f"x/{name}", "c")
     with pytest.raises(Unsupported, match="TorchScript"):
-        read_foreign(str(tmp_path / "x.pt"))
+        read_foreign_checkpoint(str(tmp_path / "x.pt"))
 
 
 def test_folders_that_are_no_checkpoint(tmp_path):
     with pytest.raises(Unsupported, match="an empty folder"):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "consolidated.00.pth").write_text("x")
     with pytest.raises(Unsupported, match=r"found consolidated.*Name a file in it: .*00\.pth"):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
 
 
 def test_two_in_one_folder(tmp_path):
     write_model(tmp_path, 1)
     (tmp_path / ".metadata").write_bytes(b"")
     with pytest.raises(Unsupported, match=r"two checkpoints.*model\.safetensors"):
-        read_foreign(str(tmp_path))
+        read_foreign_checkpoint(str(tmp_path))
 
 
 def test_what_is_ours_already(tmp_path):
     made = holdfast.save(tmp_path / "run" / "version_1", {"x": torch.ones(2)})
     for path in (tmp_path / "run", tmp_path / "run" / "version_1"):
         with pytest.raises(Unsupported, match="of Holdfast already"):
-            read_foreign(str(path))
+            read_foreign_checkpoint(str(path))
     shard = tmp_path / "run" / "version_1" / made.manifest.shards[0].name
     with pytest.raises(Unsupported, match="a shard of a Holdfast"):
-        read_foreign(str(shard))
+        read_foreign_checkpoint(str(shard))
 
 
 def test_places_that_are_not_there(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     with pytest.raises(NotFound, match=r"Perhaps .*/model\.pt is meant"):
-        read_foreign(str(tmp_path / "modell.pt"))
+        read_foreign_checkpoint(str(tmp_path / "modell.pt"))
     with pytest.raises(Unsupported, match="not on a local disk"):
-        read_foreign("s3://bucket/model.pt")
+        read_foreign_checkpoint("s3://bucket/model.pt")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     with pytest.raises(NotFound):
-        read_foreign(str(tmp_path / "gone"))
+        read_foreign_checkpoint(str(tmp_path / "gone"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Unsupported, match="no plain file"):
-        read_foreign(str(tmp_path / "pipe"))
+        read_foreign_checkpoint(str(tmp_path / "pipe"))
 
 
 # -- large ones ----------------------------------------------------------------------------------
@@ -548,12 +561,12 @@ def test_places_that_are_not_there(tmp_path):
 MEASURE = """
 import sys, threading, time
 import torch
-from tests.interop.checkpoints import imported
+from tests.interop.checkpoints import import_checkpoint
 import holdfast
-from holdfast.interop.import_ import read_foreign
-from holdfast.interop.import_ import save_foreign
-from holdfast.interop.import_ import take_apart
-from holdfast.interop.arrange import arrange
+from holdfast.interop.import_ import read_foreign_checkpoint
+from holdfast.interop.import_ import save_foreign_checkpoint
+from holdfast.interop.import_ import flatten_foreign_state
+from holdfast.interop.arrange import arrange_state
 from holdfast.engine.snapshot.location import locate
 
 def anonymous():
@@ -568,9 +581,9 @@ torch.ones(3).sum(); holdfast.save("memory://warm/version_1", {"x": torch.ones(3
 before = anonymous()
 threading.Thread(target=watch).start()
 try:
-    read = read_foreign(sys.argv[1])
-    state = arrange(read.value, None).state
-    save_foreign(locate(sys.argv[2]), take_apart(state), read, 1)
+    read = read_foreign_checkpoint(sys.argv[1])
+    state = arrange_state(read.value, None).state
+    save_foreign_checkpoint(locate(sys.argv[2]), flatten_foreign_state(state), read, 1)
 finally:
     done.set()
 print(top[0] - before)
@@ -601,11 +614,11 @@ def test_a_file_larger_than_what_the_system_promises(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "load", refuse)
     with pytest.raises(HoldfastError, match="overcommit_memory=1"):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 def test_pickles_are_changed_by_hand(tmp_path):
     """That the tool of the tests for damaged lists does what it says."""
     (tmp_path / "x").write_bytes(b"ab")
-    rewrite_pickle(tmp_path / "x", lambda raw: raw[::-1])
+    rewrite_file(tmp_path / "x", lambda raw: raw[::-1])
     assert (tmp_path / "x").read_bytes() == b"ba"

@@ -22,11 +22,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
-from holdfast.engine.planning.shard_layout import holdings_of
+from holdfast.engine.planning.shard_layout import leaf_boxes_from_index
 from holdfast.errors import FormatError, HoldfastError, NotFound, Unsupported
-from holdfast.interop.import_ import read_foreign
-from tests.engine.states import TORCH_DTYPES, random_tensor, same
-from tests.interop.checkpoints import Evil, back, imported, write_as_ranks, write_parts
+from holdfast.interop.import_ import read_foreign_checkpoint
+from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor
+from tests.interop.checkpoints import (
+    MaliciousPickle,
+    import_and_load,
+    import_checkpoint,
+    write_dcp_as_ranks,
+    write_dcp_folder,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -56,9 +62,9 @@ def test_a_folder_of_one_process(tmp_path):
         "global_step": 40,
     }
     dcp_save(state, tmp_path / "x")
-    read = read_foreign(str(tmp_path / "x"))
+    read = read_foreign_checkpoint(str(tmp_path / "x"))
     assert (read.kind, read.mapped, read.step) == ("dcp", True, 40)
-    same(state, back(tmp_path / "x"))
+    assert_same(state, import_and_load(tmp_path / "x"))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -66,7 +72,7 @@ def test_names_that_were_not_flattened(tmp_path):
     state = {"layers.0.w": torch.ones(2), "layers.0.b": torch.zeros(1)}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp_save(state, tmp_path / "x", planner=planner)
-    same({"model": state}, back(tmp_path / "x"))
+    assert_same({"model": state}, import_and_load(tmp_path / "x"))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -75,8 +81,8 @@ def test_several_files(tmp_path):
     writer = dcp.FileSystemWriter(str(tmp_path / "x"), single_file_per_rank=False, thread_count=2)
     dcp_save(state, tmp_path / "x", storage_writer=writer)
     assert len(list((tmp_path / "x").glob("*.distcp"))) == 20
-    loaded = back(tmp_path / "x")["m"]
-    same({k: state["m"][k] for k in loaded}, loaded)
+    loaded = import_and_load(tmp_path / "x")["m"]
+    assert_same({k: state["m"][k] for k in loaded}, loaded)
 
 
 class Net(nn.Module):
@@ -102,9 +108,9 @@ def test_model_and_optimizer_by_names_load_into_live_ones(tmp_path):
     optimizer, fresh = trained(model), torch.optim.AdamW(other.parameters())
     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp_save(state, tmp_path / "x")
-    holdfast.load(imported(tmp_path / "x").url, into={"model": other, "optim": fresh})
-    same(model.state_dict(), other.state_dict())
-    same(optimizer.state_dict(), fresh.state_dict())
+    holdfast.load(import_checkpoint(tmp_path / "x").url, into={"model": other, "optim": fresh})
+    assert_same(model.state_dict(), other.state_dict())
+    assert_same(optimizer.state_dict(), fresh.state_dict())
 
 
 # -- many ranks ----------------------------------------------------------------------------------
@@ -138,12 +144,12 @@ def test_tensors_cut_over_ranks_become_boxes(tmp_path, mesh, placements):
         }
         return {"model": spread, "step": 9}
 
-    write_as_ranks(tmp_path / "x", int(np.prod(mesh)), make)
-    made = imported(tmp_path / "x")
+    write_dcp_as_ranks(tmp_path / "x", int(np.prod(mesh)), make)
+    made = import_checkpoint(tmp_path / "x")
     assert made.verify().ok
-    same({"model": whole, "step": 9}, holdfast.load(made.url))
+    assert_same({"model": whole, "step": 9}, holdfast.load(made.url))
     several = Shard(0) in placements or Shard(1) in placements
-    boxes = [h for index in made.indexes() for h in holdings_of(index)[0]]
+    boxes = [h for index in made.indexes() for h in leaf_boxes_from_index(index)[0]]
     assert (len(boxes) > 3) == several  # never put together
     assert made["model/uneven"][3:5].tolist() == whole["uneven"][3:5].tolist()
 
@@ -196,10 +202,10 @@ def test_what_fsdp_has_saved_on_two_ranks(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert read_foreign(str(tmp_path / "step_3")).step == 3
-    made = imported(tmp_path / "step_3")
-    full = imported(tmp_path / "full.pt")
-    same(in_order(holdfast.load(full.url)), in_order(holdfast.load(made.url)))
+    assert read_foreign_checkpoint(str(tmp_path / "step_3")).step == 3
+    made = import_checkpoint(tmp_path / "step_3")
+    full = import_checkpoint(tmp_path / "full.pt")
+    assert_same(in_order(holdfast.load(full.url)), in_order(holdfast.load(made.url)))
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     holdfast.load(made.url, into={"model": model, "optimizer": optimizer})
@@ -221,7 +227,7 @@ def canary(tmp_path):
 def good(folder):
     """A small folder: a tensor in two parts, one whole, and a value."""
     w = numbered(4, 3)
-    write_parts(
+    write_dcp_folder(
         folder,
         {
             "w": ((4, 3), torch.float32, [((0, 0), w[:2]), ((2, 0), w[2:])]),
@@ -234,12 +240,12 @@ def good(folder):
 
 def test_a_folder_by_hand(tmp_path):
     state = good(tmp_path / "x")
-    same(state, back(tmp_path / "x"))
+    assert_same(state, import_and_load(tmp_path / "x"))
 
 
 def refused(folder, *words):
     with pytest.raises(Unsupported) as e:
-        read_foreign(str(folder))
+        read_foreign_checkpoint(str(folder))
     for word in ("was run", "If you trust", *words):
         assert word in str(e.value)
 
@@ -247,7 +253,7 @@ def refused(folder, *words):
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_list_that_would_run_something(tmp_path, canary, protocol):
     good(tmp_path / "x")
-    evil = pickle.dumps(Evil(canary), protocol=protocol)
+    evil = pickle.dumps(MaliciousPickle(canary), protocol=protocol)
     (tmp_path / "x" / ".metadata").write_bytes(evil)
     refused(tmp_path / "x", ".metadata wants to run posix.system")
 
@@ -255,7 +261,7 @@ def test_a_list_that_would_run_something(tmp_path, canary, protocol):
 def test_a_list_with_something_in_it(tmp_path, canary):
     good(tmp_path / "x")
     metadata = pickle.loads((tmp_path / "x" / ".metadata").read_bytes())
-    metadata.planner_data = [Evil(canary)]
+    metadata.planner_data = [MaliciousPickle(canary)]
     (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(tmp_path / "x", "posix.system")
 
@@ -286,15 +292,15 @@ def test_only_what_dcp_writes_is_known(tmp_path, name):
 
 
 def test_a_value_that_would_run_something(tmp_path, canary):
-    write_parts(tmp_path / "x", {}, {"n": saved_bytes(Evil(canary))})
+    write_dcp_folder(tmp_path / "x", {}, {"n": saved_bytes(MaliciousPickle(canary))})
     refused(tmp_path / "x", "(n)", "posix.system")
 
 
 def test_a_part_that_would_run_something(tmp_path, canary):
     """Its pickle, which stands in a zip file of its own."""
     parts = [((0,), torch.ones(2))]
-    state = {"w": Evil(canary)}
-    write_parts(tmp_path / "y", {"w": ((2,), torch.float32, parts)})
+    state = {"w": MaliciousPickle(canary)}
+    write_dcp_folder(tmp_path / "y", {"w": ((2,), torch.float32, parts)})
     metadata = pickle.loads((tmp_path / "y" / ".metadata").read_bytes())
     data = saved_bytes(state)
     (tmp_path / "y" / "__0_0.distcp").write_bytes(data)
@@ -315,8 +321,8 @@ def test_records_cannot_be_changed_for_later(tmp_path):
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / ".metadata").write_bytes(raw)
     with pytest.raises(FormatError):
-        read_foreign(str(tmp_path / "y"))
-    same(state, back(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "y"))
+    assert_same(state, import_and_load(tmp_path / "x"))
 
 
 # -- damage and lies -----------------------------------------------------------------------------
@@ -392,7 +398,7 @@ def test_a_list_that_lies(tmp_path, name):
     good(tmp_path / "x")
     change(tmp_path / "x", LIES[name])
     with pytest.raises((FormatError, Unsupported)) as e:
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
     assert isinstance(e.value, FormatError) or name == "a tensor for a value"
     assert ("the end of the file" in str(e.value)) == (name in ("too far", "too long"))
 
@@ -400,14 +406,14 @@ def test_a_list_that_lies(tmp_path, name):
 def test_the_tool_changes_nothing_by_itself(tmp_path):
     state = good(tmp_path / "x")
     change(tmp_path / "x", lambda m: None)
-    same(state, back(tmp_path / "x"))
+    assert_same(state, import_and_load(tmp_path / "x"))
 
 
 def test_what_a_transform_has_written_is_named(tmp_path):
     good(tmp_path / "x")
     change(tmp_path / "x", lambda m: setattr(info(m, "b", (0,)), "transform_descriptors", ["zstd"]))
     with pytest.raises(Unsupported, match=r"b was transformed.*zstd"):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
@@ -418,7 +424,7 @@ def test_cut_at_any_length(tmp_path, file):
     for length in [*range(0, len(raw), 61), len(raw) - 1]:
         path.write_bytes(raw[:length])
         with pytest.raises((FormatError, Unsupported)):
-            read_foreign(str(tmp_path / "x"))
+            read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 @pytest.mark.slow
@@ -435,31 +441,31 @@ def test_any_flipped_bit(tmp_path, file):
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
         try:
-            found = back(tmp_path / "x")
+            found = import_and_load(tmp_path / "x")
         except HoldfastError:
             continue
         if file != ".metadata":
-            same(state, found)
+            assert_same(state, found)
         elif "w" in found:
-            same(state["w"], found["w"])
+            assert_same(state["w"], found["w"])
 
 
 def test_a_missing_file(tmp_path):
     good(tmp_path / "x")
     os.remove(tmp_path / "x" / "__0_0.distcp")
     with pytest.raises(FormatError, match=r"the file __0_0\.distcp beside it, found no such file"):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
     os.remove(tmp_path / "x" / ".metadata")
     with pytest.raises(Unsupported, match="an empty folder"):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
     os.symlink("nowhere", tmp_path / "x" / ".metadata")
     with pytest.raises(NotFound):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 def test_a_tensor_that_leaves_its_storage(tmp_path):
     """The pickle of a part says more than there is."""
-    write_parts(
+    write_dcp_folder(
         tmp_path / "x", {"w": ((200,), torch.uint8, [((0,), torch.ones(200, dtype=torch.uint8))])}
     )
     change(tmp_path / "x", lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([201])))
@@ -473,7 +479,7 @@ def test_a_tensor_that_leaves_its_storage(tmp_path):
     assert lie != raw
     file.write_bytes(without_crcs(raw, lie))
     with pytest.raises(FormatError, match="uint8"):
-        read_foreign(str(tmp_path / "x"))
+        read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 def without_crcs(raw, lie):
@@ -495,7 +501,7 @@ def test_old_names_of_the_list(tmp_path):
         old = b"ctorch.distributed._shard.sharded_tensor.metadata\n" + name.lstrip(b"_") + b"\n"
         raw = raw.replace(new, old)
     file.write_bytes(raw)
-    same(state, back(tmp_path / "x"))
+    assert_same(state, import_and_load(tmp_path / "x"))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -508,6 +514,6 @@ def test_more_files_than_a_process_may_have_open(tmp_path):
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 30, hard))
     try:
-        assert len(back(tmp_path / "x")["m"]) == 100
+        assert len(import_and_load(tmp_path / "x")["m"]) == 100
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

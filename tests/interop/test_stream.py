@@ -17,11 +17,16 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import DigestMismatch, NotFound
 from holdfast.format.names import MANIFEST
 from holdfast.interop import stream
-from holdfast.interop.stream import pour
+from holdfast.interop.stream import stream_leaves
 from holdfast.storage.memory import MemoryStore
 from tests.engine.planning.random_boxes import shapes, tilings
-from tests.engine.snapshot.cut_by_hand import columns, elements, recut, rows
-from tests.trainings import flip
+from tests.engine.snapshot.manual_shards import (
+    read_elements,
+    split_columns,
+    split_rows,
+    write_resharded,
+)
+from tests.trainings import flip_bit
 
 _numbers = itertools.count()
 
@@ -36,7 +41,7 @@ def poured(snapshot: Snapshot, keys: list[str]) -> list[bytes]:
             assert at not in got[number]
             got[number][at] = bytes(data)
 
-    pour(snapshot, keys, write)
+    stream_leaves(snapshot, keys, write)
     made = []
     for several in got:
         raw = b""
@@ -70,7 +75,7 @@ def test_any_layout(cut, window: int) -> None:
     state, layout = cut
     whole = holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
     place = Location(MemoryStore(), "version_1")
-    snapshot = recut(whole, place, lambda key, shape: layout[key], 3)
+    snapshot = write_resharded(whole, place, lambda key, shape: layout[key], 3)
     assert snapshot.verify().ok
     before, stream.WINDOW = stream.WINDOW, window
     try:
@@ -86,12 +91,12 @@ def big() -> Snapshot:
     return holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
 
 
-@pytest.mark.parametrize("layout", [rows(3), columns(3)])
+@pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
 @pytest.mark.parametrize("window", [1 << 20, 64 << 20])
 def test_leaves_of_many_chunks(big: Snapshot, layout, window, monkeypatch) -> None:
     monkeypatch.setattr(stream, "WINDOW", window)
-    snapshot = recut(big, Location(MemoryStore(), "version_1"), layout, 3)
-    expected = [elements(big, k).tobytes() for k in "abc"]
+    snapshot = write_resharded(big, Location(MemoryStore(), "version_1"), layout, 3)
+    expected = [read_elements(big, k).tobytes() for k in "abc"]
     assert poured(snapshot, ["a", "b", "c"]) == expected
 
 
@@ -106,42 +111,42 @@ class Counting(MemoryStore):
         super().get_range(key, offset, length, into)
 
 
-@pytest.mark.parametrize(("layout", "most"), [(rows(4), 1.001), (columns(4), 1.5)])
+@pytest.mark.parametrize(("layout", "most"), [(split_rows(4), 1.001), (split_columns(4), 1.5)])
 def test_little_is_read_twice(layout, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{i}": np.zeros((1024, 1024 * i), np.float32) for i in (1, 2, 3)}
     state |= {f"b{i}": np.zeros((3, 100)) for i in range(300)}
     whole = holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
     store = Counting()
-    snapshot = recut(whole, Location(store, "version_1"), layout, 4)
+    snapshot = write_resharded(whole, Location(store, "version_1"), layout, 4)
     monkeypatch.setattr(stream, "WINDOW", 16 << 20)
     store.read = 0
-    pour(snapshot, list(state), lambda number, at, data: None)
+    stream_leaves(snapshot, list(state), lambda number, at, data: None)
     assert store.read < most * sum(a.nbytes for a in state.values())
 
 
-@pytest.mark.parametrize("layout", [rows(3), columns(3)])
+@pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
 def test_damage_is_named_and_not_handed_on(big: Snapshot, layout) -> None:
     store = MemoryStore()
-    snapshot = recut(big, Location(store, "version_1"), layout, 3)
-    flip(store, f"version_1/{snapshot.manifest.shards[1].name}", byte=-9)
+    snapshot = write_resharded(big, Location(store, "version_1"), layout, 3)
+    flip_bit(store, f"version_1/{snapshot.manifest.shards[1].name}", byte=-9)
     with pytest.raises(DigestMismatch, match="shard-00001-of-00003"):
         poured(snapshot, ["a", "b", "c"])
 
 
 def test_a_version_that_was_deleted_is_not_damaged(big: Snapshot) -> None:
     big.indexes()
-    for stat in list(big.place.store.list("")):
-        big.place.store.delete(stat.key)
+    for stat in list(big.location.store.list("")):
+        big.location.store.delete(stat.key)
     with pytest.raises(NotFound, match="was deleted"):
         poured(big, ["a"])
-    assert big.place.key(MANIFEST)
+    assert big.location.key(MANIFEST)
 
 
 def test_what_the_writer_raises_comes_out(big: Snapshot) -> None:
     def write(number: int, at: int, data: memoryview) -> None:
         raise KeyError("mine")
 
-    for layout in (rows(2), columns(2)):
-        snapshot = recut(big, Location(MemoryStore(), "version_1"), layout, 2)
+    for layout in (split_rows(2), split_columns(2)):
+        snapshot = write_resharded(big, Location(MemoryStore(), "version_1"), layout, 2)
         with pytest.raises(KeyError, match="mine"):
-            pour(snapshot, ["a"], write)
+            stream_leaves(snapshot, ["a"], write)

@@ -31,13 +31,13 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-def fresh(seed: int) -> Net:
+def seeded_net(seed: int) -> Net:
     torch.manual_seed(seed)
     return Net()
 
 
 def fsdp(mesh=None, seed: int = 1) -> Net:
-    net = fresh(seed)
+    net = seeded_net(seed)
     for layer in (net.a, net.b):
         fully_shard(layer, mesh=mesh)
     return fully_shard(net, mesh=mesh)
@@ -49,7 +49,7 @@ def hsdp() -> Net:
 
 def tensor_parallel(mesh, seed: int = 1) -> Net:
     plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
-    return parallelize_module(fresh(seed), mesh, plan)
+    return parallelize_module(seeded_net(seed), mesh, plan)
 
 
 def fsdp_and_tensor_parallel() -> Net:
@@ -60,7 +60,7 @@ def fsdp_and_tensor_parallel() -> Net:
     return fully_shard(net, mesh=mesh["dp"])
 
 
-def on_meta() -> Net:
+def fsdp_from_meta() -> Net:
     with torch.device("meta"):
         net = Net()
     for layer in (net.a, net.b):
@@ -72,9 +72,9 @@ def on_meta() -> Net:
 AdamW = partial(torch.optim.AdamW, lr=0.01)
 
 
-def state_of(net, kind=AdamW, **options):
+def state_of(net, optimizer_type=AdamW, **options):
     """Without a step: the optimizer has no state yet."""
-    return {"model": net, "optimizer": kind(net.parameters(), **options), "n": 0}
+    return {"model": net, "optimizer": optimizer_type(net.parameters(), **options), "n": 0}
 
 
 def train(state, steps: int = 2, seed: int = 0) -> None:
@@ -90,7 +90,7 @@ def train(state, steps: int = 2, seed: int = 0) -> None:
         state["n"] += 1
 
 
-def push(state) -> None:
+def step_without_forward(state) -> None:
     """A step without a forward pass, which torch refuses where parts are uneven."""
     for p in state["model"].parameters():
         p.grad = p.detach() * 0.3 + 1
@@ -98,47 +98,49 @@ def push(state) -> None:
     state["n"] += 1
 
 
-def full(value):
+def full_tensor(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def plain_name(name: str) -> str:
+def parameter_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def whole(state):
+def gather_state(state):
     """All of it as plain tensors; a collective."""
     model = state["model"]
-    made = {plain_name(k): full(v).detach().clone() for k, v in model.state_dict().items()}
-    names = {p: plain_name(n) for n, p in model.named_parameters()}
+    made = {
+        parameter_name(k): full_tensor(v).detach().clone() for k, v in model.state_dict().items()
+    }
+    names = {p: parameter_name(n) for n, p in model.named_parameters()}
     for p, slots in state["optimizer"].state.items():
         for slot, value in slots.items():
-            made[f"{names[p]}:{slot}"] = full(value).clone()
+            made[f"{names[p]}:{slot}"] = full_tensor(value).clone()
     made["n"] = torch.tensor(state["n"])
     return made
 
 
-def same(a, b) -> None:
+def assert_same_tensors(a, b) -> None:
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     for key, value in a.items():
         assert value.dtype == b[key].dtype, key
         assert torch.equal(value, b[key]), key
 
 
-def saved(ranks, name: str, state, later: bool = False) -> None:
+def save_with_reference(ranks, name: str, state, asynchronous: bool = False) -> None:
     """And beside it what was saved, by other means."""
-    if later:
+    if asynchronous:
         pending = holdfast.save_async(ranks.url(name), state)
-        held = whole(state)
+        held = gather_state(state)
         train(state, 1, seed=99)
         pending.wait()
     else:
         holdfast.save(ranks.url(name), state)
-        held = whole(state)
+        held = gather_state(state)
     if ranks.rank == 0:
         torch.save(held, ranks.folder / f"{name}.pt")
 
 
-def came_back(ranks, name: str, state) -> None:
+def load_and_compare(ranks, name: str, state) -> None:
     holdfast.load(ranks.url(name), into=state)
-    same(torch.load(ranks.folder / f"{name}.pt"), whole(state))
+    assert_same_tensors(torch.load(ranks.folder / f"{name}.pt"), gather_state(state))

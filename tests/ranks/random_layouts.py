@@ -21,12 +21,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
 from holdfast.types import DTYPES
-from tests.engine.states import TORCH_DTYPES, random_tensor, raw
+from tests.engine.states import TORCH_DTYPES, random_tensor, tensor_bytes
 
-ARRAYS = [d for d in DTYPES if d.replace("complex", "float") in dir(np) and d != "complex32"]
-MESHES = {n: [(n,), *((a, n // a) for a in range(1, n + 1) if n % a == 0)] for n in range(1, 9)}
-MESHES[4] += [(2, 1, 2)]
-MESHES[8] += [(2, 2, 2)]
+NUMPY_DTYPES = [d for d in DTYPES if d.replace("complex", "float") in dir(np) and d != "complex32"]
+MESH_SHAPES = {
+    n: [(n,), *((a, n // a) for a in range(1, n + 1) if n % a == 0)] for n in range(1, 9)
+}
+MESH_SHAPES[4] += [(2, 1, 2)]
+MESH_SHAPES[8] += [(2, 2, 2)]
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,22 @@ class Layout:
     for it in the state: "dtensor", "boxed" or "plain"."""
 
     ranks: tuple[int, ...]
-    mesh: tuple[int, ...]
-    cuts: tuple[int | None, ...]
-    order: tuple[int, ...]
-    kind: str
+    mesh_shape: tuple[int, ...]
+    sharded_dims: tuple[int | None, ...]
+    shard_order: tuple[int, ...]
+    representation: str
 
-    def numbers(self, shape: tuple[int, ...], rank: int) -> np.ndarray | None:
+    def element_numbers(self, shape: tuple[int, ...], rank: int) -> np.ndarray | None:
         """The numbers of the elements that a rank has; None if it has none of the tensor."""
         if rank not in self.ranks:
             return None
-        place = np.unravel_index(self.ranks.index(rank), self.mesh)
+        place = np.unravel_index(self.ranks.index(rank), self.mesh_shape)
         held = torch.arange(prod(shape)).reshape(shape)
-        for m in self.order:
-            dim = self.cuts[m]
+        for m in self.shard_order:
+            dim = self.sharded_dims[m]
             if dim is not None:
-                several = list(torch.chunk(held, self.mesh[m], dim))
-                several += [held.narrow(dim, 0, 0)] * (self.mesh[m] - len(several))
+                several = list(torch.chunk(held, self.mesh_shape[m], dim))
+                several += [held.narrow(dim, 0, 0)] * (self.mesh_shape[m] - len(several))
                 held = several[place[m]]
         return held.numpy()
 
@@ -59,9 +61,11 @@ class Layout:
         """As PyTorch writes it: the factor of a cut says what has been cut before it although it
         stands behind it."""
         made = []
-        for m, dim in enumerate(self.cuts):
-            before = self.order[: self.order.index(m)]
-            factor = prod(self.mesh[n] for n in before if n > m and self.cuts[n] == dim)
+        for m, dim in enumerate(self.sharded_dims):
+            before = self.shard_order[: self.shard_order.index(m)]
+            factor = prod(
+                self.mesh_shape[n] for n in before if n > m and self.sharded_dims[n] == dim
+            )
             if dim is None:
                 made.append(Replicate())
             else:
@@ -70,57 +74,59 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Laid:
+class LaidOutTensor:
     """A tensor and the layouts of each world that it is saved in or loaded into. ``array``: of
     NumPy. ``strides``: its local tensors do not lie row-major."""
 
     dtype: str
     shape: tuple[int, ...]
     layouts: tuple[Layout, ...]
-    array: bool
-    strided: bool
+    is_numpy: bool
+    is_strided: bool
     seed: int
 
-    def bytes(self) -> np.ndarray:
+    def element_bytes(self) -> np.ndarray:
         """A row of bytes for each element."""
         whole = random_tensor(getattr(torch, self.dtype), self.shape, self.seed)
-        rows = np.frombuffer(raw(whole), np.uint8)
+        rows = np.frombuffer(tensor_bytes(whole), np.uint8)
         return rows.reshape(prod(self.shape), DTYPES[self.dtype].itemsize)
 
-    def local(self, world: int, rank: int, empty: bool) -> tuple[Any, np.ndarray | None]:
+    def local_value(self, world: int, rank: int, empty: bool) -> tuple[Any, np.ndarray | None]:
         """What a rank has of it in the state, and the bytes that belong there."""
         layout = self.layouts[world]
-        numbers = layout.numbers(self.shape, rank)
-        if numbers is None and layout.kind != "dtensor":
+        numbers = layout.element_numbers(self.shape, rank)
+        if numbers is None and layout.representation != "dtensor":
             return None, None
-        held = self.bytes()[np.zeros(0, int) if numbers is None else numbers.reshape(-1)]
+        held = self.element_bytes()[np.zeros(0, int) if numbers is None else numbers.reshape(-1)]
         sizes = (0,) if numbers is None else numbers.shape
-        value = _tensor(np.full_like(held, 1) if empty else held, self.dtype, sizes, self)
-        if layout.kind == "dtensor":
+        value = _local_tensor(np.full_like(held, 1) if empty else held, self.dtype, sizes, self)
+        if layout.representation == "dtensor":
             value = _dtensor(value, layout, self.shape, rank)
-        elif layout.kind == "boxed":
+        elif layout.representation == "boxed":
             first = int(numbers.reshape(-1)[0]) if numbers.size else 0
             at = np.unravel_index(first, self.shape) if numbers.size else (0,) * len(self.shape)
             value = holdfast.Boxed(value, tuple(map(int, at)), self.shape)
         return value, held
 
 
-def found(value: Any) -> bytes:
+def local_bytes(value: Any) -> bytes:
     """The bytes that a rank has of a value, row-major."""
     value = getattr(value, "tensor", value)
     value = getattr(value, "_local_tensor", value)
-    return value.tobytes() if isinstance(value, np.ndarray) else raw(value)
+    return value.tobytes() if isinstance(value, np.ndarray) else tensor_bytes(value)
 
 
-def _tensor(rows: np.ndarray, dtype: str, sizes: tuple[int, ...], laid: Laid) -> Any:
-    if laid.array:
+def _local_tensor(
+    rows: np.ndarray, dtype: str, sizes: tuple[int, ...], laid_out: LaidOutTensor
+) -> Any:
+    if laid_out.is_numpy:
         made = np.frombuffer(rows.tobytes(), dtype).reshape(sizes)
-        return np.array(made, order="F" if laid.strided else "C")
+        return np.array(made, order="F" if laid_out.is_strided else "C")
     kind = getattr(torch, dtype)
     if not rows.size:
         return torch.empty(sizes, dtype=kind)
     made = torch.from_numpy(rows.copy()).reshape(-1).view(kind).reshape(sizes)
-    if laid.strided and len(sizes) > 1:
+    if laid_out.is_strided and len(sizes) > 1:
         turned = torch.from_numpy(np.ascontiguousarray(rows.reshape(*sizes, -1).swapaxes(0, 1)))
         made = turned.view(kind).reshape(sizes[1], sizes[0], *sizes[2:]).transpose(0, 1)
     return made
@@ -131,9 +137,9 @@ _meshes: dict[Any, DeviceMesh] = {}
 
 def _dtensor(local: Any, layout: Layout, shape: tuple[int, ...], rank: int) -> DTensor:
     """A real one, as that rank has it; no process group is needed."""
-    at = layout.ranks, layout.mesh, rank
+    at = layout.ranks, layout.mesh_shape, rank
     if at not in _meshes:
-        numbers = torch.tensor(layout.ranks).reshape(layout.mesh)
+        numbers = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
         _meshes[at] = DeviceMesh("cpu", numbers, _init_backend=False, _rank=rank)
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
@@ -146,16 +152,16 @@ def _dtensor(local: Any, layout: Layout, shape: tuple[int, ...], rank: int) -> D
 # tensors away from a state that fails, and is ten times as fast.
 
 
-def layout(random: Random, size: int, shape: tuple[int, ...], array: bool) -> Layout:
+def draw_layout(random: Random, size: int, shape: tuple[int, ...], is_numpy: bool) -> Layout:
     """A layout over some of ``size`` ranks."""
     count = size if random.random() < 0.75 else random.randint(1, size)
     ranks = random.sample(range(size), count)
     if random.random() < 0.5:
         ranks.sort()
-    mesh = random.choice(MESHES[count])
+    mesh = random.choice(MESH_SHAPES[count])
     dims = [None, *range(len(shape))]
     cuts = tuple(random.choice(dims) for _ in mesh)
-    kinds = ["boxed"] if array else ["dtensor", "dtensor", "boxed"]
+    kinds = ["boxed"] if is_numpy else ["dtensor", "dtensor", "boxed"]
     if all(c is None for c in cuts):
         kinds.append("plain")
     kind = random.choice(kinds)
@@ -167,39 +173,43 @@ def layout(random: Random, size: int, shape: tuple[int, ...], array: bool) -> La
     return Layout(tuple(ranks), mesh, cuts, tuple(order), kind)
 
 
-def tensor(number: int, sizes: tuple[int, ...]) -> Laid:
+def draw_tensor(number: int, sizes: tuple[int, ...]) -> LaidOutTensor:
     """A tensor, with a layout over each of these numbers of ranks."""
     random = Random(number)
     shape = [random.choice((0, 1, *range(1, 8))) for _ in range(random.randint(0, 4))]
     if shape and random.random() < 0.5:
         shape[random.randrange(len(shape))] = random.randint(8, 45)
     array = random.random() < 0.15
-    dtypes = ARRAYS if array else [str(d).removeprefix("torch.") for d in TORCH_DTYPES]
-    laid = tuple(layout(random, size, tuple(shape), array) for size in sizes)
-    return Laid(random.choice(dtypes), tuple(shape), laid, array, random.random() < 0.5, number)
+    dtypes = NUMPY_DTYPES if array else [str(d).removeprefix("torch.") for d in TORCH_DTYPES]
+    laid = tuple(draw_layout(random, size, tuple(shape), array) for size in sizes)
+    return LaidOutTensor(
+        random.choice(dtypes), tuple(shape), laid, array, random.random() < 0.5, number
+    )
 
 
 @st.composite
-def states(draw: Any, most: int = 60) -> tuple[tuple[int, ...], list[Laid]]:
+def states(draw: Any, max_tensors: int = 60) -> tuple[tuple[int, ...], list[LaidOutTensor]]:
     """Numbers of ranks (the first saves), and tensors laid over all of them."""
     sizes = tuple(draw(st.lists(st.sampled_from([2, 3, 4, 6, 8, 1]), min_size=3, max_size=3)))
-    count = draw(st.integers(1, most))
+    count = draw(st.integers(1, max_tensors))
     numbers = draw(st.lists(st.integers(0, 1 << 60), min_size=count, max_size=count))
-    return sizes, [tensor(n, sizes) for n in numbers]
+    return sizes, [draw_tensor(n, sizes) for n in numbers]
 
 
-def key(i: int) -> str:
+def leaf_key(i: int) -> str:
     return f"{('model', 'other')[i % 2]}/{i}"
 
 
-def state_of(laid: list[Laid], world: int, rank: int, empty: bool = False) -> tuple[Any, Any]:
+def state_of(
+    tensors: list[LaidOutTensor], world: int, rank: int, empty: bool = False
+) -> tuple[Any, Any]:
     """The state of a rank, and the bytes that belong into each tensor of it, by its number."""
     state: dict[str, dict[str, Any]] = {"model": {}, "other": {}}
     held: dict[int, Any] = {}
-    for i, one in enumerate(laid):
-        value, rows = one.local(world, rank, empty)
+    for i, one in enumerate(tensors):
+        value, rows = one.local_value(world, rank, empty)
         if value is not None:
-            level, name = key(i).split("/")
+            level, name = leaf_key(i).split("/")
             state[level][name] = value
             held[i] = rows
     return state, held

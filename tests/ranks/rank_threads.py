@@ -13,7 +13,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.testing.fakegroup import FakeGroup
 
 
-def saved(*states: Any, store: Any = None) -> MemoryStore:
+def save_on_ranks(*states: Any, store: Any = None) -> MemoryStore:
     """Where the ranks have saved these states, one each."""
     store = MemoryStore() if store is None else store
     with FakeGroup(len(states)) as group:
@@ -22,44 +22,45 @@ def saved(*states: Any, store: Any = None) -> MemoryStore:
     return store
 
 
-def refused(kind: type[Exception], *states: Any) -> Any:
+def save_error(kind: type[Exception], *states: Any) -> Any:
     """What all ranks raise that save these states: that error, and nothing is written."""
     store = MemoryStore()
     with FakeGroup(len(states)) as group:
         told = group.outcomes(lambda rank: holdfast.save(store, states[rank]))
-    _same_error(told, kind)
+    _assert_same_error(told, kind)
     assert not list(store.list(""))
     assert not list(store.partials(""))
     return told[0]
 
 
-def loaded(store: Any, *lives: Any, **options: Any) -> None:
+def load_on_ranks(store: Any, *lives: Any, **options: Any) -> None:
     """The ranks load into these states, one each."""
     with FakeGroup(len(lives)) as group:
         group.run(lambda rank: holdfast.load(store, into=lives[rank], **options))
 
 
-def not_loaded(store: Any, kind: type[Exception], *lives: Any, **options: Any) -> list[Any]:
+def load_errors(store: Any, kind: type[Exception], *lives: Any, **options: Any) -> list[Any]:
     """What all ranks raise that load into these states."""
     with FakeGroup(len(lives)) as group:
         told = group.outcomes(lambda rank: holdfast.load(store, into=lives[rank], **options))
-    _same_error(told, kind)
+    _assert_same_error(told, kind)
     return told
 
 
-def _same_error(told: list[Any], kind: type[Exception]) -> None:
-    for outcome in told:
+def _assert_same_error(outcomes: list[Any], kind: type[Exception]) -> None:
+    for outcome in outcomes:
         if not isinstance(outcome, BaseException):
             pytest.fail(f"no error, but {outcome}")
         if type(outcome) is not kind:
             raise outcome
     assert (
-        len({str(e).split("Look")[0] for e in told}) == 1 or kind is not holdfast.errors.PlanError
+        len({str(e).split("Look")[0] for e in outcomes}) == 1
+        or kind is not holdfast.errors.PlanError
     )
 
 
-def as_ranks(size: int, make: Callable[[int], Any]) -> list[Any]:
-    return [make(rank) for rank in range(size)]
+def for_each_rank(size: int, make_state: Callable[[int], Any]) -> list[Any]:
+    return [make_state(rank) for rank in range(size)]
 
 
 def floats(*values: float) -> torch.Tensor:

@@ -21,65 +21,74 @@ import holdfast
 from holdfast.errors import MissingLeaf, PlanError, Unsupported
 from tests.ranks.models import (
     AdamW,
-    came_back,
-    fresh,
+    assert_same_tensors,
     fsdp,
     fsdp_and_tensor_parallel,
-    full,
+    fsdp_from_meta,
+    full_tensor,
+    gather_state,
     hsdp,
-    on_meta,
-    push,
-    same,
-    saved,
+    load_and_compare,
+    save_with_reference,
+    seeded_net,
     state_of,
+    step_without_forward,
     tensor_parallel,
     train,
-    whole,
 )
-from tests.ranks.world import run
+from tests.ranks.world import run_as_rank
 
 
-def chain(
-    ranks, source, target, size, make, *, kind=AdamW, step_first=False, later=False, step=train
+def load_train_save(
+    ranks,
+    source,
+    target,
+    size,
+    make_model,
+    *,
+    optimizer_type=AdamW,
+    step_first=False,
+    asynchronous=False,
+    train_step=train,
 ):
     """Load what another layout has saved, train on, and save."""
 
     def work():
-        state = state_of(make(), kind)
+        state = state_of(make_model(), optimizer_type)
         if source is None or step_first:
-            step(state)
+            train_step(state)
         if source is not None:
-            came_back(ranks, source, state)
-            step(state)
-        saved(ranks, target, state, later)
+            load_and_compare(ranks, source, state)
+            train_step(state)
+        save_with_reference(ranks, target, state, asynchronous)
 
     ranks(size, work)
 
 
 def fsdp_on_4_2_3_1(ranks):
-    chain(ranks, None, "fsdp4", 4, fsdp)
-    chain(ranks, "fsdp4", "fsdp2", 2, fsdp, step_first=True, later=True)
-    chain(ranks, "fsdp2", "fsdp3", 3, fsdp)
-    chain(ranks, "fsdp3", "one", 1, lambda: fresh(9))
-    chain(ranks, "one", "fsdp4again", 4, on_meta)
+    load_train_save(ranks, None, "fsdp4", 4, fsdp)
+    load_train_save(ranks, "fsdp4", "fsdp2", 2, fsdp, step_first=True, asynchronous=True)
+    load_train_save(ranks, "fsdp2", "fsdp3", 3, fsdp)
+    load_train_save(ranks, "fsdp3", "one", 1, lambda: seeded_net(9))
+    load_train_save(ranks, "one", "fsdp4again", 4, fsdp_from_meta)
 
 
 def hsdp_fsdp_with_tp_and_plain(ranks):
-    chain(ranks, "fsdp4", "hsdp", 4, hsdp)
-    chain(ranks, "hsdp", "both", 4, fsdp_and_tensor_parallel, step_first=True)
-    chain(ranks, "both", "plain", 1, lambda: fresh(9))
-    chain(ranks, "both", "fsdp4c", 4, fsdp)
-    chain(ranks, "plain", "both2", 4, fsdp_and_tensor_parallel)
+    load_train_save(ranks, "fsdp4", "hsdp", 4, hsdp)
+    load_train_save(ranks, "hsdp", "both", 4, fsdp_and_tensor_parallel, step_first=True)
+    load_train_save(ranks, "both", "plain", 1, lambda: seeded_net(9))
+    load_train_save(ranks, "both", "fsdp4c", 4, fsdp)
+    load_train_save(ranks, "plain", "both2", 4, fsdp_and_tensor_parallel)
 
 
 def tensor_parallel_only(ranks):
     def make():
         return tensor_parallel(init_device_mesh("cpu", (dist.get_world_size(),)))
 
-    chain(ranks, None, "tp4", 4, make, step=push)
-    chain(ranks, "tp4", "tp3", 3, make, step_first=True, step=push)
-    chain(ranks, "tp3", "tp1", 1, lambda: fresh(9))
-    chain(ranks, "tp3", "tpfsdp", 2, fsdp)
+    load_train_save(ranks, None, "tp4", 4, make, train_step=step_without_forward)
+    load_train_save(ranks, "tp4", "tp3", 3, make, step_first=True, train_step=step_without_forward)
+    load_train_save(ranks, "tp3", "tp1", 1, lambda: seeded_net(9))
+    load_train_save(ranks, "tp3", "tpfsdp", 2, fsdp)
 
 
 def all_optimizers(ranks):
@@ -89,12 +98,16 @@ def all_optimizers(ranks):
         "adam-lr": partial(torch.optim.Adam, lr=torch.tensor(0.1), foreach=False),
         "adagrad": partial(torch.optim.Adagrad, lr=0.1, foreach=False),
     }.items():
-        chain(ranks, None, f"{name}4", 4, fsdp, kind=kind, later=name == "sgd")
-        chain(ranks, f"{name}4", f"{name}1", 1, lambda: fresh(9), kind=kind)
-        chain(ranks, f"{name}1", f"{name}3", 3, fsdp, kind=kind)
+        load_train_save(
+            ranks, None, f"{name}4", 4, fsdp, optimizer_type=kind, asynchronous=name == "sgd"
+        )
+        load_train_save(
+            ranks, f"{name}4", f"{name}1", 1, lambda: seeded_net(9), optimizer_type=kind
+        )
+        load_train_save(ranks, f"{name}1", f"{name}3", 3, fsdp, optimizer_type=kind)
 
 
-class Factored(torch.optim.Optimizer):
+class FactoredOptimizer(torch.optim.Optimizer):
     """As Adafactor keeps them: slots of other shapes than the parameter's, but spread."""
 
     def __init__(self, params) -> None:
@@ -116,11 +129,13 @@ def factored_slots(ranks):
         mesh = init_device_mesh("cpu", (size,))
         numbers = factor * torch.arange(35.0).reshape(7, 5)
         p = nn.Parameter(distribute_tensor(numbers, mesh, [Shard(0)]))
-        return {"w": {"p": p}, "optimizer": Factored([p])}
+        return {"w": {"p": p}, "optimizer": FactoredOptimizer([p])}
 
     def told(state):
         p = state["w"]["p"]
-        return {k: full(v) for k, v in [("p", p.detach()), *state["optimizer"].state[p].items()]}
+        return {
+            k: full_tensor(v) for k, v in [("p", p.detach()), *state["optimizer"].state[p].items()]
+        }
 
     def first():
         state = make(4, 1)
@@ -134,7 +149,7 @@ def factored_slots(ranks):
         state = make(3, 2)
         state["optimizer"].step()
         holdfast.load(ranks.url("factored"), into=state)
-        same(torch.load(ranks.folder / "factored.pt"), told(state))
+        assert_same_tensors(torch.load(ranks.folder / "factored.pt"), told(state))
         lazy = make(3, 2)
         with pytest.raises(PlanError) as e:
             holdfast.load(ranks.url("factored"), into=lazy)
@@ -145,7 +160,7 @@ def factored_slots(ranks):
     ranks(3, then)
 
 
-class Batched(nn.Module):
+class BatchNormNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.l = nn.Linear(3, 4)
@@ -158,7 +173,7 @@ class Batched(nn.Module):
 def ddp_with_batch_norm(ranks):
     def state(size):
         torch.manual_seed(size)
-        net = Batched()
+        net = BatchNormNet()
         made = nn.parallel.DistributedDataParallel(net) if size > 1 else net
         return net, {"model": made, "optimizer": torch.optim.AdamW(made.parameters(), lr=0.1)}
 
@@ -186,11 +201,11 @@ def ddp_with_batch_norm(ranks):
     def then(size):
         net, made = state(size)
         holdfast.load(ranks.url("ddp"), into=made)
-        same(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
+        assert_same_tensors(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
         assert len(made["optimizer"].state) == 4
-        net = Batched()
+        net = BatchNormNet()
         holdfast.load(ranks.url("bare"), into={"model": net})
-        same(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
+        assert_same_tensors(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
 
     ranks(3, first)
     for size in (2, 1):
@@ -199,7 +214,7 @@ def ddp_with_batch_norm(ranks):
 
 def pipeline_stages(ranks):
     def stage(rank, size):
-        net = fresh(size)
+        net = seeded_net(size)
         layers = [["a"], ["b", "c", "norm"]] if size == 2 else [["a", "b", "c", "norm"]]
         kept = nn.ModuleDict({name: getattr(net, name) for name in layers[rank]})
         made = {"model": kept, "optimizer": torch.optim.AdamW(kept.parameters(), lr=0.1), "n": 0}
@@ -211,7 +226,7 @@ def pipeline_stages(ranks):
     def first():
         made = stage(ranks.rank, 2)
         holdfast.save(ranks.url("stages"), made)
-        torch.save(whole(made), ranks.folder / f"stages{ranks.rank}.pt")
+        torch.save(gather_state(made), ranks.folder / f"stages{ranks.rank}.pt")
 
     def together():
         made = stage(0, 1)
@@ -219,13 +234,13 @@ def pipeline_stages(ranks):
         held = {}
         for r in range(2):
             held |= torch.load(ranks.folder / f"stages{r}.pt")
-        same(held, whole(made))
+        assert_same_tensors(held, gather_state(made))
 
     def back():
         made = stage(ranks.rank, 2)
         made["optimizer"].state.clear()
         holdfast.load(ranks.url("stages"), into=made)
-        same(torch.load(ranks.folder / f"stages{ranks.rank}.pt"), whole(made))
+        assert_same_tensors(torch.load(ranks.folder / f"stages{ranks.rank}.pt"), gather_state(made))
 
     ranks(2, first)
     ranks(1, together)
@@ -233,9 +248,11 @@ def pipeline_stages(ranks):
 
 
 def compiled(ranks):
-    chain(ranks, None, "compiled", 2, lambda: torch.compile(fsdp(), backend="eager"))
-    chain(ranks, "compiled", "compiled1", 1, lambda: fresh(9))
-    chain(ranks, "compiled1", "compiled3", 3, lambda: torch.compile(fsdp(), backend="eager"))
+    load_train_save(ranks, None, "compiled", 2, lambda: torch.compile(fsdp(), backend="eager"))
+    load_train_save(ranks, "compiled", "compiled1", 1, lambda: seeded_net(9))
+    load_train_save(
+        ranks, "compiled1", "compiled3", 3, lambda: torch.compile(fsdp(), backend="eager")
+    )
 
 
 def sharded_tensors(ranks):
@@ -264,7 +281,7 @@ def sharded_tensors(ranks):
 
     ranks(4, first)
     ranks(3, partial(then, 3))
-    ranks(1, lambda: same({"x": whole}, holdfast.load(ranks.url("sharded"))))
+    ranks(1, lambda: assert_same_tensors({"x": whole}, holdfast.load(ranks.url("sharded"))))
 
 
 def tensors_in_a_dict(ranks):
@@ -378,17 +395,17 @@ def errors_are_everybodys(ranks):
         state = state_of(fsdp())
         train(state)
         holdfast.save(ranks.url("errors"), state)
-        before = whole(state)
+        before = gather_state(state)
         train(state)
-        changed = whole(state)
+        changed = gather_state(state)
         more = {"more": torch.zeros(1)} if ranks.rank == 2 else {}
         with pytest.raises(MissingLeaf) as e:
             holdfast.load(ranks.url("errors"), into=state | more)
         assert e.value.missing == ("more",)
         assert "does not fit the live state of rank 2; nothing was changed" in str(e.value)
-        same(changed, whole(state))
+        assert_same_tensors(changed, gather_state(state))
         holdfast.load(ranks.url("errors"), into=state | more, missing="keep")
-        same(before | {"n": changed["n"]}, whole(state))
+        assert_same_tensors(before | {"n": changed["n"]}, gather_state(state))
 
     ranks(3, work)
 
@@ -411,4 +428,4 @@ SCENARIOS = [
 
 
 if __name__ == "__main__":
-    run(SCENARIOS)
+    run_as_rank(SCENARIOS)

@@ -17,19 +17,19 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import RankFailed
 from holdfast.storage.local import LocalStore
-from tests.ranks.test_shared_read import Counted, emptied, found, memory, replicated, same
+from tests.ranks.test_shared_read import Counted, emptied, local_bytes, memory, replicated, same
 
 SIZE = 3
 
 
-class Deadly(Counted):
+class SelfKillingStore(Counted):
     """Ends its process at the so manieth read of a shard."""
 
-    left = 2
+    reads_left = 2
 
     def get_range(self, key, offset, length, into):
-        self.left -= key.endswith(".safetensors")
-        if not self.left:
+        self.reads_left -= key.endswith(".safetensors")
+        if not self.reads_left:
             os.kill(os.getpid(), signal.SIGKILL)
         super().get_range(key, offset, length, into)
 
@@ -61,12 +61,14 @@ def main() -> None:
         same(
             {k: v for k, v in live.items() if k != "rng"}, {k: state[k] for k in live if k != "rng"}
         )
-        assert found(live["cut"]) == found(state["cut"])
+        assert local_bytes(live["cut"]) == local_bytes(state["cut"])
     told["left"] = memory()
     (folder / f"{rank}.json").write_text(json.dumps(told))
     began = time.monotonic()
     try:
-        holdfast.load((Deadly if rank == 1 else Counted)(LocalStore(place)), into=live, share=True)
+        holdfast.load(
+            (SelfKillingStore if rank == 1 else Counted)(LocalStore(place)), into=live, share=True
+        )
     except RankFailed as e:
         told["killed"] = [e.rank, time.monotonic() - began, e.fields.get("live_state")]
     told["left after"] = memory()

@@ -12,22 +12,22 @@ import pytest
 
 import holdfast
 from holdfast.buffers import shared_pool
-from holdfast.engine.distributed.kv import Patience
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.distributed.kv import Timeouts
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import open_snapshot
 from holdfast.errors import AlreadyExists, CommitError, RankFailed
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from tests.crash.conftest import Pools
-from tests.ranks.faults import SOON, Call, Crew, sound, state_of
+from tests.crash.conftest import PoolTracker
+from tests.ranks.faults import SHORT_TIMEOUTS, Call, ThreadedJob, assert_versions_intact, state_of
 from tests.ranks.test_commit import nothing_left
 from tests.ranks.test_disagreement import crew_of
-from tests.trainings import after, fresh, same
+from tests.trainings import initial_state, state_after, states_equal
 
 
-def job(crew: Crew, outcomes: list[Any]) -> None:
+def job(crew: ThreadedJob, outcomes: list[Any]) -> None:
     outcomes.extend(crew.group.outcomes(lambda rank: crew.save(rank, 1)))
 
 
@@ -35,7 +35,7 @@ def job(crew: Crew, outcomes: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_jobs_save_the_same_version(seas: Pools) -> None:
+def test_two_jobs_save_the_same_version(trial_stores: PoolTracker) -> None:
     """At random speeds, so that each of them wins: one commits, the other's ranks all raise."""
     winners = set()
     for seed in range(25):
@@ -44,14 +44,14 @@ def test_two_jobs_save_the_same_version(seas: Pools) -> None:
         slow = random.choice([0, 0, 0.001, 0.003])
 
         def dawdle(call: Call, random: Random = random, slow: float = slow) -> None:
-            if call.to == "store":
+            if call.target == "store":
                 time.sleep(random.random() * slow)
 
         outcomes: list[list[Any]] = [[], []]
 
         for crew in crews:
             for rank in crew.ranks:
-                rank.peril = dawdle
+                rank.before_call = dawdle
         threads = [threading.Thread(target=job, args=(crews[n], outcomes[n])) for n in (0, 1)]
         for thread in threads:
             thread.start()
@@ -64,18 +64,20 @@ def test_two_jobs_save_the_same_version(seas: Pools) -> None:
             assert outcome.fields.get("outcome") != "unknown"
         winners.add(won.index(True))
         for crew in crews:
-            assert crew.keys() == []
+            assert crew.leftover_keys() == []
             crew.group.close()
-        sound(store, [1])
+        assert_versions_intact(store, [1])
     assert winners == {0, 1}
-    nothing_left(seas)
+    nothing_left(trial_stores)
 
 
-def test_a_process_left_over_from_an_earlier_attempt_goes_on_writing(seas: Pools) -> None:
+def test_a_process_left_over_from_an_earlier_attempt_goes_on_writing(
+    trial_stores: PoolTracker,
+) -> None:
     """Its rank 1 hangs in the middle of its shard while the job is started again, saves that
     version, and goes on; then it writes on, and even its rank 0 would commit."""
     store = MemoryStore()
-    old, new = crew_of(2, store, Patience(60, 600)), crew_of(2, store)
+    old, new = crew_of(2, store, Timeouts(60, 600)), crew_of(2, store)
     hung, free = threading.Event(), threading.Event()
 
     def hang(call: Call) -> None:
@@ -83,7 +85,7 @@ def test_a_process_left_over_from_an_earlier_attempt_goes_on_writing(seas: Pools
             hung.set()
             free.wait(30)
 
-    old.ranks[1].peril = hang
+    old.ranks[1].before_call = hang
     outcomes: list[Any] = []
     job = threading.Thread(
         target=lambda: outcomes.extend(old.group.outcomes(lambda rank: old.save(rank, 1)))
@@ -99,17 +101,17 @@ def test_a_process_left_over_from_an_earlier_attempt_goes_on_writing(seas: Pools
     new.group.run(lambda rank: new.save(rank, 2))
     for crew in (old, new):
         crew.group.close()
-    sound(store, [1, 2])
+    assert_versions_intact(store, [1, 2])
     swept = Run(store).sweep(grace=0, now=time.time() + 1000)
     assert swept.kept == []
-    sound(store, [1, 2])
-    nothing_left(seas)
+    assert_versions_intact(store, [1, 2])
+    nothing_left(trial_stores)
 
 
 # -- asynchronous saves ----------------------------------------------------------------------------
 
 
-def test_several_in_flight_and_loads_between(seas: Pools) -> None:
+def test_several_in_flight_and_loads_between(trial_stores: PoolTracker) -> None:
     store = MemoryStore()
     crew = crew_of(3, store)
 
@@ -118,9 +120,9 @@ def test_several_in_flight_and_loads_between(seas: Pools) -> None:
         first = holdfast.save_async(crew.url(rank, 1), state, step=1)
         second = holdfast.save_async(crew.url(rank, 2), state_of(rank, 3, 2), step=2)
         first.wait()
-        live = fresh()
+        live = initial_state()
         holdfast.load(crew.url(rank, 1), live)
-        assert same(live, after(1))
+        assert states_equal(live, state_after(1))
         third = holdfast.save_async(crew.url(rank, 3), state_of(rank, 3, 3), step=3)
         pendings = [second, third]
         for pending in pendings if rank % 2 else reversed(pendings):
@@ -129,14 +131,14 @@ def test_several_in_flight_and_loads_between(seas: Pools) -> None:
 
     made = crew.group.run(work)
     assert len({s.digest for s in made}) == 1
-    assert crew.keys() == []
+    assert crew.leftover_keys() == []
     crew.group.close()
-    sound(store, [1, 2, 3, 4])
-    nothing_left(seas)
+    assert_versions_intact(store, [1, 2, 3, 4])
+    nothing_left(trial_stores)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_one_of_several_in_flight_fails(seas: Pools, victim: int) -> None:
+def test_one_of_several_in_flight_fails(trial_stores: PoolTracker, victim: int) -> None:
     """On every rank at its ``wait``; the saves beside it and after it are none the worse."""
     store = MemoryStore()
     crew = crew_of(3, store)
@@ -145,7 +147,7 @@ def test_one_of_several_in_flight_fails(seas: Pools, victim: int) -> None:
         if call.method == "commit" and call.key.startswith("version_2/"):
             raise holdfast.errors.NoSpace("The disk is full", key=call.key)
 
-    crew.ranks[victim].peril = peril
+    crew.ranks[victim].before_call = peril
 
     def work(rank: int) -> Any:
         pendings = [
@@ -162,10 +164,10 @@ def test_one_of_several_in_flight_fails(seas: Pools, victim: int) -> None:
         return crew.save(rank, 4)
 
     crew.group.run(work)
-    assert crew.keys() == []
+    assert crew.leftover_keys() == []
     crew.group.close()
-    sound(store, [1, 3, 4])
-    nothing_left(seas)
+    assert_versions_intact(store, [1, 3, 4])
+    nothing_left(trial_stores)
 
 
 # -- false alarms ----------------------------------------------------------------------------------
@@ -174,12 +176,12 @@ def test_one_of_several_in_flight_fails(seas: Pools, victim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_is_slow_but_gets_on_is_never_given_up(
-    seas: Pools, slow: int, monkeypatch: pytest.MonkeyPatch
+    trial_stores: PoolTracker, slow: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes several times as long as a rank may be stuck, a piece at a time: a full save, an
     incremental one, and a load."""
     monkeypatch.setenv("HOLDFAST_THREADS", "1")
-    patience = Patience(silent=4.0, stuck=0.8)
+    patience = Timeouts(silent=4.0, stuck=0.8)
     store = MemoryStore()
     crew = crew_of(2, store, patience)
 
@@ -193,12 +195,14 @@ def test_a_rank_that_is_slow_but_gets_on_is_never_given_up(
         state = state_of(rank, 2, step)
         # larger than the parts that are written and read one by one
         state["more"] = np.arange(step, step + 600) if base is None else base[1]
-        draft = begin(place, state, Label(step=step), pool, ahead=False, base=base and base[0])
-        return finish(draft), state["more"]
+        draft = begin_save(
+            place, state, VersionMetadata(step=step), pool, stage_now=False, base=base and base[0]
+        )
+        return finish_save(draft), state["more"]
 
     bases = crew.group.run(lambda rank: saved(rank, 1))
     for method in (saved, None):
-        crew.ranks[slow].peril = dawdle
+        crew.ranks[slow].before_call = dawdle
         began = time.monotonic()
         if method is None:
             loaded = crew.group.run(lambda rank: holdfast.load(crew.url(rank, 2), zeros(rank)))
@@ -214,7 +218,7 @@ def zeros(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_meetings_that_wait_for_each_other_end(seas: Pools) -> None:
+def test_two_meetings_that_wait_for_each_other_end(trial_stores: PoolTracker) -> None:
     """Rank 0 hangs in a save in the background, and goes on to the next one in the foreground; rank
     1 waits for the first. Each sees that the other waits, and neither takes that for progress."""
     store = MemoryStore()
@@ -226,7 +230,7 @@ def test_two_meetings_that_wait_for_each_other_end(seas: Pools) -> None:
         if call.method == "commit" and call.key.startswith("version_1/"):
             free.wait(60)
 
-    crew.ranks[0].peril = hang
+    crew.ranks[0].before_call = hang
 
     def work(rank: int) -> Any:
         pending = holdfast.save_async(crew.url(rank, 1), state_of(rank, 2, 1), step=1)
@@ -256,7 +260,7 @@ def test_two_meetings_that_wait_for_each_other_end(seas: Pools) -> None:
     began = time.monotonic()
     made = crew.group.run(work)
     killer.join()
-    assert time.monotonic() - began < 4 * SOON.stuck
+    assert time.monotonic() - began < 4 * SHORT_TIMEOUTS.stuck
     assert made == [1, 0]
     crew.group.close()
-    nothing_left(seas)
+    nothing_left(trial_stores)

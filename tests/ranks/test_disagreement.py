@@ -10,69 +10,69 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.engine.distributed.kv import Patience
+from holdfast.engine.distributed.kv import Timeouts
 from holdfast.errors import AlreadyExists, CommitError, PlanError, RankFailed
 from holdfast.storage.memory import MemoryStore
-from tests.crash.conftest import Pools
-from tests.ranks.faults import SOON, Crew, sound, state_of
+from tests.crash.conftest import PoolTracker
+from tests.ranks.faults import SHORT_TIMEOUTS, ThreadedJob, assert_versions_intact, state_of
 from tests.ranks.test_commit import nothing_left
-from tests.trainings import after, fresh
+from tests.trainings import initial_state, state_after
 
 Work = Callable[[int], Any]
 
 
-def crew_of(size: int, store: MemoryStore, patience: Patience = SOON) -> Crew:
-    return Crew(size, [store] * size, patience)
+def crew_of(size: int, store: MemoryStore, patience: Timeouts = SHORT_TIMEOUTS) -> ThreadedJob:
+    return ThreadedJob(size, [store] * size, patience)
 
 
-def goes_on(crew: Crew, store: MemoryStore, step: int = 9) -> None:
+def goes_on(crew: ThreadedJob, store: MemoryStore, step: int = 9) -> None:
     """The next save of all works, and nothing is left of those before it."""
     crew.group.run(lambda rank: crew.save(rank, step))
-    assert crew.keys() == []
+    assert crew.leftover_keys() == []
     crew.group.close()
-    sound(store, [step])
+    assert_versions_intact(store, [step])
 
 
-def all_fail(crew: Crew, work: Work, kind: type[Exception] = RankFailed) -> list[Any]:
+def all_fail(crew: ThreadedJob, work: Work, kind: type[Exception] = RankFailed) -> list[Any]:
     began = time.monotonic()
     outcomes = crew.group.outcomes(work)
-    assert time.monotonic() - began < 2 * SOON.stuck
+    assert time.monotonic() - began < 2 * SHORT_TIMEOUTS.stuck
     assert all(isinstance(o, kind) for o in outcomes), outcomes
     return outcomes
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_another_step(seas: Pools, other: int) -> None:
+def test_another_step(trial_stores: PoolTracker, other: int) -> None:
     store = MemoryStore()
     crew = crew_of(3, store)
     outcomes = all_fail(crew, lambda rank: crew.save(rank, 1 + (rank == other)))
     assert any("version_2" in str(o) and "version_1" in str(o) for o in outcomes)
     assert len({o.rank for o in outcomes}) == 1  # which of the two is wrong nobody can know
     goes_on(crew, store)
-    nothing_left(seas)
+    nothing_left(trial_stores)
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_one_loads_while_the_others_save(seas: Pools, other: int) -> None:
+def test_one_loads_while_the_others_save(trial_stores: PoolTracker, other: int) -> None:
     store = MemoryStore()
     crew = crew_of(3, store)
-    holdfast.save(f"{crew.urls[0]}/version_9", after(9))
+    holdfast.save(f"{crew.urls[0]}/version_9", state_after(9))
 
     def work(rank: int) -> Any:
         if rank == other:
-            return holdfast.load(crew.url(rank, 9), fresh())
+            return holdfast.load(crew.url(rank, 9), initial_state())
         return crew.save(rank, 1)
 
     outcomes = all_fail(crew, work)
     assert any("the load of" in str(o) and "the save of" in str(o) for o in outcomes)
     crew.group.run(lambda rank: crew.save(rank, 10))
-    assert crew.keys() == []
+    assert crew.leftover_keys() == []
     crew.group.close()
-    sound(store, [9, 10])
+    assert_versions_intact(store, [9, 10])
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_another_structure(seas: Pools, other: int) -> None:
+def test_another_structure(trial_stores: PoolTracker, other: int) -> None:
     store = MemoryStore()
     crew = crew_of(3, store)
 
@@ -87,11 +87,11 @@ def test_another_structure(seas: Pools, other: int) -> None:
     assert "history" in str(outcomes[0])
     assert f"rank {other}" in str(outcomes[0])
     goes_on(crew, store)
-    nothing_left(seas)
+    nothing_left(trial_stores)
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_state_that_cannot_be_saved_on_one_rank(seas: Pools, other: int) -> None:
+def test_a_state_that_cannot_be_saved_on_one_rank(trial_stores: PoolTracker, other: int) -> None:
     store = MemoryStore()
     crew = crew_of(3, store)
 
@@ -105,14 +105,14 @@ def test_a_state_that_cannot_be_saved_on_one_rank(seas: Pools, other: int) -> No
     assert len({str(o) for o in outcomes}) == 1
     assert "odd" in str(outcomes[0])
     goes_on(crew, store)
-    nothing_left(seas)
+    nothing_left(trial_stores)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [1, 2], ids=["the same version again", "the next version"])
 @pytest.mark.parametrize("other", [0, 1, 2])
 def test_a_rank_that_did_not_come_is_there_the_next_time(
-    seas: Pools, other: int, again: int
+    trial_stores: PoolTracker, other: int, again: int
 ) -> None:
     """It raised before it called ``save``: it must not be one call behind for ever."""
     store = MemoryStore()
@@ -130,15 +130,15 @@ def test_a_rank_that_did_not_come_is_there_the_next_time(
     goes = again + 1
     crew.group.run(lambda rank: crew.save(rank, goes))
     crew.group.close()
-    assert crew.keys() == []
-    sound(store, [again, goes])
-    nothing_left(seas)
+    assert crew.leftover_keys() == []
+    assert_versions_intact(store, [again, goes])
+    nothing_left(trial_stores)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("other", [0, 2])
-def test_a_rank_that_missed_several(seas: Pools, other: int, times: int) -> None:
+def test_a_rank_that_missed_several(trial_stores: PoolTracker, other: int, times: int) -> None:
     store = MemoryStore()
     crew = crew_of(3, store)
 
@@ -153,12 +153,12 @@ def test_a_rank_that_missed_several(seas: Pools, other: int, times: int) -> None
     made = crew.group.run(work)
     assert made == [[] if r == other else [other] * times for r in range(3)]
     goes_on(crew, store)
-    nothing_left(seas)
+    nothing_left(trial_stores)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_late_rank(seas: Pools, other: int) -> None:
+def test_a_late_rank(trial_stores: PoolTracker, other: int) -> None:
     """The others have given it up: it raises at once, and the next save is of all."""
     store = MemoryStore()
     crew = crew_of(3, store)
@@ -172,17 +172,17 @@ def test_a_late_rank(seas: Pools, other: int) -> None:
             return crew.save(rank, 1)
         finally:
             if rank == other:
-                assert time.monotonic() - began < SOON.silent
+                assert time.monotonic() - began < SHORT_TIMEOUTS.silent
             else:
                 gone.wait(30)
 
     assert {o.rank for o in all_fail(crew, work)} == {other}
     goes_on(crew, store)
-    nothing_left(seas)
+    nothing_left(trial_stores)
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_rank_saves_twice(seas: Pools, other: int) -> None:
+def test_a_rank_saves_twice(trial_stores: PoolTracker, other: int) -> None:
     """Its second save meets the next one of the others: all raise at once."""
     store = MemoryStore()
     crew = crew_of(3, store)
@@ -194,7 +194,7 @@ def test_a_rank_saves_twice(seas: Pools, other: int) -> None:
     outcomes = all_fail(crew, work, CommitError if other else Exception)
     assert all(isinstance(o, RankFailed | AlreadyExists) for o in outcomes)
     crew.group.run(lambda rank: crew.save(rank, 3))
-    assert crew.keys() == []
+    assert crew.leftover_keys() == []
     crew.group.close()
-    sound(store, [1, 3])
-    nothing_left(seas)
+    assert_versions_intact(store, [1, 3])
+    nothing_left(trial_stores)

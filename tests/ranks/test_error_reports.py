@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 
-from holdfast.engine.distributed.error_report import in_full, raised, tell
+from holdfast.engine.distributed.error_report import decode_error, encode_error, format_with_notes
 from holdfast.engine.distributed.group import current_group
 from holdfast.errors import CommitError, NotFound, RankFailed, SaveFailed
 from holdfast.run.policy import EverySteps, OnException
 from holdfast.run.run import Run
 from holdfast.testing.fakegroup import FakeGroup
-from holdfast.training.warn import tell_failed
-from tests.ranks.trainings import Crew, Member
+from holdfast.training.warn import warn_save_failed
+from tests.ranks.trainings import TrainingJob, TrainingRank
 
 
 def odd() -> Exception:
@@ -27,7 +27,7 @@ def closed() -> Exception:
     return RuntimeError("Connection closed by peer")
 
 
-def wait_for(crew: Crew, said: bytes) -> None:
+def wait_for(crew: TrainingJob, said: bytes) -> None:
     """Until a rank has said that on the board."""
     end = time.monotonic() + 20
     while not any(said in note for note in list(crew.group.store.values.values())):
@@ -35,12 +35,12 @@ def wait_for(crew: Crew, said: bytes) -> None:
         time.sleep(0.001)
 
 
-def outcomes(crew: Crew, errors: dict[int, BaseException], step: int = 7) -> list[Any]:
+def outcomes(crew: TrainingJob, errors: dict[int, BaseException], step: int = 7) -> list[Any]:
     """Rank 2 raises, and then those who lose their connection to it; the others hang."""
 
-    def work(m: Member) -> None:
-        with m.checkpointer(save=EverySteps(100) | OnException()):
-            m.steps(step)
+    def work(m: TrainingRank) -> None:
+        with m.make_checkpointer(save=EverySteps(100) | OnException()):
+            m.train_steps(step)
             if m.rank != 2:
                 wait_for(crew, b"NaN in the loss")
             if m.rank in errors:
@@ -50,7 +50,7 @@ def outcomes(crew: Crew, errors: dict[int, BaseException], step: int = 7) -> lis
 
 
 def test_where_all_raise_the_first_is_told_to_the_others_and_by_the_version() -> None:
-    with Crew(3) as crew, warnings.catch_warnings():
+    with TrainingJob(3) as crew, warnings.catch_warnings():
         warnings.simplefilter("error")
         made = outcomes(crew, {0: closed(), 1: closed(), 2: odd()})
         assert [getattr(e, "__notes__", None) for e in made] == [
@@ -60,11 +60,11 @@ def test_where_all_raise_the_first_is_told_to_the_others_and_by_the_version() ->
         ]
         [version] = Run(crew.inner).snapshots()
         assert version.metadata["note"]["error"] == "ValueError: NaN in the loss (rank 2)"
-        assert crew.keys() == []
+        assert crew.leftover_keys() == []
 
 
 def test_what_all_have_raised_alike_is_told_by_none() -> None:
-    with Crew(3) as crew:
+    with TrainingJob(3) as crew:
         made = outcomes(crew, {r: odd() for r in range(3)})
         assert [getattr(e, "__notes__", None) for e in made] == [None] * 3
         [version] = Run(crew.inner).snapshots()
@@ -74,15 +74,15 @@ def test_what_all_have_raised_alike_is_told_by_none() -> None:
 def test_where_one_hangs_it_is_told_what_the_first_has_raised() -> None:
     """Rank 0 hangs in its all-reduce, and is not what went wrong."""
     with (
-        Crew(3) as crew,
-        mock.patch("holdfast.training.exception_save.COME", 0.5),
+        TrainingJob(3) as crew,
+        mock.patch("holdfast.training.exception_save.JOIN_TIMEOUT", 0.5),
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("always")
 
-        def work(m: Member) -> None:
-            with m.checkpointer(save=EverySteps(100) | OnException()):
-                m.steps(7)
+        def work(m: TrainingRank) -> None:
+            with m.make_checkpointer(save=EverySteps(100) | OnException()):
+                m.train_steps(7)
                 if m.rank == 0:
                     wait_for(crew, b"does not take part")
                     return
@@ -117,11 +117,11 @@ def test_who_does_something_else_hears_what_has_been_raised(first: int) -> None:
             what, cause = [("the save of a", ""), ("the save after an exception", "OSError: x")][
                 rank
             ]
-            meeting = current_group().meet(what, cause=cause)
+            meeting = current_group().collective(what, cause=cause)
             try:
                 with meeting:
                     meeting.gather(rank, int)
-                    meeting.share(None if rank else True, bool)
+                    meeting.broadcast(None if rank else True, bool)
             finally:
                 meeting.close()
 
@@ -135,12 +135,12 @@ def test_who_does_something_else_hears_what_has_been_raised(first: int) -> None:
 
 
 def test_a_warning_names_the_rank_that_has_told_the_error() -> None:
-    told = raised(tell(CommitError("x changed"), 3, "the save", False), 0, "the save")
+    told = decode_error(encode_error(CommitError("x changed"), 3, "the save", False), 0, "the save")
     assert str(told) == "x changed."
-    assert in_full(told) == "x changed. Told by rank 3."
+    assert format_with_notes(told) == "x changed. Told by rank 3."
     with pytest.warns(SaveFailed, match=r"since step 5: x changed\. Told by rank 3\.$"):
-        tell_failed(told, 5, 2)
-    assert in_full(CommitError("x changed")) == "x changed."
+        warn_save_failed(told, 5, 2)
+    assert format_with_notes(CommitError("x changed")) == "x changed."
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_name_that_utf8_lacks_does_not_keep_an_error_from_being_told(error: Ex
     with FakeGroup(2) as group:
 
         def work(rank: int) -> None:
-            meeting = current_group().meet("the save")
+            meeting = current_group().collective("the save")
             try:
                 with meeting:
                     if rank:

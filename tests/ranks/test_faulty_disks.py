@@ -15,8 +15,8 @@ from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.storage.os_calls import Fs
 from holdfast.testing.faults import Fault, FaultFs
-from tests.crash.conftest import Pools
-from tests.ranks.faults import Crew, sound
+from tests.crash.conftest import PoolTracker
+from tests.ranks.faults import ThreadedJob, assert_versions_intact
 from tests.ranks.test_commit import nothing_left
 
 SIZE = 2
@@ -28,13 +28,13 @@ class Unsynced(Fs):
     def fsync(self, fd: int) -> None: ...
 
 
-def crew_on(folder: Path, victim: int, *faults: Fault) -> tuple[Crew, FaultFs]:
+def crew_on(folder: Path, victim: int, *faults: Fault) -> tuple[ThreadedJob, FaultFs]:
     faulty = FaultFs(Unsynced(), *faults)
     stores = [LocalStore(folder, fs=faulty if r == victim else Unsynced()) for r in range(SIZE)]
-    return Crew(SIZE, stores), faulty
+    return ThreadedJob(SIZE, stores), faulty
 
 
-def check(crew: Crew, faulty: FaultFs, victim: int, folder: Path) -> None:
+def check(crew: ThreadedJob, faulty: FaultFs, victim: int, folder: Path) -> None:
     outcomes = crew.group.outcomes(lambda rank: crew.save(rank, 1))
     faulty.faults.clear()
     store = LocalStore(folder)
@@ -55,9 +55,9 @@ def check(crew: Crew, faulty: FaultFs, victim: int, folder: Path) -> None:
         assert not there or unsure == {"unknown"}, outcomes
     step = 2 if there else 1
     crew.group.run(lambda rank: crew.save(rank, step))
-    assert crew.keys() == []
+    assert crew.leftover_keys() == []
     crew.group.close()
-    sound(store, [1, 2][:step])
+    assert_versions_intact(store, [1, 2][:step])
 
 
 def every_fault(make: Callable[[str, int], Fault], tmp_path: Path) -> int:
@@ -78,25 +78,25 @@ def every_fault(make: Callable[[str, int], Fault], tmp_path: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True], ids=["fails", "its reply is lost"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
-def test_a_call_fails(seas: Pools, tmp_path: Path, error: int, lost: bool) -> None:
+def test_a_call_fails(trial_stores: PoolTracker, tmp_path: Path, error: int, lost: bool) -> None:
     def make(kind: str, at: int) -> Fault:
         return Fault(kind, at, error, lost=lost)
 
     assert every_fault(make, tmp_path) > 40
-    nothing_left(seas)
+    nothing_left(trial_stores)
 
 
 @pytest.mark.slow
-def test_the_disk_stays_full(seas: Pools, tmp_path: Path) -> None:
+def test_the_disk_stays_full(trial_stores: PoolTracker, tmp_path: Path) -> None:
     def make(kind: str, at: int) -> Fault:
         return Fault(kind, at, errno.ENOSPC, lasting=True)
 
     assert every_fault(make, tmp_path) > 40
-    nothing_left(seas)
+    nothing_left(trial_stores)
 
 
-def test_nothing_is_wrong_without_a_fault(seas: Pools, tmp_path: Path) -> None:
+def test_nothing_is_wrong_without_a_fault(trial_stores: PoolTracker, tmp_path: Path) -> None:
     crew, faulty = crew_on(tmp_path, 0)
     check(crew, faulty, 0, tmp_path)
     assert not faulty.fired
-    nothing_left(seas)
+    nothing_left(trial_stores)

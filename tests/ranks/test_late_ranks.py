@@ -32,7 +32,7 @@ from holdfast.errors import HoldfastError, NoSpace, Unavailable
 from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from tests.ranks.trainings import Crew, Member, same, train_step
+from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
 
 SIZE = 3
 STILL = 0.015
@@ -153,7 +153,7 @@ class Trial:
     def told_of(self, rank: int, what: str, error: BaseException | None = None) -> None:
         self._news += 1
         resumes = what.startswith("resume")  # where that fails the state is that of no step
-        step = -1 if resumes else self.crew.members[rank].ckpt.current_step
+        step = -1 if resumes else self.crew.ranks[rank].ckpt.current_step
         self.told[rank].append((what, step, error))
 
     # -- the training --------------------------------------------------------------------------
@@ -162,14 +162,16 @@ class Trial:
         inner = MemoryStore()
         course = self.course
         if course.resume:
-            with Crew(SIZE, inner) as crew:
+            with TrainingJob(SIZE, inner) as crew:
                 crew.train(5, save=EverySteps(2))
-        with Crew(SIZE, inner) as crew:
+        with TrainingJob(SIZE, inner) as crew:
             self.crew = crew
             for r, view in enumerate(crew.group.views):
                 view.before = lambda name, key, r=r: self.called(r, "board", f"{name} {key}")
-                crew.before(r, lambda name, key, r=r: self.called(r, "store", f"{name} {key}"))
-                board: Any = crew.group.ranks[r].board
+                crew.set_before_call(
+                    r, lambda name, key, r=r: self.called(r, "store", f"{name} {key}")
+                )
+                board: Any = crew.group.groups[r].kv
                 board.trial = self
                 _asking(board, functools.partial(self._asked, r))
             ended = crew.outcomes(self._work)
@@ -178,7 +180,7 @@ class Trial:
             assert ended == [None] * SIZE, (self, ended, self.told)
             self._agree()
             self._second = True
-            assert crew.keys() == [], (self, crew.keys(), self.told)
+            assert crew.leftover_keys() == [], (self, crew.leftover_keys(), self.told)
             self._goes_on()
         return self
 
@@ -186,10 +188,10 @@ class Trial:
         name = threading.current_thread().name
         self.called(rank, "ask", f"{'train' if name.startswith('rank-') else name} {what}")
 
-    def _work(self, m: Member) -> None:
+    def _work(self, m: TrainingRank) -> None:
         course, given = self.course, dict(self.course.given)
         policy = EverySteps(2) | OnException() if course.ends else EverySteps(2)
-        ckpt = m.checkpointer(save=policy, on_error=course.on_error, **given)
+        ckpt = m.make_checkpointer(save=policy, on_error=course.on_error, **given)
         try:
             with ckpt:
                 self._resume(m)
@@ -197,7 +199,7 @@ class Trial:
                 if course.demand:
                     self._do(m, "save", ckpt.save)
                 if course.ends:
-                    m.crew.reduce(m.rank)
+                    m.job.wait_for_step(m.rank)
                     raise ArithmeticError("NaN")
         except ArithmeticError as e:
             self.told_of(m.rank, "raised", e)
@@ -205,14 +207,14 @@ class Trial:
             if ckpt.statistics()["failures"]:
                 self.told_of(m.rank, "close", e)
 
-    def _resume(self, m: Member) -> None:
+    def _resume(self, m: TrainingRank) -> None:
         if not self._do(m, "resume", m.ckpt.resume):
             self._do(m, "resume again", m.ckpt.resume)
 
-    def _steps(self, m: Member) -> None:
+    def _steps(self, m: TrainingRank) -> None:
         ckpt, again = m.ckpt, self.course.again
         while ckpt.current_step < TO and not ckpt.should_stop:
-            m.crew.reduce(m.rank)
+            m.job.wait_for_step(m.rank)
             if again and ckpt.current_step == 7:
                 again = False
                 self._resume(m)
@@ -222,7 +224,7 @@ class Trial:
                 ckpt._watcher._signalled = True
             self._do(m, "step", lambda: ckpt.step({"loss": 1.0}))
 
-    def _do(self, m: Member, what: str, call: Callable[[], object]) -> bool:
+    def _do(self, m: TrainingRank, what: str, call: Callable[[], object]) -> bool:
         try:
             call()
         except Exception as e:
@@ -241,21 +243,21 @@ class Trial:
                 assert "did not raise in the same step" not in notes, (self, notes)
                 lost = isinstance(error, HoldfastError) and error.fields.get("lost")
                 assert not lost, (self, self.told)
-        steps = [m.ckpt.current_step for m in self.crew.members]
+        steps = [m.ckpt.current_step for m in self.crew.ranks]
         assert len({*steps}) == 1, (self, steps, self.told)
-        assert len({m.ckpt._cadence._begun for m in self.crew.members}) == 1, self
+        assert len({m.ckpt._cadence._save_number for m in self.crew.ranks}) == 1, self
 
     def _goes_on(self) -> None:
         crew = self.crew
         line = Run(crew.inner).line()
         for r in range(SIZE):
-            crew.before(r, lambda name, key: None)
+            crew.set_before_call(r, lambda name, key: None)
         crew.train(MORE, save=EverySteps(2))
-        found = {None if m.resumed is None else m.resumed.step for m in crew.members}
+        found = {None if m.resumed is None else m.resumed.step for m in crew.ranks}
         assert found == {line[-1].step if line else None}, (self, found, line)
         assert crew.versions[-1] == MORE - 1, (self, crew.versions)
-        assert crew.keys() == [], (self, crew.keys())
-        assert all(same(m.state, m.rank, SIZE, MORE) for m in crew.members), self
+        assert crew.leftover_keys() == [], (self, crew.leftover_keys())
+        assert all(matches_uninterrupted(m.state, m.rank, SIZE, MORE) for m in crew.ranks), self
         assert all(s.verify().ok for s in Run(crew.inner).snapshots()), self
 
 
@@ -277,7 +279,7 @@ def _asking(board: Any, asked: Callable[[str], None]) -> None:
 def _trial() -> tuple[Any, int]:
     """Of the thread of a rank: its trial, if it has one, and which rank it is."""
     group = save.current_group()
-    return getattr(getattr(group, "board", None), "trial", None), group.rank
+    return getattr(getattr(group, "kv", None), "trial", None), group.rank
 
 
 @contextmanager
@@ -289,21 +291,21 @@ def watched() -> Iterator[None]:
         def do(*args: Any, **more: Any) -> Any:
             trial, rank = _trial()
             if trial is not None:
-                trial.called(rank, "step", name)
+                trial.record_call(rank, "step", name)
             return call(*args, **more)
 
         return do
 
     def warned(error: HoldfastError, *rest: Any) -> None:
         trial, rank = _trial()
-        if trial is not None and not trial.crew.members[rank].ckpt._closed:
+        if trial is not None and not trial.job.ranks[rank].ckpt._closed:
             trial.told_of(rank, "warning", error)
 
     with ExitStack() as stack:
-        for name in ("flatten", "stage_ahead"):
+        for name in ("flatten", "stage_pieces"):
             call = before(name, getattr(save, name))
             stack.enter_context(mock.patch.object(save, name, call))
-        stack.enter_context(mock.patch("holdfast.training.checkpointer.tell_failed", warned))
+        stack.enter_context(mock.patch("holdfast.training.checkpointer.warn_save_failed", warned))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield
@@ -350,7 +352,7 @@ def test_a_copy_that_fails_on_one_rank_is_told_when_the_next_save_is_due(
     """The others have gone on to train; alone it would leave them in their all-reduce."""
     with watched():
         trial = Trial(
-            Course(on_error), Call(rank, "step", "stage_ahead", 2), error=NoSpace("No room")
+            Course(on_error), Call(rank, "step", "stage_pieces", 2), error=NoSpace("No room")
         ).run()
     what = "step" if on_error == "raise" else "warning"
     assert [[(w, step) for w, step, _ in told] for told in trial.told] == [[(what, 6)]] * SIZE

@@ -17,15 +17,23 @@ import holdfast
 from holdfast.buffers import shared_pool
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.saving import partition
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import open_at
+from holdfast.engine.snapshot.snapshot import open_location
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.fakegroup import FakeGroup
-from holdfast.types import DTYPES, MIB, UNIT
-from tests.ranks.counted_reads import Noted, chunks_with, merged
-from tests.ranks.random_layouts import Laid, Layout, found, key, layout, state_of, states
+from holdfast.types import BLOCK_SIZE, DTYPES, MIB
+from tests.ranks.random_layouts import (
+    LaidOutTensor,
+    Layout,
+    draw_layout,
+    leaf_key,
+    local_bytes,
+    state_of,
+    states,
+)
+from tests.ranks.recorded_reads import RecordingStore, are_merged, chunks_containing
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -45,25 +53,25 @@ def saved_later(store, size, state_of_rank):
 def check(laid, state, held, chosen=None):
     """All tensors that were ``chosen`` are the saved ones, the others as they were."""
     for i, rows in held.items():
-        level, name = key(i).split("/")
+        level, name = leaf_key(i).split("/")
         rows = rows if chosen is None or i in chosen else np.full_like(rows, 1)
-        assert found(state[level][name]) == rows.tobytes(), (i, laid[i])
+        assert local_bytes(state[level][name]) == rows.tobytes(), (i, laid[i])
 
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
-@given(states(), st.sampled_from([partition.SPLIT, 64, 8]), st.booleans())
+@given(states(), st.sampled_from([partition.MAX_BOX_BYTES, 64, 8]), st.booleans())
 def test_any_layout_into_any_other(drawn, split, later):
     """Also some leaves only, and one process alone, of a part or the whole."""
     sizes, laid = drawn
     store = MemoryStore()
-    with patch.object(partition, "SPLIT", split):
+    with patch.object(partition, "MAX_BOX_BYTES", split):
         (saved_later if later else saved)(store, sizes[0], lambda r: state_of(laid, 0, r)[0])
     snapshot = holdfast.open(store)
     assert snapshot.verify().ok
-    assert set(snapshot.keys()) == {key(i) for i in range(len(laid))}
+    assert set(snapshot.keys()) == {leaf_key(i) for i in range(len(laid))}
     written = sum(nbytes for _, _, nbytes in _boxes(snapshot))
-    assert written == sum(one.bytes().nbytes for one in laid)
+    assert written == sum(one.element_bytes().nbytes for one in laid)
 
     def load(rank):
         state, held = state_of(laid, 1, rank, empty=True)
@@ -76,7 +84,7 @@ def test_any_layout_into_any_other(drawn, split, later):
 
     def load_some(rank):
         state, held = state_of(laid, 2, rank, empty=True)
-        holdfast.load(store, into=state, keys=[key(i) for i in chosen])
+        holdfast.load(store, into=state, keys=[leaf_key(i) for i in chosen])
         check(laid, state, held, chosen)
 
     chosen = [i for i in chosen if i < len(laid)]
@@ -85,8 +93,8 @@ def test_any_layout_into_any_other(drawn, split, later):
             group.run(load_some)
     alone = holdfast.load(store)
     for i, one in enumerate(laid):
-        level, name = key(i).split("/")
-        assert found(alone[level][name]) == one.bytes().tobytes(), one
+        level, name = leaf_key(i).split("/")
+        assert local_bytes(alone[level][name]) == one.element_bytes().tobytes(), one
     if laid[1:]:
         assert holdfast.load(store, keys="other/**").keys() == {"other"}
 
@@ -111,10 +119,10 @@ def test_each_rank_reads_the_chunks_that_it_needs_once(seed):
     """Chunks of 64 KiB and more: a rank that has a part of a tensor reads a part of its chunks."""
     random, sizes = Random(seed), (4, 6)
     laid = [
-        Laid(
+        LaidOutTensor(
             random.choice(["float32", "uint8", "bfloat16"]),
             shape,
-            tuple(layout(random, size, shape, False) for size in sizes),
+            tuple(draw_layout(random, size, shape, False) for size in sizes),
             False,
             False,
             seed + n,
@@ -127,17 +135,17 @@ def test_each_rank_reads_the_chunks_that_it_needs_once(seed):
 
     def load(rank):
         state, held = state_of(laid, 1, rank, empty=True)
-        noted = Noted(store)
+        noted = RecordingStore(store)
         holdfast.load(noted, into=state)
         check(laid, state, held)
         wanted = {}
         for i, one in enumerate(laid):
-            numbers = one.layouts[1].numbers(one.shape, rank)
-            wanted[key(i)] = np.zeros(one.shape, bool)
-            wanted[key(i)].reshape(-1)[[] if numbers is None else numbers] = True
-        needed = chunks_with(snapshot, wanted)
+            numbers = one.layouts[1].element_numbers(one.shape, rank)
+            wanted[leaf_key(i)] = np.zeros(one.shape, bool)
+            wanted[leaf_key(i)].reshape(-1)[[] if numbers is None else numbers] = True
+        needed = chunks_containing(snapshot, wanted)
         assert noted.nbytes == sum(stop - start for _, start, stop in needed)
-        assert merged(noted.ranges, snapshot)
+        assert are_merged(noted.ranges, snapshot)
         assert len(noted.ranges) <= len(needed)
         small = sorted(key for method, key in noted.calls if method == "get")
         assert len(small) == len(set(small)) == 1 + len(snapshot.indexes())
@@ -160,13 +168,13 @@ def test_a_tensor_of_several_units_is_read_by_the_rows_that_a_rank_has():
     saved(store, 4, lambda r: {"w": part(r, 4)})
 
     def load(rank):
-        noted, into = Noted(store), part(rank, 8)
+        noted, into = RecordingStore(store), part(rank, 8)
         expected = into.tensor.clone()
         into.tensor.zero_()
         holdfast.load(noted, into={"w": into})
         assert torch.equal(into.tensor, expected)
         assert noted.nbytes == into.tensor.nbytes
-        assert max(length for _, _, length in noted.ranges) <= UNIT
+        assert max(length for _, _, length in noted.ranges) <= BLOCK_SIZE
 
     with FakeGroup(8) as group:
         group.run(load)
@@ -186,11 +194,11 @@ def _loads(snapshot, keys=None):
 @given(
     st.integers(2, 6),
     st.lists(st.integers(0, 5000), min_size=1, max_size=40),
-    st.sampled_from([64, 1000, partition.SPLIT]),
+    st.sampled_from([64, 1000, partition.MAX_BOX_BYTES]),
 )
 def test_what_all_ranks_have_is_written_once_and_the_work_is_shared(size, lengths, split):
     state = {str(i): torch.full((n, 3), i, dtype=torch.uint8) for i, n in enumerate(lengths)}
-    with patch.object(partition, "SPLIT", split):
+    with patch.object(partition, "MAX_BOX_BYTES", split):
         snapshot = saved(MemoryStore(), size, lambda r: {k: t.clone() for k, t in state.items()})
     boxes = [nbytes for _, _, nbytes in _boxes(snapshot)]
     assert sum(boxes) == 3 * sum(lengths)
@@ -205,13 +213,15 @@ def test_what_replicas_have_in_common_is_shared_among_them():
     mesh = Layout(tuple(range(6)), (2, 3), (None, 0), (0, 1), "dtensor")
     plain = Layout(tuple(range(6)), (6,), (None,), (0,), "plain")
     laid = [
-        Laid("uint8", (random.randint(1, 300), 10), (mesh if i % 3 else plain,), False, False, i)
+        LaidOutTensor(
+            "uint8", (random.randint(1, 300), 10), (mesh if i % 3 else plain,), False, False, i
+        )
         for i in range(60)
     ]
     snapshot = saved(MemoryStore(), size, lambda r: state_of(laid, 0, r)[0])
     boxes = [nbytes for _, _, nbytes in _boxes(snapshot)]
     assert sum(boxes) == sum(prod(one.shape) for one in laid)
-    spread = {key(i) for i in range(60) if i % 3}
+    spread = {leaf_key(i) for i in range(60) if i % 3}
     parts = _loads(snapshot, spread)
     for n in range(3):
         assert abs(parts[n] - parts[n + 3]) <= max(boxes)
@@ -224,8 +234,8 @@ def test_a_large_tensor_that_all_have_is_cut_and_shared():
     snapshot = saved(MemoryStore(), 3, lambda r: {"w": whole, "t": whole.permute(2, 1, 0)})
     loads = _loads(snapshot)
     assert sum(loads) == 2 * whole.nbytes
-    assert max(loads) <= sum(loads) / 3 + partition.SPLIT
-    back = holdfast.load(snapshot.place.store)
+    assert max(loads) <= sum(loads) / 3 + partition.MAX_BOX_BYTES
+    back = holdfast.load(snapshot.location.store)
     assert torch.equal(back["w"], whole)
     assert torch.equal(back["t"], whole.permute(2, 1, 0))
 
@@ -244,12 +254,14 @@ def test_an_incremental_version_of_another_layout_has_its_own_values(drawn, alik
     store = MemoryStore()
     saved_at(Location(store, "version_1"), sizes[0], lambda r: state_of(laid, 0, r)[0])
     changed = [replace(one, seed=one.seed + (one.seed % 3 == 0)) for one in laid]
-    base = open_at(Location(store, "version_1"))
+    base = open_location(Location(store, "version_1"))
     place = Location(store, "version_2")
     saved_at(place, sizes[1], lambda r: state_of(changed, 1, r)[0], base)
-    snapshot = open_at(place)
+    snapshot = open_location(place)
     assert snapshot.verify().ok
-    kept = sum(a.bytes().nbytes for a, b in zip(laid, changed, strict=True) if a.seed == b.seed)
+    kept = sum(
+        a.element_bytes().nbytes for a, b in zip(laid, changed, strict=True) if a.seed == b.seed
+    )
     if alike:
         assert snapshot.referred_bytes <= kept
     if alike and changed == laid:
@@ -257,7 +269,7 @@ def test_an_incremental_version_of_another_layout_has_its_own_values(drawn, alik
 
     def load(rank):
         state, held = state_of(changed, 2, rank, empty=True)
-        load_snapshot(open_at(place), state)
+        load_snapshot(open_location(place), state)
         check(changed, state, held)
 
     with FakeGroup(sizes[2]) as group:
@@ -268,9 +280,11 @@ def saved_at(place, size, state_of_rank, base=None):
     """As a run saves: at a place within it, with a base."""
 
     def work(rank):
-        label = Label(step=int(place.folder[-1]))
+        label = VersionMetadata(step=int(place.folder[-1]))
         state = state_of_rank(rank)
-        return finish(begin(place, state, label, shared_pool(), ahead=False, base=base))
+        return finish_save(
+            begin_save(place, state, label, shared_pool(), stage_now=False, base=base)
+        )
 
     with FakeGroup(size) as group:
         group.run(work)

@@ -19,9 +19,16 @@ from holdfast.engine.state.replication import PerRank, Replicated
 from holdfast.engine.state.sharding import Boxed
 from holdfast.errors import DTypeMismatch, PlanError, RanksChanged, ShapeMismatch, Unsupported
 from holdfast.storage.memory import MemoryStore
-from tests.engine.states import same
+from tests.engine.states import assert_same
 from tests.ranks import rank_threads as acting
-from tests.ranks.rank_threads import as_ranks, floats, loaded, not_loaded, refused, saved
+from tests.ranks.rank_threads import (
+    floats,
+    for_each_rank,
+    load_errors,
+    load_on_ranks,
+    save_error,
+    save_on_ranks,
+)
 
 
 class Place:
@@ -63,44 +70,44 @@ def other(ranks, later, match=None):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("later", [1, 2, 4])
 def test_each_rank_gets_its_own_back_and_new_ones_keep_what_they_have(ranks, later):
-    store = saved(*as_ranks(ranks, own))
-    lives = as_ranks(later, lambda r: own(r, -1 if r < ranks else 99))
+    store = save_on_ranks(*for_each_rank(ranks, own))
+    lives = for_each_rank(later, lambda r: own(r, -1 if r < ranks else 99))
     for live in lives[:ranks]:  # lists take the length that they had
         live["place"].value.at = 0
     with other(ranks, later, r"t, nested/0, place \(saved by \d, loaded by \d\): "):
-        loaded(store, *lives)
+        load_on_ranks(store, *lives)
     for rank, live in enumerate(lives):
-        same(told(own(rank, None if rank < ranks else 99)), told(live))
+        assert_same(told(own(rank, None if rank < ranks else 99)), told(live))
 
 
 def test_without_a_live_state_they_are_told_by_the_numbers_of_ranks():
-    store = saved(*as_ranks(3, own))
+    store = save_on_ranks(*for_each_rank(3, own))
     back = holdfast.load(store)
     assert list(back["t"]) == ["0", "1", "2"]
     assert [back["t"][str(r)].shape for r in range(3)] == [(3, r) for r in range(3)]
     assert back["place"]["2"]["at"] == 12
     assert back["nested"][0]["1"]["l"] == [11]
-    same({"1": torch.full((3, 1), 11)}, holdfast.load(store, keys="t/1")["t"])
+    assert_same({"1": torch.full((3, 1), 11)}, holdfast.load(store, keys="t/1")["t"])
 
 
 def test_the_values_of_ranks_that_are_gone_are_not_unexpected_and_those_that_differ_are_errors():
-    store = saved(*as_ranks(3, lambda r: {"a": PerRank(floats(*range(r + 1)))}))
+    store = save_on_ranks(*for_each_rank(3, lambda r: {"a": PerRank(floats(*range(r + 1)))}))
     with other(3, 1, r"a \(saved by 3, loaded by 1\): what ranks 1, 2 had is passed over\. If"):
-        loaded(store, {"a": PerRank(floats(9))})
-    lives = as_ranks(2, lambda r: {"a": PerRank(floats(9))})
-    for e in not_loaded(store, ShapeMismatch, *lives):
+        load_on_ranks(store, {"a": PerRank(floats(9))})
+    lives = for_each_rank(2, lambda r: {"a": PerRank(floats(9))})
+    for e in load_errors(store, ShapeMismatch, *lives):
         assert "a/1 [2], live [1]" in str(e)
-    same(floats(9), lives[0]["a"].value)
-    not_loaded(store, DTypeMismatch, {"a": PerRank(torch.ones(1).int())})
+    assert_same(floats(9), lives[0]["a"].value)
+    load_errors(store, DTypeMismatch, {"a": PerRank(torch.ones(1).int())})
 
 
 def test_only_some_ranks_may_have_one():
     states = [{"x": 1}, {"x": 1, "a": PerRank([floats(1), 2])}, {"x": 1, "a": PerRank([3, 4, 5])}]
-    store = saved(*states)
+    store = save_on_ranks(*states)
     assert holdfast.open(store).keys() == ["x", "a/1/0", "a/1/1", "a/2/0", "a/2/1", "a/2/2"]
     lives = [{"x": 0}, {"x": 0, "a": PerRank([floats(0), 0])}, {"x": 0, "a": PerRank([0])}]
-    loaded(store, *lives)
-    same([floats(1), 2], lives[1]["a"].value)
+    load_on_ranks(store, *lives)
+    assert_same([floats(1), 2], lives[1]["a"].value)
     assert lives[2]["a"].value == [3, 4, 5]
 
 
@@ -111,7 +118,7 @@ def seen(store, *lives, **options):
     """The warnings of a load by these ranks."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loaded(store, *lives, **options)
+        load_on_ranks(store, *lives, **options)
     assert {w.category for w in caught} <= {RanksChanged}
     assert {w.filename for w in caught} <= {acting.__file__}  # the line that loads
     return [str(w.message).partition(" load it: ")[2].partition(". If it")[0] for w in caught]
@@ -121,7 +128,7 @@ def test_that_values_of_ranks_do_not_fit_is_told_once_for_all_of_them():
     def state(r):
         return {"loader": PerRank({"at": 1, "x": floats(r)}), "a": [PerRank(r)], "w": floats(1)}
 
-    store = saved(*as_ranks(4, state))
+    store = save_on_ranks(*for_each_rank(4, state))
     both = "loader, a/0 (saved by 4, loaded by {}): {}"
     for later, end in (
         (1, "what ranks 1, 2, 3 had is passed over"),
@@ -129,17 +136,19 @@ def test_that_values_of_ranks_do_not_fit_is_told_once_for_all_of_them():
         (5, "rank 4 keeps what was there"),
         (6, "ranks 4, 5 keep what was there"),
     ):
-        assert seen(store, *as_ranks(later, state)) == [both.format(later, end)]
-    assert seen(store, *as_ranks(4, state)) == []
+        assert seen(store, *for_each_rank(later, state)) == [both.format(later, end)]
+    assert seen(store, *for_each_rank(4, state)) == []
 
 
 def test_only_what_is_asked_for_is_told_of():
-    store = saved(*as_ranks(3, lambda r: {"a": PerRank(r), "b": PerRank(r), "w": floats(1)}))
-    lives = as_ranks(2, lambda r: {"a": PerRank(0), "b": PerRank(0), "w": floats(0)})
+    store = save_on_ranks(
+        *for_each_rank(3, lambda r: {"a": PerRank(r), "b": PerRank(r), "w": floats(1)})
+    )
+    lives = for_each_rank(2, lambda r: {"a": PerRank(0), "b": PerRank(0), "w": floats(0)})
     assert seen(store, *lives, keys="w") == []
     assert seen(store, *lives, keys="b") == ["b (saved by 3, loaded by 2): what rank 2 had is"
                                              " passed over"]  # fmt: skip
-    lives = as_ranks(2, lambda r: {"w": floats(0)})
+    lives = for_each_rank(2, lambda r: {"w": floats(0)})
     assert seen(store, *lives, unexpected="ignore") == []
 
 
@@ -147,34 +156,34 @@ def test_values_of_some_ranks_fit_as_long_as_these_have_them():
     def state(r, *ranks):
         return {"x": 1, **({"a": PerRank([r, 0])} if r in ranks else {})}
 
-    store = saved(*as_ranks(4, lambda r: state(r, 1, 3)))
-    assert seen(store, *as_ranks(5, lambda r: state(r, 1, 3))) == []
-    assert seen(store, *as_ranks(4, lambda r: state(r, 0, 1))) == [
+    store = save_on_ranks(*for_each_rank(4, lambda r: state(r, 1, 3)))
+    assert seen(store, *for_each_rank(5, lambda r: state(r, 1, 3))) == []
+    assert seen(store, *for_each_rank(4, lambda r: state(r, 0, 1))) == [
         "a (saved by 2, loaded by 2): rank 0 keeps what was there, what rank 3 had is passed over"
     ]
-    assert seen(store, *as_ranks(2, lambda r: state(r, 1))) == [
+    assert seen(store, *for_each_rank(2, lambda r: state(r, 1))) == [
         "a (saved by 2, loaded by 1): what rank 3 had is passed over"
     ]
 
 
 def test_where_warnings_are_errors_nothing_is_changed():
-    store = saved(*as_ranks(2, lambda r: {"a": PerRank(floats(r)), "w": floats(1, 2)}))
+    store = save_on_ranks(*for_each_rank(2, lambda r: {"a": PerRank(floats(r)), "w": floats(1, 2)}))
     live = {"a": PerRank(floats(9)), "w": floats(0, 0)}
     with pytest.raises(RanksChanged):
-        loaded(store, live)
-    same({"a": floats(9), "w": floats(0, 0)}, {"a": live["a"].value, "w": live["w"]})
+        load_on_ranks(store, live)
+    assert_same({"a": floats(9), "w": floats(0, 0)}, {"a": live["a"].value, "w": live["w"]})
 
 
 def test_generators_fit_any_ranks():
-    store = saved(*as_ranks(2, lambda r: {"rng": Turn(r)}))
+    store = save_on_ranks(*for_each_rank(2, lambda r: {"rng": Turn(r)}))
     for size in (1, 2, 4):
-        assert seen(store, *as_ranks(size, lambda r: {"rng": Turn(9)})) == []
+        assert seen(store, *for_each_rank(size, lambda r: {"rng": Turn(9)})) == []
 
 
 def test_an_own_value_under_names_that_are_equal_as_text():
-    states = as_ranks(2, lambda r: {"d": {1: PerRank(r), "1": PerRank(floats(r))}})
-    same({"d": {1: {"0": 0, "1": 1}, "1": {"0": floats(0), "1": floats(1)}}},
-         holdfast.load(saved(*states)))  # fmt: skip
+    states = for_each_rank(2, lambda r: {"d": {1: PerRank(r), "1": PerRank(floats(r))}})
+    assert_same({"d": {1: {"0": 0, "1": 1}, "1": {"0": floats(0), "1": floats(1)}}},
+         holdfast.load(save_on_ranks(*states)))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -190,7 +199,7 @@ def test_an_own_value_under_names_that_are_equal_as_text():
     ],
 )  # fmt: skip
 def test_what_is_refused(value, kind, words):
-    e = refused(kind, *as_ranks(2, lambda r: {"a": value(r)}))
+    e = save_error(kind, *for_each_rank(2, lambda r: {"a": value(r)}))
     assert words in str(e)
 
 
@@ -199,17 +208,17 @@ def test_the_same_memory_inside_and_outside():
         x, y = floats(1, 2), floats(r)
         return {"a": x, "b": PerRank([x, y]), "c": PerRank({"z": y})}
 
-    store = saved(*as_ranks(2, state))
+    store = save_on_ranks(*for_each_rank(2, state))
     back = holdfast.load(store)
     assert back["a"] is back["b"]["0"][0] is back["b"]["1"][0]
     assert back["b"]["1"][1] is back["c"]["1"]["z"]
     assert back["c"]["1"]["z"].item() == 1
-    lives = as_ranks(2, lambda r: {"a": floats(0, 0), "b": PerRank([floats(0, 0), floats(9)]),
+    lives = for_each_rank(2, lambda r: {"a": floats(0, 0), "b": PerRank([floats(0, 0), floats(9)]),
                                    "c": PerRank({"z": floats(9)})})  # fmt: skip
-    loaded(store, *lives)
+    load_on_ranks(store, *lives)
     for r, live in enumerate(lives):
-        same([floats(1, 2), floats(r)], live["b"].value)
-        same({"z": floats(r)}, live["c"].value)
+        assert_same([floats(1, 2), floats(r)], live["b"].value)
+        assert_same({"z": floats(r)}, live["c"].value)
 
 
 # -- random generators ---------------------------------------------------------------------------
@@ -256,8 +265,8 @@ def _generators():
 
 
 def drawn(store, wrap, size):
-    turns = as_ranks(size, lambda r: Turn(1000 + r))
-    loaded(store, *[{"rng": wrap(turn)} for turn in turns])
+    turns = for_each_rank(size, lambda r: Turn(1000 + r))
+    load_on_ranks(store, *[{"rng": wrap(turn)} for turn in turns])
     return [turn.draw() for turn in turns]
 
 
@@ -270,7 +279,7 @@ def bare(value):
     st.integers(1, 5), st.integers(1, 6), st.sampled_from([bare, PerRank, lambda v: PerRank([v])])
 )
 def test_generators_go_on_and_new_ranks_have_seeds_of_their_own(ranks, later, wrap):
-    store = saved(*as_ranks(ranks, lambda r: {"rng": wrap(Turn(r))}))
+    store = save_on_ranks(*for_each_rank(ranks, lambda r: {"rng": wrap(Turn(r))}))
     expected = [Turn(r).draw() for r in range(ranks)]
     with other(ranks if wrap is not bare else later, later):
         got = drawn(store, wrap, later)
@@ -285,7 +294,7 @@ def test_generators_go_on_and_new_ranks_have_seeds_of_their_own(ranks, later, wr
 
 
 def test_generators_that_are_replicated_are_the_first_ranks_everywhere():
-    store = saved(*as_ranks(3, lambda r: {"rng": Replicated(Turn(r))}))
+    store = save_on_ranks(*for_each_rank(3, lambda r: {"rng": Replicated(Turn(r))}))
     assert drawn(store, Replicated, 4) == [Turn(0).draw()] * 4
 
 
@@ -295,5 +304,5 @@ def test_the_real_thing_in_turns():
     torch.manual_seed(5)
     holdfast.save(store, {"rng": RNG()}, group="alone")
     expected = torch.rand(3).tolist()
-    loaded(store, {"rng": RNG()})
+    load_on_ranks(store, {"rng": RNG()})
     assert torch.rand(3).tolist() == expected

@@ -21,8 +21,15 @@ from holdfast.errors import (
     UnexpectedLeaf,
 )
 from holdfast.testing.fakegroup import FakeGroup
-from tests.engine.states import clone, same
-from tests.ranks.rank_threads import as_ranks, floats, loaded, not_loaded, refused, saved
+from tests.engine.states import assert_same, clone
+from tests.ranks.rank_threads import (
+    floats,
+    for_each_rank,
+    load_errors,
+    load_on_ranks,
+    save_error,
+    save_on_ranks,
+)
 
 LAYERS = 6
 
@@ -77,9 +84,9 @@ KINDS = [
 @pytest.mark.parametrize(("ranks", "later"), [(2, 1), (2, 3), (3, 2), (1, 6)])
 def test_modules_and_optimizers_of_stages_are_one(ranks, later, kind, options):
     before = stages(ranks, 0, kind, **options)
-    store = saved(*before)
+    store = save_on_ranks(*before)
     after = stages(later, 50, kind, **options)
-    loaded(store, *after)
+    load_on_ranks(store, *after)
     whole, optimizer = {}, {}
     for state in before:
         whole |= state["model"].state_dict()
@@ -87,7 +94,7 @@ def test_modules_and_optimizers_of_stages_are_one(ranks, later, kind, options):
     for state in after:
         for name, value in state["model"].state_dict().items():
             assert torch.equal(value, whole[name])
-        same({n: optimizer[n] for n in slots(state)}, slots(state))
+        assert_same({n: optimizer[n] for n in slots(state)}, slots(state))
     tree = holdfast.load(store)
     assert set(tree["model"]) == set(whole)
     assert [sorted(g["params"]) for g in tree["optimizer"]["groups"]] == [
@@ -101,7 +108,7 @@ def test_modules_and_optimizers_of_stages_are_one(ranks, later, kind, options):
 
 
 def test_an_optimizer_that_has_not_stepped_yet_gets_its_slots():
-    store = saved(*stages(3, 0))
+    store = save_on_ranks(*stages(3, 0))
     after = stages(2, 9)
     fresh = []
     for state in after:
@@ -109,23 +116,23 @@ def test_an_optimizer_that_has_not_stepped_yet_gets_its_slots():
             {k: g[k] for k in ("params", "weight_decay")} for g in state["optimizer"].param_groups
         ]
         fresh.append(state | {"optimizer": torch.optim.AdamW(groups, lr=0.1)})
-    loaded(store, *fresh)
+    load_on_ranks(store, *fresh)
     tree = holdfast.load(store)["optimizer"]["state"]
     for state in fresh:
         for name, values in slots(state).items():
-            same(tree[f"model.{name}"], values)
+            assert_same(tree[f"model.{name}"], values)
 
 
 def test_options_of_stages_that_differ_are_an_error():
     before = stages(2, 0)
     before[1]["optimizer"].param_groups[1]["lr"] = 0.5
-    e = refused(PlanError, *before)
+    e = save_error(PlanError, *before)
     assert "optimizer/groups/1/lr: 0.1 on rank 0, 0.5 on rank 1" in str(e)
 
 
 def test_layers_that_stages_share_must_be_equal():
     before = [trained([0, 1], 0), trained([1, 2], 0)]
-    e = refused(PlanError, *before)
+    e = save_error(PlanError, *before)
     assert "model/l1.weight" in e.leaves
     assert "model/l0.weight" not in e.leaves
 
@@ -136,7 +143,7 @@ def test_nested_containers_of_stages_merge_in_the_order_of_ranks():
         {"d": {"b": {3: floats(1)}, "z": (1, {"y": floats(2)})}},
         {"d": {"b": {4: "x"}, "a": floats(0)}, "o": OrderedDict(p=floats(3)), "n": None},
     ]
-    back = holdfast.load(saved(*states))
+    back = holdfast.load(save_on_ranks(*states))
     expected = {
         "d": {
             "a": floats(0),
@@ -146,17 +153,17 @@ def test_nested_containers_of_stages_merge_in_the_order_of_ranks():
         "o": OrderedDict(q=1, p=floats(3)),
         "n": None,
     }
-    same(expected, back)
+    assert_same(expected, back)
     lives = [clone(s) for s in states]
     for live in lives:
         live["d"].get("b", {}).pop(4, None)
     lives[2]["d"]["b"] = {4: None}
-    loaded(saved(*states), *lives)
-    same(list(states), lives)
+    load_on_ranks(save_on_ranks(*states), *lives)
+    assert_same(list(states), lives)
 
 
 def test_lists_of_another_length_are_an_error():
-    e = refused(PlanError, {"l": [1, floats(2)]}, {"l": [1]})
+    e = save_error(PlanError, {"l": [1, floats(2)]}, {"l": [1]})
     assert e.leaves == ("l",)
 
 
@@ -164,7 +171,9 @@ def test_lists_of_another_length_are_an_error():
 
 
 def two():
-    return saved({"a": floats(1), "m": {"x": floats(2)}}, {"b": floats(3), "m": {"y": floats(4)}})
+    return save_on_ranks(
+        {"a": floats(1), "m": {"x": floats(2)}}, {"b": floats(3), "m": {"y": floats(4)}}
+    )
 
 
 def lives(*extra):
@@ -178,15 +187,15 @@ def lives(*extra):
 
 def unchanged(store, kind, states, **options):
     before = clone(states)
-    told = not_loaded(store, kind, *states, **options)
-    same(before, states)
+    told = load_errors(store, kind, *states, **options)
+    assert_same(before, states)
     return told
 
 
 def test_what_one_stage_lacks_is_anothers():
     states = lives()
-    loaded(two(), *states)
-    same([{"a": floats(1), "m": {"y": floats(4)}},
+    load_on_ranks(two(), *states)
+    assert_same([{"a": floats(1), "m": {"y": floats(4)}},
           {"b": floats(3), "m": {"x": floats(2), "y": floats(4)}}], states)  # fmt: skip
 
 
@@ -195,8 +204,8 @@ def test_a_leaf_that_no_rank_expects_is_an_error_on_all():
     del states[1]["m"]["x"]
     for e in unchanged(two(), UnexpectedLeaf, states):
         assert e.unexpected == ("m/x",)
-    loaded(two(), *states, unexpected="ignore")
-    same(floats(1), states[0]["a"])
+    load_on_ranks(two(), *states, unexpected="ignore")
+    assert_same(floats(1), states[0]["a"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -208,9 +217,9 @@ def test_a_leaf_that_is_missing_for_one_rank_is_an_error_on_all_that_names_it(ra
     for e in told:
         assert e.missing == ("new", "c")
         assert f"does not fit the live state of rank {rank}; nothing was changed" in str(e)
-    loaded(two(), *states, missing="keep")
-    same(floats(7), states[rank]["new"])
-    same(floats(4), states[0]["m"]["y"])
+    load_on_ranks(two(), *states, missing="keep")
+    assert_same(floats(7), states[rank]["new"])
+    assert_same(floats(4), states[0]["m"]["y"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -224,14 +233,14 @@ def test_a_leaf_that_is_missing_for_one_rank_is_an_error_on_all_that_names_it(ra
     ],
 )
 def test_a_leaf_that_does_not_fit_on_one_rank_is_an_error_on_all(rank, value, kind):
-    store = saved(*as_ranks(2, lambda r: {"w": floats(1), "z": floats(2)}))
-    states = as_ranks(2, lambda r: {"w": floats(0), "z": floats(0)})
+    store = save_on_ranks(*for_each_rank(2, lambda r: {"w": floats(1), "z": floats(2)}))
+    states = for_each_rank(2, lambda r: {"w": floats(0), "z": floats(0)})
     states[rank]["w"] = value
-    for e in not_loaded(store, kind, *states):
+    for e in load_errors(store, kind, *states):
         assert "w" in str(e)
     for state in states:
-        same(floats(0), state["z"])
-    same(floats(0), states[1 - rank]["w"])
+        assert_same(floats(0), state["z"])
+    assert_same(floats(0), states[1 - rank]["w"])
 
 
 def test_a_rank_whose_object_refuses_before_is_an_error_on_all_and_nothing_is_changed():
@@ -251,39 +260,41 @@ def test_a_rank_whose_object_refuses_before_is_an_error_on_all_and_nothing_is_ch
         made.no = r == 2
         return {"o": made, "w": floats(1)}
 
-    store = saved(*as_ranks(3, state))
-    states = [s | {"w": floats(0)} for s in as_ranks(3, state)]
-    for e in not_loaded(store, PlanError, *states):
+    store = save_on_ranks(*for_each_rank(3, state))
+    states = [s | {"w": floats(0)} for s in for_each_rank(3, state)]
+    for e in load_errors(store, PlanError, *states):
         assert "not with me" in str(e)
     for live in states:
-        same(floats(0), live["w"])
+        assert_same(floats(0), live["w"])
 
 
 def test_names_and_dtypes_are_changed_on_the_way():
     whole = torch.arange(12, dtype=torch.float64).reshape(6, 2)
-    store = saved(
-        *as_ranks(2, lambda r: {"old": {"w": Boxed(whole[3 * r : 3 * r + 3], (3 * r, 0), (6, 2))}})
+    store = save_on_ranks(
+        *for_each_rank(
+            2, lambda r: {"old": {"w": Boxed(whole[3 * r : 3 * r + 3], (3 * r, 0), (6, 2))}}
+        )
     )
-    states = as_ranks(
+    states = for_each_rank(
         3,
         lambda r: {
             "new": {"w": Boxed(torch.zeros(2, 2, dtype=torch.bfloat16), (2 * r, 0), (6, 2))}
         },
     )
-    unmoved = not_loaded(store, DTypeMismatch, *states, rename={"old": "new"})
+    unmoved = load_errors(store, DTypeMismatch, *states, rename={"old": "new"})
     assert "new/w float64, live bfloat16" in str(unmoved[0])
-    loaded(store, *states, rename={"old": "new"}, cast=True)
+    load_on_ranks(store, *states, rename={"old": "new"}, cast=True)
     for r, live in enumerate(states):
         assert torch.equal(live["new"]["w"].tensor, whole[2 * r : 2 * r + 2].bfloat16())
 
 
 def test_keys_choose_on_every_rank_what_it_has():
     store, states = two(), lives()
-    loaded(store, *states, keys="m/**")
-    same([{"a": floats(0), "m": {"y": floats(4)}},
+    load_on_ranks(store, *states, keys="m/**")
+    assert_same([{"a": floats(0), "m": {"y": floats(4)}},
           {"b": floats(0), "m": {"x": floats(2), "y": floats(4)}}], states)  # fmt: skip
-    loaded(store, *states, keys="a")  # one rank has nothing to do
-    same(floats(1), states[0]["a"])
+    load_on_ranks(store, *states, keys="a")  # one rank has nothing to do
+    assert_same(floats(1), states[0]["a"])
     unchanged(store, MissingLeaf, lives(), keys="nothing/**")
     for e in unchanged(store, MissingLeaf, lives({}, {"q": floats(1)}), keys=["q", "a"]):
         assert "q" in str(e)
@@ -300,14 +311,14 @@ def test_damage_that_one_rank_reads_is_an_error_on_all_whose_live_states_are_not
         own = whole[r : r + 1].clone()
         return {"w": Boxed(own.zero_() if empty else own, (r, 0), tuple(whole.shape))}
 
-    store = saved(*as_ranks(4, part))
+    store = save_on_ranks(*for_each_rank(4, part))
     name = next(
         s.name for s in holdfast.open(store).manifest.shards if f"0000{reader}-of" in s.name
     )
-    data, when = store._shelf.objects[name]
-    store._shelf.objects[name] = (data[:-1] + bytes([data[-1] ^ 1]), when)
-    states = as_ranks(4, lambda r: part(r, empty=True))
-    for rank, e in enumerate(not_loaded(store, DigestMismatch, *states)):
+    data, when = store._shared.objects[name]
+    store._shared.objects[name] = (data[:-1] + bytes([data[-1] ^ 1]), when)
+    states = for_each_rank(4, lambda r: part(r, empty=True))
+    for rank, e in enumerate(load_errors(store, DigestMismatch, *states)):
         assert e.live_state == "not valid"
         assert "is not valid" in str(e)
         assert e.leaf == "w"
@@ -315,7 +326,7 @@ def test_damage_that_one_rank_reads_is_an_error_on_all_whose_live_states_are_not
         if rank != reader:
             assert e.rank == reader
     assert not states[reader]["w"].tensor.any()  # nothing of a damaged chunk is copied
-    states = as_ranks(4, lambda r: part(r, empty=True))
+    states = for_each_rank(4, lambda r: part(r, empty=True))
     with pytest.raises(DigestMismatch):
         holdfast.load(store, into=states[reader], group="alone")
     other = (reader + 1) % 4
@@ -341,9 +352,11 @@ class Settling:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_code_of_the_users_that_fails_on_one_rank_is_an_error_on_all(rank):
     all_come = threading.Barrier(3)
-    store = saved(*as_ranks(3, lambda r: {"o": Settling(False, all_come), "w": floats(1)}))
+    store = save_on_ranks(
+        *for_each_rank(3, lambda r: {"o": Settling(False, all_come), "w": floats(1)})
+    )
     with FakeGroup(3) as group:
-        states = as_ranks(3, lambda r: {"o": Settling(r == rank, all_come), "w": floats(0)})
+        states = for_each_rank(3, lambda r: {"o": Settling(r == rank, all_come), "w": floats(0)})
         told = group.outcomes(lambda r: holdfast.load(store, into=states[r]))
         for r, e in enumerate(told):
             if r == rank:
@@ -353,6 +366,6 @@ def test_code_of_the_users_that_fails_on_one_rank_is_an_error_on_all(rank):
                 assert isinstance(e, RankFailed)
                 assert (e.rank, e.live_state) == (rank, "not valid")
                 assert "ZeroDivisionError: in its own code" in str(e)
-        states = as_ranks(3, lambda r: {"o": Settling(False, all_come), "w": floats(0)})
+        states = for_each_rank(3, lambda r: {"o": Settling(False, all_come), "w": floats(0)})
         group.run(lambda r: holdfast.load(store, into=states[r]))  # the next one works
         assert all(state["w"].item() == 1 for state in states)

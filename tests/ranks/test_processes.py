@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.storage.local import LocalStore
-from tests.ranks.faults import sound
+from tests.ranks.faults import assert_versions_intact
 from tests.ranks.processes import STAGES
 
 pytestmark = pytest.mark.slow
@@ -184,7 +184,7 @@ def starts_again(job: Job, stage: str) -> None:
     for rank in range(job.size):
         told = again.told(rank)
         assert not [t for t in told if "error" in t], told
-    sound(store, list(range(1, step + 2)))
+    assert_versions_intact(store, list(range(1, step + 2)))
 
 
 def outcome_of(stage: str) -> str:
@@ -225,7 +225,7 @@ def test_a_rank_is_stopped_and_wakes_when_the_job_has_started_again(
     os.kill(attempt.pids[victim], signal.SIGCONT)
     [woken] = attempt.wait([victim])
     assert woken["error"] in ("RankFailed", "CommitError"), woken
-    sound(LocalStore(job.root), [1, 2])
+    assert_versions_intact(LocalStore(job.root), [1, 2])
 
 
 @pytest.mark.parametrize("what", ["save", "save_async"])
@@ -248,7 +248,7 @@ def test_the_disk_of_a_rank_is_full(
         assert not failed["unsure"]
         assert "digest" in saved
         assert "error" not in loaded
-    sound(LocalStore(job.root), [1])
+    assert_versions_intact(LocalStore(job.root), [1])
 
 
 def test_a_rank_that_holds_its_interpreter_for_long_is_not_given_up(
@@ -261,7 +261,7 @@ def test_a_rank_that_holds_its_interpreter_for_long_is_not_given_up(
     )
     attempt.wait()
     assert not [t for r in range(3) for t in attempt.told(r) if "error" in t]
-    sound(LocalStore(job.root), [1])
+    assert_versions_intact(LocalStore(job.root), [1])
 
 
 @pytest.mark.parametrize("stage", ["told who writes what", "before the manifest"])
@@ -279,22 +279,22 @@ import os, signal, sys
 import numpy as np, torch, torch.distributed as dist
 import holdfast
 from holdfast.engine.saving import save
-from tests.ranks.processes import join
+from tests.ranks.processes import join_process_group
 from tests.ranks.faults import state_of
 from tests.trainings import train_step
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 order = {"host": False, "port": int(os.environ["MASTER_PORT"])}
-join({**order, "restart": os.environ["TORCHELASTIC_RESTART_COUNT"]}, rank, size)
+join_process_group({**order, "restart": os.environ["TORCHELASTIC_RESTART_COUNT"]}, rank, size)
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-real = save.write_part
-def write_part(draft, base):
-    made = real(draft, base)
-    if first and rank == 2 and draft.place.folder == "version_4":
+real = save.write_local_shard
+def write_local_shard(job, base):
+    made = real(job, base)
+    if first and rank == 2 and job.location.folder == "version_4":
         print("killed", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     return made
-save.write_part = write_part
+save.write_local_shard = write_local_shard
 whole = {**state_of(0, 1, 0)}
 whole["weights"] = whole["weights"].tensor
 rows = np.array_split(np.arange(1000), size)[rank]
@@ -337,4 +337,4 @@ def test_torchrun_starts_the_ranks_again(tmp_path: Path) -> None:
     for rank in range(4):
         assert f"rank {rank} resumed at 0" in done.stdout
         assert f"rank {rank} resumed at 3" in done.stdout, done.stdout
-    sound(LocalStore(tmp_path / "run"), [1, 2, 3, 4, 5, 6])
+    assert_versions_intact(LocalStore(tmp_path / "run"), [1, 2, 3, 4, 5, 6])

@@ -15,9 +15,9 @@ import holdfast
 from holdfast.engine.state.replication import PerRank, Replicated
 from holdfast.engine.state.sharding import Boxed
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
-from holdfast.types import UNIT
-from tests.engine.states import TORCH_DTYPES, clone, random_tensor, same
-from tests.ranks.rank_threads import as_ranks, floats, loaded, refused, saved
+from holdfast.types import BLOCK_SIZE
+from tests.engine.states import TORCH_DTYPES, assert_same, clone, random_tensor
+from tests.ranks.rank_threads import floats, for_each_rank, load_on_ranks, save_error, save_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -49,9 +49,9 @@ def test_one_bit_on_one_rank_is_an_error_on_all_that_names_it(size, dtype, shape
     whole = random_tensor(dtype, shape, 1)
     torn = data.draw(st.integers(0, size - 1))
     byte = data.draw(st.integers(0, whole.nbytes - 1))
-    states = as_ranks(size, lambda r: {"other": floats(1), "m": {"w": whole.clone()}})
+    states = for_each_rank(size, lambda r: {"other": floats(1), "m": {"w": whole.clone()}})
     states[torn]["m"]["w"] = flipped(whole, byte)
-    e = refused(PlanError, *states)
+    e = save_error(PlanError, *states)
     assert e.leaves == ("m/w",)
     others = [r for r in range(size) if r != torn]
     assert f"rank {torn}" in str(e)
@@ -69,15 +69,21 @@ def test_one_bit_on_one_rank_is_an_error_on_all_that_names_it(size, dtype, shape
         (np.zeros(3), -np.zeros(3)),
         (np.array([("a", 1)], dtype="U3,i4"), np.array([("b", 1)], dtype="U3,i4")),
         (b"x" * 5000, b"x" * 4999 + b"y"),
-        (torch.zeros(UNIT + 1, dtype=torch.uint8), flipped(torch.zeros(UNIT + 1).byte())),
-        (torch.zeros(3, UNIT, dtype=torch.uint8), flipped(torch.zeros(3, UNIT).byte(), UNIT)),
+        (
+            torch.zeros(BLOCK_SIZE + 1, dtype=torch.uint8),
+            flipped(torch.zeros(BLOCK_SIZE + 1).byte()),
+        ),
+        (
+            torch.zeros(3, BLOCK_SIZE, dtype=torch.uint8),
+            flipped(torch.zeros(3, BLOCK_SIZE).byte(), BLOCK_SIZE),
+        ),
         (torch.eye(300).t()[1:], flipped(torch.eye(300).t()[1:])),
         (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
     ],
     ids=lambda v: str(v)[:30],
 )
 def test_what_differs_by_a_bit(one, other):
-    e = refused(PlanError, {"a": {"b": one}}, {"a": {"b": one}}, {"a": {"b": other}})
+    e = save_error(PlanError, {"a": {"b": one}}, {"a": {"b": one}}, {"a": {"b": other}})
     assert e.leaves[0].startswith("a/b")
     assert "ranks 0, 1" in str(e)
     assert "rank 2" in str(e)
@@ -92,15 +98,15 @@ def test_what_differs_by_a_bit(one, other):
         torch.empty(0, 3),
         floats(1)[0],
         torch.eye(3).to_sparse(),
-        torch.zeros(2 * UNIT + 3, dtype=torch.uint8),
+        torch.zeros(2 * BLOCK_SIZE + 3, dtype=torch.uint8),
         b"x" * 5000,
         bytearray(b""),
     ],
     ids=lambda v: str(v)[:30],
 )
 def test_what_is_the_same_is_written_once(value):
-    store = saved(*as_ranks(3, lambda r: {"a": clone(value), "b": [clone(value)]}))
-    same({"a": value, "b": [value]}, holdfast.load(store))
+    store = save_on_ranks(*for_each_rank(3, lambda r: {"a": clone(value), "b": [clone(value)]}))
+    assert_same({"a": value, "b": [value]}, holdfast.load(store))
 
 
 def test_strides_are_not_compared():
@@ -108,9 +114,9 @@ def test_strides_are_not_compared():
     turned = whole.t().contiguous().t()
     apart = torch.zeros(700, 200)[:, ::2].copy_(whole)
     assert torch.equal(
-        holdfast.load(saved(*[{"w": w} for w in (whole, turned, apart)]))["w"], whole
+        holdfast.load(save_on_ranks(*[{"w": w} for w in (whole, turned, apart)]))["w"], whole
     )
-    e = refused(PlanError, {"w": whole}, {"w": whole + 1}, {"w": flipped(turned)})
+    e = save_error(PlanError, {"w": whole}, {"w": whole + 1}, {"w": flipped(turned)})
     assert "w (on each rank another)" in str(e)
 
 
@@ -118,15 +124,15 @@ def test_only_ranks_that_have_a_tensor_are_compared():
     """Stages: what some lack does not hide what others have differently."""
     same_on_two = floats(1, 2)
     states = [{}, {"a": same_on_two}, {"a": same_on_two.clone(), "b": floats(3)}, {"b": floats(4)}]
-    e = refused(PlanError, *states)
+    e = save_error(PlanError, *states)
     assert e.leaves == ("b",)
     assert "A tensor of the state is not the same" in str(e)
     assert "b (rank 2 unlike rank 3)" in str(e)
 
 
 def test_all_that_differ_are_named_up_to_a_number():
-    states = as_ranks(3, lambda r: {f"k{i:02}": floats(r * (i % 2)) for i in range(90)})
-    e = refused(PlanError, *states)
+    states = for_each_rank(3, lambda r: {f"k{i:02}": floats(r * (i % 2)) for i in range(90)})
+    e = save_error(PlanError, *states)
     assert len(e.leaves) == 45
     assert "45 tensors of the state are not the same" in str(e)
     assert "k09 (on each rank another); and 40 more" in str(e)
@@ -148,7 +154,7 @@ def test_all_that_differ_are_named_up_to_a_number():
 )
 def test_tensors_that_do_not_fit(kind, one, other):
     with pytest.raises(PlanError) as e:
-        saved({"a": one}, {"a": other})
+        save_on_ranks({"a": one}, {"a": other})
     assert isinstance(e.value, kind)
     assert "a" in e.value.leaves
     if "boxes" not in str(e.value).split("found")[1]:
@@ -157,8 +163,8 @@ def test_tensors_that_do_not_fit(kind, one, other):
 
 
 def test_boxes_that_are_equal_are_stored_once_and_unseen():
-    states = as_ranks(4, lambda r: {"w": Boxed(floats(r % 2, r)[None], (r % 2, 0), (2, 2))})
-    back = holdfast.load(saved(*states))["w"]
+    states = for_each_rank(4, lambda r: {"w": Boxed(floats(r % 2, r)[None], (r % 2, 0), (2, 2))})
+    back = holdfast.load(save_on_ranks(*states))["w"]
     assert back[:, 0].tolist() == [0, 1]
     assert back[0, 1] in (0, 2)
     assert back[1, 1] in (1, 3)
@@ -204,14 +210,16 @@ def test_boxes_that_are_equal_are_stored_once_and_unseen():
     ids=lambda v: str(v)[:30],
 )
 def test_a_value_that_differs_is_named_with_both_sides(one, other, words):
-    e = refused(PlanError, *[{"a": {"b": clone(v)}, "c": 1} for v in (one, one, other)])
+    e = save_error(PlanError, *[{"a": {"b": clone(v)}, "c": 1} for v in (one, one, other)])
     assert f"a/b: {words}" in str(e)
     assert e.leaves == ("a/b",)
 
 
 def test_all_values_that_differ_are_named_at_once():
-    states = as_ranks(4, lambda r: {"a": r, "b": [0, {"c": r // 2}], "d": (1, r % 2 == 3), "e": 5})
-    e = refused(PlanError, *states)
+    states = for_each_rank(
+        4, lambda r: {"a": r, "b": [0, {"c": r // 2}], "d": (1, r % 2 == 3), "e": 5}
+    )
+    e = save_error(PlanError, *states)
     assert e.leaves == ("a", "b/1/c")
     assert "a: 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3; " in str(e)
     assert "b/1/c: 0 on ranks 0, 1, 1 on ranks 2, 3" in str(e)
@@ -230,7 +238,7 @@ plain = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text(max_size=4), plain, max_size=4), st.integers(2, 4))
 def test_equal_values_of_any_kind_are_stored_once(state, size):
-    same(state, holdfast.load(saved(*as_ranks(size, lambda r: clone(state)))))
+    assert_same(state, holdfast.load(save_on_ranks(*for_each_rank(size, lambda r: clone(state)))))
 
 
 @settings(max_examples=60, deadline=None)
@@ -239,7 +247,7 @@ def test_values_are_one_or_an_error_never_a_mixture(values):
     """Also dicts with other names on other ranks: what comes back has each rank's own values."""
     with_error = None
     try:
-        back = holdfast.load(saved(*[{"x": clone(v)} for v in values]))["x"]
+        back = holdfast.load(save_on_ranks(*[{"x": clone(v)} for v in values]))["x"]
     except PlanError as e:
         with_error = e
     if with_error is None:
@@ -261,7 +269,7 @@ def contained(part, whole):
         for a, b in zip(part, whole, strict=True):
             contained(a, b)
     else:
-        same(part, whole)
+        assert_same(part, whole)
 
 
 # -- names that are equal as text ----------------------------------------------------------------
@@ -273,10 +281,12 @@ def test_names_that_are_equal_as_text_stand_in_one_order_on_all_ranks():
         {"d": {1: Boxed(floats(1), (0,), (2,)), "1": Boxed(floats(10), (0,), (2,))}},
         {"d": {"1": Boxed(floats(20), (1,), (2,)), 1: Boxed(floats(2), (1,), (2,))}},
     ]
-    assert "d: items [[1," in str(refused(PlanError, *spread))
+    assert "d: items [[1," in str(save_error(PlanError, *spread))
     spread[1]["d"] = dict(reversed(spread[1]["d"].items()))
-    same({"d": {1: floats(1, 2), "1": floats(10, 20)}}, holdfast.load(saved(*spread)))
-    e = refused(PlanError, {"d": {1: floats(1), "x": 0}}, {"d": {"1": floats(1), 2: 0}})
+    assert_same(
+        {"d": {1: floats(1, 2), "1": floats(10, 20)}}, holdfast.load(save_on_ranks(*spread))
+    )
+    e = save_error(PlanError, {"d": {1: floats(1), "x": 0}}, {"d": {"1": floats(1), 2: 0}})
     assert e.leaves == ("d",)
 
 
@@ -289,21 +299,21 @@ def tied(value, *names):
 
 def test_tensors_are_tied_on_all_ranks_or_on_none():
     x = floats(5, 6)
-    store = saved(*as_ranks(2, lambda r: tied(x.clone(), "a", "b")))
+    store = save_on_ranks(*for_each_rank(2, lambda r: tied(x.clone(), "a", "b")))
     back = holdfast.load(store)
     assert back["a"] is back["b"]
-    e = refused(PlanError, tied(x, "a", "b"), {"a": x.clone(), "b": x.clone()})
+    e = save_error(PlanError, tied(x, "a", "b"), {"a": x.clone(), "b": x.clone()})
     assert 'b: tied "a" on rank 0, tensor ["float32",[2]] on rank 1' in str(e)
-    e = refused(PlanError, {"b": x.clone()}, tied(x, "a", "b"))
+    e = save_error(PlanError, {"b": x.clone()}, tied(x, "a", "b"))
     assert 'b: tensor ["float32",[2]] on rank 0, tied "a" on rank 1' in str(e)
 
 
 def test_a_stage_may_tie_what_others_have_once():
     x = floats(5, 6)
-    back = holdfast.load(saved({"a": x.clone()}, tied(x, "a", "b"), {"c": 1}))
+    back = holdfast.load(save_on_ranks({"a": x.clone()}, tied(x, "a", "b"), {"c": 1}))
     assert back["a"] is back["b"]
     part = [Boxed(floats(r), (r,), (2,)) for r in range(2)]
-    back = holdfast.load(saved(tied(part[0], "a", "b"), tied(part[1], "a", "b")))
+    back = holdfast.load(save_on_ranks(tied(part[0], "a", "b"), tied(part[1], "a", "b")))
     assert back["a"] is back["b"]
     assert back["a"].tolist() == [0, 1]
 
@@ -312,26 +322,28 @@ def test_a_stage_may_tie_what_others_have_once():
 
 
 def test_of_a_replicated_value_the_first_rank_counts():
-    states = as_ranks(
+    states = for_each_rank(
         3,
         lambda r: {
             "a": Replicated({"n": r + 1, "t": floats(r, NAN), "l": list(range(r))}),
             "b": Replicated(np.full(3, r)),
         },
     )
-    store = saved(*states)
-    same({"a": {"n": 1, "t": floats(0, NAN), "l": []}, "b": np.zeros(3, int)}, holdfast.load(store))
-    loaded(store, *states)
+    store = save_on_ranks(*states)
+    assert_same(
+        {"a": {"n": 1, "t": floats(0, NAN), "l": []}, "b": np.zeros(3, int)}, holdfast.load(store)
+    )
+    load_on_ranks(store, *states)
     for state in states:
-        same({"n": 1, "t": floats(0, NAN), "l": []}, state["a"].value)
-        same(np.zeros(3, int), state["b"].value)
+        assert_same({"n": 1, "t": floats(0, NAN), "l": []}, state["a"].value)
+        assert_same(np.zeros(3, int), state["b"].value)
 
 
 def test_of_a_replicated_value_the_first_rank_that_has_it_counts():
-    store = saved({"x": 1}, *as_ranks(2, lambda r: {"a": Replicated([r, floats(r)])}))
-    same({"x": 1, "a": [0, floats(0)]}, holdfast.load(store))
+    store = save_on_ranks({"x": 1}, *for_each_rank(2, lambda r: {"a": Replicated([r, floats(r)])}))
+    assert_same({"x": 1, "a": [0, floats(0)]}, holdfast.load(store))
 
 
 def test_replicated_tensors_have_one_shape():
     make = partial(map, lambda n: {"a": Replicated(torch.zeros(n))})
-    assert "a: float32 [1] on rank 0" in str(refused(ShapeMismatch, *make([1, 2])))
+    assert "a: float32 [1] on rank 0" in str(save_error(ShapeMismatch, *make([1, 2])))

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine.distributed.failure_detector import Vigil
+from holdfast.engine.distributed.failure_detector import FailureDetector
 from holdfast.engine.distributed.group import current_group
-from holdfast.engine.distributed.kv import LARGEST, MANY, Board, Patience
+from holdfast.engine.distributed.kv import MAX_BATCH_KEYS, MAX_VALUE_BYTES, KVClient, Timeouts
 from holdfast.engine.saving import partition
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.fakegroup import FakeGroup, FakeStore, View
+from holdfast.testing.fakegroup import FakeGroup, FakeStore, StoreView
 
-UNHURRIED = Patience(20.0, 40.0)
+UNHURRIED = Timeouts(20.0, 40.0)
 
 
 def state_of(rank: int, size: int, leaves: int = 30) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def state_of(rank: int, size: int, leaves: int = 30) -> dict[str, Any]:
 
 
 def save(group: FakeGroup, leaves: int = 30) -> None:
-    store, size = MemoryStore(), len(group.ranks)
+    store, size = MemoryStore(), len(group.groups)
     group.run(lambda rank: holdfast.save(store, state_of(rank, size, leaves)))
 
 
@@ -93,10 +93,10 @@ def test_an_unchanged_structure_is_neither_told_nor_planned_again(
 
         monkeypatch.setattr(owner, name, do)
 
-    counted(partition._Mine, "offer")
-    counted(partition._Mine, "tree")
-    counted(partition, "plan_write")
-    counted(partition._Chair, "masks")
+    counted(partition._LocalRank, "make_local_plan")
+    counted(partition._LocalRank, "encode_tree")
+    counted(partition, "make_global_plan")
+    counted(partition._Coordinator, "encode_masks")
     size = 4
     everything = Counter(offer=size, plan_write=1, masks=1)
     with FakeGroup(size, UNHURRIED) as group:
@@ -115,8 +115,10 @@ def test_an_unchanged_structure_is_neither_told_nor_planned_again(
 
 def test_ranks_that_have_the_same_send_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[partition._Mine] = []
-    offer = partition._Mine.offer
-    monkeypatch.setattr(partition._Mine, "offer", lambda self: made.append(self) or offer(self))
+    offer = partition._LocalRank.make_local_plan
+    monkeypatch.setattr(
+        partition._LocalRank, "make_local_plan", lambda self: made.append(self) or offer(self)
+    )
     with FakeGroup(6, UNHURRIED) as group:
         store = MemoryStore()
         same = {"a": np.ones(5, np.float32), "b": [1, 2]}
@@ -128,70 +130,70 @@ def test_only_the_latest_plans_are_remembered() -> None:
     with FakeGroup(3, UNHURRIED) as group:
         for leaves in range(10, 24, 2):
             save(group, leaves)
-        for ranks in group.ranks:
-            assert len(ranks.memory["masks"]) <= partition._KEPT
-        assert len(group.ranks[0].memory["plans"]) == partition._KEPT
-        assert all("plans" not in ranks.memory for ranks in group.ranks[1:])
+        for ranks in group.groups:
+            assert len(ranks.cache["masks"]) <= partition._MAX_CACHED_PLANS
+        assert len(group.groups[0].cache["plans"]) == partition._MAX_CACHED_PLANS
+        assert all("plans" not in ranks.cache for ranks in group.groups[1:])
 
 
 def test_rank_0_takes_few_notes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    looks = Board.looks
+    looks = KVClient.get_many
 
-    def noting(board: Board, keys: Any) -> list[bytes]:
+    def noting(board: KVClient, keys: Any) -> list[bytes]:
         found = looks(board, keys)
         taken.append(sum(map(len, found)))
-        assert len(found) <= MANY
+        assert len(found) <= MAX_BATCH_KEYS
         return found
 
-    monkeypatch.setattr(Board, "looks", noting)
+    monkeypatch.setattr(KVClient, "get_many", noting)
 
     def work(rank: int) -> Any:
-        meeting = current_group().meet("it")
+        meeting = current_group().collective("it")
         with meeting:
-            told = meeting.gather(bytes([rank]) * (LARGEST // 2), bytes)
-            meeting.share(True if rank == 0 else None, bool)
+            told = meeting.gather(bytes([rank]) * (MAX_VALUE_BYTES // 2), bytes)
+            meeting.broadcast(True if rank == 0 else None, bool)
         meeting.close()
         return None if told is None else [set(value) for value in told]
 
     with FakeGroup(9, UNHURRIED) as group:
         assert group.run(work)[0] == [{rank} for rank in range(9)]
-    assert max(taken) <= 2 * LARGEST
+    assert max(taken) <= 2 * MAX_VALUE_BYTES
 
 
 def test_notes_are_left_in_few_calls_of_bounded_size() -> None:
     store = FakeStore()
-    view = View(store)
-    board = Board(view, 0, 2, UNHURRIED)
+    view = StoreView(store)
+    board = KVClient(view, 0, 2, UNHURRIED)
     calls: list[str] = []
     view.before = lambda name, key: calls.append(name) if key != "pulse/0" else None
-    notes = {str(i): bytes([i % 250]) * (LARGEST * 2 // 5) for i in range(7)}
-    notes["long"] = b"-" * (2 * LARGEST + 1)
+    notes = {str(i): bytes([i % 250]) * (MAX_VALUE_BYTES * 2 // 5) for i in range(7)}
+    notes["long"] = b"-" * (2 * MAX_VALUE_BYTES + 1)
     used = board.put_all(notes)
     assert Counter(calls) == {"multi_set": 3, "set": 4}  # by two, and what is alone
     assert set(used) == {k for k in store.values if k != "pulse/0"}
-    assert {key: board.look(key) for key in notes} == notes
-    board.forget(used)
+    assert {key: board.try_get(key) for key in notes} == notes
+    board.delete(used)
     assert not [k for k in store.values if k != "pulse/0"]
     board.close()
 
 
 def test_looking_after_many_ranks_is_one_call_once_they_are_known() -> None:
-    view, now = View(FakeStore()), [0.0]
-    board = Board(view, 0, 200, Patience(20.0, 400.0), lambda: now[0])
+    view, now = StoreView(FakeStore()), [0.0]
+    board = KVClient(view, 0, 200, Timeouts(20.0, 400.0), lambda: now[0])
     for rank in range(1, 200):
         view.set(f"pulse/{rank}", b"1 0 there")
-    vigil = Vigil(board, "it")
-    assert vigil.lost(range(1, 200)) is None
+    vigil = FailureDetector(board, "it")
+    assert vigil.failed(range(1, 200)) is None
     calls: list[str] = []
     view.before = lambda name, key: calls.append(name) if key != "pulse/0" else None
-    assert vigil.lost(range(1, 200)) is None
+    assert vigil.failed(range(1, 200)) is None
     assert calls == ["multi_get"]
     now[0] += 100
     for rank in range(1, 198):
         view.set(f"pulse/{rank}", b"2 0 there")
     asked: list[int] = []
-    error = vigil.lost(range(1, 200), lambda rank: asked.append(rank) or rank == 198)
+    error = vigil.failed(range(1, 200), lambda rank: asked.append(rank) or rank == 198)
     assert error is not None
     assert (error.rank, asked) == (199, [198, 199])  # 198 has come, and may go
     board.close()

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.distributed.group import Ranks
-from holdfast.engine.distributed.kv import GONE, Board, KeyValues, Patience
-from holdfast.engine.distributed.session import SessionBoard
+from holdfast.engine.distributed.group import StoreGroup
+from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT, KeyValueStore, KVClient, Timeouts
+from holdfast.engine.distributed.session import SessionKVClient
 from holdfast.errors import RankFailed
-from holdfast.testing.fakegroup import FakeStore, View
+from holdfast.testing.fakegroup import FakeStore, StoreView
 
-SOON = Patience(silent=1.5, stuck=8.0)
+SOON = Timeouts(silent=1.5, stuck=8.0)
 
 
 class Prefixed:
@@ -40,15 +40,15 @@ class Start:
     """The boards of all ranks of one start."""
 
     def __init__(self) -> None:
-        self.made: list[Board] = []
+        self.made: list[KVClient] = []
 
-    def board(self, store: Any, rank: int, size: int, patience: Patience = SOON) -> Board:
+    def board(self, store: Any, rank: int, size: int, patience: Timeouts = SOON) -> KVClient:
         within: Any = partial(Prefixed, store)
-        self.made.append(SessionBoard(store, rank, size, patience, within))
+        self.made.append(SessionKVClient(store, rank, size, patience, within))
         return self.made[-1]
 
-    def group(self, store: KeyValues, size: int) -> list[Ranks]:
-        return [Ranks(self.board(View(store), r, size), size) for r in range(size)]  # type: ignore[arg-type]
+    def group(self, store: KeyValueStore, size: int) -> list[StoreGroup]:
+        return [StoreGroup(self.board(StoreView(store), r, size), size) for r in range(size)]  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def start() -> Iterator[Start]:
         board.close()
 
 
-def act(ranks: list[Ranks], work: Any) -> list[Any]:
+def act(ranks: list[StoreGroup], work: Any) -> list[Any]:
     outcomes: list[Any] = [None] * ranks[-1].size
 
-    def run(ranks: Ranks) -> None:
+    def run(ranks: StoreGroup) -> None:
         try:
             outcomes[ranks.rank] = work(ranks)
         except Exception as e:
@@ -76,14 +76,14 @@ def act(ranks: list[Ranks], work: Any) -> list[Any]:
     return outcomes
 
 
-def meets(ranks: Ranks, word: str, falls: int = -1) -> Any:
-    meeting = ranks.meet("the save of version_1")
+def meets(ranks: StoreGroup, word: str, falls: int = -1) -> Any:
+    meeting = ranks.collective("the save of version_1")
     try:
         with meeting:
             told = meeting.gather(f"{word}{ranks.rank}", str)
             if ranks.rank == falls:
                 raise KeyError("on the way")
-            return meeting.share(None if told is None else told, list[str])
+            return meeting.broadcast(None if told is None else told, list[str])
     finally:
         meeting.close()
 
@@ -117,7 +117,7 @@ def test_a_rank_may_come_much_later(start: Start, late: int) -> None:
     """Longer than without a pulse: nothing can tell yet that it lives."""
     ranks = start.group(FakeStore(), 3)
 
-    def work(r: Ranks) -> Any:
+    def work(r: StoreGroup) -> Any:
         if r.rank == late:
             time.sleep(SOON.silent * 1.2)
         return meets(r, "a")
@@ -136,12 +136,12 @@ def test_a_rank_that_never_comes_is_named(start: Start, lost: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_fails_before_the_session_is_there(start: Start, rank: int) -> None:
-    view = View(FakeStore())
-    view.die()
+    view = StoreView(FakeStore())
+    view.disconnect()
     board = start.board(view, rank, 2)
     began = time.monotonic()
     with pytest.raises(RankFailed, match="does not answer") as caught:
-        board.there(["a"])
+        board.has_all(["a"])
     assert caught.value.rank is None
     assert time.monotonic() - began < SOON.silent
 
@@ -154,7 +154,7 @@ def test_notes_that_nobody_of_this_start_has_written_are_no_answer(start: Start)
         "welcome/1": b"0123456789abcdef fedcba9876543210",
         "welcome/2": b"nonsense",
         "hello/2": b"",
-        "pulse/0": GONE,
+        "pulse/0": CLOSED_HEARTBEAT,
         "1/failed": b"nonsense",
     }.items():
         store.set(key, value)

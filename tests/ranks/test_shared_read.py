@@ -23,27 +23,27 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import machine
 from holdfast.engine.distributed import host_memory
-from holdfast.engine.distributed.kv import Patience
+from holdfast.engine.distributed.kv import Timeouts
 from holdfast.engine.loading import shared_read
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.planning.read_plan import ReadItem
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import open_at
+from holdfast.engine.snapshot.snapshot import open_location
 from holdfast.errors import DigestMismatch, FormatError, HoldfastError, PlanError, RankFailed
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Traits
 from holdfast.testing.fakegroup import FakeGroup
-from holdfast.types import MIB, UNIT
-from tests.engine.unreliable_stores import Wrapped
-from tests.ranks.random_layouts import found, key, state_of, states
+from holdfast.types import BLOCK_SIZE, MIB
+from tests.engine.unreliable_stores import HookedStore
+from tests.ranks.random_layouts import leaf_key, local_bytes, state_of, states
 from tests.ranks.test_layouts import saved_at
-from tests.ranks.world import outcomes
+from tests.ranks.world import run_scenarios
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
-class Counted(Wrapped):
+class Counted(HookedStore):
     """A store that counts the bytes that are read of each file."""
 
     def __init__(self, inner):
@@ -67,14 +67,14 @@ class Counted(Wrapped):
 
 def on_hosts(*hosts):
     """Rank r is on ``hosts[r]``."""
-    real = machine.identity
+    real = machine.process_identity
 
     def identity():
         host, boot, process = real()
         _, mark, rank = threading.current_thread().name.partition("rank-")
         return (hosts[int(rank)] if mark else host), boot, process
 
-    return patch.object(machine, "identity", identity)
+    return patch.object(machine, "process_identity", identity)
 
 
 def load_on(hosts, store, states, patience=None, **options):
@@ -168,7 +168,7 @@ def same(one, other):
     elif isinstance(one, int):
         assert one == other
     else:
-        assert found(one) == found(other)
+        assert local_bytes(one) == local_bytes(other)
 
 
 def lengths(store):
@@ -193,7 +193,7 @@ def test_what_all_ranks_have_is_read_once_on_each_host():
     for host in ((0, 2), (1, 3)):
         assert sum(stores[r].of(".safetensors") for r in host) == data
         assert sum(stores[r].of(".index.json") for r in host) == indexes
-        assert max(stores[r].of(".safetensors") for r in host) <= data / 2 + UNIT
+        assert max(stores[r].of(".safetensors") for r in host) <= data / 2 + BLOCK_SIZE
         looked = Counter()
         for r in host:
             looked += stores[r].stats
@@ -249,11 +249,11 @@ def test_an_incremental_version_is_shared_like_a_full_one():
     old, new = replicated(), {**replicated(), "a": np.arange(500_000) * 3}
     base = Location(store, "version_1")
     saved_at(base, 2, lambda r: old)
-    saved_at(Location(store, "version_2"), 2, lambda r: new, open_at(base))
+    saved_at(Location(store, "version_2"), 2, lambda r: new, open_location(base))
     lives, stores = [emptied(new) for _ in range(2)], [Counted(store) for _ in range(2)]
 
     def load(rank):
-        snapshot = open_at(Location(stores[rank], "version_2"))
+        snapshot = open_location(Location(stores[rank], "version_2"))
         load_snapshot(snapshot, lives[rank], share=True)
 
     with FakeGroup(2) as group:
@@ -265,13 +265,13 @@ def test_an_incremental_version_is_shared_like_a_full_one():
 
 
 def indexes_of(store, folder):
-    return open_at(Location(store, folder)).indexes()
+    return open_location(Location(store, folder)).indexes()
 
 
 def test_more_ranks_on_a_host_than_share():
     store = save(*[replicated() for _ in range(5)])
     lives = [emptied(replicated()) for _ in range(5)]
-    with patch.object(host_memory, "MOST", 2):
+    with patch.object(host_memory, "MAX_PEERS", 2):
         stores = loaded_on("aaaaa", store, lives)
     for live in lives:
         same(live, replicated())
@@ -291,7 +291,7 @@ def test_an_index_of_several_parts():
             work(item)
 
     with (
-        patch("holdfast.engine.loading.shared_read.UNIT", 4096),
+        patch("holdfast.engine.loading.shared_read.BLOCK_SIZE", 4096),
         patch.object(host_memory, "in_parallel", backwards),
     ):
         stores = loaded_on("aa", store, lives)
@@ -341,18 +341,18 @@ def test_copies_of_parts_are_the_copies_of_the_whole(data):
     def copied(parts):
         made = np.zeros(at, np.uint8)
         for part in parts:
-            for _, offset, to, size in part.linear.tolist():
+            for _, offset, to, size in part.linear_copies.tolist():
                 assert part.start <= offset < offset + size <= part.stop
                 made[to : to + size] = file[offset - 100 : offset - 100 + size]
         return made.tobytes()
 
     parts = [
-        shared_read._narrowed(item, ReadItem(0, 5 + i, 6 + i, 100 + a, 100 + b, linear[:0], ()))
+        shared_read._narrow(item, ReadItem(0, 5 + i, 6 + i, 100 + a, 100 + b, linear[:0], ()))
         for i, (a, b) in enumerate(chunks)
     ]
-    whole = replace(item, linear=linear[linear[:, 3] > 0])
+    whole = replace(item, linear_copies=linear[linear[:, 3] > 0])
     assert copied(parts) == copied([whole])
-    assert sum(part.linear[:, 3].sum() for part in parts) == at
+    assert sum(part.linear_copies[:, 3].sum() for part in parts) == at
 
 
 # -- any layout ------------------------------------------------------------------------------------
@@ -367,10 +367,10 @@ def test_any_layout_on_any_hosts(drawn, budget, random):
     with ExitStack() as small:
         planned = ("planning.shard_layout", "saving.image", "planning.read_plan")
         for module in (*planned, "loading.shared_read"):
-            small.enter_context(patch(f"holdfast.engine.{module}.UNIT", 512))
+            small.enter_context(patch(f"holdfast.engine.{module}.BLOCK_SIZE", 512))
         with FakeGroup(sizes[0]) as group:
             group.run(lambda r: holdfast.save(store, state_of(laid, 0, r)[0]))
-        small.enter_context(patch.object(host_memory, "BUDGET", budget))
+        small.enter_context(patch.object(host_memory, "WINDOW_BUDGET", budget))
         _load_laid(laid, 1, store, [random.choice("abc") for _ in range(sizes[1])])
         hosts = [random.choice("ab") for _ in range(sizes[2])]
         read, alone = (_load_laid(laid, 2, store, hosts, share)[1] for share in (True, False))
@@ -385,8 +385,8 @@ def _load_laid(laid, world, store, hosts, share=True):
     stores = loaded_on(hosts, store, [state for state, _ in states], share=share)
     for state, held in states:
         for i, rows in held.items():
-            level, name = key(i).split("/")
-            assert found(state[level][name]) == rows.tobytes(), (i, laid[i])
+            level, name = leaf_key(i).split("/")
+            assert local_bytes(state[level][name]) == rows.tobytes(), (i, laid[i])
     return states, stores
 
 
@@ -403,22 +403,22 @@ class Held:
         self.lock = threading.Lock()
 
     def __enter__(self):
-        real, pass_on, held = host_memory.Shelf.resize, host_memory.Neighbours.pass_on, self
+        real, pass_on, held = host_memory.SharedSegment.resize, host_memory.HostPeers.exchange, self
 
         def resize(shelf, size):
             with held.lock:
                 held.sizes[id(shelf)] = size
                 held.most = max(held.most, sum(held.sizes.values()))
             real(shelf, size)
-            assert os.fstat(shelf.fd).st_size == host_memory.PAGE + size
+            assert os.fstat(shelf.fd).st_size == host_memory.PAGE_SIZE + size
 
         def passed(near, rounds, fill, take):
             held.rounds = max(held.rounds, len(rounds))
             pass_on(near, rounds, fill, take)
 
         self.patches = [
-            patch.object(host_memory.Shelf, "resize", resize),
-            patch.object(host_memory.Neighbours, "pass_on", passed),
+            patch.object(host_memory.SharedSegment, "resize", resize),
+            patch.object(host_memory.HostPeers, "exchange", passed),
         ]
         for each in self.patches:
             each.start()
@@ -434,7 +434,7 @@ def test_a_leaf_that_is_larger_than_all_windows(budget):
     whole = torch.arange(10 * MIB, dtype=torch.int32).reshape(1024, -1)
     store = save({"w": whole}, {"w": whole})
     lives = [{"w": torch.zeros_like(whole)} for _ in range(3)]
-    with patch.object(host_memory, "BUDGET", budget), Held() as held:
+    with patch.object(host_memory, "WINDOW_BUDGET", budget), Held() as held:
         stores = loaded_on("aaa", store, lives)
     for live in lives:
         assert torch.equal(live["w"], whole)
@@ -456,21 +456,21 @@ def test_a_small_load_takes_little_memory():
     st.sampled_from([64 * MIB, 256 * MIB]),
 )
 def test_pieces_are_dealt_within_the_budget(sizes, ranks, budget):
-    with patch.object(host_memory, "BUDGET", budget):
-        rounds = host_memory.deal(sizes, ranks)
+    with patch.object(host_memory, "WINDOW_BUDGET", budget):
+        rounds = host_memory.assign_reads(sizes, ranks)
     pieces = [piece for pieces in rounds for piece in pieces]
-    assert [p.number for p in pieces] == list(range(len(sizes)))
-    room = max((p.at + p.size for p in pieces), default=0)
+    assert [p.item_number for p in pieces] == list(range(len(sizes)))
+    room = max((p.window_offset + p.size for p in pieces), default=0)
     readers = {p.reader for p in pieces}
     assert len(readers) <= ranks
     assert 2 * room * len(readers) <= budget
     for several in rounds:
         used = {}
         for p in several:
-            assert p.size >= sizes[p.number]
-            assert p.at % 4096 == 0
-            assert p.at == used.get(p.reader, 0)  # one behind the other
-            used[p.reader] = p.at + p.size
+            assert p.size >= sizes[p.item_number]
+            assert p.window_offset % 4096 == 0
+            assert p.window_offset == used.get(p.reader, 0)  # one behind the other
+            used[p.reader] = p.window_offset + p.size
     for several in rounds[:-1]:  # no round ends early
         total = sum(p.size for p in several)
         assert total + (16 * MIB + 8192) * ranks > budget // 4 or len(readers) < ranks
@@ -478,9 +478,9 @@ def test_pieces_are_dealt_within_the_budget(sizes, ranks, budget):
 
 def test_long_rows_of_pieces_are_dealt_evenly():
     random = Random(0)
-    sizes = [random.randint(1, UNIT) for _ in range(1000)]
+    sizes = [random.randint(1, BLOCK_SIZE) for _ in range(1000)]
     load = Counter()
-    for pieces in host_memory.deal(sizes, 8):
+    for pieces in host_memory.assign_reads(sizes, 8):
         for p in pieces:
             load[p.reader] += p.size
     assert len(load) == 8
@@ -492,11 +492,11 @@ def test_long_rows_of_pieces_are_dealt_evenly():
 
 def damage(store, ending, at=None):
     """Change a byte in the middle of a file (the last one with that ending)."""
-    file = sorted(k for k in store._shelf.objects if k.endswith(ending))[-1]
-    data, modified = store._shelf.objects[file]
+    file = sorted(k for k in store._shared.objects if k.endswith(ending))[-1]
+    data, modified = store._shared.objects[file]
     at = len(data) // 2 if at is None else at
     changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-    store._shelf.objects[file] = changed, modified
+    store._shared.objects[file] = changed, modified
     return file.rpartition("/")[2]
 
 
@@ -539,10 +539,10 @@ def test_a_damaged_index_is_raised_before_anything_is_changed():
 def test_a_file_that_is_short_or_missing_is_damage_on_all(ending):
     for missing in (True, False):
         store = save(*[replicated() for _ in range(4)])
-        file = sorted(k for k in store._shelf.objects if k.endswith(ending))[-1]
-        data, modified = store._shelf.objects.pop(file)
+        file = sorted(k for k in store._shared.objects if k.endswith(ending))[-1]
+        data, modified = store._shared.objects.pop(file)
         if not missing:
-            store._shelf.objects[file] = data[:-1], modified
+            store._shared.objects[file] = data[:-1], modified
         told, _ = load_on(TWO_BY_TWO, store, [emptied(replicated()) for _ in range(4)])
         assert {type(e) for e in told} == {FormatError}
         assert all(file.rpartition("/")[2] in str(e) for e in told)
@@ -574,18 +574,18 @@ def test_a_rank_that_dies_is_missed_within_the_bounds(when):
     store = save(*[replicated() for _ in range(3)])
     lives = [emptied(replicated()) for _ in range(3)]
     after = {"indexes": 2, "wanted": 4, "first": 5, "later": 6}[when]
-    real = host_memory.Neighbours._keep_step
-    with FakeGroup(3, Patience(silent=1.0, stuck=10.0)) as group:
+    real = host_memory.HostPeers._barrier
+    with FakeGroup(3, Timeouts(silent=1.0, stuck=10.0)) as group:
 
         def keep_step(near):
-            if near.place == 1 and near._phase + 1 == after:
-                group.views[1].die()
+            if near.peer_index == 1 and near._phase + 1 == after:
+                group.views[1].disconnect()
                 raise KeyboardInterrupt
             real(near)
 
         with (
-            patch.object(host_memory.Neighbours, "_keep_step", keep_step),
-            patch.object(host_memory, "BUDGET", 40 * MIB),
+            patch.object(host_memory.HostPeers, "_barrier", keep_step),
+            patch.object(host_memory, "WINDOW_BUDGET", 40 * MIB),
         ):
             began = time.monotonic()
             told = group.outcomes(lambda r: holdfast.load(store, into=lives[r], share=True))
@@ -627,7 +627,7 @@ def test_a_rank_that_fails_in_the_middle_is_heard_at_once():
 def test_ranks_that_cannot_map_each_others_memory_read_alone():
     store = save(*[replicated() for _ in range(4)])
     lives = [emptied(replicated()) for _ in range(4)]
-    real, seen = host_memory.Shelf.of.__func__, []
+    real, seen = host_memory.SharedSegment.open_peer.__func__, []
 
     def of(cls, seat):
         if threading.current_thread().name == "rank-2":
@@ -638,7 +638,10 @@ def test_ranks_that_cannot_map_each_others_memory_read_alone():
         if name == "read_alone":
             seen.append(fields)
 
-    with patch.object(host_memory.Shelf, "of", classmethod(of)), holdfast.attach(sink):
+    with (
+        patch.object(host_memory.SharedSegment, "open_peer", classmethod(of)),
+        holdfast.attach(sink),
+    ):
         stores = loaded_on("abab", store, lives)
     for live in lives:
         same(live, replicated())
@@ -685,17 +688,19 @@ def test_windows_for_which_there_is_no_memory_are_an_error():
 
 
 def test_memory_of_another_is_not_taken_for_a_ranks():
-    own, other = host_memory.Shelf.made(), host_memory.Shelf.made()
+    own, other = host_memory.SharedSegment.create(), host_memory.SharedSegment.create()
     try:
-        seat = host_memory.Seat(0, ("a", "b"), os.getpid(), own.fd, own.numbers[0])
-        host_memory.Shelf.of(seat).close()
+        seat = host_memory.Peer(0, ("a", "b"), os.getpid(), own.fd, own.control_words[0])
+        host_memory.SharedSegment.open_peer(seat).close()
         with pytest.raises(OSError, match="another's"):
-            host_memory.Shelf.of(
-                host_memory.Seat(0, ("a", "b"), os.getpid(), other.fd, own.numbers[0])
+            host_memory.SharedSegment.open_peer(
+                host_memory.Peer(0, ("a", "b"), os.getpid(), other.fd, own.control_words[0])
             )
         for fd in (-1, 0, 10_000):
             with pytest.raises(OSError):
-                host_memory.Shelf.of(host_memory.Seat(0, ("a", "b"), os.getpid(), fd, -1))
+                host_memory.SharedSegment.open_peer(
+                    host_memory.Peer(0, ("a", "b"), os.getpid(), fd, -1)
+                )
     finally:
         own.close()
         other.close()
@@ -770,13 +775,15 @@ def test_a_training_goes_on_by_sharing_and_goes_back_where_a_version_is_damaged(
 
 @pytest.mark.slow
 def test_real_processes_share_and_one_that_is_killed_leaves_nothing(tmp_path):
-    told = outcomes("shared_reads", tmp_path, [0, -signal.SIGKILL, 0], silent=3, within=120)
+    told = run_scenarios(
+        "shared_reads", tmp_path, [0, -signal.SIGKILL, 0], silent_seconds=3, timeout=120
+    )
     data, indexes = lengths(str(tmp_path / "version_1"))
     own = 10 * MIB
     each = data - 2 * own
     for one in told:  # all but a box of another rank; what they have in common, a third each
         assert abs(one["bytes False"] - each) < 100_000
-        assert abs(one["bytes True"] - own - (each - own) / 3) < 2 * UNIT
+        assert abs(one["bytes True"] - own - (each - own) / 3) < 2 * BLOCK_SIZE
     assert sum(one["indexes False"] for one in told) == 3 * indexes
     assert sum(one["indexes True"] for one in told) == indexes
     assert abs(sum(one["bytes True"] for one in told) - data) < 100_000

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.whole_runs import COURSES
-from tests.ranks.world import outcomes
+from tests.ranks.whole_runs import SCENARIOS
+from tests.ranks.world import run_scenarios
 
 pytestmark = pytest.mark.slow
 
 
 def test_trainings(tmp_path: Path) -> None:
     """One test, so that workers of pytest-xdist do not each start the processes."""
-    told = outcomes("whole_runs", tmp_path)
+    told = run_scenarios("whole_runs", tmp_path)
     failed = [
         f"{course.__name__} on rank {rank}: {one[course.__name__]}"
-        for course in COURSES
+        for course in SCENARIOS
         for rank, one in enumerate(told)
         if one[course.__name__] != "passed"
     ]

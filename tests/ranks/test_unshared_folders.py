@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine.distributed.kv import Patience
+from holdfast.engine.distributed.kv import Timeouts
 from holdfast.errors import CommitError, HoldfastError
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.fakegroup import FakeGroup
@@ -25,7 +25,7 @@ def test_no_rank_writes_where_rank_0_is_not(large: bool) -> None:
         state = {"w": torch.ones(3_000_000 if large else 3), "n": 5}
         return holdfast.save(stores[rank], state, step=1)
 
-    with FakeGroup(3, Patience(2.0, 4.0)) as group:
+    with FakeGroup(3, Timeouts(2.0, 4.0)) as group:
         made = group.outcomes(save)
     for outcome in made:
         assert isinstance(outcome, CommitError), outcome
@@ -43,6 +43,6 @@ def test_a_training_hears_of_it_at_its_first_save(tmp_path: Path) -> None:
             ckpt.step()
             ckpt.save()
 
-    with FakeGroup(2, Patience(2.0, 4.0)) as group:
+    with FakeGroup(2, Timeouts(2.0, 4.0)) as group:
         made = group.outcomes(train)
     assert all(isinstance(e, HoldfastError) for e in made), made

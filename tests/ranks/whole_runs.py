@@ -22,17 +22,17 @@ import holdfast
 from holdfast.errors import HoldfastError, PlanError
 from holdfast.run.policy import EverySeconds, EverySteps, OnException, StopWhen
 from holdfast.run.run import Run
-from holdfast.run.save_request import ask, read_request
-from tests.ranks.world import run
+from holdfast.run.save_request import read_request, request_and_wait
+from tests.ranks.world import run_as_rank
 
-LENGTH, BATCH = 101, 12
+DATASET_LENGTH, BATCH = 101, 12
 
 
-class Numbers(Dataset):
+class IndexedSamples(Dataset):
     """Sample ``i`` is ``i``, and something made of it."""
 
     def __len__(self):
-        return LENGTH
+        return DATASET_LENGTH
 
     def __getitem__(self, i):
         return i, torch.sin(torch.arange(8.0) * (i + 1))
@@ -48,8 +48,8 @@ class Training:
         self.model = DistributedDataParallel(model)  # with the weights of rank 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.progress = holdfast.Progress()
-        self.sampler = holdfast.ElasticSampler(LENGTH, BATCH, seed=5)
-        self.loader = DataLoader(Numbers(), batch_sampler=self.sampler, num_workers=workers)
+        self.sampler = holdfast.ElasticSampler(DATASET_LENGTH, BATCH, seed=5)
+        self.loader = DataLoader(IndexedSamples(), batch_sampler=self.sampler, num_workers=workers)
         self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -58,17 +58,17 @@ class Training:
             "rng": holdfast.RNG(),
         }
         self.losses = {}
-        self.seen = []
+        self.seen_samples = []
 
-    def run(self, url, to, save, **given):
+    def run(self, url, last_step, save, **given):
         """Until step ``to``; what ``resume`` has found."""
         with holdfast.Checkpointer(url, self.state, save=save, **given) as ckpt:
             found = ckpt.resume()
-            while self.progress.step < to:
+            while self.progress.step < last_step:
                 for numbers, inputs in self.loader:
                     self.step(numbers, inputs)
                     ckpt.step({"loss": self.losses[self.progress.step + 1]})
-                    if self.progress.step >= to:
+                    if self.progress.step >= last_step:
                         return found
                 self.progress.epoch += 1
         return found
@@ -79,14 +79,14 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.losses[self.progress.step + 1] = loss.item()
-        self.seen.append((self.progress.epoch, self.progress.step + 1, numbers.tolist()))
+        self.seen_samples.append((self.progress.epoch, self.progress.step + 1, numbers.tolist()))
 
 
-def run_of(ranks, name):
+def run_url(ranks, name):
     return str(ranks.folder / name)
 
 
-def gathered(value):
+def all_gather(value):
     """The values of all ranks, on all."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -125,7 +125,7 @@ def no_collectives():
 def resumes_bit_by_bit(ranks):
     """Stopped in the middle of an epoch and resumed, the losses are those of a training that was
     never interrupted, and so are they with workers that are forked in between."""
-    url, never = run_of(ranks, "resumed"), run_of(ranks, "never")
+    url, never = run_url(ranks, "resumed"), run_url(ranks, "never")
     whole, parts = {}, {}
 
     def undisturbed():
@@ -154,13 +154,13 @@ def resumes_bit_by_bit(ranks):
 def sees_every_sample_once(ranks):
     """4 ranks, then 2, then 3, each stopped in the middle of an epoch: each sample of an epoch is
     seen once, in the batch in which one rank would have seen it."""
-    url, seen = run_of(ranks, "samples"), {}
+    url, seen = run_url(ranks, "samples"), {}
 
     def until(size, to):
         def work():
             training = Training()
             training.run(url, to, EverySteps(3))
-            for mine in gathered(training.seen):
+            for mine in all_gather(training.seen_samples):
                 for epoch, step, numbers in mine:
                     seen.setdefault((step, size, epoch), []).extend(numbers)
 
@@ -170,14 +170,14 @@ def sees_every_sample_once(ranks):
         ranks(size, until(size, to))
     if ranks.rank:
         return
-    order = holdfast.ElasticSampler(LENGTH, BATCH, seed=5, rank=0, ranks=1)
+    order = holdfast.ElasticSampler(DATASET_LENGTH, BATCH, seed=5, rank=0, ranks=1)
     batches = []
     for _ in range(3):
         for batch in order:
             batches.append(batch)
             order.advance()
     assert [len(b) for b in batches] == ([BATCH] * 8 + [5]) * 3
-    assert sorted(n for batch in batches[:9] for n in batch) == list(range(LENGTH))
+    assert sorted(n for batch in batches[:9] for n in batch) == list(range(DATASET_LENGTH))
     assert {step for step, *_ in seen} == set(range(1, 28))
     again = 0
     for (step, size, epoch), numbers in seen.items():
@@ -190,7 +190,7 @@ def sees_every_sample_once(ranks):
 
 
 def gives_new_ranks_seeds_of_their_own(ranks):
-    url, drawn = run_of(ranks, "seeds"), []
+    url, drawn = run_url(ranks, "seeds"), []
 
     def work():
         torch.manual_seed(3)
@@ -201,7 +201,7 @@ def gives_new_ranks_seeds_of_their_own(ranks):
                 torch.manual_seed(100 + dist.get_rank())
                 torch.rand(5)
                 ckpt.step()
-            drawn.extend(gathered(torch.rand(1).item()))
+            drawn.extend(all_gather(torch.rand(1).item()))
 
     ranks(2, work)
     ranks(2, work)
@@ -214,10 +214,10 @@ def gives_new_ranks_seeds_of_their_own(ranks):
 
 def trains_ten_thousand_steps_without_a_collective(ranks):
     """By steps, by the clock of rank 0, on request, and with an early stop."""
-    url, told = run_of(ranks, "long"), []
+    url, told = run_url(ranks, "long"), []
 
     def asking(asked):
-        asked.append(ask(Run(url), 60, interval=0.05).version.step)
+        asked.append(request_and_wait(Run(url), 60, interval=0.05).version.step)
 
     def work():
         rank = dist.get_rank()
@@ -248,7 +248,7 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
         if rank == 1:
             asks.join()
         versions = [s.step for s in Run(url).snapshots()]
-        both = gathered((state["progress"].step, versions, asked))
+        both = all_gather((state["progress"].step, versions, asked))
         told.append((both, statistics.median(took)))
         assert both[0][:2] == both[1][:2], both
         last = both[0][0]
@@ -270,7 +270,7 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
 
 
 def answers_a_signal_on_any_rank(ranks):
-    url = run_of(ranks, "signal")
+    url = run_url(ranks, "signal")
 
     def work():
         rank = dist.get_rank()
@@ -294,7 +294,7 @@ def answers_a_signal_on_any_rank(ranks):
 
 
 def shows_a_line_for_each_save_once(ranks):
-    url = run_of(ranks, "shown")
+    url = run_url(ranks, "shown")
 
     def work():
         shown = io.StringIO()
@@ -304,7 +304,7 @@ def shows_a_line_for_each_save_once(ranks):
                 ckpt.resume()
                 for _ in range(5):
                     ckpt.step({"loss": 1.0 + dist.get_rank()})
-        lines = gathered(shown.getvalue().splitlines())
+        lines = all_gather(shown.getvalue().splitlines())
         assert lines[1:] == [[]] * (len(lines) - 1)
         assert [line.split()[0] for line in lines[0]] == ["began", "saved", "saved", "left"]
         assert all("loss 1" in line for line in lines[0][1:3])
@@ -314,7 +314,7 @@ def shows_a_line_for_each_save_once(ranks):
 
 def refuses_a_second_job(ranks):
     """Ranks 0 and 1 train; rank 2 is told by group= to write there as well, alone."""
-    url = run_of(ranks, "second")
+    url = run_url(ranks, "second")
 
     def work():
         pair = dist.new_group([0, 1])
@@ -343,7 +343,7 @@ def refuses_a_second_job(ranks):
 
 
 def saves_the_state_before_an_exception_of_all(ranks):
-    url = run_of(ranks, "raised")
+    url = run_url(ranks, "raised")
 
     def work():
         training = Training()
@@ -367,7 +367,7 @@ def saves_the_state_before_an_exception_of_all(ranks):
 
 
 def tells_unlike_arguments(ranks):
-    url = run_of(ranks, "unlike")
+    url = run_url(ranks, "unlike")
 
     def work():
         state = {"progress": holdfast.Progress(), "w": torch.zeros(3)}
@@ -386,7 +386,7 @@ def tells_unlike_arguments(ranks):
     ranks(3, work)
 
 
-COURSES = [
+SCENARIOS = [
     resumes_bit_by_bit,
     sees_every_sample_once,
     gives_new_ranks_seeds_of_their_own,
@@ -399,4 +399,6 @@ COURSES = [
 ]
 
 if __name__ == "__main__":
-    run([course for course in COURSES if not sys.argv[4:] or course.__name__ in sys.argv[4:]])
+    run_as_rank(
+        [course for course in SCENARIOS if not sys.argv[4:] or course.__name__ in sys.argv[4:]]
+    )

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 
 SIZE = 4
-BOUND = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 
 
-def outcomes(
+def run_scenarios(
     module: str,
     folder: Path,
-    expected: Sequence[int] = (0,) * SIZE,
+    exit_codes: Sequence[int] = (0,) * SIZE,
     *,
-    silent: int = 30,
-    within: float = 300,
+    silent_seconds: int = 30,
+    timeout: float = 300,
 ) -> list[dict[str, Any]]:
     """What each part of a module came to, on each rank. All of them share one start of the
     processes, which end with the ``expected`` codes."""
@@ -35,8 +35,8 @@ def outcomes(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     root = Path(__file__).parents[2]
-    environ = os.environ | {"HOLDFAST_SILENT": str(silent), "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"{rank}.log" for rank in range(len(expected))]
+    environ = os.environ | {"HOLDFAST_SILENT": str(silent_seconds), "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(len(exit_codes))]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(logs):
@@ -45,52 +45,52 @@ def outcomes(
                 started.append(
                     subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=root)
                 )
-        codes = [process.wait(timeout=within) for process in started]
+        codes = [process.wait(timeout=timeout) for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
-    assert codes == list(expected), "\n".join(log.read_text()[-2000:] for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(expected))]
+    assert codes == list(exit_codes), "\n".join(log.read_text()[-2000:] for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(exit_codes))]
 
 
-class Ranks:
+class RankPool:
     """The processes, of which the first so many are a world."""
 
     def __init__(self, rank: int, port: int, folder: Path) -> None:
         self.rank = rank
         self.folder = folder
-        self.store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, BOUND)
+        self.store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, TIMEOUT)
         self.scenario = ""
-        self.worlds = 0
+        self.world_count = 0
 
     def begin(self, scenario: str) -> None:
-        self.scenario, self.worlds = scenario, 0
+        self.scenario, self.world_count = scenario, 0
 
     def __call__(self, size: int, work) -> None:
         """``work()`` on ranks below ``size``, in a world of that size."""
-        self.worlds += 1
-        name = f"{self.scenario}{self.worlds}"
+        self.world_count += 1
+        name = f"{self.scenario}{self.world_count}"
         try:
             if self.rank < size:
-                self._within(size, name, work)
+                self._run_in_world(size, name, work)
         finally:
-            self.all_there(name)
+            self.barrier(name)
 
-    def _within(self, size: int, name: str, work) -> None:
+    def _run_in_world(self, size: int, prefix: str, work) -> None:
         if size == 1:
             work()
             return
-        store = dist.PrefixStore(name, self.store)
-        dist.init_process_group("gloo", None, BOUND, size, self.rank, store)
+        store = dist.PrefixStore(prefix, self.store)
+        dist.init_process_group("gloo", None, TIMEOUT, size, self.rank, store)
         try:
             work()
         finally:
             dist.destroy_process_group()
 
-    def all_there(self, name: str) -> None:
+    def barrier(self, name: str) -> None:
         self.store.add(f"{name}/there", 1)
-        end = time.monotonic() + BOUND.total_seconds()
+        end = time.monotonic() + TIMEOUT.total_seconds()
         while self.store.add(f"{name}/there", 0) < SIZE and time.monotonic() < end:
             time.sleep(0.005)
 
@@ -98,11 +98,11 @@ class Ranks:
         return str(self.folder / f"{name}" / "version_1")
 
 
-def run(scenarios) -> None:
+def run_as_rank(scenarios) -> None:
     """As rank ``sys.argv[1]``; what each scenario came to on it goes to ``FOLDER/RANK.json``."""
     rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    ranks, outcomes = Ranks(rank, port, folder), {}
+    ranks, outcomes = RankPool(rank, port, folder), {}
     for scenario in scenarios:
         ranks.begin(scenario.__name__)
         try:
@@ -111,4 +111,4 @@ def run(scenarios) -> None:
         except BaseException:
             outcomes[scenario.__name__] = traceback.format_exc()
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
-    ranks.all_there("end")
+    ranks.barrier("end")

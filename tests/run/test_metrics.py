@@ -22,7 +22,7 @@ from holdfast.run.catalog import new_evaluation
 from holdfast.run.policy import EverySteps, KeepBest, KeepLast
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from tests.trainings import after, flip, shard_of, train, trained, training
+from tests.trainings import flip_bit, shard_of, state_after, train, trained_run, training
 
 V20 = Version(20)
 
@@ -30,7 +30,7 @@ V20 = Version(20)
 @pytest.fixture
 def store() -> MemoryStore:
     """A training with versions 20, 40, 60, each with the metric ``loss``."""
-    return trained()
+    return trained_run()
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_every_number_comes_back_as_it_was(store: MemoryStore, value: float) -> 
 def test_any_metrics_go_to_a_file_and_back(metrics: dict[str, float]) -> None:
     made = new_evaluation("x", Version(1), "0" * 32, metrics, [])
     found = decode_evaluation(encode_evaluation(made), "f")
-    assert repr(found.numbers()) == repr(metrics)
+    assert repr(found.decoded_metrics()) == repr(metrics)
 
 
 def test_tensors_and_arrays_of_one_element_are_read(store: MemoryStore) -> None:
@@ -130,7 +130,7 @@ def test_a_version_that_is_gone_or_damaged_is_not_evaluated(store: MemoryStore) 
         Run(store).add_metrics(Version(30), {"loss": 1.0})
     with pytest.raises(NotFound):
         Run(store).metrics(Version(30))
-    flip(store, f"version_20/{MANIFEST}")
+    flip_bit(store, f"version_20/{MANIFEST}")
     with pytest.raises(FormatError):
         Run(store).add_metrics(V20, {"loss": 1.0})
     with pytest.raises(FormatError):
@@ -143,7 +143,7 @@ def test_what_has_taken_the_place_of_what_was_evaluated_gets_no_metrics(store: M
     for stat in list(store.list("version_20")):
         if "/eval-" not in stat.key:
             store.delete(stat.key)
-    holdfast.save(store.at("version_20"), after(1), step=20)
+    holdfast.save(store.at("version_20"), state_after(1), step=20)
     with pytest.raises(FormatError, match="not the snapshot that was evaluated"):
         Run(store).add_metrics(snapshot, {"loss": -2})
     assert Run(store).metrics(V20) == {}, "what is left of the old evaluation is of another one"
@@ -154,7 +154,7 @@ def test_damaged_evaluations_are_skipped_and_told_once(store: MemoryStore, told:
     loss = run.metrics(V20)["loss"]
     run.add_metrics(V20, {"loss": -1})
     key = evaluation_of(store)
-    flip(store, key, 100)
+    flip_bit(store, key, 100)
     store.put_if_absent("version_20/eval-x.000000000000.json", b"no JSON")
     store.put_if_absent("version_40/eval-x.000000000000.json", b"")
     for _ in range(2):
@@ -217,7 +217,7 @@ def test_the_best_is_intact_and_on_the_line(store: MemoryStore) -> None:
     assert best(store, "val") == 40
     store.delete(shard_of(store, "version_40"))
     assert best(store, "val") == 20
-    flip(store, f"version_20/{MANIFEST}")
+    flip_bit(store, f"version_20/{MANIFEST}")
     found = run.best("val")
     assert found is not None
     assert found.version == Version(60, 1)

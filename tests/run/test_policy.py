@@ -21,16 +21,16 @@ from holdfast.run.policy import (
     KeepEvery,
     KeepLast,
     KeepPolicy,
-    Moment,
     OnException,
-    Patience,
+    PolicyInput,
     Record,
     SavePolicy,
+    StopState,
     StopWhen,
     best_first,
 )
 
-START = Moment(0, 0.0, 0, 0, 0.0, 0)
+START = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
 
 # -- when to save --------------------------------------------------------------------------------
 
@@ -50,7 +50,9 @@ def test_every_steps_catches_up_after_a_multiple_was_jumped_over() -> None:
 
 @pytest.mark.parametrize(("now", "last", "due"), [(59.9, 0, False), (60, 0, True), (65, 60, False)])
 def test_every_seconds_counts_from_the_last_save(now: float, last: float, due: bool) -> None:
-    moment = Moment(step=1, seconds=now, epochs=0, last_step=0, last_seconds=last, last_epochs=0)
+    moment = PolicyInput(
+        step=1, seconds=now, epochs=0, last_step=0, last_seconds=last, last_epochs=0
+    )
     assert EverySeconds(60).due(moment) is due
 
 
@@ -72,7 +74,7 @@ def test_a_whole_training_is_saved_at_each_epochs_end_once() -> None:
     """Seven steps an epoch, saved by two policies: a save in mid-epoch takes no epoch's end."""
     policy, last, saved = EveryEpoch() | EverySteps(5), START, []
     for step in range(1, 30):
-        now = Moment(step, 0.0, step // 7, last.step, 0.0, last.epochs)
+        now = PolicyInput(step, 0.0, step // 7, last.step, 0.0, last.epochs)
         if policy.due(now):
             saved.append(step)
             last = now
@@ -106,7 +108,7 @@ def test_what_a_policy_asks_of_who_holds_it(
 
 
 def test_an_exception_is_never_due() -> None:
-    assert not OnException().due(Moment(10**9, 1e9, 99, 0, 0.0, 0))
+    assert not OnException().due(PolicyInput(10**9, 1e9, 99, 0, 0.0, 0))
 
 
 # -- what to keep --------------------------------------------------------------------------------
@@ -251,8 +253,8 @@ def test_either_keeps_what_each_keeps(
 # -- when to stop --------------------------------------------------------------------------------
 
 
-def observe(stop: StopWhen, *found: float, state: Patience | None = None) -> Patience:
-    state = Patience() if state is None else state
+def observe(stop: StopWhen, *found: float, state: StopState | None = None) -> StopState:
+    state = StopState() if state is None else state
     for value in found:
         state = stop.observe(state, value)
     return state
@@ -261,25 +263,25 @@ def observe(stop: StopWhen, *found: float, state: Patience | None = None) -> Pat
 @pytest.mark.parametrize(
     ("stop", "found", "state"),
     [
-        (StopWhen("l", 2), [], Patience(None, 0, False)),
-        (StopWhen("l", 2), [1.0], Patience(1.0, 0, False)),
-        (StopWhen("l", 2), [1.0, 1.0], Patience(1.0, 1, False)),
-        (StopWhen("l", 2), [1.0, 1.0, 2.0], Patience(1.0, 2, True)),
-        (StopWhen("l", 2), [1.0, 2.0, 0.5, 0.6], Patience(0.5, 1, False)),
-        (StopWhen("l", 2, "max"), [1.0, 2.0, 0.5, 0.6], Patience(2.0, 2, True)),
-        (StopWhen("l", 1), [nan], Patience(None, 1, True)),
-        (StopWhen("l", 2), [nan, 3.0, nan], Patience(3.0, 1, False)),
-        (StopWhen("l", 2), [inf, 3.0], Patience(3.0, 0, False)),
-        (StopWhen("l", 2), [-inf, -inf, -5.0], Patience(-inf, 2, True)),
-        (StopWhen("l", 2), [inf, inf], Patience(inf, 1, False)),
-        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.95, 0.9], Patience(1.0, 2, False)),
-        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.95, 0.8], Patience(0.8, 0, False)),
-        (StopWhen("l", 3, "max", min_delta=0.5), [1, 1.5, 1.6], Patience(1.6, 0, False)),
+        (StopWhen("l", 2), [], StopState(None, 0, False)),
+        (StopWhen("l", 2), [1.0], StopState(1.0, 0, False)),
+        (StopWhen("l", 2), [1.0, 1.0], StopState(1.0, 1, False)),
+        (StopWhen("l", 2), [1.0, 1.0, 2.0], StopState(1.0, 2, True)),
+        (StopWhen("l", 2), [1.0, 2.0, 0.5, 0.6], StopState(0.5, 1, False)),
+        (StopWhen("l", 2, "max"), [1.0, 2.0, 0.5, 0.6], StopState(2.0, 2, True)),
+        (StopWhen("l", 1), [nan], StopState(None, 1, True)),
+        (StopWhen("l", 2), [nan, 3.0, nan], StopState(3.0, 1, False)),
+        (StopWhen("l", 2), [inf, 3.0], StopState(3.0, 0, False)),
+        (StopWhen("l", 2), [-inf, -inf, -5.0], StopState(-inf, 2, True)),
+        (StopWhen("l", 2), [inf, inf], StopState(inf, 1, False)),
+        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.95, 0.9], StopState(1.0, 2, False)),
+        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.95, 0.8], StopState(0.8, 0, False)),
+        (StopWhen("l", 3, "max", min_delta=0.5), [1, 1.5, 1.6], StopState(1.6, 0, False)),
         # slow progress of less than min_delta a time counts from the best, not from the last
-        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.94, 0.88], Patience(0.88, 0, False)),
+        (StopWhen("l", 3, min_delta=0.1), [1.0, 0.94, 0.88], StopState(0.88, 0, False)),
     ],
 )
-def test_stop_when(stop: StopWhen, found: list[float], state: Patience) -> None:
+def test_stop_when(stop: StopWhen, found: list[float], state: StopState) -> None:
     assert observe(stop, *found) == state
 
 
@@ -288,7 +290,7 @@ def test_stop_when(stop: StopWhen, found: list[float], state: Patience) -> None:
 def test_patience_lies_in_the_snapshot(found: list[float], patience: int) -> None:
     """Going to plain values and back at any moment changes nothing."""
     stop = StopWhen("l", patience)
-    state = Patience()
+    state = StopState()
     for value in found:
         state = stop.observe(stop.from_plain(stop.to_plain(state)), value)
     assert state == observe(stop, *found)
@@ -298,8 +300,8 @@ def test_a_longer_patience_is_looked_at_anew() -> None:
     stopped = observe(StopWhen("l", 2), 1.0, 2.0, 2.0)
     assert stopped.stopped
     plain = StopWhen("l", 2).to_plain(stopped)
-    assert StopWhen("l", 5).from_plain(plain) == Patience(1.0, 2, False)
-    assert StopWhen("l", 1).from_plain(plain) == Patience(1.0, 2, True)
+    assert StopWhen("l", 5).from_plain(plain) == StopState(1.0, 2, False)
+    assert StopWhen("l", 1).from_plain(plain) == StopState(1.0, 2, True)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +314,7 @@ def test_a_longer_patience_is_looked_at_anew() -> None:
     ],
 )  # fmt: skip
 def test_what_is_of_something_else_is_a_fresh_start(plain: Any) -> None:
-    assert StopWhen("l").from_plain(plain) == Patience()
+    assert StopWhen("l").from_plain(plain) == StopState()
 
 
 # -- what can never fire -------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import HoldfastError, NotFound, SkippedVersion, StoreError, Unavailable
 from holdfast.format.names import MANIFEST, Version, new_attempt, shard_name
 from holdfast.run import catalog
-from holdfast.run.catalog import Known
+from holdfast.run.catalog import VersionRecord
 from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
@@ -34,9 +34,9 @@ from holdfast.storage.store import Store
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import Fault, FaultFs
 from tests.crash.promises import check_promises
-from tests.engine.unreliable_stores import Wrapped
-from tests.forging import content_of, reseal
-from tests.trainings import after, flip, shard_of, train, trained, training
+from tests.engine.unreliable_stores import HookedStore
+from tests.forging import seal, sealed_content
+from tests.trainings import flip_bit, shard_of, state_after, train, trained_run, training
 
 DAY = 24 * 3600.0
 YEAR = 365 * DAY
@@ -53,14 +53,14 @@ def make_run(*steps: int) -> MemoryStore:
     """A run with these versions on its first branch."""
     store = MemoryStore()
     for step in steps:
-        holdfast.save(store.at(f"version_{step}"), after(1), step=step)
+        holdfast.save(store.at(f"version_{step}"), state_after(1), step=step)
     return store
 
 
 @pytest.fixture
 def store() -> MemoryStore:
     """A training with versions 20, 40, 60."""
-    return trained()
+    return trained_run()
 
 
 def steps(store: Store) -> list[int]:
@@ -77,19 +77,19 @@ def cut(store: MemoryStore, key: str) -> None:
 def refers(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
     """Which versions refer to which: a table that stands for incremental versions."""
     table: dict[Version, set[Version]] = {}
-    real = catalog.known_of
+    real = catalog.make_version_record
 
-    def read(snapshot: Snapshot) -> Known:
+    def read(snapshot: Snapshot) -> VersionRecord:
         found = real(snapshot)
         bases = frozenset(table.get(snapshot.version, ()))
         files = dict(found.files)
         for base in bases:
-            for stat in snapshot.place.store.list(str(base)):
+            for stat in snapshot.location.store.list(str(base)):
                 if stat.key.endswith(".safetensors"):
                     files[stat.key] = stat.length
         return replace(found, bases=bases, files=files)
 
-    monkeypatch.setattr(catalog, "known_of", read)
+    monkeypatch.setattr(catalog, "make_version_record", read)
     return table
 
 
@@ -103,7 +103,7 @@ def test_keep_last_deletes_the_others_whole(store: MemoryStore) -> None:
 
 
 def test_the_policy_that_keeps_all_looks_at_nothing(store: MemoryStore) -> None:
-    wrapped = Wrapped(store)
+    wrapped = HookedStore(store)
     wrapped.before = lambda method, key: pytest.fail(f"{method} {key}")
     assert Run(wrapped).retain(KeepPolicy()) == []
 
@@ -112,7 +112,7 @@ def test_the_policy_that_keeps_all_looks_at_nothing(store: MemoryStore) -> None:
 def test_only_intact_versions_count_and_damaged_ones_stay(store: MemoryStore, damage: str) -> None:
     shard = shard_of(store, "version_60")
     if damage == "manifest":
-        flip(store, f"version_60/{MANIFEST}")
+        flip_bit(store, f"version_60/{MANIFEST}")
     elif damage == "cut":
         cut(store, shard)
     elif damage == "gone":
@@ -172,15 +172,15 @@ def test_a_pinned_version_stays_until_it_is_unpinned(store: MemoryStore) -> None
 
 def test_a_damaged_pin_still_pins(store: MemoryStore) -> None:
     Run(store).pin(20)
-    flip(store, "pin-version_20.json")
+    flip_bit(store, "pin-version_20.json")
     assert Run(store).retain(KeepLast(1)) == [Version(40)]
     assert Run(store).pin(20) == Version(20)
 
 
 def too_new(store: MemoryStore) -> str:
     """A process's pin of a format that is to come."""
-    key = pins.hold(Location(store, "version_60"), new_attempt(), Version(20))
-    raw = reseal(content_of(store.get(key, 1 << 20)), 99)
+    key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
+    raw = seal(sealed_content(store.get(key, 1 << 20)), 99)
     store.delete(key)
     store.put_if_absent(key, raw)
     return key
@@ -188,8 +188,8 @@ def too_new(store: MemoryStore) -> str:
 
 def torn(store: MemoryStore) -> str:
     """A process's pin of which a bit has flipped."""
-    key = pins.hold(Location(store, "version_60"), new_attempt(), Version(20))
-    flip(store, key)
+    key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
+    flip_bit(store, key)
     return key
 
 
@@ -219,7 +219,7 @@ def test_a_pin_that_cannot_be_read_and_comes_in_the_middle_keeps_the_files(
     store: MemoryStore, unread: Callable[[MemoryStore], str]
 ) -> None:
     """It may be of a save that has pinned the version, looked for it, and refers to it."""
-    wrapped, came = Wrapped(store), []
+    wrapped, came = HookedStore(store), []
 
     def come(method: str, key: str) -> None:
         if method == "delete" and key == f"version_20/{MANIFEST}":
@@ -290,7 +290,7 @@ def test_versions_of_branches_that_were_left_can_be_pinned(store: MemoryStore) -
 
 
 def test_a_pin_that_comes_too_late_is_told_and_taken_back(store: MemoryStore) -> None:
-    wrapped = Wrapped(store)
+    wrapped = HookedStore(store)
 
     def vanish(method: str, key: str) -> None:
         if method == "put_if_absent":
@@ -305,35 +305,45 @@ def test_a_pin_that_comes_too_late_is_told_and_taken_back(store: MemoryStore) ->
 def test_what_a_process_reads_stays_as_long_as_it_lives(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = pins.hold(Location(store, "version_60"), new_attempt(), Version(20))
+    key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
     assert Run(store).retain(KeepLast(1)) == [Version(40)]
     assert Run(store).retain(KeepLast(1)) == []
-    monkeypatch.setattr(pins, "alive", lambda record: None)  # on another machine: for a week
+    monkeypatch.setattr(
+        pins, "is_holder_alive", lambda record: None
+    )  # on another machine: for a week
     assert Run(store).retain(KeepLast(1)) == []
-    monkeypatch.setattr(pins, "alive", lambda record: False)
+    monkeypatch.setattr(pins, "is_holder_alive", lambda record: False)
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
     assert list(Run(store).sweep().removed) == [key]
 
 
 def test_reading_much_pins_and_reading_little_does_not(store: MemoryStore) -> None:
     place = Location(store, "version_20")
-    with pins.reading(place, pins.WORTH - 1), pins.reading(Location(store, "x"), pins.WORTH):
-        assert Run(store).listing().pins == []
-    with pins.reading(place, pins.WORTH):
+    with (
+        pins.pin_while_reading(place, pins.MIN_PINNED_BYTES - 1),
+        pins.pin_while_reading(Location(store, "x"), pins.MIN_PINNED_BYTES),
+    ):
+        assert Run(store).listing().process_pins == []
+    with pins.pin_while_reading(place, pins.MIN_PINNED_BYTES):
         assert Run(store).retain(KeepLast(1)) == [Version(40)]
-    assert Run(store).listing().pins == []
-    with pytest.raises(ZeroDivisionError), pins.reading(place, pins.WORTH):
+    assert Run(store).listing().process_pins == []
+    with pytest.raises(ZeroDivisionError), pins.pin_while_reading(place, pins.MIN_PINNED_BYTES):
         raise ZeroDivisionError
-    assert Run(store).listing().pins == []
+    assert Run(store).listing().process_pins == []
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
-    with pytest.raises(NotFound, match="deleted before"), pins.reading(place, pins.WORTH):
+    with (
+        pytest.raises(NotFound, match="deleted before"),
+        pins.pin_while_reading(place, pins.MIN_PINNED_BYTES),
+    ):
         pytest.fail("it is gone")
-    assert Run(store).listing().pins == []
+    assert Run(store).listing().process_pins == []
 
 
 def test_reading_pins_the_bases_as_well() -> None:
     store = make_run(10, 20, 30, 40)
-    with pins.reading(Location(store, "version_30"), pins.WORTH, {Version(10)}):
+    with pins.pin_while_reading(
+        Location(store, "version_30"), pins.MIN_PINNED_BYTES, {Version(10)}
+    ):
         assert Run(store).retain(KeepLast(1)) == [Version(20)]
     assert Run(store).retain(KeepLast(1)) == [Version(10), Version(30)]
 
@@ -354,8 +364,8 @@ def read_by_copy(run: Run) -> object:
 def test_a_version_is_not_deleted_while_it_is_read(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, read: Callable[[Run], object]
 ) -> None:
-    monkeypatch.setattr(pins, "WORTH", 1)
-    wrapped, tried = Wrapped(store), []
+    monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 1)
+    wrapped, tried = HookedStore(store), []
 
     def retain(method: str, key: str) -> None:
         if method == "get_range" and "version_20/" in key:  # it is in the middle of it
@@ -364,7 +374,7 @@ def test_a_version_is_not_deleted_while_it_is_read(
     wrapped.before = retain
     read(Run(wrapped))
     assert {v for gone in tried for v in gone} == {Version(40)}  # by several threads
-    assert Run(store).listing().pins == []
+    assert Run(store).listing().process_pins == []
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
 
 
@@ -372,7 +382,7 @@ def test_a_version_is_not_deleted_while_it_is_read(
 def test_where_no_pin_can_be_written_it_is_read_without(
     store: MemoryStore, error: type[StoreError]
 ) -> None:
-    wrapped, left = Wrapped(store), []
+    wrapped, left = HookedStore(store), []
 
     def refuse(method: str, key: str) -> None:
         if method in ("put_if_absent", "delete"):
@@ -381,7 +391,9 @@ def test_where_no_pin_can_be_written_it_is_read_without(
     wrapped.before = refuse
     with (
         events.attach(lambda name, fields: left.append(name)),
-        pins.reading(Location(wrapped, "version_20"), pins.WORTH, {Version(40)}),
+        pins.pin_while_reading(
+            Location(wrapped, "version_20"), pins.MIN_PINNED_BYTES, {Version(40)}
+        ),
     ):
         assert wrapped.get(f"version_20/{MANIFEST}", 1 << 20)
     assert left == ([] if error is holdfast.errors.Denied else ["pin_left"])
@@ -447,7 +459,7 @@ def test_what_a_manifest_that_cannot_be_read_mentions_stays(store: MemoryStore) 
 
 
 def test_a_manifest_that_the_disk_cannot_give_stops_the_deletion(store: MemoryStore) -> None:
-    wrapped = Wrapped(store)
+    wrapped = HookedStore(store)
 
     def fail(method: str, key: str) -> None:
         if method == "get" and key == f"version_40/{MANIFEST}":
@@ -473,10 +485,10 @@ def test_delete_refuses_what_is_pinned_referred_to_or_absent(refers: Refers) -> 
         run.delete(Version(10))
     with pytest.raises(NotFound, match="no version_40"):
         run.delete(Version(40))
-    key = pins.hold(run.place(Version(20)), new_attempt(), Version(20))
+    key = pins.create_pin(run.location(Version(20)), new_attempt(), Version(20))
     with pytest.raises(HoldfastError, match="a process is using it"):
         run.delete(Version(20))
-    pins.release(run.place(Version(20)), key)
+    pins.remove_pin(run.location(Version(20)), key)
     assert steps(store) == [10, 20, 30]
     size = sum(s.length for s in store.list("version_20"))
     assert run.delete(Version(20)) == size
@@ -487,7 +499,7 @@ def test_delete_refuses_what_is_pinned_referred_to_or_absent(refers: Refers) -> 
 # -- beside readers and saves, at every moment ---------------------------------------------------
 
 
-class Interleaved(Wrapped):
+class Interleaved(HookedStore):
     """Lets others act before chosen calls of the one that deletes."""
 
     def __init__(self, inner: Store) -> None:
@@ -523,11 +535,11 @@ def test_a_reader_at_every_moment_is_refused_or_reads_to_the_end() -> None:
         reader: list[Any] = []
 
         def hold(place: Location = place, reader: list[Any] = reader) -> None:
-            reader.append(pins.hold(place, new_attempt(), Version(1)))
+            reader.append(pins.create_pin(place, new_attempt(), Version(1)))
 
         def see(place: Location = place, reader: list[Any] = reader) -> None:
             try:
-                pins.seen(place)
+                pins.require_manifest(place)
                 reader.append("reads")
             except NotFound:
                 reader.append("refused")
@@ -539,7 +551,7 @@ def test_a_reader_at_every_moment_is_refused_or_reads_to_the_end() -> None:
         outcomes[reader[1]] += 1
         if reader[1] == "reads":
             snapshot.check_files()
-        pins.release(place, reader[0])
+        pins.remove_pin(place, reader[0])
         run.retain(KeepLast(1))
         assert [s.key for s in inner.list("version_1")] == []
     assert outcomes.keys() == {"reads", "refused"}
@@ -561,11 +573,11 @@ def test_a_save_that_refers_to_what_is_deleted_at_every_moment(refers: Refers) -
         saver: list[Any] = []
 
         def hold(place: Location = place, saver: list[Any] = saver) -> None:
-            saver.append(pins.hold(place, new_attempt(), Version(1)))
+            saver.append(pins.create_pin(place, new_attempt(), Version(1)))
 
         def see(place: Location = place, saver: list[Any] = saver) -> None:
             try:
-                pins.seen(place)
+                pins.require_manifest(place)
                 saver.append("saves")
             except NotFound:
                 saver.append("refused")
@@ -576,7 +588,7 @@ def test_a_save_that_refers_to_what_is_deleted_at_every_moment(refers: Refers) -
             if saver[1] == "saves":
                 for key in sorted((s.key for s in third.list("")), reverse=True):
                     inner.put_if_absent(key, third.get(key, 1 << 30))
-            pins.release(place, saver[0])
+            pins.remove_pin(place, saver[0])
 
         store.acts = [(at, hold), (seen_at, see), (commit_at, commit)]
         run = Run(store)
@@ -596,9 +608,9 @@ def test_a_save_that_refers_to_what_is_deleted_at_every_moment(refers: Refers) -
 # -- failures at every call ----------------------------------------------------------------------
 
 
-def failing(inner: Store, at: int, *, lost: bool) -> Wrapped:
+def failing(inner: Store, at: int, *, lost: bool) -> HookedStore:
     """A store whose ``at``-th call fails, before it is made or with its reply lost."""
-    store, calls = Wrapped(inner), itertools.count(1)
+    store, calls = HookedStore(inner), itertools.count(1)
 
     def fail(method: str, key: str) -> None:
         if next(calls) == at:
@@ -641,7 +653,7 @@ def test_whichever_call_fails_the_promises_hold_and_the_next_retention_finishes(
 def test_a_version_whose_manifest_could_not_be_deleted_is_whole(store: MemoryStore) -> None:
     Run(store).add_metrics(Version(40), {"loss": 1})
     before = {s.key for s in store.list("version_40")}
-    wrapped = Wrapped(store)
+    wrapped = HookedStore(store)
 
     def refuse(method: str, key: str) -> None:
         if method == "delete" and key == f"version_40/{MANIFEST}":
@@ -661,7 +673,7 @@ def test_whichever_call_is_the_last_the_promises_hold() -> None:
         store = MemoryStore()
         with training(store, EverySteps(1)) as (state, ckpt):
             train(state, ckpt, 4)
-        dead = Wrapped(store)
+        dead = HookedStore(store)
         calls = itertools.count(1)
 
         def die(method: str, key: str, calls: Iterator[int] = calls, at: int = at) -> None:
@@ -758,8 +770,8 @@ def test_how_many_versions_stay_because_others_refer_to_them(
 # -- what it costs -------------------------------------------------------------------------------
 
 
-def counted(inner: Store) -> tuple[Wrapped, Counter[str]]:
-    store, calls = Wrapped(inner), Counter[str]()
+def counted(inner: Store) -> tuple[HookedStore, Counter[str]]:
+    store, calls = HookedStore(inner), Counter[str]()
     store.before = lambda method, key: calls.update([f"{method} {key.rpartition('/')[2]}"])
     return store, calls
 
@@ -773,7 +785,7 @@ def test_a_manifest_and_an_evaluation_are_read_once_and_no_file_is_looked_at() -
     run.retain(KeepLast(40) | KeepBest(2, "loss"))
     assert calls[f"get {MANIFEST}"] == 30
     calls.clear()
-    holdfast.save(inner.at("version_31"), after(1), step=31)
+    holdfast.save(inner.at("version_31"), state_after(1), step=31)
     run.retain(KeepLast(30) | KeepBest(2, "loss"))
     assert calls[f"get {MANIFEST}"] == 1
     assert sum(n for call, n in calls.items() if call.startswith("get")) == 1
@@ -782,12 +794,12 @@ def test_a_manifest_and_an_evaluation_are_read_once_and_no_file_is_looked_at() -
     assert run.best("loss") is not None
     assert run.retain(KeepLast(1)) != []
     run.retain(KeepLast(1))
-    assert len(run.ledger._manifests) == 1, "what is gone is forgotten"
-    assert run.ledger._evaluations == {}
+    assert len(run.catalog._version_records) == 1, "what is gone is forgotten"
+    assert run.catalog._evaluations == {}
 
 
 def test_what_is_damaged_is_told_once(store: MemoryStore) -> None:
-    flip(store, f"version_20/{MANIFEST}")
+    flip_bit(store, f"version_20/{MANIFEST}")
     run, told = Run(store), []
     with events.attach(lambda name, fields: told.append((name, str(fields.get("version"))))):
         run.retain(KeepLast(1))
@@ -807,7 +819,7 @@ def orphaned(store: MemoryStore, step: int) -> list[str]:
 def test_sweep_keeps_what_a_manifest_of_another_version_refers_to(refers: Refers) -> None:
     store = make_run(10, 20)
     refers[Version(20)] = {Version(10)}
-    Run(store).ledger.versions(Run(store).listing())
+    Run(store).catalog.read_versions(Run(store).listing())
     index, shard = sorted(orphaned(store, 10))
     swept = Run(store).sweep(now=time.time() + YEAR)
     assert (swept.removed, swept.kept) == ([index], [])
@@ -817,7 +829,7 @@ def test_sweep_keeps_what_a_manifest_of_another_version_refers_to(refers: Refers
 
 def test_sweep_keeps_what_a_manifest_that_cannot_be_read_may_refer_to(store: MemoryStore) -> None:
     keys = orphaned(store, 40)
-    flip(store, f"version_60/{MANIFEST}")  # it mentions version_40
+    flip_bit(store, f"version_60/{MANIFEST}")  # it mentions version_40
     swept = Run(store).sweep(now=time.time() + YEAR)
     assert swept.removed == []
     assert {(k, "a manifest that cannot be read may refer to it") for k in keys} <= set(swept.kept)
@@ -825,12 +837,12 @@ def test_sweep_keeps_what_a_manifest_that_cannot_be_read_may_refer_to(store: Mem
 
 def test_sweep_keeps_what_a_process_still_reads_of_a_deleted_version(store: MemoryStore) -> None:
     place = Location(store, "version_20")
-    key = pins.hold(place, new_attempt(), Version(20))
+    key = pins.create_pin(place, new_attempt(), Version(20))
     keys = orphaned(store, 20)
     swept = Run(store).sweep(now=time.time() + YEAR)
     assert swept.removed == []
     assert swept.kept == [(k, "a process is using it") for k in keys]
-    pins.release(place, key)
+    pins.remove_pin(place, key)
     assert Run(store).sweep(now=time.time() + YEAR).removed == keys
 
 

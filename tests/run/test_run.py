@@ -15,8 +15,8 @@ import holdfast
 from holdfast import events
 from holdfast.buffers import shared_pool
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.transform.copy import copy_snapshot
@@ -29,8 +29,8 @@ from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Stat
-from tests.engine.unreliable_stores import Wrapped
-from tests.trainings import flip, shard_of, train, trained, training
+from tests.engine.unreliable_stores import HookedStore
+from tests.trainings import flip_bit, shard_of, train, trained_run, training
 
 DAY = 24 * 3600.0
 
@@ -38,7 +38,7 @@ DAY = 24 * 3600.0
 @pytest.fixture
 def store() -> MemoryStore:
     """A run with versions 20, 40, 60."""
-    return trained()
+    return trained_run()
 
 
 def steps(run: Run) -> list[int]:
@@ -85,7 +85,7 @@ def test_other_folders_and_files_are_not_versions(store: MemoryStore) -> None:
 
 def test_latest_passes_over_what_is_damaged_or_cut_short(store: MemoryStore) -> None:
     run = Run(store)
-    flip(store, f"version_60/{MANIFEST}")
+    flip_bit(store, f"version_60/{MANIFEST}")
     latest = run.latest()
     assert latest is not None
     assert latest.step == 40
@@ -100,7 +100,7 @@ def test_latest_passes_over_what_is_damaged_or_cut_short(store: MemoryStore) -> 
 
 def test_all_damaged_raises_and_names_each(store: MemoryStore) -> None:
     for step in (20, 40, 60):
-        flip(store, f"version_{step}/{MANIFEST}")
+        flip_bit(store, f"version_{step}/{MANIFEST}")
     with pytest.raises(NoSnapshot) as e:
         Run(store).latest()
     assert e.value.skipped == ("version_60", "version_40", "version_20")
@@ -160,7 +160,7 @@ def test_a_new_branch_without_versions_counts_at_once(store: MemoryStore) -> Non
 def test_a_damaged_branch_record_is_told_by_its_first_version(store: MemoryStore) -> None:
     branch_off(store, at=20, to=60)
     line = Run(store).line()
-    flip(store, "branch-1.json")
+    flip_bit(store, "branch-1.json")
     assert Run(store).line() == line
     store.delete("branch-1.json")
     assert Run(store).line() == line
@@ -168,7 +168,7 @@ def test_a_damaged_branch_record_is_told_by_its_first_version(store: MemoryStore
 
 def test_a_damaged_record_of_an_empty_branch_is_as_if_never_left(store: MemoryStore) -> None:
     branch_off(store, at=20, to=20)
-    flip(store, "branch-1.json")
+    flip_bit(store, "branch-1.json")
     assert [v.step for v in Run(store).line()] == [20, 40, 60]
     assert Run(store).branch() == 0
     snapshot = Run(store).open(Version(20))
@@ -226,7 +226,7 @@ def test_find(store: MemoryStore, step: int, branch: int | None, found: str | No
 
 def test_the_newest_of_another_branch(store: MemoryStore) -> None:
     run = Run(branched(store))
-    flip(store, f"version_60/{MANIFEST}")
+    flip_bit(store, f"version_60/{MANIFEST}")
     for branch, at, found in (
         (0, None, "40"),
         (1, None, "60.1"),
@@ -385,7 +385,7 @@ def test_sweep_keeps_what_a_living_process_holds_whatever_the_clock_says(
     store: MemoryStore,
 ) -> None:
     attempt = new_attempt()
-    key = pins.hold(Location(store, "version_80"), attempt)
+    key = pins.create_pin(Location(store, "version_80"), attempt)
     shard = f"version_80/{shard_name(0, 1, attempt)}"
     store.put_if_absent(shard, b"half a save")
     upload = store.put(f"version_80/{index_name(0, 1, attempt)}", 5)
@@ -393,12 +393,12 @@ def test_sweep_keeps_what_a_living_process_holds_whatever_the_clock_says(
     assert swept.removed == []
     assert {why for _, why in swept.kept} == {"a save is under way"}
     upload.abort()
-    pins.release(Location(store, "version_80"), key)
+    pins.remove_pin(Location(store, "version_80"), key)
     assert Run(store).sweep(now=time.time() + 365 * DAY).removed == [shard]
 
 
 def test_sweep_touches_nothing_beside_a_manifest_that_cannot_be_read(store: MemoryStore) -> None:
-    flip(store, f"version_60/{MANIFEST}")
+    flip_bit(store, f"version_60/{MANIFEST}")
     before = {s.key for s in store.list("")}
     swept = Run(store).sweep(now=time.time() + 365 * DAY)
     assert swept.removed == []
@@ -454,7 +454,7 @@ def test_where_a_snapshot_is_wanted_an_address_is_told_how(
 # -- beside one that saves and deletes -----------------------------------------------------------
 
 
-class Moving(Wrapped):
+class Moving(HookedStore):
     """At some calls another process saves one version more, and keeps only that and the first."""
 
     def __init__(self, at: Container[int], *, first: bool) -> None:
@@ -469,9 +469,9 @@ class Moving(Wrapped):
     def move(self) -> None:
         run = Run(self.inner)
         self.step += 1
-        label = Label(step=self.step, metrics={"loss": 1 / self.step})
-        place = run.place(Version(self.step))
-        finish(begin(place, {"n": np.zeros(2)}, label, shared_pool(), ahead=False))
+        label = VersionMetadata(step=self.step, metrics={"loss": 1 / self.step})
+        place = run.location(Version(self.step))
+        finish_save(begin_save(place, {"n": np.zeros(2)}, label, shared_pool(), stage_now=False))
         run.retain(self.keep)
 
 
@@ -554,7 +554,7 @@ def test_a_version_that_is_listed_and_not_found_is_passed_over(store: MemoryStor
     assert [v for v, _ in skipped] == [Version(60)]
 
 
-class Passed(Wrapped):
+class Passed(HookedStore):
     """The first list comes to no version: one was deleted before it got there, and the next one
     saved where it had been already."""
 
@@ -575,7 +575,7 @@ def test_a_list_that_comes_too_late_and_too_early_is_made_again(store: MemorySto
 
 
 def test_what_is_deleted_while_it_is_read_is_not_found(store: MemoryStore) -> None:
-    place = Run(store).place(Version(20))
+    place = Run(store).location(Version(20))
     uses: list[Callable[[holdfast.Snapshot], object]] = [
         lambda s: s.check_files(),
         lambda s: s.indexes(),

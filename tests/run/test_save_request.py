@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 
 from holdfast import events
 from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.errors import DeadlinePassed, Denied, HoldfastError, Unavailable
-from holdfast.format.names import MANIFEST, REQUEST, Version, is_attempt
+from holdfast.format.names import MANIFEST, SAVE_REQUEST, Version, is_attempt
 from holdfast.run.run import Run
 from holdfast.run.save_request import (
     SIGNAL,
-    Answer,
-    Watcher,
-    ask,
+    RequestedSave,
+    RequestWatcher,
     put_request,
     read_request,
     remove_request,
+    request_and_wait,
 )
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Stat
@@ -92,7 +92,7 @@ class Trainer:
 
     def __init__(self, store: MemoryStore, *, step: int = 0, branch: int = 0) -> None:
         self.run = Run(store)
-        self.watcher = Watcher(store)
+        self.watcher = RequestWatcher(store)
         self.version = Version(step, branch)
         self.saves = True
         self.now = 0.0
@@ -101,24 +101,28 @@ class Trainer:
     def step(self) -> None:
         """One step, which saves if that is wanted, as the Checkpointer does it."""
         self.version = replace(self.version, step=self.version.step + 1)
-        self.watcher.look()
-        if self.watcher.wanted and self.saves:
-            request = self.watcher.take()
+        self.watcher.poll()
+        if self.watcher.pending_request and self.saves:
+            request = self.watcher.accept()
             self.save("request")
-            self.watcher.done(request)
+            self.watcher.mark_done(request)
 
     def save(self, reason: str) -> None:
-        label = Label(step=self.version.step, branch=self.version.branch, reason=reason)
+        label = VersionMetadata(step=self.version.step, branch=self.version.branch, reason=reason)
         state = {"x": np.arange(3)}
-        finish(begin(self.run.place(self.version), state, label, shared_pool(), ahead=False))
+        finish_save(
+            begin_save(
+                self.run.location(self.version), state, label, shared_pool(), stage_now=False
+            )
+        )
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.before_step()
         self.step()
 
-    def ask(self, timeout: float = 10) -> Answer:
-        return ask(self.run, timeout, wait=self.wait, clock=lambda: self.now)
+    def ask(self, timeout: float = 10) -> RequestedSave:
+        return request_and_wait(self.run, timeout, wait=self.wait, clock=lambda: self.now)
 
 
 # -- the one who asks ------------------------------------------------------------------------------
@@ -127,9 +131,9 @@ class Trainer:
 def test_a_request_becomes_a_version_and_is_gone(store: Shaky) -> None:
     trainer = Trainer(store)
     trainer.step()
-    assert trainer.ask() == Answer(Version(2), joined=False)
+    assert trainer.ask() == RequestedSave(Version(2), joined=False)
     assert read_request(store) is None
-    assert trainer.watcher.wanted is None
+    assert trainer.watcher.pending_request is None
     assert trainer.ask().version == Version(3)
     trainer.step()
     assert len(trainer.run.listing().versions) == 2  # nothing is saved that nobody asked for
@@ -179,13 +183,13 @@ def test_without_a_reason_the_newest_that_can_be_read_is_the_answer(store: Shaky
         for _ in range(3):
             trainer.save("cadence")
             trainer.step()
-        damaged = trainer.run.place(Version(2)).key(MANIFEST)
+        damaged = trainer.run.location(Version(2)).key(MANIFEST)
         store.delete(damaged)
         store.put_if_absent(damaged, b"{}")
-        store.delete(REQUEST)
+        store.delete(SAVE_REQUEST)
 
     trainer.saves = False
-    answer = ask(trainer.run, 10, wait=lambda _: others(), clock=lambda: 0)
+    answer = request_and_wait(trainer.run, 10, wait=lambda _: others(), clock=lambda: 0)
     assert answer.version == Version(1)
 
 
@@ -201,7 +205,7 @@ def test_on_a_new_branch_a_lower_step_is_newer(store: Shaky) -> None:
 def test_a_second_one_joins_the_first(store: Shaky) -> None:
     assert put_request(store, A) == A
     trainer = Trainer(store)
-    assert trainer.ask() == Answer(Version(1), joined=True)
+    assert trainer.ask() == RequestedSave(Version(1), joined=True)
 
 
 def test_one_who_joins_takes_nothing_back(store: Shaky) -> None:
@@ -217,12 +221,12 @@ def test_one_who_joined_too_late_asks_again(store: Shaky) -> None:
     """The request that was joined is removed when its version had been counted already."""
     put_request(store, A)
     trainer = Trainer(store)
-    trainer.watcher.look()
-    trainer.watcher.take()
+    trainer.watcher.poll()
+    trainer.watcher.accept()
     trainer.save("request")
-    trainer.before_step = lambda: trainer.watcher.done(A)
+    trainer.before_step = lambda: trainer.watcher.mark_done(A)
     answer = trainer.ask()
-    assert answer == Answer(Version(2), joined=False)
+    assert answer == RequestedSave(Version(2), joined=False)
     assert trainer.now == 2
 
 
@@ -232,7 +236,7 @@ def test_a_request_that_is_removed_by_hand_is_made_again(store: Shaky) -> None:
 
     def by_hand() -> None:
         if next(waits) < 3:
-            store.delete(REQUEST)
+            store.delete(SAVE_REQUEST)
 
     trainer.before_step = by_hand
     assert trainer.ask().version == Version(4)
@@ -261,7 +265,7 @@ def test_a_put_that_failed_but_happened_is_taken_back(store: Shaky) -> None:
 
     lost = Lost()
     with pytest.raises(Unavailable):
-        ask(Run(lost), 1)
+        request_and_wait(Run(lost), 1)
     assert read_request(lost) is None
 
 
@@ -271,7 +275,7 @@ def test_a_store_that_fails_on_the_way_out_hides_nothing(store: Shaky) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ask(Run(store), 1, wait=wait, clock=lambda: 0)
+        request_and_wait(Run(store), 1, wait=wait, clock=lambda: 0)
 
 
 def test_a_folder_that_may_not_be_written_is_said_at_once(store: Shaky) -> None:
@@ -280,7 +284,7 @@ def test_a_folder_that_may_not_be_written_is_said_at_once(store: Shaky) -> None:
             raise Denied("read-only")
 
     with pytest.raises(Denied):
-        ask(Run(ReadOnly()), 1)
+        request_and_wait(Run(ReadOnly()), 1)
 
 
 def test_answered_at_the_moment_of_joining(store: Shaky) -> None:
@@ -289,7 +293,7 @@ def test_answered_at_the_moment_of_joining(store: Shaky) -> None:
 
     def vanish() -> None:
         if next(seen) == 0:
-            MemoryStore.delete(store, REQUEST)
+            MemoryStore.delete(store, SAVE_REQUEST)
 
     def get(key: str, limit: int) -> bytes:
         vanish()
@@ -305,7 +309,7 @@ def test_answered_at_the_moment_of_joining(store: Shaky) -> None:
 @given(st.binary(max_size=300))
 def test_whatever_is_in_the_file_is_a_request(raw: bytes) -> None:
     store = MemoryStore()
-    store.put_if_absent(REQUEST, raw)
+    store.put_if_absent(SAVE_REQUEST, raw)
     found = read_request(store)
     assert found is not None
     assert is_attempt(found)
@@ -322,17 +326,17 @@ def test_a_file_whose_id_is_no_id_is_a_request(store: Shaky) -> None:
 
 def test_one_bit_flipped_is_another_request(store: Shaky) -> None:
     put_request(store, A)
-    raw = store.get(REQUEST, 1 << 16)
+    raw = store.get(SAVE_REQUEST, 1 << 16)
     for at in range(len(raw)):
         other = MemoryStore()
-        other.put_if_absent(REQUEST, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        other.put_if_absent(SAVE_REQUEST, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
         assert read_request(other) not in (None, A)
 
 
 def test_an_empty_file_asks_each_time_it_is_made(store: Shaky) -> None:
     trainer = Trainer(store)
     for step in (1, 2):
-        store.put_if_absent(REQUEST, b"")
+        store.put_if_absent(SAVE_REQUEST, b"")
         trainer.step()
         assert read_request(store) is None
         assert Run(store).listing().versions[-1] == Version(step)
@@ -354,133 +358,133 @@ def test_readers_pass_it_over(store: Shaky) -> None:
 
 
 def test_a_look_is_one_get(store: Shaky) -> None:
-    watcher = Watcher(store)
-    watcher.look()
+    watcher = RequestWatcher(store)
+    watcher.poll()
     put_request(store, A)
     store.asked.clear()
-    watcher.look()
-    assert watcher.wanted == A
+    watcher.poll()
+    assert watcher.pending_request == A
     assert store.asked == ["get"]
 
 
 def test_what_is_taken_is_wanted_no_more_until_the_save_failed(store: Shaky) -> None:
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     put_request(store, A)
-    watcher.look()
-    assert watcher.take() == A
-    watcher.look()
-    assert watcher.wanted is None
-    assert watcher.take() is None
-    watcher.failed(A)
-    assert watcher.wanted is None  # the training has the time of a look to go on
-    watcher.look()
-    assert watcher.take() == A
-    watcher.done(A)
-    watcher.look()
-    assert (watcher.wanted, read_request(store)) == (None, None)
+    watcher.poll()
+    assert watcher.accept() == A
+    watcher.poll()
+    assert watcher.pending_request is None
+    assert watcher.accept() is None
+    watcher.mark_failed(A)
+    assert watcher.pending_request is None  # the training has the time of a look to go on
+    watcher.poll()
+    assert watcher.accept() == A
+    watcher.mark_done(A)
+    watcher.poll()
+    assert (watcher.pending_request, read_request(store)) == (None, None)
 
 
 def test_a_request_that_took_the_place_of_the_answered_one_stays(store: Shaky) -> None:
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     put_request(store, A)
-    watcher.look()
-    watcher.take()
+    watcher.poll()
+    watcher.accept()
     remove_request(store, A)  # the one who asked gave up meanwhile
     put_request(store, B)
-    watcher.look()
-    assert watcher.wanted == B
-    watcher.done(A)
+    watcher.poll()
+    assert watcher.pending_request == B
+    watcher.mark_done(A)
     assert read_request(store) == B
-    assert watcher.take() == B
+    assert watcher.accept() == B
 
 
 def test_one_that_was_taken_back_is_wanted_no_more(store: Shaky) -> None:
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     put_request(store, A)
-    watcher.look()
+    watcher.poll()
     remove_request(store, A)
-    watcher.look()
-    assert watcher.wanted is None
-    watcher.done(None)
-    watcher.failed(None)
-    watcher.done(A)
+    watcher.poll()
+    assert watcher.pending_request is None
+    watcher.mark_done(None)
+    watcher.mark_failed(None)
+    watcher.mark_done(A)
 
 
 @pytest.mark.parametrize("answer", ["take", "done", "failed"])
 def test_a_look_that_was_overtaken_counts_not(store: Shaky, answer: str) -> None:
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     put_request(store, A)
-    watcher.look()
+    watcher.poll()
     if answer != "take":
-        watcher.take()
+        watcher.accept()
 
     def overtake() -> None:
         store.between = lambda: None
         if answer == "take":
-            watcher.take()
+            watcher.accept()
         else:
             getattr(watcher, answer)(A)
 
     store.between = overtake
-    watcher.look()
-    assert watcher.wanted is None
+    watcher.poll()
+    assert watcher.pending_request is None
 
 
 def test_an_outage_is_told_once_and_raises_nothing(
     store: Shaky, told: list[tuple[str, Any]]
 ) -> None:
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     for outage in (1, 2):
         store.error = Unavailable("no answer")
         for _ in range(3):
-            watcher.look()
+            watcher.poll()
         assert unseen(told) == outage
         store.error = None
-        watcher.look()
+        watcher.poll()
     assert told[0][1] == {"store": store.url, "error": "no answer."}
 
 
 def test_an_outage_at_the_removal_makes_up_for_it_without_another_save(
     store: Shaky, told: list[tuple[str, Any]]
 ) -> None:
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     put_request(store, A)
-    watcher.look()
-    watcher.take()
+    watcher.poll()
+    watcher.accept()
     store.error = Denied("read-only now")
-    watcher.done(A)
-    watcher.look()
+    watcher.mark_done(A)
+    watcher.poll()
     assert unseen(told) == 1
     store.error = None
-    watcher.look()
-    assert (watcher.wanted, read_request(store)) == (None, None)
+    watcher.poll()
+    assert (watcher.pending_request, read_request(store)) == (None, None)
     put_request(store, A)
-    watcher.look()
-    assert watcher.wanted == A
+    watcher.poll()
+    assert watcher.pending_request == A
 
 
 def test_one_answered_in_an_outage_and_removed_by_hand_may_be_asked_again(store: Shaky) -> None:
-    watcher = Watcher(store)
-    store.put_if_absent(REQUEST, b"")
-    watcher.look()
-    request = watcher.take()
+    watcher = RequestWatcher(store)
+    store.put_if_absent(SAVE_REQUEST, b"")
+    watcher.poll()
+    request = watcher.accept()
     store.error = Unavailable("x")
-    watcher.done(request)
+    watcher.mark_done(request)
     store.error = None
-    store.delete(REQUEST)
-    watcher.look()
-    store.put_if_absent(REQUEST, b"")
-    watcher.failed(request)
-    watcher.look()
-    assert watcher.wanted == request
+    store.delete(SAVE_REQUEST)
+    watcher.poll()
+    store.put_if_absent(SAVE_REQUEST, b"")
+    watcher.mark_failed(request)
+    watcher.poll()
+    assert watcher.pending_request == request
 
 
 def test_a_file_that_is_too_long_is_told(store: Shaky, told: list[tuple[str, Any]]) -> None:
-    store.put_if_absent(REQUEST, b"x" * (1 << 20))
-    watcher = Watcher(store)
-    watcher.look()
+    store.put_if_absent(SAVE_REQUEST, b"x" * (1 << 20))
+    watcher = RequestWatcher(store)
+    watcher.poll()
     assert unseen(told) == 1
-    assert watcher.wanted is None
+    assert watcher.pending_request is None
 
 
 # -- its thread ------------------------------------------------------------------------------------
@@ -513,7 +517,7 @@ def threads() -> set[str]:
 
 def test_the_thread_looks_at_once_and_then_at_intervals(store: Shaky) -> None:
     ticks = Ticks()
-    watcher = Watcher(store, interval=7.5, wait=ticks.wait)
+    watcher = RequestWatcher(store, interval=7.5, wait=ticks.wait)
     put_request(store, A)
     store.asked.clear()
     watcher.start()
@@ -522,12 +526,12 @@ def test_the_thread_looks_at_once_and_then_at_intervals(store: Shaky) -> None:
     assert ticks.end() == 7.5
     watcher.close()
     assert store.asked == ["get"] * 3
-    assert watcher.wanted == A
+    assert watcher.pending_request == A
     assert not threads()
 
 
 def test_close_ends_the_real_wait_and_can_be_called_twice(store: Shaky) -> None:
-    watcher = Watcher(store, interval=3600)
+    watcher = RequestWatcher(store, interval=3600)
     watcher.close()
     watcher.start()
     assert all(t.daemon for t in threading.enumerate() if t.name in threads())
@@ -543,7 +547,7 @@ def test_where_no_thread_can_be_started_training_goes_on(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     watcher.start()
     watcher.close()
     assert unseen(told) == 1
@@ -552,7 +556,7 @@ def test_where_no_thread_can_be_started_training_goes_on(
 def test_a_bug_on_the_thread_is_raised_by_close(store: Shaky) -> None:
     store.error = ZeroDivisionError()
     ended = threading.Event()
-    watcher = Watcher(store, wait=ended.wait)
+    watcher = RequestWatcher(store, wait=ended.wait)
     watcher.start()
     with pytest.raises(ZeroDivisionError):
         watcher.close()
@@ -560,19 +564,19 @@ def test_a_bug_on_the_thread_is_raised_by_close(store: Shaky) -> None:
 
 
 def test_in_a_forked_process_it_does_nothing(store: Shaky) -> None:
-    watcher = Watcher(store, interval=3600)
+    watcher = RequestWatcher(store, interval=3600)
     put_request(store, A)
-    watcher.look()
+    watcher.poll()
     watcher.start()
     watcher._lock.acquire()  # as the thread may hold it at that moment
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # what hangs fails
-        watcher.failed(A)
-        watcher.done(A)
-        good = watcher.take() is None
+        watcher.mark_failed(A)
+        watcher.mark_done(A)
+        good = watcher.accept() is None
         watcher.close()
-        os._exit(0 if good and MemoryStore.stat(store, REQUEST) else 1)
+        os._exit(0 if good and MemoryStore.stat(store, SAVE_REQUEST) else 1)
     watcher._lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     watcher.close()
@@ -591,46 +595,46 @@ def previous() -> Iterator[list[int]]:
 
 
 def test_a_signal_asks_once_and_is_passed_on(store: Shaky, previous: list[int]) -> None:
-    watcher = Watcher(store)
-    watcher.on_signal(signal.SIGUSR1)
+    watcher = RequestWatcher(store)
+    watcher.install_signal_handler(signal.SIGUSR1)
     signal.raise_signal(signal.SIGUSR1)
     assert previous == [signal.SIGUSR1]
-    watcher.look()  # there is no file; the signal counts all the same
-    assert watcher.wanted == SIGNAL
-    assert watcher.take() == SIGNAL
-    assert watcher.wanted is None
-    watcher.failed(SIGNAL)
-    watcher.done(SIGNAL)
-    watcher.look()
-    assert watcher.wanted is None
+    watcher.poll()  # there is no file; the signal counts all the same
+    assert watcher.pending_request == SIGNAL
+    assert watcher.accept() == SIGNAL
+    assert watcher.pending_request is None
+    watcher.mark_failed(SIGNAL)
+    watcher.mark_done(SIGNAL)
+    watcher.poll()
+    assert watcher.pending_request is None
     assert "delete" not in store.asked
 
 
 def test_a_signal_and_a_file_are_answered_by_one_save(store: Shaky, previous: list[int]) -> None:
-    watcher = Watcher(store)
-    watcher.on_signal(signal.SIGUSR1)
+    watcher = RequestWatcher(store)
+    watcher.install_signal_handler(signal.SIGUSR1)
     put_request(store, A)
     signal.raise_signal(signal.SIGUSR1)
-    watcher.look()
-    assert watcher.take() == A
-    watcher.done(A)
-    assert watcher.wanted is None
+    watcher.poll()
+    assert watcher.accept() == A
+    watcher.mark_done(A)
+    assert watcher.pending_request is None
     watcher.close()
 
 
 def test_close_gives_the_signal_back(store: Shaky, previous: list[int]) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    watcher = Watcher(store)
-    watcher.on_signal(signal.SIGUSR1)
-    watcher.on_signal(signal.SIGUSR1)
+    watcher = RequestWatcher(store)
+    watcher.install_signal_handler(signal.SIGUSR1)
+    watcher.install_signal_handler(signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is not before
     watcher.close()
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_close_leaves_a_handler_that_came_later(store: Shaky, previous: list[int]) -> None:
-    watcher = Watcher(store)
-    watcher.on_signal(signal.SIGUSR1)
+    watcher = RequestWatcher(store)
+    watcher.install_signal_handler(signal.SIGUSR1)
     later = signal.getsignal(signal.SIGUSR1)
 
     def outer(number: int, frame: Any) -> None:
@@ -647,21 +651,21 @@ def test_close_leaves_a_handler_that_came_later(store: Shaky, previous: list[int
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_default_action_is_not_chained(store: Shaky, previous: list[int], before: Any) -> None:
     signal.signal(signal.SIGUSR1, before)
-    watcher = Watcher(store)
-    watcher.on_signal(signal.SIGUSR1)
+    watcher = RequestWatcher(store)
+    watcher.install_signal_handler(signal.SIGUSR1)
     signal.raise_signal(signal.SIGUSR1)  # by default it would end this process
-    assert watcher.wanted == SIGNAL
+    assert watcher.pending_request == SIGNAL
     watcher.close()
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_only_the_main_thread_can_set_it(store: Shaky, previous: list[int]) -> None:
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     raised: list[BaseException] = []
 
     def elsewhere() -> None:
         try:
-            watcher.on_signal(signal.SIGUSR1)
+            watcher.install_signal_handler(signal.SIGUSR1)
         except HoldfastError as e:
             raised.append(e)
 
@@ -675,17 +679,17 @@ def test_only_the_main_thread_can_set_it(store: Shaky, previous: list[int]) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, -1, 0, 999, "USR1", None, 1.5])
 def test_what_is_no_signal_that_can_be_handled(store: Shaky, number: Any) -> None:
-    watcher = Watcher(store)
+    watcher = RequestWatcher(store)
     with pytest.raises(HoldfastError, match=r"cannot be made to ask .*such as signal\.SIGUSR1"):
-        watcher.on_signal(number)
+        watcher.install_signal_handler(number)
     watcher.close()
 
 
 def test_close_from_another_thread_leaves_the_signal_and_no_error(
     store: Shaky, previous: list[int]
 ) -> None:
-    watcher = Watcher(store)
-    watcher.on_signal(signal.SIGUSR1)
+    watcher = RequestWatcher(store)
+    watcher.install_signal_handler(signal.SIGUSR1)
     thread = threading.Thread(target=watcher.close)
     thread.start()
     thread.join()

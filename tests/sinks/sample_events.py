@@ -24,17 +24,17 @@ SAVED: dict[str, Any] = {
     "seconds": 2.31,
     "metrics": {"loss": 0.25123, "accuracy": 0.91},
 }
-FULL = NoSpace("No space for shard-0", expected="4096 bytes", found="1024", todo="Free space")
+NO_SPACE = NoSpace("No space for shard-0", expected="4096 bytes", found="1024", todo="Free space")
 EVENTS: dict[str, dict[str, Any]] = {
     "saved": SAVED,
-    "save_failed": {"run": "runs/a", "step": 1400, "error": FULL},
+    "save_failed": {"run": "runs/a", "step": 1400, "error": NO_SPACE},
     "save_skipped": {"run": "runs/a", "step": 1400},
     "save_waited": {"run": "runs/a", "step": 1400, "seconds": 1.2},
     "began": {"run": "runs/a"},
     "stopped": {"run": "runs/a", "step": 1500, "metric": "val_loss", "best": 0.231234},
     "left_unsaved": {"run": "runs/a", "step": 1512, "since": 1500},
     "resumed": {"url": "runs/a/version_1200", "step": 1200, "branch": 0},
-    "skipped": {"version": "version_1250", "error": FULL},
+    "skipped": {"version": "version_1250", "error": NO_SPACE},
     "deleted": {"version": "version_1000"},
     "pin_left": {"key": "pin-1.json", "store": "runs/a", "error": "timeout"},
     "read_alone": {"url": "runs/a/version_1200", "reason": "rank 2 cannot map it"},
@@ -57,19 +57,19 @@ EVENTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Stream(io.StringIO):
+class RecordingStream(io.StringIO):
     """A stream that keeps what each call of ``write`` wrote."""
 
-    def __init__(self, terminal: bool = False, encoding: str = "utf-8") -> None:
+    def __init__(self, is_terminal: bool = False, encoding: str = "utf-8") -> None:
         super().__init__()
         self.writes: list[str] = []
         self.flushes = 0
-        self._terminal, self._encoding = terminal, encoding
+        self._is_terminal, self._encoding = is_terminal, encoding
 
     encoding = property(lambda self: self._encoding)  # type: ignore[assignment]
 
     def isatty(self) -> bool:
-        return self._terminal
+        return self._is_terminal
 
     def write(self, text: str) -> int:
         text.encode(self._encoding)  # as strictly as a file would
@@ -80,34 +80,38 @@ class Stream(io.StringIO):
         self.flushes += 1
 
 
-class Curves(list):  # type: ignore[type-arg]
+class FakeSummaryWriter(list):  # type: ignore[type-arg]
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         assert type(scalar_value) is float
         assert type(global_step) is int
         self.append((tag, scalar_value, global_step))
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-class Odd:
+class BrokenRepr:
     shape = (3,)
 
     def __repr__(self) -> str:
         raise RuntimeError("no words")
 
 
-circle: list[Any] = []
-circle.append(circle)
-ODD = [
+circular_list: list[Any] = []
+circular_list.append(circular_list)
+ODD_VALUES = [
     None, True, -1, 10**5000, float("nan"), -float("inf"), "", "\x1b[31m\n\udcff\u5dee",
     b"x" * 9999, np.float32(0.5), np.arange(3), torch.tensor(2.5), torch.zeros(2, 3),
-    torch.empty(1, device="meta"), {1: {(2, 3): {4}}}, circle, Odd(), Odd, FULL,
+    torch.empty(1, device="meta"), {1: {(2, 3): {4}}}, circular_list, BrokenRepr(), BrokenRepr,
+    NO_SPACE,
     ValueError(), [[[[[[[[[[[[1]]]]]]]]]]]], object(),
 ]  # fmt: skip
-ODDITIES = st.recursive(
-    st.integers(0, len(ODD) - 1).map(lambda n: ODD[n]) | st.text() | st.floats() | st.integers(),
+nested_odd_values = st.recursive(
+    st.integers(0, len(ODD_VALUES) - 1).map(lambda n: ODD_VALUES[n])
+    | st.text()
+    | st.floats()
+    | st.integers(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=8,
 )

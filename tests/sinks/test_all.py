@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given, settings
 
 from holdfast import sinks
-from tests.sinks.sample_events import EVENTS, ODDITIES, Curves, Stream, read
+from tests.sinks.sample_events import (
+    EVENTS,
+    FakeSummaryWriter,
+    RecordingStream,
+    nested_odd_values,
+    read_json_lines,
+)
 
 
 def everything(tmp: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], object]]:
@@ -22,7 +28,7 @@ def everything(tmp: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], o
 
     return [
         sinks.Terminal(io.StringIO()),
-        sinks.Terminal(Stream(terminal=True, encoding="ascii")),
+        sinks.Terminal(RecordingStream(is_terminal=True, encoding="ascii")),
         sinks.Logging(),
         sinks.JsonLines(tmp / "events.jsonl"),
         sinks.Prometheus(CollectorRegistry()),
@@ -32,7 +38,7 @@ def everything(tmp: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], o
 
 @pytest.fixture(scope="module")
 def all_sinks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return everything(tmp_path_factory.mktemp("all"), Curves())
+    return everything(tmp_path_factory.mktemp("all"), FakeSummaryWriter())
 
 
 FIELDS = sorted({field for fields in EVENTS.values() for field in fields} | {"time", "event"})
@@ -41,7 +47,7 @@ FIELDS = sorted({field for fields in EVENTS.values() for field in fields} | {"ti
 @settings(deadline=None)
 @given(
     st.sampled_from([*EVENTS, "unheard_of"]),
-    st.dictionaries(st.sampled_from(FIELDS), ODDITIES),
+    st.dictionaries(st.sampled_from(FIELDS), nested_odd_values),
     st.booleans(),
 )
 def test_no_sink_fails_at_missing_or_odd_fields(
@@ -89,7 +95,7 @@ def test_a_fork_writes_nothing_twice(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     steps = [line.split()[2] for line in (tmp_path / "lines").read_text().splitlines()]
     assert sorted(steps) == ["1", "1", "2", "2"]
-    assert sorted(told["step"] for told in read(tmp_path / "events.jsonl")) == [1, 2]
+    assert sorted(told["step"] for told in read_json_lines(tmp_path / "events.jsonl")) == [1, 2]
 
 
 def test_sinks_load_neither_torch_nor_rich() -> None:

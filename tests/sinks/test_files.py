@@ -13,7 +13,7 @@ import pytest
 
 from holdfast import sinks
 from holdfast.sinks import wording
-from tests.sinks.sample_events import EVENTS, FULL, SAVED, read
+from tests.sinks.sample_events import EVENTS, NO_SPACE, SAVED, read_json_lines
 
 
 def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> None:
@@ -46,7 +46,7 @@ def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> No
         "loss 0.2512, accuracy 0.91"
     )
     assert first.fields == SAVED
-    assert wording.sentence("saved", {"step": 1}) == "saved step 1"
+    assert wording.describe_event("saved", {"step": 1}) == "saved step 1"
     [skipped] = [r.getMessage() for r in caplog.records if r.event == "skipped"]
     assert skipped == (
         "skipped version_1250: NoSpace: No space for shard-0. Expected 4096 bytes, found 1024."
@@ -58,15 +58,16 @@ def test_an_event_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     sink = sinks.JsonLines("a/b/events.jsonl", clock=lambda: 1.5)
     monkeypatch.chdir("/")
     sink(
-        "skipped", {"version": "version_1", "error": FULL, "time": 7, "\u5dee\udcff": float("nan")}
+        "skipped",
+        {"version": "version_1", "error": NO_SPACE, "time": 7, "\u5dee\udcff": float("nan")},
     )
     path = tmp_path / "a/b/events.jsonl"
-    assert read(path) == [
+    assert read_json_lines(path) == [
         {
             "time": "1970-01-01T00:00:01.500+00:00",
             "event": "skipped",
             "version": "version_1",
-            "error": f"NoSpace: {FULL}",
+            "error": f"NoSpace: {NO_SPACE}",
             "\u5dee\udcff": "nan",
         }
     ]
@@ -74,7 +75,7 @@ def test_an_event_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path.rename(tmp_path / "old")
     sink("b", {})
     sinks.JsonLines(path)("c", {})
-    assert [told["event"] for told in read(path)] == ["b", "c"]
+    assert [told["event"] for told in read_json_lines(path)] == ["b", "c"]
 
 
 def test_a_line_that_was_cut_short_is_ended(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_eight_threads_and_two_sinks_write_whole_lines(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    told = [(t["thread"], t["n"]) for t in read(path)]
+    told = [(t["thread"], t["n"]) for t in read_json_lines(path)]
     assert sorted(told) == [(t, n) for t in range(8) for n in range(50)]
 
 
@@ -109,7 +110,7 @@ def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monke
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:7]))
     sink("a", {"x": 1})
-    assert read(tmp_path / "events.jsonl")[0]["x"] == 1
+    assert read_json_lines(tmp_path / "events.jsonl")[0]["x"] == 1
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")

@@ -10,7 +10,7 @@ import pytest
 import holdfast
 from holdfast import sinks
 from holdfast.errors import HoldfastError
-from tests.sinks.sample_events import EVENTS, SAVED, Curves
+from tests.sinks.sample_events import EVENTS, SAVED, FakeSummaryWriter
 
 
 def test_counters_and_gauges() -> None:
@@ -60,7 +60,7 @@ def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.M
 
 
 def test_curves() -> None:
-    curves = Curves()
+    curves = FakeSummaryWriter()
     sink = sinks.TensorBoard(curves)
     for name, fields in EVENTS.items():
         sink(name, fields)

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 import holdfast
 from holdfast import events, sinks
 from holdfast.errors import SinkFailed
-from tests.sinks.sample_events import EVENTS, FULL, SAVED, Stream
+from tests.sinks.sample_events import EVENTS, NO_SPACE, SAVED, RecordingStream
 
 LINE = (
     "saved step  1300  1.31 GiB in  2.31 s  blocked 12.3 ms   581 MiB/s  loss 0.2512, accuracy 0.91"
@@ -23,7 +23,7 @@ LINE = (
 
 def lines(*told: tuple[str, dict[str, Any]], **how: Any) -> list[str]:
     """What a terminal shows of events, each write one line."""
-    stream = Stream(**how)
+    stream = RecordingStream(**how)
     sink = sinks.Terminal(stream)
     for name, fields in told:
         sink(name, fields)
@@ -157,7 +157,7 @@ def test_deleted_versions_stand_in_the_next_save_s_line() -> None:
 
 
 def test_a_damaged_version_is_told_once() -> None:
-    other = {"version": "version_7", "error": FULL}
+    other = {"version": "version_7", "error": NO_SPACE}
     told = [("skipped", EVENTS["skipped"])] * 3 + [("skipped", other)]
     assert [x.partition(":")[0] for x in lines(*told)] == [
         "skipped version_1250",
@@ -224,7 +224,7 @@ def test_a_terminal_of_ascii_shows_the_rest_escaped() -> None:
 def test_it_is_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = sinks.Terminal()
     for _ in range(2):
-        stream = Stream()
+        stream = RecordingStream()
         monkeypatch.setattr(sys, "stderr", stream)
         sink("saved", SAVED)
         assert stream.getvalue() == LINE + "\n"
@@ -232,13 +232,13 @@ def test_it_is_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     sink("saved", SAVED)
 
 
-class Gone(Stream):
+class Gone(RecordingStream):
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
 
 def test_a_stream_that_fails_ends_the_sink_only() -> None:
-    closed = Stream()
+    closed = RecordingStream()
     closed.close()
     for stream in (closed, Gone()):
         with holdfast.attach(sinks.Terminal(stream)), pytest.warns(SinkFailed, match="Terminal"):
@@ -260,7 +260,7 @@ def test_a_bar_of_tqdm_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from tqdm import tqdm
 
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
-    stream = Stream()
+    stream = RecordingStream()
     monkeypatch.setattr(sys, "stderr", stream)
     with tqdm(total=3, desc="training", mininterval=0, ncols=60) as bar:
         for _ in range(3):
@@ -274,7 +274,7 @@ def test_a_bar_of_tqdm_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_eight_threads_on_one_terminal() -> None:
-    stream = Stream()
+    stream = RecordingStream()
     with warnings.catch_warnings(), holdfast.attach(sinks.Terminal(stream)):
         warnings.simplefilter("error")
 

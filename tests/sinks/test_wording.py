@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 
 from holdfast.sinks import wording
-from tests.sinks.sample_events import ODDITIES, Odd
+from tests.sinks.sample_events import BrokenRepr, nested_odd_values
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from tests.sinks.sample_events import ODDITIES, Odd
     ],
 )
 def test_sizes(nbytes: int, shown: str) -> None:
-    assert wording.size(nbytes) == shown
+    assert wording.format_size(nbytes) == shown
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_sizes(nbytes: int, shown: str) -> None:
     ],
 )
 def test_spans(seconds: float, shown: str) -> None:
-    assert wording.span(seconds) == shown
+    assert wording.format_duration(seconds) == shown
 
 
 @given(st.floats(0, 2.0**59), st.floats(0, 3.5e6))
@@ -56,17 +56,17 @@ def test_sizes_and_spans_keep_their_column_and_their_value(nbytes: float, second
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
     units |= {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
     for value, shown, least in (
-        (nbytes, wording.size(nbytes), 0.5),
-        (seconds, wording.span(seconds), 0.5e-6),
+        (nbytes, wording.format_size(nbytes), 0.5),
+        (seconds, wording.format_duration(seconds), 0.5e-6),
     ):
         assert len(shown) <= 8
         number, unit = shown.split()
         assert float(number) * units[unit] == pytest.approx(value, rel=0.0052, abs=least)
 
 
-@given(ODDITIES)
+@given(nested_odd_values)
 def test_every_value_can_be_said_in_json(value: Any) -> None:
-    json.loads(json.dumps(wording.plain(value), allow_nan=False))
+    json.loads(json.dumps(wording.to_json_value(value), allow_nan=False))
 
 
 @pytest.mark.parametrize(
@@ -82,16 +82,16 @@ def test_every_value_can_be_said_in_json(value: Any) -> None:
         (OSError(28, "No space"), "OSError: [Errno 28] No space"),
         (ValueError(), "ValueError"),
         ({1: (2, {3})}, {"1": [2, [3]]}),
-        (Odd(), "<Odd of shape (3,)>"),
+        (BrokenRepr(), "<Odd of shape (3,)>"),
         (torch.empty(1, device="meta"), "<Tensor>"),
     ],
 )
 def test_what_a_value_becomes_in_json(value: Any, said: Any) -> None:
-    assert wording.plain(value) == said
-    assert type(wording.plain(value)) is type(said)
+    assert wording.to_json_value(value) == said
+    assert type(wording.to_json_value(value)) is type(said)
 
 
 def test_what_holds_itself_is_cut() -> None:
     deep: Any = []
     deep.append(deep)
-    assert str(wording.plain({"x": deep})).count("[") < 10
+    assert str(wording.to_json_value({"x": deep})).count("[") < 10

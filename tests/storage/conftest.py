@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def direct_from_the_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.storage.local.DIRECT_FROM", 1)
+    monkeypatch.setattr("holdfast.storage.local_files.DIRECT_MIN_BYTES", 1)

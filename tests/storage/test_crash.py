@@ -8,11 +8,11 @@ import pytest
 
 from holdfast.errors import AlreadyExists
 from holdfast.storage.local import LocalStore
-from holdfast.testing.contract import keys, put, sample
+from holdfast.testing.contract import keys, put, random_bytes
 from holdfast.testing.crashfs import CrashFs, PowerCut
 
 SIZE = 2 * 4096 + 100
-DATA, OTHER = sample(SIZE), sample(SIZE, 1)
+DATA, OTHER = random_bytes(SIZE), random_bytes(SIZE, 1)
 
 
 def put_in_pieces(store, key):

@@ -9,11 +9,11 @@ from holdfast.buffers import Buffer
 from holdfast.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.storage.local import LocalStore
 from holdfast.storage.os_calls import Fs
-from holdfast.testing.contract import keys, leftovers, put, sample
+from holdfast.testing.contract import keys, partial_keys, put, random_bytes
 from holdfast.testing.faults import Fault, FaultFs
 
 SIZE = 3 * 4096 + 100
-DATA = sample(SIZE)
+DATA = random_bytes(SIZE)
 CLEAN_UP = {"unlink", "rmdir"}
 
 
@@ -61,7 +61,7 @@ def check(folder, fired, error):
         assert error.__cause__ is not None
         assert not keys(clean) or error.outcome == "unknown"
     if not CLEAN_UP & set(fired):
-        assert leftovers(clean) == []
+        assert partial_keys(clean) == []
         assert keys(clean) or not (folder / "run" / "v").exists()
 
 
@@ -224,7 +224,7 @@ def test_a_link_that_was_made_although_its_reply_was_lost_is_a_success(tmp_path,
     write(store, "v/a")
     assert fs.fired == ["link"]
     assert store.get("v/a", SIZE) == DATA
-    assert leftovers(store) == []
+    assert partial_keys(store) == []
 
 
 @WRITERS
@@ -238,7 +238,7 @@ def test_without_hard_links_it_is_renamed_without_replacing(tmp_path, write, num
     write(store, "v/a")
     assert fs.counts["rename_noreplace"] == 1
     assert store.get("v/a", SIZE) == DATA
-    assert leftovers(store) == []
+    assert partial_keys(store) == []
     with pytest.raises(AlreadyExists):
         store.put_if_absent("v/a", b"other")
     assert store.get("v/a", SIZE) == DATA
@@ -262,7 +262,7 @@ def test_a_name_taken_by_a_folder_is_taken(tmp_path):
     for write in (put_if_absent, put_in_pieces):
         with pytest.raises(AlreadyExists):
             write(store, "v/a")
-    assert leftovers(store) == []
+    assert partial_keys(store) == []
 
 
 @WRITERS

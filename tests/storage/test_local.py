@@ -12,7 +12,7 @@ import pytest
 from holdfast.errors import Denied, NoSpace, NotFound, StoreError
 from holdfast.storage.local import LocalStore
 from holdfast.storage.os_calls import Fs
-from holdfast.testing.contract import keys, leftovers, put
+from holdfast.testing.contract import keys, partial_keys, put
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def store(tmp_path):
 
 
 def test_an_absent_root_is_empty_and_is_not_made_by_looking(store, tmp_path):
-    assert keys(store) == leftovers(store) == []
+    assert keys(store) == partial_keys(store) == []
     for look in (store.stat, lambda key: store.get(key, 1)):
         with pytest.raises(NotFound):
             look("a")
@@ -50,7 +50,7 @@ def test_an_unfinished_upload_stands_beside_its_object(store, tmp_path):
     upload = store.put("v/a", 3)
     (name,) = os.listdir(tmp_path / "run" / "v")
     assert name.startswith(".a.")
-    assert leftovers(store) == [f"v/{name}"]
+    assert partial_keys(store) == [f"v/{name}"]
     assert list(store.partials("w")) == []
     upload.abort()
 
@@ -68,7 +68,7 @@ os._exit(9)
     (partial,) = store.partials("v")
     assert partial.modified > 0
     store.delete(partial.key)
-    assert leftovers(store) == []
+    assert partial_keys(store) == []
 
 
 def test_a_key_with_the_name_of_an_unfinished_upload_is_refused(store):
@@ -216,7 +216,7 @@ def test_a_limit_on_file_size_is_no_space(store):
             store.put("v/a", 200_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert leftovers(store) == []
+    assert partial_keys(store) == []
 
 
 def test_more_than_the_disk_has_is_refused_before_the_first_byte(tmp_path):

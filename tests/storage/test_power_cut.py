@@ -17,7 +17,7 @@ import pytest
 from holdfast.errors import StoreError
 from holdfast.storage.local import LocalStore
 from holdfast.storage.os_calls import Fs
-from holdfast.testing.contract import keys, put, sample
+from holdfast.testing.contract import keys, put, random_bytes
 from holdfast.testing.crashfs import CrashFs
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
@@ -82,7 +82,7 @@ def disk(request):
 
 
 def data_of(key):
-    return sample(random.Random(key).choice([10, 5000, 4096 * 20, 700_001]), hash(key) % 1000)
+    return random_bytes(random.Random(key).choice([10, 5000, 4096 * 20, 700_001]), hash(key) % 1000)
 
 
 def save(store, key, turn):

@@ -22,10 +22,9 @@ from torch import nn
 
 import holdfast
 from holdfast import events, machine
-from holdfast.buffers import Pool
+from holdfast.buffers import BufferPool
 from holdfast.engine.saving import pending as worker
-from holdfast.engine.saving.overlap import Rest
-from holdfast.engine.snapshot import pins
+from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.errors import HoldfastError, NoSnapshot, SaveFailed, StoreError
 from holdfast.format.names import MANIFEST, Version
 from holdfast.format.records import Pin, encode_pin
@@ -42,7 +41,7 @@ from holdfast.run.run import Run
 from holdfast.run.save_request import put_request
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
-from tests.trainings import flip, fresh, shard_of, train, train_step, training
+from tests.trainings import flip_bit, initial_state, shard_of, train, train_step, training
 
 State = dict[str, Any]
 
@@ -80,14 +79,14 @@ class FullDisk(MemoryStore):
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Staging beside the training goes on only while it is set."""
-    gate, stage = threading.Event(), Rest.stage
+    gate, stage = threading.Event(), DeferredStaging.stage
     gate.set()
 
-    def slow(self: Rest, pool: Pool, threads: int) -> None:
+    def slow(self: DeferredStaging, pool: BufferPool, threads: int) -> None:
         assert gate.wait(20)
         stage(self, pool, threads)
 
-    monkeypatch.setattr(Rest, "stage", slow)
+    monkeypatch.setattr(DeferredStaging, "stage", slow)
     yield gate
     gate.set()
 
@@ -106,7 +105,7 @@ def test_a_load_that_failed_half_way_is_not_saved_as_the_last_step() -> None:
             step()
             ckpt.step()
         ckpt.wait()
-        flip(store, shard_of(store, "version_2"))
+        flip_bit(store, shard_of(store, "version_2"))
         ckpt.resume()
     assert Run(store).line() == [Version(2)]
 
@@ -119,7 +118,7 @@ def test_after_a_resume_that_failed_half_way_no_step_and_no_save_goes_on() -> No
         step()
         ckpt.step()
     ckpt.wait()
-    flip(store, shard_of(store, "version_4"))
+    flip_bit(store, shard_of(store, "version_4"))
     with pytest.raises(NoSnapshot):
         ckpt.resume(at=4)
     for call in (ckpt.step, ckpt.save):
@@ -156,7 +155,7 @@ def test_a_state_within_itself_is_refused_not_walked_for_ever() -> None:
 def test_what_is_saved_after_an_exception_in_step_is_called_by_its_own_step() -> None:
     store = MemoryStore()
     sampler = holdfast.ElasticSampler(100, 10)
-    state = fresh() | {"sampler": sampler}
+    state = initial_state() | {"sampler": sampler}
     with pytest.raises(HoldfastError), Checkpointer(store, state, save=OnException()) as ckpt:
         batches = iter(sampler)
         for _ in range(3):
@@ -170,7 +169,7 @@ def test_what_is_saved_after_an_exception_in_step_is_called_by_its_own_step() ->
 
 
 def test_what_is_saved_after_progress_was_changed_is_called_by_its_own_step() -> None:
-    store, state = MemoryStore(), fresh()
+    store, state = MemoryStore(), initial_state()
     with (
         pytest.raises(HoldfastError),
         Checkpointer(store, state, save=EverySteps(10) | OnException()) as ckpt,
@@ -185,14 +184,14 @@ def test_what_is_saved_after_progress_was_changed_is_called_by_its_own_step() ->
 
 
 def test_interrupted_while_it_counts_training_goes_on() -> None:
-    store, state = MemoryStore(), fresh()
+    store, state = MemoryStore(), initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(2))
     train(state, ckpt, 1)
     fired: list[str] = []
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and "self._counted = progress.step" in line:
+        if event == "line" and "self._expected_step = progress.step" in line:
             sys.settrace(None)
             fired.append(line)
             raise KeyboardInterrupt
@@ -213,7 +212,7 @@ def test_interrupted_while_it_counts_training_goes_on() -> None:
 
 @pytest.mark.parametrize("step", [1.5, -5, 10**18, np.int64(3), True, "1"])
 def test_a_number_of_steps_that_makes_no_version(step: Any) -> None:
-    state = fresh()
+    state = initial_state()
     state["progress"].step = step
     with Checkpointer(MemoryStore(), state, save=EverySteps(1)) as ckpt:
         with pytest.raises(HoldfastError, match=r"progress.step is no number"):
@@ -223,14 +222,14 @@ def test_a_number_of_steps_that_makes_no_version(step: Any) -> None:
 
 def test_two_progress_objects_are_one_too_many() -> None:
     with pytest.raises(HoldfastError, match="several Progress"):
-        Checkpointer(MemoryStore(), fresh() | {"other": [holdfast.Progress()]})
+        Checkpointer(MemoryStore(), initial_state() | {"other": [holdfast.Progress()]})
 
 
 def test_a_warm_start_may_be_made_again() -> None:
     url = "memory://ends-warm"
     with training(url, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
-    state = fresh() | {"head": np.zeros(3)}
+    state = initial_state() | {"head": np.zeros(3)}
     with Checkpointer(MemoryStore(), state) as ckpt:
         for _ in range(2):
             ckpt.resume(start=f"{url}@20", missing="keep")
@@ -269,7 +268,7 @@ def test_a_branch_whose_record_is_lost_is_still_what_training_is_on(damage: str)
     if damage == "missing":
         store.delete("branch-1.json")
     else:
-        flip(store, "branch-1.json", -9)
+        flip_bit(store, "branch-1.json", -9)
     with training(store, EverySteps(1), KeepLast(2)) as (state, ckpt):
         assert ckpt.resume().version == Version(20, 1)  # type: ignore[union-attr]
         train(state, ckpt, 22)
@@ -334,7 +333,7 @@ class Bad(KeepPolicy):
 
 
 def test_a_keep_policy_that_raises_costs_no_version_and_no_count() -> None:
-    store, state = MemoryStore(), fresh()
+    store, state = MemoryStore(), initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(2), keep=Bad())
     train(state, ckpt, 2)
     with pytest.raises(KeyError):
@@ -373,12 +372,12 @@ def test_what_ended_the_training_is_not_replaced(of: str, monkeypatch: pytest.Mo
 def test_a_save_that_cannot_begin_is_counted_told_and_asked_for_again(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, state = MemoryStore(), fresh()
+    store, state = MemoryStore(), initial_state()
     heard: list[str] = []
     ckpt = Checkpointer(store, state, save=EverySteps(10**6), on_error="warn")
     train(state, ckpt, 1)
     put_request(store, "a" * 12)
-    ckpt._watcher.look()
+    ckpt._watcher.poll()
     start = worker.Thread.start
 
     def refuse(self: threading.Thread) -> None:
@@ -397,8 +396,8 @@ def test_a_save_that_cannot_begin_is_counted_told_and_asked_for_again(
                 train(state, ckpt, 2)
             except HoldfastError:
                 assert why != "no thread"
-    ckpt._watcher.look()
-    assert ckpt._watcher.wanted
+    ckpt._watcher.poll()
+    assert ckpt._watcher.pending_request
     assert ckpt.statistics()["failures"] == 1
     assert heard.count("save_failed") == 1
     ckpt.close()
@@ -443,12 +442,12 @@ def test_an_interrupted_close_lets_the_save_in_flight_finish(
     pending._ended.wait = wait  # type: ignore[method-assign]
     gate.set()
     assert pending.wait().step == 4
-    assert not ckpt._saver._pool.allocated
+    assert not ckpt._saver._pool.allocated_bytes
     assert "writer.json" not in [s.key for s in store.list("")]
 
 
 def test_a_closed_one_takes_no_signals_and_does_not_resume() -> None:
-    ckpt = Checkpointer(MemoryStore(), fresh())
+    ckpt = Checkpointer(MemoryStore(), initial_state())
     ckpt.close()
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(HoldfastError, match="closed"):
@@ -471,14 +470,15 @@ import sys, warnings
 import holdfast
 from holdfast.errors import StoreError
 from holdfast.storage.memory import MemoryStore
-from tests.trainings import fresh, train
+from tests.trainings import initial_state, train
 
 class Broken(MemoryStore):
     def put(self, key, length):
         raise StoreError("a full disk")
 
 def main():
-    with holdfast.Checkpointer(Broken(), state := fresh(), save=holdfast.EverySteps(3)) as ckpt:
+    state = initial_state()
+    with holdfast.Checkpointer(Broken(), state, save=holdfast.EverySteps(3)) as ckpt:
         train(state, ckpt, 3)
         {end}
 
@@ -511,7 +511,7 @@ import multiprocessing, sys, threading, time
 import holdfast
 from holdfast.errors import StoreError
 from holdfast.storage.memory import MemoryStore
-from tests.trainings import fresh, train
+from tests.trainings import initial_state, train
 
 class Broken(MemoryStore):
     def put(self, key, length):
@@ -520,7 +520,7 @@ class Broken(MemoryStore):
         raise StoreError("a full disk")
 
 def work():
-    state = fresh()
+    state = initial_state()
     ckpt = holdfast.Checkpointer(Broken(), state, save=holdfast.EverySteps(3))
     train(state, ckpt, 3)
     if not {late}:
@@ -577,7 +577,7 @@ def test_where_warnings_are_errors_a_failed_last_save_is_heard_of_all_the_same(
     end: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of what is no error nobody prints the notes."""
-    state = fresh()
+    state = initial_state()
     with (
         warnings.catch_warnings(),
         pytest.raises(type(end)) as e,
@@ -658,11 +658,11 @@ def test_who_is_refused_saves_nothing_and_deletes_nothing(why: str, tmp_path: Pa
             ckpt.step()
             ckpt.wait()
     if why == "half loaded":
-        flip(store, shard_of(store, "version_4"))
+        flip_bit(store, shard_of(store, "version_4"))
     if why == "another writes":
-        host, boot, _ = machine.identity()
-        parent = pins._process(os.getppid())
-        other = Pin("0" * 12, None, machine.now(), host, boot, parent)
+        host, boot, _ = machine.process_identity()
+        parent = machine.pid_and_start_time(os.getppid())
+        other = Pin("0" * 12, None, machine.utc_now(), host, boot, parent)
         store.put_if_absent("writer.json", encode_pin(other))
     before = files(store)
     state, step = network(1000)
@@ -685,7 +685,7 @@ def test_who_is_refused_saves_nothing_and_deletes_nothing(why: str, tmp_path: Pa
 
 
 def test_a_sink_that_waits_for_the_save_it_hears_of_is_refused_not_hung() -> None:
-    state = fresh()
+    state = initial_state()
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1))
     heard: list[HoldfastError] = []
 
@@ -722,7 +722,7 @@ def test_what_was_left_out_last_is_told_when_the_training_ends_well(steps: int, 
             assert gate.wait(20)
             return super().put(key, length)
 
-    store, state = Slow(), fresh()
+    store, state = Slow(), initial_state()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         with Checkpointer(store, state, save=EverySteps(2), busy="skip") as ckpt:
@@ -737,15 +737,15 @@ def test_what_was_left_out_last_is_told_when_the_training_ends_well(steps: int, 
 
 
 def test_a_child_that_leaves_the_block_tells_nothing_of_unsaved_steps() -> None:
-    state, heard = fresh(), list[str]()
+    state, heard = initial_state(), list[str]()
     with (
         events.attach(lambda name, fields: heard.append(name)),
         Checkpointer(MemoryStore(), state, save=EverySteps(3)) as ckpt,
     ):
         train(state, ckpt, 1)
-        ckpt._process += 1  # as a forked child sees it
+        ckpt._pid += 1  # as a forked child sees it
     assert "left_unsaved" not in heard
-    ckpt._process -= 1
+    ckpt._pid -= 1
     ckpt.close()
 
 
@@ -800,7 +800,7 @@ class Half(float):
     ],
 )
 def test_what_a_step_takes_a_save_can_keep(name: str, value: Any, good: bool) -> None:
-    state = fresh()
+    state = initial_state()
     with Checkpointer(MemoryStore(), state) as ckpt:
         if good:
             ckpt.step({name: value})
@@ -812,7 +812,7 @@ def test_what_a_step_takes_a_save_can_keep(name: str, value: Any, good: bool) ->
 
 def test_metrics_of_a_save_after_the_cadence_has_saved_that_step_are_added() -> None:
     """To evaluate after every hundredth step is how most do it."""
-    store, state = MemoryStore(), fresh()
+    store, state = MemoryStore(), initial_state()
     keep = KeepLast(1) | KeepBest(1, "val")
     with Checkpointer(store, state, save=EverySteps(2), keep=keep) as ckpt:
         for step, val in ((2, 0.5), (4, 0.1), (6, 0.3), (7, 0.9)):
@@ -828,7 +828,7 @@ def test_metrics_of_a_save_after_the_cadence_has_saved_that_step_are_added() -> 
 
 
 def test_metrics_of_a_save_count_for_stopping_once_a_step() -> None:
-    state = fresh()
+    state = initial_state()
     with Checkpointer(MemoryStore(), state, stop=StopWhen("val", patience=2)) as ckpt:
         for step, stops in ((1, False), (2, False), (3, True)):
             train(state, ckpt, step - 1)
@@ -842,15 +842,15 @@ def test_early_stop_is_still_so_after_a_restart() -> None:
     """Also where a better value came before anyone asked."""
     origin = "memory://stopped"
     stop = StopWhen("val", patience=2)
-    with Checkpointer(origin, fresh(), save=EverySteps(1), stop=stop) as ckpt:
+    with Checkpointer(origin, initial_state(), save=EverySteps(1), stop=stop) as ckpt:
         for val in (0.9, 0.5, 0.6, 0.7, 0.4):
             ckpt.step({"val": val})
         assert ckpt.should_stop
     for patience, stopped in ((2, True), (3, False)):  # who is more patient now goes on
-        with Checkpointer(origin, fresh(), stop=StopWhen("val", patience)) as ckpt:
+        with Checkpointer(origin, initial_state(), stop=StopWhen("val", patience)) as ckpt:
             ckpt.resume()
             assert ckpt.should_stop == stopped
-    whole, part = fresh(), {"weights": fresh()["weights"]}
+    whole, part = initial_state(), {"weights": initial_state()["weights"]}
     for state, keys, stopped in ((whole, None, True), (part, "weights", False)):
         with Checkpointer(MemoryStore(), state, stop=stop) as ckpt:
             ckpt.resume(
@@ -861,15 +861,15 @@ def test_early_stop_is_still_so_after_a_restart() -> None:
 
 def test_what_a_resumed_training_was_given_before_is_not_asked_for() -> None:
     store, stop = MemoryStore(), StopWhen("val", patience=5)
-    with Checkpointer(store, fresh(), save=EverySteps(1), stop=stop) as ckpt:
+    with Checkpointer(store, initial_state(), save=EverySteps(1), stop=stop) as ckpt:
         ckpt.step({"val": 1.0})
-    with Checkpointer(store, state := fresh(), save=EverySteps(1), stop=stop) as ckpt:
+    with Checkpointer(store, state := initial_state(), save=EverySteps(1), stop=stop) as ckpt:
         ckpt.resume()
         train(state, ckpt, 6)  # no warning, which would be an error here
 
 
 def test_a_step_that_is_made_again_after_going_back_counts_again() -> None:
-    state = fresh()
+    state = initial_state()
     with Checkpointer(MemoryStore(), state, save=EverySteps(1), stop=StopWhen("val", 2)) as ckpt:
         for val in (1.0, 2.0):
             ckpt.step({"val": val})

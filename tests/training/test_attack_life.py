@@ -23,14 +23,14 @@ from torch import nn
 
 import holdfast
 from holdfast import events
-from holdfast.buffers import Pool
-from holdfast.engine.saving.overlap import Rest
+from holdfast.buffers import BufferPool
+from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.errors import HoldfastError, SaveFailed, StoreError
 from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
-from tests.trainings import after, fresh, train_step
+from tests.trainings import initial_state, state_after, train_step
 
 Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]
 """A state, a step, and what happens before the exception."""
@@ -383,7 +383,7 @@ class Moody(MemoryStore):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_saves_failures_and_skips_add_up_and_every_version_is_right(seed: int) -> None:
-    store, state, heard = Moody(seed), fresh(), Counter[str]()
+    store, state, heard = Moody(seed), initial_state(), Counter[str]()
     ckpt = Checkpointer(
         store,
         state,
@@ -410,7 +410,7 @@ def test_saves_failures_and_skips_add_up_and_every_version_is_right(seed: int) -
     )
     for version in Run(store).line():
         loaded = holdfast.load(store.at(str(version)))
-        assert (loaded["weights"] == after(version.step)["weights"]).all()
+        assert (loaded["weights"] == state_after(version.step)["weights"]).all()
 
 
 # -- fork, and patience --------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_saves_failures_and_skips_add_up_and_every_version_is_right(seed: int) -
 def test_a_fork_while_a_save_is_in_flight_harms_neither(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, stage = threading.Event(), Rest.stage
+    gate, stage = threading.Event(), DeferredStaging.stage
     torch.manual_seed(0)
     state, step, _ = wide()
     ckpt = Checkpointer(tmp_path / "a", state, save=EverySteps(1) | OnException(), overlap=True)
@@ -428,11 +428,11 @@ def test_a_fork_while_a_save_is_in_flight_harms_neither(
     ckpt.step()
     ckpt.wait()
 
-    def slow(self: Rest, pool: Pool, threads: int) -> None:
+    def slow(self: DeferredStaging, pool: BufferPool, threads: int) -> None:
         assert gate.wait(20)
         stage(self, pool, threads)
 
-    monkeypatch.setattr(Rest, "stage", slow)
+    monkeypatch.setattr(DeferredStaging, "stage", slow)
     step()
     wanted = state["model"].wide.detach().clone()
     ckpt.step()
@@ -468,7 +468,7 @@ def test_patience_is_that_of_the_version_that_is_resumed() -> None:
     store = MemoryStore()
 
     def training() -> tuple[Checkpointer, dict[str, Any]]:
-        state = fresh()
+        state = initial_state()
         stop = StopWhen("loss", patience=2)
         return Checkpointer(store, state, save=EverySteps(1), stop=stop), state
 

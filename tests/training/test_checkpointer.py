@@ -23,7 +23,16 @@ from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySeconds, EverySteps, KeepLast
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from tests.trainings import after, flip, fresh, same, shard_of, train, train_step, training
+from tests.trainings import (
+    flip_bit,
+    initial_state,
+    shard_of,
+    state_after,
+    states_equal,
+    train,
+    train_step,
+    training,
+)
 
 
 def test_an_empty_run_resumes_to_none_and_trains() -> None:
@@ -49,7 +58,7 @@ def test_stopped_anywhere_and_resumed_the_end_is_the_same(killed_at: int) -> Non
         snapshot = ckpt.resume()
         assert (0 if snapshot is None else snapshot.step) == killed_at // 7 * 7
         train(state, ckpt, 45)
-    assert same(state, after(45))
+    assert states_equal(state, state_after(45))
 
 
 def test_damage_resumes_from_the_version_before_on_a_branch() -> None:
@@ -57,20 +66,20 @@ def test_damage_resumes_from_the_version_before_on_a_branch() -> None:
     store = MemoryStore()
     with training(store, EverySteps(20)) as (state, ckpt):
         train(state, ckpt, 120)
-    flip(store, shard_of(store, "version_120"))
+    flip_bit(store, shard_of(store, "version_120"))
     with training(store, EverySteps(20)) as (state, ckpt):
         with pytest.warns(SkippedVersion, match="version_120 is skipped.*damaged"):
             snapshot = ckpt.resume()
         assert snapshot is not None
         assert snapshot.step == 100
-        assert same(state, after(100))
+        assert states_equal(state, state_after(100))
         assert Run(store).branch() == 1  # committed before training goes on
         train(state, ckpt, 120)
     latest = Run(store).latest()
     assert latest is not None
     assert latest.version == Version(120, 1)
     assert latest.verify().ok
-    assert same(state, after(120))
+    assert states_equal(state, state_after(120))
     with training(store, EverySteps(20)) as (state, ckpt):
         again = ckpt.resume()
         assert again is not None
@@ -85,11 +94,11 @@ def test_every_kind_of_damage_is_stepped_over(damage: str) -> None:
         train(state, ckpt, 20)
     shard = shard_of(store, "version_20")
     if damage == "manifest":
-        flip(store, f"version_20/{MANIFEST}", 40)
+        flip_bit(store, f"version_20/{MANIFEST}", 40)
     elif damage == "shard":
-        flip(store, shard, 5000, 3)
+        flip_bit(store, shard, 5000, 3)
     elif damage == "index":
-        flip(store, shard.replace(".safetensors", ".index.json"), 100)
+        flip_bit(store, shard.replace(".safetensors", ".index.json"), 100)
     else:
         raw = store.get(shard, 1 << 30)
         store.delete(shard)
@@ -99,7 +108,7 @@ def test_every_kind_of_damage_is_stepped_over(damage: str) -> None:
         snapshot = ckpt.resume()
     assert snapshot is not None
     assert snapshot.step == 10
-    assert same(state, after(10))
+    assert states_equal(state, state_after(10))
 
 
 def test_all_versions_damaged_raises_and_never_starts_afresh() -> None:
@@ -107,7 +116,7 @@ def test_all_versions_damaged_raises_and_never_starts_afresh() -> None:
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
     for step in (10, 20):
-        flip(store, shard_of(store, f"version_{step}"))
+        flip_bit(store, shard_of(store, f"version_{step}"))
     with training(store, EverySteps(10)) as (state, ckpt):
         with pytest.raises(NoSnapshot, match="version_10") as e:
             ckpt.resume()
@@ -124,7 +133,7 @@ def test_resume_at_an_older_version_starts_a_branch() -> None:
     with training(store, EverySteps(10)) as (state, ckpt):
         snapshot = ckpt.resume(at=20)
         assert snapshot is not None
-        assert same(state, after(20))
+        assert states_equal(state, state_after(20))
         train(state, ckpt, 30)
     assert Run(store).line() == [Version(10), Version(20), Version(30, 1)]
     assert "on request" in Run(store).read_branch(1).reason
@@ -162,7 +171,7 @@ def test_save_commits_now_and_a_second_time_gives_what_is_there() -> None:
 
 def test_without_progress_the_checkpointer_counts() -> None:
     store = MemoryStore()
-    state = {"x": fresh()["weights"]}
+    state = {"x": initial_state()["weights"]}
     with holdfast.Checkpointer(store, state, save=EverySteps(3)) as ckpt:
         for _ in range(7):
             ckpt.step()
@@ -197,7 +206,7 @@ class Failing(MemoryStore):
 @pytest.mark.parametrize("call", ["step", "save", "wait", "close", "resume"])
 def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
     store = Failing()
-    state = fresh()
+    state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(5))
     train(state, ckpt, 5)
     ckpt.wait()
@@ -258,7 +267,7 @@ def test_the_state_may_change_as_soon_as_step_returns() -> None:
         state["weights"][:] = -1
         gate.set()
         ckpt.wait()
-    assert (holdfast.load(store.at("version_5"))["weights"] == after(5)["weights"]).all()
+    assert (holdfast.load(store.at("version_5"))["weights"] == state_after(5)["weights"]).all()
 
 
 def test_a_failed_retention_does_not_undo_the_save_but_is_raised() -> None:
@@ -285,7 +294,7 @@ def test_a_state_that_does_not_fit_is_refused_not_skipped() -> None:
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 10)
-    other = fresh() | {"more": fresh()["weights"]}
+    other = initial_state() | {"more": initial_state()["weights"]}
     with (
         holdfast.Checkpointer(store, other, save=EverySteps(5)) as ckpt,
         pytest.raises(MissingLeaf, match="more"),
@@ -296,7 +305,7 @@ def test_a_state_that_does_not_fit_is_refused_not_skipped() -> None:
 
 def test_what_cannot_be_kept_is_refused_at_the_step() -> None:
     store = MemoryStore()
-    state = fresh() | {"bad": object()}
+    state = initial_state() | {"bad": object()}
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
     with pytest.raises(Unsupported, match="bad"):
         ckpt.step()
@@ -305,7 +314,7 @@ def test_what_cannot_be_kept_is_refused_at_the_step() -> None:
 
 
 def test_a_closed_checkpointer_says_so() -> None:
-    ckpt = holdfast.Checkpointer(MemoryStore(), fresh())
+    ckpt = holdfast.Checkpointer(MemoryStore(), initial_state())
     ckpt.close()
     ckpt.close()
     with pytest.raises(HoldfastError, match="closed"):
@@ -318,12 +327,12 @@ def test_buffers_are_reused_and_no_thread_is_left() -> None:
     with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
         train(state, ckpt, 3)
         ckpt.wait()
-        allocated = ckpt._saver._pool.allocated
+        allocated = ckpt._saver._pool.allocated_bytes
         train(state, ckpt, 20)
         ckpt.wait()
-        assert ckpt._saver._pool.allocated == allocated
+        assert ckpt._saver._pool.allocated_bytes == allocated
         assert ckpt.statistics()["saves"] == 20
-    assert ckpt._saver._pool.allocated == 0
+    assert ckpt._saver._pool.allocated_bytes == 0
     assert threading.active_count() == before
 
 
@@ -346,7 +355,7 @@ def test_a_version_that_the_disk_cannot_read_is_stepped_over() -> None:
     store.error = StoreError("Cannot read: Input/output error")
     with training(store, EverySteps(10)) as (state, ckpt), pytest.warns(SkippedVersion):
         ckpt.resume()
-    assert same(state, after(10))
+    assert states_equal(state, state_after(10))
 
 
 @pytest.mark.parametrize("kind", [Denied, Unavailable])

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import holdfast
-from holdfast.data.sampler_group import Together
+from holdfast.data.sampler_group import SamplerGroup
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
@@ -772,7 +772,7 @@ def test_generators_noted_before_another_resume_are_not_put_back() -> None:
 
 def test_generators_noted_for_a_pass_that_is_over_are_not_put_back() -> None:
     """What a loop draws after it, for an evaluation, say, would be drawn again."""
-    old, together = holdfast.ElasticSampler(4, 2), Together()
+    old, together = holdfast.ElasticSampler(4, 2), SamplerGroup()
     for _ in old:
         old.advance()
     first, second = holdfast.ElasticSampler(4, 2), holdfast.ElasticSampler(4, 2)

@@ -36,12 +36,26 @@ from holdfast.format.names import Version
 from holdfast.format.records import Pin, encode_pin
 from holdfast.run.policy import EveryEpoch, EverySteps, KeepBest, KeepLast, OnException, StopWhen
 from holdfast.run.run import Run
-from holdfast.run.save_request import Answer, Watcher, ask, put_request, read_request
+from holdfast.run.save_request import (
+    RequestedSave,
+    RequestWatcher,
+    put_request,
+    read_request,
+    request_and_wait,
+)
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
-from holdfast.training.goodput import Tally
-from tests.forging import content_of, reseal
-from tests.trainings import after, fresh, same, train, train_step, trained, training
+from holdfast.training.goodput import Goodput
+from tests.forging import seal, sealed_content
+from tests.trainings import (
+    initial_state,
+    state_after,
+    states_equal,
+    train,
+    train_step,
+    trained_run,
+    training,
+)
 
 
 class Gate(MemoryStore):
@@ -89,7 +103,7 @@ def test_a_save_that_is_due_waits_for_the_one_in_flight_and_says_so() -> None:
 def test_a_save_that_is_due_can_be_skipped_until_the_one_in_flight_is_done() -> None:
     store = Gate()
     heard, attached = told()
-    state = fresh()
+    state = initial_state()
     with attached, Checkpointer(store, state, save=EverySteps(2), busy="skip") as ckpt:
         train(state, ckpt, 2)
         ckpt.wait()
@@ -112,7 +126,7 @@ def full() -> NoSpace:
 
 def test_a_full_disk_with_warn_costs_no_step_and_says_so_loudly() -> None:
     store = Gate()
-    state = fresh()
+    state = initial_state()
     with Checkpointer(store, state, save=EverySteps(2), on_error="warn") as ckpt:
         train(state, ckpt, 4)
         ckpt.wait()
@@ -129,7 +143,7 @@ def test_a_full_disk_with_warn_costs_no_step_and_says_so_loudly() -> None:
             warnings.simplefilter("ignore", SaveFailed)
             train(state, ckpt, 14)
             train(state, ckpt, 16)
-    assert same(state, after(16))
+    assert states_equal(state, state_after(16))
     assert [s.step for s in Run(store).snapshots()][-1] == 16
     assert all(s.verify().ok for s in Run(store).snapshots())
 
@@ -142,7 +156,7 @@ def test_old_versions_that_cannot_be_deleted_are_told_as_what_they_are(choice: A
                 raise Denied(f"Cannot delete {key}")
             super().delete(key)
 
-    store, state = Keeps(), fresh()
+    store, state = Keeps(), initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), on_error=choice)
     train(state, ckpt, 2)
     with pytest.raises(Denied, match=r"version_2 is saved.*old versions"):
@@ -161,7 +175,7 @@ def test_old_versions_that_cannot_be_deleted_are_told_as_what_they_are(choice: A
 
 def test_warn_does_not_silence_what_was_asked_for_by_name() -> None:
     store = Gate()
-    state = fresh()
+    state = initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(100), on_error="warn")
     train(state, ckpt, 3)
     store.broken = full()
@@ -176,7 +190,7 @@ def test_warn_does_not_silence_what_was_asked_for_by_name() -> None:
 
 
 def test_warn_is_for_stores_a_state_that_cannot_be_kept_still_raises() -> None:
-    state = fresh() | {"bad": object()}
+    state = initial_state() | {"bad": object()}
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1), on_error="warn")
     with pytest.raises(PlanError, match="bad"):
         ckpt.step()
@@ -188,7 +202,7 @@ def test_a_folder_that_cannot_be_written_is_known_at_the_first_step() -> None:
         def put_if_absent(self, key: str, data: bytes) -> Any:
             raise Denied(f"Cannot write {key}: Read-only file system")
 
-    ckpt = Checkpointer(ReadOnly(), fresh(), save=EverySteps(1000))
+    ckpt = Checkpointer(ReadOnly(), initial_state(), save=EverySteps(1000))
     with pytest.raises(Denied, match="Read-only"):
         ckpt.step()
     ckpt.close()
@@ -197,7 +211,7 @@ def test_a_folder_that_cannot_be_written_is_known_at_the_first_step() -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_local_folder_that_cannot_be_written(tmp_path: Any) -> None:
     (tmp_path / "runs").mkdir(mode=0o555)
-    ckpt = Checkpointer(tmp_path / "runs" / "a", fresh(), save=EverySteps(1000))
+    ckpt = Checkpointer(tmp_path / "runs" / "a", initial_state(), save=EverySteps(1000))
     with pytest.raises(Denied, match="runs"):
         ckpt.step()
     ckpt.close()
@@ -215,14 +229,14 @@ def test_a_local_folder_that_cannot_be_written(tmp_path: Any) -> None:
 )
 def test_choices_that_are_none(given: dict[str, Any], message: str) -> None:
     with pytest.raises(HoldfastError, match=message):
-        Checkpointer(MemoryStore(), fresh(), **given)
+        Checkpointer(MemoryStore(), initial_state(), **given)
 
 
 def test_every_epoch_needs_to_know_which_step_completes_one() -> None:
-    for state in ({"x": 1}, fresh()):
+    for state in ({"x": 1}, initial_state()):
         with pytest.raises(HoldfastError, match=r"EveryEpoch.*ElasticSampler"):
             Checkpointer(MemoryStore(), state, save=EverySteps(5) | EveryEpoch())
-    state = fresh() | {"sampler": holdfast.ElasticSampler(10, 2)}
+    state = initial_state() | {"sampler": holdfast.ElasticSampler(10, 2)}
     Checkpointer(MemoryStore(), state, save=EveryEpoch()).close()
 
 
@@ -245,7 +259,7 @@ def test_every_epoch_needs_to_know_which_step_completes_one() -> None:
 )
 def test_arguments_of_another_kind(given: dict[str, Any], message: str) -> None:
     with pytest.raises(HoldfastError, match=message):
-        Checkpointer(MemoryStore(), given.pop("state", fresh()), **given)
+        Checkpointer(MemoryStore(), given.pop("state", initial_state()), **given)
 
 
 @pytest.mark.parametrize(
@@ -292,27 +306,27 @@ def test_what_state_dict_returned_is_refused_by_name() -> None:
 def test_a_version_is_no_run(tmp_path: Any) -> None:
     for name in ("version_8", "version_8.1"):
         with pytest.raises(HoldfastError, match=r"is no run.*resume\(start="):
-            Checkpointer(tmp_path / name, fresh())
+            Checkpointer(tmp_path / name, initial_state())
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["a@latest", "a@8", "a@8.1"])
 def test_the_address_of_a_version_is_no_run(tmp_path: Any, name: str) -> None:
     for call in ("step", "resume"):  # it is a name like another where there is no such run
-        with Checkpointer(tmp_path / call / name, fresh()) as ckpt:
+        with Checkpointer(tmp_path / call / name, initial_state()) as ckpt:
             getattr(ckpt, call)()
         with training(tmp_path / call / "a", EverySteps(1)) as (state, ckpt):
             train(state, ckpt, 1)
-        ckpt = Checkpointer(tmp_path / call / name, fresh())
+        ckpt = Checkpointer(tmp_path / call / name, initial_state())
         with pytest.raises(HoldfastError, match=r"is no run.*the address of a version"):
             getattr(ckpt, call)()
         ckpt.close()
 
 
 def test_a_snapshot_is_no_run(tmp_path: Any) -> None:
-    holdfast.save(tmp_path / "mine", fresh())
+    holdfast.save(tmp_path / "mine", initial_state())
     for call in ("step", "resume", "save"):
-        ckpt = Checkpointer(tmp_path / "mine", fresh())
+        ckpt = Checkpointer(tmp_path / "mine", initial_state())
         with pytest.raises(HoldfastError, match=r"is no run.*found a snapshot"):
             getattr(ckpt, call)()
         ckpt.close()
@@ -410,7 +424,7 @@ def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path: Any) -
 def test_a_training_that_is_succeeded_saves_nothing_more() -> None:
     """As when a node that was taken for dead comes back: its successor runs elsewhere."""
     store = MemoryStore()
-    old = Checkpointer(store, state := fresh(), save=EverySteps(2), on_error="warn")
+    old = Checkpointer(store, state := initial_state(), save=EverySteps(2), on_error="warn")
     train(state, old, 2)
     old.wait()
     with training(store, EverySteps(2)) as (new_state, new):
@@ -425,7 +439,7 @@ def test_a_training_that_is_succeeded_saves_nothing_more() -> None:
 
 
 ELSEWHERE = ("another", "boot", "7:1")
-DEAD = (machine.identity()[0], "an earlier boot", "7:1")
+DEAD = (machine.process_identity()[0], "an earlier boot", "7:1")
 
 
 @pytest.mark.parametrize("died", [ELSEWHERE, DEAD], ids=["elsewhere", "dead"])
@@ -439,15 +453,22 @@ def test_a_successor_takes_the_pins_of_its_predecessor_away_and_no_others(
         train(state, ckpt, 3)
     attempt, third = "0" * 12, ("a third", "boot", "7:1")
     for number, (version, holder) in enumerate(
-        [("version_1", died), (None, died), ("version_2", third), ("version_3", machine.identity())]
+        [
+            ("version_1", died),
+            (None, died),
+            ("version_2", third),
+            ("version_3", machine.process_identity()),
+        ]
     ):
-        record = encode_pin(Pin(attempt, version, machine.now(), *holder))
+        record = encode_pin(Pin(attempt, version, machine.utc_now(), *holder))
         store.put_if_absent(f"pin-{number:012}.json", record)
-    store.put_if_absent("writer.json", encode_pin(Pin(attempt, None, machine.now(), *died)))
+    store.put_if_absent("writer.json", encode_pin(Pin(attempt, None, machine.utc_now(), *died)))
     with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 4)
-    assert [s.key for s in Run(store).listing().pins] == [f"pin-{n:012}.json" for n in (2, 3)]
+    assert [s.key for s in Run(store).listing().process_pins] == [
+        f"pin-{n:012}.json" for n in (2, 3)
+    ]
     assert Run(store).line() == [Version(2), Version(3), Version(4)]
 
 
@@ -462,7 +483,7 @@ def test_a_store_that_fails_to_take_old_pins_away_ends_no_training() -> None:
 
     store = Blip()
     for key in ("pin-000000000000.json", "writer.json"):
-        store.put_if_absent(key, encode_pin(Pin("0" * 12, None, machine.now(), *ELSEWHERE)))
+        store.put_if_absent(key, encode_pin(Pin("0" * 12, None, machine.utc_now(), *ELSEWHERE)))
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 2)
     assert Run(store).line() == [Version(1), Version(2)]
@@ -470,12 +491,12 @@ def test_a_store_that_fails_to_take_old_pins_away_ends_no_training() -> None:
 
 def test_a_new_checkpointer_of_this_process_leaves_the_pins_of_the_last_one() -> None:
     store = MemoryStore()
-    mine = Pin("0" * 12, None, machine.now(), *machine.identity())
+    mine = Pin("0" * 12, None, machine.utc_now(), *machine.process_identity())
     for key in ("pin-000000000000.json", "writer.json"):
         store.put_if_absent(key, encode_pin(mine))
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
-    assert [s.key for s in Run(store).listing().pins] == ["pin-000000000000.json"]
+    assert [s.key for s in Run(store).listing().process_pins] == ["pin-000000000000.json"]
 
 
 def test_a_writer_of_a_later_format_is_not_taken_for_nobody() -> None:
@@ -483,7 +504,7 @@ def test_a_writer_of_a_later_format_is_not_taken_for_nobody() -> None:
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
         ckpt.wait()
-        later = reseal(content_of(store.get("writer.json", 1 << 20)), 99)
+        later = seal(sealed_content(store.get("writer.json", 1 << 20)), 99)
         store.delete("writer.json")
         store.put_if_absent("writer.json", later)
         with training(store, EverySteps(1)) as (other, second):
@@ -654,14 +675,18 @@ def test_a_save_on_exception_that_fails_hides_no_exception() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are looked for without pause."""
-    monkeypatch.setattr("holdfast.training.checkpointer.Watcher", partial(Watcher, interval=0.002))
+    monkeypatch.setattr(
+        "holdfast.training.checkpointer.RequestWatcher", partial(RequestWatcher, interval=0.002)
+    )
 
 
 def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, quick: None) -> None:
-    url, state, answers = tmp_path / "a", fresh(), list[Answer]()
+    url, state, answers = tmp_path / "a", initial_state(), list[RequestedSave]()
     with Checkpointer(url, state, save=EverySteps(10**6)) as ckpt:
         train(state, ckpt, 1)  # nothing is saved yet, and it can be asked all the same
-        asking = threading.Thread(target=lambda: answers.append(ask(Run(url), 60, interval=0.01)))
+        asking = threading.Thread(
+            target=lambda: answers.append(request_and_wait(Run(url), 60, interval=0.01))
+        )
         asking.start()
         while asking.is_alive():
             train(state, ckpt, state["progress"].step + 1)
@@ -674,7 +699,7 @@ def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, quick: 
 
 
 def test_a_request_whose_save_fails_is_answered_by_a_later_one(tmp_path: Any, quick: None) -> None:
-    store, state = Gate(), fresh()
+    store, state = Gate(), initial_state()
     with Checkpointer(store, state, save=EverySteps(10**6), on_error="warn") as ckpt:
         train(state, ckpt, 1)
         store.broken = full()
@@ -690,7 +715,7 @@ def test_a_request_whose_save_fails_is_answered_by_a_later_one(tmp_path: Any, qu
 
 
 def test_a_signal_asks_for_a_save_until_the_end() -> None:
-    store, state = MemoryStore(), fresh()
+    store, state = MemoryStore(), initial_state()
     before = signal.getsignal(signal.SIGUSR1)
     with Checkpointer(store, state, save=EverySteps(10**6)) as ckpt:
         ckpt.save_on_signal(signal.SIGUSR1)
@@ -715,7 +740,7 @@ def test_going_on_from_a_branch_that_was_left() -> None:
         snapshot = ckpt.resume(branch=0)
         assert snapshot is not None
         assert snapshot.version == Version(40)
-        assert same(state, after(40))
+        assert states_equal(state, state_after(40))
         train(state, ckpt, 50)
     assert Run(store).line() == [*map(Version, (10, 20, 30, 40)), Version(50, 2)]
     with training(store, EverySteps(10)) as (state, ckpt):
@@ -733,7 +758,7 @@ def test_a_new_run_begins_where_another_is_and_goes_on_by_itself() -> None:
         snapshot = ckpt.resume(start=f"{url}@20")
         assert snapshot is not None
         assert (snapshot.step, ckpt.current_step) == (20, 20)
-        assert same(state, after(20))
+        assert states_equal(state, state_after(20))
         train(state, ckpt, 30)
     [first] = Run(store).snapshots()
     assert first.manifest.parent is None  # a parent is a version of the same run
@@ -742,13 +767,13 @@ def test_a_new_run_begins_where_another_is_and_goes_on_by_itself() -> None:
         again = ckpt.resume(start=f"{url}@20")  # the same script, restarted
         assert again is not None
         assert again.step == 30
-        assert same(state, after(30))
+        assert states_equal(state, state_after(30))
     with training(MemoryStore(), EverySteps(10)) as (state, ckpt), pytest.raises(HoldfastError):
         ckpt.resume(start=f"{url}@25")
 
 
 def test_a_resume_waits_for_the_save_in_flight() -> None:
-    store, state = Gate(), fresh()
+    store, state = Gate(), initial_state()
     with Checkpointer(store, state, save=EverySteps(5)) as ckpt:
         store.open.clear()
         train(state, ckpt, 7)
@@ -756,7 +781,7 @@ def test_a_resume_waits_for_the_save_in_flight() -> None:
         snapshot = ckpt.resume()
         assert snapshot is not None
         assert snapshot.step == 5
-        assert same(state, after(5))
+        assert states_equal(state, state_after(5))
 
 
 def test_a_warm_start_takes_what_fits_and_counts_from_zero() -> None:
@@ -790,13 +815,13 @@ def test_a_warm_start_takes_what_fits_and_counts_from_zero() -> None:
 
 @pytest.mark.parametrize("back", [{"at": 20}, {"branch": 0}, {"at": 0, "branch": 1}])
 def test_a_run_cannot_both_begin_and_go_back(back: dict[str, int]) -> None:
-    for store in (MemoryStore(), trained()):
+    for store in (MemoryStore(), trained_run()):
         with (
             training(store, EverySteps(1)) as (state, ckpt),
             pytest.raises(HoldfastError, match=r"start=.*RUN@120"),
         ):
             ckpt.resume(start="memory://elsewhere@latest", **back)
-        assert same(state, fresh())
+        assert states_equal(state, initial_state())
 
 
 def test_leniency_without_a_start_is_refused() -> None:
@@ -823,13 +848,13 @@ def test_a_sampler_of_other_data_says_what_can_be_done_about_it() -> None:
     store = MemoryStore()
     for length in (10, 12):
         sampler = holdfast.ElasticSampler(length, 2)
-        state = fresh() | {"sampler": sampler}
+        state = initial_state() | {"sampler": sampler}
         ckpt = Checkpointer(store, state, save=EverySteps(1))
         if length == 12:
             with pytest.raises(PlanError, match=r"length=10.*length=12.*keys=") as e:
                 ckpt.resume()
             del state["sampler"]
-            assert same(state, fresh())  # it is asked before anything is changed
+            assert states_equal(state, initial_state())  # it is asked before anything is changed
             assert "overwritten" not in str(e.value)
             continue
         next(iter(sampler))
@@ -868,7 +893,7 @@ def test_early_stop_and_its_patience_is_in_the_snapshot() -> None:
     losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0]
     seen = 0
     for stopped_at in (2, 3, 5):  # the process is ended and begun again on the way
-        state = fresh()
+        state = initial_state()
         with Checkpointer(
             store, state, save=EverySteps(1), stop=StopWhen("val_loss", patience=3)
         ) as ckpt:
@@ -880,7 +905,7 @@ def test_early_stop_and_its_patience_is_in_the_snapshot() -> None:
                 seen += 1
             assert ckpt.should_stop == (seen == 5)
     assert seen == 5
-    with Checkpointer(store, fresh(), stop=StopWhen("val_loss", patience=3)) as ckpt:
+    with Checkpointer(store, initial_state(), stop=StopWhen("val_loss", patience=3)) as ckpt:
         assert not ckpt.should_stop
         ckpt.resume()
         assert ckpt.should_stop
@@ -902,7 +927,7 @@ def test_a_metric_that_never_comes_is_told_once(
     given: dict[str, Any], message: str, steps: int
 ) -> None:
     """At a step when there are three versions, and at the latest in the end."""
-    store, state = MemoryStore(), fresh()
+    store, state = MemoryStore(), initial_state()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with Checkpointer(store, state, save=EverySteps(1), **given) as ckpt:
@@ -915,12 +940,12 @@ def test_a_metric_that_never_comes_is_told_once(
 
 
 def test_nothing_is_told_of_a_metric_where_nothing_was_saved() -> None:
-    with Checkpointer(MemoryStore(), state := fresh(), keep=BEST, stop=STOP) as ckpt:
+    with Checkpointer(MemoryStore(), state := initial_state(), keep=BEST, stop=STOP) as ckpt:
         train(state, ckpt, 3)
 
 
 def test_a_metric_that_comes_with_an_evaluation_is_none_to_worry_about() -> None:
-    store, state = MemoryStore(), fresh()
+    store, state = MemoryStore(), initial_state()
     with Checkpointer(
         store, state, save=EverySteps(1), keep=KeepLast(1) | KeepBest(1, "acc", mode="max")
     ) as ckpt:
@@ -947,7 +972,7 @@ def test_what_is_told_of_a_save() -> None:
         figures = ckpt.statistics()
     saved = [f for n, f in heard if n == "saved"]
     assert [f["version"] for f in saved] == ["version_5", "version_10"]
-    assert saved[0]["metrics"]["loss"] == after(5)["history"][-1]
+    assert saved[0]["metrics"]["loss"] == state_after(5)["history"][-1]
     assert sum(f["bytes"] for f in saved) == figures["bytes"]
     assert saved[-1]["blocked"] == figures["last_blocked_seconds"]
     assert sum(f["blocked"] for f in saved) < figures["blocked_seconds"]  # other steps and the wait
@@ -958,16 +983,16 @@ def test_what_is_told_of_a_save() -> None:
 
 def test_goodput_counts_no_time_that_a_save_takes() -> None:
     now = [0.0]
-    tally = Tally(lambda: now[0], lambda: now[0])
+    tally = Goodput(lambda: now[0], lambda: now[0])
     now[0] += 3
     with tally.paused():
         now[0] += 5
     now[0] += 1
-    tally.blocked(2.0)  # in the middle of a step
+    tally.add_blocked(2.0)  # in the middle of a step
     now[0] += 2
     with tally.paused():
         now[0] += 7
-    tally.committed(tally.note()["trained_seconds"])
+    tally.mark_committed(tally.to_metadata()["trained_seconds"])
     assert tally.statistics()["goodput"] == pytest.approx(4 / 18)
     assert tally.statistics()["blocked_seconds"] == 5 + 2 + 7
     assert tally.statistics()["last_blocked_seconds"] == 2
@@ -975,24 +1000,24 @@ def test_goodput_counts_no_time_that_a_save_takes() -> None:
 
 def test_goodput_counts_what_was_kept_over_all_processes() -> None:
     now = [1000.0]
-    first = Tally(lambda: now[0], lambda: now[0])
+    first = Goodput(lambda: now[0], lambda: now[0])
     now[0] += 10  # ten seconds of steps
-    first.step_done()
-    first.committed(first.note()["trained_seconds"])
+    first.end_step()
+    first.mark_committed(first.to_metadata()["trained_seconds"])
     now[0] += 5  # a save that blocks
-    first.step_next()
+    first.begin_step()
     now[0] += 5  # steps that are lost with the process
-    first.step_done()
+    first.end_step()
     assert first.statistics()["goodput"] == pytest.approx(10 / 20)
     noted = {"began": 1000.0, "trained_seconds": 10.0}
     now[0] += 60  # until there is a machine again
-    second = Tally(lambda: now[0], lambda: now[0])
+    second = Goodput(lambda: now[0], lambda: now[0])
     now[0] += 5  # starting
-    second.resumed(noted)
+    second.resume_from(noted)
     assert second.statistics()["goodput"] == pytest.approx(10 / 85)
     now[0] += 15
-    second.step_done()
-    second.committed(second.note()["trained_seconds"])
+    second.end_step()
+    second.mark_committed(second.to_metadata()["trained_seconds"])
     assert second.statistics()["goodput"] == pytest.approx(25 / 100)
     now[0] = 10.0  # the clock of the day jumps back
     assert 0 <= second.statistics()["goodput"] <= 1
@@ -1000,6 +1025,6 @@ def test_goodput_counts_what_was_kept_over_all_processes() -> None:
 
 @pytest.mark.parametrize("lie", [None, "x", float("nan"), True, [1], 10**400])
 def test_what_a_manifest_says_of_seconds_is_not_trusted(lie: Any) -> None:
-    tally = Tally()
-    tally.resumed({"began": lie, "trained_seconds": lie})
+    tally = Goodput()
+    tally.resume_from({"began": lie, "trained_seconds": lie})
     assert 0 <= tally.statistics()["goodput"] <= 1

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.buffers import Pool
+from holdfast.buffers import BufferPool
 from holdfast.engine.saving import overlap as beside
 from holdfast.engine.saving import save
-from holdfast.engine.saving.overlap import Rest, pin_memory
+from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
 from holdfast.errors import CommitError, HoldfastError, NoSpace
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
-from holdfast.types import UNIT
+from holdfast.types import BLOCK_SIZE
 
 
 def network(outputs: int = 4000) -> dict[str, Any]:
@@ -67,13 +67,13 @@ def same(a: Any, b: Any) -> bool:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is cleared, no copy is made beside the training."""
-    gate, stage = threading.Event(), Rest.stage
+    gate, stage = threading.Event(), DeferredStaging.stage
 
-    def slow(self: Rest, pool: Pool, threads: int) -> list[str]:
+    def slow(self: DeferredStaging, pool: BufferPool, threads: int) -> list[str]:
         assert gate.wait(20)
         return stage(self, pool, threads)
 
-    monkeypatch.setattr(Rest, "stage", slow)
+    monkeypatch.setattr(DeferredStaging, "stage", slow)
     gate.set()
     yield gate
     gate.set()
@@ -127,7 +127,7 @@ def test_a_copy_that_fails_holds_no_optimizer_up_and_raises_at_the_next_step(
     def fail(*args: Any) -> None:
         raise NoSpace("no memory")
 
-    monkeypatch.setattr(beside, "stage_ahead", fail)
+    monkeypatch.setattr(beside, "stage_pieces", fail)
     train_step(state)
     ckpt.step()
     train_step(state)  # does not hang
@@ -153,7 +153,7 @@ def test_an_optimizer_that_comes_later_is_saved_too() -> None:
     assert torch.equal(holdfast.load(store.at("version_4"))["model"]["2.weight"], before)
 
 
-WIDE = 2 * UNIT // 1200
+WIDE = 2 * BLOCK_SIZE // 1200
 """Outputs with which the last weight has a piece of its own."""
 
 
@@ -322,7 +322,7 @@ def test_buffers_for_a_device_are_locked_while_they_live(monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    pool = Pool(1 << 20, 1 << 16, pin_memory)
+    pool = BufferPool(1 << 20, 1 << 16, pin_memory)
     buffers = [pool.acquire() for _ in range(3)]
     assert locked == {b.address: 1 << 16 for b in buffers}
     for buffer in buffers:
@@ -332,7 +332,7 @@ def test_buffers_for_a_device_are_locked_while_they_live(monkeypatch: pytest.Mon
     gc.collect()
     assert locked == {}
     runtime.cudaHostRegister = lambda address, size, flags: 712  # refused: used as it is
-    other = Pool(1 << 20, 1 << 16, pin_memory)
+    other = BufferPool(1 << 20, 1 << 16, pin_memory)
     other.release(other.acquire())
     other.close()
     assert locked == {}

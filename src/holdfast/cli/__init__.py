@@ -33,7 +33,7 @@ VERBS = (
 )
 
 
-class Commands(click.Group):
+class VerbGroup(click.Group):
     """Verbs by name, and the one place where errors become a line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -61,10 +61,10 @@ class Commands(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
-            _silence()
+            _discard_stdout()
             ctx.exit(BROKEN_PIPE)
         except (HoldfastError, OSError) as e:
-            _tell(e, ctx)
+            _print_error(e, ctx)
             ctx.exit(exit_code(e))
         except KeyboardInterrupt:
             click.echo("holdfast: interrupted", err=True)
@@ -73,7 +73,7 @@ class Commands(click.Group):
 
 
 @click.group(
-    cls=Commands, epilog=epilog(), context_settings={"help_option_names": ["-h", "--help"]}
+    cls=VerbGroup, epilog=epilog(), context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(package_name="holdfast", message="holdfast %(version)s")
 def cli() -> None:
@@ -90,14 +90,14 @@ def main() -> None:
     cli.main(prog_name="holdfast")
 
 
-def _silence() -> None:
+def _discard_stdout() -> None:
     """Whoever read our output has left: what is still buffered goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _tell(error: Exception, ctx: click.Context) -> None:
-    from holdfast.cli.output import failure, line, print_json, wants_json
+def _print_error(error: Exception, ctx: click.Context) -> None:
+    from holdfast.cli.output import error_document, format_error_line, print_json, wants_json
 
-    click.echo(f"holdfast: {line(error)}", err=True)
+    click.echo(f"holdfast: {format_error_line(error)}", err=True)
     if wants_json(ctx):
-        print_json(failure(error))
+        print_json(error_document(error))

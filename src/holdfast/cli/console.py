@@ -11,21 +11,21 @@ from datetime import UTC, datetime
 from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.output import clean
+from holdfast.cli.output import sanitize_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-PIPED = 400
+PIPE_WIDTH = 400
 """Columns where the output goes to no terminal: nothing is cut short for lack of room."""
 
-_PATIENCE = 0.7
+_PROGRESS_DELAY = 0.7
 """Seconds after which a person wants to see that something goes on."""
 
 
-def console() -> Console:
+def make_console() -> Console:
     """The terminal, or whatever stdout is."""
     from rich.console import Console
 
@@ -46,33 +46,36 @@ def console() -> Console:
 
     screen = Screen(highlight=False, emoji=False, markup=False, soft_wrap=False)
     if not screen.is_terminal and "COLUMNS" not in os.environ:
-        screen.width = PIPED
+        screen.width = PIPE_WIDTH
     return screen
 
 
-def text(content: object, style: str = "", limit: int | None = None) -> Text:
+def styled_text(content: object, style: str = "", limit: int | None = None) -> Text:
     """A cell or line with nothing in it that steers the terminal, cut to ``limit`` columns."""
     from rich.text import Text
 
-    made = Text(clean(content), style=style)
+    made = Text(sanitize_text(content), style=style)
     if limit is not None:
         made.truncate(max(limit, 4), overflow="ellipsis")
     return made
 
 
-def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+def make_table(*columns: str, right_aligned: tuple[str, ...] = ()) -> Table:
     """A table without lines; the columns in ``right`` hold numbers."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
         made.add_column(
-            name, justify="right" if name in right else "left", no_wrap=True, overflow="ellipsis"
+            name,
+            justify="right" if name in right_aligned else "left",
+            no_wrap=True,
+            overflow="ellipsis",
         )
     return made
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Bytes for people: ``4.2 MiB``."""
     number, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
@@ -82,13 +85,13 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
-def age(created: str) -> str:
+def format_age(created: str) -> str:
     """How long ago a time of day in UTC was: ``3 min``; clocks that disagree make it 0."""
     seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds())
-    return span(seconds)
+    return format_duration(seconds)
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A length of time in its largest unit."""
     for limit, unit, length in ((90, "s", 1), (5400, "min", 60), (48 * 3600, "h", 3600)):
         if seconds < limit:
@@ -96,7 +99,7 @@ def span(seconds: float) -> str:
     return f"{seconds / 86400:.0f} d"
 
 
-def numbers(metrics: Any) -> str:
+def format_metrics(metrics: Any) -> str:
     """Metrics on one line: ``loss 0.25, accuracy 0.9``."""
     if not isinstance(metrics, dict):
         return ""
@@ -107,8 +110,8 @@ def numbers(metrics: Any) -> str:
 
 
 @contextmanager
-def progress(
-    what: str, total: int, *, quiet: bool, unit: str = "bytes"
+def progress_bar(
+    description: str, total: int, *, quiet: bool, unit: str = "bytes"
 ) -> Iterator[Callable[[int], None]]:
     """A bar on stderr while the context lasts, if it lasts long enough and someone looks.
 
@@ -117,36 +120,36 @@ def progress(
     if quiet or not sys.stderr.isatty():
         yield lambda step: None
         return
-    bar = _Bar(what, total, unit)
+    bar = _ProgressBar(description, total, unit)
     try:
         yield bar.advance
     finally:
         bar.close()
 
 
-class _Bar:
-    def __init__(self, what: str, total: int, unit: str) -> None:
-        self._what, self._total, self._unit = clean(what), total, unit
+class _ProgressBar:
+    def __init__(self, description: str, total: int, unit: str) -> None:
+        self._description, self._total, self._unit = sanitize_text(description), total, unit
         self._lock = Lock()
         self._done = 0
-        self._shown: Any = None
+        self._display: Any = None
         self._closed = False
-        self._timer = Timer(_PATIENCE, self._show)
+        self._timer = Timer(_PROGRESS_DELAY, self._show)
         self._timer.daemon = True
         self._timer.start()
 
-    def advance(self, step: int) -> None:
+    def advance(self, amount: int) -> None:
         with self._lock:
-            self._done += step
-            if self._shown is not None:
-                self._shown.update(self._task, completed=self._done)
+            self._done += amount
+            if self._display is not None:
+                self._display.update(self._task, completed=self._done)
 
     def close(self) -> None:
         self._timer.cancel()
         with self._lock:
             self._closed = True
-            if self._shown is not None:
-                self._shown.stop()
+            if self._display is not None:
+                self._display.stop()
 
     def _show(self) -> None:
         from rich.console import Console
@@ -167,7 +170,7 @@ class _Bar:
         with self._lock:
             if self._closed:
                 return
-            self._shown = Progress(
+            self._display = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=20),
                 *columns,
@@ -175,5 +178,7 @@ class _Bar:
                 console=Console(stderr=True),
                 transient=True,
             )
-            self._task = self._shown.add_task(self._what, total=self._total, completed=self._done)
-            self._shown.start()
+            self._task = self._display.add_task(
+                self._description, total=self._total, completed=self._done
+            )
+            self._display.start()

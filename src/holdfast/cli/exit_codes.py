@@ -17,9 +17,19 @@ from holdfast.errors import (
     Unavailable,
 )
 
-OK, OTHER, USAGE, DAMAGED, NOT_FOUND, STORE, UNSUPPORTED, DIFFERS, EXISTS, UNAVAILABLE, FAILED = (
-    range(11)
-)
+(
+    OK,
+    OTHER,
+    USAGE,
+    DAMAGED,
+    NOT_FOUND,
+    STORE_FAILED,
+    UNSUPPORTED,
+    DIFFERS,
+    EXISTS,
+    UNAVAILABLE,
+    NOT_COMMITTED,
+) = range(11)
 INTERRUPTED, BROKEN_PIPE = 130, 141
 """128 and the number of the signal, as shells have it."""
 
@@ -29,36 +39,36 @@ MEANINGS: dict[int, str] = {
     USAGE: "the command line is wrong",
     DAMAGED: "damaged: bytes are missing or not those that were written",
     NOT_FOUND: "there is no such snapshot, run or version",
-    STORE: "the store failed: permissions, no space, a disk error",
+    STORE_FAILED: "the store failed: permissions, no space, a disk error",
     UNSUPPORTED: "cannot be done with this snapshot, or it is of a later format",
     DIFFERS: "diff found differences",
     EXISTS: "something else is there already; nothing was changed",
     UNAVAILABLE: "the store does not answer for now: try again",
-    FAILED: "nothing was committed",
+    NOT_COMMITTED: "nothing was committed",
     INTERRUPTED: "interrupted",
 }
 
 # The first that fits counts.
-_KINDS: tuple[tuple[type[HoldfastError], int], ...] = (
+_CODES_BY_ERROR: tuple[tuple[type[HoldfastError], int], ...] = (
     (FormatTooNew, UNSUPPORTED),
     (FormatError, DAMAGED),
     (NotFound, NOT_FOUND),
     (NoSnapshot, NOT_FOUND),
     (AlreadyExists, EXISTS),
     (Unavailable, UNAVAILABLE),
-    (StoreError, STORE),
+    (StoreError, STORE_FAILED),
     (PlanError, UNSUPPORTED),
-    (CommitError, FAILED),
+    (CommitError, NOT_COMMITTED),
 )
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code for an error that ended a command."""
-    for kind, code in _KINDS:
+    for kind, code in _CODES_BY_ERROR:
         if isinstance(error, kind):
             return code
     if isinstance(error, OSError):
-        return NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else STORE
+        return NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else STORE_FAILED
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else OTHER
 
 

@@ -37,10 +37,10 @@ def wants_json(ctx: click.Context) -> bool:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    click.echo(json.dumps(plain(document), indent=2))
+    click.echo(json.dumps(to_json_value(document), indent=2))
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """A value as JSON can say it. What it has no word for becomes text: ``"nan"``, ``"inf"``,
     integers beyond 64 bits in hexadecimal, and whatever else as Python writes it."""
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
@@ -52,38 +52,42 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return {k if isinstance(k, str) else repr(k): plain(v) for k, v in value.items()}
+        return {k if isinstance(k, str) else repr(k): to_json_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [to_json_value(v) for v in value]
     return repr(value)
 
 
-def clean(text: object) -> str:
+def sanitize_text(text: object) -> str:
     """Text from outside for a terminal: one line, and nothing in it that steers the terminal."""
     return "".join(
         c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in str(text)
     )
 
 
-def line(error: BaseException) -> str:
+def format_error_line(error: BaseException) -> str:
     """An error as one line, without the name of its class."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
-        return clean(f"{where}{error.strerror}")
-    return clean(str(error) or type(error).__name__)
+        return sanitize_text(f"{where}{error.strerror}")
+    return sanitize_text(str(error) or type(error).__name__)
 
 
-def brief(error: HoldfastError) -> str:
+def format_error_brief(error: HoldfastError) -> str:
     """What happened, without the advice."""
-    return clean(HoldfastError(error.what, expected=error.expected, found=error.found))
+    return sanitize_text(HoldfastError(error.what, expected=error.expected, found=error.found))
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def error_document(error: BaseException) -> dict[str, Any]:
     """An error as the document that ``--json`` prints instead of an answer."""
-    return {"error": describe(error), "exit": exit_code(error)}
+    return {"error": describe_error(error), "exit": exit_code(error)}
 
 
-def describe(error: BaseException) -> dict[str, Any]:
+def describe_error(error: BaseException) -> dict[str, Any]:
     """An error's class, message and fields."""
     fields = error.fields if isinstance(error, HoldfastError) else {}
-    return {"kind": type(error).__name__, "message": line(error), "fields": dict(fields)}
+    return {
+        "kind": type(error).__name__,
+        "message": format_error_line(error),
+        "fields": dict(fields),
+    }

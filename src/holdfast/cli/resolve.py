@@ -6,12 +6,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from holdfast.engine.snapshot.location import Location, Url, is_snapshot, locate, near, versions_in
+from holdfast.engine.snapshot.location import (
+    Location,
+    Url,
+    is_snapshot,
+    locate,
+    suggest_similar_path,
+    versions_in,
+)
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.errors import AlreadyExists, NoSnapshot, NotFound
 from holdfast.format import names
 from holdfast.format.names import split_address
-from holdfast.run.address import ADDRESSES, open_version
+from holdfast.run.address import ADDRESS_FORMS, open_version
 from holdfast.run.catalog import Listing
 from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
@@ -19,22 +26,22 @@ from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
 
 
-def snapshot_at(url: str) -> Snapshot:
+def resolve_snapshot(url: str) -> Snapshot:
     """The snapshot at ``url``, which may be ``RUN@120``, ``RUN@120.1`` or ``RUN@latest``. Raises
     ``NotFound`` with what is there instead."""
     if _is_address(url):
-        run_at(split_address(url)[0])  # or says what is there instead
+        resolve_run(split_address(url)[0])  # or says what is there instead
         return open_version(url)
-    url = _named(url)
+    url = _normalize_path(url)
     try:
         return open_snapshot(url)
     except NotFound as e:
         if "versions" in e.fields:
             raise
-    raise _nothing(url, "snapshot")
+    raise _not_found_error(url, "snapshot")
 
 
-def run_at(url: str, *, committed: bool = True) -> tuple[Run, Listing]:
+def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:
     """The run at ``url`` and what it holds. Raises ``NotFound`` if it is none, ``NoSnapshot`` if
     ``committed`` and it has no version."""
     if _may_be_run(url) and not _is_version(url):
@@ -42,48 +49,48 @@ def run_at(url: str, *, committed: bool = True) -> tuple[Run, Listing]:
         listing = run.listing()
         if listing.versions:
             return run, listing
-        if listing.folders or listing.branches or listing.pins:
-            if not committed:
+        if listing.folders or listing.branches or listing.process_pins:
+            if not require_version:
                 return run, listing
             raise NoSnapshot(
                 f"{url} has no version",
-                found=f"{count(len(listing.folders), 'save')} that no manifest commits",
+                found=f"{format_count(len(listing.folders), 'save')} that no manifest commits",
                 todo="One may be under way; `holdfast sweep` removes what was left behind",
             )
-        if not committed and next(iter(run.store.partials("")), None) is not None:
+        if not require_version and next(iter(run.store.partials("")), None) is not None:
             return run, listing
     if _is_address(url):
         place, _ = split_address(url)
-        run_at(place, committed=committed)  # or says what is there instead
+        resolve_run(place, require_version=require_version)  # or says what is there instead
         raise NotFound(f"{url} is one version, not a run", todo=f"Name the run: {place}")
     if _is_snapshot(url):
-        whole = _named(url)
+        whole = _normalize_path(url)
         raise NotFound(
             f"{url} is one snapshot, not a run",
             todo=f"Name the run that holds it: {whole.rstrip('/').rpartition('/')[0] or '.'}",
         )
-    raise _nothing(url, "run")
+    raise _not_found_error(url, "run")
 
 
-def run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
+def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
     """Whichever of the two is at ``url``; a run if it is both (see ``stray``). Raises as
     ``run_at`` does."""
-    if _is_address(url) or (_is_snapshot(url) and not versions_in(locate(_named(url)))):
-        return snapshot_at(url)
-    return run_at(url)
+    if _is_address(url) or (_is_snapshot(url) and not versions_in(locate(_normalize_path(url)))):
+        return resolve_snapshot(url)
+    return resolve_run(url)
 
 
-def refuse_target(run: Run) -> None:
+def check_run_target(run: Run) -> None:
     """Raise ``AlreadyExists`` if a run is to be copied to where a snapshot is, or where a version
     of the run above would be."""
-    if _called_like_a_version(run.url) or _is_snapshot(run.store):
+    if _has_version_name(run.url) or _is_snapshot(run.store):
         raise AlreadyExists(
             f"{run.url} is the place of a snapshot, not of a run; nothing was changed",
             todo="Name a folder for the whole run",
         )
 
 
-def stray(run: Run) -> str | None:
+def stray_snapshot_warning(run: Run) -> str | None:
     """What to say of a snapshot right in the run's folder, beside the versions; None if there is
     none. ``save`` refuses a run's folder, but the snapshot may have been there first."""
     if not _is_snapshot(run.store):
@@ -99,29 +106,33 @@ def _is_address(url: str) -> bool:
     """Whether it is an address within a run; what exists under that very name goes first."""
     if split_address(url)[1] is None or _is_snapshot(url):
         return False
-    path = _folder(url)
+    path = _local_path(url)
     return path is None or not os.path.lexists(path)
 
 
-def started_at(url: str) -> Run:
+def resolve_run_allow_empty(url: str) -> Run:
     """As ``run_at``, but the folder of a training that has not saved yet will do: there is nothing
     in it, or nothing that is not of a run."""
     try:
-        return run_at(url, committed=False)[0]
+        return resolve_run(url, require_version=False)[0]
     except NotFound:
-        path = _folder(url)
-        if path is None or not os.path.isdir(path) or not all(map(_of_run, os.listdir(path))):
+        path = _local_path(url)
+        if (
+            path is None
+            or not os.path.isdir(path)
+            or not all(map(_is_run_member, os.listdir(path)))
+        ):
             raise
         return Run(url)
 
 
 def _is_version(url: str) -> bool:
     """Whether it is a version of the run above it, whatever else lies in it."""
-    return _called_like_a_version(url) and _is_snapshot(url)
+    return _has_version_name(url) and _is_snapshot(url)
 
 
-def _called_like_a_version(url: str) -> bool:
-    return names.parse_version(os.path.basename(_named(url).rstrip("/"))) is not None
+def _has_version_name(url: str) -> bool:
+    return names.parse_version(os.path.basename(_normalize_path(url).rstrip("/"))) is not None
 
 
 def _is_snapshot(url: Url) -> bool:
@@ -129,14 +140,14 @@ def _is_snapshot(url: Url) -> bool:
     return is_snapshot(Location(open_store(url), ""))
 
 
-def _named(url: str) -> str:
+def _normalize_path(url: str) -> str:
     """A path whose last level is a name, so that the level above it can be reached."""
     if "://" not in url and os.path.basename(url.rstrip("/")) in ("", ".", ".."):
         return os.path.abspath(url) if url else url
     return url
 
 
-def _folder(url: str) -> str | None:
+def _local_path(url: str) -> str | None:
     """The path of a local place; None for other stores."""
     store = open_store(url)
     return store.url if isinstance(store, LocalStore) else None
@@ -145,25 +156,25 @@ def _folder(url: str) -> str | None:
 def _may_be_run(url: str) -> bool:
     """False for a local folder with nothing of a run right in it: the store would look through
     all that lies below, which may be a whole disk."""
-    path = _folder(url)
+    path = _local_path(url)
     if path is None:
         return True
-    return os.path.isdir(path) and any(map(_of_run, os.listdir(path)))
+    return os.path.isdir(path) and any(map(_is_run_member, os.listdir(path)))
 
 
-def _of_run(name: str) -> bool:
-    parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting)
-    known = name in (names.WRITER, names.REQUEST) or name.endswith(".partial")
+def _is_run_member(name: str) -> bool:
+    parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting_pin)
+    known = name in (names.WRITER_LOCK, names.SAVE_REQUEST) or name.endswith(".partial")
     return known or any(parse(name) is not None for parse in parsers)
 
 
-def _nothing(url: str, wanted: str) -> NotFound:
+def _not_found_error(url: str, wanted: str) -> NotFound:
     """The error that says what is at ``url``, where no run and no snapshot is."""
-    path, found, todo = _folder(url), "nothing", ADDRESSES if wanted == "snapshot" else None
+    path, found, todo = _local_path(url), "nothing", ADDRESS_FORMS if wanted == "snapshot" else None
     if path is not None:
-        found, todo = _look(path, wanted)
+        found, todo = _describe_path(path, wanted)
     return NotFound(
-        f"There is no {wanted} at {_named(url)}",
+        f"There is no {wanted} at {_normalize_path(url)}",
         expected="a folder of versions" if wanted == "run" else f"a folder with {names.MANIFEST}",
         found=found,
         todo=todo,
@@ -171,7 +182,7 @@ def _nothing(url: str, wanted: str) -> NotFound:
     )
 
 
-def _look(path: str, wanted: str) -> tuple[str, str | None]:
+def _describe_path(path: str, wanted: str) -> tuple[str, str | None]:
     """What is at a path, and what to do."""
     folder, name = os.path.split(os.path.abspath(path))
     if not os.path.lexists(path):
@@ -180,26 +191,26 @@ def _look(path: str, wanted: str) -> tuple[str, str | None]:
         beside = sorted(os.listdir(folder))
         versions = sorted(v for v in map(names.parse_version, beside) if v is not None)
         if wanted == "snapshot" and versions:
-            found = f"{count(len(versions), 'version')} beside it"
-            return found, f"The newest is {versions[-1]}. {ADDRESSES}"
+            found = f"{format_count(len(versions), 'version')} beside it"
+            return found, f"The newest is {versions[-1]}. {ADDRESS_FORMS}"
         place = path.rpartition("@")[0]
         if wanted == "snapshot" and os.path.isdir(place):
-            return "nothing", ADDRESSES
-        close = place if os.path.isdir(place) else near(path)
+            return "nothing", ADDRESS_FORMS
+        close = place if os.path.isdir(place) else suggest_similar_path(path)
         return "nothing", "Check the path" if close is None else f"Perhaps {close} is meant"
     if not os.path.isdir(path):
-        if name == names.MANIFEST or names.attempt_of(name) is not None:
+        if name == names.MANIFEST or names.parse_attempt(name) is not None:
             return "a file of a snapshot", f"Name its folder: {os.path.dirname(path) or '.'}"
         return "a file", "Name a folder"
     inside = sorted(os.listdir(path))
     if not inside:
         return "an empty folder", None
-    if any(names.attempt_of(n) is not None for n in inside):
+    if any(names.parse_attempt(n) is not None for n in inside):
         return "files of a save that was never committed", "Take another version"
     runs = [n for n in inside if os.path.isdir(os.path.join(path, n)) and _holds_run(path, n)]
     if runs:
         several = ", ".join(os.path.join(path, n) for n in runs[:3])
-        return f"{count(len(runs), 'run')} below it", f"Name one: {several}"
+        return f"{format_count(len(runs), 'run')} below it", f"Name one: {several}"
     return f"a folder with {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}", None
 
 
@@ -210,13 +221,13 @@ def _holds_run(path: str, name: str) -> bool:
         return False  # only a suggestion is lost
 
 
-def count(number: int, noun: str, several: str | None = None) -> str:
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
     """``1 version``, ``2 versions``; ``1 leaf``, ``2 leaves``."""
-    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 @contextmanager
-def no_empty_folder(store: Store) -> Iterator[None]:
+def remove_folder_if_empty(store: Store) -> Iterator[None]:
     """Takes the folder of a store away again if it was not there before, and stays empty."""
     path = store.url if isinstance(store, LocalStore) else None
     new = path is not None and not os.path.lexists(path)

@@ -10,18 +10,18 @@ from typing import Any
 
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
-from holdfast.format.names import join
+from holdfast.format.names import join_key
 from holdfast.types import DTYPES
 
-CONTAINERS = ("dict", "ordered", "counter", "list", "tuple", "sparse")
+CONTAINER_KINDS = ("dict", "ordered", "counter", "list", "tuple", "sparse")
 
-_short = reprlib.Repr()
-_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 6
-_short.maxstring = _short.maxother = 60
+_short_repr = reprlib.Repr()
+_short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.maxdict = 6
+_short_repr.maxstring = _short_repr.maxother = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TreeRow:
     """A node of the tree. ``kind``: a container, ``tensor``, ``array``, ``blob``, ``tied`` or
     ``value``; ``dtype`` and ``shape`` (of the stored elements) are those of leaves. A list whose
     elements are all plain is one value."""
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def is_leaf(self) -> bool:
-        return self.kind in tree.LEAVES
+        return self.kind in tree.LEAF_TAGS
 
     @property
     def nbytes(self) -> int:
@@ -50,53 +50,53 @@ class Row:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
-    def tied(self) -> str | None:
+    def tied_to(self) -> str | None:
         """The key of the leaf that this one is the same tensor as."""
         return self.node["tied"] if self.kind == "tied" else None
 
     def value(self) -> Any:
         """The plain value of a ``value``."""
-        return tree.decode(self.node, self.key, tree.refuse_leaf)
+        return tree.decode(self.node, self.key, tree.reject_leaf)
 
-    def text(self) -> str:
+    def format_value(self) -> str:
         """A plain value, short."""
-        return short(self.value())
+        return format_short(self.value())
 
 
-def short(value: Any) -> str:
+def format_short(value: Any) -> str:
     """A plain value as Python writes it, cut where it is long."""
-    return _short.repr(value)
+    return _short_repr.repr(value)
 
 
-def rows(snapshot: Snapshot) -> Iterator[Row]:
+def iter_tree_rows(snapshot: Snapshot) -> Iterator[TreeRow]:
     """All rows below the root."""
-    for row in _rows(snapshot, snapshot.manifest.tree, "", -1):
+    for row in _walk(snapshot, snapshot.manifest.tree, "", -1):
         if row.depth >= 0:
             yield row
 
 
-def _rows(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[Row]:
+def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeRow]:
     tag = next(iter(node), "") if type(node) is dict else ""
     if tag in ("dict", "ordered", "items"):
-        yield Row(key, depth, node["of"] if tag == "items" else tag, node)
+        yield TreeRow(key, depth, node["of"] if tag == "items" else tag, node)
         for _, child, k in tree.children(node, key):
-            yield from _rows(snapshot, child, k, depth + 1)
-    elif tag in ("list", "tuple") and not all(map(_plain, node[tag])):
-        yield Row(key, depth, tag, node)
+            yield from _walk(snapshot, child, k, depth + 1)
+    elif tag in ("list", "tuple") and not all(map(_is_plain_value, node[tag])):
+        yield TreeRow(key, depth, tag, node)
         for i, child in enumerate(node[tag]):
-            yield from _rows(snapshot, child, join(key, str(i)), depth + 1)
+            yield from _walk(snapshot, child, join_key(key, str(i)), depth + 1)
     elif tag == "sparse":
-        yield Row(key, depth, tag, node)
+        yield TreeRow(key, depth, tag, node)
         for name, part in node[tag]["parts"].items():
-            yield from _rows(snapshot, part, join(key, name), depth + 1)
-    elif tag == "tied" or tag in tree.LEAVES:
+            yield from _walk(snapshot, part, join_key(key, name), depth + 1)
+    elif tag == "tied" or tag in tree.LEAF_TAGS:
         leaf = snapshot.leaves.get(node["tied"] if tag == "tied" else key)
-        yield Row(key, depth, tag, node, *(leaf or ()))
+        yield TreeRow(key, depth, tag, node, *(leaf or ()))
     else:
-        yield Row(key, depth, "value", node)
+        yield TreeRow(key, depth, "value", node)
 
 
-def _plain(node: Any) -> bool:
+def _is_plain_value(node: Any) -> bool:
     """Whether a node is a value without parts of its own."""
     if type(node) is not dict:
         return True

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from holdfast.data.progress import Progress
 
 
-class Labels:
+class EpochLabels:
     """Whether the user has counted an epoch as done.
 
     A loop counts after the pass, sets ``progress.epoch`` before it, or within it for every batch.
@@ -19,46 +19,49 @@ class Labels:
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
-        self._epoch: int | None = None  # at whose end the pass ends
-        self._seen: tuple[int, int] | None = None  # an epoch, and its label
-        self._first: tuple[int, int] | None = None  # those of the first pass
+        self._pass_epoch: int | None = None  # at whose end the pass ends
+        self._latest_label: tuple[int, int] | None = None  # an epoch, and its label
+        self._first_label: tuple[int, int] | None = None  # those of the first pass
 
     @property
-    def now(self) -> int | None:
+    def current(self) -> int | None:
         """What ``progress.epoch`` is, where there is a ``Progress``."""
         return None if self._progress is None else self._progress.epoch
 
     def follow(self, progress: Progress | None) -> None:
-        self._progress, self._first = progress, None
+        self._progress, self._first_label = progress, None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """After a resume all that was seen before is of another training."""
-        self._epoch = self._seen = self._first = None
+        self._pass_epoch = self._latest_label = self._first_label = None
 
-    def begun(self, epoch: int) -> None:
+    def begin_pass(self, epoch: int) -> None:
         """A pass begins, that ends with this epoch."""
-        self._epoch, label = epoch, self.now
+        self._pass_epoch, label = epoch, self.current
         if label is None:
             return
-        if self._seen is None or epoch - self._seen[0] != label - self._seen[1] + 1:
-            self._seen = (epoch, label)
-        if self._first is None:
-            self._first = (epoch, label)
+        if (
+            self._latest_label is None
+            or epoch - self._latest_label[0] != label - self._latest_label[1] + 1
+        ):
+            self._latest_label = (epoch, label)
+        if self._first_label is None:
+            self._first_label = (epoch, label)
 
-    def stepped(self) -> None:
+    def record_step(self) -> None:
         """A step has not completed the epoch."""
-        if self._epoch is not None and self.now is not None:
-            self._seen = (self._epoch, self.now)
+        if self._pass_epoch is not None and self.current is not None:
+            self._latest_label = (self._pass_epoch, self.current)
 
-    def counted(self, epoch: int) -> bool:
+    def is_counted(self, epoch: int) -> bool:
         """Whether this epoch, of which all was given out, is counted as done."""
-        if self.now is None or self._seen is None:
+        if self.current is None or self._latest_label is None:
             return False
-        return self.now - self._seen[1] > epoch - self._seen[0]
+        return self.current - self._latest_label[1] > epoch - self._latest_label[0]
 
-    def forgotten(self) -> bool:
+    def is_never_counted(self) -> bool:
         """Whether nobody counts: it is the third epoch of one label. Twice the same is what a loop
         may have that sets it within the pass."""
-        if self._first is None or self._epoch is None:
+        if self._first_label is None or self._pass_epoch is None:
             return False
-        return self._epoch >= self._first[0] + 2 and self.now == self._first[1]
+        return self._pass_epoch >= self._first_label[0] + 2 and self.current == self._first_label[1]

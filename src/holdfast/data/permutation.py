@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def permuted(at: NDArray[np.int64], length: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+def permute(positions: NDArray[np.int64], length: int, seed: int, epoch: int) -> NDArray[np.uint64]:
     """The samples at these places (each below ``length``) of the epoch's order.
 
     A permutation of ``range(length)`` that needs neither memory nor time for more than is asked
@@ -24,20 +24,20 @@ def permuted(at: NDArray[np.int64], length: int, seed: int, epoch: int) -> NDArr
     rows = isqrt(length - 1) + 1
     columns = -(-length // rows)
     a, b = np.uint64(rows), np.uint64(columns)
-    order = at.astype(np.uint64)
+    order = positions.astype(np.uint64)
     outside = np.arange(len(order))
     while len(outside):
         row, column = np.divmod(order[outside], b)
         for first, second in zip(keys[::2], keys[1::2]):
-            row = (row + _mixed(column ^ first)) % a
-            column = (column + _mixed(row ^ second)) % b
+            row = (row + _splitmix64(column ^ first)) % a
+            column = (column + _splitmix64(row ^ second)) % b
         again = row * b + column
         order[outside] = again
         outside = outside[again >= length]
     return order
 
 
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -39,7 +39,7 @@ class RNG:
             # first whether the program uses it: the other question may spoil a later fork
             used = getattr(device, "is_initialized", lambda: True)()
             if used and torch.accelerator.is_available():
-                state[kind] = [device.get_rng_state(*place) for place in _places(torch)]
+                state[kind] = [device.get_rng_state(*place) for place in _device_arguments(torch)]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class RNG:
             torch.set_rng_state(state["torch"])
             kind, device = _accelerator(torch)
             if kind in state and torch.accelerator.is_available():
-                for saved, place in zip(state[kind], _places(torch), strict=False):
+                for saved, place in zip(state[kind], _device_arguments(torch), strict=False):
                     device.set_rng_state(saved, *place)
 
     def derive(self, rank: int) -> None:
@@ -84,7 +84,7 @@ def _accelerator(torch: Any) -> tuple[str, Any]:
     return ("cpu", None) if device is None else (device.type, torch.get_device_module(device))
 
 
-def _places(torch: Any) -> list[tuple[int, ...]]:
+def _device_arguments(torch: Any) -> list[tuple[int, ...]]:
     """How the accelerator's module calls its devices: one alone needs no number; MPS takes none."""
     count = torch.accelerator.device_count()
     return [()] if count == 1 else [(i,) for i in range(count)]

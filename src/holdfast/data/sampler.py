@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.data.epoch_labels import Labels
-from holdfast.data.permutation import permuted
-from holdfast.data.sampler_group import Together
+from holdfast.data.epoch_labels import EpochLabels
+from holdfast.data.permutation import permute
+from holdfast.data.sampler_group import SamplerGroup
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches
 from holdfast.lazy_torch import torch_or_none
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Position = tuple[int, int]
 """An epoch, and how many of its samples come before."""
 
-_FIXED = ("length", "seed", "shuffle", "drop_last")
-_COUNTS = ("epoch", "samples", "ahead", "per_step")
+_CONFIG_FIELDS = ("length", "seed", "shuffle", "drop_last")
+_POSITION_FIELDS = ("epoch", "samples", "ahead", "per_step")
 
 
 class ElasticSampler:
@@ -73,17 +73,19 @@ class ElasticSampler:
         self.drop_last = bool(drop_last)
         self._rank, self._ranks = rank, ranks
         self._counted: Position = (0, 0)  # behind the last batch that a step has counted
-        self._given: Position = (0, 0)  # behind the last batch that was given out
-        self._last = 0  # the epoch at whose end the pass ends
+        self._yielded: Position = (0, 0)  # behind the last batch that was given out
+        self._pass_epoch = 0  # the epoch at whose end the pass ends
         self._per_step = 1  # the most batches that one step has counted
-        self._passes = 0
-        self._advanced = False  # a step has counted it, whatever it counted
-        self._ignored = 0  # passes that were over when no step had
+        self._pass_number = 0
+        self._has_stepped = False  # a step has counted it, whatever it counted
+        self._uncounted_passes = 0  # passes that were over when no step had
         self._resumed = False  # loaded, and no pass has begun since
-        self._asked: tuple[int, int | None] | None = None  # when it was first iterated over since
-        self._labels = Labels()
-        self._together = Together([self._labels])
-        self._refuse_sizes()
+        self._first_iteration: tuple[int, int | None] | None = (
+            None  # when it was first iterated over since
+        )
+        self._epoch_labels = EpochLabels()
+        self._group = SamplerGroup([self._epoch_labels])
+        self._check_sizes()
 
     def __repr__(self) -> str:
         epoch, samples = self._counted
@@ -94,19 +96,19 @@ class ElasticSampler:
 
     def __len__(self) -> int:
         """Batches of a whole epoch, wherever the position is."""
-        return self._batches(self.length)
+        return self._batch_count(self.length)
 
     @property
     def padded(self) -> int:
         """How many samples a whole epoch repeats, with the number of ranks that there are now."""
         tail = 0 if self.drop_last else self.length % self.batch_size
-        return -tail % self._share()[1]
+        return -tail % self._rank_and_world_size()[1]
 
     @property
     def epochs(self) -> int:
         """Epochs that are complete at the counted position."""
         epoch, samples = self._counted
-        return epoch + (1 if self._over(samples) else 0)
+        return epoch + (1 if self._is_epoch_over(samples) else 0)
 
     @property
     def left(self) -> int:
@@ -115,9 +117,9 @@ class ElasticSampler:
         A loop that ends a step of fewer batches with the epoch asks it, since counting the
         batches of a pass goes wrong in the pass that is the rest of an epoch.
         """
-        return self._batches(self.length - self._counted[1])
+        return self._batch_count(self.length - self._counted[1])
 
-    def follow(self, progress: Progress | None, together: Together | None = None) -> None:
+    def follow(self, progress: Progress | None, together: SamplerGroup | None = None) -> None:
         """Tells the sampler who counts epochs for the user, and the samplers of one state, each by
         the same ``together``, of each other. A ``Checkpointer`` calls it.
 
@@ -125,17 +127,17 @@ class ElasticSampler:
         ``progress.epoch`` has been counted up, and with the rest of the last one (which is empty)
         before; without a ``Progress`` always with the latter.
         """
-        self._labels.follow(progress)
+        self._epoch_labels.follow(progress)
         if together is not None:
-            self._together = together
-            together.labels.append(self._labels)
+            self._group = together
+            together.epoch_labels.append(self._epoch_labels)
 
     def check(self, batches: int) -> None:
         """Raises the ``HoldfastError`` that ``advance`` would. Of several samplers all are asked
         before the first is moved."""
-        self._advanced = True
-        _demand("A step cannot count so many batches", batches >= 0, "0 or more", batches)
-        left = self._walk(batches)[1]
+        self._has_stepped = True
+        _require("A step cannot count so many batches", batches >= 0, "0 or more", batches)
+        left = self._position_after(batches)[1]
         if left:
             raise HoldfastError(
                 f"A step counts batches that {self} has not given out",
@@ -153,13 +155,13 @@ class ElasticSampler:
         """
         batches = operator.index(batches)
         self.check(batches)
-        at = self._walk(batches)[0]
+        at = self._position_after(batches)[0]
         self._per_step = max(self._per_step, batches)
-        if self._over(at[1]) and self._given[0] > at[0]:
+        if self._is_epoch_over(at[1]) and self._yielded[0] > at[0]:
             at = (at[0] + 1, 0)
         self._counted = at
-        if not self._over(at[1]):
-            self._together.stepped()
+        if not self._is_epoch_over(at[1]):
+            self._group.record_step()
 
     def state_dict(self) -> dict[str, int]:
         """Plain ints and bools, free of ranks and workers.
@@ -169,18 +171,20 @@ class ElasticSampler:
         batches that one step has counted.
         """
         epoch, samples = self._counted
-        last = self._last
-        if self._closed() and self._labels.counted(self._last):
+        last = self._pass_epoch
+        if self._is_pass_over() and self._epoch_labels.is_counted(self._pass_epoch):
             last += 1
-            if self._counted == self._given:
+            if self._counted == self._yielded:
                 epoch, samples = last, 0
         counts = (epoch, samples, last - epoch, self._per_step)
-        return {name: getattr(self, name) for name in _FIXED} | dict(zip(_COUNTS, counts))
+        return {name: getattr(self, name) for name in _CONFIG_FIELDS} | dict(
+            zip(_POSITION_FIELDS, counts)
+        )
 
     def check_state_dict(self, state: object) -> None:
         """Raise the ``PlanError`` that ``load_state_dict`` would. A load asks this first of all,
         while nothing is changed."""
-        names = {*_FIXED, *_COUNTS}
+        names = {*_CONFIG_FIELDS, *_POSITION_FIELDS}
         if (
             not isinstance(state, dict)
             or set(state) != names
@@ -188,12 +192,12 @@ class ElasticSampler:
         ):
             raise PlanError(
                 "This is not the state of an ElasticSampler",
-                expected="numbers: " + ", ".join((*_FIXED, *_COUNTS)),
+                expected="numbers: " + ", ".join((*_CONFIG_FIELDS, *_POSITION_FIELDS)),
                 found=state if isinstance(state, dict) else type(state).__name__,
             )
-        edge = not state["samples"] or not self._batches(state["length"] - state["samples"])
+        edge = not state["samples"] or not self._batch_count(state["length"] - state["samples"])
         free = {"length"} if edge and not state["ahead"] else set()
-        other = [n for n in _FIXED if state[n] != getattr(self, n) and n not in free]
+        other = [n for n in _CONFIG_FIELDS if state[n] != getattr(self, n) and n not in free]
         if other:
             raise PlanError(
                 "This ElasticSampler would give other samples than the one that was saved",
@@ -203,12 +207,12 @@ class ElasticSampler:
                 " begin a new run without it: another folder, and"
                 ' resume(start="RUN@latest", keys=["model/**", ...])',
             )
-        counts = [state[n] for n in _COUNTS]
+        counts = [state[n] for n in _POSITION_FIELDS]
         if min(counts) < 0 or state["samples"] > state["length"] or not state["per_step"]:
             raise PlanError(
                 "The state of an ElasticSampler names a position that does not exist",
                 expected=f"at most {state['length']} samples, and no count below 0",
-                found=", ".join(f"{n}={state[n]}" for n in _COUNTS),
+                found=", ".join(f"{n}={state[n]}" for n in _POSITION_FIELDS),
             )
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -222,13 +226,13 @@ class ElasticSampler:
         samples = state["samples"]
         if samples and state["length"] != self.length:
             samples = self.length  # the epoch was over, and is so with another length
-        self._counted = self._given = (state["epoch"], samples)
-        self._last = state["epoch"] + state["ahead"]
+        self._counted = self._yielded = (state["epoch"], samples)
+        self._pass_epoch = state["epoch"] + state["ahead"]
         self._per_step = state["per_step"]
-        self._passes += 1
-        self._resumed, self._asked = True, None
-        self._labels.forget()
-        self._together.loaded(self, at_beginning=self._counted == (self._last, 0))
+        self._pass_number += 1
+        self._resumed, self._first_iteration = True, None
+        self._epoch_labels.reset()
+        self._group.record_load(self, at_beginning=self._counted == (self._pass_epoch, 0))
 
     def __iter__(self) -> Iterator[list[int]]:
         """The part of this rank in each batch of the pass.
@@ -238,15 +242,15 @@ class ElasticSampler:
         global generators back to what they were here before it gives out a batch (``Together``).
         """
         if self._resumed:
-            now = (self._together.begun, self._labels.now)
-            if self._asked is None:
-                self._asked = now
-                self._labels.begun(self._last)
+            now = (self._group.passes_begun, self._epoch_labels.current)
+            if self._first_iteration is None:
+                self._first_iteration = now
+                self._epoch_labels.begin_pass(self._pass_epoch)
             # a DataLoader with workers asks twice at once; where something has happened in between,
             # the pass that was asked for first has ended before it came to this sampler: a loop
             # over several loaders ends with the first that is at its end
-            if now == self._asked:
-                self._together.note_generators()
+            if now == self._first_iteration:
+                self._group.save_rng_state()
             else:
                 self._resumed = False
         return self._pass()
@@ -254,11 +258,11 @@ class ElasticSampler:
     # -- how it is done ------------------------------------------------------------------------
 
     def _pass(self) -> Iterator[list[int]]:
-        rank, ranks = self._share()
-        self._begin()
-        mine = self._passes
+        rank, ranks = self._rank_and_world_size()
+        self._begin_pass()
+        mine = self._pass_number
         while True:
-            if mine != self._passes:
+            if mine != self._pass_number:
                 raise HoldfastError(
                     "This pass over an ElasticSampler is no longer the latest",
                     expected="one pass at a time",
@@ -266,33 +270,33 @@ class ElasticSampler:
                     todo="After a resume, iterate over the loader anew; give each loader a sampler"
                     " of its own",
                 )
-            epoch, start = self._given
-            if not self._over(start):
+            epoch, start = self._yielded
+            if not self._is_epoch_over(start):
                 stop = min(start + self.batch_size, self.length)
-                self._given = (epoch, stop)
-                yield self._part(epoch, start, stop, rank, ranks)
-            elif epoch < self._last:
-                self._enter(epoch + 1)
+                self._yielded = (epoch, stop)
+                yield self._local_batch(epoch, start, stop, rank, ranks)
+            elif epoch < self._pass_epoch:
+                self._enter_epoch(epoch + 1)
             else:
                 return
 
-    def _begin(self) -> None:
+    def _begin_pass(self) -> None:
         """Decide where a pass begins, and in which epoch it ends."""
-        self._passes += 1
+        self._pass_number += 1
         resumed, self._resumed = self._resumed, False
-        if not resumed and self._closed():
-            self._last += 1
-            self._enter(self._last)
+        if not resumed and self._is_pass_over():
+            self._pass_epoch += 1
+            self._enter_epoch(self._pass_epoch)
         elif not resumed:
-            if self._over(self._given[1]) and self._given[0] == self._last:
-                self._tell_uncounted()
-            self._given = self._counted
-        self._labels.begun(self._last)
-        self._together.begin(self, self._last, resumed)
+            if self._is_epoch_over(self._yielded[1]) and self._yielded[0] == self._pass_epoch:
+                self._warn_uncounted()
+            self._yielded = self._counted
+        self._epoch_labels.begin_pass(self._pass_epoch)
+        self._group.begin_pass(self, self._pass_epoch, resumed)
 
-    def _tell_uncounted(self) -> None:
+    def _warn_uncounted(self) -> None:
         """A pass gave out all that it had, and more of it than a step takes was not counted."""
-        if self._advanced:
+        if self._has_stepped:
             warnings.warn(
                 f"{self} gave out its epoch to the end, but batches of it were never counted: "
                 "call step(batches=k) where a step takes k batches, and give it to the loader as "
@@ -304,48 +308,48 @@ class ElasticSampler:
             return
         what = f"No step has counted {self}, so each pass would be the same epoch"
         todo = "Put it into the state of the Checkpointer; for evaluation use a plain DataLoader"
-        self._ignored += 1
-        if self._ignored > 1:  # once may be a look at the data before the first step
+        self._uncounted_passes += 1
+        if self._uncounted_passes > 1:  # once may be a look at the data before the first step
             raise HoldfastError(what, todo=todo)
         warnings.warn(f"{what}. {todo}", UncountedBatches, stacklevel=3)
 
-    def _enter(self, epoch: int) -> None:
+    def _enter_epoch(self, epoch: int) -> None:
         """Go on to an epoch's beginning, and let the count go along if it owes nothing."""
-        if self._counted == self._given:
+        if self._counted == self._yielded:
             self._counted = (epoch, 0)
-        self._given = (epoch, 0)
+        self._yielded = (epoch, 0)
 
-    def _closed(self) -> bool:
+    def _is_pass_over(self) -> bool:
         """Whether the pass gave out all that it had, and what is not yet counted of it is less
         than a step's batches: the beginning of a step that ends in the next epoch."""
-        whole = self._given[0] == self._last and self._over(self._given[1])
-        return whole and self._walk(self._per_step - 1)[0] == self._given
+        whole = self._yielded[0] == self._pass_epoch and self._is_epoch_over(self._yielded[1])
+        return whole and self._position_after(self._per_step - 1)[0] == self._yielded
 
-    def _walk(self, batches: int) -> tuple[Position, int]:
+    def _position_after(self, batches: int) -> tuple[Position, int]:
         """The position so many batches further, of those given out, and how many are missing."""
         at = self._counted
-        while batches and at < self._given:
-            epoch, samples = at if not self._over(at[1]) else (at[0] + 1, 0)
+        while batches and at < self._yielded:
+            epoch, samples = at if not self._is_epoch_over(at[1]) else (at[0] + 1, 0)
             at = (epoch, min(samples + self.batch_size, self.length))
             batches -= 1
         return at, batches
 
-    def _over(self, samples: int) -> bool:
+    def _is_epoch_over(self, samples: int) -> bool:
         """Whether an epoch has no batch behind so many samples."""
-        return self._batches(self.length - samples) == 0
+        return self._batch_count(self.length - samples) == 0
 
-    def _batches(self, samples: int) -> int:
+    def _batch_count(self, samples: int) -> int:
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
-    def _part(self, epoch: int, start: int, stop: int, rank: int, ranks: int) -> list[int]:
+    def _local_batch(self, epoch: int, start: int, stop: int, rank: int, ranks: int) -> list[int]:
         if stop - start < self.batch_size:
             stop += -(stop - start) % ranks
         at = np.arange(start + rank, stop, ranks) % self.length
-        order = permuted(at, self.length, self.seed, epoch) if self.shuffle else at
+        order = permute(at, self.length, self.seed, epoch) if self.shuffle else at
         part: list[int] = order.tolist()
         return part
 
-    def _share(self) -> tuple[int, int]:
+    def _rank_and_world_size(self) -> tuple[int, int]:
         """Which rank this is, of how many."""
         rank, ranks = self._rank, self._ranks
         if rank is None or ranks is None:
@@ -355,7 +359,7 @@ class ElasticSampler:
                 rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
             else:
                 rank, ranks = 0, 1
-        _demand(
+        _require(
             "A rank of the ElasticSampler would get an empty batch",
             self.batch_size >= ranks,
             f"a batch_size (of all ranks together) of {ranks} or more, as there are {ranks} ranks",
@@ -363,30 +367,30 @@ class ElasticSampler:
         )
         return rank, ranks
 
-    def _refuse_sizes(self) -> None:
-        _demand(
+    def _check_sizes(self) -> None:
+        _require(
             "An ElasticSampler needs samples", 1 <= self.length < 1 << 62, "1 or more", self.length
         )
-        _demand(
+        _require(
             "An ElasticSampler needs batches", self.batch_size >= 1, "1 or more", self.batch_size
         )
-        _demand(
+        _require(
             "With drop_last an ElasticSampler would never give a batch",
             not self.drop_last or self.length >= self.batch_size,
             f"a batch_size of at most the length, {self.length}",
             self.batch_size,
         )
         rank, ranks = self._rank, self._ranks
-        _demand(
+        _require(
             "An ElasticSampler needs both rank and ranks, or neither",
             (rank is None and ranks is None)
             or (rank is not None and ranks is not None and 0 <= rank < ranks),
             "0 <= rank < ranks",
             f"rank={rank}, ranks={ranks}",
         )
-        self._share()
+        self._rank_and_world_size()
 
 
-def _demand(what: str, good: bool, expected: str, found: object) -> None:
+def _require(what: str, good: bool, expected: str, found: object) -> None:
     if not good:
         raise HoldfastError(what, expected=expected, found=found)

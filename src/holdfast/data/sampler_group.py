@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.data.epoch_labels import Labels
+from holdfast.data.epoch_labels import EpochLabels
 from holdfast.data.rng import RNG
 from holdfast.errors import UncountedEpochs
 
 
-class Together:
+class SamplerGroup:
     """The passes that samplers of one state began, the generators before the first of them, and
     the labels of their epochs.
 
@@ -20,48 +20,48 @@ class Together:
     resume is put back when the first batch is asked for.
     """
 
-    def __init__(self, labels: Sequence[Labels] = ()) -> None:
-        self.begun = 0
-        self.labels = list(labels)
-        self._told = False  # that progress.epoch is not counted
-        self._beginning: set[object] = set()
-        self._generators: dict[str, Any] | None = None
+    def __init__(self, epoch_labels: Sequence[EpochLabels] = ()) -> None:
+        self.passes_begun = 0
+        self.epoch_labels = list(epoch_labels)
+        self._warned = False  # that progress.epoch is not counted
+        self._at_beginning: set[object] = set()
+        self._rng_state: dict[str, Any] | None = None
 
-    def loaded(self, sampler: object, *, at_beginning: bool) -> None:
+    def record_load(self, sampler: object, *, at_beginning: bool) -> None:
         """A resume put the sampler somewhere, maybe at the beginning of a pass."""
-        (self._beginning.add if at_beginning else self._beginning.discard)(sampler)
-        self._generators = None
+        (self._at_beginning.add if at_beginning else self._at_beginning.discard)(sampler)
+        self._rng_state = None
 
-    def note_generators(self) -> None:
+    def save_rng_state(self) -> None:
         """Before a loader draws for the first pass after a resume.
 
         Not while one of the samplers is still to begin a pass at its beginning: the version is from
         between two passes, and the run that was never interrupted iterated as well.
         """
-        if self._generators is None and not self._beginning:
-            self._generators = RNG().state_dict()
+        if self._rng_state is None and not self._at_beginning:
+            self._rng_state = RNG().state_dict()
 
-    def stepped(self) -> None:
+    def record_step(self) -> None:
         """A step has not completed the epoch of one of them. Those whose epoch it has completed
         are in a pass that goes on, or that has been cut short by the end of another sampler."""
-        for labels in self.labels:
-            labels.stepped()
+        for labels in self.epoch_labels:
+            labels.record_step()
 
-    def begin(self, sampler: object, epoch: int, resumed: bool) -> None:
+    def begin_pass(self, sampler: object, epoch: int, resumed: bool) -> None:
         """A sampler is asked for the first batch of a pass, its first one after a resume or not."""
-        self.begun += 1
-        self._tell_uncounted(sampler, epoch)
-        self._beginning.discard(sampler)
-        generators, self._generators = self._generators, None
+        self.passes_begun += 1
+        self._warn_uncounted(sampler, epoch)
+        self._at_beginning.discard(sampler)
+        generators, self._rng_state = self._rng_state, None
         if resumed and generators is not None:
             RNG().load_state_dict(generators)
 
-    def _tell_uncounted(self, sampler: object, epoch: int) -> None:
+    def _warn_uncounted(self, sampler: object, epoch: int) -> None:
         """A short data set may have several epochs in one of a long one, so all are asked."""
-        if self._told or not all(labels.forgotten() for labels in self.labels):
+        if self._warned or not all(labels.is_never_counted() for labels in self.epoch_labels):
             return
-        self._told = True
-        label = self.labels[0].now
+        self._warned = True
+        label = self.epoch_labels[0].current
         warnings.warn(
             f"{sampler} goes on to epoch {epoch}, and progress.epoch is still {label}: "
             "count progress.epoch, by progress.epoch += 1 after the loop over the loader. "

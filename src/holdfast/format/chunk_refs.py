@@ -9,33 +9,33 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import ManifestInvalid
-from holdfast.format.manifest import Referred
+from holdfast.format.manifest import ShardReference
 from holdfast.ragged import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class ChunkRefs:
     """For each chunk the number of its file (0: the shard itself, from 1 on: the files that it
     refers to), and its offset in that file."""
 
-    file: Ints
-    at: Ints
+    files: Ints
+    offsets: Ints
 
-    def joined(self, cuts: Ints) -> npt.NDArray[np.bool_]:
+    def is_contiguous_with_next(self, cuts: Ints) -> npt.NDArray[np.bool_]:
         """For each chunk but the last, whether the next one follows it in the same file."""
         lengths = np.diff(cuts, prepend=0)
-        same: npt.NDArray[np.bool_] = self.file[1:] == self.file[:-1]
-        follows: npt.NDArray[np.bool_] = self.at[1:] == (self.at + lengths)[:-1]
+        same: npt.NDArray[np.bool_] = self.files[1:] == self.files[:-1]
+        follows: npt.NDArray[np.bool_] = self.offsets[1:] == (self.offsets + lengths)[:-1]
         return same & follows
 
 
-def places_of(
+def expand_runs(
     runs: Sequence[tuple[int, int, int]],
     cuts: Ints,
     length: int,
-    refers: Sequence[Referred],
-    broken: Callable[[str, object], ManifestInvalid],
-) -> Places:
+    refers: Sequence[ShardReference],
+    make_error: Callable[[str, object], ManifestInvalid],
+) -> ChunkRefs:
     """The places of all chunks, from the runs of an index.
 
     Raises what ``broken`` makes unless the runs name every chunk but the header once, the shard's
@@ -45,7 +45,7 @@ def places_of(
     try:
         table = np.array(runs, np.int64).reshape(-1, 3)
     except OverflowError as e:
-        raise broken("numbers of 64 bits", str(e)) from e
+        raise make_error("numbers of 64 bits", str(e)) from e
     first, file, at = table.T
     sound = (
         len(first) > 0
@@ -58,47 +58,53 @@ def places_of(
         and at.max() < 1 << 62
     )
     if not sound:
-        raise broken(
+        raise make_error(
             f"runs of chunks 1 to {len(cuts) - 1}, in order, in files 0 to {len(refers)}", runs[:20]
         )
     starts = cuts[first - 1]
     stops = np.append(starts[1:], cuts[-1])
-    _check_files(file, at, stops - starts, [length, *(r.length for r in refers)], cuts[0], broken)
+    _check_run_overlap(
+        file, at, stops - starts, [length, *(r.length for r in refers)], cuts[0], make_error
+    )
     used = np.zeros(len(refers) + 1, np.int64)
     np.add.at(used, file, stops - starts)
     told = [r.bytes for r in refers]
     if used[1:].tolist() != told:
-        raise broken(f"{told} bytes of the files that the manifest lists", used[1:].tolist())
+        raise make_error(f"{told} bytes of the files that the manifest lists", used[1:].tolist())
     counts = np.append(first[1:], len(cuts)) - first
     shift = np.repeat(at - starts, counts)
-    return Places(
+    return ChunkRefs(
         np.concatenate([[0], np.repeat(file, counts)]),
         np.concatenate([[0], cuts[:-1] + shift]),
     )
 
 
-def _check_files(
-    file: Ints,
-    at: Ints,
+def _check_run_overlap(
+    files: Ints,
+    offsets: Ints,
     lengths: Ints,
-    limits: Sequence[int],
-    header: int,
-    broken: Callable[[str, object], ManifestInvalid],
+    file_lengths: Sequence[int],
+    header_length: int,
+    make_error: Callable[[str, object], ManifestInvalid],
 ) -> None:
     """Raise unless no two runs share a byte, and those of file 0 tile it behind its header."""
-    file = np.concatenate([[0], file])
-    at = np.concatenate([[0], at])
-    stop = at + np.concatenate([[header], lengths])
-    order = np.lexsort((at, file))
-    file, at, stop = file[order], at[order], stop[order]
-    same = file[1:] == file[:-1]
-    gap = at[1:] - stop[:-1]
-    wrong = same & ((gap < 0) | ((file[1:] == 0) & (gap != 0)))
+    files = np.concatenate([[0], files])
+    offsets = np.concatenate([[0], offsets])
+    stop = offsets + np.concatenate([[header_length], lengths])
+    order = np.lexsort((offsets, files))
+    files, offsets, stop = files[order], offsets[order], stop[order]
+    same = files[1:] == files[:-1]
+    gap = offsets[1:] - stop[:-1]
+    wrong = same & ((gap < 0) | ((files[1:] == 0) & (gap != 0)))
     if wrong.any():
         i = int(wrong.argmax())
-        raise broken(f"runs that touch no other: one at {stop[i]} of file {file[i]}", at[i + 1])
+        raise make_error(
+            f"runs that touch no other: one at {stop[i]} of file {files[i]}", offsets[i + 1]
+        )
     last = np.append(~same, True)
     ends = stop[last].tolist()
-    for number, end in zip(file[last].tolist(), ends, strict=True):
-        if end > limits[number] or (number == 0 and end < limits[0]):
-            raise broken(f"runs up to {limits[number]} bytes of file {number}", f"one to {end}")
+    for number, end in zip(files[last].tolist(), ends, strict=True):
+        if end > file_lengths[number] or (number == 0 and end < file_lengths[0]):
+            raise make_error(
+                f"runs up to {file_lengths[number]} bytes of file {number}", f"one to {end}"
+            )

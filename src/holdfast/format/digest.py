@@ -19,7 +19,7 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digest_of(parts: Iterable[Any]) -> str:
+def digest_parts(parts: Iterable[Any]) -> str:
     """``digest`` of several buffers as if they were one."""
     made = xxhash.xxh3_128()
     for part in parts:
@@ -32,10 +32,10 @@ def is_digest(text: str) -> bool:
     return len(text) == HEX_LENGTH and not text.strip("0123456789abcdef")
 
 
-def packed(texts: Sequence[str]) -> bytes | None:
+def pack_digests(hex_digests: Sequence[str]) -> bytes | None:
     """Digests one after the other, 16 bytes each; None if one has not the form of a digest."""
-    joined = "".join(texts)
-    if any(len(text) != HEX_LENGTH for text in texts):
+    joined = "".join(hex_digests)
+    if any(len(text) != HEX_LENGTH for text in hex_digests):
         return None
     try:
         made = bytes.fromhex(joined)

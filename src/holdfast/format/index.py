@@ -18,17 +18,23 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import ManifestInvalid
-from holdfast.format.chunk_refs import Places, places_of
-from holdfast.format.digest import packed
-from holdfast.format.index_columns import Alike, Columns, Kinds, Leaf, columns_of
-from holdfast.format.manifest import Referred
+from holdfast.format.chunk_refs import ChunkRefs, expand_runs
+from holdfast.format.digest import pack_digests
+from holdfast.format.index_columns import (
+    IndexLeaf,
+    LeafColumns,
+    LeafSchema,
+    SchemaCache,
+    build_columns,
+)
+from holdfast.format.manifest import ShardReference
 from holdfast.format.safetensors import MAX_HEADER
-from holdfast.format.sealed import decode
+from holdfast.format.sealed import decode_struct
 from holdfast.format.tree import MAX_DIMENSIONS
-from holdfast.ragged import Ints, before, numbers, products, within
+from holdfast.ragged import Ints, exclusive_cumsum, int_array, ranges, row_products
 from holdfast.types import DTYPES, MIB
 
-Broken = Callable[..., ManifestInvalid]
+ErrorFactory = Callable[..., ManifestInvalid]
 
 MAX_CHUNK = 16 * MIB
 
@@ -40,7 +46,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard: str
     length: int
     header: int
-    leaves: list[Leaf]
+    leaves: list[IndexLeaf]
     cuts: list[int]
     digests: list[str]
 
@@ -61,21 +67,23 @@ class ShardIndex:
     shard: str
     length: int
     header: int
-    leaves: Columns
+    leaves: LeafColumns
     cuts: Ints
     digests: bytes
-    places: Places | None = None
-    refers: tuple[Referred, ...] = ()
+    chunk_refs: ChunkRefs | None = None
+    refers: tuple[ShardReference, ...] = ()
 
-    def digest(self, chunk: int) -> str:
+    def chunk_digest(self, chunk: int) -> str:
         return self.digests[16 * chunk : 16 * chunk + 16].hex()
 
-    def where(self, chunk: int) -> tuple[str, int]:
+    def locate_chunk(self, chunk: int) -> tuple[str, int]:
         """The file in which a chunk lies, as a path from the snapshot's folder, and where in it."""
-        if self.places is None:
+        if self.chunk_refs is None:
             return self.shard, int(self.cuts[chunk - 1]) if chunk else 0
-        file = int(self.places.file[chunk])
-        return self.refers[file - 1].path if file else self.shard, int(self.places.at[chunk])
+        file = int(self.chunk_refs.files[chunk])
+        return self.refers[file - 1].path if file else self.shard, int(
+            self.chunk_refs.offsets[chunk]
+        )
 
 
 def encode_index(index: Index) -> bytes:
@@ -83,7 +91,10 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(
-    raw: bytes, file: str, refers: Sequence[Referred] = (), alike: Alike | None = None
+    raw: bytes,
+    file: str,
+    refers: Sequence[ShardReference] = (),
+    schema_cache: SchemaCache | None = None,
 ) -> ShardIndex:
     """The index, totally checked: boxes within their leaves tile the data, chunks tile the file.
 
@@ -91,7 +102,7 @@ def decode_index(
     ``alike``: of the other indexes of the snapshot.
     Raises ``ManifestInvalid`` naming ``file`` and, where one is to blame, the leaf.
     """
-    index = decode(raw, IncrementalIndex if refers else Index, file)
+    index = decode_struct(raw, IncrementalIndex if refers else Index, file)
     number = 2 if refers else 1
 
     def broken(expected: str, found: object, leaf: str | None = None) -> ManifestInvalid:
@@ -114,10 +125,12 @@ def decode_index(
     whole = index.cuts[-1] if refers and index.cuts else index.length
     if not index.header <= whole < 1 << 62:
         raise broken("chunks of fewer than 2**62 bytes", whole)
-    kinds = _kinds(index.leaves, Alike() if alike is None else alike, broken)
+    kinds = _check_schema(
+        index.leaves, SchemaCache() if schema_cache is None else schema_cache, broken
+    )
     try:
-        cuts = numbers(index.cuts)
-        columns, spans = _columns(index.leaves, kinds, whole, broken)
+        cuts = int_array(index.cuts)
+        columns, spans = _check_boxes(index.leaves, kinds, whole, broken)
     except OverflowError as e:
         raise broken("numbers of 64 bits", str(e)) from e
     ends = np.concatenate([np.array([index.header]), spans.stops])
@@ -129,7 +142,7 @@ def decode_index(
     digests = _check_chunks(index, whole, cuts, spans, broken)
     places = None
     if isinstance(index, IncrementalIndex):
-        places = places_of(index.runs, cuts, index.length, refers, broken)
+        places = expand_runs(index.runs, cuts, index.length, refers, broken)
     return ShardIndex(
         index.shard,
         index.length,
@@ -147,84 +160,88 @@ class _Spans(NamedTuple):
 
     starts: Ints
     stops: Ints
-    widths: Ints
+    itemsizes: Ints
 
 
-def _kinds(leaves: Sequence[Leaf], alike: Alike, broken: Broken) -> Kinds:
+def _check_schema(
+    leaves: Sequence[IndexLeaf], schema_cache: SchemaCache, make_error: ErrorFactory
+) -> LeafSchema:
     """Keys, dtypes and shapes: checked, unless another index had just these."""
     keys = tuple([leaf.key for leaf in leaves])
     dtypes = tuple([leaf.dtype for leaf in leaves])
     shapes = tuple([leaf.shape for leaf in leaves])
-    known = alike.kinds.get((keys, dtypes, shapes))
+    known = schema_cache.schemas.get((keys, dtypes, shapes))
     if known is not None:
         return known
     seen: set[str] = set()
     for leaf in leaves:
         if leaf.dtype not in DTYPES or leaf.key in seen or len(leaf.shape) > MAX_DIMENSIONS:
             found = f"{leaf.dtype}, {len(leaf.shape)} dimensions"
-            raise broken(
+            raise make_error(
                 f"every leaf once, with a known dtype and at most {MAX_DIMENSIONS} dimensions",
                 found if leaf.key not in seen else "it stands twice",
                 leaf.key,
             )
         seen.add(leaf.key)
     try:
-        return alike.add(keys, dtypes, shapes)
+        return schema_cache.add(keys, dtypes, shapes)
     except OverflowError as e:
-        raise broken("numbers of 64 bits", str(e)) from e
+        raise make_error("numbers of 64 bits", str(e)) from e
 
 
-def _columns(
-    leaves: Sequence[Leaf], kinds: Kinds, whole: int, broken: Broken
-) -> tuple[Columns, _Spans]:
+def _check_boxes(
+    leaves: Sequence[IndexLeaf], schema: LeafSchema, full_length: int, make_error: ErrorFactory
+) -> tuple[LeafColumns, _Spans]:
     """The columns, and the spans of all boxes, each found to lie within its leaf. Few loops go over
     the boxes: of these there may be millions, and every rank checks them at every load."""
     boxes = [box for leaf in leaves for box in leaf.boxes]
-    columns = columns_of(leaves, kinds)
-    of, sizes = columns.leaf, columns.sizes
-    dims = kinds.dims[of]
-    wrong = numbers([len(b.offsets) for b in boxes]) != dims
-    wrong |= numbers([len(b.sizes) for b in boxes]) != dims
+    columns = build_columns(leaves, schema)
+    of, sizes = columns.leaf_numbers, columns.sizes
+    dims = schema.ndims[of]
+    wrong = int_array([len(b.offsets) for b in boxes]) != dims
+    wrong |= int_array([len(b.sizes) for b in boxes]) != dims
     if not wrong.any():
-        limits = kinds.limits[within(before(kinds.dims)[of], dims)]
+        limits = schema.flat_shapes[ranges(exclusive_cumsum(schema.ndims)[of], dims)]
         offsets = columns.offsets
         outside = (offsets < 0) | (sizes < 0) | (sizes > limits) | (offsets > limits - sizes)
         if outside.any():
             wrong[np.repeat(np.arange(len(boxes)), dims)[outside]] = True
     if wrong.any():
         i = int(wrong.argmax())
-        raise broken(f"a box within {leaves[of[i]].shape}", boxes[i], leaves[of[i]].key)
-    widths = kinds.widths[of]
+        raise make_error(f"a box within {leaves[of[i]].shape}", boxes[i], leaves[of[i]].key)
+    widths = schema.itemsizes[of]
     # the product in floats tells whether that in integers is exact
     with np.errstate(over="ignore", invalid="ignore"):
-        large = products(sizes.astype(np.float64), dims) * widths > whole
+        large = row_products(sizes.astype(np.float64), dims) * widths > full_length
     if large.any():
         i = int(large.argmax())
-        raise broken(f"a box of at most {whole} bytes", boxes[i], leaves[of[i]].key)
-    lengths = columns.elements * widths
-    order = np.lexsort((lengths, columns.at))
-    begins = columns.at[order]
+        raise make_error(f"a box of at most {full_length} bytes", boxes[i], leaves[of[i]].key)
+    lengths = columns.numels * widths
+    order = np.lexsort((lengths, columns.file_offsets))
+    begins = columns.file_offsets[order]
     return columns, _Spans(begins, begins + lengths[order], widths[order])
 
 
-def _check_chunks(index: Index, whole: int, cuts: Ints, spans: _Spans, broken: Broken) -> bytes:
+def _check_chunks(
+    index: Index, full_length: int, cuts: Ints, spans: _Spans, make_error: ErrorFactory
+) -> bytes:
     """The digests; raises unless the chunks tile the file and fall between elements."""
     lengths = np.diff(cuts, prepend=0)
-    tiles = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == whole
+    tiles = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == full_length
     if not tiles or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:
-        raise broken(
+        raise make_error(
             f"chunks of 1 to {MAX_CHUNK} bytes, the first the header, the last to the end",
             index.cuts[:20],
         )
-    digests = packed(index.digests)
+    digests = pack_digests(index.digests)
     if digests is None or len(digests) != 16 * len(cuts):
-        raise broken(f"{len(cuts)} digests of 32 hex digits", f"{len(index.digests)} digests")
+        raise make_error(f"{len(cuts)} digests of 32 hex digits", f"{len(index.digests)} digests")
     filled = spans.stops > spans.starts
     if filled.any():
-        starts, widths = spans.starts[filled], spans.widths[filled]
+        starts, widths = spans.starts[filled], spans.itemsizes[filled]
         inner = cuts[:-1]
         inner = inner[inner >= starts[0]]
         box = np.searchsorted(starts, inner, side="right") - 1
         if ((inner - starts[box]) % widths[box]).any():
-            raise broken("chunks that end between elements", index.cuts[:20])
+            raise make_error("chunks that end between elements", index.cuts[:20])
     return digests

@@ -13,13 +13,13 @@ import msgspec
 
 from holdfast.format import names
 from holdfast.format.digest import is_digest
-from holdfast.format.sealed import demands, is_time, seal, unseal
+from holdfast.format.sealed import is_utc_time, make_require, seal, unseal
 
-MAX_BYTES = 1 << 30
+MAX_MANIFEST = 1 << 30
 """A longer manifest or index is refused before it is read."""
 
 
-class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file that the manifest vouches for."""
 
     name: str
@@ -32,15 +32,15 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     length: int
-    index: File
+    index: FileEntry
 
     @property
-    def refers(self) -> Sequence[Referred]:
+    def refers(self) -> Sequence[ShardReference]:
         """The files of earlier versions that hold a part of it; none in number 1."""
         return ()
 
 
-class Referred(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A shard of an earlier version: its path from this version's folder, its length, and how many
     of its bytes are referred to."""
 
@@ -49,10 +49,10 @@ class Referred(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
 
 
-class Increment(Shard, frozen=True, forbid_unknown_fields=True):
+class IncrementalShard(Shard, frozen=True, forbid_unknown_fields=True):
     """A shard of number 2: what is not in it lies in the files that it ``refers`` to."""
 
-    refers: Sequence[Referred]
+    refers: Sequence[ShardReference]
 
 
 class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,16 +81,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 0
 
 
-class Incremental(Manifest, frozen=True, forbid_unknown_fields=True):
+class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
     """A manifest of number 2: of a snapshot that refers to files of earlier versions."""
 
-    shards: Sequence[Increment]
+    shards: Sequence[IncrementalShard]
     chain: int
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
     """The file's bytes and its digest."""
-    return seal(manifest, 2 if isinstance(manifest, Incremental) else 1)
+    return seal(manifest, 2 if isinstance(manifest, IncrementalManifest) else 1)
 
 
 def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
@@ -98,15 +98,15 @@ def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
 
     Raises ``ManifestInvalid``, ``DigestMismatch`` or ``FormatTooNew``, naming ``file``.
     """
-    manifest, made = unseal(raw, Manifest, file, {2: Incremental})
+    manifest, made = unseal(raw, Manifest, file, {2: IncrementalManifest})
     _check(manifest, file)
     return manifest, made
 
 
 def _check(manifest: Manifest, file: str) -> None:
-    demand = demands(file)
+    demand = make_require(file)
     demand(names.is_attempt(manifest.attempt), "an attempt of 12 hex digits", manifest.attempt)
-    demand(is_time(manifest.created), "a time of day in UTC", manifest.created)
+    demand(is_utc_time(manifest.created), "a time of day in UTC", manifest.created)
     step, branch = manifest.step, manifest.branch
     demand(step is None or 0 <= step < 10**18, "a step below 10**18", step)
     demand(0 <= branch < 10**9, "a branch below 10**9", branch)
@@ -117,32 +117,32 @@ def _check(manifest: Manifest, file: str) -> None:
     seen: set[str] = set()
     for shard in manifest.shards:
         index = shard.index
-        demand(names.is_shard(shard.name), "the name of a shard", shard.name)
+        demand(names.is_shard_name(shard.name), "the name of a shard", shard.name)
         beside = shard.name.removesuffix(".safetensors") + ".index.json"
         demand(index.name == beside, f"an index called {beside}", index.name)
         demand(is_digest(index.digest), "a digest of 32 hex digits", index.digest)
         demand(0 <= shard.length < 1 << 62, "a length in bytes", shard.length)
-        demand(0 <= index.length <= MAX_BYTES, "a length in bytes", index.length)
+        demand(0 <= index.length <= MAX_MANIFEST, "a length in bytes", index.length)
         demand(shard.name not in seen, "every file once", shard.name)
         seen.add(shard.name)
         for referred in shard.refers:
-            _check_referred(referred, manifest, demand)
+            _check_reference(referred, manifest, demand)
         paths = [r.path for r in shard.refers]
         demand(len(set(paths)) == len(paths), "every file that is referred to once", paths)
-    if isinstance(manifest, Incremental):
+    if isinstance(manifest, IncrementalManifest):
         demand(0 < manifest.chain < 1 << 31, "a chain of 1 or more", manifest.chain)
         refers = any(shard.refers for shard in manifest.shards)
         demand(refers, "a shard that refers to another version", "none")
 
 
-def _check_referred(
-    referred: Referred, manifest: Manifest, demand: Callable[[bool, str, object], None]
+def _check_reference(
+    reference: ShardReference, manifest: Manifest, require: Callable[[bool, str, object], None]
 ) -> None:
-    found = names.parse_reference(referred.path)
+    found = names.parse_reference(reference.path)
     other = found is not None and (found[0].step, found[0].branch) != (
         manifest.step,
         manifest.branch,
     )
-    demand(other, "a path to another version, like ../version_1/shard-...", referred.path)
-    demand(0 < referred.length < 1 << 62, "a length in bytes", referred.length)
-    demand(0 < referred.bytes <= referred.length, "1 byte to the file's length", referred.bytes)
+    require(other, "a path to another version, like ../version_1/shard-...", reference.path)
+    require(0 < reference.length < 1 << 62, "a length in bytes", reference.length)
+    require(0 < reference.bytes <= reference.length, "1 byte to the file's length", reference.bytes)

@@ -7,15 +7,15 @@ import secrets
 from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
-REQUEST = "request-save.json"
-WRITER = "writer.json"
+SAVE_REQUEST = "request-save.json"
+WRITER_LOCK = "writer.json"
 
 _VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetensors")
 _INDEX = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.index\.json")
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
-_LASTING = re.compile(r"pin-(version_[0-9.]+)\.json")
+_LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _ADDRESS = re.compile(r"(.+)@(latest|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
 _EVALUATION = re.compile(r"eval-([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.([0-9a-f]{12})\.json")
 
@@ -52,25 +52,25 @@ def split_address(text: str) -> tuple[str, str | None]:
     return (text, None) if match is None else (match[1], match[2])
 
 
-def shard_name(rank: int, size: int, attempt: str) -> str:
-    return f"shard-{rank:05d}-of-{size:05d}.{attempt}.safetensors"
+def shard_name(rank: int, world_size: int, attempt: str) -> str:
+    return f"shard-{rank:05d}-of-{world_size:05d}.{attempt}.safetensors"
 
 
-def index_name(rank: int, size: int, attempt: str) -> str:
-    return f"shard-{rank:05d}-of-{size:05d}.{attempt}.index.json"
+def index_name(rank: int, world_size: int, attempt: str) -> str:
+    return f"shard-{rank:05d}-of-{world_size:05d}.{attempt}.index.json"
 
 
-def attempt_of(name: str) -> str | None:
+def parse_attempt(name: str) -> str | None:
     """The attempt that wrote a shard or an index of that name; None for any other name."""
     match = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     return None if match is None else match[3]
 
 
-def is_shard(name: str) -> bool:
+def is_shard_name(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def refer(folder: str, shard: str) -> str:
+def reference_path(folder: str, shard: str) -> str:
     """The path from one version's folder to a shard in another version's."""
     return f"../{folder}/{shard}"
 
@@ -81,7 +81,7 @@ def parse_reference(path: str) -> tuple[Version, str] | None:
     up, _, rest = path.partition("/")
     folder, _, shard = rest.partition("/")
     version = parse_version(folder)
-    return (version, shard) if up == ".." and version is not None and is_shard(shard) else None
+    return (version, shard) if up == ".." and version is not None and is_shard_name(shard) else None
 
 
 def branch_name(number: int) -> str:
@@ -102,9 +102,9 @@ def parse_pin(name: str) -> str | None:
     return None if match is None else match[1]
 
 
-def parse_lasting(name: str) -> Version | None:
+def parse_lasting_pin(name: str) -> Version | None:
     """The version that a lasting pin is for, from its file's name."""
-    match = _LASTING.fullmatch(name)
+    match = _LASTING_PIN.fullmatch(name)
     return None if match is None else parse_version(match[1])
 
 
@@ -118,14 +118,14 @@ def parse_evaluation(file: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2])
 
 
-def escape(segment: str) -> str:
+def escape_level(level: str) -> str:
     """One level of a leaf's key; ``~`` and ``/`` are escaped as in JSON Pointer (RFC 6901), and
     the empty name is ``~``, so that no level is empty."""
-    if "~" in segment or "/" in segment:
-        return segment.replace("~", "~0").replace("/", "~1")
-    return segment or "~"
+    if "~" in level or "/" in level:
+        return level.replace("~", "~0").replace("/", "~1")
+    return level or "~"
 
 
-def join(parent: str, segment: str) -> str:
+def join_key(parent: str, level: str) -> str:
     """The key of a child: the parent's key (``None``-like empty at the top), then its level."""
-    return f"{parent}/{segment}" if parent else segment
+    return f"{parent}/{level}" if parent else level

@@ -20,12 +20,12 @@ MAX_HEADER = 100_000_000
 """The safetensors library's own limit on a header, in bytes."""
 
 STORED_ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1} | {
-    d.stored: d.itemsize for d in DTYPES.values() if d.per == 1
+    d.stored_dtype: d.itemsize for d in DTYPES.values() if d.stored_per_element == 1
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor in a shard: its name in the header, stored dtype and shape, and where it lies.
 
     ``start`` and ``stop`` are counted from the beginning of the data, in bytes.
@@ -38,7 +38,7 @@ class Entry:
     stop: int
 
 
-class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
@@ -46,7 +46,7 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 def stored_shape(dtype: DType, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape under which a box of ``sizes`` elements stands in a shard."""
-    return sizes if dtype.per == 1 else (*sizes, dtype.per)
+    return sizes if dtype.stored_per_element == 1 else (*sizes, dtype.stored_per_element)
 
 
 def entry_name(
@@ -78,7 +78,7 @@ def build_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]]) 
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
-def parse_header(raw: bytes, length: int, file: str) -> tuple[int, list[Entry]]:
+def parse_header(raw: bytes, length: int, file: str) -> tuple[int, list[TensorEntry]]:
     """Where the data begins, and the entries in order of their data, fully checked.
 
     ``raw`` holds at least the whole header, ``length`` is the file's length in bytes. Raises
@@ -88,11 +88,11 @@ def parse_header(raw: bytes, length: int, file: str) -> tuple[int, list[Entry]]:
     try:
         tensors = msgspec.json.decode(raw[8:begin], type=dict[str, msgspec.Raw])
         tensors.pop("__metadata__", None)
-        parsed = {n: msgspec.json.decode(r, type=_Tensor) for n, r in tensors.items()}
+        parsed = {n: msgspec.json.decode(r, type=_HeaderEntry) for n, r in tensors.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise _broken(file, 8, "a JSON header as safetensors has it", str(e)) from e
+        raise _header_error(file, 8, "a JSON header as safetensors has it", str(e)) from e
     entries = sorted(
-        (Entry(n, t.dtype, tuple(t.shape), *t.data_offsets) for n, t in parsed.items()),
+        (TensorEntry(n, t.dtype, tuple(t.shape), *t.data_offsets) for n, t in parsed.items()),
         key=lambda e: (e.start, e.stop),
     )
     at = 0
@@ -103,25 +103,27 @@ def parse_header(raw: bytes, length: int, file: str) -> tuple[int, list[Entry]]:
             or any(n < 0 for n in entry.shape)
             or entry.stop - entry.start != size * prod(entry.shape)
         ):
-            raise _broken(file, 8, "a dtype and shape that fit the data's length", str(entry))
+            raise _header_error(file, 8, "a dtype and shape that fit the data's length", str(entry))
         if entry.start != at:
-            raise _broken(file, begin + at, "tensors packed without holes or overlap", str(entry))
+            raise _header_error(
+                file, begin + at, "tensors packed without holes or overlap", str(entry)
+            )
         at = entry.stop
     if begin + at != length:
-        raise _broken(file, begin + at, f"a file of {begin + at} bytes", f"{length} bytes")
+        raise _header_error(file, begin + at, f"a file of {begin + at} bytes", f"{length} bytes")
     return begin, entries
 
 
-def header_length(first8: bytes, length: int, file: str) -> int:
+def header_length(prefix: bytes, length: int, file: str) -> int:
     """Where the data begins, from a file's first 8 bytes and its length. Raises
     ``ManifestInvalid`` if the header would not fit into the file."""
-    size = int.from_bytes(first8, "little")
-    if len(first8) < 8 or size > MAX_HEADER or 8 + size > length:
-        raise _broken(file, 0, f"a header within the file's {length} bytes", f"{size} bytes")
+    size = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or size > MAX_HEADER or 8 + size > length:
+        raise _header_error(file, 0, f"a header within the file's {length} bytes", f"{size} bytes")
     return 8 + size
 
 
-def _broken(file: str, offset: int, expected: str, found: str) -> ManifestInvalid:
+def _header_error(file: str, offset: int, expected: str, found: str) -> ManifestInvalid:
     return ManifestInvalid(
         f"{file} is not a sound safetensors file at offset {offset}",
         expected=expected,

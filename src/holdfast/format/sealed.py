@@ -27,16 +27,16 @@ T = TypeVar("T", bound=msgspec.Struct)
 _encoder = msgspec.json.Encoder()
 
 
-def seal(content: msgspec.Struct, number: int = 1) -> tuple[bytes, str]:
+def seal(content: msgspec.Struct, format_number: int = 1) -> tuple[bytes, str]:
     """``content`` as a sealed file of a format number, and its digest."""
     body = _encoder.encode(content)[1:]
-    head = b'{"format":%d,"digest":"' % number
+    head = b'{"format":%d,"digest":"' % format_number
     made = digest(b"".join((head, b"0" * HEX_LENGTH, b'",', body)))
     return b"".join((head, made.encode(), b'",', body)), made
 
 
 def unseal(
-    raw: bytes, kind: type[T], file: str, later: Mapping[int, type[T]] = {}
+    raw: bytes, struct_type: type[T], file: str, newer_types: Mapping[int, type[T]] = {}
 ) -> tuple[T, str]:
     """The content of a sealed file and its digest, fully checked.
 
@@ -75,15 +75,17 @@ def unseal(
             todo="Install a newer Holdfast to read it",
             file=file,
         )
-    kinds = {1: kind, **later}
-    demands(file)(number in kinds, f"format {' or '.join(map(str, kinds))}", f"format {number}")
-    return decode(b"{" + raw[head.end() :], kinds[number], file), claimed
+    kinds = {1: struct_type, **newer_types}
+    make_require(file)(
+        number in kinds, f"format {' or '.join(map(str, kinds))}", f"format {number}"
+    )
+    return decode_struct(b"{" + raw[head.end() :], kinds[number], file), claimed
 
 
-def decode(raw: bytes, kind: type[T], file: str) -> T:
+def decode_struct(raw: bytes, struct_type: type[T], file: str) -> T:
     """JSON bytes as a struct of ``kind``. Raises ``ManifestInvalid``."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=struct_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ManifestInvalid(
             f"{file} breaks the format",
@@ -93,7 +95,7 @@ def decode(raw: bytes, kind: type[T], file: str) -> T:
         ) from e
 
 
-def demands(file: str) -> Callable[[bool, str, object], None]:
+def make_require(file: str) -> Callable[[bool, str, object], None]:
     """A check for the fields of a file: raises ``ManifestInvalid`` unless ``good``."""
 
     def demand(good: bool, expected: str, found: object) -> None:
@@ -105,7 +107,7 @@ def demands(file: str) -> Callable[[bool, str, object], None]:
     return demand
 
 
-def is_time(text: str) -> bool:
+def is_utc_time(text: str) -> bool:
     """Whether it is a time of day in UTC, as ISO 8601 has it."""
     try:
         return len(text) < 40 and datetime.fromisoformat(text).utcoffset() == timedelta(0)

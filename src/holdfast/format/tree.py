@@ -31,38 +31,38 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import ManifestInvalid, Unsupported
-from holdfast.format.names import escape, join
-from holdfast.text import an
+from holdfast.format.names import escape_level, join_key
+from holdfast.text import with_article
 from holdfast.types import DTYPES
 
 Node = Any
-Take = Callable[[Any, str, int], Node]
+EncodeOther = Callable[[Any, str, int], Node]
 """Makes the node of a value that is not plain, from value, key and depth."""
-Give = Callable[[Node, str], Any]
+DecodeLeaf = Callable[[Node, str], Any]
 """Gives the value of a leaf, from node and key."""
 
 MAX_DEPTH = 100
 MAX_DIMENSIONS = 64
 """NumPy's own limit."""
 
-LEAVES = ("tensor", "array", "blob")
-_LONG = 1 << 63
-_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
-_BUILD: dict[str, Callable[[Any], Any]] = {n: t for t, n in _SEQUENCES.items()}
+LEAF_TAGS = ("tensor", "array", "blob")
+_INT64_LIMIT = 1 << 63
+_SEQUENCE_TAGS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+_SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {n: t for t, n in _SEQUENCE_TAGS.items()}
 _FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
 _HEX = re.compile("-?0x[0-9a-f]+")
 _DESCR = re.compile(r"[<>|][biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}(/[0-9]{1,9})?\])?")
-_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_DICT_TAGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _PLAIN = frozenset(
-    {str, type(None), bool, int, float, complex, bytes, bytearray, *_SEQUENCES, *_DICTS}
+    {str, type(None), bool, int, float, complex, bytes, bytearray, *_SEQUENCE_TAGS, *_DICT_TAGS}
 )
-_NEW_DICT: dict[str, Callable[[], Any]] = {n: t for t, n in _DICTS.items()}
+_DICT_TYPES: dict[str, Callable[[], Any]] = {n: t for t, n in _DICT_TAGS.items()}
 
 
 # -- values to nodes -----------------------------------------------------------------------------
 
 
-def encode(value: Any, key: str, other: Take, depth: int = 0) -> Node:
+def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> Node:
     """``value`` as a node. ``other(value, key, depth)`` is asked for all that is not plain; it
     returns a node or raises ``Unsupported``."""
     kind = type(value)
@@ -72,29 +72,29 @@ def encode(value: Any, key: str, other: Take, depth: int = 0) -> Node:
         return (
             _encode_scalar(value, key)
             if isinstance(value, np.generic)
-            else other(value, key, depth)
+            else encode_other(value, key, depth)
         )
     if kind is str:
-        return _checked_text(value, key)
+        return _check_text(value, key)
     if value is None or kind is bool:
         return value
     if kind is int:
-        return value if is_integer(value) else {"int": hex(value)}
+        return value if is_int64(value) else {"int": hex(value)}
     if kind is float:
         return value if isfinite(value) else {"float": repr(value)}
-    if kind in _DICTS:
-        return _encode_dict(value, key, other, depth)
-    if kind in _SEQUENCES:
-        return _encode_sequence(value, key, other, depth)
+    if kind in _DICT_TAGS:
+        return _encode_dict(value, key, encode_other, depth)
+    if kind in _SEQUENCE_TAGS:
+        return _encode_sequence(value, key, encode_other, depth)
     if kind is complex:
-        return {"complex": [encode(v, key, other) for v in (value.real, value.imag)]}
+        return {"complex": [encode(v, key, encode_other) for v in (value.real, value.imag)]}
     if len(value) < 4096:
         return {kind.__name__: base64.b64encode(value).decode()}
-    return other(value, key, depth)
+    return encode_other(value, key, depth)
 
 
-def _encode_dict(value: Any, key: str, other: Take, depth: int) -> Node:
-    name = _DICTS[type(value)]
+def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) -> Node:
+    name = _DICT_TAGS[type(value)]
     extra = {k: v for k, v in getattr(value, "__dict__", {}).items() if k != "_metadata"}
     if extra:
         raise unsupported(value, key, f"it carries the attributes {sorted(extra)}")
@@ -102,29 +102,35 @@ def _encode_dict(value: Any, key: str, other: Take, depth: int) -> Node:
         levels = child_keys(list(value), key)
     except ValueError as e:
         raise unsupported(value, key, f"a key of it has no text: {e}") from e
-    children = [encode(v, k, other, depth + 1) for k, v in zip(levels, value.values(), strict=True)]
+    children = [
+        encode(v, k, encode_other, depth + 1) for k, v in zip(levels, value.values(), strict=True)
+    ]
     node: Node
     if name != "counter" and all(type(k) is str for k in value):
-        _checked_text("".join(value), key)
+        _check_text("".join(value), key)
         node = {name: dict(zip(value, children, strict=True))}
     else:
-        keys = [encode(k, key, _refuse_key, depth + 1) for k in value]
+        keys = [encode(k, key, _reject_key, depth + 1) for k in value]
         node = {"items": [list(pair) for pair in zip(keys, children, strict=True)], "of": name}
     metadata = getattr(value, "_metadata", None)
     if metadata is not None:
         # module.state_dict() hangs its version numbers on the dict; load_state_dict reads them
-        node["metadata"] = encode(metadata, join(key, "~metadata"), refuse, depth + 1)
+        node["metadata"] = encode(metadata, join_key(key, "~metadata"), reject_value, depth + 1)
     return node
 
 
-def _encode_sequence(value: Any, key: str, other: Take, depth: int) -> Node:
-    name = _SEQUENCES[type(value)]
+def _encode_sequence(value: Any, key: str, encode_other: EncodeOther, depth: int) -> Node:
+    name = _SEQUENCE_TAGS[type(value)]
     if name in ("set", "frozenset"):
-        nodes = [encode(v, key, _refuse_key, depth + 1) for v in value]
+        nodes = [encode(v, key, _reject_key, depth + 1) for v in value]
         return {name: sorted(nodes, key=repr)}
-    if all(type(v) is int and is_integer(v) for v in value):
+    if all(type(v) is int and is_int64(v) for v in value):
         return {name: list(value)}
-    return {name: [encode(v, join(key, str(i)), other, depth + 1) for i, v in enumerate(value)]}
+    return {
+        name: [
+            encode(v, join_key(key, str(i)), encode_other, depth + 1) for i, v in enumerate(value)
+        ]
+    }
 
 
 def _encode_scalar(value: np.generic, key: str) -> Node:
@@ -136,11 +142,11 @@ def _encode_scalar(value: np.generic, key: str) -> Node:
     return {"scalar": [descr, base64.b64encode(raw).decode()]}
 
 
-def _refuse_key(value: Any, key: str, depth: int) -> Node:
+def _reject_key(value: Any, key: str, depth: int) -> Node:
     raise unsupported(value, key, "a key of a dict or a member of a set must be a plain value")
 
 
-def _checked_text(text: str, key: str) -> str:
+def _check_text(text: str, key: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -152,19 +158,20 @@ def unsupported(value: Any, key: str, why: str) -> Unsupported:
     """The refusal of one value, by its key and type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return Unsupported(
-        f"{key[:300] or 'The state'!r} is {an(kind)} that cannot be kept faithfully: {why}",
+        f"{key[:300] or 'The state'!r} is {with_article(kind)} that cannot be kept faithfully:"
+        f" {why}",
         todo="Turn it into tensors, arrays, numbers, strings, lists and dicts, or give the object"
         " state_dict() and load_state_dict()",
         leaf=key,
     )
 
 
-def is_integer(value: int) -> bool:
+def is_int64(value: int) -> bool:
     """Whether an integer stands as itself: one of 64 bits, signed."""
-    return -_LONG <= value < _LONG
+    return -_INT64_LIMIT <= value < _INT64_LIMIT
 
 
-def refuse(value: Any, key: str, depth: int = 0) -> Node:
+def reject_value(value: Any, key: str, depth: int = 0) -> Node:
     """For ``encode``: where there may be plain values only."""
     raise unsupported(value, key, "only plain values can stand here")
 
@@ -173,7 +180,7 @@ def child_keys(keys: list[Any], parent: str) -> list[str]:
     """The leaf keys of a dict's members, in its order. Dict keys that are equal as text (1 and
     "1") are told apart by ``~2``, ``~3`` ..., which no escaped text contains."""
     prefix = f"{parent}/" if parent else ""
-    made = [prefix + escape(k if type(k) is str else _text(k)) for k in keys]
+    made = [prefix + escape_level(k if type(k) is str else _key_text(k)) for k in keys]
     if len(set(made)) < len(made):
         seen: Counter[str] = Counter()
         for i, k in enumerate(made):
@@ -182,65 +189,67 @@ def child_keys(keys: list[Any], parent: str) -> list[str]:
     return made
 
 
-def _text(k: Any) -> str:
+def _key_text(key: Any) -> str:
     """A key of a dict as text, the same in every process and with every NumPy."""
-    if type(k) is tuple:
-        several = [repr(v) if type(v) is str else _text(v) for v in k]
-        return f"({', '.join(several)}{',' * (len(k) == 1)})"
-    if type(k) is frozenset:
-        return f"{{{', '.join(sorted(map(_text, k)))}}}"
-    return str(k)
+    if type(key) is tuple:
+        several = [repr(v) if type(v) is str else _key_text(v) for v in key]
+        return f"({', '.join(several)}{',' * (len(key) == 1)})"
+    if type(key) is frozenset:
+        return f"{{{', '.join(sorted(map(_key_text, key)))}}}"
+    return str(key)
 
 
 # -- nodes to values -----------------------------------------------------------------------------
 
 
-def decode(node: Node, key: str, leaf: Give, depth: int = 0) -> Any:
+def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any:
     """The value of a node. ``leaf(node, key)`` is asked for tensors, arrays, blobs and the like.
 
     Raises ``ManifestInvalid`` for a node that is none of those above.
     """
     if type(node) is not dict:
         if type(node) is list:
-            raise no_node(node, key)
+            raise invalid_node(node, key)
         return node
     if depth > MAX_DEPTH:
-        raise no_node("nodes nested too deep", key)
+        raise invalid_node("nodes nested too deep", key)
     tag = next(iter(node), "")
     body: Any = node.get(tag)
     try:
         if tag in ("dict", "ordered", "items"):
-            return _decode_dict(node, key, leaf, depth)
-        if (tag in _BUILD or tag in _PARSE) and len(node) > 1:
-            raise no_node(node, key)
-        if tag in _BUILD:
-            return _decode_sequence(tag, body, key, leaf, depth)
-        if tag in _PARSE:
-            return _PARSE[tag](body)
-        if tag in LEAVES or tag in ("tied", "sparse"):
-            return leaf(node, key)
+            return _decode_dict(node, key, decode_leaf, depth)
+        if (tag in _SEQUENCE_TYPES or tag in _DECODERS) and len(node) > 1:
+            raise invalid_node(node, key)
+        if tag in _SEQUENCE_TYPES:
+            return _decode_sequence(tag, body, key, decode_leaf, depth)
+        if tag in _DECODERS:
+            return _DECODERS[tag](body)
+        if tag in LEAF_TAGS or tag in ("tied", "sparse"):
+            return decode_leaf(node, key)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as e:
-        raise no_node(node, key) from e
-    raise no_node(node, key)
+        raise invalid_node(node, key) from e
+    raise invalid_node(node, key)
 
 
-def _decode_sequence(tag: str, body: Any, key: str, leaf: Give, depth: int) -> Any:
+def _decode_sequence(tag: str, body: Any, key: str, decode_leaf: DecodeLeaf, depth: int) -> Any:
     if type(body) is not list:
-        raise no_node({tag: body}, key)
-    made = _BUILD[tag](decode(n, join(key, str(i)), leaf, depth + 1) for i, n in enumerate(body))
+        raise invalid_node({tag: body}, key)
+    made = _SEQUENCE_TYPES[tag](
+        decode(n, join_key(key, str(i)), decode_leaf, depth + 1) for i, n in enumerate(body)
+    )
     if len(made) < len(body):
-        raise no_node({tag: body}, key)
+        raise invalid_node({tag: body}, key)
     return made
 
 
 def _decode_int(body: Any) -> int:
-    if not _HEX.fullmatch(body) or is_integer(made := int(body, 16)):
+    if not _HEX.fullmatch(body) or is_int64(made := int(body, 16)):
         raise ValueError("no long integer")
     return made
 
 
 def _decode_complex(body: Any) -> complex:
-    real, imag = (decode(n, "", refuse_leaf) for n in body)
+    real, imag = (decode(n, "", reject_leaf) for n in body)
     if type(real) is not float or type(imag) is not float:
         raise TypeError("no two floats")
     return complex(real, imag)
@@ -258,7 +267,7 @@ def _decode_scalar(body: Any) -> Any:
     return np.ndarray((), dtype, bytearray(raw))[()]
 
 
-_PARSE: dict[str, Callable[[Any], Any]] = {
+_DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": _decode_int,
     "float": lambda body: _FLOATS[body],
     "complex": _decode_complex,
@@ -268,19 +277,21 @@ _PARSE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _decode_dict(node: Node, key: str, leaf: Give, depth: int) -> Any:
-    made = _NEW_DICT[node["of"] if "items" in node else next(iter(node))]()
+def _decode_dict(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int) -> Any:
+    made = _DICT_TYPES[node["of"] if "items" in node else next(iter(node))]()
     for name, child, k in children(node, key):
-        made[name] = decode(child, k, leaf, depth + 1)
+        made[name] = decode(child, k, decode_leaf, depth + 1)
     if "metadata" in node:
-        made._metadata = decode(node["metadata"], join(key, "~metadata"), leaf, depth + 1)
+        made._metadata = decode(
+            node["metadata"], join_key(key, "~metadata"), decode_leaf, depth + 1
+        )
     return made
 
 
 def children(node: Node, key: str) -> list[tuple[Any, Node, str]]:
     """The members of a dict's node: key in the dict, node, key of the leaf."""
     if "items" in node:
-        names = [decode(k, key, refuse_leaf) for k, _ in node["items"]]
+        names = [decode(k, key, reject_leaf) for k, _ in node["items"]]
         nodes = [n for _, n in node["items"]]
     else:
         members = node[next(iter(node))]
@@ -296,15 +307,15 @@ def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
             yield from walk(child, k)
     elif tag in ("list", "tuple"):
         for i, child in enumerate(node[tag]):
-            yield from walk(child, join(key, str(i)))
+            yield from walk(child, join_key(key, str(i)))
     elif tag == "sparse":
         for name, part in node["sparse"]["parts"].items():
-            yield join(key, name), part
+            yield join_key(key, name), part
     else:
         yield key, node
 
 
-def shape_fits(dtype: str, shape: Sequence[Any]) -> bool:
+def is_valid_shape(dtype: str, shape: Sequence[Any]) -> bool:
     """Whether a leaf can have this dtype and shape: at most 64 dimensions and, each empty one
     taken as 1, fewer than 2**62 bytes, so that no library's arithmetic overflows."""
     known = DTYPES.get(dtype)
@@ -360,23 +371,23 @@ def from_descr(descr: Any) -> np.dtype[Any]:
     return dtype
 
 
-def refuse_leaf(node: Node, key: str) -> Any:
-    raise no_node(node, key)
+def reject_leaf(node: Node, key: str) -> Any:
+    raise invalid_node(node, key)
 
 
-def no_node(node: Node, key: str, file: str | None = None) -> ManifestInvalid:
+def invalid_node(node: Node, key: str, file: str | None = None) -> ManifestInvalid:
     """The error for what is no node of a tree, by its key."""
     return ManifestInvalid(
         f"The tree of {file or 'the manifest'} breaks the format at {key[:300]!r}",
         expected="a node as docs/format.md has them",
-        found=shown(node),
+        found=describe_node(node),
         todo="Take another version; this one was not written by a correct Holdfast",
         file=file,
         leaf=key,
     )
 
 
-def shown(node: Node) -> str:
+def describe_node(node: Node) -> str:
     """A node for a message: short, whatever it is."""
     if type(node) in (dict, list):
         first = ", ".join(str(n)[:20] for n in list(node)[:3] if type(n) in (str, int))

@@ -10,26 +10,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import ManifestInvalid
-from holdfast.format.names import join
+from holdfast.format.names import join_key
 from holdfast.format.tree import (
-    LEAVES,
+    LEAF_TAGS,
     MAX_DEPTH,
     Node,
     children,
     decode,
     from_descr,
-    is_integer,
-    no_node,
-    refuse_leaf,
-    shape_fits,
+    invalid_node,
+    is_int64,
+    is_valid_shape,
+    reject_leaf,
 )
 
-_DICTS: dict[str, set[str]] = {
+_DICT_FIELDS: dict[str, set[str]] = {
     "dict": {"dict"},
     "ordered": {"ordered", "metadata"},
     "items": {"items", "of", "metadata"},
 }
-_SPARSE: dict[str, set[str]] = {
+_SPARSE_PARTS: dict[str, set[str]] = {
     "sparse_coo": {"indices", "values"},
     "sparse_csr": {"crow", "col", "values"},
     "sparse_bsr": {"crow", "col", "values"},
@@ -39,10 +39,10 @@ _SPARSE: dict[str, set[str]] = {
 _NOT_IN_NUMPY = ("bfloat16", "complex32", "float8", "float4")
 _MALFORMED = (TypeError, ValueError, KeyError, IndexError, AttributeError)
 
-Leaves = dict[str, tuple[str, tuple[int, ...]]]
+LeafSpecs = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def check_tree(node: Node, file: str) -> Leaves:
+def check_tree(node: Node, file: str) -> LeafSpecs:
     """All leaves with bytes in the shards: key to dtype and global shape.
 
     Raises ``ManifestInvalid`` for whatever ``format/tree.py`` does not write: an unknown node or
@@ -50,11 +50,11 @@ def check_tree(node: Node, file: str) -> Leaves:
     """
     checker = _Checker(file)
     if type(node) is not dict or next(iter(node), None) not in ("dict", "items"):
-        raise no_node(node, "", file)
-    checker.node(node, "", 0)
+        raise invalid_node(node, "", file)
+    checker.check_node(node, "", 0)
     for key, target in checker.tied:
         if type(target) is not str or target not in checker.tensors:
-            raise no_node({"tied": target}, key, file)
+            raise invalid_node({"tied": target}, key, file)
     return checker.leaves
 
 
@@ -62,10 +62,10 @@ def check_plain(node: Node, key: str, file: str) -> None:
     """As ``check_tree``, for a dict that holds plain values only."""
     checker = _Checker(file)
     if type(node) is not dict or next(iter(node), None) != "dict":
-        raise no_node(node, key, file)
-    checker.node(node, key, 0)
+        raise invalid_node(node, key, file)
+    checker.check_node(node, key, 0)
     if checker.leaves or checker.tied:
-        raise no_node(next(iter([*checker.leaves, *checker.tied])), key, file)
+        raise invalid_node(next(iter([*checker.leaves, *checker.tied])), key, file)
 
 
 @dataclass(slots=True)
@@ -73,56 +73,56 @@ class _Checker:
     """One check under way."""
 
     file: str
-    leaves: Leaves = field(default_factory=dict)
+    leaves: LeafSpecs = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
     tied: list[tuple[str, Any]] = field(default_factory=list)
 
-    def node(self, node: Node, key: str, depth: int) -> None:
+    def check_node(self, node: Node, key: str, depth: int) -> None:
         if type(node) is not dict:
-            if type(node) is list or (type(node) is int and not is_integer(node)):
-                raise no_node(node, key, self.file)
+            if type(node) is list or (type(node) is int and not is_int64(node)):
+                raise invalid_node(node, key, self.file)
             return
         if depth > MAX_DEPTH:
-            raise no_node("nodes nested too deep", key, self.file)
+            raise invalid_node("nodes nested too deep", key, self.file)
         try:
-            good = self._object(node, next(iter(node), None), key, depth)
+            good = self._check_object(node, next(iter(node), None), key, depth)
         except _MALFORMED as e:
-            raise no_node(node, key, self.file) from e
+            raise invalid_node(node, key, self.file) from e
         except ManifestInvalid as e:
             if e.fields.get("file") is not None:
                 raise
-            raise no_node(node, key, self.file) from e
+            raise invalid_node(node, key, self.file) from e
         if not good:
-            raise no_node(node, key, self.file)
+            raise invalid_node(node, key, self.file)
 
-    def _object(self, node: Node, tag: Any, key: str, depth: int) -> bool:
+    def _check_object(self, node: Node, tag: Any, key: str, depth: int) -> bool:
         """Whether a node that is an object is well formed; any error of ``_MALFORMED`` is a no."""
         body = node[tag]
-        if tag in _DICTS:
-            return node.keys() <= _DICTS[tag] and self._dict(node, key, depth)
+        if tag in _DICT_FIELDS:
+            return node.keys() <= _DICT_FIELDS[tag] and self._check_dict(node, key, depth)
         if len(node) != 1:
             return False
         if tag in ("list", "tuple"):
             for i, child in enumerate(body):
-                if type(child) is not int or not is_integer(child):
-                    self.node(child, join(key, str(i)), depth + 1)
+                if type(child) is not int or not is_int64(child):
+                    self.check_node(child, join_key(key, str(i)), depth + 1)
             return type(body) is list
-        if tag in LEAVES:
-            return key not in self.leaves and self._leaf(tag, body, key)
+        if tag in LEAF_TAGS:
+            return key not in self.leaves and self._check_leaf(tag, body, key)
         if tag == "tied":
             self.tied.append((key, body))
             return True
         if tag == "sparse":
-            return self._sparse(body, key)
+            return self._check_sparse(body, key)
         # all others hold no leaves: what can be decoded is well formed
-        decode(node, key, refuse_leaf, depth)
+        decode(node, key, reject_leaf, depth)
         return True
 
-    def _dict(self, node: Node, key: str, depth: int) -> bool:
+    def _check_dict(self, node: Node, key: str, depth: int) -> bool:
         metadata = node.get("metadata")
         if "metadata" in node:
             checker = _Checker(self.file)
-            checker.node(metadata, join(key, "~metadata"), depth + 1)
+            checker.check_node(metadata, join_key(key, "~metadata"), depth + 1)
             if checker.leaves or checker.tied or node.get("of") == "dict":
                 return False
         if "items" in node and not (
@@ -135,10 +135,10 @@ class _Checker:
         if "items" in node and len({name for name, _, _ in members}) < len(members):
             return False
         for _, child, k in members:
-            self.node(child, k, depth + 1)
+            self.check_node(child, k, depth + 1)
         return node.get("of", "dict") in ("dict", "ordered", "counter")
 
-    def _leaf(self, tag: str, body: Any, key: str) -> bool:
+    def _check_leaf(self, tag: str, body: Any, key: str) -> bool:
         if tag == "blob":
             kind, length = body
             if kind not in ("bytes", "bytearray"):
@@ -146,7 +146,7 @@ class _Checker:
             dtype, shape = "uint8", [length]
         else:
             dtype, shape = body[:2]
-        if type(body) is not list or type(shape) is not list or not shape_fits(dtype, shape):
+        if type(body) is not list or type(shape) is not list or not is_valid_shape(dtype, shape):
             return False
         if tag == "array":
             if dtype.startswith(_NOT_IN_NUMPY) or len(body) > 3:
@@ -160,17 +160,17 @@ class _Checker:
         self.leaves[key] = dtype, tuple(shape)
         return True
 
-    def _sparse(self, body: Any, key: str) -> bool:
+    def _check_sparse(self, body: Any, key: str) -> bool:
         layout, shape, parts = body["layout"], body["shape"], body["parts"]
         if body.keys() != {"layout", "shape", "coalesced", "parts"}:
             return False
         for name, part in parts.items():
             if next(iter(part), None) not in ("tensor", "tied"):
                 return False
-            self.node(part, join(key, name), 0)
+            self.check_node(part, join_key(key, name), 0)
         return (
-            parts.keys() == _SPARSE[layout]
+            parts.keys() == _SPARSE_PARTS[layout]
             and type(shape) is list
-            and shape_fits("uint8", [0, *shape])
+            and is_valid_shape("uint8", [0, *shape])
             and type(body["coalesced"]) is bool
         )

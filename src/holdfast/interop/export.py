@@ -15,24 +15,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.engine.planning.select import ABSENT, Selected, everything, prune, selector
+from holdfast.engine.planning.select import ABSENT, KeyFilter, make_key_filter, match_all, prune
 from holdfast.engine.snapshot.location import Location, is_snapshot, locate, versions_in
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
 from holdfast.format import torchzip, tree
-from holdfast.format.names import join
+from holdfast.format.names import join_key
 from holdfast.interop.output_layout import (
-    INDEX,
-    SINGLE,
-    UNNAMED,
-    OutFile,
-    Tensor,
-    hf_files,
-    tensor_file,
-    torch_file,
+    INDEX_FILE,
+    SINGLE_FILE,
+    UNSUPPORTED_DTYPES,
+    OutputFile,
+    OutputTensor,
+    plan_hf_files,
+    plan_safetensors_file,
+    plan_torch_file,
 )
-from holdfast.interop.stream import pour
-from holdfast.interop.torch_pickle import pickled
+from holdfast.interop.stream import stream_leaves
+from holdfast.interop.torch_pickle import build_torch_pickle
 
 SUFFIXES = {
     "safetensors": (".safetensors",),
@@ -41,26 +41,26 @@ SUFFIXES = {
 }
 """What can be exported to; and what a file is called, rather than the folder that it will be in."""
 
-MODEL = "model"
+MODEL_KEY = "model"
 """The part of a state that is exported to ``safetensors`` and ``hf`` unless another is named."""
 
-SHARD_SIZE = 5 * 10**9
+MAX_SHARD_SIZE = 5 * 10**9
 """Most bytes of tensors in one file of a Hugging Face checkpoint, as its libraries have it."""
 
-SHOWN = 20
+MAX_LISTED = 20
 
-Progress = Callable[[int], None]
+Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class ExportPlan:
     """What is to be written. ``root``: the key below which it is; ``nbytes``: of its ``tensors``;
     ``left_out``: how many plain values the target has no place for."""
 
     kind: str
     root: str
-    files: tuple[OutFile, ...]
-    tensors: int
+    files: tuple[OutputFile, ...]
+    tensor_count: int
     nbytes: int
     left_out: int = 0
 
@@ -71,9 +71,9 @@ def plan_export(
     *,
     root: str | None = None,
     keys: Sequence[str] = (),
-    shard_size: int = SHARD_SIZE,
-    name: str | None = None,
-) -> Export:
+    max_shard_size: int = MAX_SHARD_SIZE,
+    file_name: str | None = None,
+) -> ExportPlan:
     """What an export to ``kind`` (one of ``SUFFIXES``) would write; only the manifest is read.
 
     ``root``: the key of what is exported, ``"/"`` for all. None: ``model`` where there is one and
@@ -84,26 +84,26 @@ def plan_export(
     express.
     """
     if root is None:
-        top = any(k == MODEL for _, k in _members(snapshot.manifest.tree, "") or ())
-        root = MODEL if top and not keys and kind != "torch" else ""
+        top = any(k == MODEL_KEY for _, k in _members(snapshot.manifest.tree, "") or ())
+        root = MODEL_KEY if top and not keys and kind != "torch" else ""
     root = root.strip("/")
-    node = _below(snapshot, root)
-    selected = selector(list(keys)) if keys else everything
+    node = _find_container(snapshot, root)
+    selected = make_key_filter(list(keys)) if keys else match_all
     left_out = 0
     if kind == "torch":
-        file, tensors = _torch(snapshot, node, root, selected, name or "model.pt")
+        file, tensors = _plan_torch(snapshot, node, root, selected, file_name or "model.pt")
         files = [file]
     else:
-        tensors, left_out = _tensors(snapshot, node, root, selected)
+        tensors, left_out = _select_tensors(snapshot, node, root, selected)
         if kind == "hf":
-            files = hf_files(tensors, shard_size)
+            files = plan_hf_files(tensors, max_shard_size)
         else:
-            files = [tensor_file(name or SINGLE, tensors)]
+            files = [plan_safetensors_file(file_name or SINGLE_FILE, tensors)]
     nbytes = sum(t.nbytes for t in tensors)
-    return Export(kind, root, tuple(files), len(tensors), nbytes, left_out)
+    return ExportPlan(kind, root, tuple(files), len(tensors), nbytes, left_out)
 
 
-def export_place(to: str, kind: str) -> tuple[Location, str | None]:
+def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
     """The folder to export to, and the name of the file if ``to`` is one. Raises ``StoreError``."""
     folder, slash, last = to.rpartition("/")
     name = None
@@ -117,24 +117,24 @@ def export_place(to: str, kind: str) -> tuple[Location, str | None]:
 
 
 def write_export(
-    snapshot: Snapshot, export: Export, place: Location, progress: Progress | None = None
+    snapshot: Snapshot, plan: ExportPlan, location: Location, advance: Advance | None = None
 ) -> None:
     """Write the files into the folder ``place``; whenever this raises, none of them is there.
 
     ``progress(nbytes)`` is called as bytes of tensors are done, from several threads. Raises
     ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, ``StoreError``.
     """
-    _refuse_existing(place, export)
+    _refuse_existing(location, plan)
     made: list[str] = []
     try:
-        with snapshot.pinned():
-            for file in export.files:
-                _write(snapshot, file, place, progress)
-                made.append(place.key(file.name))
+        with snapshot.pin_while_reading():
+            for file in plan.files:
+                _write_file(snapshot, file, location, advance)
+                made.append(location.key(file.name))
     except BaseException:
         for key in made:
             with suppress(StoreError):  # the first error is told
-                place.store.delete(key)
+                location.store.delete(key)
         raise
 
 
@@ -147,11 +147,11 @@ def _members(node: Any, key: str) -> list[tuple[Any, str]] | None:
     if tag in ("dict", "ordered", "items"):
         return [(child, k) for _, child, k in tree.children(node, key)]
     if tag in ("list", "tuple"):
-        return [(child, join(key, str(i))) for i, child in enumerate(node[tag])]
+        return [(child, join_key(key, str(i))) for i, child in enumerate(node[tag])]
     return None
 
 
-def _below(snapshot: Snapshot, root: str) -> Any:
+def _find_container(snapshot: Snapshot, root: str) -> Any:
     """The node of the key ``root``, which must be a container. Raises ``MissingLeaf``."""
     node, key = snapshot.manifest.tree, ""
     while (members := _members(node, key)) is not None and key != root:
@@ -163,32 +163,32 @@ def _below(snapshot: Snapshot, root: str) -> Any:
         raise MissingLeaf(
             f"{snapshot.url} has nothing below {root}",
             expected="the key of a part of its state",
-            found=", ".join(k for _, k in (members or ())[:SHOWN]) or f"a leaf, {key}",
+            found=", ".join(k for _, k in (members or ())[:MAX_LISTED]) or f"a leaf, {key}",
             todo="`holdfast show SNAPSHOT` prints the keys",
             leaf=root,
         )
     return node
 
 
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _walk_leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     """As ``tree.walk``, but a sparse tensor is one."""
     members = _members(node, key)
     if members is None:
         yield key, node
     for child, k in members or ():
-        yield from _leaves(child, k)
+        yield from _walk_leaves(child, k)
 
 
-def _tensors(
-    snapshot: Snapshot, node: Any, root: str, selected: Selected
-) -> tuple[list[Tensor], int]:
+def _select_tensors(
+    snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter
+) -> tuple[list[OutputTensor], int]:
     """The chosen tensors and arrays in order of the tree, and how many plain values there are."""
-    made: dict[str, Tensor] = {}
+    made: dict[str, OutputTensor] = {}
     refused: dict[str, str] = {}
     left_out = 0
-    for key, leaf in _leaves(node, root):
+    for key, leaf in _walk_leaves(node, root):
         tag = next(iter(leaf), "") if type(leaf) is dict else ""
-        if not any(selected(k) for k, _ in tree.walk(leaf, key)):
+        if not any(is_selected(k) for k, _ in tree.walk(leaf, key)):
             continue
         source = leaf["tied"] if tag == "tied" else key
         if tag == "sparse":
@@ -197,20 +197,20 @@ def _tensors(
             left_out += 1
         elif len(leaf.get("array", ())) == 3:
             refused[key] = f"an array of {tree.from_descr(leaf['array'][2])}"
-        elif (dtype := snapshot.leaves[source][0]) in UNNAMED:
+        elif (dtype := snapshot.leaves[source][0]) in UNSUPPORTED_DTYPES:
             refused[key] = dtype
         else:
-            tensor = Tensor(_name(key, root), source, *snapshot.leaves[source])
+            tensor = OutputTensor(_tensor_name(key, root), source, *snapshot.leaves[source])
             if tensor.name in made or tensor.name == "__metadata__":
                 refused[key] = f"its name {tensor.name} is taken"
             made[tensor.name] = tensor
-    _refuse(snapshot, refused, "safetensors")
+    _raise_if_refused(snapshot, refused, "safetensors")
     if not made:
-        raise _nothing(snapshot, root)
+        raise _nothing_selected_error(snapshot, root)
     return list(made.values()), left_out
 
 
-def _name(key: str, root: str) -> str:
+def _tensor_name(key: str, root: str) -> str:
     """The key below the root, with the names in it as they were before they were escaped."""
     plain = {"~0": "~", "~1": "/"}
     return "/".join(
@@ -219,24 +219,24 @@ def _name(key: str, root: str) -> str:
     )
 
 
-def _torch(
-    snapshot: Snapshot, node: Any, root: str, selected: Selected, name: str
-) -> tuple[OutFile, list[Tensor]]:
+def _plan_torch(
+    snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter, file_name: str
+) -> tuple[OutputFile, list[OutputTensor]]:
     """The tree as it is, arrays as tensors. Tied tensors share their memory."""
-    chosen = node if selected is everything else prune(node, selected, root)
+    chosen = node if is_selected is match_all else prune(node, is_selected, root)
     if chosen is ABSENT:
-        raise _nothing(snapshot, root)
-    made = pickled(snapshot, chosen, root)
-    _refuse(snapshot, made.refused, "torch.load(weights_only=True)")
-    tensors = [Tensor(key, key, *snapshot.leaves[key]) for key in made.sources]
-    return torch_file(name, made.data(), tensors), tensors
+        raise _nothing_selected_error(snapshot, root)
+    made = build_torch_pickle(snapshot, chosen, root)
+    _raise_if_refused(snapshot, made.refused, "torch.load(weights_only=True)")
+    tensors = [OutputTensor(key, key, *snapshot.leaves[key]) for key in made.tensors]
+    return plan_torch_file(file_name, made.to_bytes(), tensors), tensors
 
 
-def _refuse(snapshot: Snapshot, refused: dict[str, str], target: str) -> None:
+def _raise_if_refused(snapshot: Snapshot, refused: dict[str, str], target: str) -> None:
     if not refused:
         return
-    several = [f"{key} ({why})" for key, why in list(refused.items())[:SHOWN]]
-    more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
+    several = [f"{key} ({why})" for key, why in list(refused.items())[:MAX_LISTED]]
+    more = f" and {len(refused) - MAX_LISTED} more" if len(refused) > MAX_LISTED else ""
     raise Unsupported(
         f"{snapshot.url} has leaves that {target} cannot express",
         found=", ".join(several) + more,
@@ -245,7 +245,7 @@ def _refuse(snapshot: Snapshot, refused: dict[str, str], target: str) -> None:
     )
 
 
-def _nothing(snapshot: Snapshot, root: str) -> MissingLeaf:
+def _nothing_selected_error(snapshot: Snapshot, root: str) -> MissingLeaf:
     return MissingLeaf(
         f"Nothing that can be exported is chosen of {snapshot.url}",
         expected=f"tensors or arrays below {root}" if root else "tensors or arrays",
@@ -258,44 +258,48 @@ def _nothing(snapshot: Snapshot, root: str) -> MissingLeaf:
 # -- writing --------------------------------------------------------------------------------------
 
 
-def _refuse_existing(place: Location, export: Export) -> None:
+def _refuse_existing(location: Location, plan: ExportPlan) -> None:
     """Raise ``AlreadyExists`` before anything is written."""
-    if is_snapshot(place) or versions_in(place):
+    if is_snapshot(location) or versions_in(location):
         raise AlreadyExists(
-            f"{place.url} is a snapshot or a run; nothing was exported into it",
+            f"{location.url} is a snapshot or a run; nothing was exported into it",
             todo="Name a folder of its own",
-            key=place.folder,
-            store=place.store.url,
+            key=location.folder,
+            store=location.store.url,
         )
-    names = {file.name for file in export.files}
-    if export.kind == "hf":  # which readers would take instead of what is to be written
-        names |= {SINGLE, INDEX}
+    names = {file.name for file in plan.files}
+    if plan.kind == "hf":  # which readers would take instead of what is to be written
+        names |= {SINGLE_FILE, INDEX_FILE}
     for name in sorted(names):
         with suppress(NotFound):
-            place.store.stat(place.key(name))
+            location.store.stat(location.key(name))
             raise AlreadyExists(
-                f"There is {name} in {place.url} already; nothing was changed",
+                f"There is {name} in {location.url} already; nothing was changed",
                 todo="Export to another folder, or delete that file first",
-                key=place.key(name),
-                store=place.store.url,
+                key=location.key(name),
+                store=location.store.url,
             )
 
 
-def _write(snapshot: Snapshot, file: OutFile, place: Location, progress: Progress | None) -> None:
+def _write_file(
+    snapshot: Snapshot, file: OutputFile, location: Location, advance: Advance | None
+) -> None:
     """Write one file: the leaves, then what is around them. Raises as ``write_export``."""
     sums: list[list[tuple[int, int, int]]] = [[] for _ in file.keys]
 
     def write(number: int, at: int, data: memoryview) -> None:
-        upload.write_at(file.begins[number] + at, data)
-        if file.summed:
+        upload.write_at(file.offsets[number] + at, data)
+        if file.needs_crc:
             sums[number].append((at, len(data), zlib.crc32(data)))
-        if progress is not None:
-            progress(len(data))
+        if advance is not None:
+            advance(len(data))
 
-    with place.store.put(place.key(file.name), file.length) as upload:
+    with location.store.put(location.key(file.name), file.length) as upload:
         if file.keys:
-            pour(snapshot, file.keys, write)
-        whole = [torchzip.joined((n, crc) for _, n, crc in sorted(several)) for several in sums]
-        for at, raw in file.frame(whole):
+            stream_leaves(snapshot, file.keys, write)
+        whole = [
+            torchzip.combine_crc32((n, crc) for _, n, crc in sorted(several)) for several in sums
+        ]
+        for at, raw in file.build_framing(whole):
             upload.write_at(at, memoryview(raw))
         upload.commit()

@@ -15,31 +15,38 @@ from typing import Any, cast
 from msgspec import structs
 
 from holdfast.buffers import shared_pool
-from holdfast.engine.distributed.group import acting_as, current_group
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
-from holdfast.engine.snapshot.location import Location, near
-from holdfast.engine.snapshot.snapshot import Snapshot, open_at
-from holdfast.engine.state.flatten import Flat, flatten
+from holdfast.engine.distributed.group import current_group, use_group
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
+from holdfast.engine.snapshot.location import Location, suggest_similar_path
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.errors import HoldfastError, NotFound, Unsupported
-from holdfast.format.names import MANIFEST, is_shard, parse_version
+from holdfast.format.names import MANIFEST, is_shard_name, parse_version
 from holdfast.interop import read_dcp, read_safetensors
-from holdfast.interop.arrange import step_in_name, step_in_state
-from holdfast.interop.mmap_files import Mapped, Tell
-from holdfast.interop.read_dcp import Parted, load_dcp
-from holdfast.interop.read_safetensors import load_folder, load_safetensors
-from holdfast.interop.read_torch import ZIP, is_old, load_old, load_zip, torch_records
+from holdfast.interop.arrange import step_from_name, step_from_state
+from holdfast.interop.mmap_files import Advance, MappedFile
+from holdfast.interop.read_dcp import TensorBoxes, load_dcp
+from holdfast.interop.read_safetensors import load_huggingface_folder, load_safetensors
+from holdfast.interop.read_torch import (
+    ZIP_MAGIC,
+    is_legacy,
+    load_legacy,
+    load_zip,
+    read_torch_records,
+)
 from holdfast.storage.store import Store, Upload
 
-TRIED = (
+SUPPORTED_FORMATS = (
     "a file of torch.save, Lightning or safetensors, a folder of Hugging Face"
-    f" ({read_safetensors.SAFE}, {read_safetensors.BIN}, or their {read_safetensors.INDEX}), or a"
-    f" folder of torch.distributed.checkpoint ({read_dcp.METADATA})"
+    f" ({read_safetensors.SAFE_WEIGHTS_NAME}, {read_safetensors.WEIGHTS_NAME}, or their"
+    f" {read_safetensors.INDEX_SUFFIX}), or a"
+    f" folder of torch.distributed.checkpoint ({read_dcp.METADATA_FILE})"
 )
-_WEIGHTS = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
-_LIGHTNING = "pytorch-lightning_version"
-_TRAINER = "trainer_state.json"
-_BEGINNINGS = (
+_WEIGHT_SUFFIXES = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
+_LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
+_TRAINER_STATE_FILE = "trainer_state.json"
+_MAGIC_BYTES = (
     (b"PK\3\4", "a zip file without data.pkl"),
     (b"\x80", "a bare pickle, which may run whatever it likes"),
     (b"\x89HDF", "an HDF5 file"),
@@ -50,7 +57,7 @@ _BEGINNINGS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Foreign:
+class ForeignCheckpoint:
     """What was read. ``kind``: ``torch``, ``lightning``, ``safetensors``, ``huggingface`` or
     ``dcp``; ``value``: what it holds, its tensors mapped unless ``mapped`` is False; ``step``:
     after which it was saved, if that is known; ``left_out``: weights beside it in its folder that
@@ -72,7 +79,7 @@ def size_on_disk(path: str) -> int:
         return sum(e.stat().st_size for e in entries if e.is_file())
 
 
-def read_foreign(path: str, tell: Tell = bool) -> Foreign:
+def read_foreign_checkpoint(path: str, advance: Advance = bool) -> ForeignCheckpoint:
     """Read the checkpoint that is the file or folder ``path``. ``tell`` is told of bytes that were
     read to be checked, up to ``size_on_disk``, from several threads.
 
@@ -89,155 +96,162 @@ def read_foreign(path: str, tell: Tell = bool) -> Foreign:
             f"{path} is not on a local disk", todo="Copy it to one first: it is mapped into memory"
         )
     if not os.path.lexists(path):
-        close = near(path)
+        close = suggest_similar_path(path)
         todo = "Check the path" if close is None else f"Perhaps {close} is meant"
         raise NotFound(f"There is nothing at {path}", todo=todo, key=path)
-    made = _read_folder(path, tell) if os.path.isdir(path) else _read_file(path, tell)
+    made = _read_folder(path, advance) if os.path.isdir(path) else _read_file(path, advance)
     if made.step is not None:
         return made
     above, name = os.path.split(os.path.abspath(path))
-    step = step_in_name(name)
-    return replace(made, step=step_in_name(os.path.basename(above)) if step is None else step)
+    step = step_from_name(name)
+    return replace(made, step=step_from_name(os.path.basename(above)) if step is None else step)
 
 
-def _read_file(path: str, tell: Tell) -> Foreign:
-    if is_shard(os.path.basename(path)):
+def _read_file(path: str, advance: Advance) -> ForeignCheckpoint:
+    if is_shard_name(os.path.basename(path)):
         raise Unsupported(
             f"{path} is a shard of a Holdfast snapshot",
             todo="`holdfast copy` copies whole snapshots",
         )
-    file = Mapped(path)
+    file = MappedFile(path)
     head = bytes(file.view[:512])
     if read_safetensors.is_safetensors(head, file.length):
-        return Foreign(path, "safetensors", load_safetensors(file))
-    records = torch_records(file) if head[:4] == ZIP else None
-    if records is None and not is_old(head):
-        known = (what for begin, what in _BEGINNINGS if head.startswith(begin))
+        return ForeignCheckpoint(path, "safetensors", load_safetensors(file))
+    records = read_torch_records(file) if head[:4] == ZIP_MAGIC else None
+    if records is None and not is_legacy(head):
+        known = (what for begin, what in _MAGIC_BYTES if head.startswith(begin))
         found = next(known, f"a file that begins with {head[:16]!r}" if head else "an empty file")
         raise Unsupported(
-            f"{path} is no checkpoint that can be imported", expected=TRIED, found=found
+            f"{path} is no checkpoint that can be imported", expected=SUPPORTED_FORMATS, found=found
         )
-    value = load_old(path) if records is None else load_zip(file, records, tell)
-    lightning = isinstance(value, dict) and _LIGHTNING in value
+    value = load_legacy(path) if records is None else load_zip(file, records, advance)
+    lightning = isinstance(value, dict) and _LIGHTNING_VERSION_KEY in value
     kind = "lightning" if lightning else "torch"
-    return Foreign(path, kind, value, step_in_state(value), mapped=records is not None)
+    return ForeignCheckpoint(path, kind, value, step_from_state(value), mapped=records is not None)
 
 
-def _read_folder(path: str, tell: Tell) -> Foreign:
+def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
     names = sorted(os.listdir(path))
-    model = read_safetensors.model_file(set(names))
+    model = read_safetensors.find_model_file(set(names))
     if MANIFEST in names or any(map(parse_version, names)):
         raise Unsupported(
             f"{path} is of Holdfast already", todo="`holdfast copy` copies snapshots and runs"
         )
-    if read_dcp.METADATA in names and model is not None:
+    if read_dcp.METADATA_FILE in names and model is not None:
         raise Unsupported(
             f"{path} may be two checkpoints",
             expected="one",
-            found=f"{read_dcp.METADATA} of torch.distributed.checkpoint, and {model}",
+            found=f"{read_dcp.METADATA_FILE} of torch.distributed.checkpoint, and {model}",
             todo=f"Move one of them elsewhere, or name the file: {os.path.join(path, model)}",
         )
-    if read_dcp.METADATA in names:
-        value = load_dcp(path, tell)
-        rest = [n for n in names if n.endswith(_WEIGHTS) and not n.endswith(".distcp")]
-        return Foreign(path, "dcp", value, step_in_state(value), left_out=tuple(rest))
+    if read_dcp.METADATA_FILE in names:
+        value = load_dcp(path, advance)
+        rest = [n for n in names if n.endswith(_WEIGHT_SUFFIXES) and not n.endswith(".distcp")]
+        return ForeignCheckpoint(path, "dcp", value, step_from_state(value), left_out=tuple(rest))
     if model is None:
-        files = [n for n in names if n.endswith(_WEIGHTS)]
+        files = [n for n in names if n.endswith(_WEIGHT_SUFFIXES)]
         raise Unsupported(
             f"{path} is no checkpoint that can be imported",
-            expected=TRIED,
+            expected=SUPPORTED_FORMATS,
             found=f"{', '.join(names[:5])}{' ...' if names[5:] else ''}" or "an empty folder",
             todo=f"Name a file in it: {os.path.join(path, files[0])}" if files else None,
         )
-    value, files, mapped = load_folder(path, model, tell)
-    rest = [n for n in names if n.endswith(_WEIGHTS) and n not in files]
-    return Foreign(path, "huggingface", value, _trainer_step(path), mapped, tuple(rest))
+    value, files, mapped = load_huggingface_folder(path, model, advance)
+    rest = [n for n in names if n.endswith(_WEIGHT_SUFFIXES) and n not in files]
+    return ForeignCheckpoint(
+        path, "huggingface", value, _read_trainer_step(path), mapped, tuple(rest)
+    )
 
 
-def _trainer_step(folder: str) -> int | None:
+def _read_trainer_step(folder: str) -> int | None:
     """The step that the Trainer of Transformers has left beside the model."""
-    path = os.path.join(folder, _TRAINER)
+    path = os.path.join(folder, _TRAINER_STATE_FILE)
     with suppress(OSError, ValueError, RecursionError), open(path, "rb") as opened:
-        return step_in_state(json.load(opened))
+        return step_from_state(json.load(opened))
     return None
 
 
 # -- saving it -----------------------------------------------------------------------------------
 
 
-def take_apart(state: dict[Any, Any]) -> Flat:
+def flatten_foreign_state(state: dict[Any, Any]) -> FlatState:
     """The tree and the leaves of a state that was read: a tensor of which there are parts becomes
     as many boxes, so that it is never put together. Raises ``Unsupported`` by key for what cannot
     be kept."""
-    parted: dict[int, tuple[Any, Parted]] = {}
-    flat = flatten(_stand_in(state, parted))
+    parted: dict[int, tuple[Any, TensorBoxes]] = {}
+    flat = flatten(_insert_placeholders(state, parted))
     leaves = []
     for leaf in flat.leaves:
         _, found = parted.get(id(leaf.source), (None, None))
         if found is None:
             leaves.append(leaf)
         else:
-            leaves += [structs.replace(leaf, source=p.tensor, box=p.box) for p in found.parts]
+            leaves += [structs.replace(leaf, source=p.tensor, box=p.box) for p in found.boxes]
     flat.leaves[:] = leaves
     return flat
 
 
-def _stand_in(value: Any, parted: dict[int, tuple[Any, Parted]]) -> Any:
+def _insert_placeholders(value: Any, placeholders: dict[int, tuple[Any, TensorBoxes]]) -> Any:
     """The value with a tensor of one element, spread out, for each that is in parts."""
     if type(value) is dict:
-        return {k: _stand_in(v, parted) for k, v in value.items()}
+        return {k: _insert_placeholders(v, placeholders) for k, v in value.items()}
     if type(value) is list:
-        return [_stand_in(v, parted) for v in value]
-    if not isinstance(value, Parted):
+        return [_insert_placeholders(v, placeholders) for v in value]
+    if not isinstance(value, TensorBoxes):
         return value
     import torch
 
     made = torch.empty((), dtype=getattr(torch, value.dtype)).expand(value.shape)
-    parted[id(made)] = made, value
+    placeholders[id(made)] = made, value
     return made
 
 
-def save_foreign(
-    place: Location, flat: Flat, read: Foreign, step: int, branch: int = 0, tell: Tell = bool
+def save_foreign_checkpoint(
+    location: Location,
+    flat: FlatState,
+    checkpoint: ForeignCheckpoint,
+    step: int,
+    branch: int = 0,
+    advance: Advance = bool,
 ) -> Snapshot:
     """Save what ``take_apart`` made of a checkpoint as the snapshot at ``place``, which says in its
     note where it is from. ``tell`` is told of bytes written.
 
     Raises as ``holdfast.save`` does; whenever it raises, nothing was committed.
     """
-    note = {"imported_from": {"path": os.path.abspath(read.path), "kind": read.kind}}
-    label = Label(step=step, branch=branch, reason="import", note=note)
-    told = Location(cast(Store, _Told(place.store, tell)), place.folder)
-    with acting_as(current_group("alone")):
-        finish(begin(told, flat, label, shared_pool(), ahead=False))
-    return open_at(place)
+    note = {"imported_from": {"path": os.path.abspath(checkpoint.path), "kind": checkpoint.kind}}
+    label = VersionMetadata(step=step, branch=branch, reason="import", note=note)
+    told = Location(cast(Store, _ProgressStore(location.store, advance)), location.folder)
+    with use_group(current_group("alone")):
+        finish_save(begin_save(told, flat, label, shared_pool(), stage_now=False))
+    return open_location(location)
 
 
-class _Told:
+class _ProgressStore:
     """A store that tells of the bytes that its uploads are given."""
 
-    def __init__(self, store: Store, tell: Tell) -> None:
-        self._store, self._tell = store, tell
+    def __init__(self, store: Store, advance: Advance) -> None:
+        self._store, self._advance = store, advance
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def put(self, key: str, length: int) -> Any:
-        return _ToldUpload(self._store.put(key, length), self._tell)
+        return _ProgressUpload(self._store.put(key, length), self._advance)
 
 
-class _ToldUpload:
-    def __init__(self, upload: Upload, tell: Tell) -> None:
-        self._upload, self._tell = upload, tell
+class _ProgressUpload:
+    def __init__(self, upload: Upload, advance: Advance) -> None:
+        self._upload, self._advance = upload, advance
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._upload, name)
 
     def write_at(self, offset: int, data: memoryview) -> None:
         self._upload.write_at(offset, data)
-        self._tell(len(data))
+        self._advance(len(data))
 
-    def __enter__(self) -> _ToldUpload:
+    def __enter__(self) -> _ProgressUpload:
         self._upload.__enter__()
         return self
 

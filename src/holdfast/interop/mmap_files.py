@@ -21,23 +21,23 @@ from math import prod
 from typing import Any
 
 from holdfast.errors import FormatError, NotFound, Unsupported
-from holdfast.text import an
+from holdfast.text import with_article
 from holdfast.types import MIB
 
-Tell = Callable[[int], object]
+Advance = Callable[[int], object]
 """Is told of bytes done, from any thread."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
-_LOCAL_HEADER = 30
-_NOT_STORED = "its records are compressed, which PyTorch does not do"
+_LOCAL_HEADER_SIZE = 30
+_COMPRESSED_RECORDS = "its records are compressed, which PyTorch does not do"
 
 
-class Mapped:
+class MappedFile:
     """A file in memory; ``view`` is all of it, read-only. Unmapped when nothing refers to it.
 
     Raises ``NotFound``, ``Unsupported`` for what is no plain file, and ``OSError``.
@@ -54,7 +54,9 @@ class Mapped:
             if not stat.S_ISREG(about.st_mode):
                 raise Unsupported(f"{path} is no plain file", todo="Name a file or a folder")
             self.length = about.st_size
-            self._memory: Any = _map(fd, self.length) if self.length else (ctypes.c_ubyte * 0)()
+            self._memory: Any = (
+                _mmap_readonly(fd, self.length) if self.length else (ctypes.c_ubyte * 0)()
+            )
         finally:
             os.close(fd)
         self.view = memoryview(self._memory).cast("B").toreadonly()
@@ -70,7 +72,7 @@ class Mapped:
         flat = torch.frombuffer(self._memory, dtype=kind, count=prod(shape), offset=start)
         return flat.view(shape)
 
-    def broken(self, expected: str, found: str, offset: int = 0) -> FormatError:
+    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError:
         """The error for what is not as its format has it."""
         return FormatError(
             f"{self.path} is damaged, or not what it seems, at offset {offset}",
@@ -82,9 +84,9 @@ class Mapped:
         )
 
 
-def _map(fd: int, length: int) -> Any:
+def _mmap_readonly(fd: int, length: int) -> Any:
     address = _LIBC.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
+    if address == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     memory = (ctypes.c_ubyte * length).from_address(address)
@@ -92,11 +94,11 @@ def _map(fd: int, length: int) -> Any:
     return memory
 
 
-class _Window(io.RawIOBase):
+class _MemoryViewIO(io.RawIOBase):
     """A part of a mapped file as a file of its own."""
 
     def __init__(self, view: memoryview) -> None:
-        self._view, self._at = view, 0
+        self._view, self._position = view, 0
 
     def readable(self) -> bool:
         return True
@@ -105,24 +107,24 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._view)}[whence]
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
         if begin + offset < 0:
             raise OSError("before the beginning")
-        self._at = begin + offset
-        return self._at
+        self._position = begin + offset
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
-    def readinto(self, into: Any) -> int:
-        part = self._view[self._at : self._at + len(into)]
-        into[: len(part)] = part
-        self._at += len(part)
+    def readinto(self, buffer: Any) -> int:
+        part = self._view[self._position : self._position + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
         return len(part)
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """A record of a zip file as ``torch.save`` writes it: bytes ``start`` to ``stop`` of the mapped
     file, as they are; ``crc`` is 0 where none was made (``set_crc32_options(False)``)."""
 
@@ -132,44 +134,50 @@ class Record:
     crc: int
 
 
-def zip_records(file: Mapped, start: int = 0, stop: int | None = None) -> dict[str, Record]:
+def read_zip_records(
+    file: MappedFile, start: int = 0, stop: int | None = None
+) -> dict[str, ZipRecord]:
     """The records of the zip file that lies from ``start`` to ``stop``, by their names below its
     top folder. Raises ``FormatError``, and ``Unsupported`` if they are compressed."""
     window = file.view[start : file.length if stop is None else stop]
     try:
-        with zipfile.ZipFile(_Window(window)) as opened:
+        with zipfile.ZipFile(_MemoryViewIO(window)) as opened:
             found = opened.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError) as e:
-        raise file.broken("a whole zip file", str(e) or an(type(e).__name__), start) from e
+        raise file.format_error(
+            "a whole zip file", str(e) or with_article(type(e).__name__), start
+        ) from e
     records = {}
     for entry in found:
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise Unsupported(
-                f"{file.path} cannot be imported: {_NOT_STORED}", found=entry.filename
+                f"{file.path} cannot be imported: {_COMPRESSED_RECORDS}", found=entry.filename
             )
         at = entry.header_offset
-        header = bytes(window[at : at + _LOCAL_HEADER])
-        if len(header) < _LOCAL_HEADER or header[:4] != b"PK\3\4":
-            raise file.broken("a record", f"{header[:4]!r}", start + at)
+        header = bytes(window[at : at + _LOCAL_HEADER_SIZE])
+        if len(header) < _LOCAL_HEADER_SIZE or header[:4] != b"PK\3\4":
+            raise file.format_error("a record", f"{header[:4]!r}", start + at)
         skipped = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        begin = start + at + _LOCAL_HEADER + skipped
+        begin = start + at + _LOCAL_HEADER_SIZE + skipped
         end = begin + entry.file_size
         if end > start + len(window):
-            raise file.broken(f"{entry.filename} up to byte {end}", "the end of the file", begin)
+            raise file.format_error(
+                f"{entry.filename} up to byte {end}", "the end of the file", begin
+            )
         name = entry.filename.partition("/")[2]
-        records[name] = Record(name, begin, end, entry.CRC)
+        records[name] = ZipRecord(name, begin, end, entry.CRC)
     return records
 
 
-def check_crc(file: Mapped, record: Record, tell: Tell) -> None:
+def check_crc(file: MappedFile, record: ZipRecord, advance: Advance) -> None:
     """Read a record and compare its CRC, which PyTorch makes and never looks at. Raises
     ``FormatError``."""
     crc = 0
     for at in range(record.start, record.stop, 16 * MIB):
         part = file.view[at : min(at + 16 * MIB, record.stop)]
         crc = zlib.crc32(part, crc)
-        tell(len(part))
+        advance(len(part))
     if record.crc not in (0, crc):
-        raise file.broken(
+        raise file.format_error(
             f"bytes of CRC {record.crc:08x}", f"{crc:08x} in {record.name}", record.start
         )

@@ -16,15 +16,15 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.errors import FormatError, HoldfastError, Unsupported
-from holdfast.interop.mmap_files import Mapped, Record, Tell, check_crc, zip_records
+from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
 from holdfast.settings import read_settings
 from holdfast.threads import in_parallel
 
-ZIP = b"PK\3\4"
-_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+ZIP_MAGIC = b"PK\3\4"
+_LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 """What files of PyTorch before 1.6 begin with, as a pickled integer."""
 
-_NAMED = (
+_GLOBAL_PATTERNS = (
     re.compile(r"GLOBAL (\S+) was not an allowed global"),
     re.compile(r"unsupported GLOBAL (\S+) whose module"),
     re.compile(r"unsupported class (\S+)"),
@@ -34,7 +34,7 @@ _ADVICE = (
     "If you trust where it comes from, load it in Python with torch.load(weights_only=False), and"
     " give what you need of it to holdfast.save"
 )
-_BROKEN = (
+_LOAD_ERRORS = (
     RuntimeError,
     OSError,
     EOFError,
@@ -50,15 +50,15 @@ _BROKEN = (
 """What ``torch.load`` raises for bytes that it did not write."""
 
 
-def is_old(head: bytes) -> bool:
+def is_legacy(head: bytes) -> bool:
     """Whether a file begins as ``torch.save`` wrote it before PyTorch 1.6."""
-    return head[:1] == b"\x80" and _MAGIC in head[:16]
+    return head[:1] == b"\x80" and _LEGACY_MAGIC in head[:16]
 
 
-def torch_records(file: Mapped) -> dict[str, Record] | None:
+def read_torch_records(file: MappedFile) -> dict[str, ZipRecord] | None:
     """The records of a zip file of ``torch.save``; None if it is another zip file. Raises
     ``Unsupported`` for a TorchScript archive."""
-    records = zip_records(file)
+    records = read_zip_records(file)
     if "data.pkl" not in records:
         return None
     if "constants.pkl" in records:
@@ -69,29 +69,31 @@ def torch_records(file: Mapped) -> dict[str, Record] | None:
     return records
 
 
-def load_zip(file: Mapped, records: dict[str, Record], tell: Tell) -> Any:
+def load_zip(file: MappedFile, records: dict[str, ZipRecord], advance: Advance) -> Any:
     """What is in a zip file of ``torch.save``, its tensors mapped; every CRC is compared first."""
     todo = list(records.values())
-    in_parallel(todo, lambda r: check_crc(file, r, tell), min(read_settings().threads, len(todo)))
+    in_parallel(
+        todo, lambda r: check_crc(file, r, advance), min(read_settings().threads, len(todo))
+    )
     # torch.load takes a path that ends in .safetensors for one such, whatever is in it
     with open(file.path, "rb") as opened:
         odd = file.path.endswith(".safetensors")
         path = f"/proc/self/fd/{opened.fileno()}" if odd else file.path
-        return _load(path, file.path, mmap=True)
+        return _torch_load(path, file.path, mmap=True)
 
 
-def load_old(path: str) -> Any:
+def load_legacy(path: str) -> Any:
     """What is in a file of the old format. It cannot be mapped: all of it is read into memory."""
     with open(path, "rb") as opened:
-        return _load(opened, path, mmap=False)
+        return _torch_load(opened, path, mmap=False)
 
 
 def load_bytes(data: bytes, name: str) -> Any:
     """What ``torch.save`` wrote into these bytes; ``name`` says where they are from."""
-    return _load(io.BytesIO(data), name, mmap=False)
+    return _torch_load(io.BytesIO(data), name, mmap=False)
 
 
-def _load(file: Any, name: str, *, mmap: bool) -> Any:
+def _torch_load(file: Any, name: str, *, mmap: bool) -> Any:
     import torch
 
     try:
@@ -99,8 +101,8 @@ def _load(file: Any, name: str, *, mmap: bool) -> Any:
             warnings.simplefilter("ignore")  # of other protocols, and of deprecated storages
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as e:
-        raise _unsafe(file, name, str(e)) from e
-    except _BROKEN as e:
+        raise _unsafe_pickle_error(file, name, str(e)) from e
+    except _LOAD_ERRORS as e:
         if "unable to mmap" in str(e):
             raise HoldfastError(
                 f"{name} is larger than the memory that the system promises for it",
@@ -117,11 +119,11 @@ def _load(file: Any, name: str, *, mmap: bool) -> Any:
         ) from e
 
 
-def _unsafe(file: Any, name: str, told: str) -> Unsupported:
+def _unsafe_pickle_error(file: Any, name: str, message: str) -> Unsupported:
     """The refusal of a pickle, by the names of what it wants to have run or made."""
     names: list[str] = []
-    for pattern in _NAMED:
-        names += [m[1].strip() for m in pattern.finditer(told)]
+    for pattern in _GLOBAL_PATTERNS:
+        names += [m[1].strip() for m in pattern.finditer(message)]
     with suppress(Exception):  # only more names are lost
         import torch
 
@@ -130,7 +132,7 @@ def _unsafe(file: Any, name: str, told: str) -> Unsupported:
         listed = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         names += sorted(n for n in listed if n not in names)
     if not names:
-        lines = [line.strip() for line in told.splitlines() if line.strip()]
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
         return Unsupported(
             f"{name} cannot be read without running what is in it",
             expected="tensors, numbers, text, lists and dicts",

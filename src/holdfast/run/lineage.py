@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from holdfast import events
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -22,71 +21,74 @@ from holdfast.format import names
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
 from holdfast.format.records import MAX_RECORD
-from holdfast.run.catalog import Listing
+from holdfast.run.catalog import Catalog, Listing
 
-if TYPE_CHECKING:
-    from holdfast.run.run import Run
-
-_LOOKS = 10
+_MAX_LISTINGS = 10
 """Most looks for two that agree; a training that saves faster than that is looked at as it is."""
 
 
-def line(run: Run, listing: Listing, number: int) -> list[Version]:
+def lineage_of(catalog: Catalog, listing: Listing, number: int) -> list[Version]:
     """The versions of a branch, and before them those of the branches that it came from, up to
     where it left each; oldest first. Raises ``NotFound`` if there is no such branch."""
     versions = listing.versions
-    known = _branches(listing)
+    known = _branch_numbers(listing)
     if number not in known:
         raise NotFound(
-            f"{run.url} has no branch {number}",
+            f"{catalog.url} has no branch {number}",
             expected=f"one of {', '.join(map(str, sorted(known)))}",
             found=number,
             key=names.branch_name(number),
-            store=run.url,
+            store=catalog.url,
         )
     found: list[Version] = []
     limit = None
     while True:
         own = [v for v in versions if v.branch == number and (limit is None or v.step <= limit)]
         found = own + found
-        left = None if number == 0 else left_from(run, number, versions)
+        left = None if number == 0 else branch_origin(catalog, number, versions)
         if left is None:
             return found
         number, limit = left.branch, left.step
 
 
-def newest_branch(run: Run, listing: Listing) -> int:
+def current_lineage(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
+    """``lineage_of`` a branch, by default of the newest one."""
+    number = newest_branch(catalog, listing) if branch is None else branch
+    return lineage_of(catalog, listing, number)
+
+
+def newest_branch(catalog: Catalog, listing: Listing) -> int:
     """The highest number that has versions, or of which is known where it left from."""
     versions = listing.versions
     held = {v.branch for v in versions}
     for number in sorted({*listing.branches, *held}, reverse=True):
-        if number == 0 or number in held or left_from(run, number, versions) is not None:
+        if number == 0 or number in held or branch_origin(catalog, number, versions) is not None:
             return number
     return 0
 
 
-def unknown_origins(run: Run, listing: Listing) -> list[int]:
+def branches_of_unknown_origin(catalog: Catalog, listing: Listing) -> list[int]:
     """The branches with versions of which cannot be told where they left from, so that what came
     before them cannot be told from what was abandoned."""
     versions = listing.versions
     held = {v.branch for v in versions} - {0}
-    return sorted(n for n in held if left_from(run, n, versions) is None)
+    return sorted(n for n in held if branch_origin(catalog, n, versions) is None)
 
 
-def left_from(run: Run, number: int, versions: Iterable[Version]) -> Version | None:
+def branch_origin(catalog: Catalog, number: int, versions: Iterable[Version]) -> Version | None:
     """The version that a branch left from: by its record, or, should that be damaged, by the
     parent of its first version. None if neither tells: the line then begins with the branch."""
     file = names.branch_name(number)
     try:
-        version = names.parse_version(run.read_branch(number).from_version)
+        version = names.parse_version(catalog.read_branch(number).from_version)
     except FormatTooNew:
         raise
     except (FormatError, NotFound) as e:
         events.emit("skipped", version=file, error=e)
-        version = _first_parent(run, number, versions)
+        version = _origin_from_parents(catalog, number, versions)
     if version is not None and version.branch >= number:
         raise ManifestInvalid(
-            f"{file} of {run.url} breaks the format",
+            f"{file} of {catalog.url} breaks the format",
             expected=f"a branch that left from one before {number}",
             found=str(version),
             file=file,
@@ -94,19 +96,21 @@ def left_from(run: Run, number: int, versions: Iterable[Version]) -> Version | N
     return version
 
 
-def _first_parent(run: Run, number: int, versions: Iterable[Version]) -> Version | None:
+def _origin_from_parents(
+    catalog: Catalog, number: int, versions: Iterable[Version]
+) -> Version | None:
     for version in sorted(v for v in versions if v.branch == number):
-        parent = _parent(run, version)
+        parent = _read_parent(catalog, version)
         found = None if parent is None else names.parse_version(parent.version)
         if found is not None and found.branch < number:
             return found
     return None
 
 
-def _parent(run: Run, version: Version) -> Parent | None:
+def _read_parent(catalog: Catalog, version: Version) -> Parent | None:
     """What was saved or resumed just before; None if there is nothing such, or that is not told."""
     try:
-        return run.open(version).manifest.parent
+        return catalog.open(version).manifest.parent
     except (FormatError, NotFound):
         return None
 
@@ -114,23 +118,23 @@ def _parent(run: Run, version: Version) -> Parent | None:
 # -- the newest ----------------------------------------------------------------------------------
 
 
-def newest(
-    run: Run, use: Callable[[Snapshot], object], at: int | None, branch: int | None
+def find_newest(
+    catalog: Catalog, use: Callable[[Snapshot], object], at: int | None, branch: int | None
 ) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
     """See ``Run.newest``."""
     skipped: dict[Version, HoldfastError] = {}
     deleted: dict[Version, HoldfastError] = {}
     while True:
-        listing = settled(run)
-        versions = run.line(listing, branch)
+        listing = stable_listing(catalog)
+        versions = current_lineage(catalog, listing, branch)
         for version in reversed([v for v in versions if at is None or v.step == at]):
             try:
-                snapshot = run.open(version)
+                snapshot = catalog.open(version)
                 use(snapshot)
             except (FormatTooNew, Denied, Unavailable):
                 raise
             except (FormatError, StoreError) as e:
-                if isinstance(e, NotFound) and version not in run.listing().versions:
+                if isinstance(e, NotFound) and version not in catalog.listing().versions:
                     deleted[version] = e
                     break  # it is no damage, and its writer has saved a newer one by then
                 events.emit("skipped", version=str(version), error=e)
@@ -138,35 +142,39 @@ def newest(
             else:
                 return snapshot, list(skipped.items())
         else:
-            if changed(run, listing):
+            if is_stale(catalog, listing):
                 continue
             failed = {**deleted, **skipped}
             if failed:
-                raise _none_left(run.url, at, failed) from next(iter(failed.values()))
+                raise _no_intact_version_error(catalog.url, at, failed) from next(
+                    iter(failed.values())
+                )
             if at is not None or listing.versions:
-                raise _none(run.url, at, versions, listing.versions)
+                raise _no_such_version_error(catalog.url, at, versions, listing.versions)
             return None, []
 
 
-def settled(run: Run) -> Listing:
+def stable_listing(catalog: Catalog) -> Listing:
     """A look that shows the same versions as the one before. No list is of one moment: of a version
     that is committed and an older one that is deleted meanwhile it may show neither."""
-    listing = run.listing()
-    for _ in range(_LOOKS):
-        before, listing = listing, run.listing()
+    listing = catalog.listing()
+    for _ in range(_MAX_LISTINGS):
+        before, listing = listing, catalog.listing()
         if before.versions == listing.versions:
             break
     return listing
 
 
-def changed(run: Run, listing: Listing) -> bool:
+def is_stale(catalog: Catalog, listing: Listing) -> bool:
     """Whether a version of that look is gone by now, or there was none and now is: what was looked
     for in vain may have been there all the time."""
-    now = run.listing().versions
+    now = catalog.listing().versions
     return not set(listing.versions) <= set(now) or (not listing.versions and bool(now))
 
 
-def _none_left(url: str, at: int | None, failed: Mapping[Version, HoldfastError]) -> NoSnapshot:
+def _no_intact_version_error(
+    url: str, at: int | None, failed: Mapping[Version, HoldfastError]
+) -> NoSnapshot:
     wanted = "version" if at is None else f"version of step {at}"
     overwritten = [e for e in failed.values() if e.fields.get("live_state")]
     return NoSnapshot(
@@ -181,7 +189,9 @@ def _none_left(url: str, at: int | None, failed: Mapping[Version, HoldfastError]
     )
 
 
-def _none(url: str, at: int | None, line: list[Version], versions: list[Version]) -> NoSnapshot:
+def _no_such_version_error(
+    url: str, at: int | None, lineage: list[Version], versions: list[Version]
+) -> NoSnapshot:
     """There is nothing damaged, but nothing of that step, or nothing on that line."""
     if not versions:
         return NoSnapshot(
@@ -192,7 +202,7 @@ def _none(url: str, at: int | None, line: list[Version], versions: list[Version]
             skipped=(),
         )
     wanted = "version" if at is None else f"version of step {at}"
-    found, todo = instead(at, line, versions)
+    found, todo = alternatives(at, lineage, versions)
     return NoSnapshot(
         f"{url} has no {wanted} on the line that is asked for",
         expected=f"a {wanted}",
@@ -202,8 +212,8 @@ def _none(url: str, at: int | None, line: list[Version], versions: list[Version]
     )
 
 
-def instead(
-    step: int | None, line: Sequence[Version], versions: Sequence[Version]
+def alternatives(
+    step: int | None, lineage: Sequence[Version], versions: Sequence[Version]
 ) -> tuple[str, str]:
     """What there is where a line has no version of a step (None: no version), and what to do."""
     others = [v for v in versions if v.step == step]
@@ -217,7 +227,7 @@ def instead(
     if step is None:
         branch = versions[-1].branch
         return ", ".join(map(str, versions[-3:])), f"resume(branch={branch}) goes on from there"
-    near = sorted(line, key=lambda v: abs(v.step - step))[:3]
+    near = sorted(lineage, key=lambda v: abs(v.step - step))[:3]
     return (
         ", ".join(map(str, sorted(near))) or "none",
         "`holdfast ls RUN` shows all versions, those on other branches too",
@@ -227,7 +237,9 @@ def instead(
 # -- two runs ------------------------------------------------------------------------------------
 
 
-def forked(one: Run, ours: Listing, other: Run, theirs: Listing) -> str | None:
+def find_divergence(
+    catalog: Catalog, listing: Listing, other: Catalog, other_listing: Listing
+) -> str | None:
     """What ``other`` has that ``one`` never had, if both have gone on since one was copied from
     the other; None if nothing shows that.
 
@@ -236,38 +248,46 @@ def forked(one: Run, ours: Listing, other: Run, theirs: Listing) -> str | None:
     branch, nor another version in the place of the parent; and whoever left a branch had the newest
     version of it, which only a sweep of what is abandoned deletes.
     """
-    for number in sorted({*ours.branches} & {*theirs.branches}):
+    for number in sorted({*listing.branches} & {*other_listing.branches}):
         file = names.branch_name(number)
-        if one.store.get(file, MAX_RECORD) != other.store.get(file, MAX_RECORD):
+        if catalog.store.get(file, MAX_RECORD) != other.store.get(file, MAX_RECORD):
             return f"another {file}"
-    branch, its_branch = (max(_branches(each)) for each in (ours, theirs))
-    if branch < its_branch and _last(ours, branch) > _last(theirs, branch):
+    branch, its_branch = (max(_branch_numbers(each)) for each in (listing, other_listing))
+    if branch < its_branch and _newest_step(listing, branch) > _newest_step(other_listing, branch):
         return f"branch {its_branch}"
-    if branch > its_branch and _last(theirs, its_branch) > _last(ours, its_branch):
-        return str(Version(_last(theirs, its_branch), its_branch))
-    mine, its = set(ours.versions), set(theirs.versions)
+    if branch > its_branch and _newest_step(other_listing, its_branch) > _newest_step(
+        listing, its_branch
+    ):
+        return str(Version(_newest_step(other_listing, its_branch), its_branch))
+    mine, its = set(listing.versions), set(other_listing.versions)
     for version in sorted(mine - its):
-        stranger = _stranger(one, version, other, mine, its)
+        stranger = _find_conflict(catalog, version, other, mine, its)
         if stranger is not None:
             return str(stranger)
     for version in sorted(its - mine):
-        if _stranger(other, version, one, its, mine) is not None:
+        if _find_conflict(other, version, catalog, its, mine) is not None:
             return str(version)
     return None
 
 
-def _stranger(
-    run: Run, version: Version, other: Run, mine: set[Version], its: set[Version]
+def _find_conflict(
+    catalog: Catalog,
+    version: Version,
+    other: Catalog,
+    versions: set[Version],
+    other_versions: set[Version],
 ) -> Version | None:
     """What the other run has between a version and its parent, on its branch, or as another
     snapshot in the parent's place. ``mine``, ``its``: the versions of this run and of the other."""
-    parent = _parent(run, version)
+    parent = _read_parent(catalog, version)
     named = None if parent is None else names.parse_version(parent.version)
     if parent is None or named is None:
         return None
     steps = range(named.step + 1, version.step)
-    between = [v for v in its - mine if v.branch == version.branch and v.step in steps]
-    if between or named not in its:
+    between = [
+        v for v in other_versions - versions if v.branch == version.branch and v.step in steps
+    ]
+    if between or named not in other_versions:
         return min(between, default=None)
     try:
         found = other.open(named)
@@ -278,10 +298,10 @@ def _stranger(
     return None if copied or found.digest == parent.digest else named
 
 
-def _branches(listing: Listing) -> set[int]:
+def _branch_numbers(listing: Listing) -> set[int]:
     return {0, *listing.branches, *(v.branch for v in listing.versions)}
 
 
-def _last(listing: Listing, branch: int) -> int:
+def _newest_step(listing: Listing, branch: int) -> int:
     """The newest step on a branch; -1 if there is none."""
     return max((v.step for v in listing.versions if v.branch == branch), default=-1)

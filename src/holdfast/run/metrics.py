@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import PlanError
-from holdfast.text import an
+from holdfast.text import with_article
 
-_LONG = 1 << 63
+_INT64_LIMIT = 1 << 63
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         raise PlanError(
             "Metrics are numbers by name",
             expected='a dict such as {"loss": loss}',
-            found=an(type(metrics).__name__),
+            found=with_article(type(metrics).__name__),
         )
     for name, value in metrics.items():
         if not _is_name(name) or not _is_number(value):
@@ -28,13 +28,13 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
             raise PlanError(
                 f"The metric {name!r} is no number",
                 expected="an int of 64 bits, a float, or a real tensor or array of one element",
-                found=an(type(value).__name__) + (f" of {tuple(many)}" if many else ""),
+                found=with_article(type(value).__name__) + (f" of {tuple(many)}" if many else ""),
                 todo="Give its mean, or leave it out",
             )
-    return {name: _own(value) for name, value in metrics.items()}
+    return {name: _copy_value(value) for name, value in metrics.items()}
 
 
-def _own(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """The value as it is now, whatever becomes of a tensor that is used again."""
     if hasattr(value, "detach"):
         return value.detach().clone()
@@ -51,7 +51,9 @@ def _is_name(name: object) -> bool:
 def _is_number(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
     if dtype is None:
-        return isinstance(value, float) or (type(value) is int and -_LONG <= value < _LONG)
+        return isinstance(value, float) or (
+            type(value) is int and -_INT64_LIMIT <= value < _INT64_LIMIT
+        )
     # a tensor of one element knows item() too, but to call it would wait for its device
     elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
     real = ("float", "bfloat", "int", "uint")
@@ -59,19 +61,19 @@ def _is_number(value: Any) -> bool:
     return there and elements == 1 and str(dtype).removeprefix("torch.").startswith(real)
 
 
-def number(value: Any) -> int | float:
+def to_number(value: Any) -> int | float:
     """A metric that was checked, read: an int of 64 bits or a float. Waits for its device."""
     found = value.item() if hasattr(value, "item") else value
-    whole = isinstance(found, int) and -_LONG <= found < _LONG
+    whole = isinstance(found, int) and -_INT64_LIMIT <= found < _INT64_LIMIT
     return int(found) if whole else float(found)  # a large uint64, NumPy's long double
 
 
-def plain(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+def to_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     """Metrics that were checked, read."""
-    return {name: number(value) for name, value in metrics.items()}
+    return {name: to_number(value) for name, value in metrics.items()}
 
 
-def numbers(metrics: Any) -> dict[str, float]:
+def select_numbers(metrics: Any) -> dict[str, float]:
     """The members of ``metrics`` that are numbers."""
     if not isinstance(metrics, dict):
         return {}

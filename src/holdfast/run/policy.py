@@ -21,7 +21,7 @@ Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PolicyInput:
     """What a save policy may look at: now, and what was at the last save (or at the start of the
     training where nothing has been saved since). Seconds are of a monotonic clock; epochs are
     those that are completed."""
@@ -38,7 +38,7 @@ class Moment:
 class SavePolicy:
     """When a save is due. ``a | b`` is due when either is."""
 
-    def due(self, now: Moment) -> bool:
+    def due(self, now: PolicyInput) -> bool:
         """Whether the state after step ``now.step`` is to be saved."""
         return False
 
@@ -55,18 +55,18 @@ class SavePolicy:
     def __or__(self, other: SavePolicy) -> SavePolicy:
         if not isinstance(other, SavePolicy):
             return NotImplemented
-        return _EitherDue(self, other)
+        return _SaveUnion(self, other)
 
 
 @dataclass(frozen=True, slots=True)
-class _EitherDue(SavePolicy):
+class _SaveUnion(SavePolicy):
     first: SavePolicy
     second: SavePolicy
 
     def __repr__(self) -> str:
         return f"{self.first} | {self.second}"
 
-    def due(self, now: Moment) -> bool:
+    def due(self, now: PolicyInput) -> bool:
         return self.first.due(now) or self.second.due(now)
 
     @property
@@ -85,9 +85,9 @@ class EverySteps(SavePolicy):
     steps: int
 
     def __post_init__(self) -> None:
-        _whole("EverySteps", self.steps, "steps", "EverySteps(500)")
+        _check_count("EverySteps", self.steps, "steps", "EverySteps(500)")
 
-    def due(self, now: Moment) -> bool:
+    def due(self, now: PolicyInput) -> bool:
         return now.step // self.steps > now.last_step // self.steps
 
 
@@ -99,9 +99,9 @@ class EverySeconds(SavePolicy):
 
     def __post_init__(self) -> None:
         good = _is_number(self.seconds) and 0 < self.seconds < inf
-        _demand("EverySeconds", good, "seconds above 0", self.seconds, "EverySeconds(600)")
+        _require("EverySeconds", good, "seconds above 0", self.seconds, "EverySeconds(600)")
 
-    def due(self, now: Moment) -> bool:
+    def due(self, now: PolicyInput) -> bool:
         return now.seconds - now.last_seconds >= self.seconds
 
 
@@ -112,9 +112,9 @@ class EveryEpoch(SavePolicy):
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        _whole("EveryEpoch", self.epochs, "epochs", "EveryEpoch()")
+        _check_count("EveryEpoch", self.epochs, "epochs", "EveryEpoch()")
 
-    def due(self, now: Moment) -> bool:
+    def due(self, now: PolicyInput) -> bool:
         return now.epochs // self.epochs > now.last_epochs // self.epochs
 
     @property
@@ -160,11 +160,11 @@ class KeepPolicy:
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
         if not isinstance(other, KeepPolicy):
             return NotImplemented
-        return _EitherKeeps(self, other)
+        return _KeepUnion(self, other)
 
 
 @dataclass(frozen=True, slots=True)
-class _EitherKeeps(KeepPolicy):
+class _KeepUnion(KeepPolicy):
     first: KeepPolicy
     second: KeepPolicy
 
@@ -186,7 +186,7 @@ class KeepLast(KeepPolicy):
     count: int
 
     def __post_init__(self) -> None:
-        _whole("KeepLast", self.count, "versions", "KeepLast(3)")
+        _check_count("KeepLast", self.count, "versions", "KeepLast(3)")
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         return frozenset(r.version for r in records[-self.count :])
@@ -202,7 +202,7 @@ class KeepEvery(KeepPolicy):
     steps: int
 
     def __post_init__(self) -> None:
-        _whole("KeepEvery", self.steps, "steps", "KeepEvery(10_000)")
+        _check_count("KeepEvery", self.steps, "steps", "KeepEvery(10_000)")
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         first: dict[int, Version] = {}
@@ -226,8 +226,8 @@ class KeepBest(KeepPolicy):
 
     def __post_init__(self) -> None:
         example = 'KeepBest(2, "val_loss", mode="min")'
-        _whole("KeepBest", self.count, "versions", example)
-        _metric("KeepBest", self.metric, self.mode, example)
+        _check_count("KeepBest", self.count, "versions", example)
+        _check_metric("KeepBest", self.metric, self.mode, example)
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         return frozenset(best_first(records, self.metric, self.mode)[: self.count])
@@ -254,7 +254,7 @@ def best_first(records: Sequence[Record], metric: str, mode: Mode = "min") -> li
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StopState:
     """How far a ``StopWhen`` is: the best value so far, and the values since that were no better
     (``misses``). It lies in the snapshot, so that a restart does not begin to wait anew."""
 
@@ -278,12 +278,12 @@ class StopWhen:
 
     def __post_init__(self) -> None:
         example = 'StopWhen("val_loss", patience=3, mode="min")'
-        _metric("StopWhen", self.metric, self.mode, example)
-        _whole("StopWhen", self.patience, "values as patience", example)
+        _check_metric("StopWhen", self.metric, self.mode, example)
+        _check_count("StopWhen", self.patience, "values as patience", example)
         good = _is_number(self.min_delta) and 0 <= self.min_delta < inf
-        _demand("StopWhen", good, "a min_delta of 0 or more", self.min_delta, example)
+        _require("StopWhen", good, "a min_delta of 0 or more", self.min_delta, example)
 
-    def observe(self, state: Patience, value: float) -> Patience:
+    def observe(self, state: StopState, value: float) -> StopState:
         """The state after one more value of the metric."""
         if _is_nan(value):
             better = False
@@ -294,11 +294,11 @@ class StopWhen:
         else:
             better = value > state.best + self.min_delta
         if better:
-            return Patience(value, 0, False)
+            return StopState(value, 0, False)
         misses = state.misses + 1
-        return Patience(state.best, misses, misses >= self.patience)
+        return StopState(state.best, misses, misses >= self.patience)
 
-    def to_plain(self, state: Patience) -> dict[str, Any]:
+    def to_plain(self, state: StopState) -> dict[str, Any]:
         """``state`` as plain values, with what it is the state of."""
         return {
             "metric": self.metric,
@@ -307,22 +307,22 @@ class StopWhen:
             "misses": state.misses,
         }
 
-    def from_plain(self, plain: object) -> Patience:
+    def from_plain(self, plain: object) -> StopState:
         """What ``to_plain`` made, seen with this patience. Anything else, the state of another
         metric or mode included, is a fresh start."""
         if not isinstance(plain, dict):
-            return Patience()
+            return StopState()
         best, misses = plain.get("best"), plain.get("misses")
         same = (plain.get("metric"), plain.get("mode")) == (self.metric, self.mode)
         if not same or not isinstance(misses, int) or not (best is None or _is_number(best)):
-            return Patience()
-        return Patience(best, misses, misses >= self.patience)
+            return StopState()
+        return StopState(best, misses, misses >= self.patience)
 
 
-def refuse_unable(policy: SavePolicy, epochs_end: bool) -> None:
+def check_can_fire(policy: SavePolicy, epochs_known: bool) -> None:
     """Raise ``HoldfastError`` for a policy that can never fire in this training. ``epochs_end``:
     whether it is known at a step that it completes an epoch."""
-    if policy.wants_epochs and not epochs_end:
+    if policy.wants_epochs and not epochs_known:
         raise HoldfastError(
             "EveryEpoch can never fire: nothing in the state tells which step completes an epoch",
             expected="a holdfast.ElasticSampler in the state",
@@ -343,19 +343,19 @@ def _is_nan(value: float) -> bool:
     return isinstance(value, float) and isnan(value)
 
 
-def _whole(name: str, value: object, unit: str, example: str) -> None:
+def _check_count(name: str, value: object, unit: str, example: str) -> None:
     good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    _demand(name, good, f"1 or more {unit}, a whole number", value, example)
+    _require(name, good, f"1 or more {unit}, a whole number", value, example)
 
 
-def _metric(name: str, metric: object, mode: object, example: str) -> None:
+def _check_metric(name: str, metric: object, mode: object, example: str) -> None:
     named = isinstance(metric, str) and metric != ""
-    _demand(name, named, "the name of a metric", metric, example)
-    _demand(name, mode in ("min", "max"), 'mode "min" or "max"', mode, example)
+    _require(name, named, "the name of a metric", metric, example)
+    _require(name, mode in ("min", "max"), 'mode "min" or "max"', mode, example)
 
 
-def _demand(name: str, good: bool, expected: str, found: object, example: str) -> None:
-    if not good:
+def _require(name: str, valid: bool, expected: str, found: object, example: str) -> None:
+    if not valid:
         raise HoldfastError(
             f"{name} can never fire so",
             expected=expected,

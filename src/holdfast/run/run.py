@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from holdfast import events, machine
-from holdfast.engine.snapshot import pins as pin
+from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location, Url
-from holdfast.engine.snapshot.snapshot import Snapshot, open_at
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.records import (
-    MAX_RECORD,
     Branch,
     LastingPin,
-    decode_branch,
     encode_branch,
     encode_evaluation,
-    encode_lasting,
+    encode_lasting_pin,
 )
 from holdfast.run import lineage, sweep
-from holdfast.run.catalog import Known, Ledger, Listing, new_evaluation
+from holdfast.run.catalog import Catalog, Listing, VersionRecord, new_evaluation
 from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
-from holdfast.run.sweep import GRACE, Asked, Swept
+from holdfast.run.sweep import GRACE, SweepOptions, SweepResult
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 
@@ -46,9 +43,7 @@ class Run:
 
     def __init__(self, url: Url) -> None:
         self.store = open_store(url)
-        self.ledger = Ledger(self.store, self.open)
-        self.half_deleted: dict[Version, list[Stat]] = {}
-        """Files of versions whose manifest this process has deleted, and which are still there."""
+        self.catalog = Catalog(self.store)
 
     def __repr__(self) -> str:
         return f"<Run {self.url}>"
@@ -57,36 +52,17 @@ class Run:
     def url(self) -> str:
         return self.store.url
 
-    def place(self, version: Version) -> Location:
-        return Location(self.store, str(version))
+    def location(self, version: Version) -> Location:
+        return self.catalog.location(version)
 
     def open(self, version: Version) -> Snapshot:
-        """One version. Raises ``NotFound`` or ``FormatError``, also for a version that lies in the
-        folder of another."""
-        snapshot = open_at(self.place(version))
-        _ = snapshot.version
-        return snapshot
+        """Open one version. Raises ``NotFound``, or ``FormatError``, also for a manifest that names
+        another version than its folder."""
+        return self.catalog.open(version)
 
     def listing(self) -> Listing:
-        """One look at the store."""
-        return self.listed(self.store.list(""))
-
-    def listed(self, stats: Iterable[Stat]) -> Listing:
-        """What a list of the store's objects says of the run."""
-        folders: dict[Version, list[Stat]] = defaultdict(list)
-        branches, pins, lasting = [], [], {}
-        for stat in stats:
-            folder, slash, rest = stat.key.partition("/")
-            version = names.parse_version(folder)
-            if slash and version is not None and "/" not in rest:
-                folders[version].append(stat)
-            elif (number := names.parse_branch(stat.key)) is not None:
-                branches.append(number)
-            elif names.parse_pin(stat.key) is not None:
-                pins.append(stat)
-            elif (version := names.parse_lasting(stat.key)) is not None:
-                lasting[version] = stat
-        return Listing(dict(folders), sorted(branches), pins, lasting)
+        """List the store once."""
+        return self.catalog.listing()
 
     def snapshots(self) -> list[Snapshot]:
         """The versions on the line that training is on, oldest first; damaged ones left out
@@ -121,19 +97,19 @@ class Run:
         of that step. ``branch``: along its line, not that which training is on. Raises
         ``NoSnapshot``, and ``NotFound`` for a branch that is not there.
         """
-        return lineage.newest(self, use, at, branch)
+        return lineage.find_newest(self.catalog, use, at, branch)
 
     def find(self, step: int, branch: int | None = None) -> Version:
         """The version of that step on the line that training is on, or on that of ``branch``.
         Raises ``NotFound``."""
-        step = _whole(step, "a step, a whole number")
-        branch = None if branch is None else _whole(branch, "a branch, a whole number")
+        step = _to_int(step, "a step, a whole number")
+        branch = None if branch is None else _to_int(branch, "a branch, a whole number")
         listing = self.listing()
         line = self.line(listing, branch)
         found = [v for v in line if v.step == step]
         if not found:
             where = "the line that training is on" if branch is None else f"branch {branch}"
-            there, todo = lineage.instead(step, line, listing.versions)
+            there, todo = lineage.alternatives(step, line, listing.versions)
             raise NotFound(
                 f"{self.url} has no version of step {step} on {where}",
                 expected=f"a version of step {step}",
@@ -153,17 +129,16 @@ class Run:
         ``branch``: those of that branch instead. Raises ``NotFound`` if there is none such.
         """
         listing = self.listing() if listing is None else listing
-        return lineage.line(self, listing, self.branch(listing) if branch is None else branch)
+        return lineage.current_lineage(self.catalog, listing, branch)
 
     def branch(self, listing: Listing | None = None) -> int:
         """The number of the branch that training is on; 0 is the first."""
         listing = self.listing() if listing is None else listing
-        return lineage.newest_branch(self, listing)
+        return lineage.newest_branch(self.catalog, listing)
 
     def read_branch(self, number: int) -> Branch:
         """The record of a branch. Raises ``NotFound`` or ``FormatError``."""
-        file = names.branch_name(number)
-        return decode_branch(self.store.get(file, MAX_RECORD), file)
+        return self.catalog.read_branch(number)
 
     def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
         """Start a branch at a version, durably, and return its number."""
@@ -171,7 +146,7 @@ class Run:
             listing = self.listing()
             taken = [0, *listing.branches, *(v.branch for v in listing.versions)]
             number = max(taken) + 1
-            record = Branch(number, str(version), snapshot.digest, machine.now(), reason)
+            record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
             try:
                 self.store.put_if_absent(names.branch_name(number), encode_branch(record))
             except AlreadyExists:
@@ -186,8 +161,8 @@ class Run:
 
         Of a metric that several have the newest counts. Raises ``NotFound`` or ``FormatError``.
         """
-        version = self._version(at)
-        return self.ledger.metrics(version, *self._sound(version))
+        version = self._resolve_version(at)
+        return self.catalog.metrics(version, *self._read_version(version))
 
     def add_metrics(
         self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = "evaluation"
@@ -198,20 +173,20 @@ class Run:
         of the file, for people. Raises ``NotFound`` if the version is gone, and ``FormatError`` if
         ``at`` is a snapshot and another one has taken its place.
         """
-        version = self._version(at)
-        known, files = self._sound(version)
+        version = self._resolve_version(at)
+        known, files = self._read_version(version)
         if isinstance(at, Snapshot) and at.digest != known.digest:
             raise FormatError(
                 f"{version} of {self.url} is not the snapshot that was evaluated",
                 expected=f"a manifest of digest {at.digest}",
                 found=known.digest,
                 todo="Evaluate the one that is there now",
-                file=self.place(version).key(names.MANIFEST),
+                file=self.location(version).key(names.MANIFEST),
             )
-        earlier = self.ledger.evaluations(version, known.digest, files)
+        earlier = self.catalog.evaluations(version, known.digest, files)
         record = new_evaluation(name, version, known.digest, metrics, earlier)
         file = names.evaluation_name(name, record.attempt)
-        self.store.put_if_absent(self.place(version).key(file), encode_evaluation(record))
+        self.store.put_if_absent(self.location(version).key(file), encode_evaluation(record))
 
     def records(self) -> list[Record]:
         """The intact versions on the line that training is on, oldest first, with their metrics:
@@ -219,8 +194,8 @@ class Run:
         return self._records(self.listing())
 
     def _records(self, listing: Listing) -> list[Record]:
-        known = self.ledger.versions(listing)
-        return self.ledger.records(self.line(listing), listing, known)
+        known = self.catalog.read_versions(listing)
+        return self.catalog.intact_records(self.line(listing), listing, known)
 
     def best(self, metric: str, mode: Mode = "min") -> Snapshot | None:
         """The intact version on the line with the smallest (``mode="max"``: largest) ``metric``;
@@ -228,26 +203,27 @@ class Run:
         if mode not in ("min", "max"):
             raise HoldfastError("No best can be told", expected='mode "min" or "max"', found=mode)
         while True:
-            listing = lineage.settled(self)
+            listing = lineage.stable_listing(self.catalog)
             found = None
             for version in best_first(self._records(listing), metric, mode):
                 with suppress(NotFound):
                     found = self.open(version)
                     break
-            if not lineage.changed(self, listing):  # else one may have gone for a better one
+            # else one may have been deleted in favor of a better one
+            if not lineage.is_stale(self.catalog, listing):
                 return found
 
-    def _version(self, at: Snapshot | Version | int) -> Version:
+    def _resolve_version(self, at: Snapshot | Version | int) -> Version:
         if isinstance(at, Version):
             return at
         if isinstance(at, Snapshot):
             return at.version
-        return self.find(_whole(at, "a Snapshot, a Version, or a step, a whole number"))
+        return self.find(_to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
-    def _sound(self, version: Version) -> tuple[Known, Sequence[Stat]]:
+    def _read_version(self, version: Version) -> tuple[VersionRecord, Sequence[Stat]]:
         """What is known of a version whose manifest is sound, and the files of its folder."""
         files = list(self.store.list(str(version)))
-        known = self.ledger.version(version, files)
+        known = self.catalog.read_version(version, files)
         if known is None or not known.digest:
             self.open(version)  # raises what is wrong with it
             raise NotFound(f"There is no {version} in {self.url}", store=self.url)
@@ -259,14 +235,16 @@ class Run:
         """Keep a version from retention and ``sweep`` until it is unpinned. Pinned already:
         nothing happens. Raises ``NotFound``."""
         version = self.find(step, branch)
-        place = self.place(version)
-        key = place.beside(names.pin_name(str(version)))
+        place = self.location(version)
+        key = place.run_key(names.pin_name(str(version)))
         try:
-            self.store.put_if_absent(key, encode_lasting(LastingPin(str(version), machine.now())))
+            self.store.put_if_absent(
+                key, encode_lasting_pin(LastingPin(str(version), machine.utc_now()))
+            )
         except AlreadyExists:
             return version
         try:
-            pin.seen(place)
+            pins.require_manifest(place)
         except NotFound:
             self.store.delete(key)
             raise
@@ -296,7 +274,7 @@ class Run:
 
     def pins(self) -> list[Version]:
         """The versions with a lasting pin, oldest first."""
-        return sorted(self.listing().lasting)
+        return sorted(self.listing().lasting_pins)
 
     # -- deleting ------------------------------------------------------------------------------
 
@@ -306,7 +284,7 @@ class Run:
         Raises ``NotFound``, and ``HoldfastError`` if it is pinned, being read, or another version
         refers to it.
         """
-        return sweep.delete(self, version)
+        return sweep.delete(self.catalog, version)
 
     def retain(self, policy: KeepPolicy) -> list[Version]:
         """Delete what ``policy`` does not keep of the intact versions on the line; those deleted.
@@ -315,7 +293,7 @@ class Run:
         by a version that stays; damaged versions and other branches are not touched. Raises
         ``StoreError``; what it left undone is done by the next call.
         """
-        return sweep.retain(self, policy)
+        return sweep.retain(self.catalog, policy)
 
     def sweep(
         self,
@@ -324,7 +302,7 @@ class Run:
         abandoned: bool = False,
         dry_run: bool = False,
         now: float | None = None,
-    ) -> Swept:
+    ) -> SweepResult:
         """Remove what no manifest names: leftovers of saves that were never committed.
 
         Nothing younger than ``grace`` seconds, nothing of an attempt whose process lives, nothing
@@ -333,10 +311,10 @@ class Run:
         that are pinned or referred to. ``dry_run``: only tell.
         """
         now = time.time() if now is None else now
-        return sweep.sweep(self, Asked(grace, abandoned, dry_run, now))
+        return sweep.sweep(self.catalog, SweepOptions(grace, abandoned, dry_run, now))
 
 
-def _whole(number: Any, expected: str) -> int:
+def _to_int(number: Any, expected: str) -> int:
     """A whole number of whatever type, NumPy's too. Raises ``HoldfastError``."""
     if not isinstance(number, bool):
         with suppress(TypeError):

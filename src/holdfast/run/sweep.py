@@ -19,39 +19,35 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from holdfast import events
-from holdfast.engine.snapshot import pins as pin
+from holdfast.engine.snapshot import pins
 from holdfast.errors import FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
-from holdfast.run.catalog import Known, Listing, manifest_in, orphans
-from holdfast.run.lineage import unknown_origins
+from holdfast.run.catalog import Catalog, Listing, VersionRecord, find_manifest, find_orphans
+from holdfast.run.lineage import branches_of_unknown_origin, current_lineage
 from holdfast.run.policy import KeepPolicy
 from holdfast.storage.store import Stat
-
-if TYPE_CHECKING:
-    from holdfast.run.run import Run
 
 GRACE = 24 * 3600.0
 """Seconds that a file which no manifest names is left alone."""
 
-MOMENT = 60.0
+MIN_GRACE = 60.0
 """Seconds that a small file may take on its way; nothing speaks for one, such as a pin."""
 
-FOREIGN_PIN = 7 * GRACE
+REMOTE_PIN_TTL = 7 * GRACE
 """Seconds after which a pin of another machine, whose life cannot be seen, counts no more, nor one
 that cannot be read."""
 
-ABANDONED = "all abandoned versions"
+ALL_ABANDONED = "all abandoned versions"
 """What stands for them among what was kept, where it cannot be told which they are."""
 
 _ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class Roots:
     """What speaks for versions and files, by one look at a run.
 
     ``pinned``: versions that may not go, with why. ``attempts``: those under way. ``dead``: pins
@@ -60,52 +56,54 @@ class Claims:
     """
 
     pinned: dict[Version, str]
-    attempts: set[str]
-    dead: list[Stat]
-    blind: str | None
+    active_attempts: set[str]
+    stale_pins: list[Stat]
+    block_reason: str | None
     listing: Listing
-    known: dict[Version, Known]
-    files: set[str]
+    version_records: dict[Version, VersionRecord]
+    referenced_files: set[str]
 
-    def may_go(self, wanted: Collection[Version]) -> tuple[set[Version], dict[Version, str]]:
+    def select_deletable(
+        self, candidates: Collection[Version]
+    ) -> tuple[set[Version], dict[Version, str]]:
         """Which of the wanted versions can be deleted together, and why the others cannot."""
-        if self.blind is not None:
-            return set(), dict.fromkeys(wanted, self.blind)
-        gone = {v for v in wanted if v not in self.pinned}
-        stay = {v: self.pinned[v] for v in wanted if v not in gone}
-        left = [v for v in self.known if v not in gone]
+        if self.block_reason is not None:
+            return set(), dict.fromkeys(candidates, self.block_reason)
+        gone = {v for v in candidates if v not in self.pinned}
+        stay = {v: self.pinned[v] for v in candidates if v not in gone}
+        left = [v for v in self.version_records if v not in gone]
         while left:
             version = left.pop()
-            for base in self.known[version].bases & gone:
+            for base in self.version_records[version].bases & gone:
                 gone.remove(base)
                 stay[base] = f"{version} refers to it"
                 left.append(base)
         return gone, stay
 
-    def speak_for(self, version: Version, stat: Stat) -> str | None:
+    def reason_to_keep(self, version: Version, stat: Stat) -> str | None:
         """Why a file that no manifest of its own version names is to be left alone."""
-        if version in self.pinned and version not in self.known:
+        if version in self.pinned and version not in self.version_records:
             return self.pinned[version]
-        if stat.key in self.files:
+        if stat.key in self.referenced_files:
             return "an incremental version refers to it"
-        if any(not k.digest and version in k.bases for k in self.known.values()):
+        if any(not k.digest and version in k.bases for k in self.version_records.values()):
             return "a manifest that cannot be read may refer to it"
-        if names.attempt_of(stat.key.rpartition("/")[2]) in self.attempts:
+        if names.parse_attempt(stat.key.rpartition("/")[2]) in self.active_attempts:
             return "a save is under way"
-        return self.blind
+        return self.block_reason
 
 
-def look(run: Run, now: float | None = None) -> Claims:
+def find_roots(catalog: Catalog, now: float | None = None) -> Roots:
     """Look at the pins of a run, and then at its manifests."""
     now = time.time() if now is None else now
-    pins = takewhile(lambda stat: stat.key < "pin.", run.store.list(""))
+    files = takewhile(lambda stat: stat.key < "pin.", catalog.store.list(""))
     pinned: dict[Version, str] = {}
     attempts: set[str] = set()
     dead: list[Stat] = []
     blind = None
-    for stat, record in pin.of_processes(run.store, list(pins)):
-        lives = None if isinstance(record, FormatError) else pin.alive(record)
-        if lives is False or (lives is None and now - stat.modified >= FOREIGN_PIN):
+    for stat, record in pins.read_process_pins(catalog.store, list(files)):
+        lives = None if isinstance(record, FormatError) else pins.is_holder_alive(record)
+        if lives is False or (lives is None and now - stat.modified >= REMOTE_PIN_TTL):
             dead.append(stat)
         elif isinstance(record, FormatError):
             events.emit("skipped", version=stat.key, error=record)
@@ -115,84 +113,86 @@ def look(run: Run, now: float | None = None) -> Claims:
             version = names.parse_version(record.version or "")
             if version is not None:
                 pinned[version] = "a process is using it"
-    listing = run.listing()
+    listing = catalog.listing()
     # what has no manifest is no version: a lasting pin keeps nothing of it
-    lasting = listing.lasting.keys() & {*listing.versions}
+    lasting = listing.lasting_pins.keys() & {*listing.versions}
     pinned.update(dict.fromkeys(lasting, "it is pinned"))
-    known = run.ledger.versions(listing)
-    files = {key for k in known.values() for key in k.files}
-    return Claims(pinned, attempts, dead, blind, listing, known, files)
+    known = catalog.read_versions(listing)
+    referenced = {key for k in known.values() for key in k.files}
+    return Roots(pinned, attempts, dead, blind, listing, known, referenced)
 
 
 # -- deleting ------------------------------------------------------------------------------------
 
 
-def delete(run: Run, version: Version) -> int:
+def delete(catalog: Catalog, version: Version) -> int:
     """See ``Run.delete``."""
-    claims = look(run)
+    claims = find_roots(catalog)
     if version not in claims.listing.versions:
         raise NotFound(
-            f"There is no {version} in {run.url}",
-            key=run.place(version).key(names.MANIFEST),
-            store=run.url,
+            f"There is no {version} in {catalog.url}",
+            key=catalog.location(version).key(names.MANIFEST),
+            store=catalog.url,
         )
-    gone, stay = claims.may_go([version])
+    gone, stay = claims.select_deletable([version])
     if not gone:
         raise HoldfastError(
-            f"{version} of {run.url} is not deleted: {stay[version]}",
+            f"{version} of {catalog.url} is not deleted: {stay[version]}",
             todo="Delete what refers to it first; `holdfast pin RUN STEP --remove` unpins it",
             version=str(version),
         )
-    return sum(s.length for s in _delete(run, gone, claims.listing))
+    return sum(s.length for s in _delete_versions(catalog, gone, claims.listing))
 
 
-def retain(run: Run, policy: KeepPolicy) -> list[Version]:
+def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
     """See ``Run.retain``."""
-    if type(policy) is KeepPolicy and not run.half_deleted:
+    if type(policy) is KeepPolicy and not catalog.half_deleted:
         return []
-    claims = look(run)
-    if run.half_deleted:
-        _finish(run, claims)
-    records = run.ledger.records(run.line(claims.listing), claims.listing, claims.known)
+    claims = find_roots(catalog)
+    if catalog.half_deleted:
+        _finish_deletions(catalog, claims)
+    records = catalog.intact_records(
+        current_lineage(catalog, claims.listing), claims.listing, claims.version_records
+    )
     kept = {*policy.keep(records), *(r.version for r in records[-1:])}
-    gone, _ = claims.may_go([r.version for r in records if r.version not in kept])
+    gone, _ = claims.select_deletable([r.version for r in records if r.version not in kept])
     if gone:
-        _delete(run, gone, claims.listing)
+        _delete_versions(catalog, gone, claims.listing)
     return sorted(gone)
 
 
-def _delete(run: Run, versions: Iterable[Version], listing: Listing) -> list[Stat]:
+def _delete_versions(catalog: Catalog, versions: Iterable[Version], listing: Listing) -> list[Stat]:
     """Steps 2 to 4, of versions that may go. Newest first, so that whenever this ends no manifest
     refers to a version that is gone."""
     removed = []
     for version in sorted(versions, reverse=True):
         files = listing.folders[version]
-        manifest = manifest_in(files)
-        run.half_deleted[version] = [s for s in files if s is not manifest]
+        manifest = find_manifest(files)
+        catalog.half_deleted[version] = [s for s in files if s is not manifest]
         if manifest is not None:
-            run.store.delete(manifest.key)
+            catalog.store.delete(manifest.key)
             removed.append(manifest)
         events.emit("deleted", version=str(version))
-    return removed + _finish(run, look(run))
+    return removed + _finish_deletions(catalog, find_roots(catalog))
 
 
-def _finish(run: Run, claims: Claims) -> list[Stat]:
+def _finish_deletions(catalog: Catalog, roots: Roots) -> list[Stat]:
     """Steps 3 and 4. What is spoken for, or could not be deleted, is tried again when retention
     runs the next time; after a restart it is an orphan for ``sweep``."""
     removed = []
-    for version, files in list(run.half_deleted.items()):
-        if version in claims.listing.versions:  # not deleted after all, or saved anew
-            del run.half_deleted[version]
+    for version, files in list(catalog.half_deleted.items()):
+        if version in roots.listing.versions:  # not deleted after all, or saved anew
+            del catalog.half_deleted[version]
             continue
-        left = [s for s in files if claims.speak_for(version, s) is not None]
+        left = [s for s in files if roots.reason_to_keep(version, s) is not None]
         for stat in files:
             if stat not in left:
-                run.store.delete(stat.key)
+                catalog.store.delete(stat.key)
                 removed.append(stat)
         if left:
-            run.half_deleted[version] = left
+            catalog.half_deleted[version] = left
         else:
-            del run.half_deleted[version]
+            del catalog.half_deleted[version]
     return removed
 
 
@@ -200,7 +200,7 @@ def _finish(run: Run, claims: Claims) -> list[Stat]:
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepResult:
     """What ``sweep`` removed (or would): keys and bytes; and what it left alone, files by key and
     versions by name, with why."""
 
@@ -210,7 +210,7 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SweepOptions:
     """What a sweep was asked for."""
 
     grace: float
@@ -219,78 +219,82 @@ class Asked:
     now: float
 
 
-def sweep(run: Run, asked: Asked) -> Swept:
+def sweep(catalog: Catalog, options: SweepOptions) -> SweepResult:
     """See ``Run.sweep``."""
-    listing, partials = run.listing(), list(run.store.partials(""))
+    listing, partials = catalog.listing(), list(catalog.store.partials(""))
     # Looked at last: a save that has begun since has none of the files that were listed, and one
     # that has ended since has its manifest.
-    claims = look(run, asked.now)
-    work = _Sweep(run, asked, claims)
-    for stat in claims.dead:
+    claims = find_roots(catalog, options.now)
+    work = _Sweep(catalog, options, claims)
+    for stat in claims.stale_pins:
         work.remove(Stat(stat.key, 0, 0.0))
-    for version, known in claims.known.items():
+    for version, known in claims.version_records.items():
         if not known.digest:
             why = "beside a manifest that cannot be read"
             work.kept += [(s.key, why) for s in listing.folders.get(version, ())]
-    for version, stat in orphans(listing, claims.known):
-        work.offer(stat, claims.speak_for(version, stat))
-    for version, stat in listing.lasting.items():
-        if version not in claims.known:
-            work.offer(stat, None)
+    for version, stat in find_orphans(listing, claims.version_records):
+        work.remove_orphan(stat, claims.reason_to_keep(version, stat))
+    for version, stat in listing.lasting_pins.items():
+        if version not in claims.version_records:
+            work.remove_orphan(stat, None)
     for stat in partials:
         match = _ATTEMPT.search(stat.key)
         attempt = match[1] if match else None
         # what names no attempt (a manifest on its way) may be of any that is under way
-        under_way = attempt in claims.attempts or (attempt is None and claims.attempts)
-        grace = asked.grace if attempt else max(asked.grace, MOMENT)
-        work.offer(stat, "a save is under way" if under_way else None, grace)
-    if asked.abandoned:
-        work.abandoned()
-    return Swept(work.removed, work.kept, work.nbytes)
+        under_way = attempt in claims.active_attempts or (
+            attempt is None and claims.active_attempts
+        )
+        grace = options.grace if attempt else max(options.grace, MIN_GRACE)
+        work.remove_orphan(stat, "a save is under way" if under_way else None, grace)
+    if options.abandoned:
+        work.delete_abandoned()
+    return SweepResult(work.removed, work.kept, work.nbytes)
 
 
 @dataclass(slots=True)
 class _Sweep:
     """One sweep under way."""
 
-    run: Run
-    asked: Asked
-    claims: Claims
+    catalog: Catalog
+    options: SweepOptions
+    roots: Roots
     removed: list[str] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
     nbytes: int = 0
 
-    def abandoned(self) -> None:
+    def delete_abandoned(self) -> None:
         """Delete the versions that are not on the line."""
-        listing = self.claims.listing
-        unknown = unknown_origins(self.run, listing)
+        listing = self.roots.listing
+        unknown = branches_of_unknown_origin(self.catalog, listing)
         if unknown:
             why = f"{names.branch_name(unknown[-1])} cannot be read, and no version tells the same"
-            self.kept.append((ABANDONED, why))
+            self.kept.append((ALL_ABANDONED, why))
             return
-        line = set(self.run.line(listing))
-        gone, stay = self.claims.may_go([v for v in listing.versions if v not in line])
+        line = set(current_lineage(self.catalog, listing))
+        gone, stay = self.roots.select_deletable([v for v in listing.versions if v not in line])
         self.kept += [(str(v), why) for v, why in sorted(stay.items())]
-        if self.asked.dry_run:
+        if self.options.dry_run:
             stats = [s for v in sorted(gone) for s in listing.folders[v]]
         else:
-            stats = _delete(self.run, gone, listing)
+            stats = _delete_versions(self.catalog, gone, listing)
         self.removed += [s.key for s in stats]
         self.nbytes += sum(s.length for s in stats)
 
-    def offer(self, stat: Stat, why: str | None, grace: float | None = None) -> None:
+    def remove_orphan(
+        self, stat: Stat, keep_reason: str | None, grace: float | None = None
+    ) -> None:
         """Remove an orphan, unless something speaks for it."""
-        why = why or self.claims.blind
-        grace = self.asked.grace if grace is None else grace
-        if why is not None:
-            self.kept.append((stat.key, why))
-        elif self.asked.now - stat.modified < grace:
+        keep_reason = keep_reason or self.roots.block_reason
+        grace = self.options.grace if grace is None else grace
+        if keep_reason is not None:
+            self.kept.append((stat.key, keep_reason))
+        elif self.options.now - stat.modified < grace:
             self.kept.append((stat.key, f"younger than {grace:.0f} s"))
         else:
             self.remove(stat)
 
     def remove(self, stat: Stat) -> None:
-        if not self.asked.dry_run:
-            self.run.store.delete(stat.key)
+        if not self.options.dry_run:
+            self.catalog.store.delete(stat.key)
         self.removed.append(stat.key)
         self.nbytes += stat.length

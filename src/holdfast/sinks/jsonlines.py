@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from holdfast.sinks.wording import plain
+from holdfast.sinks.wording import to_json_value
 
 
 class JsonLines:
@@ -29,12 +29,12 @@ class JsonLines:
         self.path = os.path.abspath(path)
         self._clock = clock
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        self._append(b"\n" if _cut_short(self.path) else b"")
+        self._append(b"\n" if _lacks_newline(self.path) else b"")
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         now = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
         first = {"time": now, "event": name}
-        self._append(json.dumps({**first, **plain(fields), **first}).encode() + b"\n")
+        self._append(json.dumps({**first, **to_json_value(fields), **first}).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -48,7 +48,7 @@ class JsonLines:
             os.close(file)
 
 
-def _cut_short(path: str) -> bool:
+def _lacks_newline(path: str) -> bool:
     """Whether the last line lacks its end: the disk was full or the machine went down."""
     if not os.path.isfile(path) or os.path.getsize(path) == 0:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from holdfast.sinks.wording import sentence
+from holdfast.sinks.wording import describe_event
 
 _LEVELS = {
     "saved": logging.INFO,
@@ -41,4 +41,4 @@ class Logging:
         level = _LEVELS.get(name)
         if level is not None and self._logger.isEnabledFor(level):
             more = {"event": name, "fields": fields}
-            self._logger.log(level, "%s", sentence(name, fields), extra=more)
+            self._logger.log(level, "%s", describe_event(name, fields), extra=more)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast.errors import HoldfastError
-from holdfast.sinks.wording import amount, rate
+from holdfast.sinks.wording import bytes_per_second, number_field
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -26,10 +26,18 @@ _GAUGES = {
     "last_step": "Step of the newest version saved or resumed",
     "last_success_timestamp_seconds": "Unix time of the last commit",
 }
-_COUNTED = {"saved": "saves", "save_failed": "save_failures", "save_skipped": "saves_skipped",
-            "resumed": "resumes"}  # fmt: skip
-_SUMMED = {"bytes": "written_bytes", "referred": "referred_bytes", "blocked": "blocked_seconds",
-           "seconds": "background_seconds"}  # fmt: skip
+_EVENT_COUNTERS = {
+    "saved": "saves",
+    "save_failed": "save_failures",
+    "save_skipped": "saves_skipped",
+    "resumed": "resumes",
+}
+_FIELD_COUNTERS = {
+    "bytes": "written_bytes",
+    "referred": "referred_bytes",
+    "blocked": "blocked_seconds",
+    "seconds": "background_seconds",
+}
 
 
 class Prometheus:
@@ -60,16 +68,16 @@ class Prometheus:
         self._gauges = {n: Gauge(f"holdfast_{n}", t, registry=where) for n, t in _GAUGES.items()}
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        if name not in _COUNTED:
+        if name not in _EVENT_COUNTERS:
             return
-        self._counters[_COUNTED[name]].inc()
-        step = amount(fields, "step")
+        self._counters[_EVENT_COUNTERS[name]].inc()
+        step = number_field(fields, "step")
         if name in ("saved", "resumed") and step is not None:
             self._gauges["last_step"].set(step)
         if name == "saved":
             self._gauges["last_success_timestamp_seconds"].set(self._clock())
-            for field, counter in _SUMMED.items():
-                self._counters[counter].inc(amount(fields, field) or 0)
+            for field, counter in _FIELD_COUNTERS.items():
+                self._counters[counter].inc(number_field(fields, field) or 0)
 
 
 class ScalarWriter(Protocol):
@@ -97,11 +105,11 @@ class TensorBoard:
         self._writer = writer
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        step = amount(fields, "step")
+        step = number_field(fields, "step")
         if name != "saved" or step is None:
             return
-        speed = rate(fields)
-        values = {curve: amount(fields, field) for field, curve in _SUMMED.items()}
+        speed = bytes_per_second(fields)
+        values = {curve: number_field(fields, field) for field, curve in _FIELD_COUNTERS.items()}
         values["gib_per_second"] = None if speed is None else speed / 2**30
         for curve, value in values.items():
             if value is not None:

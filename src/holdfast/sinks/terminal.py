@@ -11,7 +11,7 @@ from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
-from holdfast.sinks.wording import amount, pieces, sentence, told
+from holdfast.sinks.wording import describe_event, describe_saved, number_field, text_field
 
 _STYLES = {
     "saved": "green",
@@ -30,16 +30,16 @@ _STYLES = {
     "ranks_awaited": "yellow",
     "save_failed": "bold red",
 }
-_WAITED = 0.1
+_MIN_WAIT_SECONDS = 0.1
 """Seconds of waiting below which a person need not see it: in a quick loop every save waits."""
-_METRICS = 5
-_LEAST = 12
+_METRICS_DROP_ORDER = 5
+_MIN_METRICS_WIDTH = 12
 """Columns below which metrics are left out rather than cut."""
 
 # One for all, taken around a fork too: no child inherits half a line in a buffer, or a held lock.
-_lines = RLock()
+_line_lock = RLock()
 os.register_at_fork(
-    before=_lines.acquire, after_in_parent=_lines.release, after_in_child=_lines.release
+    before=_line_lock.acquire, after_in_parent=_line_lock.release, after_in_child=_line_lock.release
 )
 
 
@@ -60,36 +60,36 @@ class Terminal:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._deleted: list[str] = []
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        if _rank() != _speaker(name, fields):
+        if _rank() != _showing_rank(name, fields):
             return
-        with _lines:
+        with _line_lock:
             if name == "deleted":
-                self._deleted.append(told(fields, "version").removeprefix("version_"))
+                self._deleted.append(text_field(fields, "version").removeprefix("version_"))
                 return
-            said = sentence(name, fields)
-            if name not in _STYLES or said is None or said in self._told:
+            said = describe_event(name, fields)
+            if name not in _STYLES or said is None or said in self._shown:
                 return
-            waited = amount(fields, "seconds")
-            if name == "save_waited" and waited is not None and waited < _WAITED:
+            waited = number_field(fields, "seconds")
+            if name == "save_waited" and waited is not None and waited < _MIN_WAIT_SECONDS:
                 return
             if name == "skipped":
-                self._told.add(said)  # retention meets a damaged version after every save
+                self._shown.add(said)  # retention meets a damaged version after every save
             if name == "saved":
-                parts = _columns(fields, self._deleted)
+                parts = _saved_line(fields, self._deleted)
                 self._deleted = []
             else:
                 verb, _, rest = said.partition(" ")
                 loud = name == "save_failed"
                 parts = [
-                    Part(0, verb.upper() if loud else verb, _STYLES[name]),
-                    Part(0, f" {rest}", _STYLES[name] if loud else ""),
+                    LinePart(0, verb.upper() if loud else verb, _STYLES[name]),
+                    LinePart(0, f" {rest}", _STYLES[name] if loud else ""),
                 ]
             stream = sys.stderr if self._stream is None else self._stream
             if stream is not None:  # None: a program without a console
-                _print(stream, parts)
+                _print_line(stream, parts)
 
 
 def _rank() -> int:
@@ -102,45 +102,45 @@ def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def _speaker(name: str, fields: Mapping[str, Any]) -> int:
+def _showing_rank(name: str, fields: Mapping[str, Any]) -> int:
     """The rank that shows an event: the first of those that are not waited for themselves."""
     awaited = fields.get("ranks") if name == "ranks_awaited" else None
     several = {r for r in awaited if type(r) is int} if isinstance(awaited, list) else set()
     return next(rank for rank in count() if rank not in several)
 
 
-class Part(NamedTuple):
+class LinePart(NamedTuple):
     """A piece of a line. ``rank``: what has the larger one goes first where room is short."""
 
-    rank: int
+    drop_order: int
     text: str
     style: str = ""
 
 
-def _columns(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[Part]:
-    said = pieces(fields)
+def _saved_line(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[LinePart]:
+    said = describe_saved(fields)
     gone = ", ".join(deleted) if len(deleted) <= 3 else f"{len(deleted)} versions"
     parts = [
-        Part(0, "saved", _STYLES["saved"]),
-        Part(0, f" step {said['step']:>5}"),
-        Part(0, f"  {said['size']:>8} in {said['seconds']:>7}"),
-        Part(1, f"  blocked {said['blocked']:>7}"),
-        Part(4, f"  {said['rate']:>10}", "dim"),
-        Part(2, f"  {said['referred']}", "dim") if said["referred"] else None,
-        Part(3, f"  {said['reason']}", "cyan") if said["reason"] else None,
-        Part(_METRICS, f"  {said['metrics']}") if said["metrics"] else None,
-        Part(6, f"  deleted {gone}", "dim") if deleted else None,
+        LinePart(0, "saved", _STYLES["saved"]),
+        LinePart(0, f" step {said['step']:>5}"),
+        LinePart(0, f"  {said['size']:>8} in {said['seconds']:>7}"),
+        LinePart(1, f"  blocked {said['blocked']:>7}"),
+        LinePart(4, f"  {said['rate']:>10}", "dim"),
+        LinePart(2, f"  {said['referred']}", "dim") if said["referred"] else None,
+        LinePart(3, f"  {said['reason']}", "cyan") if said["reason"] else None,
+        LinePart(_METRICS_DROP_ORDER, f"  {said['metrics']}") if said["metrics"] else None,
+        LinePart(6, f"  deleted {gone}", "dim") if deleted else None,
     ]
     return [part for part in parts if part is not None]
 
 
-def _print(stream: TextIO, parts: Sequence[Part]) -> None:
+def _print_line(stream: TextIO, parts: Sequence[LinePart]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     seen = Console(file=stream, force_jupyter=False)
     if stream.isatty():
-        parts = _fit(parts, seen.width)
+        parts = _fit_width(parts, seen.width)
     # rich is asked what the stream shows, but not to write: it would write more than once, and
     # ends the program if the pipe is broken
     written = StringIO()
@@ -154,26 +154,29 @@ def _print(stream: TextIO, parts: Sequence[Part]) -> None:
     console.print(Text.assemble(*((part.text, part.style) for part in parts)), soft_wrap=True)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     line = written.getvalue().encode(encoding, "backslashreplace").decode(encoding)
-    with _bars_aside(stream):
+    with _pause_progress_bars(stream):
         stream.write(line)
         stream.flush()
 
 
-def _fit(parts: Sequence[Part], room: int) -> list[Part]:
+def _fit_width(parts: Sequence[LinePart], width: int) -> list[LinePart]:
     """The parts for which there is room, in their order; metrics may be cut short."""
     from rich.cells import cell_len, set_cell_size
 
     kept = {}
-    for number, part in sorted(enumerate(parts), key=lambda p: p[1].rank):
-        if part.rank == _METRICS and cell_len(part.text) > room >= _LEAST:
-            part = part._replace(text=set_cell_size(part.text, room - 2) + "..")
-        if part.rank == 0 or cell_len(part.text) <= room:
+    for number, part in sorted(enumerate(parts), key=lambda p: p[1].drop_order):
+        if (
+            part.drop_order == _METRICS_DROP_ORDER
+            and cell_len(part.text) > width >= _MIN_METRICS_WIDTH
+        ):
+            part = part._replace(text=set_cell_size(part.text, width - 2) + "..")
+        if part.drop_order == 0 or cell_len(part.text) <= width:
             kept[number] = part
-            room -= cell_len(part.text)
+            width -= cell_len(part.text)
     return [kept[number] for number in sorted(kept)]
 
 
-def _bars_aside(stream: TextIO) -> AbstractContextManager[object]:
+def _pause_progress_bars(stream: TextIO) -> AbstractContextManager[object]:
     """Bars of tqdm are drawn anew below what is written meanwhile, if the program has any."""
     bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     return nullcontext() if bars is None else bars.external_write_mode(file=stream)

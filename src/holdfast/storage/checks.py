@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.errors import StoreError
 
 
-class Cover:
+class WrittenRanges:
     """The pieces of an object of ``length`` bytes that have been written.
 
     ``add`` is one append, so that many threads may call it.
@@ -14,11 +14,11 @@ class Cover:
     def __init__(self, key: str, store: str, length: int) -> None:
         self._fields = {"key": key, "store": store}
         self._length = length
-        self._pieces: list[tuple[int, int]] = []
+        self._ranges: list[tuple[int, int]] = []
         if length < 0:
             raise StoreError(f"An object of {length} bytes cannot be written", **self._fields)
 
-    def check(self, offset: int, size: int) -> None:
+    def check_bounds(self, offset: int, size: int) -> None:
         """Raises ``StoreError`` if such a piece lies outside the object."""
         if offset < 0 or offset + size > self._length:
             raise StoreError(
@@ -31,12 +31,12 @@ class Cover:
 
     def add(self, offset: int, size: int) -> None:
         if size:
-            self._pieces.append((offset, size))
+            self._ranges.append((offset, size))
 
-    def require_whole(self) -> None:
+    def require_complete(self) -> None:
         """Raises ``StoreError`` naming the first byte that was written never or twice."""
         end = 0
-        for offset, size in [*sorted(self._pieces), (self._length, 0)]:
+        for offset, size in [*sorted(self._ranges), (self._length, 0)]:
             if offset != end:
                 twice = offset < end
                 raise StoreError(
@@ -49,12 +49,12 @@ class Cover:
             end = offset + size
 
 
-def check_range(key: str, store: str, offset: int, length: int, room: int) -> None:
+def check_range(key: str, store: str, offset: int, length: int, capacity: int) -> None:
     """Raises ``StoreError`` for a range that no object can have, or that ``into`` cannot hold."""
-    if offset < 0 or length < 0 or length > room:
+    if offset < 0 or length < 0 or length > capacity:
         raise StoreError(
             f"{key} in {store} cannot be read so",
-            expected=f"an offset from 0 on and at most the {room} bytes that there is room for",
+            expected=f"an offset from 0 on and at most the {capacity} bytes that there is room for",
             found=f"{length} bytes from {offset}",
             key=key,
             store=store,
@@ -62,7 +62,7 @@ def check_range(key: str, store: str, offset: int, length: int, room: int) -> No
         )
 
 
-def short_read(key: str, store: str, offset: int, length: int, found: int) -> StoreError:
+def short_read_error(key: str, store: str, offset: int, length: int, found: int) -> StoreError:
     return StoreError(
         f"{key} in {store} ends too early, read from byte {offset}",
         expected=f"{length} bytes",
@@ -74,7 +74,7 @@ def short_read(key: str, store: str, offset: int, length: int, found: int) -> St
     )
 
 
-def too_long(key: str, store: str, limit: int, found: int) -> StoreError:
+def too_long_error(key: str, store: str, limit: int, found: int) -> StoreError:
     return StoreError(
         f"{key} in {store} is longer than it may be",
         expected=f"at most {limit} bytes",

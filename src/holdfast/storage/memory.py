@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterator
 from threading import Lock
 
-from holdfast.buffers import flat
+from holdfast.buffers import as_byte_view
 from holdfast.errors import AlreadyExists, NotFound, StoreError
-from holdfast.storage.checks import Cover, check_range, short_read, too_long
+from holdfast.storage.checks import WrittenRanges, check_range, short_read_error, too_long_error
 from holdfast.storage.store import Stat, Traits, Upload, check_key
 
 Objects = dict[str, tuple[bytes, float]]
 
 
-class _Shelf:
+class _SharedObjects:
     """What all views of one memory store share."""
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class MemoryStore:
     def __init__(self, name: str = "memory") -> None:
         self._name = name
         self._folder = ""
-        self._shelf = _Shelf()
+        self._shared = _SharedObjects()
 
     def at(self, folder: str) -> MemoryStore:
         """The store whose keys are those below ``folder``; the objects are shared."""
         view = MemoryStore(self._name)
         view._folder = self._folder + check_key(folder, self.url) + "/"
-        view._shelf = self._shelf
+        view._shared = self._shared
         return view
 
     @property
@@ -51,20 +51,20 @@ class MemoryStore:
         return _MemoryUpload(self, check_key(key, self.url), length)
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
-        return self._add(check_key(key, self.url), bytes(data), same=True)
+        return self._put_object(check_key(key, self.url), bytes(data), accept_existing=True)
 
     def get(self, key: str, limit: int) -> bytes:
         data, _ = self._find(key)
         if len(data) > limit:
-            raise too_long(key, self.url, limit, len(data))
+            raise too_long_error(key, self.url, limit, len(data))
         return data
 
     def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
-        into = flat(into)
+        into = as_byte_view(into)
         check_range(key, self.url, offset, length, len(into))
         found = self._find(key)[0][offset : offset + length]
         if len(found) < length:
-            raise short_read(key, self.url, offset, length, len(found))
+            raise short_read_error(key, self.url, offset, length, len(found))
         into[:length] = found
 
     def stat(self, key: str) -> Stat:
@@ -72,29 +72,29 @@ class MemoryStore:
         return Stat(key, len(data), modified)
 
     def list(self, prefix: str) -> Iterator[Stat]:
-        return self._below(prefix, self._shelf.objects)
+        return self._list_prefix(prefix, self._shared.objects)
 
     def partials(self, prefix: str) -> Iterator[Stat]:
-        return self._below(prefix, self._shelf.partials)
+        return self._list_prefix(prefix, self._shared.partials)
 
     def delete(self, key: str) -> None:
         path = self._folder + check_key(key, self.url)
-        with self._shelf.lock:
-            self._shelf.objects.pop(path, None)
-            self._shelf.partials.pop(path, None)
+        with self._shared.lock:
+            self._shared.objects.pop(path, None)
+            self._shared.partials.pop(path, None)
 
     def _find(self, key: str) -> tuple[bytes, float]:
         path = self._folder + check_key(key, self.url)
-        with self._shelf.lock:
-            found = self._shelf.objects.get(path)
+        with self._shared.lock:
+            found = self._shared.objects.get(path)
         if found is None:
             raise NotFound(f"There is no {key} in {self.url}", key=key, store=self.url)
         return found
 
-    def _below(self, prefix: str, objects: Objects) -> Iterator[Stat]:
+    def _list_prefix(self, prefix: str, objects: Objects) -> Iterator[Stat]:
         start = self._folder + (check_key(prefix, self.url) + "/" if prefix else "")
         skip = len(self._folder)
-        with self._shelf.lock:
+        with self._shared.lock:
             found = [
                 Stat(path[skip:], len(data), modified)
                 for path, (data, modified) in objects.items()
@@ -102,22 +102,24 @@ class MemoryStore:
             ]
         return iter(sorted(found, key=lambda stat: stat.key))
 
-    def _add(self, key: str, data: bytes, *, same: bool, partial: str | None = None) -> Stat:
+    def _put_object(
+        self, key: str, data: bytes, *, accept_existing: bool, partial_key: str | None = None
+    ) -> Stat:
         """Add an object, whole. ``same``: equal bytes under the key are as good. ``partial``:
         the upload that it comes from, which must still be there, and is removed."""
         path = self._folder + key
-        with self._shelf.lock:
-            if partial is not None and self._shelf.partials.pop(partial, None) is None:
+        with self._shared.lock:
+            if partial_key is not None and self._shared.partials.pop(partial_key, None) is None:
                 raise StoreError(f"The upload of {key} was removed", key=key, store=self.url)
-            found = self._shelf.objects.get(path)
-            if found is not None and not (same and found[0] == data):
+            found = self._shared.objects.get(path)
+            if found is not None and not (accept_existing and found[0] == data):
                 raise AlreadyExists(
                     f"{key} is already in {self.url}; nothing was changed",
                     key=key,
                     store=self.url,
                 )
             if found is None:
-                found = self._shelf.objects[path] = (data, time.time())
+                found = self._shared.objects[path] = (data, time.time())
         return Stat(key, len(data), found[1])
 
 
@@ -125,38 +127,40 @@ class _MemoryUpload:
     def __init__(self, store: MemoryStore, key: str, length: int) -> None:
         self._store = store
         self._key = key
-        self._cover = Cover(key, store.url, length)
+        self._written = WrittenRanges(key, store.url, length)
         self._data = bytearray(length)
         folder, _, name = (store._folder + key).rpartition("/")
-        self._partial = f"{folder}/.{name}.{secrets.token_hex(8)}.partial".lstrip("/")
+        self._partial_key = f"{folder}/.{name}.{secrets.token_hex(8)}.partial".lstrip("/")
         self._lock = Lock()
-        self._open = True
-        with store._shelf.lock:
-            store._shelf.partials[self._partial] = (b"", time.time())
+        self._is_open = True
+        with store._shared.lock:
+            store._shared.partials[self._partial_key] = (b"", time.time())
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        data = flat(data)
+        data = as_byte_view(data)
         with self._lock:
             self._require_open()
-            self._cover.check(offset, len(data))
+            self._written.check_bounds(offset, len(data))
             self._data[offset : offset + len(data)] = data
-            self._cover.add(offset, len(data))
+            self._written.add(offset, len(data))
 
     def commit(self) -> Stat:
         try:
             with self._lock:
                 self._require_open()
-                self._open = False
-            self._cover.require_whole()
-            return self._store._add(self._key, bytes(self._data), same=False, partial=self._partial)
+                self._is_open = False
+            self._written.require_complete()
+            return self._store._put_object(
+                self._key, bytes(self._data), accept_existing=False, partial_key=self._partial_key
+            )
         finally:
             self.abort()
 
     def abort(self) -> None:
         with self._lock:
-            self._open = False
-        with self._store._shelf.lock:
-            self._store._shelf.partials.pop(self._partial, None)
+            self._is_open = False
+        with self._store._shared.lock:
+            self._store._shared.partials.pop(self._partial_key, None)
 
     def __enter__(self) -> _MemoryUpload:
         return self
@@ -165,7 +169,7 @@ class _MemoryUpload:
         self.abort()
 
     def _require_open(self) -> None:
-        if not self._open:
+        if not self._is_open:
             raise StoreError(
                 f"The upload of {self._key} is over: it was committed or aborted",
                 key=self._key,

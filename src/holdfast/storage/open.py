@@ -13,8 +13,8 @@ from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 
-_KNOWN = "a path, file:// or memory://"
-_memories: dict[str, MemoryStore] = {}
+_SUPPORTED = "a path, file:// or memory://"
+_memory_stores: dict[str, MemoryStore] = {}
 _lock = Lock()
 
 
@@ -29,24 +29,24 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
     if not isinstance(url, str | os.PathLike):
         if hasattr(url, "put_if_absent"):
             return url
-        raise StoreError("This is no store", expected=f"{_KNOWN}, or a Store", found=repr(url))
+        raise StoreError("This is no store", expected=f"{_SUPPORTED}, or a Store", found=repr(url))
     text = os.fspath(url)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text) if isinstance(url, str) else None
     if scheme is None:
-        return _local(expand(text), text)
+        return _open_local(expand_home(text), text)
     if scheme[1] == "file":
         host, slash, path = text.removeprefix("file://").partition("/")
         if host not in ("", "localhost"):
             raise StoreError(f"{text} names another machine", expected="file:///path", found=host)
-        return _local(unquote(slash + path), text)
+        return _open_local(unquote(slash + path), text)
     if scheme[1] == "memory":
-        return _memory(text.removeprefix("memory://").strip("/"), text)
+        return _open_memory(text.removeprefix("memory://").strip("/"), text)
     raise StoreError(
-        f"Nothing is known of stores like {text}", expected=_KNOWN, found=f"{scheme[1]}://"
+        f"Nothing is known of stores like {text}", expected=_SUPPORTED, found=f"{scheme[1]}://"
     )
 
 
-def expand(path: str) -> str:
+def expand_home(path: str) -> str:
     """``~`` and ``~user`` at the beginning of a path become the home directory, as a shell does it
     (though not in ``--out=~/runs``). Raises ``StoreError`` where none is known."""
     made = os.path.expanduser(path)
@@ -58,16 +58,16 @@ def expand(path: str) -> str:
     return made
 
 
-def _local(path: str, url: str) -> LocalStore:
+def _open_local(path: str, url: str) -> LocalStore:
     if not path:
-        raise StoreError("No folder is named", expected=_KNOWN, found=repr(url))
+        raise StoreError("No folder is named", expected=_SUPPORTED, found=repr(url))
     return LocalStore(path, direct=read_settings().direct)
 
 
-def _memory(path: str, url: str) -> MemoryStore:
+def _open_memory(path: str, url: str) -> MemoryStore:
     name, _, folder = path.partition("/")
     if not name:
         raise StoreError("The memory store has no name", expected="memory://NAME", found=url)
     with _lock:
-        store = _memories.setdefault(name, MemoryStore(name))
+        store = _memory_stores.setdefault(name, MemoryStore(name))
     return store.at(folder) if folder else store

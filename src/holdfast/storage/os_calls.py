@@ -56,7 +56,7 @@ class Fs:
         """
         while True:
             try:
-                _call("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(length))
+                _libc_call("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(length))
                 return True
             except InterruptedError:
                 continue
@@ -80,7 +80,7 @@ class Fs:
 
     def rename_noreplace(self, source: str, target: str) -> None:
         """Rename, or EEXIST; EINVAL, ENOSYS or EOPNOTSUPP where the file system cannot."""
-        _call(
+        _libc_call(
             "renameat2",
             _AT_FDCWD,
             os.fsencode(source),
@@ -109,7 +109,7 @@ class Fs:
             ]
 
 
-def _call(name: str, *arguments: object) -> None:
+def _libc_call(name: str, *arguments: object) -> None:
     function = getattr(_LIBC, name, None)
     if function is None:
         raise OSError(errno.ENOSYS, f"{name}: {os.strerror(errno.ENOSYS)}")

@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError
 from holdfast.storage.store import Stat, Store
 
 
-def sample(size: int, seed: int = 0) -> bytes:
+def random_bytes(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
@@ -35,7 +35,7 @@ def keys(store: Store, prefix: str = "") -> list[str]:
     return [stat.key for stat in store.list(prefix)]
 
 
-def leftovers(store: Store) -> list[str]:
+def partial_keys(store: Store) -> list[str]:
     return [stat.key for stat in store.partials("")]
 
 
@@ -64,7 +64,7 @@ class Contract:
     @staticmethod
     def nothing_is_left(store: Store) -> None:
         assert keys(store) == []
-        assert leftovers(store) == []
+        assert partial_keys(store) == []
 
     @staticmethod
     def names(error: HoldfastError, store: Store, key: str) -> None:

@@ -39,14 +39,14 @@ class _File:
     def __init__(self, durable: bytes = b"") -> None:
         self.data = bytearray(durable)
         self.durable = durable
-        self.dirty: set[int] = set()
+        self.dirty_pages: set[int] = set()
         self.modified = time.time()
         self.inode = (0, next(_inodes))
 
     def write(self, data: memoryview, offset: int) -> None:
         self.grow(offset + len(data))
         self.data[offset : offset + len(data)] = data
-        self.dirty.update(range(offset // PAGE, -(-(offset + len(data)) // PAGE)))
+        self.dirty_pages.update(range(offset // PAGE, -(-(offset + len(data)) // PAGE)))
         self.modified = time.time()
 
     def grow(self, size: int) -> None:
@@ -54,13 +54,13 @@ class _File:
 
     def sync(self) -> None:
         self.durable = bytes(self.data)
-        self.dirty.clear()
+        self.dirty_pages.clear()
 
     def after_crash(self, keep: Callable[[str], bool]) -> _File:
         resized = len(self.data) != len(self.durable)
         size = len(self.data) if resized and keep("size of a file") else len(self.durable)
         left = bytearray(self.durable)[:size].ljust(size, b"\0")
-        for page in sorted(self.dirty):
+        for page in sorted(self.dirty_pages):
             if page * PAGE < size and keep(f"page {page}"):
                 end = min((page + 1) * PAGE, size)
                 left[page * PAGE : end] = self.data[page * PAGE : end]
@@ -69,30 +69,30 @@ class _File:
 
 class _Folder:
     def __init__(self) -> None:
-        self.names: dict[str, _File | _Folder] = {}
-        self.durable: dict[str, _File | _Folder] = {}
-        self.unsynced: list[_Operation] = []
+        self.entries: dict[str, _File | _Folder] = {}
+        self.durable_entries: dict[str, _File | _Folder] = {}
+        self.unsynced: list[_NameOperation] = []
         self.modified = time.time()
         self.inode = (0, next(_inodes))
 
 
-_Change = tuple[_Folder, str, _File | _Folder | None]
+_NameChange = tuple[_Folder, str, _File | _Folder | None]
 
 
-class _Operation:
+class _NameOperation:
     """Changes of names that happen together or not at all; None removes the name."""
 
-    def __init__(self, what: str, *changes: _Change) -> None:
-        self.what = what
+    def __init__(self, description: str, *changes: _NameChange) -> None:
+        self.description = description
         self.changes = changes
         for folder, name, node in changes:
-            _set(folder.names, name, node)
+            _set_entry(folder.entries, name, node)
             folder.unsynced.append(self)
             folder.modified = time.time()
 
     def sync(self) -> None:
         for folder, name, node in self.changes:
-            _set(folder.durable, name, node)
+            _set_entry(folder.durable_entries, name, node)
             folder.unsynced.remove(self)
 
 
@@ -109,7 +109,7 @@ class CrashFs(Fs):
         self.operations = 0
         self._root = _Folder()
         self._fds: dict[int, tuple[_File | _Folder, int]] = {}
-        self._numbers = count(1_000_000)  # no number of a real file
+        self._fd_numbers = count(1_000_000)  # no number of a real file
         self._lock = RLock()
 
     # What a power cut leaves.
@@ -132,17 +132,17 @@ class CrashFs(Fs):
                 return seen[id(node)]
 
             def fill(folder: _Folder, copy: _File | _Folder) -> None:
-                names = dict(folder.durable)
+                names = dict(folder.durable_entries)
                 for operation in folder.unsynced:
                     if id(operation) not in kept:
-                        kept[id(operation)] = keep(operation.what)
+                        kept[id(operation)] = keep(operation.description)
                     if kept[id(operation)]:
                         for where, name, node in operation.changes:
                             if where is folder:
-                                _set(names, name, node)
+                                _set_entry(names, name, node)
                 if isinstance(copy, _Folder):
-                    copy.names = {name: survivor(node) for name, node in names.items()}
-                    copy.durable = dict(copy.names)
+                    copy.entries = {name: survivor(node) for name, node in names.items()}
+                    copy.durable_entries = dict(copy.entries)
 
             fill(self._root, left._root)
             return left
@@ -175,17 +175,17 @@ class CrashFs(Fs):
     def open(self, path: str, flags: int) -> int:
         with self._call():
             folder, name = self._locate(path)
-            node = self._root if not name else folder.names.get(name)
+            node = self._root if not name else folder.entries.get(name)
             if node is None:
                 if not flags & os.O_CREAT:
-                    raise _error(errno.ENOENT)
+                    raise _os_error(errno.ENOENT)
                 node = _File()
-                _Operation(f"create {path}", (folder, name, node))
+                _NameOperation(f"create {path}", (folder, name, node))
             elif flags & os.O_CREAT and flags & os.O_EXCL:
-                raise _error(errno.EEXIST)
+                raise _os_error(errno.EEXIST)
             if flags & os.O_DIRECTORY and isinstance(node, _File):
-                raise _error(errno.ENOTDIR)
-            fd = next(self._numbers)
+                raise _os_error(errno.ENOTDIR)
+            fd = next(self._fd_numbers)
             self._fds[fd] = (node, flags)
             return fd
 
@@ -230,41 +230,41 @@ class CrashFs(Fs):
     def link(self, source: str, target: str) -> None:
         with self._call():
             node = self._find(source)
-            folder, name = self._free(target)
-            _Operation(f"link {target}", (folder, name, node))
+            folder, name = self._locate_new(target)
+            _NameOperation(f"link {target}", (folder, name, node))
 
     def rename_noreplace(self, source: str, target: str) -> None:
         with self._call():
             node = self._find(source)
-            folder, name = self._free(target)
-            _Operation(f"rename {target}", (*self._locate(source), None), (folder, name, node))
+            folder, name = self._locate_new(target)
+            _NameOperation(f"rename {target}", (*self._locate(source), None), (folder, name, node))
 
     def unlink(self, path: str) -> None:
         with self._call():
             if isinstance(self._find(path), _Folder):
-                raise _error(errno.EISDIR)
-            _Operation(f"unlink {path}", (*self._locate(path), None))
+                raise _os_error(errno.EISDIR)
+            _NameOperation(f"unlink {path}", (*self._locate(path), None))
 
     def mkdir(self, path: str) -> None:
         with self._call():
-            folder, name = self._free(path)
-            _Operation(f"mkdir {path}", (folder, name, _Folder()))
+            folder, name = self._locate_new(path)
+            _NameOperation(f"mkdir {path}", (folder, name, _Folder()))
 
     def rmdir(self, path: str) -> None:
         with self._call():
             node = self._find(path)
             if isinstance(node, _File):
-                raise _error(errno.ENOTDIR)
-            if node.names:
-                raise _error(errno.ENOTEMPTY)
-            _Operation(f"rmdir {path}", (*self._locate(path), None))
+                raise _os_error(errno.ENOTDIR)
+            if node.entries:
+                raise _os_error(errno.ENOTEMPTY)
+            _NameOperation(f"rmdir {path}", (*self._locate(path), None))
 
     def scandir(self, path: str) -> list[tuple[str, bool]]:
         with self._call():
             node = self._find(path)
             if isinstance(node, _File):
-                raise _error(errno.ENOTDIR)
-            return [(name, isinstance(child, _Folder)) for name, child in node.names.items()]
+                raise _os_error(errno.ENOTDIR)
+            return [(name, isinstance(child, _Folder)) for name, child in node.entries.items()]
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -279,44 +279,46 @@ class CrashFs(Fs):
         *folders, name = path.strip("/").split("/")
         here = self._root
         for segment in folders:
-            node = here.names.get(segment)
+            node = here.entries.get(segment)
             if node is None:
-                raise _error(errno.ENOENT)
+                raise _os_error(errno.ENOENT)
             if isinstance(node, _File):
-                raise _error(errno.ENOTDIR)
+                raise _os_error(errno.ENOTDIR)
             here = node
         if len(os.fsencode(name)) > 255:
-            raise _error(errno.ENAMETOOLONG)
+            raise _os_error(errno.ENAMETOOLONG)
         return here, name
 
     def _find(self, path: str) -> _File | _Folder:
         folder, name = self._locate(path)
-        node = folder.names.get(name) if name else self._root
+        node = folder.entries.get(name) if name else self._root
         if node is None:
-            raise _error(errno.ENOENT)
+            raise _os_error(errno.ENOENT)
         return node
 
-    def _free(self, path: str) -> tuple[_Folder, str]:
+    def _locate_new(self, path: str) -> tuple[_Folder, str]:
         folder, name = self._locate(path)
-        if not name or name in folder.names:
-            raise _error(errno.EEXIST)
+        if not name or name in folder.entries:
+            raise _os_error(errno.EEXIST)
         return folder, name
 
     def _file(self, fd: int, *aligned: int) -> _File:
         """The open file; with O_DIRECT the numbers must be aligned."""
         node, flags = self._fds[fd]
         if isinstance(node, _Folder):
-            raise _error(errno.EISDIR)
+            raise _os_error(errno.EISDIR)
         if flags & os.O_DIRECT and any(number % ALIGNMENT for number in aligned):
-            raise _error(errno.EINVAL)
+            raise _os_error(errno.EINVAL)
         return node
 
 
-def _set(names: dict[str, _File | _Folder], name: str, node: _File | _Folder | None) -> None:
+def _set_entry(
+    entries: dict[str, _File | _Folder], name: str, node: _File | _Folder | None
+) -> None:
     if node is None:
-        names.pop(name, None)
+        entries.pop(name, None)
     else:
-        names[name] = node
+        entries[name] = node
 
 
 def _stat(node: _File | _Folder) -> FileStat:
@@ -325,5 +327,5 @@ def _stat(node: _File | _Folder) -> FileStat:
     return FileStat("folder", PAGE, node.modified, node.inode)
 
 
-def _error(number: int) -> OSError:
+def _os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number))

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-from holdfast.engine.distributed.group import Ranks, acting_as
-from holdfast.engine.distributed.kv import Board, Patience
+from holdfast.engine.distributed.group import StoreGroup, use_group
+from holdfast.engine.distributed.kv import KVClient, Timeouts
 
 T = TypeVar("T")
 
-QUICK = Patience(silent=5.0, stuck=10.0)
+QUICK_TIMEOUTS = Timeouts(silent=5.0, stuck=10.0)
 """For tests: seconds in which a thread that is alive has certainly run."""
 
 
@@ -60,7 +60,7 @@ class FakeStore:
             return self.values.pop(key, None) is not None
 
 
-class View:
+class StoreView:
     """The store as one rank sees it. ``before(name, key)`` is called before each of its calls: it
     may raise, wait, or note them."""
 
@@ -77,7 +77,7 @@ class View:
 
         return do
 
-    def die(self) -> None:
+    def disconnect(self) -> None:
         """From now on the store does not know this rank, as if its process had been killed."""
 
         def refuse(name: str, key: str) -> None:
@@ -95,24 +95,24 @@ class FakeGroup:
     ``views[rank]`` is the store as that rank sees it.
     """
 
-    def __init__(self, size: int, patience: Patience = QUICK) -> None:
+    def __init__(self, size: int, timeouts: Timeouts = QUICK_TIMEOUTS) -> None:
         self.store = FakeStore()
-        self.views = [View(self.store) for _ in range(size)]
-        boards = [Board(v, r, size, patience) for r, v in enumerate(self.views)]
-        self.ranks = [Ranks(board, size) for board in boards]
+        self.views = [StoreView(self.store) for _ in range(size)]
+        boards = [KVClient(v, r, size, timeouts) for r, v in enumerate(self.views)]
+        self.groups = [StoreGroup(board, size) for board in boards]
 
     def outcomes(self, work: Callable[[int], T]) -> list[T | BaseException]:
         """What ``work(rank)`` has returned or raised, on all ranks at a time."""
-        made: list[Any] = [None] * len(self.ranks)
+        made: list[Any] = [None] * len(self.groups)
 
         def act(rank: int) -> None:
             try:
-                with acting_as(self.ranks[rank]):
+                with use_group(self.groups[rank]):
                     made[rank] = work(rank)
             except BaseException as e:  # noqa: BLE001  (it is what the test asks for)
                 made[rank] = e
 
-        threads = [Thread(target=act, args=(r,), name=f"rank-{r}") for r in range(len(self.ranks))]
+        threads = [Thread(target=act, args=(r,), name=f"rank-{r}") for r in range(len(self.groups))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -131,8 +131,8 @@ class FakeGroup:
 
     def close(self) -> None:
         """End the ranks' threads."""
-        for ranks in self.ranks:
-            ranks.board.close()
+        for ranks in self.groups:
+            ranks.kv.close()
 
     def __enter__(self) -> FakeGroup:
         return self

@@ -43,64 +43,64 @@ class FaultFs(Fs):
         self._lock = Lock()
 
     def open(self, path: str, flags: int) -> int:
-        return self._do("open", lambda: self.inner.open(path, flags))
+        return self._call("open", lambda: self.inner.open(path, flags))
 
     def close(self, fd: int) -> None:
-        self._do("close", lambda: self.inner.close(fd), always=True)
+        self._call("close", lambda: self.inner.close(fd), always=True)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        return self._move("pwrite", lambda part: self.inner.pwrite(fd, part, offset), data)
+        return self._transfer("pwrite", lambda part: self.inner.pwrite(fd, part, offset), data)
 
     def preadv(self, fd: int, into: memoryview, offset: int) -> int:
-        return self._move("preadv", lambda part: self.inner.preadv(fd, part, offset), into)
+        return self._transfer("preadv", lambda part: self.inner.preadv(fd, part, offset), into)
 
     def fallocate(self, fd: int, length: int) -> bool:
-        return self._do("fallocate", lambda: self.inner.fallocate(fd, length))
+        return self._call("fallocate", lambda: self.inner.fallocate(fd, length))
 
     def fsync(self, fd: int) -> None:
-        self._do("fsync", lambda: self.inner.fsync(fd))
+        self._call("fsync", lambda: self.inner.fsync(fd))
 
     def fstat(self, fd: int) -> FileStat:
-        return self._do("fstat", lambda: self.inner.fstat(fd))
+        return self._call("fstat", lambda: self.inner.fstat(fd))
 
     def stat(self, path: str) -> FileStat:
-        return self._do("stat", lambda: self.inner.stat(path))
+        return self._call("stat", lambda: self.inner.stat(path))
 
     def link(self, source: str, target: str) -> None:
-        self._do("link", lambda: self.inner.link(source, target))
+        self._call("link", lambda: self.inner.link(source, target))
 
     def rename_noreplace(self, source: str, target: str) -> None:
-        self._do("rename_noreplace", lambda: self.inner.rename_noreplace(source, target))
+        self._call("rename_noreplace", lambda: self.inner.rename_noreplace(source, target))
 
     def unlink(self, path: str) -> None:
-        self._do("unlink", lambda: self.inner.unlink(path))
+        self._call("unlink", lambda: self.inner.unlink(path))
 
     def mkdir(self, path: str) -> None:
-        self._do("mkdir", lambda: self.inner.mkdir(path))
+        self._call("mkdir", lambda: self.inner.mkdir(path))
 
     def rmdir(self, path: str) -> None:
-        self._do("rmdir", lambda: self.inner.rmdir(path))
+        self._call("rmdir", lambda: self.inner.rmdir(path))
 
     def scandir(self, path: str) -> list[tuple[str, bool]]:
-        return self._do("scandir", lambda: self.inner.scandir(path))
+        return self._call("scandir", lambda: self.inner.scandir(path))
 
-    def _do(self, kind: str, call: Callable[[], _T], *, always: bool = False) -> _T:
-        fault = self._next(kind)
+    def _call(self, kind: str, call: Callable[[], _T], *, always: bool = False) -> _T:
+        fault = self._next_fault(kind)
         if fault is None or not fault.error:
             return call()
         if fault.lost or always:  # Linux frees the descriptor even if close reports an error
             call()
         raise OSError(fault.error, os.strerror(fault.error))
 
-    def _move(self, kind: str, call: Callable[[memoryview], int], data: memoryview) -> int:
-        fault = self._next(kind)
+    def _transfer(self, kind: str, call: Callable[[memoryview], int], data: memoryview) -> int:
+        fault = self._next_fault(kind)
         if fault is not None and fault.error:
             raise OSError(fault.error, os.strerror(fault.error))
         if fault is not None and fault.short is not None:
             return call(data[: fault.short]) if fault.short else 0
         return call(data)
 
-    def _next(self, kind: str) -> Fault | None:
+    def _next_fault(self, kind: str) -> Fault | None:
         with self._lock:
             self.counts[kind] += 1
             for fault in self.faults:

@@ -14,7 +14,7 @@ import pytest
 from holdfast.buffers import Buffer
 from holdfast.errors import NotFound, StoreError
 from holdfast.storage.store import Store
-from holdfast.testing.contract import keys, leftovers, put, read, sample
+from holdfast.testing.contract import keys, partial_keys, put, random_bytes, read
 from holdfast.testing.writing import WritingContract
 
 _BAD_KEYS = ("", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "a/./b", "a\0b", "k" * 901)
@@ -49,7 +49,7 @@ class StoreContract(WritingContract):
     @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 8192, 12_000])
     @pytest.mark.parametrize("length", [0, 1, 4096, 5000, 8000])
     def test_ranges(self, store: Store, offset: int, length: int) -> None:
-        data = sample(20_000)
+        data = random_bytes(20_000)
         put(store, "a", data)
         for room in (length, length + 1, length + 8192):
             buffer = Buffer(32_768)
@@ -57,7 +57,7 @@ class StoreContract(WritingContract):
             assert buffer.view[:length] == data[offset : offset + length]
 
     def test_a_range_up_to_the_very_end(self, store: Store) -> None:
-        data = sample(10_001)
+        data = random_bytes(10_001)
         put(store, "a", data)
         for offset in (0, 4096, 8192, 10_000, 10_001):
             buffer = Buffer(16_384)
@@ -77,7 +77,7 @@ class StoreContract(WritingContract):
     def test_a_range_past_the_end_is_an_error(
         self, store: Store, offset: int, length: int, found: int
     ) -> None:
-        put(store, "v/a", sample(10_001))
+        put(store, "v/a", random_bytes(10_001))
         with pytest.raises(StoreError, match=str(length)) as caught:
             store.get_range("v/a", offset, length, Buffer(16_384).view)
         assert str(found) in str(caught.value)
@@ -88,12 +88,12 @@ class StoreContract(WritingContract):
     def test_a_range_that_cannot_be_is_an_error(
         self, store: Store, offset: int, length: int, room: int
     ) -> None:
-        put(store, "a", sample(100))
+        put(store, "a", random_bytes(100))
         with pytest.raises(StoreError):
             store.get_range("a", offset, length, memoryview(bytearray(room)))
 
     def test_ranges_are_read_by_many_threads(self, store: Store) -> None:
-        data, piece = sample(1_000_001), 40_000
+        data, piece = random_bytes(1_000_001), 40_000
         put(store, "v/a", data)
         with ThreadPoolExecutor(8) as threads:
             parts = threads.map(
@@ -140,7 +140,7 @@ class StoreContract(WritingContract):
         for stat in store.partials("v"):
             assert stat.key.startswith("v/")
             store.delete(stat.key)
-        assert leftovers(store) == []
+        assert partial_keys(store) == []
         upload.abort()
         assert keys(store) == ["v/a"]
 

@@ -12,7 +12,7 @@ import pytest
 from holdfast.buffers import Buffer
 from holdfast.errors import AlreadyExists, NotFound, StoreError
 from holdfast.storage.store import Store, Upload
-from holdfast.testing.contract import Contract, keys, leftovers, put, read, sample
+from holdfast.testing.contract import Contract, keys, partial_keys, put, random_bytes, read
 
 
 class WritingContract(Contract):
@@ -20,13 +20,13 @@ class WritingContract(Contract):
 
     @pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 100_000, (3 << 20) + 5])
     def test_what_was_put_is_read_back(self, store: Store, size: int) -> None:
-        data = sample(size)
+        data = random_bytes(size)
         stat = put(store, "v/a", data)
         assert (stat.key, stat.length) == ("v/a", size)
         assert store.get("v/a", size) == data
         assert read(store, "v/a", 0, size) == data
         assert keys(store) == ["v/a"]
-        assert leftovers(store) == []
+        assert partial_keys(store) == []
 
     def test_commit_gives_what_stat_gives(self, store: Store) -> None:
         assert put(store, "v/a", b"abc") == store.stat("v/a")
@@ -37,7 +37,7 @@ class WritingContract(Contract):
         assert store.get("empty", 0) == b""
 
     def test_pieces_come_in_any_order_from_many_threads(self, store: Store) -> None:
-        data, piece = sample(2_000_003), 65_536
+        data, piece = random_bytes(2_000_003), 65_536
         starts = list(range(0, len(data), piece))
         random.Random(1).shuffle(starts)
         view = memoryview(data)
@@ -47,7 +47,7 @@ class WritingContract(Contract):
         assert store.get("v/a", len(data)) == data
 
     def test_pieces_need_not_be_aligned(self, store: Store) -> None:
-        data, cuts = sample(50_000), [0, 1, 4095, 4097, 12_288, 20_481, 49_999, 50_000]
+        data, cuts = random_bytes(50_000), [0, 1, 4095, 4097, 12_288, 20_481, 49_999, 50_000]
         buffer = Buffer(65_536)
         with store.put("a", len(data)) as upload:
             for start, end in pairwise(cuts):
@@ -67,7 +67,7 @@ class WritingContract(Contract):
         assert store.get("a", 16_384) == b"1" * 8192 + b"2" * 8192
 
     def test_memory_of_any_element_type_is_taken_as_bytes(self, store: Store) -> None:
-        data = sample(96)
+        data = random_bytes(96)
         with store.put("a", 96) as upload:
             upload.write_at(0, cast(Any, memoryview(data).cast("d", (3, 4))))
             upload.commit()
@@ -170,7 +170,7 @@ class WritingContract(Contract):
 
     def test_uploads_do_not_mix(self, store: Store) -> None:
         def one(number: int) -> bool:
-            data = sample(20_000, number)
+            data = random_bytes(20_000, number)
             put(store, f"v/{number}", data)
             return store.get(f"v/{number}", len(data)) == data
 
@@ -185,17 +185,17 @@ class WritingContract(Contract):
         with pytest.raises(AlreadyExists):
             put(store, "v/a", b"first")
         assert store.get("v/a", 9) == b"first"
-        assert leftovers(store) == []
+        assert partial_keys(store) == []
 
     # put_if_absent
 
     @pytest.mark.parametrize("size", [0, 1, 5000, 300_000])
     def test_put_if_absent_writes_whole(self, store: Store, size: int) -> None:
-        stat = store.put_if_absent("v/m", sample(size))
+        stat = store.put_if_absent("v/m", random_bytes(size))
         assert stat.length == size
         assert store.stat("v/m") == stat
-        assert store.get("v/m", size) == sample(size)
-        assert leftovers(store) == []
+        assert store.get("v/m", size) == random_bytes(size)
+        assert partial_keys(store) == []
 
     def test_put_if_absent_leaves_the_first_bytes(self, store: Store) -> None:
         store.put_if_absent("v/m", b"first")
@@ -204,12 +204,12 @@ class WritingContract(Contract):
                 store.put_if_absent("v/m", other)
             self.names(caught.value, store, "v/m")
         assert store.get("v/m", 99) == b"first"
-        assert leftovers(store) == []
+        assert partial_keys(store) == []
 
     def test_put_if_absent_of_the_same_bytes_succeeds(self, store: Store) -> None:
         store.put_if_absent("v/m", b"same")
         assert store.put_if_absent("v/m", b"same").length == 4
-        assert leftovers(store) == []
+        assert partial_keys(store) == []
 
     def test_of_sixteen_racing_writers_one_wins(self, store: Store) -> None:
         def race(number: int) -> int | None:
@@ -224,7 +224,7 @@ class WritingContract(Contract):
                 winners = [n for n in threads.map(race, range(10, 26)) if n is not None]
             assert len(winners) == 1
             assert store.get("v/m", 2000) == b"%d" % winners[0] * 1000
-            assert leftovers(store) == []
+            assert partial_keys(store) == []
             store.delete("v/m")
 
     def test_sixteen_racing_writers_of_the_same_bytes_all_succeed(self, store: Store) -> None:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast.engine.snapshot.location import run_of
+from holdfast.engine.snapshot.location import describe_run
 from holdfast.errors import HoldfastError, NotFound, PlanError
 from holdfast.format.names import MANIFEST, parse_version, split_address
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
-from holdfast.text import an
+from holdfast.text import with_article
 
 
 def check_arguments(state: object, save: object, keep: object, stop: object) -> None:
@@ -22,7 +22,7 @@ def check_arguments(state: object, save: object, keep: object, stop: object) -> 
         ("keep", keep, isinstance(keep, KeepPolicy), "a keep policy such as KeepLast(3)"),
         ("stop", stop, isinstance(stop, StopWhen | None), 'StopWhen("val_loss") or None'),
     ):
-        _demand(name, given, good, expected)
+        _require(name, given, good, expected)
 
 
 def check_choices(
@@ -38,45 +38,47 @@ def check_choices(
         ("incremental", incremental, type(incremental) is bool, "True or False"),
         ("overlap", overlap, type(overlap) is bool, "True or False"),
     ):
-        _demand(name, given, good, expected)
-        chosen[name] = in_words(given)
+        _require(name, given, good, expected)
+        chosen[name] = stable_repr(given)
     return chosen
 
 
-def _demand(name: str, given: object, good: bool, expected: str) -> None:
-    if not good:
+def _require(name: str, given: object, valid: bool, expected: str) -> None:
+    if not valid:
         found = repr(given)
         raise HoldfastError(
             f"{name}= cannot be that",
             expected=expected,
-            found=found if len(found) < 80 else an(type(given).__name__),
+            found=found if len(found) < 80 else with_article(type(given).__name__),
         )
 
 
-def in_words(given: object) -> str:
+def stable_repr(given: object) -> str:
     """An argument as another rank can tell whether it has the same."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(given))[:500]
 
 
-def refuse_unlike(told: Sequence[Mapping[str, str]]) -> None:
+def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
     """Raise ``PlanError`` unless all ranks tell the same: they would not save at the same step."""
-    first = told[0]
+    first = arguments_by_rank[0]
     for name, mine in first.items():
-        other = next((r for r, theirs in enumerate(told) if theirs.get(name) != mine), None)
+        other = next(
+            (r for r, theirs in enumerate(arguments_by_rank) if theirs.get(name) != mine), None
+        )
         if other is not None:
             raise PlanError(
                 "The Checkpointers of the ranks are not alike",
                 expected=f"{name}={mine} on all ranks, as on rank 0",
-                found=f"{name}={told[other].get(name)} on rank {other}",
+                found=f"{name}={arguments_by_rank[other].get(name)} on rank {other}",
                 todo="Give all ranks the same; what a clock tells is rank 0's anyway",
                 rank=other,
             )
 
 
-def refuse_copies(state: dict[str, Any]) -> None:
+def check_no_copies(state: dict[str, Any]) -> None:
     """Raise ``PlanError`` for what ``state_dict()`` of an optimizer or a scheduler has returned: a
     copy made once, which training does not change, and which nothing is loaded into."""
-    for key, value in _dicts(state, ""):
+    for key, value in _walk_dicts(state, ""):
         kind = None
         if value.keys() == {"state", "param_groups"}:
             kind = "an optimizer"
@@ -92,7 +94,7 @@ def refuse_copies(state: dict[str, Any]) -> None:
             )
 
 
-def _dicts(
+def _walk_dicts(
     value: dict[Any, Any], path: str, seen: set[int] | None = None
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     """The dicts in a state with their keys, each object once."""
@@ -102,29 +104,29 @@ def _dicts(
             seen.add(id(member))
             key = f"{path}/{name}" if path else str(name)
             yield key, member
-            yield from _dicts(member, key, seen)
+            yield from _walk_dicts(member, key, seen)
 
 
-def refuse_version(run: Run) -> None:
+def check_not_version(run: Run) -> None:
     """Raise ``HoldfastError`` if the place of a run is called like a version."""
     if parse_version(run.url.rstrip("/").rpartition("/")[2]) is not None:
-        raise _no_run(run, "the folder of a version")
+        raise _not_a_run_error(run, "the folder of a version")
 
 
-def refuse_snapshot(run: Run) -> None:
+def check_not_snapshot(run: Run) -> None:
     """Raise ``HoldfastError`` if there is a snapshot in the place of a run that has no version, or
     if it is the address of one in another run."""
     other, address = split_address(run.url)
     if address is not None and Run(other).listing().versions:
-        raise _no_run(run, "the address of a version")
+        raise _not_a_run_error(run, "the address of a version")
     try:
         run.store.stat(MANIFEST)
     except NotFound:
         return
-    raise _no_run(run, "a snapshot")
+    raise _not_a_run_error(run, "a snapshot")
 
 
-def _no_run(run: Run, found: str) -> HoldfastError:
+def _not_a_run_error(run: Run, found: str) -> HoldfastError:
     return HoldfastError(
         f"{run.url} is no run",
         expected="the folder that holds, or will hold, the versions of one training",
@@ -134,21 +136,21 @@ def _no_run(run: Run, found: str) -> HoldfastError:
     )
 
 
-def refuse_versions(run: Run) -> None:
+def check_run_empty(run: Run) -> None:
     """Raise ``HoldfastError`` if there are versions: to train afresh would mix two trainings."""
     versions = run.listing().versions
     if not versions:
-        refuse_snapshot(run)
+        check_not_snapshot(run)
     else:
         raise HoldfastError(
             f"{run.url} holds versions of an earlier training",
             expected="an empty run, or a call of resume() before the first step",
-            found=f"{run_of(versions)}, the newest {versions[-1]}",
+            found=f"{describe_run(versions)}, the newest {versions[-1]}",
             todo="Call ckpt.resume() to go on from it, or save to another folder",
         )
 
 
-def unentered() -> HoldfastError:
+def not_entered_error() -> HoldfastError:
     """What is wrong with ``OnException`` where nothing tells that the training raised."""
     return HoldfastError(
         "OnException can never fire: the Checkpointer is not used as a context",

@@ -10,7 +10,7 @@ from typing import Any
 Clock = Callable[[], float]
 
 
-class Tally:
+class Goodput:
     """Counts of saves, and the seconds by which goodput is told.
 
     Goodput is the share of wall time since the run first began, in whatever process, that went
@@ -22,10 +22,10 @@ class Tally:
     def __init__(self, clock: Clock = time.monotonic, wall: Clock = time.time) -> None:
         self._clock = clock
         self._wall = wall
-        self._began = wall()
-        self._trained = 0.0
-        self._kept = 0.0
-        self._last = clock()
+        self._started = wall()
+        self._trained_seconds = 0.0
+        self._committed_seconds = 0.0
+        self._last_clock = clock()
         self.counts = {"saves": 0, "failures": 0, "skipped": 0, "bytes": 0, "referred_bytes": 0}
         self.seconds = {
             "blocked": 0.0,
@@ -34,51 +34,56 @@ class Tally:
             "background": 0.0,
         }
 
-    def resumed(self, training: Mapping[str, Any]) -> None:
+    def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
         """Go on from what the resumed version has noted."""
-        self._began = _seconds(training.get("began"), self._began)
-        self._trained = self._kept = _seconds(training.get("trained_seconds"), 0.0)
-        self._last = self._clock()
+        self._started = _seconds(training_metadata.get("began"), self._started)
+        self._trained_seconds = self._committed_seconds = _seconds(
+            training_metadata.get("trained_seconds"), 0.0
+        )
+        self._last_clock = self._clock()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Training was going on until now, and does so again behind the ``with`` block, which has
         held it up."""
-        self.step_done()
-        began = self._last
+        self.end_step()
+        began = self._last_clock
         try:
             yield
         finally:
-            self.step_next()
-            self.seconds["blocked"] += self._last - began
+            self.begin_step()
+            self.seconds["blocked"] += self._last_clock - began
 
-    def step_done(self) -> None:
+    def end_step(self) -> None:
         """Since the last call of ``step_next`` the machine was training."""
         now = self._clock()
-        self._trained += now - self._last
-        self._last = now
+        self._trained_seconds += now - self._last_clock
+        self._last_clock = now
 
-    def step_next(self) -> None:
+    def begin_step(self) -> None:
         """Training goes on."""
-        self._last = self._clock()
+        self._last_clock = self._clock()
 
-    def note(self) -> dict[str, float]:
+    def to_metadata(self) -> dict[str, float]:
         """What a version notes for who resumes from it."""
-        return {"began": round(self._began, 3), "trained_seconds": round(self._trained, 6)}
+        return {
+            "began": round(self._started, 3),
+            "trained_seconds": round(self._trained_seconds, 6),
+        }
 
-    def blocked(self, seconds: float) -> None:
+    def add_blocked(self, seconds: float) -> None:
         """The last save has held the training up once more, in the middle of a step."""
         self.seconds["blocked"] += seconds
         self.seconds["last_blocked"] += seconds
-        self._last += seconds
+        self._last_clock += seconds
 
-    def committed(self, trained: float) -> None:
+    def mark_committed(self, trained_seconds: float) -> None:
         """A version holds the first ``trained`` seconds of steps."""
-        self._kept = max(self._kept, trained)
+        self._committed_seconds = max(self._committed_seconds, trained_seconds)
 
     def statistics(self) -> dict[str, float]:
-        wall = self._wall() - self._began
-        kept = min(max(self._kept / wall, 0.0), 1.0) if wall > 0 else 0.0
+        wall = self._wall() - self._started
+        kept = min(max(self._committed_seconds / wall, 0.0), 1.0) if wall > 0 else 0.0
         seconds = {f"{name}_seconds": s for name, s in self.seconds.items()}
         return {**self.counts, **seconds, "goodput": kept}
 

@@ -11,134 +11,139 @@ from random import Random
 from typing import Any
 
 from holdfast.engine.distributed.agreement import Agreement
-from holdfast.engine.distributed.group import Ranks
-from holdfast.engine.distributed.kv import Board, Patience
+from holdfast.engine.distributed.group import StoreGroup
+from holdfast.engine.distributed.kv import KVClient, Timeouts
 from holdfast.errors import RankFailed
 from holdfast.testing.fakegroup import FakeStore
 
-PATIENCE = Patience(silent=60, stuck=600)
+TIMEOUTS = Timeouts(silent=60, stuck=600)
 
 
-class Direct(Board):
+class DirectKVClient(KVClient):
     """A board whose store is asked by who asks, in no other thread."""
 
-    def _ask(self, do: Callable[[], Any]) -> Any:
-        if self._broken is None:
+    def _call(self, do: Callable[[], Any]) -> Any:
+        if self._error is None:
             try:
                 return do()
             except Exception as e:
-                self._broken = e
-        raise self._unanswered() from self._broken
+                self._error = e
+        raise self._unresponsive_error() from self._error
 
     def start(self) -> None: ...
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         try:
-            if self._broken is None:
-                self._beat()
+            if self._error is None:
+                self._send_heartbeat()
         except Exception as e:
-            self._broken = e
+            self._error = e
 
 
-class Driven(Agreement):
+class ManualAgreement(Agreement):
     """An agreement whose watcher acts when it is told to."""
 
     def _watch(self) -> None: ...
 
-    def turn(self) -> None:
-        rounds = self._rounds
-        if rounds.over is not None:
+    def poll(self) -> None:
+        rounds = self._participant
+        if rounds.closed_error is not None:
             return
         try:
-            self._hear(0)
-            rounds.turn()
+            self._wait_for_proposals(0)
+            rounds.poll()
         except Exception as e:
-            rounds.break_off(e)
+            rounds.abort(e)
 
-    def waits(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether something is wanted, on its way, or agreed for a later step."""
-        rounds, gate = self._rounds, self._gate
-        return bool(rounds.wanted or gate._due or rounds._acked or not self._asked.empty())
+        rounds, gate = self._participant, self._gate
+        return bool(
+            rounds.proposed
+            or gate._granted
+            or rounds._acked_attempts
+            or not self._proposals.empty()
+        )
 
-    def held(self) -> bool:
+    def would_block(self) -> bool:
         """Whether ``step`` would wait."""
-        return not self._gate._settled(self._gate.at + 1)
+        return not self._gate._is_resolved(self._gate.current_step + 1)
 
 
-class Wire:
+class FaultyStoreView:
     """The store as a rank sees it. Where the store dies, the last answer may be lost, or the
     question."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: SimulatedRank) -> None:
         self._rank = rank
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._rank.world.store, name)
 
         def do(*given: Any) -> Any:
-            self._rank.before()
+            self._rank.before_call()
             made = call(*given)
-            self._rank.after()
-            self._rank.cut_off()
+            self._rank.after_call()
+            self._rank.raise_if_disconnected()
             return made
 
         return do
 
 
-class Rank:
+class SimulatedRank:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
-        self.view = Wire(self)
-        self.board = Direct(self.view, number, world.size, PATIENCE, lambda: world.now)
-        self.agreement = Driven(Ranks(self.board, world.size), "run")
+        self.store = FaultyStoreView(self)
+        self.kv = DirectKVClient(self.store, number, world.size, TIMEOUTS, lambda: world.now)
+        self.agreement = ManualAgreement(StoreGroup(self.kv, world.size), "run")
         self.agreement._thread.join()
-        self.history: list[tuple[int, frozenset[str]]] = []
-        self.raised: list[int] = []
+        self.action_history: list[tuple[int, frozenset[str]]] = []
+        self.failed_steps: list[int] = []
         self.steps = 0
         self.calls = 0
         self.dead = False
         self.closed = False
-        self.dies_at = -1
-        self.cut_off_at = -1
-        self.turning = False
+        self.dies_at_call = -1
+        self.disconnects_at_call = -1
+        self.is_polling = False
 
-    def before(self) -> None:
+    def before_call(self) -> None:
         self.calls += 1
-        if self.dies_at == self.calls:
+        if self.dies_at_call == self.calls:
             self.dead = True
-        self.after()
+        self.after_call()
 
-    def after(self) -> None:
+    def after_call(self) -> None:
         if not self.dead and not self.world.store_dead:
-            self.world.meanwhile()
+            self.world.interleave()
         if self.dead or self.world.store_dead:
             raise ConnectionError("killed by a test")
 
-    def cut_off(self) -> None:
+    def raise_if_disconnected(self) -> None:
         """Its connection is lost, and the last answer with it; its training goes on."""
-        if -1 < self.cut_off_at <= self.calls:
+        if -1 < self.disconnects_at_call <= self.calls:
             raise ConnectionError("cut off by a test")
 
-    def step(self, last: int = 10**9) -> bool:
+    def step(self, last_step: int = 10**9) -> bool:
         """One step of the training, if it is not held up, and not at its end."""
-        if self.dead or self.closed or self.steps >= last or self.agreement.held():
+        if self.dead or self.closed or self.steps >= last_step or self.agreement.would_block():
             return False
         self.steps += 1
         try:
             whats = self.agreement.step()
         except RankFailed:
-            self.raised.append(self.steps)
+            self.failed_steps.append(self.steps)
         else:
             if whats:
-                self.history.append((self.steps, whats))
+                self.action_history.append((self.steps, whats))
         return True
 
-    def turn(self) -> None:
-        if not self.dead and not self.turning:
-            self.turning = True
-            self.agreement.turn()
-            self.turning = False
+    def poll(self) -> None:
+        if not self.dead and not self.is_polling:
+            self.is_polling = True
+            self.agreement.poll()
+            self.is_polling = False
 
     def close(self) -> None:
         self.closed = True
@@ -154,72 +159,72 @@ class World:
         self.now = 1000.0
         self.store = FakeStore()
         self.store_dead = False
-        self.last = 10**9
-        self.depth = 0
-        self.ranks: list[Rank] = []
-        self.ranks = [Rank(self, number) for number in range(size)]
+        self.last_step = 10**9
+        self.interleave_depth = 0
+        self.ranks: list[SimulatedRank] = []
+        self.ranks = [SimulatedRank(self, number) for number in range(size)]
         self.speed = [self.random.choice((1, 1, 5, 30)) for _ in range(size)]
         self.proposed: list[tuple[int, str]] = []
-        self.chance = 0.4
+        self.interleave_probability = 0.4
 
-    def living(self) -> list[Rank]:
+    def alive_ranks(self) -> list[SimulatedRank]:
         return [rank for rank in self.ranks if not rank.dead]
 
-    def propose(self, rank: Rank, what: str) -> None:
-        rank.agreement.propose(what)
-        self.proposed.append((rank.number, what))
+    def propose(self, rank: SimulatedRank, action: str) -> None:
+        rank.agreement.propose(action)
+        self.proposed.append((rank.number, action))
 
-    def act(self) -> None:
+    def act_once(self) -> None:
         """One action of one rank, whichever; a fast one makes many steps."""
         rank = self.random.choice(self.ranks)
         if self.random.random() < 0.5:
             for _ in range(self.random.randint(1, self.speed[rank.number])):
-                rank.step(self.last)
+                rank.step(self.last_step)
         else:
-            rank.turn()
+            rank.poll()
 
-    def meanwhile(self) -> None:
+    def interleave(self) -> None:
         """What others do while one waits for the store."""
-        if self.depth < 3:
-            self.depth += 1
-            while self.random.random() < self.chance:
-                self.act()
-            self.depth -= 1
+        if self.interleave_depth < 3:
+            self.interleave_depth += 1
+            while self.random.random() < self.interleave_probability:
+                self.act_once()
+            self.interleave_depth -= 1
 
     def run(self, actions: int) -> None:
         for _ in range(actions):
-            self.act()
+            self.act_once()
 
-    def wait(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         """Let time pass, in which those who live leave pulses and look at the store."""
         until = self.now + seconds
         while self.now < until:
             self.now += 5
-            for rank in self.living():
+            for rank in self.alive_ranks():
                 if not self.store_dead:
-                    rank.board.beat()
-                rank.turn()
+                    rank.kv.send_heartbeat()
+                rank.poll()
 
-    def settle(self) -> None:
+    def run_until_idle(self) -> None:
         """Everyone goes on until nothing is waited for any more, to the same step."""
-        self.chance = 0
+        self.interleave_probability = 0
         for _ in range(1000):
-            self.finish(max(rank.steps for rank in self.living()) + 20)
-            if not any(rank.agreement.waits() for rank in self.living()):
+            self.run_to_step(max(rank.steps for rank in self.alive_ranks()) + 20)
+            if not any(rank.agreement.is_pending() for rank in self.alive_ranks()):
                 return
         raise AssertionError("they never come to an end")
 
-    def finish(self, last: int) -> None:
+    def run_to_step(self, last_step: int) -> None:
         """Everyone comes to step ``last``, or as far as it can without time going on."""
         idle = 0
         while idle < 5:
             moved = False
-            for rank in self.living():
-                while rank.step(last):
+            for rank in self.alive_ranks():
+                while rank.step(last_step):
                     moved = True
-                rank.turn()
+                rank.poll()
             idle = 0 if moved else idle + 1
 
-    def notes(self) -> list[str]:
+    def leftover_keys(self) -> list[str]:
         """What is left in the store, besides pulses."""
         return [key for key in self.store.values if not key.startswith("pulse/")]

@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.engine.distributed.agreement import Agreement, Alone, agreement
-from holdfast.engine.distributed.group import Ranks, Solo, current_group
-from holdfast.engine.distributed.kv import Patience
+from holdfast.engine.distributed.agreement import Agreement, LocalAgreement, make_agreement
+from holdfast.engine.distributed.group import LocalGroup, StoreGroup, current_group
+from holdfast.engine.distributed.kv import Timeouts
 from holdfast.errors import RankFailed
 from holdfast.testing.fakegroup import FakeGroup
 
 QUICK = (0.0005, 0.002)
 
 
-def ranks() -> Ranks:
+def ranks() -> StoreGroup:
     group = current_group()
-    assert isinstance(group, Ranks)
+    assert isinstance(group, StoreGroup)
     return group
 
 
@@ -75,7 +75,7 @@ def test_four_threads_propose_as_they_like_and_all_do_the_same() -> None:
 
 def test_nothing_is_looked_at_but_one_key_while_nothing_is_wanted() -> None:
     with FakeGroup(2) as group:
-        agrees = [Agreement(group.ranks[r], "run", QUICK) for r in range(2)]
+        agrees = [Agreement(group.groups[r], "run", QUICK) for r in range(2)]
         calls: list[tuple[str, str]] = []
         seen = threading.Event()
 
@@ -93,11 +93,11 @@ def test_nothing_is_looked_at_but_one_key_while_nothing_is_wanted() -> None:
 
 
 def test_a_rank_whose_process_dies_is_told_by_name_and_holds_nobody_up(lost: Any) -> None:
-    with FakeGroup(3, Patience(silent=0.4, stuck=5.0)) as group:
-        agrees = [Agreement(r, "run", QUICK) for r in group.ranks]
+    with FakeGroup(3, Timeouts(silent=0.4, stuck=5.0)) as group:
+        agrees = [Agreement(r, "run", QUICK) for r in group.groups]
         while any(f"pulse/{r}" not in group.store.values for r in range(3)):
             time.sleep(0.001)
-        group.views[2].die()
+        group.views[2].disconnect()
         began = time.monotonic()
         agrees[1].propose("save")
         while not any(wanted == ["save"] and error.rank == 2 for wanted, error in lost):
@@ -112,9 +112,9 @@ def test_a_rank_whose_process_dies_is_told_by_name_and_holds_nobody_up(lost: Any
 
 def test_a_rank_that_has_no_agreement_is_told_by_name(lost: Any) -> None:
     """Its process is alive, so this takes ``stuck``."""
-    with FakeGroup(2, Patience(silent=0.5, stuck=0.6)) as group:
-        group.ranks[1].board.start()
-        agree = Agreement(group.ranks[0], "run", QUICK)
+    with FakeGroup(2, Timeouts(silent=0.5, stuck=0.6)) as group:
+        group.groups[1].kv.start()
+        agree = Agreement(group.groups[0], "run", QUICK)
         agree.propose("save")
         while not lost:
             assert agree.step() == frozenset()
@@ -124,7 +124,7 @@ def test_a_rank_that_has_no_agreement_is_told_by_name(lost: Any) -> None:
 
 @pytest.mark.parametrize("when", ["before it acknowledges", "after"])
 def test_a_store_that_does_not_answer_is_raised_at_a_gate_only(when: str, lost: Any) -> None:
-    with FakeGroup(2, Patience(silent=0.4, stuck=5.0)) as group:
+    with FakeGroup(2, Timeouts(silent=0.4, stuck=5.0)) as group:
         hangs = threading.Event()
         word = "set" if when == "after" else "compare_set"
 
@@ -134,7 +134,7 @@ def test_a_store_that_does_not_answer_is_raised_at_a_gate_only(when: str, lost: 
                 hangs.wait(20)
 
         group.views[0].before = hang
-        agrees = [Agreement(r, "run", QUICK) for r in group.ranks]
+        agrees = [Agreement(r, "run", QUICK) for r in group.groups]
         agrees[0].propose("save")
         raised: list[RankFailed] = []
         began = time.monotonic()
@@ -162,7 +162,7 @@ def test_a_store_that_does_not_answer_is_raised_at_a_gate_only(when: str, lost: 
 def test_a_mistake_in_the_thread_is_told_and_does_not_hold_up_the_training(lost: Any) -> None:
     with FakeGroup(2) as group:
         group.store.set("1/run/1", b"no JSON")
-        agree = Agreement(group.ranks[0], "run", QUICK)
+        agree = Agreement(group.groups[0], "run", QUICK)
         agree.propose("save")
         while not lost:
             assert agree.step() == frozenset()
@@ -173,7 +173,7 @@ def test_a_mistake_in_the_thread_is_told_and_does_not_hold_up_the_training(lost:
 @pytest.mark.parametrize("_", range(8))
 def test_closing_twice_and_asking_afterwards_do_no_harm(_: int, lost: Any) -> None:
     with FakeGroup(2) as group:
-        agrees = [Agreement(r, "run", QUICK) for r in group.ranks]
+        agrees = [Agreement(r, "run", QUICK) for r in group.groups]
         agrees[0].close()
         agrees[0].close()
         agrees[0].propose("save")
@@ -206,8 +206,8 @@ def test_two_agreements_of_one_group_know_nothing_of_each_other() -> None:
 
 
 def test_the_agreement_of_one_process(lost: Any) -> None:
-    agree = agreement(Solo(), "run")
-    assert isinstance(agree, Alone)
+    agree = make_agreement(LocalGroup(), "run")
+    assert isinstance(agree, LocalAgreement)
     assert agree.step() == frozenset()
     agree.propose("save")
     agree.propose("save")
@@ -222,7 +222,7 @@ def test_the_agreement_of_one_process(lost: Any) -> None:
 def test_it_may_be_proposed_in_a_signal_handler_at_any_moment() -> None:
     """Also while the same thread waits at the gate, holding its lock."""
     with FakeGroup(2) as group:
-        agrees = [Agreement(r, "run", QUICK) for r in group.ranks]
+        agrees = [Agreement(r, "run", QUICK) for r in group.groups]
         before = signal.signal(signal.SIGUSR1, lambda *_: agrees[0].propose("stop"))
         try:
             kill = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))

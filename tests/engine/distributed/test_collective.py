@@ -17,14 +17,20 @@ import pytest
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine.distributed.collective import Alone
-from holdfast.engine.distributed.failure_detector import Vigil
-from holdfast.engine.distributed.group import Solo, acting_as, current_group
-from holdfast.engine.distributed.kv import GONE, LARGEST, Board, Patience, Pulse
+from holdfast.engine.distributed.collective import LocalCollective
+from holdfast.engine.distributed.failure_detector import FailureDetector
+from holdfast.engine.distributed.group import LocalGroup, current_group, use_group
+from holdfast.engine.distributed.kv import (
+    CLOSED_HEARTBEAT,
+    MAX_VALUE_BYTES,
+    Heartbeat,
+    KVClient,
+    Timeouts,
+)
 from holdfast.errors import HoldfastError, NotFound, PlanError, RankFailed, Unsupported
-from holdfast.testing.fakegroup import FakeGroup, FakeStore, View
+from holdfast.testing.fakegroup import FakeGroup, FakeStore, StoreView
 
-BRIEF = Patience(silent=0.4, stuck=1.5)
+BRIEF = Timeouts(silent=0.4, stuck=1.5)
 
 
 # -- the store that takes the TCPStore's place -----------------------------------------------------
@@ -66,73 +72,78 @@ def test_stores_do_the_same(store: Any) -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board(FakeStore(), 0, 2, BRIEF)
+def board() -> Iterator[KVClient]:
+    made = KVClient(FakeStore(), 0, 2, BRIEF)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("length", [0, 1, LARGEST - 1, LARGEST, LARGEST + 1, 2 * LARGEST + 7])
-def test_a_note_of_any_length_comes_back_and_is_taken_away_whole(board: Board, length: int) -> None:
+@pytest.mark.parametrize(
+    "length",
+    [0, 1, MAX_VALUE_BYTES - 1, MAX_VALUE_BYTES, MAX_VALUE_BYTES + 1, 2 * MAX_VALUE_BYTES + 7],
+)
+def test_a_note_of_any_length_comes_back_and_is_taken_away_whole(
+    board: KVClient, length: int
+) -> None:
     value = bytes(range(256)) * (length // 256 + 1)
     board.put("k", value[:length])
-    assert board.look("k") == value[:length]
-    assert board.look("k", take=True) == value[:length]
-    assert board.look("k") is None
+    assert board.try_get("k") == value[:length]
+    assert board.try_get("k", delete=True) == value[:length]
+    assert board.try_get("k") is None
     assert [k for k in board._store.values if not k.startswith("pulse/")] == []  # type: ignore[attr-defined]
 
 
-def test_small_notes_and_counts(board: Board) -> None:
-    assert board.claimed("c") is None
-    assert board.claim("c", "one") == "one"
-    assert board.claim("c", "two") == "one"
-    assert board.claim("c", "two", "one") == "two"
-    assert board.claim("c", "three", "one") == "two"
-    assert board.claimed("c") == "two"
-    assert [board.count("n"), board.count("n")] == [1, 2]
-    assert board.there(["c", "n"])
-    board.forget(["c", "n", "never"])
-    assert not board.there(["c"])
-    assert not board.there(["n"])
+def test_small_notes_and_counts(board: KVClient) -> None:
+    assert board.get_text("c") is None
+    assert board.compare_and_set("c", "one") == "one"
+    assert board.compare_and_set("c", "two") == "one"
+    assert board.compare_and_set("c", "two", "one") == "two"
+    assert board.compare_and_set("c", "three", "one") == "two"
+    assert board.get_text("c") == "two"
+    assert [board.increment("n"), board.increment("n")] == [1, 2]
+    assert board.has_all(["c", "n"])
+    board.delete(["c", "n", "never"])
+    assert not board.has_all(["c"])
+    assert not board.has_all(["n"])
 
 
 def test_a_board_leaves_pulses_and_says_that_it_goes() -> None:
     store = FakeStore()
     now = [0.0]
-    boards = [Board(store, r, 3, Patience(0.1, 1.0), lambda: now[0]) for r in range(2)]
-    assert boards[0].pulses([2]) == [None]
-    first = boards[1].pulses([0])[0]
-    assert first == Pulse(1, 0, socket.gethostname())
+    boards = [KVClient(store, r, 3, Timeouts(0.1, 1.0), lambda: now[0]) for r in range(2)]
+    assert boards[0].heartbeats([2]) == [None]
+    first = boards[1].heartbeats([0])[0]
+    assert first == Heartbeat(1, 0, socket.gethostname())
     boards[0].advance()
     now[0] += 10
-    boards[0].pulses([])
-    boards[0].there([])  # by now the thread has been round once more
-    assert boards[1].pulses([0]) == [Pulse(2, 1, socket.gethostname())]
+    boards[0].heartbeats([])
+    boards[0].has_all([])  # by now the thread has been round once more
+    assert boards[1].heartbeats([0]) == [Heartbeat(2, 1, socket.gethostname())]
     boards[0].close()
-    assert store.values["pulse/0"] == GONE
-    assert boards[1].pulses([0]) == [Pulse(-1, 0, "")]
+    assert store.values["pulse/0"] == CLOSED_HEARTBEAT
+    assert boards[1].heartbeats([0]) == [Heartbeat(-1, 0, "")]
     with pytest.raises(RankFailed, match="it is closed"):
-        boards[0].there(["a"])
+        boards[0].has_all(["a"])
     boards[0].close()
     boards[1].close()
 
 
 def test_a_store_that_fails_or_hangs_is_raised_within_the_bound_and_ever_after() -> None:
     for hangs in (False, True):
-        view = View(FakeStore())
-        board = Board(view, 0, 2, BRIEF)
+        view = StoreView(FakeStore())
+        board = KVClient(view, 0, 2, BRIEF)
         board.put("a", b"1")
         release = threading.Event()
         if hangs:
             view.before = lambda name, key: release.wait(20)  # noqa: B023
         else:
-            view.die()
+            view.disconnect()
         began = time.monotonic()
         with pytest.raises(RankFailed, match="does not answer") as raised:
-            board.look("a")
+            board.try_get("a")
         assert raised.value.rank is None
         with pytest.raises(RankFailed, match="does not answer"):
-            board.look("a")
+            board.try_get("a")
         assert time.monotonic() - began < 3 * BRIEF.silent
         release.set()
         board.close()
@@ -140,10 +151,10 @@ def test_a_store_that_fails_or_hangs_is_raised_within_the_bound_and_ever_after()
 
 def test_a_rank_whose_store_has_failed_leaves_no_more_pulses() -> None:
     """Else the others would wait for it for as long as for one that is alive."""
-    view = View(FakeStore())
+    view = StoreView(FakeStore())
     now = [0.0]
-    board = Board(view, 0, 2, BRIEF, lambda: now[0])
-    board.there(["a"])
+    board = KVClient(view, 0, 2, BRIEF, lambda: now[0])
+    board.has_all(["a"])
 
     def refuse_once(name: str, key: str) -> None:
         view.before = lambda name, key: told.append((name, key))
@@ -152,7 +163,7 @@ def test_a_rank_whose_store_has_failed_leaves_no_more_pulses() -> None:
     told: list[tuple[str, str]] = []
     view.before = refuse_once
     with pytest.raises(RankFailed):
-        board.there(["a"])
+        board.has_all(["a"])
     for _ in range(5):
         now[0] += 10
         time.sleep(0.02)
@@ -161,9 +172,9 @@ def test_a_rank_whose_store_has_failed_leaves_no_more_pulses() -> None:
 
 
 def stopped(answers: Any) -> None:
-    view = View(FakeStore())
-    board = Board(view, 0, 2, Patience(silent=1.0, stuck=9.0))
-    board.there([])
+    view = StoreView(FakeStore())
+    board = KVClient(view, 0, 2, Timeouts(silent=1.0, stuck=9.0))
+    board.has_all([])
     view.before = lambda name, key: time.sleep(0.4)
     answers.put("asks")
     ask(board, answers)
@@ -186,15 +197,15 @@ def test_a_process_that_is_stopped_for_longer_than_the_bound_goes_on_afterwards(
     child.join(20)
 
 
-def ask(board: Board, answers: Any) -> None:
+def ask(board: KVClient, answers: Any) -> None:
     try:
-        board.there(["a"])
+        board.has_all(["a"])
     except RankFailed as e:
         answers.put(str(e))
 
 
-def test_a_forked_process_cannot_speak_for_the_rank(board: Board) -> None:
-    board.there(["a"])
+def test_a_forked_process_cannot_speak_for_the_rank(board: KVClient) -> None:
+    board.has_all(["a"])
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
     child = fork.Process(target=ask, args=(board, answers))
@@ -205,7 +216,7 @@ def test_a_forked_process_cannot_speak_for_the_rank(board: Board) -> None:
 
 def test_a_vigil_counts_from_its_first_look() -> None:
     store, now = FakeStore(), [100.0]
-    board = Board(store, 0, 3, Patience(silent=10.0, stuck=50.0), lambda: now[0])
+    board = KVClient(store, 0, 3, Timeouts(silent=10.0, stuck=50.0), lambda: now[0])
     pulse = {1: "1 0 there", 2: "1 0 there"}
 
     def beat(rank: int, text: str) -> None:
@@ -213,34 +224,34 @@ def test_a_vigil_counts_from_its_first_look() -> None:
 
     for rank, text in pulse.items():
         beat(rank, text)
-    vigil = Vigil(board, "the save")
-    assert vigil.lost([]) is None
-    assert vigil.lost([1, 2]) is None
+    vigil = FailureDetector(board, "the save")
+    assert vigil.failed([]) is None
+    assert vigil.failed([1, 2]) is None
     now[0] += 9
     beat(1, "2 0 there")
-    assert vigil.lost([1, 2]) is None
+    assert vigil.failed([1, 2]) is None
     now[0] += 2
-    error = vigil.lost([1, 2])
+    error = vigil.failed([1, 2])
     assert error is not None
     assert (error.rank, "Rank 2 on there does not take part in the save" in str(error)) == (2, True)
     for beats in range(3, 9):  # alive, and not getting on
         beat(1, f"{beats} 0 there")
         now[0] += 9
-        error = vigil.lost([1])
+        error = vigil.failed([1])
         assert (error is not None) == (beats > 6), beats
     assert "some progress within 50 s" in str(error)
     beat(1, "9 1 there")
-    assert vigil.lost([1]) is None
-    store.values["pulse/1"] = GONE
-    error = vigil.lost([1])
+    assert vigil.failed([1]) is None
+    store.values["pulse/1"] = CLOSED_HEARTBEAT
+    error = vigil.failed([1])
     assert error is not None
     assert "ended" in str(error)
-    never = Vigil(board, "it")
-    assert never.lost([7]) is None
+    never = FailureDetector(board, "it")
+    assert never.failed([7]) is None
     now[0] += 11
-    assert never.lost([7]) is None  # it may live: it has not said anything yet
+    assert never.failed([7]) is None  # it may live: it has not said anything yet
     now[0] += 40
-    error = never.lost([7])
+    error = never.failed([7])
     assert error is not None
     assert "never came" in str(error)
     board.close()
@@ -254,14 +265,14 @@ def notes(group: FakeGroup) -> list[str]:
 
 
 def all_turns(rank: int, what: str = "the save") -> tuple[Any, ...]:
-    meeting = current_group().meet(what)
+    meeting = current_group().collective(what)
     try:
         with meeting:
             size = meeting.size
             gathered = meeting.gather([rank, "x" * rank], list)
             given = None if gathered is None else [(g, n) for n, g in enumerate(gathered)]
             mine = meeting.scatter(given, tuple[list[Any], int])
-            word = meeting.share("all" if rank == 0 else None, str)
+            word = meeting.broadcast("all" if rank == 0 else None, str)
             again = meeting.gather(rank, int)
     finally:
         meeting.close()
@@ -280,17 +291,19 @@ def test_values_are_gathered_dealt_out_and_shared_and_nothing_stays(size: int) -
 
 
 def test_a_meeting_of_one() -> None:
-    assert isinstance(Solo().meet("it"), Alone)
-    with acting_as(Solo()):
+    assert isinstance(LocalGroup().collective("it"), LocalCollective)
+    with use_group(LocalGroup()):
         assert all_turns(0) == (False, "all")
 
 
 def test_large_values_go_in_parts() -> None:
     def work(rank: int) -> int:
-        meeting = current_group().meet("it")
+        meeting = current_group().collective("it")
         with meeting:
-            values = meeting.gather(bytes(LARGEST + 1000 * rank), bytes)
-            sizes = meeting.share(None if values is None else [len(v) for v in values], list[int])
+            values = meeting.gather(bytes(MAX_VALUE_BYTES + 1000 * rank), bytes)
+            sizes = meeting.broadcast(
+                None if values is None else [len(v) for v in values], list[int]
+            )
         meeting.close()
         return sum(sizes)
 
@@ -314,16 +327,16 @@ def test_a_rank_that_hears_late_meets_the_others_where_one_has_failed() -> None:
         group.views[2].before = late
 
         def work(rank: int) -> None:
-            with current_group().meet("the resume") as outer:
+            with current_group().collective("the resume") as outer:
                 if rank == 0:
                     looks.wait(20)
-                outer.share("go on" if rank == 0 else None, str)
+                outer.broadcast("go on" if rank == 0 else None, str)
                 try:
-                    with current_group().meet("the load") as inner:
+                    with current_group().collective("the load") as inner:
                         if rank == 1:
                             raise OSError(28, "No space left on device")
                         inner.gather(rank, int)
-                        inner.share("done" if rank == 0 else None, str)
+                        inner.broadcast("done" if rank == 0 else None, str)
                 finally:
                     inner.close()
             outer.close()
@@ -353,19 +366,19 @@ def test_what_rank_0_has_given_is_there_for_who_comes_late_also_when_it_has_fail
         got = []
 
         def work(rank: int) -> None:
-            meeting = current_group().meet("the save of version_5")
+            meeting = current_group().collective("the save of version_5")
             try:
                 with meeting:
                     if rank == 2:
                         gone.wait(20)
                     if shared:
-                        got.append(meeting.share("go" if rank == 0 else None, str))
+                        got.append(meeting.broadcast("go" if rank == 0 else None, str))
                     else:
                         got.append(meeting.scatter(["go"] * 3 if rank == 0 else None, str))
                     if rank == 0:
                         raise OSError(28, "No space left on device")
                     meeting.gather(rank, int)
-                    meeting.share(None, int)
+                    meeting.broadcast(None, int)
             finally:
                 meeting.close()
                 gone.set()
@@ -378,14 +391,14 @@ def test_what_rank_0_has_given_is_there_for_who_comes_late_also_when_it_has_fail
 
 def failing(error: BaseException, by: int, turn: int) -> Callable[[int], Any]:
     def work(rank: int) -> Any:
-        meeting = current_group().meet("the save of version_5")
+        meeting = current_group().collective("the save of version_5")
         try:
             with meeting:
                 for n in range(4):
                     if (rank, n) == (by, turn):
                         raise error
                     meeting.gather("value" * 10, str)
-                    meeting.share(n if rank == 0 else None, int)
+                    meeting.broadcast(n if rank == 0 else None, int)
         finally:
             meeting.close()
 
@@ -435,7 +448,7 @@ def test_a_rank_that_dies_is_named_by_the_others_within_the_bound(by: int) -> No
 
         def work(rank: int) -> Any:
             if rank == by:
-                group.views[by].die()
+                group.views[by].disconnect()
                 return None
             return all_turns(rank)
 
@@ -450,12 +463,12 @@ def test_a_rank_that_dies_is_named_by_the_others_within_the_bound(by: int) -> No
 
 
 def test_a_rank_that_leaves_in_order_is_told_at_once() -> None:
-    with FakeGroup(2, Patience(silent=2.0, stuck=60.0)) as group:
+    with FakeGroup(2, Timeouts(silent=2.0, stuck=60.0)) as group:
 
         def work(rank: int) -> Any:
             if rank == 1:
-                group.ranks[1].board.there([])
-                group.ranks[1].board.close()
+                group.groups[1].kv.has_all([])
+                group.groups[1].kv.close()
                 return None
             return all_turns(rank)
 
@@ -479,13 +492,13 @@ def test_ranks_that_fail_at_any_call_to_the_store_hold_nobody_up() -> None:
         group.views[1].before = lambda name, key: seen.append(key)
         group.run(all_turns)
     for calls in range(1, len(seen) + 1, 3):
-        with FakeGroup(2, Patience(silent=0.15, stuck=0.5)) as group:
+        with FakeGroup(2, Timeouts(silent=0.15, stuck=0.5)) as group:
             left = [calls]
 
             def count(name: str, key: str, group: FakeGroup = group, left: Any = left) -> None:
                 left[0] -= 1
                 if left[0] == 0:
-                    group.views[1].die()
+                    group.views[1].disconnect()
                     raise ConnectionError("killed by a test")
 
             group.views[1].before = count
@@ -499,18 +512,18 @@ def test_ranks_that_fail_at_any_call_to_the_store_hold_nobody_up() -> None:
 
 
 def test_the_group_of_a_process_without_others() -> None:
-    assert isinstance(current_group(), Solo)
-    assert isinstance(current_group("alone"), Solo)
+    assert isinstance(current_group(), LocalGroup)
+    assert isinstance(current_group("alone"), LocalGroup)
     with pytest.raises(HoldfastError, match="group= cannot be that"):
         current_group("all")
 
 
 def test_ranks_that_are_simulated_are_of_their_group_only_in_the_context() -> None:
     with FakeGroup(2) as group:
-        with acting_as(group.ranks[1]):
-            assert current_group() is group.ranks[1]
-            assert isinstance(current_group("alone"), Solo)
-        assert isinstance(current_group(), Solo)
+        with use_group(group.groups[1]):
+            assert current_group() is group.groups[1]
+            assert isinstance(current_group("alone"), LocalGroup)
+        assert isinstance(current_group(), LocalGroup)
         assert group.run(lambda rank: current_group().rank) == [0, 1]
         seen = group.outcomes(lambda rank: 1 // rank)
         assert isinstance(seen[0], ZeroDivisionError)
@@ -521,7 +534,7 @@ def test_ranks_that_are_simulated_are_of_their_group_only_in_the_context() -> No
 def test_one_rank_of_torch_distributed_is_alone_and_a_fake_group_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert isinstance(current_group(), Solo)
+        assert isinstance(current_group(), LocalGroup)
     finally:
         dist.destroy_process_group()
     from torch.testing._internal.distributed.fake_pg import FakeStore as Fake

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 import holdfast
-from holdfast.engine.distributed.collective import Assembly
-from holdfast.engine.distributed.failure_detector import Vigil
-from holdfast.engine.distributed.kv import Board, Patience
-from holdfast.engine.distributed.session import SessionBoard
+from holdfast.engine.distributed.collective import StoreCollective
+from holdfast.engine.distributed.failure_detector import FailureDetector
+from holdfast.engine.distributed.kv import KVClient, Timeouts
+from holdfast.engine.distributed.session import SessionKVClient
 from holdfast.errors import RankFailed
 from holdfast.testing.fakegroup import FakeStore
 
@@ -27,12 +27,12 @@ class Scene:
         self.now = 0.0
         self.store = FakeStore()
         self.acts: Callable[[float], object] = lambda now: None
-        self.board = Board(self.store, rank, size, Patience(), lambda: self.now)
+        self.board = KVClient(self.store, rank, size, Timeouts(), lambda: self.now)
         self.size = size
         self.told: list[dict[str, Any]] = []
 
-    def meet(self, number: int = 1, within: float | None = None) -> Assembly:
-        return Assembly(self.board, self.size, number, WHAT, within, pause=self._pause)
+    def meet(self, number: int = 1, within: float | None = None) -> StoreCollective:
+        return StoreCollective(self.board, self.size, number, WHAT, within, sleep=self._pause)
 
     def _pause(self, seconds: float) -> None:
         self.now += 1
@@ -110,7 +110,7 @@ def test_the_others_tell_that_rank_0_does_not_come_but_not_that_it_waits_too(sce
             scene.store.set("1/1/0", b"0 " + said)
 
     scene.acts = acts
-    assert scene.meet().share(None, str) == "go"
+    assert scene.meet().broadcast(None, str) == "go"
     [told] = scene.told
     assert (told["ranks"], told["count"]) == ([0], 1)
     assert 129 < told["at"] < 136
@@ -172,12 +172,12 @@ def test_who_never_finds_rank_0_says_so() -> None:
         return now[0]
 
     told: list[Any] = []
-    board = SessionBoard(FakeStore(), 1, 2, Patience(60, 300), lambda prefix: FakeStore(), clock)
+    board = SessionKVClient(FakeStore(), 1, 2, Timeouts(60, 300), lambda prefix: FakeStore(), clock)
     with (
         holdfast.attach(lambda name, fields: told.append((name, fields))),
         pytest.raises(RankFailed, match="Rank 0"),
     ):
-        board.there(["a"])
+        board.has_all(["a"])
     board.close()
     [(name, fields)] = told
     assert name == "ranks_awaited"
@@ -192,14 +192,14 @@ def test_who_never_finds_rank_0_says_so() -> None:
 def missed(ages: dict[int, float], came: tuple[int, ...] = ()) -> RankFailed | None:
     """What is found when rank ``r`` has given its last pulse ``ages[r]`` seconds ago."""
     scene = Scene(0, 12)
-    vigil = Vigil(scene.board, "it")
+    vigil = FailureDetector(scene.board, "it")
     oldest = max(ages.values())
     for now in range(int(oldest) + 1):
         scene.now = float(now)
         for rank, age in ages.items():
             if now <= oldest - age:
                 scene.pulse(rank)
-        found = vigil.lost(sorted(ages), lambda rank: rank in came)
+        found = vigil.failed(sorted(ages), lambda rank: rank in came)
     scene.board.close()
     return found
 

@@ -48,7 +48,9 @@ def test_alone_loading_and_ranks_that_know_of_each_other_are_not(
 def test_a_world_size_that_others_have_set_says_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert read_settings({"WORLD_SIZE": "4"}).started == 1
-    assert read_settings({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "many"}).started == 1
+    assert read_settings({"WORLD_SIZE": "4"}).launched_world_size == 1
+    assert (
+        read_settings({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "many"}).launched_world_size == 1
+    )
     monkeypatch.setenv("WORLD_SIZE", "4")
     holdfast.save(tmp_path / "a", {"n": 1})

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.distributed.step_gate import NEVER, NOTHING, Gate
+from holdfast.engine.distributed.step_gate import NEVER, NO_ACTIONS, StepGate
 from holdfast.errors import RankFailed
 
 SAVE = frozenset({"save"})
 
 
-class Sly(Gate):
+class Sly(StepGate):
     """What another thread does right before one of the two attributes is written or read."""
 
     hooks: dict[str, Callable[[], object]]
@@ -30,7 +30,7 @@ class Sly(Gate):
         super().__setattr__(name, value)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("_at", "_shut"):
+        if name in ("_current_step", "_stop_at"):
             self._happen(f"read {name}")
         return super().__getattribute__(name)
 
@@ -40,14 +40,14 @@ class Sly(Gate):
             hook()
 
 
-@pytest.mark.parametrize("moment", ["write _shut", "read _at", "write _armed"])
+@pytest.mark.parametrize("moment", ["write _stop_at", "read _current_step", "write _armed_step"])
 def test_a_watcher_that_is_held_up_anywhere_sees_a_training_that_passes(moment: str) -> None:
     gate = Sly()
     passed: list[bool] = []
 
     def train() -> None:
-        held = gate._at + 1 >= gate._shut  # it would wait here, and this is one thread
-        passed.append(not held and gate.step() == NOTHING)
+        held = gate._current_step + 1 >= gate._stop_at  # it would wait here, and this is one thread
+        passed.append(not held and gate.step() == NO_ACTIONS)
 
     gate.hooks[moment] = train
     armed = gate.arm(1)
@@ -55,7 +55,7 @@ def test_a_watcher_that_is_held_up_anywhere_sees_a_training_that_passes(moment: 
     assert armed != passed[0]
 
 
-@pytest.mark.parametrize("moment", ["read _at", "write _at", "read _shut"])
+@pytest.mark.parametrize("moment", ["read _current_step", "write _current_step", "read _stop_at"])
 def test_a_training_that_is_held_up_anywhere_sees_the_gate_or_is_seen(moment: str) -> None:
     gate = Sly()
     armed: list[bool] = []
@@ -66,14 +66,14 @@ def test_a_training_that_is_held_up_anywhere_sees_the_gate_or_is_seen(moment: st
             gate.grant(1, SAVE)
 
     gate.hooks[moment] = watch
-    assert gate.step() == (SAVE if armed[0] else NOTHING)
+    assert gate.step() == (SAVE if armed[0] else NO_ACTIONS)
     assert len(armed) == 1
 
 
 class Training:
     """A thread that makes steps until it gets something."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: StepGate) -> None:
         self.gate = gate
         self.got: Any = None
         self.thread = threading.Thread(target=self._run)
@@ -96,66 +96,66 @@ class Training:
         return self.got
 
 
-def fail(gate: Gate) -> None:
+def fail(gate: StepGate) -> None:
     gate.fail(RankFailed("the store is gone"))
 
 
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
-        (Gate.release, NOTHING),
-        (Gate.open, NOTHING),
+        (StepGate.disarm, NO_ACTIONS),
+        (StepGate.disable, NO_ACTIONS),
         (lambda gate: gate.grant(3, SAVE), SAVE),
-        (lambda gate: gate.arm(9), NOTHING),
-        (lambda gate: gate.arm(3), NOTHING),  # refused: it has come so far
+        (lambda gate: gate.arm(9), NO_ACTIONS),
+        (lambda gate: gate.arm(3), NO_ACTIONS),  # refused: it has come so far
         (fail, RankFailed),
     ],
 )
-def test_what_ends_the_waiting_at_a_gate(end: Callable[[Gate], object], expected: Any) -> None:
-    gate = Gate(60.0)
+def test_what_ends_the_waiting_at_a_gate(end: Callable[[StepGate], object], expected: Any) -> None:
+    gate = StepGate(60.0)
     assert gate.arm(3)
-    assert [gate.step(), gate.step()] == [NOTHING, NOTHING]
+    assert [gate.step(), gate.step()] == [NO_ACTIONS, NO_ACTIONS]
     training = Training(gate)
     training.wait_held()
     end(gate)
     got = training.ended()
     assert isinstance(got, RankFailed) if expected is RankFailed else got == expected
-    gate.release()
-    assert [gate.step() for _ in range(10)] == [NOTHING] * 10
+    gate.disarm()
+    assert [gate.step() for _ in range(10)] == [NO_ACTIONS] * 10
 
 
 def test_a_watcher_that_never_answers_is_raised_once_and_the_training_goes_on() -> None:
-    gate = Gate(0.01)
+    gate = StepGate(0.01)
     gate.arm(1)
     with pytest.raises(RankFailed, match="does not answer"):
         gate.step()
-    assert [gate.step() for _ in range(10)] == [NOTHING] * 10
+    assert [gate.step() for _ in range(10)] == [NO_ACTIONS] * 10
 
 
 def test_two_steps_that_are_agreed_wait_for_their_turns() -> None:
-    gate = Gate(60.0)
+    gate = StepGate(60.0)
     gate.arm(2)
     gate.grant(2, SAVE)
     gate.arm(4)
     gate.grant(4, frozenset({"stop"}))
-    assert [gate.step() for _ in range(5)] == [NOTHING, SAVE, NOTHING, {"stop"}, NOTHING]
-    assert gate.taken == 2
+    assert [gate.step() for _ in range(5)] == [NO_ACTIONS, SAVE, NO_ACTIONS, {"stop"}, NO_ACTIONS]
+    assert gate.delivery_count == 2
 
 
 def test_what_is_known_is_returned_though_the_next_will_never_be() -> None:
-    gate = Gate(60.0)
+    gate = StepGate(60.0)
     gate.arm(1)
     gate.grant(1, SAVE)
     gate.arm(3)
     fail(gate)
-    assert [gate.step(), gate.step()] == [SAVE, NOTHING]
+    assert [gate.step(), gate.step()] == [SAVE, NO_ACTIONS]
     with pytest.raises(RankFailed, match="the store is gone"):
         gate.step()
-    assert gate.step() == NOTHING
+    assert gate.step() == NO_ACTIONS
 
 
 def test_a_step_that_was_interrupted_at_the_gate_is_made_up_for() -> None:
-    gate = Gate(60.0)
+    gate = StepGate(60.0)
     gate.arm(1)
 
     def interrupt(*_: Any) -> bool:
@@ -166,12 +166,12 @@ def test_a_step_that_was_interrupted_at_the_gate_is_made_up_for() -> None:
         gate.step()
     del gate._changed.wait_for
     gate.grant(1, SAVE)
-    assert [gate.step(), gate.step()] == [SAVE, NOTHING]
+    assert [gate.step(), gate.step()] == [SAVE, NO_ACTIONS]
 
 
 def test_no_step_passes_a_gate_that_is_shut_however_two_threads_race() -> None:
     """Threads that are switched as often as can be: never neither of the two is seen."""
-    gate = Gate(60.0)
+    gate = StepGate(60.0)
     got: list[tuple[int, frozenset[str]]] = []
     expected = []
     done = False
@@ -179,7 +179,7 @@ def test_no_step_passes_a_gate_that_is_shut_however_two_threads_race() -> None:
     def train() -> None:
         while not done:
             if whats := gate.step():
-                got.append((gate.at, whats))
+                got.append((gate.current_step, whats))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -187,15 +187,15 @@ def test_no_step_passes_a_gate_that_is_shut_however_two_threads_race() -> None:
     try:
         training.start()
         for n in range(40):
-            at = gate.at + 1 + n % 7
+            at = gate.current_step + 1 + n % 7
             if gate.arm(at):
                 gate.grant(at, SAVE)
                 expected.append((at, SAVE))
-                while gate._due:
+                while gate._granted:
                     time.sleep(0)
     finally:
         done = True
         training.join(20)
         sys.setswitchinterval(before)
     assert got == expected
-    assert gate._shut == NEVER
+    assert gate._stop_at == NEVER

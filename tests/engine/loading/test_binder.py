@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
-from holdfast.engine.loading.differences import fold
+from holdfast.engine.loading.differences import fold_keys
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
-from tests.engine.states import TORCH_DTYPES, clone, random_tensor, same, saved
+from tests.engine.states import TORCH_DTYPES, assert_same, clone, random_tensor, save_state
 
 
 def fails(snapshot, live, kind, *words, **options):
     """Loading fails with exactly that class, names all of that, and leaves ``live`` as it was."""
     before = clone(live)
     with pytest.raises(PlanError) as e:
-        holdfast.load(saved(snapshot), into=live, **options)
+        holdfast.load(save_state(snapshot), into=live, **options)
     assert type(e.value) is kind
     for word in words:
         assert word in str(e.value)
-    same(before, live)
+    assert_same(before, live)
     return e.value
 
 
 def fits(snapshot, live, expected, **options):
     """Loading gives ``expected``, in the very objects of ``live``."""
-    made = holdfast.load(saved(snapshot), into=live, **options)
+    made = holdfast.load(save_state(snapshot), into=live, **options)
     assert made is live
-    same(expected, live)
+    assert_same(expected, live)
 
 
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
@@ -128,11 +128,11 @@ def test_a_part_of_the_state_is_asked_for_by_keys_first(state, live, keys):
     if live is None:
         state, live = state
     with pytest.raises(PlanError) as e:
-        holdfast.load(saved(state), into=copy.deepcopy(live))
+        holdfast.load(save_state(state), into=copy.deepcopy(live))
     advice = str(e.value).partition("by name: ")[2]
     assert advice.startswith(f'keys={keys}, unexpected="ignore".' if keys else ("miss", "unexp"))
     if keys:
-        holdfast.load(saved(state), into=copy.deepcopy(live), keys=json.loads(keys))
+        holdfast.load(save_state(state), into=copy.deepcopy(live), keys=json.loads(keys))
 
 
 def test_the_advice_stays_within_what_was_asked_for():
@@ -175,7 +175,7 @@ KEYS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
 @given(st.lists(KEYS, unique=True), st.sets(KEYS))
 def test_folding_loses_no_leaf_and_hides_none_that_is_there(keys, others):
     keys = [k for k in keys if k not in others]
-    folded = fold(keys, others)
+    folded = fold_keys(keys, others)
     assert sum(n for _, n in folded) == len(keys)
     for key, n in folded:
         below = [k for k in keys if k == key or k.startswith(key + "/")]
@@ -191,13 +191,13 @@ def test_folding_loses_no_leaf_and_hides_none_that_is_there(keys, others):
 def test_modules_tell_all_their_differences():
     m, live = nn.Linear(2, 3), nn.Linear(2, 4)
     with pytest.raises(ShapeMismatch, match=r"2 of another shape: m/weight .*, m/bias") as e:
-        holdfast.load(saved({"m": m}), into={"m": live})
+        holdfast.load(save_state({"m": m}), into={"m": live})
     assert "m/weight [3, 2], live [4, 2]" in str(e.value)
     bare = nn.Linear(2, 3, bias=False)
     with pytest.raises(UnexpectedLeaf, match="m/bias"):
-        holdfast.load(saved({"m": m}), into={"m": bare})
+        holdfast.load(save_state({"m": m}), into={"m": bare})
     with pytest.raises(MissingLeaf, match="m/bias"):
-        holdfast.load(saved({"m": bare}), into={"m": m})
+        holdfast.load(save_state({"m": bare}), into={"m": m})
 
 
 @pytest.mark.parametrize(
@@ -299,25 +299,25 @@ def test_the_order_of_a_live_dict_is_its_own():
 
 def test_an_expanded_live_tensor_is_refused():
     with pytest.raises(PlanError, match="'x' is expanded"):
-        holdfast.load(saved({"x": torch.ones(3, 2)}), into={"x": torch.zeros(2).expand(3, 2)})
+        holdfast.load(save_state({"x": torch.ones(3, 2)}), into={"x": torch.zeros(2).expand(3, 2)})
     with pytest.raises(PlanError, match="'x' is expanded"):
-        holdfast.load(saved({"x": torch.ones(3, 2)}), into={"x": torch.zeros(1).expand(3, 2)})
+        holdfast.load(save_state({"x": torch.ones(3, 2)}), into={"x": torch.zeros(1).expand(3, 2)})
     live = {"x": torch.zeros(2, 1).expand(2, 1)}
-    holdfast.load(saved({"x": torch.ones(2, 1)}), into=live)
+    holdfast.load(save_state({"x": torch.ones(2, 1)}), into=live)
 
 
 def test_tied_live_tensors_for_two_leaves_are_refused():
     t = torch.zeros(2)
     with pytest.raises(PlanError, match="tied to another, but the snapshot holds two") as e:
-        holdfast.load(saved({"a": ONE, "b": TWO}), into={"a": t, "b": t})
+        holdfast.load(save_state({"a": ONE, "b": TWO}), into={"a": t, "b": t})
     assert e.value.leaf == "b"
     assert t.tolist() == [0, 0]
-    holdfast.load(saved({"a": ONE, "b": TWO}), into={"a": t, "b": t}, keys="a")
+    holdfast.load(save_state({"a": ONE, "b": TWO}), into={"a": t, "b": t}, keys="a")
     assert t.tolist() == [1, 1]
 
 
 def test_live_tensors_without_memory_are_refused():
-    at = saved({"x": ONE})
+    at = save_state({"x": ONE})
     freed = torch.zeros(2)
     freed.untyped_storage().resize_(0)
     for live in (freed, torch.empty(2, device="meta")):
@@ -330,8 +330,8 @@ def test_inference_tensors_are_filled():
         live = {"a": torch.zeros(4, 3), "b": torch.zeros(3, 4).T}
     t = torch.randn(4, 3)
     with torch.inference_mode():
-        holdfast.load(saved({"a": t, "b": t}), into=live)
-    same({"a": t, "b": t}, live)
+        holdfast.load(save_state({"a": t, "b": t}), into=live)
+    assert_same({"a": t, "b": t}, live)
 
 
 def test_arrays_of_any_strides_are_filled():
@@ -354,15 +354,15 @@ def test_an_array_that_may_not_be_written_is_replaced(dtype):
     a, frozen = np.arange(3).astype(dtype), np.zeros(3, dtype)
     frozen.flags.writeable = False
     live = {"x": frozen}
-    holdfast.load(saved({"x": a}), into=live)
-    same(a, live["x"])
+    holdfast.load(save_state({"x": a}), into=live)
+    assert_same(a, live["x"])
     assert live["x"] is not frozen
     fails({"x": a[:2]}, {"x": frozen}, ShapeMismatch, "x [2], live [3]")
 
 
 def test_a_live_memmap_is_filled_in_place(tmp_path):
     live = np.memmap(tmp_path / "x", np.int64, "w+", shape=(4,))
-    holdfast.load(saved({"x": np.arange(4)}), into={"x": live})
+    holdfast.load(save_state({"x": np.arange(4)}), into={"x": live})
     assert live.tolist() == [0, 1, 2, 3]
 
 
@@ -389,7 +389,7 @@ def test_both_and_shapes_stay_strict():
 
 def test_an_unknown_leniency_is_refused():
     with pytest.raises(PlanError, match="This leniency is not known"):
-        holdfast.load(saved({"a": 1}), into={"a": 1}, missing="ignore")
+        holdfast.load(save_state({"a": 1}), into={"a": 1}, missing="ignore")
 
 
 FLOATS = [d for d in TORCH_DTYPES if d.is_floating_point and d is not torch.float4_e2m1fn_x2]
@@ -444,11 +444,11 @@ def test_cast_of_arrays(order):
 
 def test_cast_of_modules():
     m, live = nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16)
-    at = saved({"m": m})
+    at = save_state({"m": m})
     with pytest.raises(DTypeMismatch, match="m/weight float32, live bfloat16"):
         holdfast.load(at, into={"m": live})
     holdfast.load(at, into={"m": live}, cast=True)
-    same(m.to(torch.bfloat16).weight.detach(), live.weight.detach())
+    assert_same(m.to(torch.bfloat16).weight.detach(), live.weight.detach())
 
 
 class Picky:
@@ -471,7 +471,7 @@ class Picky:
 
 
 def test_an_object_that_checks_a_state_refuses_it_before_anything_is_changed():
-    at = saved({"t": ONE, "first": Picky(1, 5), "second": Picky({"x": (2, None)}, [6])})
+    at = save_state({"t": ONE, "first": Picky(1, 5), "second": Picky({"x": (2, None)}, [6])})
     live = {"t": TWO.clone(), "first": Picky(1), "second": Picky(3)}
     with pytest.raises(PlanError, match="not 3") as e:
         holdfast.load(at, into=live)
@@ -491,6 +491,6 @@ def test_an_object_that_checks_a_state_refuses_it_before_anything_is_changed():
 def test_a_state_with_bytes_is_checked_only_by_the_load_itself(more):
     live = {"o": Picky(2, more)}
     with pytest.raises(PlanError, match="not 2") as e:
-        holdfast.load(saved({"o": Picky(1, more)}), into=live)
+        holdfast.load(save_state({"o": Picky(1, more)}), into=live)
     assert len(live["o"].checked) == 1
     assert e.value.live_state == "not valid"

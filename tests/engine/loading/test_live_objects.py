@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as lrs
 
 import holdfast
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch, UnexpectedLeaf
-from tests.engine.states import back, raw, same, saved, url
+from tests.engine.states import assert_same, round_trip, save_state, tensor_bytes, unused_url
 
 # -- modules -------------------------------------------------------------------------------------
 
@@ -31,11 +31,11 @@ def moved(module):
 
 
 def equal(a, b):
-    same(dict(a.state_dict()), dict(b.state_dict()))
+    assert_same(dict(a.state_dict()), dict(b.state_dict()))
 
 
 def through(saved_module, live, key="model"):
-    holdfast.load(saved({key: saved_module}), into={key: live})
+    holdfast.load(save_state({key: saved_module}), into={key: live})
 
 
 def test_a_module_is_filled_in_place():
@@ -52,8 +52,8 @@ def test_a_module_is_filled_in_place():
 
 def test_a_module_comes_back_plain_as_its_state_dict():
     m = moved(net())
-    made = back({"model": m})["model"]
-    same(dict(m.state_dict()), made)
+    made = round_trip({"model": m})["model"]
+    assert_same(dict(m.state_dict()), made)
     live = net(1)
     live.load_state_dict(made)
     equal(m, live)
@@ -61,9 +61,9 @@ def test_a_module_comes_back_plain_as_its_state_dict():
 
 def test_a_state_dict_keeps_its_versions_and_loads_into_a_module():
     m = moved(net())
-    at = saved({"model": m.state_dict()})
+    at = save_state({"model": m.state_dict()})
     made = holdfast.load(at)["model"]
-    same(m.state_dict(), made)
+    assert_same(m.state_dict(), made)
     assert made._metadata == m.state_dict()._metadata
     assert holdfast.load(at, keys="**")["model"]._metadata == made._metadata
     live = net(1)
@@ -86,7 +86,7 @@ def test_buffers_that_are_not_persistent_are_no_part_of_it():
     m, live = Net(), Net()
     m.kept += 1
     m.cache += 1
-    assert set(back({"m": m})["m"]) == {"kept"}
+    assert set(round_trip({"m": m})["m"]) == {"kept"}
     through(m, live)
     assert live.kept.tolist() == [1, 1, 1]
     assert live.cache.tolist() == [0, 0, 0]
@@ -120,12 +120,12 @@ class Extra(nn.Module):
 def test_extra_state(value, before):
     m, live = nn.Sequential(Extra(value)), nn.Sequential(Extra(before))
     through(m, live)
-    same(value, live[0].value)
+    assert_same(value, live[0].value)
 
 
 def test_extra_state_that_cannot_be_kept_is_refused_by_name():
     with pytest.raises(holdfast.errors.Unsupported, match=r"'model/0\._extra_state/f'"):
-        holdfast.save(url(), {"model": nn.Sequential(Extra({"f": len}))})
+        holdfast.save(unused_url(), {"model": nn.Sequential(Extra({"f": len}))})
 
 
 def tied():
@@ -141,7 +141,7 @@ def tied():
 
 def test_tied_weights_are_written_once_and_stay_tied():
     m, live = tied(), tied()
-    at = saved({"model": m})
+    at = save_state({"model": m})
     assert list(holdfast.open(at).leaves) == ["model/embed.weight"]
     holdfast.load(at, into={"model": live})
     assert live.head.weight is live.embed.weight
@@ -163,7 +163,7 @@ def test_tied_weights_into_a_model_that_is_not_and_the_reverse():
 
 def test_two_keys_for_one_module():
     m, live = net(), net(1)
-    at = saved({"a": m, "b": [m]})
+    at = save_state({"a": m, "b": [m]})
     assert all(k.startswith("a/") for k in holdfast.open(at).leaves)
     holdfast.load(at, into={"a": live, "b": [live]})
     equal(m, live)
@@ -192,7 +192,7 @@ def test_parametrized_modules(wrap):
     x = torch.randn(3, 4)
     m.eval()
     live.eval()
-    assert raw(m(x)) == raw(live(x))
+    assert tensor_bytes(m(x)) == tensor_bytes(live(x))
 
 
 def test_frozen_base_and_trained_adapter():
@@ -212,7 +212,7 @@ def test_frozen_base_and_trained_adapter():
     m, opt = make()
     step(m, opt, torch.randn(3, 6))
     live, live_opt = make()
-    at = saved({"model": m, "optimizer": opt})
+    at = save_state({"model": m, "optimizer": opt})
     assert "optimizer/state/model.base.weight/exp_avg" not in holdfast.open(at)
     holdfast.load(at, into={"model": live, "optimizer": live_opt})
     equal(m, live)
@@ -254,7 +254,7 @@ def test_hooks_on_state_dict_and_load_state_dict(which):
 
     m, live = make(), make()
     before = live.w.detach().clone()
-    at = saved({"model": m})
+    at = save_state({"model": m})
     assert (
         holdfast.open(at).keys()
         == {
@@ -265,7 +265,7 @@ def test_hooks_on_state_dict_and_load_state_dict(which):
         }[which]
     )
     holdfast.load(at, into={"model": live})
-    same((before if which == "drop" else m.w).detach(), live.w.detach())
+    assert_same((before if which == "drop" else m.w).detach(), live.w.detach())
     assert live.loads == 1
 
 
@@ -301,27 +301,27 @@ def test_a_hook_that_changes_a_shape_is_told_before_anything_is_changed():
 
     live = {"first": torch.zeros(2), "m": make(3)}
     with pytest.raises(ShapeMismatch, match=r"m/weight \[1, 2\], live \[1, 3\]"):
-        holdfast.load(saved({"first": torch.ones(2), "m": make(2)}), into=live)
+        holdfast.load(save_state({"first": torch.ones(2), "m": make(2)}), into=live)
     assert live["first"].tolist() == [0, 0]
 
 
 def test_lazy_modules():
     m = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     with pytest.raises(holdfast.errors.Unsupported, match="UninitializedParameter"):
-        holdfast.save(url(), {"model": m})
+        holdfast.save(unused_url(), {"model": m})
     m(torch.randn(4, 5))
     live = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     through(m, live)
     equal(m, live)
     x = torch.randn(4, 5)
-    assert raw(m(x)) == raw(live(x))
+    assert tensor_bytes(m(x)) == tensor_bytes(live(x))
 
 
 def test_a_module_on_the_meta_device_is_refused_until_it_has_memory():
     m = net()
     with torch.device("meta"):
         live = net()
-    at = saved({"model": m})
+    at = save_state({"model": m})
     with pytest.raises(PlanError, match=r"'model/0.weight' has no memory.*to_empty"):
         holdfast.load(at, into={"model": live})
     live.to_empty(device="cpu")
@@ -338,7 +338,7 @@ def test_sparse_buffers():
 
     m, live = make(3.0), make(4.0)
     through(m, live)
-    same(m.s, live.s)
+    assert_same(m.s, live.s)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -410,14 +410,14 @@ def test_wrappers_leave_no_trace(name):
         with torch.no_grad():
             for p in m.parameters():
                 p.add_(torch.randn_like(p))
-        at = saved({"model": m, "optimizer": opt})
+        at = save_state({"model": m, "optimizer": opt})
         assert [k for k in holdfast.open(at) if k.startswith("model/")] == [
             f"model/{k}" for k in keys
         ]
         assert f"optimizer/state/model.{keys[0]}/exp_avg" in holdfast.open(at)
         holdfast.load(at, into={"model": live, "optimizer": live_opt})
-        same(list(m.parameters()), list(live.parameters()))
-        same(list(opt.state.values()), list(live_opt.state.values()))
+        assert_same(list(m.parameters()), list(live.parameters()))
+        assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
 
 def test_ddp_leaves_no_trace(tmp_path):
@@ -426,7 +426,7 @@ def test_ddp_leaves_no_trace(tmp_path):
     )
     try:
         ddp, bare = nn.parallel.DistributedDataParallel(Inner()), Inner()
-        made = back({"model": ddp})["model"]
+        made = round_trip({"model": ddp})["model"]
         assert list(made) == ["module.weight", "module.bias", "out.weight", "out.bias"]
         through(ddp, bare)
         equal(ddp.module, bare)
@@ -443,7 +443,7 @@ def test_a_wrapper_that_would_make_two_names_one_is_refused():
     m._orig_mod = nn.Module()
     m._orig_mod.a = nn.Linear(1, 1)
     with pytest.raises(PlanError, match="become one"):
-        holdfast.save(url(), {"model": m})
+        holdfast.save(unused_url(), {"model": m})
 
 
 # -- optimizers ----------------------------------------------------------------------------------
@@ -464,9 +464,9 @@ def goes_on(a, b, x, steps=3):
     for _ in range(steps):
         step(*a, x)
         step(*b, x)
-    same(list(a[0].parameters()), list(b[0].parameters()))
-    same(list(a[1].state.values()), list(b[1].state.values()))
-    same([options(g) for g in a[1].param_groups], [options(g) for g in b[1].param_groups])
+    assert_same(list(a[0].parameters()), list(b[0].parameters()))
+    assert_same(list(a[1].state.values()), list(b[1].state.values()))
+    assert_same([options(g) for g in a[1].param_groups], [options(g) for g in b[1].param_groups])
 
 
 def options(group):
@@ -514,7 +514,7 @@ def test_training_goes_on_as_if_never_stopped(name, before):
     if before == "stepped":
         for _ in range(3):
             step(live, live_opt, x)
-    at = saved({"model": m, "optimizer": opt})
+    at = save_state({"model": m, "optimizer": opt})
     holdfast.load(at, into={"model": live, "optimizer": live_opt})
     for p, q in zip(m.parameters(), live.parameters(), strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
@@ -534,7 +534,7 @@ def test_muon_goes_on():
     m, opt = make(0)
     step(m, opt, x)
     live, live_opt = make(1)
-    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     goes_on((m, opt), (live, live_opt), x)
 
 
@@ -546,7 +546,7 @@ def test_sparse_adam():
     (m, opt), (live, live_opt) = make(), make()
     x = torch.tensor([1, 3, 3])
     step(m, opt, x)
-    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     goes_on((m, opt), (live, live_opt), x)
 
 
@@ -558,11 +558,11 @@ def test_state_that_the_snapshot_lacks_is_removed_and_what_it_has_is_made():
     step(live, live_opt, torch.randn(3, 4))
     assert len(live_opt.state) == 6
     kept = live_opt.state[live[0].weight]["momentum_buffer"]
-    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert list(live_opt.state) == [live[0].weight]
     assert live_opt.state[live[0].weight]["momentum_buffer"] is kept
     new = optim.SGD(live.parameters(), 0.1, momentum=0.9)
-    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": new})
+    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": new})
     assert list(new.state) == [live[0].weight]
 
 
@@ -577,9 +577,9 @@ def test_groups_keep_their_options_and_order():
     (m, opt), (live, live_opt) = make(0.1), make(0.2)
     opt.param_groups[1]["lr"] = 0.03
     step(m, opt, torch.randn(3, 4))
-    at = saved({"m": m, "o": opt})
+    at = save_state({"m": m, "o": opt})
     holdfast.load(at, into={"m": live, "o": live_opt})
-    same([options(g) for g in opt.param_groups], [options(g) for g in live_opt.param_groups])
+    assert_same([options(g) for g in opt.param_groups], [options(g) for g in live_opt.param_groups])
     goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
     live_opt.param_groups.reverse()
     with pytest.raises(PlanError, match=r"groups/0/params/m\.0\.bias"):
@@ -592,18 +592,18 @@ def test_parameters_are_known_by_name_not_by_place():
     opt = optim.Adam(m.parameters())
     live_opt = optim.Adam(reversed(list(live.parameters())))
     step(m, opt, torch.randn(2, 3))
-    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     for name in ("weight", "bias"):
-        same(opt.state[getattr(m, name)], live_opt.state[getattr(live, name)])
+        assert_same(opt.state[getattr(m, name)], live_opt.state[getattr(live, name)])
 
 
 def test_named_parameters():
     m, live = net(), net(1)
     opt, live_opt = optim.Adam(m.named_parameters()), optim.Adam(live.parameters())
     step(m, opt, torch.randn(3, 4))
-    at = saved({"m": m, "o": opt})
+    at = save_state({"m": m, "o": opt})
     holdfast.load(at, into={"m": live, "o": live_opt})
-    same(list(opt.state.values()), list(live_opt.state.values()))
+    assert_same(list(opt.state.values()), list(live_opt.state.values()))
     assert "param_names" not in live_opt.param_groups[0]
     named = optim.Adam(live.named_parameters())
     names = named.param_groups[0]["param_names"]
@@ -620,11 +620,11 @@ def test_parameters_of_no_module_in_the_state_are_called_by_their_place():
     for p in free:
         p.grad = torch.randn_like(p)
     opt.step()
-    at = saved({"o": opt, "free": free})
+    at = save_state({"o": opt, "free": free})
     assert "o/state/1.0/exp_avg" in holdfast.open(at)
     holdfast.load(at, into={"o": live_opt, "free": live})
-    same(list(opt.state.values()), list(live_opt.state.values()))
-    same([p.detach() for p in free], [p.detach() for p in live])
+    assert_same(list(opt.state.values()), list(live_opt.state.values()))
+    assert_same([p.detach() for p in free], [p.detach() for p in live])
 
 
 def test_two_models_with_the_same_names():
@@ -642,7 +642,7 @@ def test_two_models_with_the_same_names():
     step(a["g"], a["opt_g"], x)
     step(a["d"], a["opt_d"], x)
     step(a["d"], a["opt_d"], x)
-    holdfast.load(saved(a), into=b)
+    holdfast.load(save_state(a), into=b)
     for m, o in (("g", "opt_g"), ("d", "opt_d")):
         goes_on((a[m], a[o]), (b[m], b[o]), x)
 
@@ -663,11 +663,11 @@ def test_two_modules_under_one_optimizer(modules):
     a, b, opt = make(0)
     step(nn.Sequential(a, nn.Linear(2, 4), b), opt, torch.randn(3, 4))
     la, lb, live_opt = make(1)
-    at = saved({"models": modules(a, b), "o": opt})
+    at = save_state({"models": modules(a, b), "o": opt})
     holdfast.load(at, into={"models": modules(la, lb), "o": live_opt})
     equal(a, la)
     equal(b, lb)
-    same(list(opt.state.values()), list(live_opt.state.values()))
+    assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
 
 def test_two_parameters_with_one_name_are_refused_not_lost():
@@ -675,7 +675,7 @@ def test_two_parameters_with_one_name_are_refused_not_lost():
     opt = optim.Adam([*a.parameters(), *b.parameters()])
     step(nn.Sequential(a, b), opt, torch.randn(1, 1))
     with pytest.raises(PlanError, match=r"would both be called x\.y\.weight"):
-        holdfast.save(url(), {"x.y": a, "x": {"y": b}, "o": opt})
+        holdfast.save(unused_url(), {"x.y": a, "x": {"y": b}, "o": opt})
 
 
 def test_state_for_a_parameter_of_no_group_is_refused():
@@ -683,20 +683,20 @@ def test_state_for_a_parameter_of_no_group_is_refused():
     opt = optim.Adam(m.parameters())
     opt.state[nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
     with pytest.raises(PlanError, match="in none of its groups"):
-        holdfast.save(url(), {"m": m, "o": opt})
+        holdfast.save(unused_url(), {"m": m, "o": opt})
     opt.state.clear()
     opt.state["step"] = 5
     with pytest.raises(PlanError, match="an int for what is in none of its groups"):
-        holdfast.save(url(), {"m": m, "o": opt})
+        holdfast.save(unused_url(), {"m": m, "o": opt})
     opt.state.clear()
     opt.state[m.weight] = torch.ones(1)
     with pytest.raises(PlanError, match=r"a Tensor for m\.weight"):
-        holdfast.save(url(), {"m": m, "o": opt})
+        holdfast.save(unused_url(), {"m": m, "o": opt})
 
 
 def test_another_kind_of_optimizer_is_told_apart():
     m = net()
-    at = saved({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
+    at = save_state({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
     adam = optim.Adam(m.parameters(), 0.5)
     words = r"o saved with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
     for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
@@ -715,7 +715,7 @@ def test_a_count_of_steps_that_an_optimizer_makes_at_its_first_one_is_taken():
     m = net()
     trained, fresh = optim.SGD(m.parameters(), 0.1), optim.SGD(m.parameters(), 0.1)
     trained.param_groups[0]["step"] = 7
-    holdfast.load(saved({"m": m, "o": trained}), into={"m": m, "o": fresh})
+    holdfast.load(save_state({"m": m, "o": trained}), into={"m": m, "o": fresh})
     assert fresh.param_groups[0]["step"] == 7
 
 
@@ -725,7 +725,7 @@ def test_an_option_of_another_name_is_left_to_leniency():
     for group in (older.param_groups[0], older.defaults):
         group["friction"] = group.pop("dampening")
     for to in (older, newer):
-        at = saved({"m": m, "o": newer if to is older else older})
+        at = save_state({"m": m, "o": newer if to is older else older})
         with pytest.raises(UnexpectedLeaf, match=r"groups/0/(friction|dampening)"):
             holdfast.load(at, into={"m": m, "o": to})
         holdfast.load(at, into={"m": m, "o": to}, unexpected="ignore")
@@ -736,12 +736,12 @@ def test_options_that_came_with_another_pytorch_are_no_other_kind():
     older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
     for group in (older.param_groups[0], older.defaults):
         del group["fused"]
-    holdfast.load(saved({"m": m, "o": older}), into={"m": m, "o": newer})
+    holdfast.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
     with pytest.raises(UnexpectedLeaf, match="1 unexpected in the snapshot: o/groups/0/fused"):
-        holdfast.load(saved({"m": m, "o": newer}), into={"m": m, "o": older})
+        holdfast.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older})
     newer.param_groups[0]["name"] = "all"  # an option of one's own, which another kind lacks too
-    holdfast.load(saved({"m": m, "o": older}), into={"m": m, "o": newer})
-    holdfast.load(saved({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
+    holdfast.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
+    holdfast.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
 
 
 @pytest.mark.parametrize("node", [3, [1], {"state": {}}, {"state": 1, "groups": 2}, torch.ones(2)])
@@ -749,19 +749,19 @@ def test_what_is_no_optimizer_does_not_go_into_one(node):
     m = net()
     for state in (node, {"state": {}, "groups": [node]}):
         with pytest.raises(DTypeMismatch, match="live Adam"):
-            holdfast.load(saved({"o": state}), into={"o": optim.Adam(m.parameters())})
+            holdfast.load(save_state({"o": state}), into={"o": optim.Adam(m.parameters())})
 
 
 def test_a_state_dict_of_pytorch_is_not_taken_for_ours():
     m = net()
     opt = optim.Adam(m.parameters())
     step(m, opt, torch.randn(3, 4))
-    at = saved({"o": opt.state_dict()})
+    at = save_state({"o": opt.state_dict()})
     with pytest.raises(DTypeMismatch, match="live Adam"):
         holdfast.load(at, into={"o": opt})
     other = optim.Adam(m.parameters())
     other.load_state_dict(holdfast.load(at)["o"])
-    same(list(opt.state.values()), list(other.state.values()))
+    assert_same(list(opt.state.values()), list(other.state.values()))
 
 
 def test_loading_the_model_alone_leaves_the_optimizer_as_it_was():
@@ -771,7 +771,7 @@ def test_loading_the_model_alone_leaves_the_optimizer_as_it_was():
     live = net(1)
     live_opt = optim.SGD(live.parameters(), 0.7, momentum=0.9)
     into = {"m": live, "o": live_opt, "history": [1]}
-    holdfast.load(saved({"m": m, "o": opt, "history": [1, 2]}), into=into, keys="m/**")
+    holdfast.load(save_state({"m": m, "o": opt, "history": [1, 2]}), into=into, keys="m/**")
     equal(m, live)
     assert not live_opt.state
     assert live_opt.param_groups[0]["lr"] == 0.7
@@ -790,7 +790,7 @@ def test_an_optimizer_with_methods_or_hooks_of_its_own_is_taken_by_them():
     m, live = net(), net(1)
     opt, live_opt = (Own(x.parameters(), 0.1, momentum=0.9) for x in (m, live))
     step(m, opt, torch.randn(3, 4))
-    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert live_opt.more == 5
     goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
 
@@ -799,7 +799,7 @@ def test_an_optimizer_with_methods_or_hooks_of_its_own_is_taken_by_them():
     opt.register_state_dict_post_hook(lambda o, s: s | {"hooked": 1})
     live_opt.register_load_state_dict_pre_hook(lambda o, s: told.append(s["hooked"]))
     step(m, opt, torch.randn(3, 4))
-    holdfast.load(saved({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert told == [1]
     goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
 
@@ -850,9 +850,9 @@ def test_schedulers_go_on(name, lr):
 
     a, b = make(0), make(1)
     train(a, 3)
-    holdfast.load(saved(a), into=b)
+    holdfast.load(save_state(a), into=b)
     assert train(a, 6) == train(b, 6)
-    same(list(a["m"].parameters()), list(b["m"].parameters()))
+    assert_same(list(a["m"].parameters()), list(b["m"].parameters()))
 
 
 def test_reduce_on_plateau_goes_on():
@@ -863,12 +863,12 @@ def test_reduce_on_plateau_goes_on():
     a, b = make(), make()
     for loss in (1.0, 1.0, 1.0, 2.0):
         a["s"].step(loss)
-    holdfast.load(saved(a), into=b)
+    holdfast.load(save_state(a), into=b)
     for loss in (3.0, 3.0, 3.0):
         a["s"].step(loss)
         b["s"].step(loss)
     assert a["o"].param_groups[0]["lr"] == b["o"].param_groups[0]["lr"] < 0.1
-    same(a["s"].state_dict(), b["s"].state_dict())
+    assert_same(a["s"].state_dict(), b["s"].state_dict())
 
 
 def test_a_scheduler_of_a_callable_object():
@@ -884,7 +884,7 @@ def test_a_scheduler_of_a_callable_object():
         return {"o": opt, "s": lrs.LambdaLR(opt, Decay(rate))}
 
     a, b = make(0.5), make(0.9)
-    holdfast.load(saved(a), into=b)
+    holdfast.load(save_state(a), into=b)
     assert b["s"].lr_lambdas[0].rate == 0.5
 
 
@@ -893,8 +893,8 @@ def test_the_options_that_a_scheduler_adds_are_welcome_before_there_is_one():
     opt = optim.SGD(m.parameters(), 0.1)
     lrs.OneCycleLR(opt, 0.5, total_steps=20)
     live = optim.SGD(m.parameters(), 0.1)
-    holdfast.load(saved({"m": m, "o": opt}), into={"m": m, "o": live})
-    same([options(g) for g in opt.param_groups], [options(g) for g in live.param_groups])
+    holdfast.load(save_state({"m": m, "o": opt}), into={"m": m, "o": live})
+    assert_same([options(g) for g in opt.param_groups], [options(g) for g in live.param_groups])
 
 
 # -- other stateful objects ----------------------------------------------------------------------
@@ -911,15 +911,15 @@ def test_grad_scaler():
         a.scale(m(torch.randn(3, 4)).sum()).backward()
         a.step(opt)
         a.update()
-    holdfast.load(saved({"scaler": a}), into={"scaler": b})
+    holdfast.load(save_state({"scaler": a}), into={"scaler": b})
     assert b.state_dict() == a.state_dict()
     assert b.state_dict()["scale"] == 2048.0
     off = torch.amp.GradScaler("cpu", enabled=False)
-    holdfast.load(saved({"scaler": off}), into={"scaler": off})
+    holdfast.load(save_state({"scaler": off}), into={"scaler": off})
 
 
 def test_a_scaler_that_was_off_does_not_pass_for_one_that_is_on():
-    at = saved({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    at = save_state({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
     with pytest.raises(RuntimeError, match="source state dict is empty"):
         holdfast.load(at, into={"scaler": torch.amp.GradScaler("cpu")})
 
@@ -937,7 +937,7 @@ def test_averaged_models(ema):
     for _ in range(3):
         moved(a["m"])
         a["average"].update_parameters(a["m"])
-    holdfast.load(saved(a), into=b)
+    holdfast.load(save_state(a), into=b)
     equal(a["average"], b["average"])
     assert b["average"].n_averaged.item() == 3
     for s in (a, b):
@@ -962,8 +962,8 @@ def test_an_object_with_a_state_of_tensors_and_values():
     state = {"t": t, "list": [t, {"x": (1, None)}], "raw": b"z" * 5000, "in": inner, 5: "five"}
     a, b = Mine(), Mine()
     a.state = state
-    holdfast.load(saved({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
-    same({**state, "in": {"n": 1}}, b.state)
+    holdfast.load(save_state({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
+    assert_same({**state, "in": {"n": 1}}, b.state)
 
 
 def test_a_dict_with_a_state_of_its_own_is_asked_for_it():
@@ -975,7 +975,7 @@ def test_a_dict_with_a_state_of_its_own_is_asked_for_it():
             self.update(state["all"])
 
     live = Settings()
-    holdfast.load(saved({"s": Settings(a=1)}), into={"s": live})
+    holdfast.load(save_state({"s": Settings(a=1)}), into={"s": live})
     assert live == {"a": 1}
 
 
@@ -983,7 +983,7 @@ def test_what_load_state_dict_gets_is_its_own():
     live = torch.zeros(3)
     b = Mine()
     t = torch.ones(3)
-    holdfast.load(saved({"t": t, "mine": Mine(t=t)}), into={"t": live, "mine": b})
+    holdfast.load(save_state({"t": t, "mine": Mine(t=t)}), into={"t": live, "mine": b})
     assert b.state["t"].data_ptr() != live.data_ptr()
 
 
@@ -992,7 +992,7 @@ def test_what_load_state_dict_raises_says_that_the_state_is_not_valid():
         def load_state_dict(self, state):
             raise ValueError("no")
 
-    at = saved({"t": torch.ones(2), "mine": Mine(n=1)})
+    at = save_state({"t": torch.ones(2), "mine": Mine(n=1)})
     with pytest.raises(ValueError, match="no") as e:
         holdfast.load(at, into={"t": torch.zeros(2), "mine": Broken()})
     assert "not valid" in e.value.__notes__[0]
@@ -1002,14 +1002,14 @@ def test_a_generator_is_kept_by_its_state():
     """``torch.Generator`` has no ``state_dict``: its ``get_state()`` is a tensor of bytes."""
     g = torch.Generator().manual_seed(3)
     torch.rand(5, generator=g)
-    made = back({"generator": g.get_state()})
+    made = round_trip({"generator": g.get_state()})
     other = torch.Generator()
     other.set_state(made["generator"])
     assert torch.equal(torch.rand(3, generator=g), torch.rand(3, generator=other))
 
 
 def test_rng_in_a_state():
-    at = saved({"rng": holdfast.RNG()})
+    at = save_state({"rng": holdfast.RNG()})
     a = torch.rand(3)
     holdfast.load(at, into={"rng": holdfast.RNG()})
     assert torch.equal(a, torch.rand(3))

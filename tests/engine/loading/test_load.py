@@ -20,7 +20,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import DigestMismatch, MissingLeaf, PlanError, ShapeMismatch, StoreError
-from tests.engine.states import TORCH_DTYPES, random_tensor, same, saved, url
+from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
 
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
@@ -62,14 +62,14 @@ def nested():
     ids=str,
 )
 def test_keys_choose_a_part(keys, expected):
-    same(expected, holdfast.load(saved(nested()), keys=keys))
+    assert_same(expected, holdfast.load(save_state(nested()), keys=keys))
 
 
 @pytest.mark.parametrize(
     "keys", ["nothing", "mode", "model/*/*/*", [], "Note", "model.a", "*del", ""]
 )
 def test_a_pattern_that_fits_nothing_says_what_there_is(keys):
-    at = saved(nested())
+    at = save_state(nested())
     with pytest.raises(MissingLeaf, match=r"keys like.*model/a\.weight"):
         holdfast.load(at, keys=keys)
     with pytest.raises(MissingLeaf, match="keys like"):
@@ -78,8 +78,8 @@ def test_a_pattern_that_fits_nothing_says_what_there_is(keys):
 
 def test_keys_choose_a_part_of_the_live_state():
     live = {"model": {"a.weight": ONE * 0, "a.bias": ONE * 0}, "note": "old", "other": 1}
-    holdfast.load(saved(nested()), into=live, keys=["model/*", "note"])
-    same({**live, "model": {"a.weight": ONE, "a.bias": TWO}, "note": "hi"}, live)
+    holdfast.load(save_state(nested()), into=live, keys=["model/*", "note"])
+    assert_same({**live, "model": {"a.weight": ONE, "a.bias": TWO}, "note": "hi"}, live)
     assert live["other"] == 1
 
 
@@ -87,7 +87,7 @@ def test_keys_choose_a_part_of_the_live_state():
 def test_a_load_into_live_tensors_is_counted_as_a_change(mode):
     """So that a backward pass that needs the old values is refused."""
     model, other = nn.Linear(3, 3), torch.zeros(2)
-    at = saved({"model": nn.Linear(3, 3), "other": torch.ones(2)})
+    at = save_state({"model": nn.Linear(3, 3), "other": torch.ones(2)})
     counts = model.weight._version, model.bias._version, other._version
     passed = model(torch.ones(1, 3, requires_grad=True)).sum()
     with mode():
@@ -100,7 +100,7 @@ def test_a_load_into_live_tensors_is_counted_as_a_change(mode):
 
 
 def test_a_load_that_fails_half_way_is_counted_too():
-    at = saved({"a": ONE, "b": torch.randn(100_000)})
+    at = save_state({"a": ONE, "b": torch.randn(100_000)})
     damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
     live = {"a": ONE * 0, "b": torch.zeros(100_000)}
     counts = [t._version for t in live.values()]
@@ -112,15 +112,15 @@ def test_a_load_that_fails_half_way_is_counted_too():
 def test_inference_tensors_have_no_count_and_are_loaded():
     with torch.inference_mode():
         live = {"a": ONE * 0}
-    holdfast.load(saved({"a": ONE}), into=live)
-    same({"a": ONE}, live)
+    holdfast.load(save_state({"a": ONE}), into=live)
+    assert_same({"a": ONE}, live)
 
 
 def test_only_what_is_chosen_is_read():
-    at = saved({"a": ONE, "b": torch.randn(100_000)})
+    at = save_state({"a": ONE, "b": torch.randn(100_000)})
     store = holdfast.open_store(at.rpartition("/")[0])
     damage(store, "b", holdfast.open(at))
-    same({"a": ONE}, holdfast.load(at, keys="a"))
+    assert_same({"a": ONE}, holdfast.load(at, keys="a"))
     with pytest.raises(DigestMismatch, match="b"):
         holdfast.load(at)
 
@@ -130,11 +130,11 @@ def damage(store, leaf, snapshot):
     (shard,) = snapshot.manifest.shards
     (index,) = snapshot.indexes()
     box = next(x for x in index.leaves if x.key == leaf).boxes[0]
-    path = next(p for p in store._shelf.objects if p.endswith(shard.name))
-    data, modified = store._shelf.objects[path]
+    path = next(p for p in store._shared.objects if p.endswith(shard.name))
+    data, modified = store._shared.objects[path]
     wrong = bytearray(data)
     wrong[box.at] ^= 1
-    store._shelf.objects[path] = bytes(wrong), modified
+    store._shared.objects[path] = bytes(wrong), modified
 
 
 # -- other names ---------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ def damage(store, leaf, snapshot):
 def test_rename_a_member_and_all_that_goes_on_after_it_with_a_dot():
     m = nn.ModuleDict({"old": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
     live = nn.ModuleDict({"new": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
-    at = saved({"model": m})
+    at = save_state({"model": m})
     holdfast.load(at, into={"model": live}, rename={"model/old": "model/new"})
-    same(list(m.parameters()), list(live.parameters()))
+    assert_same(list(m.parameters()), list(live.parameters()))
     made = holdfast.load(at, rename={"model/old": "model/new"})
     assert list(made["model"]) == ["new.weight", "new.bias", "older.weight", "older.bias"]
 
@@ -153,22 +153,22 @@ def test_rename_a_member_and_all_that_goes_on_after_it_with_a_dot():
 def test_rename_containers_and_what_is_tied_in_them():
     t = torch.randn(3)
     state = {"a": {1: t, "x": [t, {"y": TWO}]}, "b": OrderedDict(c=t), "raw": b"z" * 5000}
-    made = holdfast.load(saved(state), rename={"a": "p", "b": "q", "raw": "r"})
-    same({"p": state["a"], "q": state["b"], "r": state["raw"]}, made)
+    made = holdfast.load(save_state(state), rename={"a": "p", "b": "q", "raw": "r"})
+    assert_same({"p": state["a"], "q": state["b"], "r": state["raw"]}, made)
     live = {"p": {1: t * 0, "x": [t * 0, {"y": ONE * 0}]}, "q": OrderedDict(c=t * 0), "r": b""}
-    holdfast.load(saved(state), into=live, rename={"a": "p", "b": "q", "raw": "r"})
-    same({"p": state["a"], "q": state["b"], "r": state["raw"]}, live)
+    holdfast.load(save_state(state), into=live, rename={"a": "p", "b": "q", "raw": "r"})
+    assert_same({"p": state["a"], "q": state["b"], "r": state["raw"]}, live)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_rename_a_sparse_tensor():
     s = torch.eye(3).to_sparse()
-    same({"new": s}, holdfast.load(saved({"old": s}), rename={"old": "new"}))
+    assert_same({"new": s}, holdfast.load(save_state({"old": s}), rename={"old": "new"}))
 
 
 def test_names_can_be_exchanged():
-    made = holdfast.load(saved({"a": ONE, "b": TWO}), rename={"a": "b", "b": "a"})
-    same({"b": ONE, "a": TWO}, made)
+    made = holdfast.load(save_state({"a": ONE, "b": TWO}), rename={"a": "b", "b": "a"})
+    assert_same({"b": ONE, "a": TWO}, made)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,15 @@ def test_names_can_be_exchanged():
 def test_names_that_cannot_be_changed(names, words):
     state = {k: v for k, v in nested().items() if isinstance(k, str)}
     with pytest.raises(PlanError) as e:
-        holdfast.load(saved(state), rename=names)
+        holdfast.load(save_state(state), rename=names)
     assert words in str(e.value)
     assert "None" not in str(e.value)
 
 
 def test_a_name_with_a_star_in_it_is_a_name():
-    same({"x": ONE, "b": TWO}, holdfast.load(saved({"a*": ONE, "b": TWO}), rename={"a*": "x"}))
+    assert_same(
+        {"x": ONE, "b": TWO}, holdfast.load(save_state({"a*": ONE, "b": TWO}), rename={"a*": "x"})
+    )
 
 
 def test_rename_reaches_the_names_in_an_optimizer():
@@ -220,12 +222,12 @@ def test_rename_reaches_the_names_in_an_optimizer():
     (m, opt), (live, live_opt) = make("old"), make("new")
     opt.step()
     holdfast.load(
-        saved({"model": m, "o": opt}),
+        save_state({"model": m, "o": opt}),
         into={"model": live, "o": live_opt},
         rename={"model/old": "model/new"},
     )
-    same(list(m.parameters()), list(live.parameters()))
-    same(list(opt.state.values()), list(live_opt.state.values()))
+    assert_same(list(m.parameters()), list(live.parameters()))
+    assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
 
 # -- devices -------------------------------------------------------------------------------------
@@ -233,9 +235,9 @@ def test_rename_reaches_the_names_in_an_optimizer():
 
 def test_device():
     state = {"t": ONE, "a": np.ones(2), "n": 1}
-    same(state, holdfast.load(saved(state), device="cpu"))
-    same(state, holdfast.load(saved(state), device=torch.device("cpu")))
-    made = holdfast.load(saved({"t": torch.ones(3, 2), "n": 1}), device="meta")
+    assert_same(state, holdfast.load(save_state(state), device="cpu"))
+    assert_same(state, holdfast.load(save_state(state), device=torch.device("cpu")))
+    made = holdfast.load(save_state({"t": torch.ones(3, 2), "n": 1}), device="meta")
     assert made["t"].is_meta
     assert made["t"].shape == (3, 2)
 
@@ -243,14 +245,14 @@ def test_device():
 def test_into_must_be_a_dict():
     for into in ([], nn.Linear(2, 2), torch.ones(2)):
         with pytest.raises(PlanError, match="into= is a"):
-            holdfast.load(saved({"a": 1}), into=into)
+            holdfast.load(save_state({"a": 1}), into=into)
 
 
 # -- half-way ------------------------------------------------------------------------------------
 
 
 def test_damage_says_that_the_live_state_is_not_valid():
-    at = saved({"a": ONE, "b": torch.randn(100_000)})
+    at = save_state({"a": ONE, "b": torch.randn(100_000)})
     damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
     with pytest.raises(DigestMismatch) as e:
         holdfast.load(at, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
@@ -263,7 +265,7 @@ def test_damage_says_that_the_live_state_is_not_valid():
 
 
 def test_a_store_that_fails_says_that_the_live_state_is_not_valid(monkeypatch):
-    at = saved({"a": torch.randn(1000)})
+    at = save_state({"a": torch.randn(1000)})
 
     def broken(*args):
         raise StoreError("The disk is on fire")
@@ -275,7 +277,7 @@ def test_a_store_that_fails_says_that_the_live_state_is_not_valid(monkeypatch):
 
 
 def test_damaged_bytes_never_reach_the_live_state():
-    at = saved({"b": torch.ones(100_000)})
+    at = save_state({"b": torch.ones(100_000)})
     damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
     live = torch.zeros(100_000)
     with pytest.raises(DigestMismatch):
@@ -284,7 +286,7 @@ def test_damaged_bytes_never_reach_the_live_state():
 
 
 def test_differences_are_told_before_anything_is_read(monkeypatch):
-    at = saved({"a": ONE, "b": TWO})
+    at = save_state({"a": ONE, "b": TWO})
     monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", None)
     with pytest.raises(ShapeMismatch):
         holdfast.load(at, into={"a": ONE, "b": torch.zeros(3)})
@@ -306,7 +308,7 @@ index = st.lists(part, max_size=3).flatmap(
 
 @functools.cache
 def views():
-    at = url()
+    at = unused_url()
     record = np.zeros(SHAPE, [("x", ">i4"), ("y", "M8[s]")])
     record["x"] = np.arange(210).reshape(SHAPE)
     state = {
@@ -363,12 +365,12 @@ def test_leaves_seen_without_reading():
     snapshot, state = views()
     view = snapshot["t"]
     assert (view.dtype, view.shape, view.nbytes) == ("float64", SHAPE, 210 * 8)
-    same(FULL, view.read())
-    same(torch.tensor(5), snapshot["scalar"][...])
-    same(torch.tensor(5), snapshot["scalar"][()])
+    assert_same(FULL, view.read())
+    assert_same(torch.tensor(5), snapshot["scalar"][...])
+    assert_same(torch.tensor(5), snapshot["scalar"][()])
     assert snapshot["record"].shape == SHAPE
     assert snapshot["record"].dtype == "[('x', '>i4'), ('y', '<M8[s]')]"
-    same(state["record"], snapshot["record"].read())
+    assert_same(state["record"], snapshot["record"].read())
     assert bytes(snapshot["blob"][256:260]) == bytes(range(4))
     assert list(snapshot) == snapshot.keys() == list(state)
     with pytest.raises(
@@ -378,7 +380,7 @@ def test_leaves_seen_without_reading():
 
 
 def test_a_container_is_no_leaf_and_says_what_is_below_it():
-    snapshot = holdfast.open(saved({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
+    snapshot = holdfast.open(save_state({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
     with pytest.raises(KeyError, match=r"model is neither .*; below it are model/a, model/b'"):
         snapshot["model"]
     with pytest.raises(KeyError, match=r"mod is neither .*; there are model/a, model/b, models'"):
@@ -391,16 +393,16 @@ def test_a_container_is_no_leaf_and_says_what_is_below_it():
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_slices_of_every_dtype(dtype):
     t = random_tensor(dtype, (40, 30))
-    view = holdfast.open(saved({"t": t}))["t"]
-    same(t[10:20], view[10:20])
-    same(t[3:30, 4:29], view[3:30, 4:29])
-    same(t[5, 7], view[5, 7])
+    view = holdfast.open(save_state({"t": t}))["t"]
+    assert_same(t[10:20], view[10:20])
+    assert_same(t[3:30, 4:29], view[3:30, 4:29])
+    assert_same(t[5, 7], view[5, 7])
 
 
 def test_a_slice_reads_only_its_chunks(monkeypatch):
     from holdfast.storage.memory import MemoryStore
 
-    at = saved({"t": torch.arange(5_000_000)})
+    at = save_state({"t": torch.arange(5_000_000)})
     snapshot = holdfast.open(at)
     snapshot.indexes()
     read, whole = [], MemoryStore.get_range
@@ -433,7 +435,7 @@ def test_a_tensor_of_over_four_gigabytes():
         t.fill_(9)
         live = {"t": t, "after": torch.zeros(2)}
         holdfast.load(f"{folder}/version_1", into=live)
-        same(ONE, live["after"])
+        assert_same(ONE, live["after"])
         assert {at: int(t[at]) for at in marks} == marks
         for at in marks:
             t[at] = 0

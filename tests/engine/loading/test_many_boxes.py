@@ -13,8 +13,8 @@ from msgspec.structs import replace
 import holdfast
 from holdfast.format.digest import digest
 from holdfast.format.index import Index, encode_index
-from holdfast.format.index_columns import BoxAt, Leaf
-from holdfast.format.manifest import File, Shard, encode_manifest
+from holdfast.format.index_columns import IndexBox, IndexLeaf
+from holdfast.format.manifest import FileEntry, Shard, encode_manifest
 from holdfast.format.names import MANIFEST, index_name, shard_name
 from holdfast.types import Box
 
@@ -36,13 +36,13 @@ def make(folder: Path) -> None:
         box = Box((rank * ROWS, 0), (ROWS, WIDTH))
         cuts = np.arange(len(header), len(header) + NBYTES * (LEAVES + 1), NBYTES).tolist()
         leaves = [
-            Leaf(key, "float32", shape, [BoxAt(box.offsets, box.sizes, at)])
+            IndexLeaf(key, "float32", shape, [IndexBox(box.offsets, box.sizes, at)])
             for key, at in zip(keys, cuts)
         ]
         name = shard_name(rank, RANKS, "0" * 12)
         digests = [digest(header)] + [zeros] * LEAVES
         raw = encode_index(Index(1, name, cuts[-1], len(header), leaves, cuts, digests))
-        index = File(index_name(rank, RANKS, "0" * 12), len(raw), digest(raw))
+        index = FileEntry(index_name(rank, RANKS, "0" * 12), len(raw), digest(raw))
         (folder / index.name).write_bytes(raw)
         with (folder / name).open("wb") as file:
             file.truncate(cuts[-1])

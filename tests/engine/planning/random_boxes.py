@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.shard_layout import Holding
+from holdfast.engine.planning.shard_layout import LeafBox
 from holdfast.types import Box
 
 DTYPES = ("uint8", "bfloat16", "float32", "complex128")
@@ -30,9 +30,9 @@ def tilings(draw, shape, depth=4):
 
 
 @st.composite
-def leaves(draw, most=4):
+def leaves(draw, max_count=4):
     """Some leaves: key, dtype, shape."""
-    count = draw(st.integers(0, most))
+    count = draw(st.integers(0, max_count))
     tops = st.sampled_from(["model", "optimizer"])
     return [
         (f"{draw(tops)}/{i}.weight", draw(st.sampled_from(DTYPES)), draw(shapes))
@@ -41,11 +41,11 @@ def leaves(draw, most=4):
 
 
 @st.composite
-def held(draw, state, ranks):
+def rank_boxes(draw, state, ranks):
     """The holdings of each rank: every leaf tiled, every box held by at least one rank."""
     held = [[] for _ in range(ranks)]
     for key, dtype, shape in state:
         for box in draw(tilings(shape)):
             for r in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-                held[r].append(Holding(key, dtype, shape, box))
+                held[r].append(LeafBox(key, dtype, shape, box))
     return [draw(st.permutations(h)) for h in held]

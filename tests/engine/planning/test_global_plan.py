@@ -7,42 +7,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.global_plan import plan_write, same_structure
-from holdfast.engine.planning.local_plan import Offer, make_offer, structure
-from holdfast.engine.planning.shard_layout import Holding
+from holdfast.engine.planning.global_plan import can_reuse_plan, make_global_plan
+from holdfast.engine.planning.local_plan import LocalPlan, digest_leaf_boxes, make_local_plan
+from holdfast.engine.planning.shard_layout import LeafBox
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch, Unsupported
 from holdfast.types import Box
-from tests.engine.planning.random_boxes import held, leaves, tilings
+from tests.engine.planning.random_boxes import leaves, rank_boxes, tilings
 
 
 def plan(ranks):
     """The plan as a coordinator makes it: from what came over the wire."""
-    return plan_write([Offer.from_bytes(make_offer(h).to_bytes()) for h in ranks])
+    return make_global_plan([LocalPlan.from_bytes(make_local_plan(h).to_bytes()) for h in ranks])
 
 
 def row(key, start, size, total=8, dtype="float32"):
-    return Holding(key, dtype, (total,), Box((start,), (size,)))
+    return LeafBox(key, dtype, (total,), Box((start,), (size,)))
 
 
 @given(st.data())
 def test_every_box_is_written_once_by_one_that_holds_it(data):
     state = data.draw(leaves())
-    ranks = data.draw(held(state, data.draw(st.integers(1, 5))))
+    ranks = data.draw(rank_boxes(state, data.draw(st.integers(1, 5))))
 
     made = plan(ranks)
 
     written = []
     for r, holdings in enumerate(ranks):
-        mask = made.mask(r)
+        mask = made.write_mask(r)
         assert len(mask) == len(holdings)
         mine = [h for h, w in zip(holdings, mask, strict=True) if w]
-        assert made.loads[r] == sum(h.nbytes for h in mine)
+        assert made.bytes_per_rank[r] == sum(h.nbytes for h in mine)
         written += mine
     filled = [(h.key, h.box) for h in written if h.nbytes]
     assert len(set(filled)) == len(filled)
     assert set(filled) == {(h.key, h.box) for hs in ranks for h in hs if h.nbytes}
     assert {h.key for h in written} == {key for key, _, _ in state}, "empty leaves are kept too"
-    assert same_structure([structure(h) for h in ranks], made)
+    assert can_reuse_plan([digest_leaf_boxes(h) for h in ranks], made)
 
 
 @given(st.data())
@@ -54,7 +54,7 @@ def test_loads_are_balanced_over_those_who_can_choose(data):
         for n in data.draw(st.lists(st.integers(1, 1000), max_size=10)):
             key = f"{i}/{len(held[min(group)])}"
             for r in group:
-                held[r].append(Holding(key, "uint8", (n,), Box.whole((n,))))
+                held[r].append(LeafBox(key, "uint8", (n,), Box.whole((n,))))
 
     made = plan(held)
 
@@ -64,39 +64,41 @@ def test_loads_are_balanced_over_those_who_can_choose(data):
             holders.setdefault(h.key, []).append(r)
     for r, holdings in enumerate(held):
         given_to = [
-            h for h, w in zip(holdings, made.mask(r), strict=True) if w and len(holders[h.key]) > 1
+            h
+            for h, w in zip(holdings, made.write_mask(r), strict=True)
+            if w and len(holders[h.key]) > 1
         ]
         if given_to:
-            means = [made.loads[holders[h.key]].mean() for h in given_to]
-            assert made.loads[r] <= max(means) + max(h.nbytes for h in given_to)
+            means = [made.bytes_per_rank[holders[h.key]].mean() for h in given_to]
+            assert made.bytes_per_rank[r] <= max(means) + max(h.nbytes for h in given_to)
 
 
 def test_replicas_go_to_those_who_have_nothing_else_to_write():
     shared = [row(f"model/{i}", 0, 8) for i in range(10)]
-    alone = Holding("table", "uint8", (320,), Box.whole((320,)))
+    alone = LeafBox("table", "uint8", (320,), Box.whole((320,)))
     made = plan([[*shared, alone], shared, shared])
-    assert made.loads.tolist() == [320, 160, 160]
+    assert made.bytes_per_rank.tolist() == [320, 160, 160]
 
 
 def test_one_rank_writes_everything():
     holdings = [row(f"model/{i}", 0, 8) for i in range(100)]
     made = plan([holdings])
-    assert made.mask(0).all()
-    assert made.loads.tolist() == [3200]
-    assert plan([[]]).mask(0).tolist() == []
-    assert plan([[], holdings, []]).loads.tolist() == [0, 3200, 0]
+    assert made.write_mask(0).all()
+    assert made.bytes_per_rank.tolist() == [3200]
+    assert plan([[]]).write_mask(0).tolist() == []
+    assert plan([[], holdings, []]).bytes_per_rank.tolist() == [0, 3200, 0]
 
 
 def test_a_box_that_a_rank_has_twice_is_written_once():
     made = plan([[row("a", 0, 8), row("a", 0, 8)], [row("a", 0, 8)]])
-    assert made.writes.sum() == 1
+    assert made.write_flags.sum() == 1
 
 
 @given(st.data())
 def test_a_box_that_nobody_has_or_that_is_cut_twice_is_an_error(data):
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
     boxes = data.draw(tilings(shape))
-    lies = [b for b in boxes if b.elements]
+    lies = [b for b in boxes if b.numel]
     if len(lies) < 2:
         return
     lie = data.draw(st.sampled_from(lies))
@@ -112,7 +114,7 @@ def test_a_box_that_nobody_has_or_that_is_cut_twice_is_an_error(data):
     elif kind == "twice":
         other = Box.whole(shape)
         boxes += [lie, other]
-    holdings = [Holding("w", "uint8", shape, b) for b in boxes]
+    holdings = [LeafBox("w", "uint8", shape, b) for b in boxes]
     with pytest.raises(PlanError, match=r"w: its boxes (overlap|leave gaps)") as caught:
         plan([holdings[::2], holdings[1::2]])
     assert caught.value.leaves == ("w",)
@@ -122,7 +124,7 @@ def test_a_gap_is_not_made_up_for_by_an_overlap():
     with pytest.raises(PlanError, match=r"overlap and leave gaps \(32 of 32 bytes\)"):
         plan([[row("a", 0, 4)], [row("a", 2, 4)]])
     square = [
-        Holding("a", "int8", (4, 4), Box(o, (2, 2))) for o in ((0, 0), (0, 2), (2, 0), (2, 0))
+        LeafBox("a", "int8", (4, 4), Box(o, (2, 2))) for o in ((0, 0), (0, 2), (2, 0), (2, 0))
     ]
     with pytest.raises(PlanError, match="leave gaps"):
         plan([square])
@@ -160,21 +162,21 @@ def test_many_wrong_leaves_are_counted_not_all_listed():
     [
         ([row("a", 4, 5)], PlanError, "not within the tensor"),
         ([row("a", -1, 5)], PlanError, "not within the tensor"),
-        ([Holding("a", "int8", (4,), Box((0, 0), (4, 1)))], PlanError, "not within the tensor"),
+        ([LeafBox("a", "int8", (4,), Box((0, 0), (4, 1)))], PlanError, "not within the tensor"),
         ([row("a", 0, 4), row("a", 4, 4, 9)], PlanError, "two different tensors"),
         ([row("a", 0, 8, dtype="quaternion")], Unsupported, "quaternion"),
     ],
 )
 def test_a_rank_refuses_what_it_cannot_offer(bad, error, match):
     with pytest.raises(error, match=match):
-        make_offer(bad)
+        make_local_plan(bad)
 
 
 def test_a_damaged_offer_is_refused():
-    raw = make_offer([row("a", 0, 8)]).to_bytes()
+    raw = make_local_plan([row("a", 0, 8)]).to_bytes()
     for bad in (raw[:-1], raw + b"x", raw[:10], b""):
         with pytest.raises(PlanError, match="cut off"):
-            Offer.from_bytes(bad)
+            LocalPlan.from_bytes(bad)
 
 
 def test_structure_changes_with_everything_that_a_plan_depends_on():
@@ -186,20 +188,20 @@ def test_structure_changes_with_everything_that_a_plan_depends_on():
         row("a", 0, 8, 9),
         row("a", 0, 8, dtype="int32"),
     ]
-    digests = {structure([h]) for h in [base, *others]}
+    digests = {digest_leaf_boxes([h]) for h in [base, *others]}
     assert len(digests) == 6
-    assert make_offer([base]).structure == structure([base])
+    assert make_local_plan([base]).digest == digest_leaf_boxes([base])
     made = plan([[base]])
-    assert not same_structure([structure([others[0]])], made)
-    assert not same_structure([structure([base])], None)
-    assert not same_structure([structure([base]), structure([])], made)
+    assert not can_reuse_plan([digest_leaf_boxes([others[0]])], made)
+    assert not can_reuse_plan([digest_leaf_boxes([base])], None)
+    assert not can_reuse_plan([digest_leaf_boxes([base]), digest_leaf_boxes([])], made)
 
 
 def test_transposed_boxes_and_equal_leaves_are_told_apart():
     h = [
-        Holding(key, "int8", (4, 4), Box(o, s))
+        LeafBox(key, "int8", (4, 4), Box(o, s))
         for key in ("a", "b")
         for o, s in (((0, 0), (2, 4)), ((0, 0), (4, 2)), ((2, 0), (2, 4)), ((0, 2), (4, 2)))
     ]
-    offer = make_offer(h)
+    offer = make_local_plan(h)
     assert len(np.unique(offer.box_weight)) == 8

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.global_plan import plan_write
-from holdfast.engine.planning.local_plan import make_offer
-from holdfast.engine.planning.read_plan import Want, plan_read, whole_file
-from holdfast.engine.planning.shard_layout import Holding, chunk_cuts, file_order, itemsize
+from holdfast.engine.planning.global_plan import make_global_plan
+from holdfast.engine.planning.local_plan import make_local_plan
+from holdfast.engine.planning.read_plan import ReadRequest, chunk_read_items, make_read_plan
+from holdfast.engine.planning.shard_layout import LeafBox, chunk_cuts, file_order, itemsize
 from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
 from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
-from holdfast.format.index_columns import BoxAt, Leaf
-from holdfast.types import UNIT, Box
-from tests.engine.planning.random_boxes import held, leaves, tilings
-from tests.engine.snapshot.cut_by_hand import columns_from
+from holdfast.format.index_columns import IndexBox, IndexLeaf
+from holdfast.types import BLOCK_SIZE, Box
+from tests.engine.planning.random_boxes import leaves, rank_boxes, tilings
+from tests.engine.snapshot.manual_shards import index_columns
 
 
 def tensor(rng, dtype, shape):
@@ -37,8 +37,8 @@ def shard(name, holdings, tensors, header=4096, cuts=None):
         cuts = chunk_cuts(header, np.array([len(p) for p in parts], np.int64))
     rows = {}
     for h, offset in zip(holdings, at.tolist()):
-        leaf = rows.setdefault(h.key, Leaf(h.key, h.dtype, h.shape, []))
-        leaf.boxes.append(BoxAt(h.box.offsets, h.box.sizes, offset))
+        leaf = rows.setdefault(h.key, IndexLeaf(h.key, h.dtype, h.shape, []))
+        leaf.boxes.append(IndexBox(h.box.offsets, h.box.sizes, offset))
     index = Index(
         1,
         name,
@@ -58,28 +58,28 @@ def carry_out(plan, files, indexes, wanted, widths):
     read = [np.zeros(len(i.cuts), int) for i in indexes]
     for item in plan.items:
         cuts = indexes[item.shard].cuts.tolist()
-        assert item.start == ([0, *cuts])[item.first]
-        assert item.stop == cuts[item.last - 1]
-        read[item.shard][item.first : item.last] += 1
+        assert item.start == ([0, *cuts])[item.first_chunk]
+        assert item.stop == cuts[item.end_chunk - 1]
+        read[item.shard][item.first_chunk : item.end_chunk] += 1
         used = np.zeros(item.stop - item.start, bool)
         piece = files[item.shard][item.start : item.stop]
-        for want, source, offset, nbytes in item.linear.tolist():
+        for want, source, offset, nbytes in item.linear_copies.tolist():
             a = source - item.start
             assert 0 <= a < a + nbytes <= len(piece)
             used[a : a + nbytes] = True
             raw = targets[want].reshape(-1).view(np.uint8)
             raw[offset : offset + nbytes] = np.frombuffer(piece[a : a + nbytes], np.uint8)
             filled[want][offset : offset + nbytes] += 1
-        for s in item.slabs:
+        for s in item.strided_copies:
             a = s.file_offset - item.start
             count = int(np.prod(s.shape))
             assert 0 <= a < a + count * s.itemsize <= len(piece)
             used[a : a + count * s.itemsize] = True
             array = np.frombuffer(piece, f"V{s.itemsize}", count, a).reshape(s.shape)
-            targets[s.want][s.target] = array[s.source]
-            per = filled[s.want].reshape(*targets[s.want].shape, s.itemsize)
+            targets[s.request_id][s.target] = array[s.source]
+            per = filled[s.request_id].reshape(*targets[s.request_id].shape, s.itemsize)
             per[s.target] += 1
-        for c in range(item.first, item.last):
+        for c in range(item.first_chunk, item.end_chunk):
             begin = ([0, *cuts])[c] - item.start
             assert used[begin : cuts[c] - item.start].any(), "no chunk is read in vain"
     assert all((r <= 1).all() for r in read), "no chunk is read twice"
@@ -93,7 +93,7 @@ def random_cuts(data, header, holdings):
     ends, at = {header}, header
     for h in holdings:
         if h.nbytes:
-            inside = st.integers(0, h.box.elements - 1).map(
+            inside = st.integers(0, h.box.numel - 1).map(
                 lambda n, h=h, at=at: at + n * itemsize(h.dtype)
             )
             ends |= data.draw(st.sets(inside, max_size=4))
@@ -108,33 +108,33 @@ def test_any_layout_is_read_into_any_other(data):
     rng = np.random.default_rng(0)
     tensors = {key: tensor(rng, dtype, shape) for key, dtype, shape in state}
     widths = {key: itemsize(dtype) for key, dtype, _ in state}
-    ranks = data.draw(held(state, data.draw(st.integers(1, 4))))
-    made = plan_write([make_offer(h) for h in ranks])
-    wanted = [Want(k, b) for k, _, s in state for b in data.draw(tilings(s))]
-    wanted += [Want(k, b) for k, _, s in state for b in data.draw(tilings(s))]
+    ranks = data.draw(rank_boxes(state, data.draw(st.integers(1, 4))))
+    made = make_global_plan([make_local_plan(h) for h in ranks])
+    wanted = [ReadRequest(k, b) for k, _, s in state for b in data.draw(tilings(s))]
+    wanted += [ReadRequest(k, b) for k, _, s in state for b in data.draw(tilings(s))]
     wanted = data.draw(st.permutations(wanted))
 
     with ExitStack() as small:  # units so small that this state is many
         sizes = {
-            "shard_layout.UNIT": 128,
-            "shard_layout.SMALL": 32,
-            "shard_layout.GROUP": 64,
-            "read_plan.UNIT": 128,
+            "shard_layout.BLOCK_SIZE": 128,
+            "shard_layout.SMALL_BOX_BYTES": 32,
+            "shard_layout.MAX_SHARED_CHUNK_BYTES": 64,
+            "read_plan.BLOCK_SIZE": 128,
         }
         for name, size in sizes.items():
             small.enter_context(patch(f"holdfast.engine.planning.{name}", size))
         files, indexes = [], []
         for r, holdings in enumerate(ranks):
-            mine = [h for h, w in zip(holdings, made.mask(r), strict=True) if w]
+            mine = [h for h, w in zip(holdings, made.write_mask(r), strict=True) if w]
             mine = [mine[i] for i in file_order(mine)]
             own = data.draw(st.booleans())
             cuts = random_cuts(data, 64, mine) if own else None
             raw, index = shard(f"s{r}", mine, tensors, 64, cuts)
             files.append(raw)
             indexes.append(index)
-        plan = plan_read(iter(indexes), wanted)
+        plan = make_read_plan(iter(indexes), wanted)
         for item in plan.items:
-            assert item.stop - item.start <= 128 or item.last == item.first + 1
+            assert item.stop - item.start <= 128 or item.end_chunk == item.first_chunk + 1
 
     assert plan.shards == tuple(f"s{r}" for r in range(len(ranks)))
     targets = carry_out(plan, files, indexes, wanted, widths)
@@ -151,12 +151,12 @@ def test_stored_boxes_may_overlap(data):
     files, indexes = [], []
     for r in range(3):
         boxes = data.draw(tilings(shape))
-        holdings = [Holding("w", "float32", shape, b) for b in boxes]
+        holdings = [LeafBox("w", "float32", shape, b) for b in boxes]
         raw, index = shard(f"s{r}", holdings, tensors)
         files.append(raw)
         indexes.append(index)
-    wanted = [Want("w", b) for b in data.draw(tilings(shape))]
-    plan = plan_read(indexes, wanted)
+    wanted = [ReadRequest("w", b) for b in data.draw(tilings(shape))]
+    plan = make_read_plan(indexes, wanted)
     targets = carry_out(plan, files, indexes, wanted, {"w": 4})
     for want, target in zip(wanted, targets, strict=True):
         assert target.tobytes() == tensors["w"][want.box.slices((0,) * len(shape))].tobytes()
@@ -164,34 +164,39 @@ def test_stored_boxes_may_overlap(data):
 
 def bare(name, leaves, length=1 << 40, header=4096, cuts=None):
     cuts = np.array([header, length] if cuts is None else cuts, np.int64)
-    return ShardIndex(name, length, header, columns_from(leaves), cuts, b"")
+    return ShardIndex(name, length, header, index_columns(leaves), cuts, b"")
 
 
 def test_a_region_that_is_stored_nowhere_is_named():
-    leaf = Leaf("w", "int8", (4, 4), [BoxAt((0, 0), (4, 2), 4096), BoxAt((0, 2), (3, 2), 4104)])
+    leaf = IndexLeaf(
+        "w", "int8", (4, 4), [IndexBox((0, 0), (4, 2), 4096), IndexBox((0, 2), (3, 2), 4104)]
+    )
     with pytest.raises(ManifestInvalid, match=r"w \(offsets \(3, 2\), sizes \(1, 2\)\)") as caught:
-        plan_read(
-            [bare("s", [leaf])], [Want("w", Box.whole((4, 4))), Want("w", Box((3, 3), (1, 1)))]
+        make_read_plan(
+            [bare("s", [leaf])],
+            [ReadRequest("w", Box.whole((4, 4))), ReadRequest("w", Box((3, 3), (1, 1)))],
         )
     assert caught.value.leaves == ("w", "w")
-    plan_read([bare("s", [leaf])], [Want("w", Box((0, 0), (3, 4)))])
+    make_read_plan([bare("s", [leaf])], [ReadRequest("w", Box((0, 0), (3, 4)))])
 
 
 def test_leaves_that_are_stored_nowhere_are_all_named():
     with pytest.raises(MissingLeaf, match=r"2 leaves.*a, b"):
-        plan_read([bare("s", [])], [Want("b", Box((), ())), Want("a", Box((0,), (0,)))])
+        make_read_plan(
+            [bare("s", [])], [ReadRequest("b", Box((), ())), ReadRequest("a", Box((0,), (0,)))]
+        )
 
 
 def test_shards_that_disagree_are_refused():
-    a = Leaf("w", "int8", (4,), [BoxAt((0,), (2,), 4096)])
-    for b in (Leaf("w", "int8", (5,), []), Leaf("w", "uint8", (4,), [])):
+    a = IndexLeaf("w", "int8", (4,), [IndexBox((0,), (2,), 4096)])
+    for b in (IndexLeaf("w", "int8", (5,), []), IndexLeaf("w", "uint8", (4,), [])):
         with pytest.raises(ManifestInvalid, match="disagree about w") as caught:
-            plan_read([bare("s", [a]), bare("t", [b])], [Want("w", Box((0,), (2,)))])
+            make_read_plan([bare("s", [a]), bare("t", [b])], [ReadRequest("w", Box((0,), (2,)))])
         assert caught.value.file == "t"
 
 
 def test_a_want_outside_its_leaf_is_refused():
-    leaf = Leaf("w", "int8", (4,), [BoxAt((0,), (4,), 4096)])
+    leaf = IndexLeaf("w", "int8", (4,), [IndexBox((0,), (4,), 4096)])
     for box in (
         Box((0,), (5,)),
         Box((0, 0), (4, 1)),
@@ -200,54 +205,58 @@ def test_a_want_outside_its_leaf_is_refused():
         Box((5,), (0,)),
     ):
         with pytest.raises(PlanError, match="not within the tensor"):
-            plan_read([bare("s", [leaf])], [Want("w", box)])
+            make_read_plan([bare("s", [leaf])], [ReadRequest("w", box)])
 
 
 def test_nothing_wanted_reads_nothing():
-    leaf = Leaf("w", "int8", (0,), [BoxAt((0,), (0,), 4096)])
-    plan = plan_read([bare("s", [leaf], 4096, 4096, [4096])], [Want("w", Box((0,), (0,)))])
+    leaf = IndexLeaf("w", "int8", (0,), [IndexBox((0,), (0,), 4096)])
+    plan = make_read_plan(
+        [bare("s", [leaf], 4096, 4096, [4096])], [ReadRequest("w", Box((0,), (0,)))]
+    )
     assert plan.items == ()
-    assert plan_read([], []).items == ()
+    assert make_read_plan([], []).items == ()
 
 
 def test_a_large_leaf_is_read_in_units_and_only_where_it_is_wanted():
     side = 8192
-    tall = UNIT // (4 * side)  # rows in a unit
+    tall = BLOCK_SIZE // (4 * side)  # rows in a unit
     units = side // tall
-    leaf = Leaf("w", "float32", (side, side), [BoxAt((0, 0), (side, side), 4096)])
+    leaf = IndexLeaf("w", "float32", (side, side), [IndexBox((0, 0), (side, side), 4096)])
     length = 4096 + 4 * side * side
     cuts = chunk_cuts(4096, np.array([4 * side * side]))
     index = bare("s", [leaf], length, 4096, cuts)
 
-    whole = plan_read([index], [Want("w", Box.whole((side, side)))])
-    assert [i.stop - i.start for i in whole.items] == [UNIT] * units
-    assert all(not i.slabs and len(i.linear) == 1 for i in whole.items)
+    whole = make_read_plan([index], [ReadRequest("w", Box.whole((side, side)))])
+    assert [i.stop - i.start for i in whole.items] == [BLOCK_SIZE] * units
+    assert all(not i.strided_copies and len(i.linear_copies) == 1 for i in whole.items)
 
-    rows = plan_read([index], [Want("w", Box((505, 0), (10, side)))])
+    rows = make_read_plan([index], [ReadRequest("w", Box((505, 0), (10, side)))])
     assert len(rows.items) == 2
-    assert rows.nbytes == 2 * UNIT
+    assert rows.nbytes == 2 * BLOCK_SIZE
 
-    columns = plan_read([index], [Want("w", Box((0, 100), (side, 50)))])
+    columns = make_read_plan([index], [ReadRequest("w", Box((0, 100), (side, 50)))])
     assert len(columns.items) == units
-    assert all(len(i.slabs) == 1 for i in columns.items)
-    slab = columns.items[1].slabs[0]
+    assert all(len(i.strided_copies) == 1 for i in columns.items)
+    slab = columns.items[1].strided_copies[0]
     assert slab.shape == (tall, side)
     assert slab.source == (slice(0, tall), slice(100, 150))
     assert slab.target == (slice(tall, 2 * tall), slice(0, 50))
 
-    planes = Leaf("w", "float32", (2, side, side), [BoxAt((0, 0, 0), (2, side, side), 4096)])
+    planes = IndexLeaf(
+        "w", "float32", (2, side, side), [IndexBox((0, 0, 0), (2, side, side), 4096)]
+    )
     index = bare("s", [planes], 4096 + 8 * side**2, 4096, chunk_cuts(4096, np.array([8 * side**2])))
-    part = plan_read([index], [Want("w", Box((0, 0, 0), (2, 1, side)))])
-    assert [i.first for i in part.items] == [1, 1 + units], (
+    part = make_read_plan([index], [ReadRequest("w", Box((0, 0, 0), (2, 1, side)))])
+    assert [i.first_chunk for i in part.items] == [1, 1 + units], (
         "what lies between the planes is not read"
     )
 
 
 def test_verifying_reads_every_byte_once():
     cuts = chunk_cuts(4096, np.array([20 << 20, 5000, 64, 9 << 20]))
-    items = whole_file(3, cuts)
+    items = chunk_read_items(3, cuts)
     assert items[0].start == 0
     assert items[-1].stop == cuts[-1]
     assert [a.stop for a in items[:-1]] == [b.start for b in items[1:]]
-    assert [i.stop - i.start for i in items][:4] == [4096, UNIT, UNIT, UNIT]
-    assert all(i.shard == 3 and not len(i.linear) and not i.slabs for i in items)
+    assert [i.stop - i.start for i in items][:4] == [4096, BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE]
+    assert all(i.shard == 3 and not len(i.linear_copies) and not i.strided_copies for i in items)

@@ -9,14 +9,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.boxes import rectangles, span, subtract
-from holdfast.engine.planning.shard_layout import GROUP, SMALL, Holding, chunk_cuts, file_order
+from holdfast.engine.planning.boxes import contiguous_boxes, flat_range, subtract
+from holdfast.engine.planning.shard_layout import (
+    MAX_SHARED_CHUNK_BYTES,
+    SMALL_BOX_BYTES,
+    LeafBox,
+    chunk_cuts,
+    file_order,
+)
 from holdfast.errors import PlanError, Unsupported
-from holdfast.types import UNIT, Box
+from holdfast.types import BLOCK_SIZE, Box
 from tests.engine.planning.random_boxes import DTYPES, shapes
 
-near = [0, 1, SMALL - 16, SMALL, SMALL + 16, GROUP, UNIT - 16, UNIT, UNIT + 16, 3 * UNIT]
-elements = st.one_of(st.sampled_from(near), st.integers(0, 5000), st.integers(0, 2 * SMALL))
+near = [
+    0,
+    1,
+    SMALL_BOX_BYTES - 16,
+    SMALL_BOX_BYTES,
+    SMALL_BOX_BYTES + 16,
+    MAX_SHARED_CHUNK_BYTES,
+    BLOCK_SIZE - 16,
+    BLOCK_SIZE,
+    BLOCK_SIZE + 16,
+    3 * BLOCK_SIZE,
+]
+elements = st.one_of(
+    st.sampled_from(near), st.integers(0, 5000), st.integers(0, 2 * SMALL_BOX_BYTES)
+)
 
 
 @given(
@@ -41,18 +60,22 @@ def test_chunks_tile_the_file_and_keep_every_rule(header, boxes):
     sizes = np.diff(cuts)
     assert (sizes > 0).all(), "no chunk is empty"
     begin, stop = cuts[:-1], cuts[1:]
-    assert ((begin - header) // UNIT == (stop - 1 - header) // UNIT).all(), "within one unit"
-    large = lengths >= SMALL
+    assert ((begin - header) // BLOCK_SIZE == (stop - 1 - header) // BLOCK_SIZE).all(), (
+        "within one unit"
+    )
+    large = lengths >= SMALL_BOX_BYTES
     assert np.isin(starts[large], cuts).all()
     assert np.isin(ends[large], cuts).all()
     filled = lengths > 0
     if filled.any():
         box = np.searchsorted(ends[filled], begin, side="right")
         shared = ~large[filled][box]
-        assert (sizes[shared] <= GROUP).all(), "small boxes share chunks up to a limit"
+        assert (sizes[shared] <= MAX_SHARED_CHUNK_BYTES).all(), (
+            "small boxes share chunks up to a limit"
+        )
         assert ((begin - starts[filled][box]) % widths[filled][box] == 0).all(), "whole elements"
         inside = begin[shared & (begin != starts[filled][box])]
-        assert ((inside - header) % UNIT == 0).all(), "small boxes are cut by units only"
+        assert ((inside - header) % BLOCK_SIZE == 0).all(), "small boxes are cut by units only"
 
 
 def test_small_boxes_do_not_get_a_chunk_each():
@@ -71,7 +94,7 @@ def test_chunks_of_nonsense_are_refused():
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b/c", "b/d"]), st.sampled_from(DTYPES), shapes)))
 def test_boxes_start_aligned_and_large_before_small(leaves):
-    holdings = [Holding(k, d, s, Box.whole(s)) for k, d, s in leaves]
+    holdings = [LeafBox(k, d, s, Box.whole(s)) for k, d, s in leaves]
     order = file_order(holdings)
     assert sorted(order) == list(range(len(holdings)))
     at = 0
@@ -87,7 +110,7 @@ def test_boxes_start_aligned_and_large_before_small(leaves):
 
 def test_an_unknown_dtype_is_refused_by_name():
     with pytest.raises(Unsupported, match="float128"):
-        file_order([Holding("a", "float128", (), Box((), ()))])
+        file_order([LeafBox("a", "float128", (), Box((), ()))])
 
 
 @given(shapes, st.data())
@@ -97,7 +120,7 @@ def test_rectangles_are_the_range(shape, data):
     stop = data.draw(st.integers(start, count))
     array = np.arange(count).reshape(shape)
 
-    parts = rectangles(shape, start, stop)
+    parts = contiguous_boxes(shape, start, stop)
 
     assert len(parts) <= max(1, 2 * len(shape) - 1)
     origin = (0,) * len(shape)
@@ -107,7 +130,7 @@ def test_rectangles_are_the_range(shape, data):
 
 def test_a_range_outside_the_array_is_refused():
     with pytest.raises(PlanError, match="leaves its array"):
-        rectangles((2, 3), 0, 7)
+        contiguous_boxes((2, 3), 0, 7)
 
 
 @given(shapes, st.data())
@@ -121,8 +144,8 @@ def test_subtract_and_span(shape, data):
     whole = Box.whole(shape)
     seen = np.zeros(shape, int)
     for b in [part, *subtract(whole, part)]:
-        assert b.elements
+        assert b.numel
         seen[b.slices(whole.offsets)] += 1
     assert (seen == 1).all()
     inside = np.arange(prod(shape)).reshape(shape)[part.slices(whole.offsets)]
-    assert span(part, whole) == (inside.min(), inside.max() + 1)
+    assert flat_range(part, whole) == (inside.min(), inside.max() + 1)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import Draft, Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import SaveJob, VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.storage.store import Store
-from tests.trainings import after
+from tests.trainings import state_after
 
 
-def draft(store: Store, step: int, *, ahead: bool = False) -> Draft:
-    label = Label(step=step)
-    return begin(Location(store, f"version_{step}"), after(step), label, shared_pool(), ahead=ahead)
+def begin_version(store: Store, step: int, *, ahead: bool = False) -> SaveJob:
+    label = VersionMetadata(step=step)
+    return begin_save(
+        Location(store, f"version_{step}"), state_after(step), label, shared_pool(), stage_now=ahead
+    )
 
 
 def save(store: Store, step: int) -> Snapshot:
-    return finish(draft(store, step))
+    return finish_save(begin_version(store, step))
 
 
 def keys(store: Store) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 import holdfast
 from holdfast.run.run import Run
-from tests.engine.saving.scripts import SAVE, STEP, script
+from tests.engine.saving.child_scripts import SAVE, STEP, run_script
 
 FORK = """
 import warnings
@@ -33,7 +33,7 @@ print("child", code)
 def test_a_fork_during_a_save_does_no_harm(tmp_path: Path, start: str) -> None:
     start = start.replace("ckpt.step()", "ckpt.resume(); ckpt.step()") if start is STEP else start
     save_0 = FORK.replace('{"x": np.arange(200_000), "y": np.ones(10)}', "state")
-    done = script(tmp_path, save_0 + start + CHILD)
+    done = run_script(tmp_path, save_0 + start + CHILD)
     assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
     snapshot = holdfast.open(tmp_path / "run" / "version_1")
     assert snapshot.verify().ok
@@ -41,7 +41,7 @@ def test_a_fork_during_a_save_does_no_harm(tmp_path: Path, start: str) -> None:
 
 
 def test_a_child_does_not_report_what_failed_in_its_parent(tmp_path: Path) -> None:
-    done = script(
+    done = run_script(
         tmp_path,
         FORK + f"break_writer()\n{SAVE}time.sleep(0.3)\n"
         "pid = os.fork()\n"
@@ -54,7 +54,7 @@ def test_a_child_does_not_report_what_failed_in_its_parent(tmp_path: Path) -> No
 
 
 def test_a_child_leaves_the_checkpointer_to_its_parent(tmp_path: Path) -> None:
-    done = script(
+    done = run_script(
         tmp_path,
         """
 import warnings
@@ -82,7 +82,7 @@ with holdfast.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
 def test_a_child_never_writes_into_the_buffers_of_its_parent(tmp_path: Path) -> None:
     """Buffers are shared memory: a child that took them over would write into its parent's
     files, after the digests were made."""
-    done = script(
+    done = run_script(
         tmp_path,
         FORK
         + """
@@ -121,7 +121,7 @@ if __name__ == "__main__":
 
 
 def test_forked_workers_that_load_while_their_parent_saves(tmp_path: Path) -> None:
-    done = script(tmp_path, POOL)
+    done = run_script(tmp_path, POOL)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     for step in (1, 2, 3, 4, 5, 11, 12, 13, 14, 15):
         assert holdfast.open(tmp_path / "run" / f"version_{step}").verify().ok
@@ -153,5 +153,5 @@ print(len(expected))
 
 @pytest.mark.slow
 def test_data_loader_workers_start_while_a_save_runs(tmp_path: Path) -> None:
-    done = script(tmp_path, LOADER)
+    done = run_script(tmp_path, LOADER)
     assert (done.returncode, done.stdout, done.stderr) == (0, "12\n", "")

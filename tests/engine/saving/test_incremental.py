@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.buffers import Pool, shared_pool
+from holdfast.buffers import BufferPool, shared_pool
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.planning.shard_layout import own_spans
 from holdfast.engine.saving import image
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.transform.copy import copy_snapshot
@@ -32,9 +32,9 @@ from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from holdfast.testing.fakegroup import FakeGroup
-from tests.engine.unreliable_stores import Wrapped
-from tests.forging import files_of, same
-from tests.trainings import flip, shard_of
+from tests.engine.unreliable_stores import HookedStore
+from tests.forging import files_of, values_equal
+from tests.trainings import flip_bit, shard_of
 
 State = dict[str, Any]
 
@@ -46,24 +46,24 @@ DTYPES = ["uint8", "int16", "float32", "float64", "complex128", "bool"]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 1 KiB, shared by boxes below 64 bytes, so that small states have many."""
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{module}.UNIT", UNIT)
-    monkeypatch.setattr("holdfast.engine.planning.shard_layout.SMALL", 64)
-    monkeypatch.setattr("holdfast.engine.planning.shard_layout.GROUP", 256)
+        monkeypatch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", UNIT)
+    monkeypatch.setattr("holdfast.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
+    monkeypatch.setattr("holdfast.engine.planning.shard_layout.MAX_SHARED_CHUNK_BYTES", 256)
 
 
 def save(
     store: Store, step: int, state: State, base: Snapshot | None, *, ahead: bool = False
 ) -> Snapshot:
-    pool = Pool(1 << 30, max(image.UNIT, 4096)) if ahead else shared_pool()
+    pool = BufferPool(1 << 30, max(image.BLOCK_SIZE, 4096)) if ahead else shared_pool()
     live = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.items()}
     place = Location(store, f"version_{step}")
-    draft = begin(place, live, Label(step=step), pool, ahead=ahead, base=base)
+    draft = begin_save(place, live, VersionMetadata(step=step), pool, stage_now=ahead, base=base)
     if ahead:
         for value in live.values():
             if isinstance(value, np.ndarray):
                 value[...] = 0  # what was staged is what counts
-    snapshot = finish(draft)
-    assert pool.allocated == pool.free
+    snapshot = finish_save(draft)
+    assert pool.allocated_bytes == pool.free_bytes
     return snapshot
 
 
@@ -72,7 +72,7 @@ def sound(store: Store, snapshot: Snapshot, state: State) -> None:
     found = Run(store).open(snapshot.version)
     report = found.verify()
     assert report.ok, report.problems
-    assert same(load_snapshot(found), state)
+    assert values_equal(load_snapshot(found), state)
     assert {p[0] for s in found.manifest.shards for r in s.refers if (p := parse(r.path))} == (
         found.bases
     )
@@ -88,21 +88,21 @@ def flat(store: Store, snapshot: Snapshot) -> None:
     """Every reference leads to a file that itself holds the bytes: its own index says so."""
     for index in snapshot.indexes():
         for c in range(1, len(index.cuts)):
-            path, at = index.where(c)
+            path, at = index.locate_chunk(c)
             reference = parse(path)
             if reference is None:
                 continue
             base = Run(store).open(reference[0])
             [other] = base.indexes()
-            places = [other.where(d) for d in range(1, len(other.cuts))]
+            places = [other.locate_chunk(d) for d in range(1, len(other.cuts))]
             held = places.index((base.manifest.shards[0].name, at)) + 1
-            assert other.digest(held) == index.digest(c)
+            assert other.chunk_digest(held) == index.chunk_digest(c)
 
 
 def opened_by_safetensors(store: Store, snapshot: Snapshot, state: State) -> None:
     """Whoever has only that library finds the shard's own parts under names that tell which."""
     [shard] = snapshot.manifest.shards
-    raw = store.get(snapshot.place.key(shard.name), 1 << 30)
+    raw = store.get(snapshot.location.key(shard.name), 1 << 30)
     seen = 0
     for entry_name, entry in safetensors.deserialize(raw):
         name, data = entry_name.rstrip("~"), bytes(entry["data"])
@@ -336,10 +336,10 @@ MEASURE = """
 import sys, numpy as np, holdfast
 from pathlib import Path
 from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import Label
+from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.snapshot.location import locate
-from holdfast.engine.saving.save import begin
-from holdfast.engine.saving.save import finish
+from holdfast.engine.saving.save import begin_save
+from holdfast.engine.saving.save import finish_save
 
 def memory(name):
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -354,7 +354,9 @@ for i in range(0, 8, 2):
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
 place = locate(folder + "/version_2")
-saved = finish(begin(place, state, Label(step=2), shared_pool(), ahead=False, base=base))
+metadata = VersionMetadata(step=2)
+job = begin_save(place, state, metadata, shared_pool(), stage_now=False, base=base)
+saved = finish_save(job)
 print((memory("VmHWM") - before) >> 20, saved.nbytes, saved.referred_bytes)
 Path("/proc/self/clear_refs").write_text("5")
 holdfast.load(folder + "/version_2", into=state)
@@ -398,7 +400,7 @@ def another_length(store: MemoryStore, base: Snapshot) -> Snapshot:
 
 def bad_index(store: MemoryStore, base: Snapshot) -> Snapshot:
     [key] = [k for k in files_of(store) if k.endswith("index.json")]
-    flip(store, key)
+    flip_bit(store, key)
     return Run(store).open(base.version)
 
 
@@ -424,7 +426,7 @@ def test_without_a_sound_base_the_save_is_full(small: None, spoil: Any) -> None:
 
 def test_a_base_that_is_deleted_after_it_was_planned_with(small: None) -> None:
     """Its files vanish although it is pinned: nothing is committed."""
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     base = save(store, 0, frozen(), None)
 
     def before(method: str, key: str) -> None:
@@ -440,7 +442,7 @@ def test_a_base_that_is_deleted_after_it_was_planned_with(small: None) -> None:
 
 def test_all_that_is_referred_to_is_pinned_before_planning(small: None) -> None:
     """The base, and whatever the base refers to; and the pins are gone afterwards."""
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     first = save(store, 0, frozen(), None)
     second = save(store, 1, frozen(1), first)
     pinned: list[str | None] = []
@@ -466,11 +468,13 @@ def test_all_that_is_referred_to_is_pinned_before_planning(small: None) -> None:
 
 def test_a_state_that_changes_while_it_is_saved_is_refused(small: None) -> None:
     """A synchronous save reads the state twice; it must be the same."""
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     base = save(store, 0, frozen(), None)
     live = frozen(1)
     place = Location(store, "version_1")
-    draft = begin(place, live, Label(step=1), shared_pool(), ahead=False, base=base)
+    draft = begin_save(
+        place, live, VersionMetadata(step=1), shared_pool(), stage_now=False, base=base
+    )
 
     def before(method: str, key: str) -> None:
         if method == "put":
@@ -478,20 +482,22 @@ def test_a_state_that_changes_while_it_is_saved_is_refused(small: None) -> None:
 
     store.before = before
     with pytest.raises(CommitError, match="adapter changed while it was saved"):
-        finish(draft)
+        finish_save(draft)
     assert not [k for k in files_of(store.inner) if k.startswith("version_1/")]  # type: ignore[arg-type]
 
 
 def test_staged_pieces_that_are_not_needed_go_back_at_once(small: None) -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     base = save(store, 0, frozen(), None)
-    pool = Pool(1 << 30, 4096)
+    pool = BufferPool(1 << 30, 4096)
     place = Location(store, "version_1")
-    draft = begin(place, frozen(1), Label(step=1), pool, ahead=True, base=base)
-    staged = pool.allocated - pool.free
+    draft = begin_save(place, frozen(1), VersionMetadata(step=1), pool, stage_now=True, base=base)
+    staged = pool.allocated_bytes - pool.free_bytes
     held = []
-    store.before = lambda method, key: method == "put" and held.append(pool.allocated - pool.free)
-    finish(draft)
+    store.before = lambda method, key: (
+        method == "put" and held.append(pool.allocated_bytes - pool.free_bytes)
+    )
+    finish_save(draft)
     assert staged > 150 * 4096
     assert held == [2 * 4096], "the adapter's 1,600 bytes in pieces of 1 KiB"
 
@@ -504,7 +510,7 @@ def test_a_damaged_base_is_named_with_every_version_that_it_takes_along(small: N
     made = [save(store, 0, frozen(), None)]
     for step in (1, 2):
         made.append(save(store, step, frozen(step), made[-1]))
-    flip(store, shard_of(store, "version_0"), byte=4096 + 5000)
+    flip_bit(store, shard_of(store, "version_0"), byte=4096 + 5000)
     for snapshot in made[1:]:
         fresh = Run(store).open(snapshot.version)
         with pytest.raises(DigestMismatch, match=r"refers to \.\./version_0/shard-") as e:
@@ -520,11 +526,11 @@ def test_a_damaged_base_is_named_with_every_version_that_it_takes_along(small: N
 
 
 def test_verifying_several_versions_reads_a_shared_chunk_once(small: None) -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     made = [save(store, 0, frozen(), None)]
     for step in (1, 2):
         made.append(save(store, step, frozen(step), made[-1]))
-    flip(store.inner, shard_of(store.inner, "version_0"), byte=4096 + 5000)
+    flip_bit(store.inner, shard_of(store.inner, "version_0"), byte=4096 + 5000)
     reads: list[str] = []
     store.before = lambda method, key: method == "get_range" and reads.append(key)
     seen: dict[Any, Any] = {}
@@ -590,7 +596,7 @@ def test_copies_of_one_increment_are_the_same_byte_for_byte(small: None) -> None
 def test_a_copy_that_failed_is_gone_on_with(small: None) -> None:
     store = MemoryStore()
     second = save(store, 1, frozen(1), save(store, 0, frozen(), None))
-    to = Wrapped(MemoryStore())
+    to = HookedStore(MemoryStore())
 
     def before(method: str, key: str) -> None:
         if method == "put_if_absent" and key.endswith(MANIFEST):
@@ -625,7 +631,7 @@ def save_by_two(store: Store, step: int, state: State, base: Snapshot | None) ->
 def test_two_ranks_refer_to_what_either_has_written(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{__name__}.shared_pool", lambda: Pool(1 << 30, 4096))
+    monkeypatch.setattr(f"{__name__}.shared_pool", lambda: BufferPool(1 << 30, 4096))
     store = MemoryStore()
     rng = np.random.default_rng(0)
     state: State = {f"w{i}": rng.random(1000 + 100 * i) for i in range(8)}
@@ -641,16 +647,16 @@ def test_two_ranks_refer_to_what_either_has_written(
         assert len(last.manifest.shards) == (2 if step < 3 else 1)
         found = Run(store).open(Version(step))
         assert found.verify().ok
-        assert same(load_snapshot(found), state)
+        assert values_equal(load_snapshot(found), state)
         own = sum(s.length - i.header for s, i in zip(found.manifest.shards, found.indexes()))
         assert own == state[f"w{step}"].nbytes
         assert own + found.referred_bytes == total
         copy = copy_snapshot(found, Location(MemoryStore(), "version_9"))
-        assert same(load_snapshot(copy), state)
+        assert values_equal(load_snapshot(copy), state)
         assert copy.verify().ok
     # where a rank has nothing to refer to, its shard is one of number 1 in a manifest of number 2
     apart = {"w0": state["w0"], **{f"n{i}": rng.random(1000) for i in range(3)}}
     mixed = save_by_two(store, 9, apart, before)
     assert sorted(bool(s.refers) for s in mixed.manifest.shards) == [False, True]
     assert Run(store).open(Version(9)).verify().ok
-    assert same(load_snapshot(Run(store).open(Version(9))), apart)
+    assert values_equal(load_snapshot(Run(store).open(Version(9))), apart)

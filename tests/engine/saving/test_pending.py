@@ -16,35 +16,35 @@ import pytest
 import holdfast
 from holdfast import events
 from holdfast.errors import CommitError, HoldfastError, StoreError
-from holdfast.format.names import MANIFEST, WRITER
+from holdfast.format.names import MANIFEST, WRITER_LOCK
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
-from tests.engine.saving.scripts import SAVE, STEP, script
-from tests.engine.unreliable_stores import Wrapped
-from tests.trainings import after, fresh, same, train
+from tests.engine.saving.child_scripts import SAVE, STEP, run_script
+from tests.engine.unreliable_stores import HookedStore
+from tests.trainings import initial_state, state_after, states_equal, train
 
 HERE = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Wrapped:
+def store(monkeypatch: pytest.MonkeyPatch) -> HookedStore:
     """A store that every URL opens."""
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     monkeypatch.setattr("holdfast.engine.snapshot.location.open_store", lambda url: store)
     return store
 
 
-def hold(store: Wrapped) -> threading.Event:
+def hold(store: HookedStore) -> threading.Event:
     """Shards wait for the event that is returned."""
     gate = threading.Event()
     store.before = lambda method, key: method == "put" and gate.wait(20)
     return gate
 
 
-def fail(store: Wrapped) -> None:
+def fail(store: HookedStore) -> None:
     def refuse(method: str, key: str) -> None:
         if method == "put":
             raise StoreError(f"no write of {key}", key=key, store="memory://")
@@ -55,7 +55,7 @@ def fail(store: Wrapped) -> None:
 # -- the state changes right after the call ----------------------------------------------------
 
 
-def test_the_state_may_change_as_soon_as_the_call_returns(store: Wrapped) -> None:
+def test_the_state_may_change_as_soon_as_the_call_returns(store: HookedStore) -> None:
     gate = hold(store)
     rows = np.arange(3_000_000, dtype=np.float64)  # three pieces, copied by several threads
     state = {
@@ -81,7 +81,7 @@ def test_the_state_may_change_as_soon_as_the_call_returns(store: Wrapped) -> Non
     assert loaded["list"] == [1, {"a": (2.5, "x")}]
 
 
-def test_tensors_may_change_as_soon_as_the_call_returns(store: Wrapped) -> None:
+def test_tensors_may_change_as_soon_as_the_call_returns(store: HookedStore) -> None:
     torch = pytest.importorskip("torch")
     gate = hold(store)
     model = torch.nn.Linear(300, 200)
@@ -120,13 +120,13 @@ def test_tensors_may_change_as_soon_as_the_call_returns(store: Wrapped) -> None:
 def test_a_process_that_leaves_at_once_finishes_its_save(
     tmp_path: Path, start: str, end: str, code: int
 ) -> None:
-    done = script(tmp_path, f"{start}state['x'][:] = 0\n{end}")
+    done = run_script(tmp_path, f"{start}state['x'][:] = 0\n{end}")
     assert done.returncode == code, done.stderr
     assert "holdfast" not in done.stderr
     snapshot = holdfast.open(tmp_path / "run" / "version_1")
     assert snapshot.verify().ok
     assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
-    there = [s.key for s in LocalStore(tmp_path / "run").list("") if s.key != WRITER]
+    there = [s.key for s in LocalStore(tmp_path / "run").list("") if s.key != WRITER_LOCK]
     assert len(there) == 3  # no pin is left; who wrote is nobody that lives
 
 
@@ -135,17 +135,17 @@ def test_a_process_that_leaves_at_once_finishes_its_save(
 def test_a_writer_that_fails_unseen_ends_the_process_with_1(
     tmp_path: Path, start: str, end: str
 ) -> None:
-    done = script(tmp_path, f"break_writer()\n{start}print('trained')\n{end}")
+    done = run_script(tmp_path, f"break_writer()\n{start}print('trained')\n{end}")
     assert done.returncode == 1
     assert done.stdout == "trained\n"
     assert f"holdfast: the save to {tmp_path}/run/version_1 failed" in done.stderr
     assert "NoSpace" in done.stderr
-    assert check_promises(LocalStore(tmp_path / "run"), pins_died=False) == []
+    assert check_promises(LocalStore(tmp_path / "run"), assume_dead_pins=False) == []
 
 
 def test_a_writer_that_fails_unseen_lets_the_program_clean_up(tmp_path: Path) -> None:
     """What the program has registered to be done at its end is done, whatever the order."""
-    done = script(
+    done = run_script(
         tmp_path,
         "import atexit, logging.handlers\n"
         "atexit.register(print, 'first')\n"
@@ -160,7 +160,7 @@ def test_a_writer_that_fails_unseen_lets_the_program_clean_up(tmp_path: Path) ->
 
 
 def test_a_failure_that_was_looked_at_is_not_told_again(tmp_path: Path) -> None:
-    done = script(
+    done = run_script(
         tmp_path,
         f"break_writer()\n{SAVE}"
         "try:\n    pending.wait()\nexcept holdfast.errors.NoSpace:\n    print('seen')\n",
@@ -172,7 +172,7 @@ def test_a_failure_that_was_looked_at_is_not_told_again(tmp_path: Path) -> None:
 
 
 def test_ten_saves_asked_for_while_one_runs_are_made_one_by_one() -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     order: list[str] = []
     running, most = 0, 0
     slow = threading.Event()
@@ -188,12 +188,12 @@ def test_ten_saves_asked_for_while_one_runs_are_made_one_by_one() -> None:
             running -= 1
 
     store.before = before
-    state = fresh()
+    state = initial_state()
     allocated = set()
     with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         for step in range(1, 12):
             train(state, ckpt, step)
-            allocated.add(ckpt._saver._pool.allocated)
+            allocated.add(ckpt._saver._pool.allocated_bytes)
     assert order == [f"version_{step}/{MANIFEST}" for step in range(1, 12)]
     assert most == 1
     assert len(allocated) == 1  # one copy of the state, reused
@@ -203,9 +203,9 @@ def test_ten_saves_asked_for_while_one_runs_are_made_one_by_one() -> None:
     assert check_promises(store) == list(range(1, 12))
 
 
-def test_ten_saves_without_a_checkpointer_run_side_by_side(store: Wrapped) -> None:
+def test_ten_saves_without_a_checkpointer_run_side_by_side(store: HookedStore) -> None:
     gate = hold(store)
-    pending = [holdfast.save_async(f"run/version_{n}", after(n)) for n in range(1, 11)]
+    pending = [holdfast.save_async(f"run/version_{n}", state_after(n)) for n in range(1, 11)]
     assert not any(p.done for p in pending)
     gate.set()
     assert [p.wait().step for p in pending] == list(range(1, 11))
@@ -218,9 +218,9 @@ def test_ten_saves_without_a_checkpointer_run_side_by_side(store: Wrapped) -> No
 @pytest.mark.parametrize("progress", [True, False])
 def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> None:
     """The optimizer has made it: not counting it would name later versions wrongly."""
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     fail(store)
-    state = fresh()
+    state = initial_state()
     if not progress:
         state["progress"] = 0
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(2))
@@ -239,7 +239,7 @@ def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> N
 
 def test_without_a_thread_to_save_on_the_step_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    state = fresh()
+    state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
 
     def refuse(self: Any) -> None:
@@ -249,8 +249,8 @@ def test_without_a_thread_to_save_on_the_step_raises(monkeypatch: pytest.MonkeyP
         patch.setattr("threading.Thread.start", refuse)
         with pytest.raises(CommitError, match="no thread can be started"):
             train(state, ckpt, 1)
-    assert [s.key for s in store.list("")] == [WRITER]
-    assert ckpt._saver._pool.free == ckpt._saver._pool.allocated > 0
+    assert [s.key for s in store.list("")] == [WRITER_LOCK]
+    assert ckpt._saver._pool.free_bytes == ckpt._saver._pool.allocated_bytes > 0
     train(state, ckpt, 2)
     ckpt.close()
     assert check_promises(store) == [2]
@@ -268,15 +268,15 @@ def test_room_is_made_beside_training_but_not_beside_a_save_at_the_first_step(
         start(self)
 
     monkeypatch.setattr("threading.Thread.start", tell)
-    state = fresh()
+    state = initial_state()
     with holdfast.Checkpointer(MemoryStore(), state, save=EverySteps(every)) as ckpt:
         train(state, ckpt, 1)
         assert ("holdfast-room" in started) == beside
         if beside:
-            ckpt._saver._reserving.join()
-            made = ckpt._saver._pool.allocated
+            ckpt._saver._reservation.join()
+            made = ckpt._saver._pool.allocated_bytes
             train(state, ckpt, every)
-            assert ckpt._saver._pool.allocated == made > 0
+            assert ckpt._saver._pool.allocated_bytes == made > 0
         train(state, ckpt, 7)
     assert started.count("holdfast-room") == beside
 
@@ -297,7 +297,7 @@ def test_with_fewer_threads_than_wanted_the_work_is_done(monkeypatch: pytest.Mon
 
 def test_an_interrupt_in_a_sink_leaves_no_pin_and_no_buffer() -> None:
     store = MemoryStore()
-    state = fresh()
+    state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
 
     def sink(name: str, fields: dict[str, Any]) -> None:
@@ -306,8 +306,8 @@ def test_an_interrupt_in_a_sink_leaves_no_pin_and_no_buffer() -> None:
 
     with events.attach(sink), pytest.raises(KeyboardInterrupt):
         train(state, ckpt, 1)
-    assert [s.key for s in store.list("")] == [WRITER]
-    assert ckpt._saver._pool.free == ckpt._saver._pool.allocated > 0
+    assert [s.key for s in store.list("")] == [WRITER_LOCK]
+    assert ckpt._saver._pool.free_bytes == ckpt._saver._pool.allocated_bytes > 0
     ckpt.close()
 
 
@@ -315,9 +315,9 @@ def test_an_interrupt_in_a_sink_leaves_no_pin_and_no_buffer() -> None:
 
 
 def test_ctrl_c_in_a_wait_does_not_lose_sight_of_the_save() -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     gate = hold(store)
-    state = fresh()
+    state = initial_state()
     main, stopped = threading.get_ident(), threading.Event()
 
     def once(number: int, frame: object) -> None:
@@ -357,7 +357,7 @@ from holdfast.run.policy import EverySteps
 from holdfast.run.policy import KeepLast
 from holdfast.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
-from tests.trainings import fresh, train_step
+from tests.trainings import initial_state, train_step
 
 def interrupted(*_):
     raise KeyboardInterrupt
@@ -366,7 +366,7 @@ signal.signal(signal.SIGALRM, interrupted)
 stopped = 0
 for turn in range(80):
     store = MemoryStore()
-    state = fresh()
+    state = initial_state()
     try:
         with holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
             for _ in range(4):
@@ -411,10 +411,10 @@ def test_ctrl_c_at_any_moment_of_a_step() -> None:
     pytest.fail("it hung three times")
 
 
-def test_a_pending_save_is_the_parents(store: Wrapped) -> None:
-    pending = holdfast.save_async("run/version_1", after(1))
+def test_a_pending_save_is_the_parents(store: HookedStore) -> None:
+    pending = holdfast.save_async("run/version_1", state_after(1))
     pending.wait()
-    pending._process += 1
+    pending._pid += 1
     with pytest.raises(HoldfastError, match="forked"):
         pending.wait()
-    assert same(holdfast.load("run/version_1", into=fresh()), after(1))
+    assert states_equal(holdfast.load("run/version_1", into=initial_state()), state_after(1))

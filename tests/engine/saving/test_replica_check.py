@@ -10,25 +10,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.buffers import Pool
-from holdfast.engine.planning.merge_trees import Asides, merge
-from holdfast.engine.saving.replica_check import device_digest, values_of
-from holdfast.engine.state.flatten import Leaf
-from holdfast.engine.state.replication import Held
+from holdfast.buffers import BufferPool
+from holdfast.engine.planning.merge_trees import RankNodes, merge
+from holdfast.engine.saving.replica_check import digest_on_device, digest_values
+from holdfast.engine.state.flatten import LocalLeaf
+from holdfast.engine.state.replication import Replication
 from holdfast.errors import PlanError
-from holdfast.text import named
+from holdfast.text import format_ranks
 from holdfast.types import MIB, Box
 
 ORDINARY = torch.arange(1000, dtype=torch.float32)
 
 
-def leaf(source: Any, key: str = "x") -> Leaf:
+def leaf(source: Any, key: str = "x") -> LocalLeaf:
     shape = tuple(source.shape)
-    return Leaf(key, "float32", shape, source, Box.whole(shape), Held.ALIKE)
+    return LocalLeaf(key, "float32", shape, source, Box.whole(shape), Replication.UNVERIFIED)
 
 
 def digests(*sources: Any, threads: int = 2) -> list[bytes]:
-    return values_of([leaf(s, f"x{i}") for i, s in enumerate(sources)], Pool(16 * MIB), threads)
+    return digest_values(
+        [leaf(s, f"x{i}") for i, s in enumerate(sources)], BufferPool(16 * MIB), threads
+    )
 
 
 # -- digests on an accelerator, by arithmetic that a CPU does as well -----------------------------
@@ -39,21 +41,21 @@ def test_the_digest_on_a_device_sees_each_bit_and_each_place(
     length: int, data: st.DataObject
 ) -> None:
     raw = torch.from_numpy(np.random.default_rng(length).integers(0, 256, length, np.uint8))
-    before = device_digest(raw)
+    before = digest_on_device(raw)
     changed = raw.clone()
     changed[data.draw(st.integers(0, length - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert device_digest(changed) != before
-    assert device_digest(raw.clone()) == before
+    assert digest_on_device(changed) != before
+    assert digest_on_device(raw.clone()) == before
 
 
 def test_two_words_in_each_others_place_and_zeros_that_are_more() -> None:
     words = torch.arange(1, 100, dtype=torch.int64)
     swapped = words.clone()
     swapped[[3, 77]] = swapped[[77, 3]]
-    assert device_digest(words) != device_digest(swapped)
-    assert device_digest(words.flip(0)) != device_digest(words)
+    assert digest_on_device(words) != digest_on_device(swapped)
+    assert digest_on_device(words.flip(0)) != digest_on_device(words)
     # of equal length by their keys' types; but a tail of other bytes is not lost in the padding
-    assert device_digest(torch.tensor([1, 2, 3], dtype=torch.uint8)) != device_digest(
+    assert digest_on_device(torch.tensor([1, 2, 3], dtype=torch.uint8)) != digest_on_device(
         torch.tensor([1, 2, 4], dtype=torch.uint8)
     )
 
@@ -74,15 +76,15 @@ def test_two_words_in_each_others_place_and_zeros_that_are_more() -> None:
     ids=lambda t: f"{t.dtype}{list(t.shape)}",
 )
 def test_a_digest_is_of_the_elements_however_they_lie(tensor: torch.Tensor) -> None:
-    assert device_digest(tensor) == device_digest(
+    assert digest_on_device(tensor) == digest_on_device(
         tensor.clone(memory_format=torch.contiguous_format)
     )
 
 
 def test_many_words_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = device_digest(ORDINARY)
-    monkeypatch.setattr("holdfast.engine.saving.replica_check._WORDS", 7)
-    assert device_digest(ORDINARY) == whole
+    whole = digest_on_device(ORDINARY)
+    monkeypatch.setattr("holdfast.engine.saving.replica_check._WORDS_PER_STEP", 7)
+    assert digest_on_device(ORDINARY) == whole
 
 
 # -- digests on the CPU ---------------------------------------------------------------------------
@@ -117,7 +119,7 @@ def test_zero_and_minus_zero_and_nans_are_told_by_their_bits() -> None:
 def test_what_some_have_is_added_in_order() -> None:
     one = {"dict": {"a": 1, "m": {"dict": {"x": {"tensor": ["float32", [2]]}}}}}
     two = {"dict": {"m": {"dict": {"y": None, "x": {"tensor": ["float32", [2]]}}}, "b": "s"}}
-    assert merge([(one, (0,)), (two, (1,))], Asides()) == {
+    assert merge([(one, (0,)), (two, (1,))], RankNodes()) == {
         "dict": {
             "a": 1,
             "m": {"dict": {"x": {"tensor": ["float32", [2]]}, "y": None}},
@@ -145,9 +147,9 @@ def test_what_some_have_is_added_in_order() -> None:
 def test_what_differs_is_an_error_with_the_ranks(one: Any, two: Any) -> None:
     trees = [({"dict": {"k": one, "same": 2}}, (0, 2)), ({"dict": {"k": two, "same": 2}}, (1,))]
     with pytest.raises(PlanError, match=r"k: .* on ranks 0, 2, .* on rank 1") as e:
-        merge(trees, Asides())
+        merge(trees, RankNodes())
     assert e.value.leaves == ("k",)
-    assert merge([(one, (0,)), (one, (1,))], Asides()) == one
+    assert merge([(one, (0,)), (one, (1,))], RankNodes()) == one
 
 
 def test_lists_of_parameters_are_joined_and_groups_may_be_more() -> None:
@@ -157,19 +159,19 @@ def test_lists_of_parameters_are_joined_and_groups_may_be_more() -> None:
 
     unions = frozenset({"groups", "groups/0/params", "groups/1/params"})
     trees = [(groups("ab"), (0,)), (groups("bc", "d"), (1,))]
-    assert merge(trees, Asides(unions=unions)) == groups("abc", "d")
+    assert merge(trees, RankNodes(merged_lists=unions)) == groups("abc", "d")
     with pytest.raises(PlanError):
-        merge(trees, Asides())
+        merge(trees, RankNodes())
 
 
 def test_values_of_ranks_and_of_the_first_take_their_places() -> None:
     tree = {"dict": {"r": {"own": "r"}, "f": {"first": "f"}}}
-    asides = Asides({"r": {2: "two", 0: None}}, {"f": {"list": [1]}})
+    asides = RankNodes({"r": {2: "two", 0: None}}, {"f": {"list": [1]}})
     assert merge([(tree, (0, 1, 2))], asides) == {
         "dict": {"r": {"dict": {"0": None, "2": "two"}}, "f": {"list": [1]}}
     }
 
 
 def test_names_of_ranks() -> None:
-    assert named([3]) == "rank 3"
-    assert named(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine.saving.job import Draft
-from holdfast.engine.saving.save import finish
+from holdfast.engine.saving.job import SaveJob
+from holdfast.engine.saving.save import finish_save
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, CommitError, HoldfastError, StoreError
@@ -28,9 +28,9 @@ from holdfast.storage.store import Store
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import FaultFs
 from tests.crash.promises import check_promises
-from tests.engine.saving.saves import draft, keys, save
-from tests.engine.unreliable_stores import Wrapped
-from tests.trainings import after
+from tests.engine.saving.saves import begin_version, keys, save
+from tests.engine.unreliable_stores import HookedStore
+from tests.trainings import state_after
 
 YEAR = 365 * 24 * 3600.0
 HERE = Path(__file__).parents[3]
@@ -43,7 +43,8 @@ def orphans(store: Store) -> set[str]:
     return {
         key
         for key in keys(store)
-        if not key.endswith(MANIFEST) and names.attempt_of(key.rpartition("/")[2]) not in attempts
+        if not key.endswith(MANIFEST)
+        and names.parse_attempt(key.rpartition("/")[2]) not in attempts
     }
 
 
@@ -52,7 +53,7 @@ def orphans(store: Store) -> set[str]:
 
 @pytest.mark.parametrize("jobs", [2, 5])
 def test_of_jobs_that_save_the_same_version_one_commits(jobs: int) -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     ready = threading.Barrier(jobs)
     store.before = lambda method, key: (
         ready.wait(10) if method == "put_if_absent" and MANIFEST in key else None
@@ -84,13 +85,13 @@ from pathlib import Path
 import holdfast
 from holdfast.errors import AlreadyExists
 from holdfast.errors import CommitError
-from tests.trainings import after
+from tests.trainings import state_after
 root, gate = sys.argv[1:]
 while not Path(gate).exists():
     time.sleep(0.001)
 for step in range(1, 25):
     try:
-        holdfast.save(f"{root}/version_{step}", after(step))
+        holdfast.save(f"{root}/version_{step}", state_after(step))
         print(step)
     except (AlreadyExists, CommitError):
         pass
@@ -106,15 +107,17 @@ def test_two_processes_that_save_the_same_versions(tmp_path: Path) -> None:
     saved = [[int(line) for line in job.communicate(timeout=60)[0].split()] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     assert sorted(saved[0] + saved[1]) == list(range(1, 25))
-    assert check_promises(LocalStore(root), range(1, 25), pins_died=False) == list(range(1, 25))
+    assert check_promises(LocalStore(root), range(1, 25), assume_dead_pins=False) == list(
+        range(1, 25)
+    )
 
 
 def test_a_save_of_an_earlier_attempt_that_ends_late_harms_nothing() -> None:
     store = MemoryStore()
-    late = draft(store, 1)
+    late = begin_version(store, 1)
     committed = save(store, 1)
     with pytest.raises(CommitError, match="another save has committed"):
-        finish(late)
+        finish_save(late)
     assert Run(store).open(committed.version).digest == committed.digest
     assert len(orphans(store)) == 2
     assert check_promises(store, [1]) == [1]
@@ -122,11 +125,11 @@ def test_a_save_of_an_earlier_attempt_that_ends_late_harms_nothing() -> None:
 
 def test_a_late_save_after_the_run_has_gone_on_is_not_the_latest() -> None:
     store = MemoryStore()
-    late = draft(store, 1)
+    late = begin_version(store, 1)
     save(store, 1)
     save(store, 2)
     Run(store).delete(Run(store).listing().versions[0])
-    finish(late)
+    finish_save(late)
     latest = Run(store).latest()
     assert latest is not None
     assert latest.step == 2
@@ -154,7 +157,9 @@ def test_what_a_crashed_run_has_left_in_the_folder_is_ignored_and_swept(ranks: i
     store.put_if_absent("version_1/shard-00000-of-00001.safetensors", b"of another program")
     snapshot = save(store, 1)
     assert snapshot.verify().ok
-    assert np.array_equal(holdfast.load(store.at("version_1"))["weights"], after(1)["weights"])
+    assert np.array_equal(
+        holdfast.load(store.at("version_1"))["weights"], state_after(1)["weights"]
+    )
     swept = Run(store).sweep(now=time.time() + YEAR)
     assert sorted(swept.removed) == sorted(stale)
     store.delete("version_1/shard-00000-of-00001.safetensors")  # not ours, so not swept
@@ -172,7 +177,7 @@ class Watched(FaultFs):
         self.at, self.act = at, act
         self.acted = False
 
-    def _next(self, kind: str) -> None:
+    def _next_fault(self, kind: str) -> None:
         with self._lock:
             self.counts[kind] += 1
             now = self.counts.total() == self.at
@@ -213,23 +218,23 @@ def test_a_sweep_at_any_moment_of_a_save_removes_nothing_of_it() -> None:
 def test_a_save_that_begins_while_a_sweep_lists_is_safe() -> None:
     """The pin of a save may be younger than the list of pins; its files then are, too."""
     for at in range(1, 100):
-        store = Wrapped(MemoryStore())
+        store = HookedStore(MemoryStore())
         store.put_if_absent("version_1/shard-00000-of-00001.00000000000a.safetensors", b"old")
         calls = [0]
-        ended: list[Draft] = []
+        ended: list[SaveJob] = []
 
         def act(
             method: str,
             key: str,
-            store: Wrapped = store,
+            store: HookedStore = store,
             calls: list[int] = calls,
-            ended: list[Draft] = ended,
+            ended: list[SaveJob] = ended,
             at: int = at,
         ) -> None:
             calls[0] += 1
             if calls[0] == at:
-                half = draft(store.inner, 1)
-                pins.hold(half.place, half.attempt)
+                half = begin_version(store.inner, 1)
+                pins.create_pin(half.location, half.attempt)
                 upload = store.inner.put(f"version_1/{names.shard_name(0, 1, half.attempt)}", 3)
                 upload.write_at(0, memoryview(b"abc"))
                 upload.commit()
@@ -248,19 +253,20 @@ def test_a_save_that_begins_while_a_sweep_lists_is_safe() -> None:
 HELD = """
 import sys, time
 from holdfast.engine.snapshot import pins
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.buffers import shared_pool
 from holdfast.storage.local import LocalStore
-from tests.trainings import after
+from tests.trainings import state_after
 store = LocalStore(sys.argv[1])
-draft = begin(Location(store, "version_1"), after(1), Label(step=1), shared_pool(), ahead=False)
-pins.hold(draft.place, draft.attempt)
-with store.put(f"version_1/shard-00000-of-00001.{draft.attempt}.safetensors", 5) as upload:
+place, metadata = Location(store, "version_1"), VersionMetadata(step=1)
+job = begin_save(place, state_after(1), metadata, shared_pool(), stage_now=False)
+pins.create_pin(job.location, job.attempt)
+with store.put(f"version_1/shard-00000-of-00001.{job.attempt}.safetensors", 5) as upload:
     upload.write_at(0, memoryview(b"12345"))
     upload.commit()
-half = store.put(f"version_1/shard-00000-of-00001.{draft.attempt}.index.json", 9)
+half = store.put(f"version_1/shard-00000-of-00001.{job.attempt}.index.json", 9)
 print("held", flush=True)
 time.sleep(60)
 """
@@ -279,4 +285,4 @@ def test_a_pin_protects_while_its_process_lives_and_no_longer(tmp_path: Path) ->
         finally:
             process.kill()
     assert len(keys(store)) == 2
-    assert check_promises(store, pins_died=False) == []
+    assert check_promises(store, assume_dead_pins=False) == []

@@ -11,8 +11,8 @@ import pytest
 import holdfast
 from holdfast import events
 from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.save import begin, finish
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.errors import AlreadyExists, CommitError, HoldfastError, NotFound, Unavailable
 from holdfast.format.names import MANIFEST
@@ -21,8 +21,8 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.engine.saving.saves import keys, save
-from tests.engine.unreliable_stores import Wrapped
-from tests.trainings import fresh, train, train_step
+from tests.engine.unreliable_stores import HookedStore
+from tests.trainings import initial_state, train, train_step
 
 
 def lost(method: str, part: str) -> Callable[[str, str], None]:
@@ -49,7 +49,7 @@ def lost(method: str, part: str) -> Callable[[str, str], None]:
 )
 def test_an_answer_that_never_comes_fails_the_save(method: str, part: str, there: bool) -> None:
     """The call is made, its answer lost, and the store (against its contract) says so."""
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     store.after = lost(method, part)
     with pytest.raises(Unavailable) as caught:
         save(store, 1)
@@ -68,7 +68,7 @@ def test_an_answer_that_never_comes_fails_the_save(method: str, part: str, there
 
 
 def test_a_lost_answer_to_the_delete_of_a_pin_fails_no_save() -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     store.after = lost("delete", "pin-")
     told: list[str] = []
     with events.attach(lambda name, fields: told.append(name)):
@@ -78,9 +78,9 @@ def test_a_lost_answer_to_the_delete_of_a_pin_fails_no_save() -> None:
 
 def test_every_call_is_made_twice() -> None:
     """As a proxy that repeats requests does it."""
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
 
-    class Twice(Wrapped):
+    class Twice(HookedStore):
         def put_if_absent(self, key, data):  # type: ignore[no-untyped-def]
             self.inner.put_if_absent(key, data)
             return self.inner.put_if_absent(key, data)
@@ -94,7 +94,7 @@ def test_every_call_is_made_twice() -> None:
 
 
 def test_a_manifest_that_is_seen_late_is_not_replaced() -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     first = save(store, 1)
 
     def not_yet(method: str, key: str) -> None:
@@ -109,7 +109,7 @@ def test_a_manifest_that_is_seen_late_is_not_replaced() -> None:
 
 
 def test_a_shard_that_is_seen_late_commits_nothing() -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     store.before = lost_shard
     with pytest.raises(CommitError, match="no such file"):
         save(store, 1)
@@ -126,10 +126,10 @@ def lost_shard(method: str, key: str) -> None:
 
 def test_shards_of_another_length_commit_nothing() -> None:
     """A folder that is not the same one for the process that commits."""
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     inner = store.inner
 
-    class Other(Wrapped):
+    class Other(HookedStore):
         def stat(self, key):  # type: ignore[no-untyped-def]
             stat = self.inner.stat(key)
             return type(stat)(stat.key, stat.length - 1, stat.modified)
@@ -140,10 +140,10 @@ def test_shards_of_another_length_commit_nothing() -> None:
 
 
 def test_a_slow_store_and_one_that_answers_after_a_while() -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     answer = threading.Event()
     store.before = lambda method, key: answer.wait(20) if method == "commit" else time.sleep(0.002)
-    state = fresh()
+    state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         train(state, ckpt, 1)
         pending = ckpt._saver._pending
@@ -159,12 +159,12 @@ def test_a_slow_store_and_one_that_answers_after_a_while() -> None:
 
 
 def test_a_store_that_is_down_at_resume_is_no_damage() -> None:
-    store = Wrapped(MemoryStore())
+    store = HookedStore(MemoryStore())
     for step in (1, 2):
         save(store, step)
     for method in ("get", "stat", "get_range", "list"):
         store.before = lost(method, "")
-        ckpt = holdfast.Checkpointer(store, fresh())
+        ckpt = holdfast.Checkpointer(store, initial_state())
         with pytest.raises(Unavailable):
             ckpt.resume()
         store.before = lambda method, key: None
@@ -176,8 +176,8 @@ def test_a_store_that_is_down_at_resume_is_no_damage() -> None:
 
 
 def test_an_unknown_outcome_of_a_checkpointers_save_is_settled_by_resume() -> None:
-    store = Wrapped(MemoryStore())
-    state = fresh()
+    store = HookedStore(MemoryStore())
+    state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
     store.after = lost("put_if_absent", MANIFEST)
     train(state, ckpt, 1)
@@ -190,8 +190,8 @@ def test_an_unknown_outcome_of_a_checkpointers_save_is_settled_by_resume() -> No
 
 
 def test_a_save_of_unknown_outcome_is_found_when_it_is_tried_again() -> None:
-    store = Wrapped(MemoryStore())
-    state = fresh()
+    store = HookedStore(MemoryStore())
+    state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(100))
     train(state, ckpt, 1)
     store.after = lost("put_if_absent", MANIFEST)
@@ -210,7 +210,7 @@ def test_a_save_of_unknown_outcome_is_found_when_it_is_tried_again() -> None:
 
 def test_a_version_of_another_job_is_not_taken_for_our_own() -> None:
     store = MemoryStore()
-    state = fresh()
+    state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(100)) as ckpt:
         train(state, ckpt, 1)
         save(store, 1)
@@ -224,9 +224,13 @@ def test_a_version_of_another_job_is_not_taken_for_our_own() -> None:
 def test_what_is_refused_leaves_nothing() -> None:
     store = MemoryStore()
     with pytest.raises(holdfast.errors.Unsupported, match="bad"):
-        finish(
-            begin(
-                Location(store, "version_1"), {"bad": object()}, Label(), shared_pool(), ahead=False
+        finish_save(
+            begin_save(
+                Location(store, "version_1"),
+                {"bad": object()},
+                VersionMetadata(),
+                shared_pool(),
+                stage_now=False,
             )
         )
     assert keys(store) == []

@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast.engine.snapshot import compare
-from holdfast.engine.snapshot.compare import compare_bytes, same_chunks
+from holdfast.engine.snapshot.compare import compare_bytes, find_equal_by_digest
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.storage.memory import MemoryStore
 
@@ -66,7 +66,7 @@ def test_zeros_of_both_signs_differ_by_nothing() -> None:
 
 
 def test_large_leaves_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "PIECE", 1000)
+    monkeypatch.setattr(compare, "BATCH_BYTES", 1000)
     a = np.arange(7 * 11 * 5, dtype=np.float32).reshape(7, 11, 5)
     b = a.copy()
     b[3, 4, 2] += 7
@@ -83,5 +83,5 @@ def test_digests_tell_only_what_is_equal() -> None:
     a = holdfast.save(MemoryStore(), {"x": np.zeros(70000), "y": np.ones(70000)})
     b = holdfast.save(MemoryStore(), {"x": np.zeros(70000), "y": np.zeros(70000)})
     pairs = [("x", "x"), ("y", "y"), ("x", "y")]
-    assert same_chunks(a, b, pairs) >= {("x", "x")}
-    assert ("y", "y") not in same_chunks(a, b, pairs)
+    assert find_equal_by_digest(a, b, pairs) >= {("x", "x")}
+    assert ("y", "y") not in find_equal_by_digest(a, b, pairs)

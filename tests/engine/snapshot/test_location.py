@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine.snapshot.location import Location, locate, run_of, versions_in
+from holdfast.engine.snapshot.location import Location, describe_run, locate, versions_in
 from holdfast.errors import AlreadyExists, Denied, NotFound
 from holdfast.format.names import Version
 from holdfast.storage.local import LocalStore
@@ -117,5 +117,5 @@ def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
 
 
 def test_words() -> None:
-    assert run_of([Version(1)]) == "a run of 1 version"
-    assert run_of([Version(n) for n in range(1234)]) == "a run of 1,234 versions"
+    assert describe_run([Version(1)]) == "a run of 1 version"
+    assert describe_run([Version(n) for n in range(1234)]) == "a run of 1,234 versions"

@@ -14,19 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.engine.state import fingerprint
-from holdfast.engine.state.fingerprint import Samples
+from holdfast.engine.state.fingerprint import Fingerprint
 from tests.engine.states import TORCH_DTYPES, random_tensor
 
 
 @pytest.fixture(params=["near", "far"])
-def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Samples]:
+def make(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Fingerprint]:
     """Samples of tensors on the CPU, also in the way that those of accelerators are taken."""
 
-    def made(tensors: list[torch.Tensor]) -> Samples:
-        found = Samples(tensors)
+    def made(tensors: list[torch.Tensor]) -> Fingerprint:
+        found = Fingerprint(tensors)
         if request.param == "far":
-            found._near, found._far = [], [t for t in tensors if not t.is_conj()]
-        found.take()
+            found._cpu_windows, found._device_tensors = [], [t for t in tensors if not t.is_conj()]
+        found.record()
         return found
 
     return made
@@ -48,14 +50,14 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_a_change_of_all_elements_differs_and_one_of_the_others_does_not(
-    make: Callable[..., Samples], dtype: torch.dtype, shape: Callable[..., torch.Tensor]
+    make: Callable[..., Fingerprint], dtype: torch.dtype, shape: Callable[..., torch.Tensor]
 ) -> None:
     whole = random_tensor(dtype, (16, 12))
     raw = whole.view(torch.uint8)
     before = raw.clone()
     part = shape(whole)
     found = make([part, part])
-    assert not found.differ()
+    assert not found.has_changed()
     inside = torch.zeros(16 * 12, dtype=torch.bool)
     inside[
         torch.arange(16 * 12)
@@ -65,24 +67,24 @@ def test_a_change_of_all_elements_differs_and_one_of_the_others_does_not(
     ] = True
     inside = inside.view(16, 12).repeat_interleave(whole.element_size(), 1)
     raw.copy_(torch.where(inside, before, ~before))
-    assert not found.differ()
+    assert not found.has_changed()
     raw.copy_(torch.where(inside, ~before, before))
-    assert found.differ() == (part.numel() > 0)
-    found.take()
-    assert not found.differ()
+    assert found.has_changed() == (part.numel() > 0)
+    found.record()
+    assert not found.has_changed()
 
 
 @given(st.integers(1, 3000), st.data())
 def test_the_beginning_the_middle_and_the_end_of_each_are_looked_at(n: int, data: Any) -> None:
     tensors = [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
-    found = Samples(tensors)
-    found.take()
+    found = Fingerprint(tensors)
+    found.record()
     at = data.draw(st.sampled_from([*range(min(n, 64)), n // 2, n - 1]))
     tensors[1].data[at] = 1
-    assert found.differ()
+    assert found.has_changed()
 
 
-def test_no_memory_is_kept_alive_by_it(make: Callable[..., Samples]) -> None:
+def test_no_memory_is_kept_alive_by_it(make: Callable[..., Fingerprint]) -> None:
     memory = np.zeros(100)
     t = torch.nn.Parameter(torch.from_numpy(memory))
     found = make([t])
@@ -105,22 +107,22 @@ def test_of_many_on_an_accelerator_some_from_first_to_last() -> None:
 
     for n in (0, 1, 255, 256, 257, 5000):
         tensors: Any = [Far() for _ in range(n)]
-        taken = Samples(tensors)._far
-        assert len(taken) <= fingerprint._FAR
-        assert len(taken) >= min(n, fingerprint._FAR // 2)
+        taken = Fingerprint(tensors)._device_tensors
+        assert len(taken) <= fingerprint._MAX_DEVICE_TENSORS
+        assert len(taken) >= min(n, fingerprint._MAX_DEVICE_TENSORS // 2)
         assert taken[:1] == tensors[:1]
 
 
-def test_nan_is_no_change(make: Callable[..., Samples]) -> None:
+def test_nan_is_no_change(make: Callable[..., Fingerprint]) -> None:
     t = torch.full((50,), torch.nan)
     found = make([t])
-    assert not found.differ()
+    assert not found.has_changed()
     t.data[25] = -t[25]
-    assert found.differ()
+    assert found.has_changed()
 
 
 def test_a_program_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.lazy_torch.torch_or_none", lambda: None)
-    found = Samples(())
-    found.take()
-    assert not found.differ()
+    found = Fingerprint(())
+    found.record()
+    assert not found.has_changed()

@@ -20,7 +20,15 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import NotFound, Unsupported
-from tests.engine.states import TORCH_DTYPES, back, random_tensor, same, same_tensor, saved, url
+from tests.engine.states import (
+    TORCH_DTYPES,
+    assert_same,
+    assert_same_tensor,
+    random_tensor,
+    round_trip,
+    save_state,
+    unused_url,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
@@ -30,7 +38,7 @@ pytestmark = [
 
 def refused(value, words=None):
     """The value is refused by key and type, and nothing is written."""
-    at = url()
+    at = unused_url()
     with pytest.raises(Unsupported, match=words) as e:
         holdfast.save(at, {"fine": torch.ones(2), "a": {"b": value}})
     assert "'a/b" in str(e.value)
@@ -56,13 +64,13 @@ def test_every_dtype_keeps_every_bit(dtype, local, tmp_path):
         "strided": random_tensor(dtype, (8, 6), 4)[::2, 1::2],
         "transposed": random_tensor(dtype, (3, 4, 5), 5).permute(2, 0, 1),
     }
-    same(state, back(state, tmp_path / "version_1" if local else None))
+    assert_same(state, round_trip(state, tmp_path / "version_1" if local else None))
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_every_dtype_goes_into_live_memory_of_any_strides(dtype):
     t = random_tensor(dtype, (4, 6, 10))
-    at = saved({"a": t, "b": t, "c": t[:, :, 0]})
+    at = save_state({"a": t, "b": t, "c": t[:, :, 0]})
     base_a = torch.zeros(t.numel() * dtype.itemsize, dtype=torch.uint8).view(dtype)
     base_b = torch.zeros(t.numel() * dtype.itemsize, dtype=torch.uint8).view(dtype)
     base_c = torch.zeros(24 * 3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
@@ -73,7 +81,7 @@ def test_every_dtype_goes_into_live_memory_of_any_strides(dtype):
     }
     places = [v.data_ptr() for v in live.values()]
     holdfast.load(at, into=live)
-    same({"a": t, "b": t, "c": t[:, :, 0]}, live)
+    assert_same({"a": t, "b": t, "c": t[:, :, 0]}, live)
     assert [v.data_ptr() for v in live.values()] == places
     assert not base_c.view(torch.uint8).view(24, 3, -1)[:, 0::2].any()  # nothing beside it
 
@@ -96,66 +104,66 @@ def test_views_are_kept_by_their_values():
         "diagonal": base[0, 0].diagonal(),
         "offset": base.reshape(-1)[5:11],
     }
-    same(state, back(state))
+    assert_same(state, round_trip(state))
     live = {k: torch.zeros_like(v, memory_format=torch.contiguous_format) for k, v in state.items()}
-    holdfast.load(saved(state), into=live)
-    same(state, live)
+    holdfast.load(save_state(state), into=live)
+    assert_same(state, live)
 
 
 @pytest.mark.parametrize("view", ["conj", "neg"])
 def test_live_conjugate_and_negative_views_are_written_through(view):
     z = torch.randn(4, 5, dtype=torch.complex64)
-    at = saved({"z": z})
+    at = save_state({"z": z})
     memory = torch.zeros(4, 5, dtype=torch.complex64)
     live = memory.conj() if view == "conj" else torch._neg_view(memory)
     holdfast.load(at, into={"z": live})
-    same_tensor(z, live)
-    same_tensor(z.conj() if view == "conj" else -z, memory)
+    assert_same_tensor(z, live)
+    assert_same_tensor(z.conj() if view == "conj" else -z, memory)
 
 
 def test_requires_grad_and_parameter_are_no_part_of_a_state():
     state = {"p": nn.Parameter(torch.ones(3)), "t": torch.ones(3, requires_grad=True)}
-    made = back(state)
+    made = round_trip(state)
     assert [type(v) for v in made.values()] == [torch.Tensor] * 2
     assert not any(v.requires_grad for v in made.values())
     live = {"p": nn.Parameter(torch.zeros(3)), "t": torch.zeros(3, requires_grad=True)}
     p, t = live["p"], live["t"]
-    holdfast.load(saved(state), into=live)
+    holdfast.load(save_state(state), into=live)
     assert live["p"] is p
     assert live["t"] is t
     assert p.requires_grad
     assert p.is_leaf
     assert t.requires_grad
-    same(state["p"].detach(), p.detach())
+    assert_same(state["p"].detach(), p.detach())
 
 
 def test_a_tied_tensor_is_written_once_and_comes_back_as_one():
     t = torch.randn(100, 10)
-    at = saved({"a": t, "b": t, "c": [t.view(100, 10)], "other": t[:50], "flat": t.view(-1)})
+    at = save_state({"a": t, "b": t, "c": [t.view(100, 10)], "other": t[:50], "flat": t.view(-1)})
     snapshot = holdfast.open(at)
     assert set(snapshot.leaves) == {"a", "other", "flat"}
     made = holdfast.load(at)
     assert made["a"] is made["b"] is made["c"][0]
     assert made["flat"].data_ptr() != made["a"].data_ptr()
-    same_tensor(t[:50], made["other"])
+    assert_same_tensor(t[:50], made["other"])
 
 
 def test_overlapping_views_go_back_into_overlapping_views():
     t = torch.arange(20.0)
     make = lambda t: {"all": t, "first": t[:15], "last": t[5:], "bits": t.view(torch.int32)}  # noqa: E731
-    at = saved(make(t))
+    at = save_state(make(t))
     live = make(torch.zeros(20))
     holdfast.load(at, into=live)
-    same(make(t), live)
+    assert_same(make(t), live)
 
 
 def test_empty_tensors_are_never_tied():
     state = {"a": torch.empty(0), "b": torch.empty(0), "c": torch.empty(3, 0, 2)}
-    made = back(state)
+    made = round_trip(state)
     assert made["a"] is not made["b"]
-    same(state, made)
+    assert_same(state, made)
     live = {k: torch.empty_like(v) for k, v in state.items()}
-    holdfast.load(saved(state), into=live)
+    holdfast.load(save_state(state), into=live)
 
 
 def sparse_tensors():
@@ -182,12 +190,12 @@ def sparse_tensors():
 )
 def test_sparse_tensors(name):
     t = sparse_tensors()[name]
-    made = back({"t": t, "again": [t]})
-    same_tensor(t, made["t"])
-    same_tensor(t, made["again"][0])
+    made = round_trip({"t": t, "again": [t]})
+    assert_same_tensor(t, made["t"])
+    assert_same_tensor(t, made["again"][0])
     live = {"t": torch.zeros_like(t), "again": [torch.zeros_like(t)]}
-    holdfast.load(saved({"t": t, "again": [t]}), into=live)
-    same_tensor(t, live["t"])
+    holdfast.load(save_state({"t": t, "again": [t]}), into=live)
+    assert_same_tensor(t, live["t"])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -217,7 +225,7 @@ def test_a_tensor_whose_memory_was_freed_is_refused():
 
 def test_int4_packed_in_bytes():
     packed = torch.randint(0, 256, (64, 32), dtype=torch.uint8)
-    same({"packed": packed}, back({"packed": packed}))
+    assert_same({"packed": packed}, round_trip({"packed": packed}))
 
 
 # -- arrays --------------------------------------------------------------------------------------
@@ -263,13 +271,13 @@ def arrays():
 @pytest.mark.parametrize("name", arrays())
 def test_arrays(name):
     state = {"a": arrays()[name]}
-    made = back(state)
-    same(state, made)
+    made = round_trip(state)
+    assert_same(state, made)
     assert made["a"].flags.writeable
     live = {"a": np.zeros_like(state["a"], order="C", subok=False)}
     target = live["a"]
-    holdfast.load(saved(state), into=live)
-    same(state, live)
+    holdfast.load(save_state(state), into=live)
+    assert_same(state, live)
     assert live["a"] is target
 
 
@@ -320,14 +328,14 @@ def test_a_memmap_is_refused_by_name(tmp_path):
 )
 def test_numpy_scalars(value):
     state = {"a": value, "b": [value]}
-    same(state, back(state))
+    assert_same(state, round_trip(state))
     live = {"a": type(value)(0) if value.dtype.kind in "biufc" else value, "b": [None]}
-    holdfast.load(saved(state), into=live)
-    same(state, live)
+    holdfast.load(save_state(state), into=live)
+    assert_same(state, live)
 
 
 def test_a_record_scalar_can_still_be_changed():
-    made = back({"a": arrays()["record"][1]})["a"]
+    made = round_trip({"a": arrays()["record"][1]})["a"]
     made["id"] = 77
     assert made["id"] == 77
 
@@ -356,7 +364,7 @@ def test_plain_values_come_back_as_they_were():
         "counter": Counter({30: 2, 80: 1}),
         "deep": functools.reduce(lambda x, _: [x], range(80), 1),
     }
-    same(state, back(state))
+    assert_same(state, round_trip(state))
 
 
 def test_keys_of_dicts():
@@ -386,9 +394,9 @@ def test_keys_of_dicts():
         "__metadata__": torch.full((1,), 7.0),
         "k" * 4096: torch.full((1,), 8.0),
     }
-    same(state, back(state))
-    same({"in": state}, back({"in": state}))
-    same({True: 1, 0: 2}, back({True: 1, 0: 2}))
+    assert_same(state, round_trip(state))
+    assert_same({"in": state}, round_trip({"in": state}))
+    assert_same({True: 1, 0: 2}, round_trip({True: 1, 0: 2}))
 
 
 def test_the_text_of_a_key_does_not_depend_on_the_order_of_a_set():
@@ -401,11 +409,11 @@ def test_the_text_of_a_key_does_not_depend_on_the_order_of_a_set():
 
 
 def saved_keys(state):
-    return holdfast.open(saved(state)).keys()
+    return holdfast.open(save_state(state)).keys()
 
 
 def test_keys_that_are_equal_as_text_are_told_apart_whatever_their_order():
-    at = saved({"x": {1: torch.ones(2), "1": torch.zeros(2)}})
+    at = save_state({"x": {1: torch.ones(2), "1": torch.zeros(2)}})
     assert holdfast.open(at).keys() == ["x/1", "x/1~2"]
     live = {"x": {"1": torch.full((2,), 5.0), 1: torch.full((2,), 5.0)}}
     holdfast.load(at, into=live)
@@ -600,7 +608,7 @@ def test_what_is_refused_deep_in_an_object_s_state_names_the_object(given, deep,
     inner = isinstance(given, Loader)
     at = DEEP if inner else "loader"  # the one that the refused value was given by
     with pytest.raises(Unsupported, match=words) as e:
-        holdfast.save(url(), {"a": 1, "loader": Loader(given)})
+        holdfast.save(unused_url(), {"a": 1, "loader": Loader(given)})
     assert str(e.value).startswith(f"'{at}', a Loader, cannot be kept, for what its state_dict()")
     assert f"gives: '{DEEP}{deep}' is a" in str(e.value)
     assert f". Or leave '{at}' out of the state as a whole, or wrap it in" in str(e.value)
@@ -608,24 +616,24 @@ def test_what_is_refused_deep_in_an_object_s_state_names_the_object(given, deep,
 
 
 def test_a_loader_of_plain_values_is_kept_with_its_workers():
-    same(back({"l": Loader({"n": 3, "rng": (3, tuple(range(600)), None)})})["l"],
+    assert_same(round_trip({"l": Loader({"n": 3, "rng": (3, tuple(range(600)), None)})})["l"],
          Loader({"n": 3, "rng": (3, tuple(range(600)), None)}).state_dict())  # fmt: skip
 
 
 def test_the_state_itself_must_be_a_dict():
     for state in ([], None, OrderedDict(), nn.Linear(1, 1), torch.ones(1)):
-        at = url()
+        at = unused_url()
         with pytest.raises(Unsupported, match="The state is a"):
             holdfast.save(at, state)
 
 
 @pytest.mark.parametrize("state", [{}, {"a": {}}, {"a": 1}, {"a": [], "b": ()}], ids=repr)
 def test_states_without_tensors(state, tmp_path):
-    same(state, back(state))
-    same(state, back(state, tmp_path / "version_1"))
+    assert_same(state, round_trip(state))
+    assert_same(state, round_trip(state, tmp_path / "version_1"))
     live = clone_of(state)
-    holdfast.load(saved(state), into=live)
-    same(state, live)
+    holdfast.load(save_state(state), into=live)
+    assert_same(state, live)
 
 
 def clone_of(state):
@@ -637,22 +645,22 @@ def clone_of(state):
 def test_a_shared_list_comes_back_as_two_equal_ones():
     """Only tensors are tied; a plain value that stands twice is written twice."""
     shared = [1, 2]
-    made = back({"a": shared, "b": shared})
+    made = round_trip({"a": shared, "b": shared})
     assert made == {"a": [1, 2], "b": [1, 2]}
     assert made["a"] is not made["b"]
 
 
 def test_one_array_that_stands_twice_is_written_twice():
     a = np.arange(3)
-    made = back({"a": a, "b": a})
+    made = round_trip({"a": a, "b": a})
     assert made["a"] is not made["b"]
 
 
 def test_an_array_may_change_size_while_a_save_runs():
     data = bytearray(b"x" * 10_000)
-    pending = holdfast.save_async(url(), {"data": data})
+    pending = holdfast.save_async(unused_url(), {"data": data})
     data.extend(b"more")
-    same({"data": bytearray(b"x" * 10_000)}, holdfast.load(pending.wait().url))
+    assert_same({"data": bytearray(b"x" * 10_000)}, holdfast.load(pending.wait().url))
 
 
 plain = st.recursive(
@@ -679,8 +687,8 @@ plain = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text("abc/~"), plain, max_size=4))
 def test_any_plain_state(state):
-    at = saved(state)
-    same(state, holdfast.load(at))
+    at = save_state(state)
+    assert_same(state, holdfast.load(at))
     live = clone_of(state)
     holdfast.load(at, into=live)
-    same(state, live)
+    assert_same(state, live)

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from holdfast.engine.state.replication import Held, in_step
+from holdfast.engine.state.replication import Replication, find_ddp_replication
 from holdfast.errors import Unsupported
 
 
@@ -40,18 +40,21 @@ def trained(parameters: Any) -> torch.optim.Optimizer:
 def test_parameters_slots_and_buffers(posing: None) -> None:
     wrapped, plain = nn.parallel.DistributedDataParallel(net()), net()
     optimizer, other = trained(wrapped.parameters()), trained(plain.parameters())
-    held = in_step({"a": [wrapped, plain], "b": {"c": optimizer, "d": other}, "n": 3})
+    held = find_ddp_replication({"a": [wrapped, plain], "b": {"c": optimizer, "d": other}, "n": 3})
     slots = [t for s in optimizer.state.values() for t in s.values()]
     same = {t.data_ptr() for t in [*wrapped.parameters(), *slots]}
     first = {b.data_ptr() for b in wrapped.buffers()}
-    assert held == {**dict.fromkeys(same, Held.SAME), **dict.fromkeys(first, Held.FIRST)}
+    assert held == {
+        **dict.fromkeys(same, Replication.REPLICATED),
+        **dict.fromkeys(first, Replication.FROM_FIRST),
+    }
     assert len(same) == 4 + 4 * 3
 
 
 def test_buffers_that_are_not_broadcast_are_compared(posing: None) -> None:
     wrapped = nn.parallel.DistributedDataParallel(net())
     wrapped.broadcast_buffers = False  # to give it so warns, by torch 2.13
-    held = in_step({"model": wrapped})
+    held = find_ddp_replication({"model": wrapped})
     assert set(held) == {p.data_ptr() for p in wrapped.parameters()}
 
 
@@ -62,13 +65,13 @@ def test_what_ddp_ignores_is_compared(posing: None) -> None:
     )
     wrapped = nn.parallel.DistributedDataParallel(module)
     optimizer = trained(wrapped.parameters())
-    held = in_step({"model": wrapped, "optimizer": optimizer})
+    held = find_ddp_replication({"model": wrapped, "optimizer": optimizer})
     weight = module[0].weight
     slots = [t.data_ptr() for t in optimizer.state[weight].values()]
     for address in [weight.data_ptr(), module[1].running_mean.data_ptr(), *slots]:
         assert address not in held
-    assert held[module[0].bias.data_ptr()] == Held.SAME
-    assert held[module[1].running_var.data_ptr()] == Held.FIRST
+    assert held[module[0].bias.data_ptr()] == Replication.REPLICATED
+    assert held[module[1].running_var.data_ptr()] == Replication.FROM_FIRST
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -81,15 +84,17 @@ class FullyShardedDataParallel(nn.Module):
 
 def test_an_optimizer_of_flat_parameters_is_refused_and_the_module_is_not(posing: None) -> None:
     module = FullyShardedDataParallel()
-    assert in_step({"model": module, "optimizer": trained(net().parameters())}) == {}
+    assert find_ddp_replication({"model": module, "optimizer": trained(net().parameters())}) == {}
     with pytest.raises(Unsupported, match="SGD steps parameters of FullyShardedDataParallel"):
-        in_step({"model": module, "optimizer": [torch.optim.SGD(module.parameters(), lr=1.0)]})
+        find_ddp_replication(
+            {"model": module, "optimizer": [torch.optim.SGD(module.parameters(), lr=1.0)]}
+        )
 
 
 def test_one_process_has_nothing_to_compare() -> None:
-    assert in_step({"model": net()}) == {}
+    assert find_ddp_replication({"model": net()}) == {}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert in_step({"model": nn.parallel.DistributedDataParallel(net())}) == {}
+        assert find_ddp_replication({"model": nn.parallel.DistributedDataParallel(net())}) == {}
     finally:
         dist.destroy_process_group()

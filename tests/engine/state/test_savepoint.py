@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine.state.flatten import Flat, flatten
-from holdfast.engine.state.savepoint import Boundary, _mapped
+from holdfast.engine.state.flatten import FlatState, flatten
+from holdfast.engine.state.savepoint import Savepoint, _map_containers
 from holdfast.errors import Unsupported
-from tests.engine.states import TORCH_DTYPES, random_tensor, raw, saved
+from tests.engine.states import TORCH_DTYPES, random_tensor, save_state, tensor_bytes
 
 Json = dict[str, Any]
 
@@ -94,7 +94,7 @@ def step(state: Json) -> None:
 class Told:
     """What a flat state holds, as it was at a moment."""
 
-    def __init__(self, flat: Flat | None) -> None:
+    def __init__(self, flat: FlatState | None) -> None:
         assert flat is not None
         self.tree = flat.tree
         self.leaves = [(x.key, x.dtype, x.shape, self._bytes(x.source)) for x in flat.leaves]
@@ -109,7 +109,7 @@ class Told:
 
     @staticmethod
     def _bytes(source: Any) -> bytes:
-        return source.tobytes() if isinstance(source, np.ndarray) else raw(source)
+        return source.tobytes() if isinstance(source, np.ndarray) else tensor_bytes(source)
 
 
 def told(state: Json) -> Told:
@@ -128,23 +128,23 @@ MAKERS = {
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_the_state_before_the_step_that_raised(make: Callable[..., Any]) -> None:
     state = training(make)
-    boundary = Boundary(state)
-    assert boundary.gone
-    assert boundary.state_at_boundary() is None
+    boundary = Savepoint(state)
+    assert boundary.invalid_reason
+    assert boundary.flatten_captured() is None
     for _ in range(4):
-        boundary.mark()
-        assert boundary.gone is None
+        boundary.capture()
+        assert boundary.invalid_reason is None
         expected = told(state)
-        assert Told(boundary.state_at_boundary()) == expected
+        assert Told(boundary.flatten_captured()) == expected
         loss = forward(state)
-        assert Told(boundary.state_at_boundary()) == expected
+        assert Told(boundary.flatten_captured()) == expected
         forward(state)  # accumulation
-        assert Told(boundary.state_at_boundary()) == expected
+        assert Told(boundary.flatten_captured()) == expected
         if isinstance(state["optimizer"], torch.optim.LBFGS):
             state["optimizer"].step(lambda loss=loss: loss)
         step_rest(state)
-        assert boundary.gone
-        assert boundary.state_at_boundary() is None
+        assert boundary.invalid_reason
+        assert boundary.flatten_captured() is None
 
 
 def step_rest(state: Json) -> None:
@@ -156,24 +156,24 @@ def step_rest(state: Json) -> None:
 
 def test_a_closure_that_raises_is_within_the_step() -> None:
     state = training(MAKERS["lists"])
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
 
     def closure() -> Any:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         state["optimizer"].step(closure)
-    assert boundary.state_at_boundary() is None
+    assert boundary.flatten_captured() is None
 
 
 def test_parameters_and_slots_are_not_copied() -> None:
     state = training(MAKERS["adam"])
     forward(state)
     step(state)
-    boundary = Boundary(state)
-    boundary.mark()
-    flat = boundary.state_at_boundary()
+    boundary = Savepoint(state)
+    boundary.capture()
+    flat = boundary.flatten_captured()
     assert flat is not None
     live = {leaf.key: leaf.source for leaf in flatten(state).leaves}
     shared = {
@@ -234,7 +234,7 @@ GONE: dict[str, Callable[[Json], object]] = {
     ),
     "a load": lambda s: s["model"].load_state_dict(network().state_dict()),
     "a load behind its back": lambda s: holdfast.load(
-        saved({"model": network()}), into={"model": s["model"]}
+        save_state({"model": network()}), into={"model": s["model"]}
     ),
     "by its data": lambda s: s["model"][0].weight.data.copy_(torch.zeros(4, 3)),
     "a slot by its data": lambda s: s["optimizer"].state[s["model"][2].weight]["step"].data.add_(1),
@@ -250,17 +250,17 @@ def test_what_was_changed_otherwise_is_gone(change: Callable[[Json], object]) ->
     state = training(MAKERS["adam"])
     forward(state)
     step(state)
-    boundary = Boundary(state)
-    boundary.mark()
-    assert boundary.state_at_boundary() is not None
+    boundary = Savepoint(state)
+    boundary.capture()
+    assert boundary.flatten_captured() is not None
     change(state)
-    assert boundary.state_at_boundary() is None
-    assert boundary.gone in (CHANGED, OTHER, BEGUN)
+    assert boundary.flatten_captured() is None
+    assert boundary.invalid_reason in (CHANGED, OTHER, BEGUN)
     if len(state["optimizer"].param_groups) and "params" in state["optimizer"].param_groups[0]:
-        boundary.mark()  # and from the next mark on all is well again
+        boundary.capture()  # and from the next mark on all is well again
         expected = told(state)
         forward_what_is_left(state)
-        assert Told(boundary.state_at_boundary()) == expected
+        assert Told(boundary.flatten_captured()) == expected
 
 
 def forward_what_is_left(state: Json) -> None:
@@ -271,77 +271,77 @@ def forward_what_is_left(state: Json) -> None:
 
 def test_it_says_in_words_why_there_is_none() -> None:
     state = training(MAKERS["adam"])
-    boundary = Boundary(state)
-    assert boundary.gone == UNMARKED
+    boundary = Savepoint(state)
+    assert boundary.invalid_reason == UNMARKED
     forward(state)
     step(state)
-    assert boundary.gone == UNMARKED  # no Boundary was there when the optimizer began
-    boundary.mark()
-    assert boundary.gone is None
+    assert boundary.invalid_reason == UNMARKED  # no Boundary was there when the optimizer began
+    boundary.capture()
+    assert boundary.invalid_reason is None
     with torch.no_grad():
         state["model"][0].weight.add_(1)
-    assert boundary.gone == CHANGED
-    boundary.mark()
+    assert boundary.invalid_reason == CHANGED
+    boundary.capture()
     state["model"][0].weight.data.add_(1)
-    assert boundary.gone == CHANGED
-    boundary.mark()
+    assert boundary.invalid_reason == CHANGED
+    boundary.capture()
     state["model"].append(torch.nn.Linear(2, 2))
-    assert boundary.gone == OTHER
-    boundary.mark()
+    assert boundary.invalid_reason == OTHER
+    boundary.capture()
     state["model"][2]._non_persistent_buffers_set.add("amax")
-    assert boundary.state_at_boundary() is None  # only now it is found
-    assert boundary.gone == OTHER
-    boundary.mark()
+    assert boundary.flatten_captured() is None  # only now it is found
+    assert boundary.invalid_reason == OTHER
+    boundary.capture()
     step(state)
-    assert boundary.gone == BEGUN
-    boundary.mark()
-    assert boundary.gone is None
+    assert boundary.invalid_reason == BEGUN
+    boundary.capture()
+    assert boundary.invalid_reason is None
     boundary.close()
-    assert boundary.gone == UNMARKED
+    assert boundary.invalid_reason == UNMARKED
 
 
 def test_after_forget_there_is_none_until_the_next_mark() -> None:
     state = training(MAKERS["adam"])
-    boundary = Boundary(state)
+    boundary = Savepoint(state)
     for _ in range(2):
-        boundary.mark()
-        assert boundary.state_at_boundary() is not None
-        boundary.forget()
-        assert boundary.gone == FORGOTTEN
-        assert boundary.state_at_boundary() is None
+        boundary.capture()
+        assert boundary.flatten_captured() is not None
+        boundary.invalidate()
+        assert boundary.invalid_reason == FORGOTTEN
+        assert boundary.flatten_captured() is None
         forward(state)
         step(state)
-        assert boundary.gone == FORGOTTEN
+        assert boundary.invalid_reason == FORGOTTEN
 
 
 def test_a_change_that_was_taken_back_unseen_is_none() -> None:
     """As of averaged weights that are swapped in for an evaluation, and out again."""
     state = training(MAKERS["adam"])
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     expected = told(state)
     parameters = list(state["model"].parameters())
     before = [p.detach().clone() for p in parameters]
     for p in parameters:
         p.data.zero_()
-    assert boundary.gone == CHANGED or not parameters
+    assert boundary.invalid_reason == CHANGED or not parameters
     for p, was in zip(parameters, before, strict=True):
         p.data.copy_(was)
-    assert Told(boundary.state_at_boundary()) == expected
+    assert Told(boundary.flatten_captured()) == expected
 
 
 def test_an_optimizer_that_came_later_is_watched() -> None:
     state = training(MAKERS["adam"])
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     old, state["optimizer"] = (
         state["optimizer"],
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
     )
-    boundary.mark()
+    boundary.capture()
     assert not old._optimizer_step_pre_hooks
     state["optimizer"].step()
-    assert boundary.gone
+    assert boundary.invalid_reason
 
 
 def test_an_interrupted_mark_leaves_no_boundary() -> None:
@@ -357,26 +357,26 @@ def test_an_interrupted_mark_leaves_no_boundary() -> None:
         def load_state_dict(self, state: Json) -> None: ...
 
     state = {"t": torch.zeros(3), "f": Failing(), "u": torch.zeros(3)}
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     state["f"].fail = True
     with pytest.raises(KeyboardInterrupt):
-        boundary.mark()
-    assert boundary.gone == INTERRUPTED
-    assert boundary.state_at_boundary() is None
+        boundary.capture()
+    assert boundary.invalid_reason == INTERRUPTED
+    assert boundary.flatten_captured() is None
     state["f"].fail = False
-    boundary.mark()
-    assert Told(boundary.state_at_boundary()) == told(state)
+    boundary.capture()
+    assert Told(boundary.flatten_captured()) == told(state)
 
 
 def test_after_close_nothing_is_left() -> None:
     state = training(MAKERS["sgd"])
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     boundary.close()
     boundary.close()
     assert not state["optimizer"]._optimizer_step_pre_hooks
-    assert boundary.state_at_boundary() is None
+    assert boundary.flatten_captured() is None
 
 
 # -- kinds of values -------------------------------------------------------------------------------
@@ -387,13 +387,13 @@ def test_after_close_nothing_is_left() -> None:
 def test_every_dtype_bit_for_bit(dtype: torch.dtype) -> None:
     t = random_tensor(dtype, (3, 4))
     state = {"t": t, "part": t[:, 1:3], "scalar": random_tensor(dtype, (), 1), "e": t[:0]}
-    boundary = Boundary(state)
+    boundary = Savepoint(state)
     for seed in (1, 2):
-        boundary.mark()
+        boundary.capture()
         expected = told(state)
         bits = t.view(torch.uint8)
         bits.copy_(random_tensor(dtype, (3, 4), seed).view(torch.uint8))
-        assert Told(boundary.state_at_boundary()) == expected
+        assert Told(boundary.flatten_captured()) == expected
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant")
@@ -418,8 +418,8 @@ def test_special_tensors_and_arrays() -> None:
         "tuple": (torch.ones(1), [np.int8(3), None]),
         1: {(2, 3): 4.0},
     }
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     expected = told(state)
     z.zero_()
     state["coo"].mul_(3)
@@ -434,7 +434,7 @@ def test_special_tensors_and_arrays() -> None:
     state["tuple"][1].append(1)
     state["module's"]["weight"].zero_()
     del state[1][2, 3]
-    assert Told(boundary.state_at_boundary()) == expected
+    assert Told(boundary.flatten_captured()) == expected
 
 
 def test_what_is_tied_stays_tied() -> None:
@@ -445,11 +445,11 @@ def test_what_is_tied_stays_tied() -> None:
         "frozen": model[0].bias.data,
         "o": torch.optim.SGD([model[0].weight], lr=0.1),
     }
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     expected = told(state)
     assert sum("tied" in str(v) for v in expected.tree["dict"].values()) == 2
-    assert Told(boundary.state_at_boundary()) == expected
+    assert Told(boundary.flatten_captured()) == expected
 
 
 def test_memory_that_two_short_lived_tensors_had_one_after_the_other() -> None:
@@ -465,11 +465,11 @@ def test_memory_that_two_short_lived_tensors_had_one_after_the_other() -> None:
         def load_state_dict(self, state: Json) -> None: ...
 
     state = {str(i): Fresh(i) for i in range(20)}
-    boundary = Boundary(state)
+    boundary = Savepoint(state)
     for _ in range(2):
-        boundary.mark()
-        assert Told(boundary.state_at_boundary()) == told(state)
-    assert not boundary._seen
+        boundary.capture()
+        assert Told(boundary.flatten_captured()) == told(state)
+    assert not boundary._memo
 
 
 class Counting(torch.nn.Linear):
@@ -533,13 +533,13 @@ def test_a_module_with_code_of_its_own(make: Callable[[], Any]) -> None:
     if isinstance(inner, Whole):
         del state["n"]
     state["o"] = torch.optim.Adam(inner.parameters())
-    boundary = Boundary(state)
+    boundary = Savepoint(state)
     for _ in range(2):
-        boundary.mark()
+        boundary.capture()
         expected = told(state)
-        assert Told(boundary.state_at_boundary()) == expected
+        assert Told(boundary.flatten_captured()) == expected
         getattr(inner, "_orig_mod", getattr(inner, "module", inner))(torch.randn(4, 2))
-        assert Told(boundary.state_at_boundary()) == expected
+        assert Told(boundary.flatten_captured()) == expected
 
 
 def test_an_optimizer_with_a_state_dict_of_its_own() -> None:
@@ -549,13 +549,13 @@ def test_an_optimizer_with_a_state_dict_of_its_own() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     state = {"model": model, "o": optimizer}
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     expected = told(state)
     optimizer.param_groups[0]["lr"] = 5
-    assert Told(boundary.state_at_boundary()) == expected
+    assert Told(boundary.flatten_captured()) == expected
     optimizer.step()
-    assert boundary.state_at_boundary() is None
+    assert boundary.flatten_captured() is None
 
 
 def test_slots_that_are_not_steady_are_copied() -> None:
@@ -565,12 +565,12 @@ def test_slots_that_are_not_steady_are_copied() -> None:
     optimizer.step()
     model.register_buffer("of", optimizer.state[model.bias]["momentum_buffer"], persistent=False)
     state = {"model": model, "o": optimizer}
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     expected = told(state)
     model.of.add_(1)
     optimizer.param_groups[0]["lr"] = 5
-    assert Told(boundary.state_at_boundary()) == expected
+    assert Told(boundary.flatten_captured()) == expected
 
 
 def test_parameters_whose_changes_nobody_counts_are_copied() -> None:
@@ -582,12 +582,12 @@ def test_parameters_whose_changes_nobody_counts_are_copied() -> None:
         "sparse": sparse,
         "o": torch.optim.SGD([*model.parameters(), sparse], lr=0.1),
     }
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     expected = told(state)
     with torch.inference_mode():
         model.weight.add_(1)
-    assert Told(boundary.state_at_boundary()) == expected
+    assert Told(boundary.flatten_captured()) == expected
 
 
 def test_what_is_deep_is_kept_and_what_cannot_be_is_refused_as_by_a_save() -> None:
@@ -603,28 +603,28 @@ def test_what_is_deep_is_kept_and_what_cannot_be_is_refused_as_by_a_save() -> No
     fine: Any = torch.zeros(1)
     for _ in range(95):
         fine = [fine]
-    boundary = Boundary({"fine": fine})
-    boundary.mark()
+    boundary = Savepoint({"fine": fine})
+    boundary.capture()
     expected = told({"fine": fine})
     bottom = fine
     while isinstance(bottom, list):
         bottom = bottom[0]
     bottom.add_(1)
-    assert Told(boundary.state_at_boundary()) == expected
+    assert Told(boundary.flatten_captured()) == expected
     for bad in (object(), deep, Itself(), np.array([None]), torch.empty(1, device="meta")):
-        boundary = Boundary({"bad": bad})
-        boundary.mark()
+        boundary = Savepoint({"bad": bad})
+        boundary.capture()
         with pytest.raises(Unsupported, match="bad"):
-            boundary.state_at_boundary()
+            boundary.flatten_captured()
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
     state: Json = {"a": {}}
     state["a"]["b"] = state["a"]
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     with pytest.raises(Unsupported):
-        boundary.state_at_boundary()
+        boundary.flatten_captured()
 
 
 def _twice_within_itself() -> Any:
@@ -664,16 +664,16 @@ def _tuple_within_itself() -> Any:
 def test_what_contains_itself_is_walked_once_and_refused(make: Callable[[], Any]) -> None:
     met: list[int] = []
     value = make()
-    _mapped(value, lambda v, _: met.append(id(v)), {})
+    _map_containers(value, lambda v, _: met.append(id(v)), {})
     assert len(met) == len(set(met)) <= 1
-    held = Boundary({"x": value})
+    held = Savepoint({"x": value})
     # not found_in and flatten, which are walks of their own
-    held._seen = {}
-    _mapped(value, held._hold, held._seen)
-    assert len(held._seen) < 500
+    held._memo = {}
+    _map_containers(value, held._capture_value, held._memo)
+    assert len(held._memo) < 500
     if make is not _each_within_all:  # live._modules walks every way through those
         with pytest.raises(Unsupported):
-            flatten({"x": _mapped(value, lambda v, _: v, {})})
+            flatten({"x": _map_containers(value, lambda v, _: v, {})})
 
 
 def test_containers_that_are_shared_are_walked_once() -> None:
@@ -681,7 +681,7 @@ def test_containers_that_are_shared_are_walked_once() -> None:
     for _ in range(60):
         value = [value, (value, {"a": value})]
     met: list[int] = []
-    made = _mapped(value, lambda v, _: met.append(id(v)), {})
+    made = _map_containers(value, lambda v, _: met.append(id(v)), {})
     assert len(met) == 1
     assert made[0] is made[1][0] is made[1][1]["a"]
     assert made is not value
@@ -689,12 +689,12 @@ def test_containers_that_are_shared_are_walked_once() -> None:
 
 def test_without_torch_objects() -> None:
     state = {"x": np.arange(3), "n": [1]}
-    boundary = Boundary(state)
-    boundary.mark()
+    boundary = Savepoint(state)
+    boundary.capture()
     expected = told(state)
     state["x"] += 1
     state["n"].append(2)
-    assert Told(boundary.state_at_boundary()) == expected
+    assert Told(boundary.flatten_captured()) == expected
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -702,13 +702,13 @@ def test_without_torch_objects() -> None:
 
 def test_the_memory_of_copies_is_used_again() -> None:
     state = training(MAKERS["adam"])
-    boundary = Boundary(state)
+    boundary = Savepoint(state)
 
     def places() -> set[int]:
-        boundary.mark()
+        boundary.capture()
         return {
             c.ctypes.data if isinstance(c, np.ndarray) else c.data_ptr()
-            for c in boundary._copies._made.values()
+            for c in boundary._copies._in_use.values()
         }
 
     first = places()
@@ -725,7 +725,7 @@ def test_the_memory_of_copies_is_used_again() -> None:
 @given(st.lists(st.sampled_from(["forward", "step", "mark", "change", "restore"]), max_size=12))
 def test_any_order_of_events(events: list[str]) -> None:
     state = training(MAKERS["adam"])
-    boundary = Boundary(state)
+    boundary = Savepoint(state)
     expected: Told | None = None
     for event in events:
         if event == "forward":
@@ -734,13 +734,13 @@ def test_any_order_of_events(events: list[str]) -> None:
             step(state)
             expected = None
         elif event == "mark":
-            boundary.mark()
+            boundary.capture()
             expected = told(state)
         elif event == "change":
             state["plain"]["t"] = torch.randn(2)
         else:
             state["scheduler"].load_state_dict(state["scheduler"].state_dict())
-        found = boundary.state_at_boundary()
+        found = boundary.flatten_captured()
         assert (found is None) == (expected is None)
         if expected is not None:
             assert Told(found) == expected

@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
-from holdfast.engine.planning.placements import Cut, cutting_order, local_boxes
+from holdfast.engine.planning.placements import ShardPlacement, infer_shard_order, local_boxes
 from holdfast.engine.state import sharding
 from holdfast.errors import PlanError
 from holdfast.types import Box
@@ -35,7 +35,7 @@ def layouts(draw, factors=(1, 2, 3, 4, 7)):
     """A shape, a mesh, and what each mesh dimension does."""
     shape, mesh = draw(shapes), draw(meshes)
     dims = st.integers(0, len(shape) - 1)
-    cut = st.builds(Cut, dims, st.sampled_from(factors))
+    cut = st.builds(ShardPlacement, dims, st.sampled_from(factors))
     return (
         shape,
         mesh,
@@ -58,8 +58,8 @@ def placements(cuts):
         Replicate()
         if c is None
         else Shard(c.dim)
-        if c.factor == 1
-        else _StridedShard(c.dim, split_factor=c.factor)
+        if c.split_factor == 1
+        else _StridedShard(c.dim, split_factor=c.split_factor)
         for c in cuts
     ]
 
@@ -84,8 +84,8 @@ def check(found, whole, local):
     assert found.shape == tuple(local.shape)
     seen = torch.zeros(local.shape, dtype=torch.int8)
     for box, where in found.boxes:
-        assert box.inside(tuple(whole.shape))
-        assert box.elements
+        assert box.is_within(tuple(whole.shape))
+        assert box.numel
         assert torch.equal(whole[box.slices((0,) * whole.ndim)], local[where])
         seen[where] += 1
     assert (seen == 1).all()
@@ -125,15 +125,16 @@ def test_any_order_is_read_from_the_factors_that_torch_writes_for_it(drawn):
     )
     written = DTensorSpec._convert_shard_order_to_StridedShard(entries, plain, size)
     cuts = tuple(
-        None if p == Replicate() else Cut(p.dim, getattr(p, "split_factor", 1)) for p in written
+        None if p == Replicate() else ShardPlacement(p.dim, getattr(p, "split_factor", 1))
+        for p in written
     )
-    assert cutting_order(mesh, cuts) is not None
+    assert infer_shard_order(mesh, cuts) is not None
     for rank in ranks(mesh):
         local = whole
         for m in order:
             local = split(local, plain[m], mesh[m], rank[m])
         check(local_boxes(shape, mesh, rank, cuts), whole, local)
-        told = tuple(None if d is None else Cut(d) for d in dims)
+        told = tuple(None if d is None else ShardPlacement(d) for d in dims)
         check(local_boxes(shape, mesh, rank, told, tuple(order)), whole, local)
 
 
@@ -156,7 +157,7 @@ def test_factors_say_an_order_where_torch_finds_one(layout):
     size = SimpleNamespace(size=lambda m: mesh[m])
     kinds = tuple(placements(cuts))
     theirs = DTensorSpec._maybe_convert_StridedShard_to_shard_order(kinds, size)
-    ours = cutting_order(mesh, cuts)
+    ours = infer_shard_order(mesh, cuts)
     if theirs is None:
         assert ours is None
         return
@@ -168,36 +169,50 @@ def test_factors_say_an_order_where_torch_finds_one(layout):
     ("shape", "mesh", "rank", "cuts", "local", "boxes"),
     [
         ((), (2,), (1,), (None,), (), [((), ())]),
-        ((8,), (2,), (1,), (Cut(0),), (4,), [((4,), (4,))]),
-        ((5,), (4,), (2,), (Cut(0),), (1,), [((4,), (1,))]),
-        ((5,), (4,), (3,), (Cut(0),), (0,), []),
-        ((0,), (2,), (0,), (Cut(0),), (0,), []),
-        ((4, 0), (2,), (1,), (Cut(0),), (2, 0), []),
-        ((6,), (2, 3), (1, 0), (None, Cut(0)), (2,), [((0,), (2,))]),
-        ((6, 4), (2, 2), (1, 1), (Cut(1), Cut(0)), (3, 2), [((3, 2), (3, 2))]),
+        ((8,), (2,), (1,), (ShardPlacement(0),), (4,), [((4,), (4,))]),
+        ((5,), (4,), (2,), (ShardPlacement(0),), (1,), [((4,), (1,))]),
+        ((5,), (4,), (3,), (ShardPlacement(0),), (0,), []),
+        ((0,), (2,), (0,), (ShardPlacement(0),), (0,), []),
+        ((4, 0), (2,), (1,), (ShardPlacement(0),), (2, 0), []),
+        ((6,), (2, 3), (1, 0), (None, ShardPlacement(0)), (2,), [((0,), (2,))]),
+        (
+            (6, 4),
+            (2, 2),
+            (1, 1),
+            (ShardPlacement(1), ShardPlacement(0)),
+            (3, 2),
+            [((3, 2), (3, 2))],
+        ),
         # one tensor dimension over two mesh dimensions
-        ((7,), (2, 2), (1, 0), (Cut(0), Cut(0)), (2,), [((4,), (2,))]),
+        ((7,), (2, 2), (1, 0), (ShardPlacement(0), ShardPlacement(0)), (2,), [((4,), (2,))]),
         # FSDP2 over tensor parallelism: even, and uneven, where left to right is another row
-        ((8,), (2, 2), (0, 1), (Cut(0, 2), Cut(0)), (2,), [((4,), (2,))]),
-        ((38,), (4, 4), (3, 2), (Cut(0, 4), Cut(0)), (1,), [((29,), (1,))]),
-        ((7,), (3, 2), (2, 0), (Cut(0, 2), Cut(0)), (0,), []),
+        ((8,), (2, 2), (0, 1), (ShardPlacement(0, 2), ShardPlacement(0)), (2,), [((4,), (2,))]),
+        ((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0)), (1,), [((29,), (1,))]),
+        ((7,), (3, 2), (2, 0), (ShardPlacement(0, 2), ShardPlacement(0)), (0,), []),
         # over columns that are cut by tensor parallelism the factor is 1
-        ((8, 6), (2, 2), (1, 1), (Cut(0), Cut(1)), (4, 3), [((4, 3), (4, 3))]),
+        (
+            (8, 6),
+            (2, 2),
+            (1, 1),
+            (ShardPlacement(0), ShardPlacement(1)),
+            (4, 3),
+            [((4, 3), (4, 3))],
+        ),
         # strides that no order of the mesh gives: runs, and runs that touch
-        ((8,), (2,), (0,), (Cut(0, 2),), (4,), [((0,), (2,)), ((4,), (2,))]),
-        ((8,), (2,), (1,), (Cut(0, 8),), (0,), []),
-        ((8,), (2,), (0,), (Cut(0, 8),), (8,), [((0,), (8,))]),
-        ((8,), (1,), (0,), (Cut(0, 3),), (8,), [((0,), (8,))]),
+        ((8,), (2,), (0,), (ShardPlacement(0, 2),), (4,), [((0,), (2,)), ((4,), (2,))]),
+        ((8,), (2,), (1,), (ShardPlacement(0, 8),), (0,), []),
+        ((8,), (2,), (0,), (ShardPlacement(0, 8),), (8,), [((0,), (8,))]),
+        ((8,), (1,), (0,), (ShardPlacement(0, 3),), (8,), [((0,), (8,))]),
         (
             (4, 2),
             (2, 2),
             (1, 0),
-            (Cut(0, 2), Cut(1, 2)),
+            (ShardPlacement(0, 2), ShardPlacement(1, 2)),
             (2, 2),
             [((1, 0), (1, 2)), ((3, 0), (1, 2))],
         ),
         # more blocks than elements
-        ((3,), (2,), (0,), (Cut(0, 10**12),), (3,), [((0,), (3,))]),
+        ((3,), (2,), (0,), (ShardPlacement(0, 10**12),), (3,), [((0,), (3,))]),
     ],
 )
 def test_boxes(shape, mesh, rank, cuts, local, boxes):
@@ -208,36 +223,55 @@ def test_boxes(shape, mesh, rank, cuts, local, boxes):
 
 def test_the_left_to_right_reading_of_the_uneven_case_is_another():
     """What makes the order matter: the same size, and other rows."""
-    read = local_boxes((38,), (4, 4), (3, 2), (Cut(0, 4), Cut(0)), (0, 1))
+    read = local_boxes((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0)), (0, 1))
     assert [box for box, _ in read.boxes] == [Box((37,), (1,))]
-    assert read.shape == local_boxes((38,), (4, 4), (3, 2), (Cut(0, 4), Cut(0))).shape
+    assert (
+        read.shape
+        == local_boxes((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0))).shape
+    )
 
 
 def test_the_length_of_a_dimension_costs_nothing():
     n = 10**15
-    found = local_boxes((n, n), (4, 3), (3, 2), (Cut(0, 5), Cut(1, 7)))
+    found = local_boxes((n, n), (4, 3), (3, 2), (ShardPlacement(0, 5), ShardPlacement(1, 7)))
     assert len(found.boxes) == 5 * 7
     assert found.shape == (n // 4, sum(box.sizes[1] for box, _ in found.boxes[:7]))
     for rank, length in ((0, n), (1, 0)):  # blocks of one element go to the first rank
-        found = local_boxes((n,), (2,), (rank,), (Cut(0, n),))
+        found = local_boxes((n,), (2,), (rank,), (ShardPlacement(0, n),))
         assert (found.shape, len(found.boxes)) == ((length,), length // n)
-    assert local_boxes((n,), (1,), (0,), (Cut(0, n - 1),)).shape == (n,)
+    assert local_boxes((n,), (1,), (0,), (ShardPlacement(0, n - 1),)).shape == (n,)
 
 
 @pytest.mark.parametrize(
     ("spec", "cuts", "order"),
     [
-        ({}, (Cut(0), Cut(0)), None),  # torch 2.6: neither
-        ({}, (Cut(0, 2), Cut(0)), None),
-        ({"shard_order": (ShardOrderEntry(0, (1, 0)),)}, (Cut(0), Cut(0)), (1, 0)),
-        ({"shard_order": (ShardOrderEntry(0, (0, 1)),)}, (Cut(0, 2), Cut(0)), None),
+        ({}, (ShardPlacement(0), ShardPlacement(0)), None),  # torch 2.6: neither
+        ({}, (ShardPlacement(0, 2), ShardPlacement(0)), None),
+        (
+            {"shard_order": (ShardOrderEntry(0, (1, 0)),)},
+            (ShardPlacement(0), ShardPlacement(0)),
+            (1, 0),
+        ),
+        (
+            {"shard_order": (ShardOrderEntry(0, (0, 1)),)},
+            (ShardPlacement(0, 2), ShardPlacement(0)),
+            None,
+        ),
         ({"shard_order": (), "flag": False}, (None, None), None),
-        ({"shard_order": None, "flag": True}, (Cut(0, 2), Cut(0)), None),
-        ({"shard_order": (ShardOrderEntry(0, (1, 0)),), "flag": True}, (Cut(0, 2), Cut(0)), None),
-        ({"shard_order": (ShardOrderEntry(0, (0, 1)),), "flag": False}, (Cut(0, 2), None), (0, 1)),
+        ({"shard_order": None, "flag": True}, (ShardPlacement(0, 2), ShardPlacement(0)), None),
+        (
+            {"shard_order": (ShardOrderEntry(0, (1, 0)),), "flag": True},
+            (ShardPlacement(0, 2), ShardPlacement(0)),
+            None,
+        ),
+        (
+            {"shard_order": (ShardOrderEntry(0, (0, 1)),), "flag": False},
+            (ShardPlacement(0, 2), None),
+            (0, 1),
+        ),
         (
             {"shard_order": (ShardOrderEntry(0, (2,)), ShardOrderEntry(1, (1, 0))), "flag": False},
-            (Cut(1), Cut(1), Cut(0)),
+            (ShardPlacement(1), ShardPlacement(1), ShardPlacement(0)),
             (2, 1, 0),
         ),
     ],
@@ -245,7 +279,7 @@ def test_the_length_of_a_dimension_costs_nothing():
 def test_the_order_that_a_spec_tells(spec, cuts, order):
     if "flag" in spec:
         spec = {**spec, "use_strided_shard_as_shard_order": spec["flag"]}
-    assert sharding._order(SimpleNamespace(**spec), cuts) == order
+    assert sharding._shard_order(SimpleNamespace(**spec), cuts) == order
 
 
 # -- Boxed ---------------------------------------------------------------------------------------
@@ -259,10 +293,10 @@ def test_a_boxed_tensor_is_one_piece_that_shares_its_memory(make):
     assert (boxed.offsets, boxed.shape) == ((4, 0), (6, 3))
     assert type(boxed.shape) is tuple
     assert {type(n) for n in (*boxed.offsets, *boxed.shape)} == {int}
-    assert sharding.is_spread(boxed)
-    parts = sharding.parts(boxed, "k")
+    assert sharding.is_distributed_tensor(boxed)
+    parts = sharding.get_local_boxes(boxed, "k")
     assert parts.shape == (6, 3)
-    [(box, tensor)] = parts.pieces
+    [(box, tensor)] = parts.box_tensors
     assert box == Box((4, 0), (2, 3))
     tensor[1, 2] = 7
     assert boxed.tensor[1, 2].item() == 7
@@ -272,10 +306,14 @@ def test_a_boxed_tensor_is_one_piece_that_shares_its_memory(make):
 def test_one_tensor_in_two_boxes_is_not_tied():
     tensor = torch.zeros(2)
     first, again, other = (holdfast.Boxed(tensor, (at,), (4,)) for at in (0, 0, 2))
-    storage = sharding.parts(first, "k").storage
-    assert storage == sharding.parts(again, "k").storage != sharding.parts(other, "k").storage
+    storage = sharding.get_local_boxes(first, "k").tie_key
+    assert (
+        storage
+        == sharding.get_local_boxes(again, "k").tie_key
+        != sharding.get_local_boxes(other, "k").tie_key
+    )
     array = holdfast.Boxed(np.zeros(2), (0,), (4,))
-    told = [sharding.parts(array, "k").storage for _ in range(2)]
+    told = [sharding.get_local_boxes(array, "k").tie_key for _ in range(2)]
     assert told[0] != told[1], "arrays are never tied"
 
 
@@ -290,9 +328,9 @@ def test_one_tensor_in_two_boxes_is_not_tied():
 )
 def test_boxes_at_the_edges(size, offsets, shape, pieces):
     for make in (np.zeros, torch.zeros):
-        parts = sharding.parts(holdfast.Boxed(make(size), offsets, shape), "k")
-        assert [box for box, _ in parts.pieces] == pieces
-        assert all(tuple(t.shape) == box.sizes for box, t in parts.pieces)
+        parts = sharding.get_local_boxes(holdfast.Boxed(make(size), offsets, shape), "k")
+        assert [box for box, _ in parts.box_tensors] == pieces
+        assert all(tuple(t.shape) == box.sizes for box, t in parts.box_tensors)
 
 
 @pytest.mark.parametrize(
@@ -332,8 +370,8 @@ def test_a_boxed_tensor_stays_as_it_is():
 
 def test_ordinary_values_are_not_spread():
     for value in (3, "x", None, [1], {}, np.zeros(3), torch.zeros(3), torch.nn.Linear(2, 2), Box):
-        assert not sharding.is_spread(value)
-        assert sharding.parts(value, "k") is None
+        assert not sharding.is_distributed_tensor(value)
+        assert sharding.get_local_boxes(value, "k") is None
 
 
 @pytest.mark.slow

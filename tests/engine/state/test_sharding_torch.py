@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.engine.planning.placements import local_boxes
 from holdfast.engine.state import sharding
-from holdfast.engine.state.sharding import empty_like, is_spread, parts
+from holdfast.engine.state.sharding import empty_like, get_local_boxes, is_distributed_tensor
 from holdfast.errors import Unsupported
 from holdfast.types import Box
 
@@ -61,12 +61,12 @@ class Union:
         self.held = {}
 
     def add(self, key, value, whole):
-        found = parts(value, key)
+        found = get_local_boxes(value, key)
         assert found.shape == tuple(whole.shape)
         held = self.held.setdefault(key, torch.zeros(found.shape, dtype=torch.int64))
-        for box, piece in found.pieces:
+        for box, piece in found.box_tensors:
             assert tuple(piece.shape) == box.sizes
-            assert box.elements or not whole.numel()
+            assert box.numel or not whole.numel()
             assert piece.dtype == whole.dtype
             assert not piece.requires_grad
             assert torch.equal(piece, whole[box.slices((0,) * whole.ndim)])
@@ -120,13 +120,13 @@ def test_the_parts_of_all_ranks_make_the_tensor(mesh, placements):
 def test_pieces_are_views_of_the_live_memory():
     with posing(1, 2) as calls:
         value = torch.nn.Parameter(spread((8, 3), init_device_mesh("cpu", (2,)), [strided(0, 2)]))
-        assert is_spread(value)
-        found = parts(value, "k")
-        assert [box for box, _ in found.pieces] == [Box((2, 0), (2, 3)), Box((6, 0), (2, 3))]
-        found.pieces[1][1][0, 0] = -1
+        assert is_distributed_tensor(value)
+        found = get_local_boxes(value, "k")
+        assert [box for box, _ in found.box_tensors] == [Box((2, 0), (2, 3)), Box((6, 0), (2, 3))]
+        found.box_tensors[1][1][0, 0] = -1
         assert value._local_tensor[2, 0].item() == -1
         storage = value._local_tensor.untyped_storage().data_ptr()
-        for _, piece in found.pieces:
+        for _, piece in found.box_tensors:
             assert piece.untyped_storage().data_ptr() == storage
             assert not piece.requires_grad
         assert calls.get_total_counts() == 0
@@ -137,12 +137,12 @@ def test_a_view_keeps_strides_of_its_own():
     for rank in range(6):
         with posing(rank, 6):
             flat = spread((4, 6), init_device_mesh("cpu", (2, 3)), [R, S(1)]).flatten()
-            found = parts(flat, "k")
+            found = get_local_boxes(flat, "k")
             at = rank % 3 * 2
-            assert [box for box, _ in found.pieces] == [
+            assert [box for box, _ in found.box_tensors] == [
                 Box((n + at,), (2,)) for n in (0, 6, 12, 18)
             ]
-            for box, piece in found.pieces:
+            for box, piece in found.box_tensors:
                 assert torch.equal(piece, torch.arange(24.0)[box.slices((0,))])
 
 
@@ -154,13 +154,13 @@ def test_strides_that_could_be_an_order_are_read_as_the_strides_that_they_are():
         unmarked = spread((38,), mesh, placements)
         assert unmarked._local_tensor.tolist() == [9, 19]
         with pytest.raises(Unsupported, match="another shape"):
-            parts(unmarked, "k")
+            get_local_boxes(unmarked, "k")
         order = (ShardOrderEntry(0, (0, 1)),)
         told = {"shard_order": order, "use_strided_shard_as_shard_order": False}
         marked = DTensor(
             unmarked._local_tensor, replace(unmarked._spec, **told), requires_grad=False
         )
-        found = parts(marked, "k").pieces
+        found = get_local_boxes(marked, "k").box_tensors
         assert [(box.offsets[0], piece.tolist()) for box, piece in found] == [(9, [9]), (19, [19])]
 
 
@@ -177,7 +177,7 @@ def test_an_order_of_its_own_is_kept():
             )
             dp, tp = mesh.get_coordinate()
             value = DTensor(torch.zeros(2), spec, requires_grad=False)
-            [(box, _)] = parts(value, "k").pieces
+            [(box, _)] = get_local_boxes(value, "k").box_tensors
             assert box == Box((4 * tp + 2 * dp,), (2,))
             held[box.slices((0,))] += 1
             assert empty_like(value, torch.int8)._spec.shard_order == spec.shard_order
@@ -189,20 +189,20 @@ def test_ranks_outside_of_the_mesh_have_no_piece():
         with posing(rank, 4):
             mesh = DeviceMesh("cpu", [1, 2])
             for shape in ((4, 6), (0, 6)):
-                found = parts(spread(shape, mesh, [S(1)]), "k")
+                found = get_local_boxes(spread(shape, mesh, [S(1)]), "k")
                 assert found.shape == shape
-                assert len(found.pieces) == (rank in (1, 2))
+                assert len(found.box_tensors) == (rank in (1, 2))
                 assert found.dtype == "float32"
 
 
 def test_a_rank_without_elements_has_no_piece_but_an_empty_tensor_is_one():
     with posing(2, 3):
         mesh = init_device_mesh("cpu", (3,))
-        assert parts(spread((2, 4), mesh, [S(0)]), "k").pieces == []
-        [(box, piece)] = parts(spread((0, 6), mesh, [S(1)]), "k").pieces
+        assert get_local_boxes(spread((2, 4), mesh, [S(0)]), "k").box_tensors == []
+        [(box, piece)] = get_local_boxes(spread((0, 6), mesh, [S(1)]), "k").box_tensors
         assert (box, tuple(piece.shape)) == (Box((0, 0), (0, 6)), (0, 6))
         scalar = distribute_tensor(torch.tensor(3.0), mesh, [R], src_data_rank=None)
-        [(box, piece)] = parts(scalar, "k").pieces
+        [(box, piece)] = get_local_boxes(scalar, "k").box_tensors
         assert (box, piece.item()) == (Box((), ()), 3.0)
 
 
@@ -217,7 +217,7 @@ def test_what_is_still_to_be_summed_is_refused_by_name(partial, rank):
         spec = DTensorSpec(mesh, (S(0), partial), tensor_meta=meta)
         value = DTensor(torch.zeros(2, 4), spec, requires_grad=False)
         with pytest.raises(Unsupported) as e:
-            parts(value, "model/w")
+            get_local_boxes(value, "model/w")
         assert "'model/w'" in str(e.value)
         assert repr(partial) in e.value.what
         assert "redistribute" in e.value.todo
@@ -234,7 +234,7 @@ def test_a_placement_of_an_unknown_class_is_refused():
         value = spread((4, 4), init_device_mesh("cpu", (2,)), [S(0)])
         value._spec = replace(value._spec, placements=(Ragged(0),))
         with pytest.raises(Unsupported, match="does not say which elements"):
-            parts(value, "k")
+            get_local_boxes(value, "k")
 
 
 def test_a_local_tensor_of_another_shape_is_refused_with_both():
@@ -243,16 +243,16 @@ def test_a_local_tensor_of_another_shape_is_refused_with_both():
         stride = (2, 1)
         value = DTensor.from_local(torch.zeros(3, 2), mesh, [S(0)], shape=(4, 2), stride=stride)
         with pytest.raises(Unsupported) as e:
-            parts(value, "model/w")
+            get_local_boxes(value, "model/w")
         assert "'model/w'" in e.value.what
         assert "[2, 2] of [4, 2]" in e.value.expected
         assert e.value.found == [3, 2]
         assert "stride=" in e.value.todo
         empty = DTensor.from_local(torch.zeros(0), mesh, [S(0)], shape=(1, 2), stride=stride)
-        assert parts(empty, "k").pieces == [], "without elements any shape is right"
+        assert get_local_boxes(empty, "k").box_tensors == [], "without elements any shape is right"
         missing = DTensor.from_local(torch.zeros(0), mesh, [S(0)], shape=(4, 2), stride=stride)
         with pytest.raises(Unsupported, match="another shape"):
-            parts(missing, "k")
+            get_local_boxes(missing, "k")
 
 
 def with_local(local, mesh, shape):
@@ -267,7 +267,7 @@ def test_a_local_tensor_that_is_still_on_its_way_is_waited_for(monkeypatch):
     with posing(0, 2):
         arriving = torch.ones(2, 4)
         value = with_local(AsyncCollectiveTensor(arriving), init_device_mesh("cpu", (2,)), (4, 4))
-        [(_, piece)] = parts(value, "k").pieces
+        [(_, piece)] = get_local_boxes(value, "k").box_tensors
         assert waited
         assert type(piece) is torch.Tensor
         assert piece.data_ptr() == arriving.data_ptr()
@@ -282,14 +282,14 @@ def test_a_local_tensor_of_an_unknown_subclass_is_refused():
         local = torch.zeros(2, 4).as_subclass(Scaled)
         value = with_local(local, init_device_mesh("cpu", (2,)), (4, 4))
         with pytest.raises(Unsupported, match=r"local tensor of 'model/w' has no memory.*Scaled"):
-            parts(value, "model/w")
+            get_local_boxes(value, "model/w")
 
 
 def test_a_tensor_on_the_meta_device_is_refused():
     with posing(0, 2):
         value = with_local(torch.zeros(2, 4).to("meta"), init_device_mesh("cpu", (2,)), (4, 4))
         with pytest.raises(Unsupported, match="to_empty"):
-            parts(value, "model/w")
+            get_local_boxes(value, "model/w")
         assert empty_like(value, torch.int8).is_meta
 
 
@@ -303,10 +303,12 @@ def test_what_is_tied_is_told_by_its_storage():
             values = [square, single, square.t(), spread((4, 4), mesh, [S(0)]), flat[:4], flat[4:]]
             same = spread((4, 4), mesh, [R])
             values += [spread((1, 4), mesh, [S(0)]), same, same.t()]
-            told = [(parts(v, "k").storage, parts(v, "k").shape) for v in values]
+            told = [
+                (get_local_boxes(v, "k").tie_key, get_local_boxes(v, "k").shape) for v in values
+            ]
             assert len(set(told)) == len(values), "each is another, though some share memory"
             for value, one in zip(values, told, strict=True):
-                assert (parts(value.detach(), "k").storage, tuple(value.shape)) == one
+                assert (get_local_boxes(value.detach(), "k").tie_key, tuple(value.shape)) == one
 
 
 def test_the_arithmetic_is_done_once_for_all_alike():
@@ -315,7 +317,7 @@ def test_the_arithmetic_is_done_once_for_all_alike():
         values = [spread((9, 4), mesh, [S(i % 2)]) for i in range(40)]
         before = local_boxes.cache_info().misses
         for value in values:
-            parts(value, "k")
+            get_local_boxes(value, "k")
         assert local_boxes.cache_info().misses - before <= 2
 
 
@@ -367,7 +369,7 @@ def check_training(size, shard, times, rows=13):
                 made = empty_like(p, torch.float64)
                 assert made._spec.placements == p._spec.placements
                 assert made._local_tensor.shape == p._local_tensor.shape
-                assert not is_spread(slots["step"])
+                assert not is_distributed_tensor(slots["step"])
     union.check(times)
 
 
@@ -391,7 +393,7 @@ def test_fsdp2_over_tensor_parallelism_where_equal_sizes_hide_other_rows():
         parallelize_module(model, made["tp"], {"embed": RowwiseParallel()}, src_data_rank=None)
         fully_shard(model, mesh=made["dp"])
         if dist.get_rank() == 14:
-            [(box, _)] = parts(model.embed.weight, "k").pieces
+            [(box, _)] = get_local_boxes(model.embed.weight, "k").box_tensors
             assert box == Box((29, 0), (1, 6))
 
     check_training(16, shard, lambda k: 1 if k.startswith("embed") else 4, rows=38)
@@ -437,7 +439,7 @@ def test_sharded_tensors():
                     said = shard.metadata
                     box = Box(tuple(said.shard_offsets), tuple(said.shard_sizes))
                     shard.tensor.copy_(numbered(shape)[box.slices((0,) * len(shape))])
-                assert is_spread(value)
+                assert is_distributed_tensor(value)
                 union.add(str(shape), value, numbered(shape))
             assert calls.get_total_counts() == 0
     union.check(lambda _: 1)
@@ -448,10 +450,14 @@ def test_a_rank_without_a_shard():
         spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
         value, other = (sharded_tensor.empty(spec, 3, 2, dtype=torch.float16) for _ in range(2))
         assert value.local_shards() == []
-        found = parts(value, "k")
-        assert (found.shape, found.pieces, found.dtype) == ((3, 2), [], "float16")
-        assert parts(value, "k").storage == found.storage != parts(other, "k").storage
-        [(box, piece)] = parts(chunked((0, 2), 4), "k").pieces
+        found = get_local_boxes(value, "k")
+        assert (found.shape, found.box_tensors, found.dtype) == ((3, 2), [], "float16")
+        assert (
+            get_local_boxes(value, "k").tie_key
+            == found.tie_key
+            != get_local_boxes(other, "k").tie_key
+        )
+        [(box, piece)] = get_local_boxes(chunked((0, 2), 4), "k").box_tensors
         assert (box, tuple(piece.shape)) == (Box((0, 0), (0, 2)), (0, 2))
 
 
@@ -460,11 +466,11 @@ def test_a_shard_that_is_not_what_its_metadata_says_is_refused():
         value = chunked((4, 2), 2)
         value.local_shards()[0].metadata.shard_offsets[0] = 3
         with pytest.raises(Unsupported, match=r"local shard of 'model/w' is not what .*\[3, 0\]"):
-            parts(value, "model/w")
+            get_local_boxes(value, "model/w")
         value = chunked((4, 2), 2)
         value.local_shards()[0].tensor = torch.zeros(1, 2)
         with pytest.raises(Unsupported, match=r"found \[1, 2\]"):
-            parts(value, "k")
+            get_local_boxes(value, "k")
 
 
 # -- empty_like ----------------------------------------------------------------------------------
@@ -496,7 +502,7 @@ def test_a_slot_has_the_layout_of_its_parameter(placements):
 
 def parts_of(value):
     try:
-        return parts(value, "k").pieces
+        return get_local_boxes(value, "k").box_tensors
     except Unsupported:  # cut by hand in an uneven way that FSDP2 does not
         return []
 
@@ -506,7 +512,7 @@ def test_a_slot_of_an_ordinary_parameter_is_a_tensor():
     made = empty_like(parameter, torch.int64)
     assert type(made) is torch.Tensor
     assert (made.shape, made.dtype, made.requires_grad) == ((3, 2), torch.int64, False)
-    assert not sharding.is_spread(made)
+    assert not sharding.is_distributed_tensor(made)
 
 
 def test_a_slot_outside_of_the_mesh():

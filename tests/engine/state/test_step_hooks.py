@@ -12,8 +12,8 @@ import torch
 
 import holdfast
 from holdfast.engine.state.flatten import flatten
-from holdfast.engine.state.step_hooks import Guard, steady
-from holdfast.engine.state.walk import found_in, modules_in, optimizers_in
+from holdfast.engine.state.step_hooks import StepPreHook, find_stable_leaves
+from holdfast.engine.state.walk import find_instances, modules_in, optimizers_in
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
@@ -37,7 +37,7 @@ def stepped(model: torch.nn.Module, make: Any = Adam, **options: Any) -> Any:
 
 
 def keys(state: dict[str, Any]) -> set[str]:
-    return steady(state, flatten(state))
+    return find_stable_leaves(state, flatten(state))
 
 
 PARAMETERS = {"fc.weight", "fc.bias", "norm.weight", "norm.bias"}
@@ -160,8 +160,8 @@ def test_containers_within_themselves_are_walked_once() -> None:
     deep: list[Any] = [2.5]
     for _ in range(60):
         deep = [deep, deep]
-    assert list(found_in([d, deep], float)) == [1.5, 2.5]
-    assert list(found_in([d], dict)) == [d]
+    assert list(find_instances([d, deep], float)) == [1.5, 2.5]
+    assert list(find_instances([d], dict)) == [d]
 
 
 class Made(dict[str, Any]):
@@ -172,7 +172,7 @@ class Made(dict[str, Any]):
 
 
 def test_members_that_are_made_while_they_are_read_are_all_looked_into() -> None:
-    assert len(list(found_in(Made(), float))) == 200
+    assert len(list(find_instances(Made(), float))) == 200
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Embedding, torch.nn.EmbeddingBag])
@@ -203,7 +203,7 @@ def test_the_hook_comes_before_the_change(
     p.grad = torch.ones(3)
     optimizer = make([p])
     seen: list[torch.Tensor] = []
-    guard = Guard([optimizer], lambda: seen.append(p.detach().clone()))
+    guard = StepPreHook([optimizer], lambda: seen.append(p.detach().clone()))
     step: Any = optimizer.step
     if backend is not None:
         torch._dynamo.reset()
@@ -219,7 +219,9 @@ def test_the_hook_comes_before_the_change(
     step()
     assert len(seen) == 3
     assert not optimizer._optimizer_step_pre_hooks
-    guard = Guard(None, lambda: seen.append(p.detach().clone()))  # noticed by what is compiled
+    guard = StepPreHook(
+        None, lambda: seen.append(p.detach().clone())
+    )  # noticed by what is compiled
     step()
     assert len(seen) == 4
     guard.remove()
@@ -229,7 +231,7 @@ def test_the_hook_comes_before_the_closure() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.LBFGS([p])
     seen: list[str] = []
-    guard = Guard([optimizer], lambda: seen.append("hook"))
+    guard = StepPreHook([optimizer], lambda: seen.append("hook"))
 
     def closure() -> Any:
         seen.append("closure")
@@ -249,7 +251,7 @@ def test_a_step_of_a_subclass_and_through_wrappers() -> None:
     p.grad = torch.ones(1)
     optimizer = Own([p], lr=1)
     seen: list[float] = []
-    guard = Guard([optimizer], lambda: seen.append(p.item()))
+    guard = StepPreHook([optimizer], lambda: seen.append(p.item()))
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     assert set(seen) == {1.0}
     guard.remove()
@@ -263,7 +265,7 @@ def test_an_exception_keeps_the_step_from_happening() -> None:
     def refuse() -> None:
         raise ZeroDivisionError
 
-    guard = Guard([optimizer], refuse)
+    guard = StepPreHook([optimizer], refuse)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert p.item() == 1
@@ -283,9 +285,9 @@ def test_only_who_owns_a_parameter_of_the_optimizers_is_told() -> None:
     p, q, z = (torch.nn.Parameter(torch.ones(n)) for n in (2, 3, 0))
     optimizer = SGD([p, z], lr=1)
     seen: list[str] = []
-    some = Guard([optimizer], lambda: seen.append("some"))
-    every = Guard(None, lambda: seen.append("every"))
-    none = Guard((), lambda: seen.append("none"))
+    some = StepPreHook([optimizer], lambda: seen.append("some"))
+    every = StepPreHook(None, lambda: seen.append("every"))
+    none = StepPreHook((), lambda: seen.append("none"))
     for step, told in [
         (optimizer.step, {"some", "every"}),
         (stepping(p), {"some", "every"}),
@@ -309,7 +311,7 @@ def test_only_who_owns_a_parameter_of_the_optimizers_is_told() -> None:
 def test_a_guard_that_is_forgotten_guards_no_more_and_holds_nothing() -> None:
     class Owner:
         def __init__(self) -> None:
-            self.guard = Guard(None, self.told)
+            self.guard = StepPreHook(None, self.told)
 
         def told(self) -> None:
             seen.append("told")
@@ -339,11 +341,11 @@ def test_guards_come_and_go_while_another_thread_is_held_up() -> None:
         except BaseException as e:
             failed.append(e)
 
-    guards = [Guard(None, wait)]
+    guards = [StepPreHook(None, wait)]
     thread = threading.Thread(target=step)
     thread.start()
     assert inside.wait(20)
-    guards += [Guard(None, int) for _ in range(10)]
+    guards += [StepPreHook(None, int) for _ in range(10)]
     for guard in guards:
         guard.remove()
     go.set()

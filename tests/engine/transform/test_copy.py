@@ -96,7 +96,7 @@ def test_a_copy_that_failed_leaves_no_snapshot_and_goes_on(snapshot: Snapshot) -
         copy_snapshot(snapshot, Location(to, "version_7"))
     with pytest.raises(NotFound):
         holdfast.open(to.at("version_7"))
-    assert Run(to).listing().pins == []
+    assert Run(to).listing().process_pins == []
     to.suffix = ""
     assert copy_snapshot(snapshot, Location(to, "version_7")).verify().ok
 

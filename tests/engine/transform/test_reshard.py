@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.buffers import shared_pool
-from holdfast.engine.planning.placements import Cut, local_boxes
+from holdfast.engine.planning.placements import ShardPlacement, local_boxes
 from holdfast.engine.snapshot import pins as pin
 from holdfast.engine.snapshot.compare import compare_bytes
 from holdfast.engine.snapshot.location import Location, is_snapshot
-from holdfast.engine.snapshot.snapshot import Snapshot, open_at
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.transform import reshard as module
 from holdfast.engine.transform import reshard_plan
 from holdfast.engine.transform.reshard import reshard
@@ -36,7 +36,7 @@ from holdfast.errors import (
     NoSpace,
     NotFound,
 )
-from holdfast.format.names import MANIFEST, attempt_of, parse_pin
+from holdfast.format.names import MANIFEST, parse_attempt, parse_pin
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
@@ -45,10 +45,16 @@ from holdfast.testing.crashfs import CrashFs, PowerCut
 from holdfast.testing.faults import Fault, FaultFs
 from holdfast.types import Box
 from tests.engine.planning.random_boxes import shapes, tilings
-from tests.engine.snapshot.cut_by_hand import columns, columns_from, elements, recut, rows
-from tests.engine.states import same
-from tests.engine.unreliable_stores import Wrapped
-from tests.trainings import flip
+from tests.engine.snapshot.manual_shards import (
+    index_columns,
+    read_elements,
+    split_columns,
+    split_rows,
+    write_resharded,
+)
+from tests.engine.states import assert_same
+from tests.engine.unreliable_stores import HookedStore
+from tests.trainings import flip_bit
 
 ROOT = "/a/run"
 
@@ -59,11 +65,11 @@ _numbers = itertools.count()
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 1 KiB and windows of 4, so that small states have many."""
     for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{name}.UNIT", 1024)
+        monkeypatch.setattr(f"holdfast.engine.{name}.BLOCK_SIZE", 1024)
     for name in ("planning.shard_layout", "transform.reshard_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{name}.SMALL", 64)
-        monkeypatch.setattr(f"holdfast.engine.{name}.GROUP", 256)
-    monkeypatch.setattr(reshard_plan, "WINDOW", 4096)
+        monkeypatch.setattr(f"holdfast.engine.{name}.SMALL_BOX_BYTES", 64)
+        monkeypatch.setattr(f"holdfast.engine.{name}.MAX_SHARED_CHUNK_BYTES", 256)
+    monkeypatch.setattr(reshard_plan, "WINDOW_BYTES", 4096)
     monkeypatch.setenv("HOLDFAST_THREADS", "3")
 
 
@@ -86,7 +92,7 @@ def plain_files(snapshot: Snapshot) -> dict[str, list[tuple[int, ...]]]:
     """What the safetensors library sees in the shards: names, and the shapes of their parts."""
     found: dict[str, list[tuple[int, ...]]] = {}
     for shard in snapshot.manifest.shards:
-        raw = snapshot.place.store.get(snapshot.place.key(shard.name), 1 << 40)
+        raw = snapshot.location.store.get(snapshot.location.key(shard.name), 1 << 40)
         for name, entry in safetensors.deserialize(raw):
             found.setdefault(name.partition("@")[0], []).append(tuple(entry["shape"]))
     return found
@@ -132,14 +138,14 @@ def test_any_layout_into_any_other(
 ) -> None:
     state, layout = cut
     whole = holdfast.save(url(), {**state, "n": 1})
-    old = recut(whole, somewhere(), lambda key, shape: layout[key], 3)
+    old = write_resharded(whole, somewhere(), lambda key, shape: layout[key], 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard_plan, "WINDOW", window)
+        patch.setattr(reshard_plan, "WINDOW_BYTES", window)
         for each in (reshard_plan, module):
-            patch.setattr(each, "OPEN", at_a_time)
+            patch.setattr(each, "MAX_OPEN_SHARDS", at_a_time)
         told: list[int] = []
         new = reshard(old, somewhere(), shards, split, told.append)
-    new = open_at(new.place)
+    new = open_location(new.location)
     assert new.verify().ok, new.verify().problems
     assert len(new.manifest.shards) == shards
     equal(whole, new)
@@ -160,10 +166,10 @@ def test_bits_of_every_dtype_pass_unchanged(dtype: torch.dtype, small: None) -> 
     raw = torch.arange(7 * 6 * dtype.itemsize).to(torch.uint8)
     tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(7, 6)
     state = {"a": tensor, "b": tensor[0], "c": tensor[:, 3].clone(), "n": 1}
-    old = recut(holdfast.save(url(), state), somewhere(), columns(2), 2)
+    old = write_resharded(holdfast.save(url(), state), somewhere(), split_columns(2), 2)
     for shards in (1, 3):
         new = reshard(old, somewhere(), shards)
-        same(holdfast.load(new.place.store.at("version_1")), state)
+        assert_same(holdfast.load(new.location.store.at("version_1")), state)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 64])
@@ -177,7 +183,7 @@ def test_rows_are_cut_as_fsdp2_cuts_them(shards: int) -> None:
         found = {leaf.key: [Box(b.offsets, b.sizes) for b in leaf.boxes] for leaf in index.leaves}
         for key, array in state.items():
             if len(array) >= shards and array.size:
-                local = local_boxes(array.shape, (shards,), (rank,), (Cut(0),))
+                local = local_boxes(array.shape, (shards,), (rank,), (ShardPlacement(0),))
                 assert found.get(key, []) == [box for box, _ in local.boxes]
             else:
                 assert found.get(key, [Box.whole(array.shape)]) == [Box.whole(array.shape)]
@@ -193,10 +199,10 @@ def test_what_is_not_cut_is_dealt_by_bytes() -> None:
 
 def test_one_shard_is_one_plain_file_with_whole_tensors() -> None:
     state = {f"w{i}": np.random.default_rng(i).random((40, 3 + i), np.float32) for i in range(9)}
-    old = recut(holdfast.save(url(), state), somewhere(), rows(16), 16)
+    old = write_resharded(holdfast.save(url(), state), somewhere(), split_rows(16), 16)
     new = reshard(old, somewhere(), 1)
     [shard] = new.manifest.shards
-    loaded = safetensors.numpy.load(new.place.store.get(new.place.key(shard.name), 1 << 30))
+    loaded = safetensors.numpy.load(new.location.store.get(new.location.key(shard.name), 1 << 30))
     assert loaded.keys() == state.keys()
     assert all(loaded[k].tobytes() == state[k].tobytes() for k in state)
 
@@ -206,7 +212,7 @@ def test_a_state_without_tensors(shards: int) -> None:
     new = reshard(holdfast.save(url(), {"n": 1, "s": "x"}), somewhere(), shards)
     assert new.verify().ok
     assert len(new.manifest.shards) == shards
-    assert holdfast.load(new.place.store.at("version_1")) == {"n": 1, "s": "x"}
+    assert holdfast.load(new.location.store.at("version_1")) == {"n": 1, "s": "x"}
 
 
 def test_what_is_incremental_becomes_self_contained(small: None) -> None:
@@ -217,7 +223,7 @@ def test_what_is_incremental_becomes_self_contained(small: None) -> None:
         ckpt.wait()
         state["a"] += 1
         ckpt.step()
-    old = open_at(Location(store, "version_2"))
+    old = open_location(Location(store, "version_2"))
     assert old.bases
     new = reshard(old, Location(MemoryStore(), "version_2"), 3)
     equal(old, new)
@@ -226,7 +232,7 @@ def test_what_is_incremental_becomes_self_contained(small: None) -> None:
     for stat in list(store.list("")):
         store.delete(stat.key)
     assert new.verify().ok
-    assert holdfast.load(new.place.store.at("version_2"))["a"].tolist() == [1.0] * 300
+    assert holdfast.load(new.location.store.at("version_2"))["a"].tolist() == [1.0] * 300
 
 
 # -- what else stands in a snapshot ---------------------------------------------------------------
@@ -238,21 +244,21 @@ def test_all_else_is_as_it_was_and_what_was_done_is_noted() -> None:
         ckpt.step({"loss": 1.0})
         ckpt.wait()
         ckpt.step({"loss": 0.5})
-    old = open_at(Location(store, "version_2"))
-    new = open_at(reshard(old, Location(MemoryStore(), "version_2"), 2).place)
+    old = open_location(Location(store, "version_2"))
+    new = open_location(reshard(old, Location(MemoryStore(), "version_2"), 2).location)
     for field in ("step", "branch", "parent", "created", "tree"):
         assert getattr(new.manifest, field) == getattr(old.manifest, field)
     assert new.manifest.attempt != old.manifest.attempt
     assert new.metadata == {**old.metadata, "resharded": {"from": old.digest, "shards": 1}}
     assert new.version == old.version
-    assert {attempt_of(s.name) for s in new.manifest.shards} == {new.manifest.attempt}
+    assert {parse_attempt(s.name) for s in new.manifest.shards} == {new.manifest.attempt}
 
 
 def test_the_source_is_left_as_it_is_and_no_pin_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pin, "WORTH", 0)
+    monkeypatch.setattr(pin, "MIN_PINNED_BYTES", 0)
     source, to = MemoryStore(), MemoryStore()
     holdfast.save(source.at("version_1"), {"a": np.arange(99.0)})
-    old = open_at(Location(source, "version_1"))
+    old = open_location(Location(source, "version_1"))
     before = {s.key: source.get(s.key, 1 << 30) for s in source.list("")}
     pins: list[int] = []
 
@@ -300,11 +306,11 @@ class Counting(MemoryStore):
         (None, 1, 1.02),
         (None, 64, 1.02),
         (None, 256, 1.1),
-        (rows(5), 3, 1.02),
-        (rows(256), 1, 1.05),
-        (rows(256), 256, 1.1),
-        (columns(2), 1, 1.1),
-        (columns(8), 4, 1.3),
+        (split_rows(5), 3, 1.02),
+        (split_rows(256), 1, 1.05),
+        (split_rows(256), 256, 1.1),
+        (split_columns(2), 1, 1.1),
+        (split_columns(8), 4, 1.3),
     ],
 )
 def test_little_is_read_twice(
@@ -314,18 +320,18 @@ def test_little_is_read_twice(
     many that share chunks in more shards than a window has room for. All is to scale."""
     unit = 16 << 10
     for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{name}.UNIT", unit)
+        monkeypatch.setattr(f"holdfast.engine.{name}.BLOCK_SIZE", unit)
     for name in ("planning.shard_layout", "transform.reshard_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{name}.SMALL", unit // 64)
-        monkeypatch.setattr(f"holdfast.engine.{name}.GROUP", unit // 4)
-    monkeypatch.setattr(reshard_plan, "WINDOW", 24 * unit)
+        monkeypatch.setattr(f"holdfast.engine.{name}.SMALL_BOX_BYTES", unit // 64)
+        monkeypatch.setattr(f"holdfast.engine.{name}.MAX_SHARED_CHUNK_BYTES", unit // 4)
+    monkeypatch.setattr(reshard_plan, "WINDOW_BYTES", 24 * unit)
     state = {"large": np.zeros((512, 544), np.float32)}
     state |= {f"w{i}": np.zeros((256, 32), np.float32) for i in range(64)}
     state |= {f"b{i}": np.zeros(60, np.float32) for i in range(50)}
     whole = holdfast.save(url(), {"model": state})
     store = Counting()
     place = Location(store, "version_1")
-    old = recut(whole, place, layout or (lambda key, shape: [(0, Box.whole(shape))]), 256)
+    old = write_resharded(whole, place, layout or (lambda key, shape: [(0, Box.whole(shape))]), 256)
     store.read = 0
     new = reshard(old, somewhere(), shards)
     nbytes = sum(a.nbytes for a in state.values())
@@ -383,17 +389,17 @@ def nothing_new(to: MemoryStore) -> None:
     """No snapshot, no shard, no unfinished file, no pin."""
     assert [s.key for s in to.list("")] == []
     assert list(to.partials("")) == []
-    assert shared_pool().allocated == shared_pool().free
+    assert shared_pool().allocated_bytes == shared_pool().free_bytes
 
 
-@pytest.mark.parametrize("layout", [rows(3), columns(3)])
+@pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
 @pytest.mark.parametrize("shards", [1, 4])
 def test_damage_is_named_and_nothing_is_committed(layout: Any, shards: int, small: None) -> None:
     state = {"a": np.arange(3000.0).reshape(30, 100), "b": np.ones((6, 5))}
     source, to = MemoryStore(), MemoryStore()
-    old = recut(holdfast.save(url(), state), Location(source, "version_1"), layout, 3)
+    old = write_resharded(holdfast.save(url(), state), Location(source, "version_1"), layout, 3)
     [name] = [s.name for s in old.manifest.shards if "shard-00001" in s.name]
-    flip(source, f"version_1/{name}", byte=-300)
+    flip_bit(source, f"version_1/{name}", byte=-300)
     with pytest.raises(DigestMismatch, match="shard-00001-of-00003") as raised:
         reshard(old, Location(to, "version_1"), shards)
     assert raised.value.file == f"version_1/{name}"
@@ -418,23 +424,23 @@ def test_a_missing_shard_is_damage_and_a_deleted_version_is_none(small: None) ->
 def test_a_store_that_loses_a_shard_or_gives_other_bytes_commits_nothing() -> None:
     old = holdfast.save(url(), {"a": np.arange(999.0)})
     for kind, error in ((".safetensors", CommitError), (".index.json", FormatError)):
-        to = Wrapped(MemoryStore())
+        to = HookedStore(MemoryStore())
 
-        def spoil(method: str, key: str, to: Wrapped = to, kind: str = kind) -> None:
+        def spoil(method: str, key: str, to: HookedStore = to, kind: str = kind) -> None:
             if kind == ".safetensors" and method == "commit" and "00001-of" in key:
                 to.inner.delete(key)
             elif method == "put_if_absent" and key.endswith(kind) and "00001-of" in key:
-                flip(to.inner, key, byte=20)
+                flip_bit(to.inner, key, byte=20)
 
         to.after = spoil
         with pytest.raises(error):
             reshard(old, Location(to, "version_1"), 2)
         assert not is_snapshot(Location(to.inner, "version_1"))
-        assert not Run(to.inner).listing().pins
+        assert not Run(to.inner).listing().process_pins
 
 
 def test_two_at_one_place_make_one_snapshot() -> None:
-    old, to = holdfast.save(url(), {"a": np.arange(999.0)}), Wrapped(MemoryStore())
+    old, to = holdfast.save(url(), {"a": np.arange(999.0)}), HookedStore(MemoryStore())
 
     def first(method: str, key: str) -> None:
         if method == "put_if_absent" and key.endswith(MANIFEST):
@@ -457,26 +463,26 @@ def disk() -> tuple[CrashFs, Snapshot]:
 
 
 def attempt(fs: Any) -> Snapshot:
-    old = open_at(Location(LocalStore(ROOT, fs=fs), "version_1"))
+    old = open_location(Location(LocalStore(ROOT, fs=fs), "version_1"))
     return reshard(old, Location(LocalStore("/b/run", fs=fs), "version_1"), 3)
 
 
 def look(fs: Any, whole: Snapshot) -> bool:
     """Whether the new snapshot is there; if so, it is all there. The old one always is."""
-    assert open_at(Location(LocalStore(ROOT, fs=fs), "version_1")).verify().ok
+    assert open_location(Location(LocalStore(ROOT, fs=fs), "version_1")).verify().ok
     place = Location(LocalStore("/b/run", fs=fs), "version_1")
     if not is_snapshot(place):
         return False
-    new = open_at(place)
+    new = open_location(place)
     assert new.verify().ok
     for key in whole.leaves:
-        assert elements(new, key).tobytes() == elements(whole, key).tobytes()
+        assert read_elements(new, key).tobytes() == read_elements(whole, key).tobytes()
     return True
 
 
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_power_is_cut_at_every_call(every: int, small: None) -> None:
-    whole = holdfast.save(url(), holdfast.load(disk()[1].place.store))
+    whole = holdfast.save(url(), holdfast.load(disk()[1].location.store))
     seen = set()
     for cut_at in itertools.count(1, every):
         fs, _ = disk()
@@ -493,7 +499,7 @@ def test_the_power_is_cut_at_every_call(every: int, small: None) -> None:
             assert there or not done
         if done:
             break
-        assert shared_pool().allocated == shared_pool().free
+        assert shared_pool().allocated_bytes == shared_pool().free_bytes
     assert (False, False) in seen
     assert (True, True) in seen
 
@@ -520,18 +526,18 @@ def test_a_call_fails(error: str, every: int, small: None) -> None:
                 break
             continue
         finally:
-            assert shared_pool().allocated == shared_pool().free
+            assert shared_pool().allocated_bytes == shared_pool().free_bytes
         assert not look(inner, whole) or unknown
     assert failed > 100 // every
 
 
 def test_an_index_that_lies_about_its_boxes_is_refused(small: None) -> None:
     """Boxes that do not cover their leaf: nothing of what would be missing is made up."""
-    old = recut(
-        holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)}), somewhere(), rows(3), 3
+    old = write_resharded(
+        holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)}), somewhere(), split_rows(3), 3
     )
     index = old.indexes()[1]
-    torn = replace(index, leaves=columns_from([]), cuts=index.cuts[:1], digests=index.digests[:16])
+    torn = replace(index, leaves=index_columns([]), cuts=index.cuts[:1], digests=index.digests[:16])
     old._indexes = [old.indexes()[0], torn, old.indexes()[2]]
     to = MemoryStore()
     with pytest.raises(FormatError, match="lack parts"):

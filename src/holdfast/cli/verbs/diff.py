@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast.cli.console import progress
+from holdfast.cli.console import progress_bar
 from holdfast.cli.exit_codes import DIFFERS
 from holdfast.cli.output import json_option, print_json
-from holdfast.cli.resolve import count, snapshot_at
-from holdfast.cli.tree_rows import CONTAINERS, Row, rows
-from holdfast.cli.verbs.show import choose
-from holdfast.engine.snapshot.compare import Pair, compare_bytes, same_chunks
+from holdfast.cli.resolve import format_count, resolve_snapshot
+from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, iter_tree_rows
+from holdfast.cli.verbs.show import filter_rows
+from holdfast.engine.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
-from holdfast.format.names import join
+from holdfast.format.names import join_key
 from holdfast.types import DTYPES, Box
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ class Change:
     elements differ and how far."""
 
     key: str
-    what: str
+    aspect: str
     a: Any = None
     b: Any = None
     elements: int | None = None
     differing: int | None = None
-    largest: float | None = None
+    max_difference: float | None = None
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class Differences:
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    equal: int = 0
-    nbytes: int = 0
+    equal_count: int = 0
+    bytes_read: int = 0
 
     @property
-    def same(self) -> bool:
+    def is_same(self) -> bool:
         return not (self.only_a or self.only_b or self.changes)
 
 
@@ -71,53 +71,53 @@ def command(ctx: click.Context, a: str, b: str, keys: Sequence[str], as_json: bo
     Leaves whose digests are equal are not read. The exit code is 0 if both hold the same state,
     and 7 if not.
     """
-    ours, theirs = snapshot_at(a), snapshot_at(b)
-    found = compare(ours, theirs, keys, quiet=as_json)
+    ours, theirs = resolve_snapshot(a), resolve_snapshot(b)
+    found = compare_snapshots(ours, theirs, keys, quiet=as_json)
     if as_json:
-        print_json(_document(ours, theirs, found))
+        print_json(_build_document(ours, theirs, found))
     else:
-        from holdfast.cli.console import console
+        from holdfast.cli.console import make_console
 
-        render(ours, theirs, found, console())
-    if not found.same:
+        render(ours, theirs, found, make_console())
+    if not found.is_same:
         ctx.exit(DIFFERS)
 
 
-def compare(
+def compare_snapshots(
     a: Snapshot, b: Snapshot, keys: Sequence[str] = (), *, quiet: bool = True
 ) -> Differences:
     """All that differs. Raises ``FormatError`` or ``StoreError`` for bytes that cannot be read."""
-    ours = {r.key: r for r in choose(rows(a), keys)}
-    theirs = {r.key: r for r in choose(rows(b), keys)}
+    ours = {r.key: r for r in filter_rows(iter_tree_rows(a), keys)}
+    theirs = {r.key: r for r in filter_rows(iter_tree_rows(b), keys)}
     found = Differences(
-        only_a=_tops([k for k in ours if k not in theirs]),
-        only_b=_tops([k for k in theirs if k not in ours]),
+        only_a=_topmost_keys([k for k in ours if k not in theirs]),
+        only_b=_topmost_keys([k for k in theirs if k not in ours]),
     )
-    pairs: list[Pair] = []
+    pairs: list[LeafPair] = []
     for key, row in ours.items():
         other = theirs.get(key)
         if other is None:
             continue
-        change = _change(row, other)
+        change = _compare_rows(row, other)
         if change is not None:
             found.changes.append(change)
         elif row.dtype is not None:
-            pairs.append((row.tied or key, other.tied or key))
+            pairs.append((row.tied_to or key, other.tied_to or key))
         elif row.kind == "value":
-            found.equal += 1
+            found.equal_count += 1
     _compare_leaves(a, b, pairs, found, quiet)
     order = {key: i for i, key in enumerate(ours)}
     found.changes.sort(key=lambda c: order.get(c.key, 0))
     return found
 
 
-def _tops(keys: list[str]) -> list[str]:
+def _topmost_keys(keys: list[str]) -> list[str]:
     """The keys, without those below another of them."""
     known = set(keys)
     return [k for k in keys if not any(k[:i] in known for i, c in enumerate(k) if c == "/")]
 
 
-def _change(a: Row, b: Row) -> Change | None:
+def _compare_rows(a: TreeRow, b: TreeRow) -> Change | None:
     """What differs without a look at the bytes."""
     if (a.dtype is None) != (b.dtype is None) or (a.dtype is None and a.kind != b.kind):
         return Change(a.key, "kind", a.kind, b.kind)
@@ -126,18 +126,18 @@ def _change(a: Row, b: Row) -> Change | None:
     if a.shape != b.shape:
         return Change(a.key, "shape", a.shape, b.shape)
     if a.is_leaf and b.is_leaf and a.node != b.node:
-        return Change(a.key, "kind", _kind(a), _kind(b))
+        return Change(a.key, "kind", _leaf_kind(a), _leaf_kind(b))
     # as text: to Python 1, 1.0 and True are equal, and 0.0 and -0.0
     if a.kind == "value" and repr(a.node) != repr(b.node):
         return Change(a.key, "value", a.value(), b.value())
     if a.kind != b.kind and "tied" not in (a.kind, b.kind):
-        return Change(a.key, "kind", _kind(a), _kind(b))
-    if a.kind in CONTAINERS:
-        return _beside_members(a, b)
+        return Change(a.key, "kind", _leaf_kind(a), _leaf_kind(b))
+    if a.kind in CONTAINER_KINDS:
+        return _compare_containers(a, b)
     return None
 
 
-def _kind(row: Row) -> str:
+def _leaf_kind(row: TreeRow) -> str:
     """What a leaf is beside dtype and shape."""
     if row.kind == "blob":
         return str(row.node["blob"][0])
@@ -146,7 +146,7 @@ def _kind(row: Row) -> str:
     return row.kind
 
 
-def _beside_members(a: Row, b: Row) -> Change | None:
+def _compare_containers(a: TreeRow, b: TreeRow) -> Change | None:
     """What differs between two containers of one kind beside their members."""
     if a.kind == "sparse":
         x, y = ({k: v for k, v in r.node["sparse"].items() if k != "parts"} for r in (a, b))
@@ -158,118 +158,123 @@ def _beside_members(a: Row, b: Row) -> Change | None:
         if names[0][key] != names[1][key]:
             return Change(key, "name", names[0][key], names[1][key])
     # what modules note of themselves; of modules that only one has, the leaves tell
-    notes = [tree.decode(r.node.get("metadata", {"dict": {}}), r.key, tree.refuse_leaf)
+    notes = [tree.decode(r.node.get("metadata", {"dict": {}}), r.key, tree.reject_leaf)
              for r in (a, b)]  # fmt: skip
     for name in notes[0].keys() & notes[1].keys():
         if notes[0][name] != notes[1][name]:
             return Change(
-                join(a.key, name) if name else a.key, "metadata", notes[0][name], notes[1][name]
+                join_key(a.key, name) if name else a.key, "metadata", notes[0][name], notes[1][name]
             )
     return None
 
 
 def _compare_leaves(
-    a: Snapshot, b: Snapshot, pairs: list[Pair], found: Differences, quiet: bool
+    a: Snapshot, b: Snapshot, pairs: list[LeafPair], differences: Differences, quiet: bool
 ) -> None:
     # Of leaves that are tied, each pair is compared once.
     pairs = list(dict.fromkeys(pairs))
-    same = set(pairs) if a.digest == b.digest else same_chunks(a, b, pairs)
+    same = set(pairs) if a.digest == b.digest else find_equal_by_digest(a, b, pairs)
     unsure = [pair for pair in pairs if pair not in same]
-    found.equal += len(pairs) - len(unsure)
-    found.nbytes = sum(_nbytes(a, k) for k, _ in unsure)
-    with progress("comparing", found.nbytes, quiet=quiet) as tell:
+    differences.equal_count += len(pairs) - len(unsure)
+    differences.bytes_read = sum(_leaf_nbytes(a, k) for k, _ in unsure)
+    with progress_bar("comparing", differences.bytes_read, quiet=quiet) as tell:
         distances = compare_bytes(a, b, unsure, tell)
     for pair, distance in distances.items():
         if distance.differing:
-            found.changes.append(
+            differences.changes.append(
                 Change(
                     pair[0],
                     "bytes",
                     elements=distance.elements,
                     differing=distance.differing,
-                    largest=distance.largest,
+                    max_difference=distance.largest,
                 )
             )
         else:
-            found.equal += 1
+            differences.equal_count += 1
 
 
-def _nbytes(snapshot: Snapshot, key: str) -> int:
+def _leaf_nbytes(snapshot: Snapshot, key: str) -> int:
     dtype, shape = snapshot.leaves[key]
-    return Box.whole(shape).elements * DTYPES[dtype].itemsize
+    return Box.whole(shape).numel * DTYPES[dtype].itemsize
 
 
-def _document(a: Snapshot, b: Snapshot, found: Differences) -> dict[str, Any]:
+def _build_document(a: Snapshot, b: Snapshot, differences: Differences) -> dict[str, Any]:
     return {
         "a": {"snapshot": a.url, "step": a.step, "digest": a.digest},
         "b": {"snapshot": b.url, "step": b.step, "digest": b.digest},
-        "same": found.same,
-        "only_a": found.only_a,
-        "only_b": found.only_b,
+        "same": differences.is_same,
+        "only_a": differences.only_a,
+        "only_b": differences.only_b,
         "changed": [
             {
                 "key": c.key,
-                "what": c.what,
+                "what": c.aspect,
                 "a": c.a,
                 "b": c.b,
                 "elements": c.elements,
                 "differing": c.differing,
-                "largest": c.largest,
+                "largest": c.max_difference,
             }
-            for c in found.changes
+            for c in differences.changes
         ],
-        "equal": found.equal,
-        "bytes_read": found.nbytes,
+        "equal": differences.equal_count,
+        "bytes_read": differences.bytes_read,
     }
 
 
-def render(a: Snapshot, b: Snapshot, found: Differences, screen: Console) -> None:
+def render(a: Snapshot, b: Snapshot, differences: Differences, console: Console) -> None:
     """Print what differs, as a table, and the sum."""
-    from holdfast.cli.console import size, table, text
+    from holdfast.cli.console import format_size, make_table, styled_text
 
     for mark, snapshot, style in (("A", a, "red"), ("B", b, "green")):
         at = "" if snapshot.step is None else f"  step {snapshot.step}"
-        screen.print(text(f"{mark}  {snapshot.url}{at}", style), soft_wrap=True)
-    screen.print()
-    for key in found.only_a:
-        screen.print(text(f"only in A  {key}", "red"), soft_wrap=True)
-    for key in found.only_b:
-        screen.print(text(f"only in B  {key}", "green"), soft_wrap=True)
-    if found.changes:
-        rest = table("key", "change")
-        wide = min(max(len(_how(c)) for c in found.changes), max(34, screen.width // 2))
-        for c in found.changes:
-            # the end of a key tells more than its beginning
-            room = max(20, screen.width - wide - 3)
-            key = c.key if len(c.key) <= room else "\u2026" + c.key[1 - room :]
-            rest.add_row(text(key), text(_how(c), "", wide))
-        screen.print(rest)
-    if found.same:
-        screen.print(
-            text(f"The same: {count(found.equal, 'leaf or value', 'leaves and values')}", "green")
+        console.print(styled_text(f"{mark}  {snapshot.url}{at}", style), soft_wrap=True)
+    console.print()
+    for key in differences.only_a:
+        console.print(styled_text(f"only in A  {key}", "red"), soft_wrap=True)
+    for key in differences.only_b:
+        console.print(styled_text(f"only in B  {key}", "green"), soft_wrap=True)
+    if differences.changes:
+        rest = make_table("key", "change")
+        wide = min(
+            max(len(_format_change(c)) for c in differences.changes), max(34, console.width // 2)
         )
+        for c in differences.changes:
+            # the end of a key tells more than its beginning
+            room = max(20, console.width - wide - 3)
+            key = c.key if len(c.key) <= room else "\u2026" + c.key[1 - room :]
+            rest.add_row(styled_text(key), styled_text(_format_change(c), "", wide))
+        console.print(rest)
+    if differences.is_same:
+        same = format_count(differences.equal_count, "leaf or value", "leaves and values")
+        console.print(styled_text(f"The same: {same}", "green"))
         return
     parts = [
-        f"{len(found.changes):,} differ",
-        f"{found.equal:,} equal",
-        f"{len(found.only_a):,} only in A",
-        f"{len(found.only_b):,} only in B",
+        f"{len(differences.changes):,} differ",
+        f"{differences.equal_count:,} equal",
+        f"{len(differences.only_a):,} only in A",
+        f"{len(differences.only_b):,} only in B",
     ]
-    screen.print()
-    screen.print(text("; ".join(parts), "bold"))
-    screen.print(text(f"{size(found.nbytes)} of each had to be read", "dim"))
+    console.print()
+    console.print(styled_text("; ".join(parts), "bold"))
+    console.print(
+        styled_text(f"{format_size(differences.bytes_read)} of each had to be read", "dim")
+    )
 
 
-def _how(change: Change) -> str:
+def _format_change(change: Change) -> str:
     """A change in few words."""
-    from holdfast.cli.tree_rows import short
+    from holdfast.cli.tree_rows import format_short
 
-    if change.what == "bytes":
+    if change.aspect == "bytes":
         all_of = change.differing == change.elements
         many = "all" if all_of else f"{change.differing:,} of {change.elements:,}"
-        return f"{many} differ" + ("" if change.largest is None else f", max {change.largest:.4g}")
-    if change.what in ("value", "name", "metadata"):
-        return f"{short(change.a)} -> {short(change.b)}"
-    if change.what == "shape":
+        return f"{many} differ" + (
+            "" if change.max_difference is None else f", max {change.max_difference:.4g}"
+        )
+    if change.aspect in ("value", "name", "metadata"):
+        return f"{format_short(change.a)} -> {format_short(change.b)}"
+    if change.aspect == "shape":
         return f"{list(change.a)} -> {list(change.b)}"
     return f"{change.a} -> {change.b}"

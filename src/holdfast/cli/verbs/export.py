@@ -9,23 +9,23 @@ from typing import Any
 
 import click
 
-from holdfast.cli.console import progress
-from holdfast.cli.output import clean, json_option, print_json
-from holdfast.cli.resolve import count, snapshot_at
+from holdfast.cli.console import progress_bar
+from holdfast.cli.output import json_option, print_json, sanitize_text
+from holdfast.cli.resolve import format_count, resolve_snapshot
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.interop.export import SUFFIXES, Export, export_place, plan_export, write_export
+from holdfast.interop.export import SUFFIXES, ExportPlan, locate_export, plan_export, write_export
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def nbytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """A size such as ``5GB`` or ``500MB``, as Hugging Face's libraries read it; ``4GiB``, too."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", value, re.IGNORECASE)
     if match is not None and (match[2] or not match[3]):
-        unit = _UNITS[match[2].upper()]
+        unit = _SIZE_UNITS[match[2].upper()]
         if match[3]:
-            unit = 1 << 10 * list(_UNITS.values()).index(unit)
+            unit = 1 << 10 * list(_SIZE_UNITS.values()).index(unit)
         if (size := int(float(match[1]) * unit)) > 0:
             return size
     raise click.BadParameter(f"{value!r} is no size; write 5GB, 500MB or 4GiB")
@@ -55,7 +55,7 @@ def nbytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 )
 @click.option(
     "--max-shard-size",
-    callback=nbytes,
+    callback=parse_size,
     default="5GB",
     show_default=True,
     metavar="SIZE",
@@ -76,50 +76,53 @@ def command(
     Every byte is checked on the way. Nothing that is there is overwritten, and what fails leaves
     nothing behind. DIR may also be the name of the file, such as out/llama.safetensors.
     """
-    opened = snapshot_at(snapshot)
-    place, name = export_place(to, kind)
-    export = plan_export(opened, kind, root=root, keys=keys, shard_size=max_shard_size, name=name)
+    opened = resolve_snapshot(snapshot)
+    place, name = locate_export(to, kind)
+    export = plan_export(
+        opened, kind, root=root, keys=keys, max_shard_size=max_shard_size, file_name=name
+    )
     began = perf_counter()
-    with progress("exporting", export.nbytes, quiet=as_json) as tell:
+    with progress_bar("exporting", export.nbytes, quiet=as_json) as tell:
         write_export(opened, export, place, tell)
     seconds = perf_counter() - began
     if export.left_out and not as_json:
-        left = count(export.left_out, "plain value")
+        left = format_count(export.left_out, "plain value")
         click.echo(f"holdfast: {left} left out: {kind} holds tensors only", err=True)
     if as_json:
-        print_json(_document(opened, export, place, seconds))
+        print_json(_build_document(opened, export, place, seconds))
     else:
         _render(export, place, seconds)
 
 
-def _url(place: Location, name: str) -> str:
-    return f"{place.url.rstrip('/')}/{name}"
+def _file_url(location: Location, name: str) -> str:
+    return f"{location.url.rstrip('/')}/{name}"
 
 
-def _document(
-    snapshot: Snapshot, export: Export, place: Location, seconds: float
+def _build_document(
+    snapshot: Snapshot, plan: ExportPlan, location: Location, seconds: float
 ) -> dict[str, Any]:
     return {
         "snapshot": snapshot.url,
         "step": snapshot.step,
-        "to": export.kind,
-        "root": export.root,
-        "files": [{"file": _url(place, f.name), "bytes": f.length} for f in export.files],
-        "tensors": export.tensors,
-        "left_out": export.left_out,
-        "bytes": export.nbytes,
+        "to": plan.kind,
+        "root": plan.root,
+        "files": [{"file": _file_url(location, f.name), "bytes": f.length} for f in plan.files],
+        "tensors": plan.tensor_count,
+        "left_out": plan.left_out,
+        "bytes": plan.nbytes,
         "seconds": round(seconds, 6),
     }
 
 
-def _render(export: Export, place: Location, seconds: float) -> None:
-    from holdfast.cli.console import console, size, text
+def _render(plan: ExportPlan, location: Location, seconds: float) -> None:
+    from holdfast.cli.console import format_size, make_console, styled_text
 
-    screen = console()
-    for file in export.files:
-        told = f"{_url(place, file.name)}  {size(file.length)}"
-        screen.print(text(clean(told)), soft_wrap=True)
-    below = f" below {export.root}" if export.root else ""
-    speed = f", {size(int(export.nbytes / seconds))}/s" if seconds > 1 else ""
-    done = f"{count(export.tensors, 'tensor')}{below}, {size(export.nbytes)}, all checked{speed}"
-    screen.print(text(done, "green"), soft_wrap=True)
+    screen = make_console()
+    for file in plan.files:
+        told = f"{_file_url(location, file.name)}  {format_size(file.length)}"
+        screen.print(styled_text(sanitize_text(told)), soft_wrap=True)
+    below = f" below {plan.root}" if plan.root else ""
+    speed = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds > 1 else ""
+    count = format_count(plan.tensor_count, "tensor")
+    done = f"{count}{below}, {format_size(plan.nbytes)}, all checked{speed}"
+    screen.print(styled_text(done, "green"), soft_wrap=True)

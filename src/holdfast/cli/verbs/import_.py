@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast.cli.console import progress
+from holdfast.cli.console import progress_bar
 from holdfast.cli.output import json_option, print_json
-from holdfast.cli.resolve import count, refuse_target
-from holdfast.engine.saving.commit import refuse_existing
+from holdfast.cli.resolve import check_run_target, format_count
+from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.names import Version
-from holdfast.interop.arrange import MAX_STEP, Arranged, arrange
-from holdfast.interop.import_ import Foreign, read_foreign, save_foreign, size_on_disk, take_apart
+from holdfast.interop.arrange import MAX_STEP, ArrangedState, arrange_state
+from holdfast.interop.import_ import (
+    ForeignCheckpoint,
+    flatten_foreign_state,
+    read_foreign_checkpoint,
+    save_foreign_checkpoint,
+    size_on_disk,
+)
 from holdfast.run.run import Run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_KINDS = {
+_KIND_NAMES = {
     "torch": "a file of torch.save",
     "lightning": "a Lightning checkpoint",
     "safetensors": "a safetensors file",
@@ -31,11 +37,11 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportResult:
     """What was read, how it hangs in the state, and the snapshot that it became."""
 
-    read: Foreign
-    arranged: Arranged
+    checkpoint: ForeignCheckpoint
+    arranged: ArrangedState
     snapshot: Snapshot
     seconds: float
 
@@ -69,32 +75,34 @@ def command(
     """
     began = perf_counter()
     place = Run(run)
-    refuse_target(place)
-    with progress("checking", size_on_disk(file_or_dir), quiet=as_json) as tell:
-        read = read_foreign(file_or_dir, tell)
+    check_run_target(place)
+    with progress_bar("checking", size_on_disk(file_or_dir), quiet=as_json) as tell:
+        read = read_foreign_checkpoint(file_or_dir, tell)
     step = read.step if step is None else step
     if step is None:
         raise click.UsageError(
             f"{file_or_dir} does not tell after which step it was saved: give --step N"
         )
     version = Version(step, place.branch())
-    refuse_existing(place.place(version))
-    arranged = arrange(read.value, under, keep_names=keep_names)
-    flat = take_apart(arranged.state)
+    raise_if_exists(place.location(version))
+    arranged = arrange_state(read.value, under, keep_names=keep_names)
+    flat = flatten_foreign_state(arranged.state)
     nbytes = sum(leaf.source.nbytes for leaf in flat.leaves)
-    with progress("importing", nbytes, quiet=as_json) as tell:
-        made = save_foreign(place.place(version), flat, read, step, version.branch, tell)
-    imported = Imported(read, arranged, made, perf_counter() - began)
+    with progress_bar("importing", nbytes, quiet=as_json) as tell:
+        made = save_foreign_checkpoint(
+            place.location(version), flat, read, step, version.branch, tell
+        )
+    imported = ImportResult(read, arranged, made, perf_counter() - began)
     if as_json:
-        print_json(_document(imported))
+        print_json(_build_document(imported))
     else:
-        from holdfast.cli.console import console
+        from holdfast.cli.console import make_console
 
-        render(imported, console())
+        render(imported, make_console())
 
 
-def _document(imported: Imported) -> dict[str, Any]:
-    read, made = imported.read, imported.snapshot
+def _build_document(result: ImportResult) -> dict[str, Any]:
+    read, made = result.checkpoint, result.snapshot
     return {
         "from": read.path,
         "kind": read.kind,
@@ -103,18 +111,18 @@ def _document(imported: Imported) -> dict[str, Any]:
         "leaves": len(made.leaves),
         "bytes": made.nbytes,
         "mapped": read.mapped,
-        "renamed": imported.arranged.renamed,
-        "converted": imported.arranged.converted,
+        "renamed": result.arranged.renamed,
+        "converted": result.arranged.converted,
         "left_out": list(read.left_out),
-        "seconds": round(imported.seconds, 6),
+        "seconds": round(result.seconds, 6),
     }
 
 
-def render(imported: Imported, screen: Console) -> None:
+def render(result: ImportResult, console: Console) -> None:
     """Print what came of it, and whatever is not as the checkpoint had it."""
-    from holdfast.cli.console import size, text
+    from holdfast.cli.console import format_size, styled_text
 
-    read, made, arranged = imported.read, imported.snapshot, imported.arranged
+    read, made, arranged = result.checkpoint, result.snapshot, result.arranged
     notes = []
     if arranged.renamed:
         notes.append(f"Marks of wrappers taken out of the names in {', '.join(arranged.renamed)}")
@@ -125,8 +133,10 @@ def render(imported: Imported, screen: Console) -> None:
     if read.left_out:
         shown = ", ".join(read.left_out[:5]) + (" ..." if read.left_out[5:] else "")
         notes.append(f"Not imported: {shown}")
-    screen.print(text(f"{_KINDS[read.kind]}  {read.path}", "dim"), soft_wrap=True)
+    console.print(styled_text(f"{_KIND_NAMES[read.kind]}  {read.path}", "dim"), soft_wrap=True)
     for note in notes:
-        screen.print(text(note, "yellow"), soft_wrap=True)
-    leaves = count(len(made.leaves), "leaf", "leaves")
-    screen.print(text(f"{made.url}  {leaves}, {size(made.nbytes)}", "green"), soft_wrap=True)
+        console.print(styled_text(note, "yellow"), soft_wrap=True)
+    leaves = format_count(len(made.leaves), "leaf", "leaves")
+    console.print(
+        styled_text(f"{made.url}  {leaves}, {format_size(made.nbytes)}", "green"), soft_wrap=True
+    )

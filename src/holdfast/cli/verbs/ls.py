@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast.cli.console import progress
-from holdfast.cli.output import brief, describe, json_option, print_json
-from holdfast.cli.resolve import count, run_at, stray
+from holdfast.cli.console import progress_bar
+from holdfast.cli.output import describe_error, format_error_brief, json_option, print_json
+from holdfast.cli.resolve import format_count, resolve_run, stray_snapshot_warning
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version
 from holdfast.format.records import Branch
-from holdfast.run.catalog import Known, Listing, known_of, orphans
+from holdfast.run.catalog import Listing, VersionRecord, find_orphans, make_version_record
 from holdfast.run.run import Run
 from holdfast.storage.store import Stat
 
@@ -26,51 +26,51 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Entry:
+class VersionEntry:
     """One version as it was found. ``nbytes``: of the files that its manifest names, or, where
     that cannot be read, of all in its folder. ``metrics``: of its save and of evaluations."""
 
     version: Version
     snapshot: Snapshot | None
     problem: HoldfastError | None
-    on_line: bool
+    on_lineage: bool
     nbytes: int
     created: str
-    known: Known = Known()  # noqa: RUF009  (frozen)
+    record: VersionRecord = VersionRecord()  # noqa: RUF009  (frozen)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
-    latest: bool = False
+    is_latest: bool = False
 
     @property
-    def referred(self) -> int:
+    def referred_bytes(self) -> int:
         """Bytes in files of other versions."""
         return 0 if self.snapshot is None else self.snapshot.referred_bytes
 
     @property
-    def state(self) -> str:
+    def status(self) -> str:
         if isinstance(self.problem, FormatTooNew):
             return "too new"
         if self.problem is not None:
             return "damaged" if isinstance(self.problem, FormatError) else "unreadable"
-        if self.latest:
+        if self.is_latest:
             return "latest"
-        return "ok" if self.on_line else "left"
+        return "ok" if self.on_lineage else "left"
 
 
 @dataclass(slots=True)
-class Found:
+class ListResult:
     """A run as ``ls`` shows it."""
 
     run: Run
-    entries: list[Entry]
+    entries: list[VersionEntry]
     branch: int
     branches: dict[int, Branch | HoldfastError]
     orphans: list[Stat]
-    stray: str | None = None
+    stray_warning: str | None = None
 
     @property
-    def latest(self) -> Entry | None:
-        return next((e for e in self.entries if e.latest), None)
+    def latest(self) -> VersionEntry | None:
+        return next((e for e in self.entries if e.is_latest), None)
 
 
 @click.command("ls", short_help="List the versions: step, age, size, metrics, intact or not.")
@@ -83,31 +83,33 @@ def command(run: str, as_json: bool) -> None:
     counts as intact here if its manifest is sound and its files are there in full length; "verify"
     reads the bytes.
     """
-    place, listing = run_at(run)
-    with progress("reading manifests", len(listing.versions), quiet=as_json, unit="versions") as t:
-        found = look(place, listing, t)
+    place, listing = resolve_run(run)
+    with progress_bar(
+        "reading manifests", len(listing.versions), quiet=as_json, unit="versions"
+    ) as t:
+        found = list_versions(place, listing, t)
     if as_json:
-        print_json(_document(found))
+        print_json(_build_document(found))
     else:
-        from holdfast.cli.console import console
+        from holdfast.cli.console import make_console
 
-        render(found, console())
+        render(found, make_console())
 
 
-def look(run: Run, listing: Listing, tell: Any = lambda step: None) -> Found:
+def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
     """Open every version. One that is deleted meanwhile is left out."""
     line_now = set(run.line(listing))
-    entries: list[Entry] = []
+    entries: list[VersionEntry] = []
     for version in listing.versions:
-        entry = _entry(run, version, listing.folders[version], version in line_now)
+        entry = _read_entry(run, version, listing.folders[version], version in line_now)
         if entry is not None:
-            entry.pinned = version in listing.lasting
+            entry.pinned = version in listing.lasting_pins
             entries.append(entry)
-        tell(1)
-    left = [stat for _, stat in orphans(listing, {e.version: e.known for e in entries})]
-    sound = [e for e in entries if e.on_line and e.problem is None]
+        advance(1)
+    left = [stat for _, stat in find_orphans(listing, {e.version: e.record for e in entries})]
+    sound = [e for e in entries if e.on_lineage and e.problem is None]
     if sound:
-        sound[-1].latest = True
+        sound[-1].is_latest = True
     branches: dict[int, Branch | HoldfastError] = {}
     for number in listing.branches:
         try:
@@ -115,10 +117,14 @@ def look(run: Run, listing: Listing, tell: Any = lambda step: None) -> Found:
         except (FormatError, NotFound) as e:
             branches[number] = e
     left += run.store.partials("")
-    return Found(run, entries, run.branch(listing), branches, left, stray(run))
+    return ListResult(
+        run, entries, run.branch(listing), branches, left, stray_snapshot_warning(run)
+    )
 
 
-def _entry(run: Run, version: Version, files: Sequence[Stat], on_line: bool) -> Entry | None:
+def _read_entry(
+    run: Run, version: Version, files: Sequence[Stat], on_lineage: bool
+) -> VersionEntry | None:
     snapshot, problem = None, None
     try:
         snapshot = run.open(version)
@@ -128,25 +134,25 @@ def _entry(run: Run, version: Version, files: Sequence[Stat], on_line: bool) -> 
     except (FormatError, StoreError) as e:
         problem = e
     if snapshot is not None:
-        known = known_of(snapshot)
+        known = make_version_record(snapshot)
         metrics = {**snapshot.metadata.get("metrics", {})}
-        metrics.update(run.ledger.metrics(version, known, files))
+        metrics.update(run.catalog.metrics(version, known, files))
         nbytes, created = snapshot.nbytes, snapshot.created
-        return Entry(version, snapshot, problem, on_line, nbytes, created, known, metrics)
+        return VersionEntry(version, snapshot, problem, on_lineage, nbytes, created, known, metrics)
     modified = max(f.modified for f in files)
     created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
-    return Entry(version, None, problem, on_line, sum(f.length for f in files), created)
+    return VersionEntry(version, None, problem, on_lineage, sum(f.length for f in files), created)
 
 
-def _document(found: Found) -> dict[str, Any]:
-    latest = found.latest
+def _build_document(result: ListResult) -> dict[str, Any]:
+    latest = result.latest
     return {
-        "run": found.run.url,
+        "run": result.run.url,
         "latest": None if latest is None else str(latest.version),
-        "branch": found.branch,
-        "versions": [_version(found.run, e) for e in found.entries],
+        "branch": result.branch,
+        "versions": [_build_version_document(result.run, e) for e in result.entries],
         "branches": [
-            {"number": number, "problem": describe(b)}
+            {"number": number, "problem": describe_error(b)}
             if isinstance(b, HoldfastError)
             else {
                 "number": number,
@@ -155,111 +161,118 @@ def _document(found: Found) -> dict[str, Any]:
                 "created": b.created,
                 "problem": None,
             }
-            for number, b in found.branches.items()
+            for number, b in result.branches.items()
         ],
-        "orphans": {"files": len(found.orphans), "bytes": sum(s.length for s in found.orphans)},
-        "stray": found.stray is not None,
+        "orphans": {"files": len(result.orphans), "bytes": sum(s.length for s in result.orphans)},
+        "stray": result.stray_warning is not None,
         "bytes_checked": False,
     }
 
 
-def _version(run: Run, entry: Entry) -> dict[str, Any]:
+def _build_version_document(run: Run, entry: VersionEntry) -> dict[str, Any]:
     metadata = {} if entry.snapshot is None else entry.snapshot.metadata
     return {
         "version": str(entry.version),
-        "url": run.place(entry.version).url,
+        "url": run.location(entry.version).url,
         "step": entry.version.step,
         "branch": entry.version.branch,
-        "on_line": entry.on_line,
-        "latest": entry.latest,
+        "on_line": entry.on_lineage,
+        "latest": entry.is_latest,
         "created": entry.created,
         "bytes": entry.nbytes,
-        "referred_bytes": entry.referred,
+        "referred_bytes": entry.referred_bytes,
         "reason": metadata.get("reason"),
         "metrics": entry.metrics,
         "pinned": entry.pinned,
         "intact": entry.problem is None,
-        "problem": None if entry.problem is None else describe(entry.problem),
+        "problem": None if entry.problem is None else describe_error(entry.problem),
     }
 
 
-def render(found: Found, screen: Console) -> None:
+def render(result: ListResult, console: Console) -> None:
     """Print the table, what is wrong, and what else lies there."""
     from holdfast.cli import console as show
 
-    total = sum(e.nbytes for e in found.entries)
-    many = count(len(found.entries), "version")
-    screen.print(
-        show.text(found.run.url, "bold"), show.text(f"{many}, {show.size(total)}", "dim"),
+    total = sum(e.nbytes for e in result.entries)
+    many = format_count(len(result.entries), "version")
+    console.print(
+        show.styled_text(result.run.url, "bold"),
+        show.styled_text(f"{many}, {show.format_size(total)}", "dim"),
         sep="  ", soft_wrap=True,
     )  # fmt: skip
-    branched = any(e.version.branch for e in found.entries)
-    refers = any(e.referred for e in found.entries)
+    branched = any(e.version.branch for e in result.entries)
+    refers = any(e.referred_bytes for e in result.entries)
     sizes = ("own", "referred") if refers else ("size",)
     names = ("step", *(("branch",) if branched else ()), "age", *sizes, "state", "reason")
-    table = show.table(*names, "metrics", right=("step", "branch", "age", *sizes))
-    rows = [_cells(entry, branched, refers) for entry in found.entries]
+    table = show.make_table(*names, "metrics", right_aligned=("step", "branch", "age", *sizes))
+    rows = [_table_cells(entry, branched, refers) for entry in result.entries]
     # metrics get what is left of the line; nothing else is cut short, however narrow it is
     used = sum(max(len(n), *(r[i].cell_len for r in rows)) + 2 for i, n in enumerate(names))
-    room = max(len("metrics"), screen.width - used)
+    room = max(len("metrics"), console.width - used)
     for row in rows:
         row[-1].truncate(room, overflow="ellipsis")
         table.add_row(*row)
-    screen.width = max(screen.width, used + room)  # a terminal wraps what is wider
-    screen.print(table)
-    for note in _notes(found):
-        screen.print(note, soft_wrap=True)
+    console.width = max(console.width, used + room)  # a terminal wraps what is wider
+    console.print(table)
+    for note in _footnotes(result):
+        console.print(note, soft_wrap=True)
 
 
-_STYLES = {"latest": "green", "ok": "", "left": "dim"}
+_STATUS_STYLES = {"latest": "green", "ok": "", "left": "dim"}
 """Of what is well; all else is red."""
 
 
-def _cells(entry: Entry, branched: bool, refers: bool) -> list[Text]:
-    from holdfast.cli.console import age, numbers, size, text
+def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) -> list[Text]:
+    from holdfast.cli.console import format_age, format_metrics, format_size, styled_text
 
     metadata = {} if entry.snapshot is None else entry.snapshot.metadata
-    base = "dim" if entry.state == "left" or not entry.on_line else ""
-    branch = [text(entry.version.branch or "", base)] if branched else []
-    referred = [text(size(entry.referred) if entry.referred else "", base)] if refers else []
+    base = "dim" if entry.status == "left" or not entry.on_lineage else ""
+    branch = [styled_text(entry.version.branch or "", base)] if show_branch else []
+    referred = (
+        [styled_text(format_size(entry.referred_bytes) if entry.referred_bytes else "", base)]
+        if show_referred
+        else []
+    )
     return [
-        text(entry.version.step, base),
+        styled_text(entry.version.step, base),
         *branch,
-        text(age(entry.created), base),
-        text(size(entry.nbytes), base),
+        styled_text(format_age(entry.created), base),
+        styled_text(format_size(entry.nbytes), base),
         *referred,
-        text(entry.state + ", pinned" * entry.pinned, _STYLES.get(entry.state, "red")),
-        text(metadata.get("reason") or "", base, 12),
-        text(numbers(entry.metrics), base),
+        styled_text(
+            entry.status + ", pinned" * entry.pinned, _STATUS_STYLES.get(entry.status, "red")
+        ),
+        styled_text(metadata.get("reason") or "", base, 12),
+        styled_text(format_metrics(entry.metrics), base),
     ]
 
 
-def _notes(found: Found) -> list[Text]:
-    from holdfast.cli.console import size, text
+def _footnotes(result: ListResult) -> list[Text]:
+    from holdfast.cli.console import format_size, styled_text
 
     notes = [
-        text(f"{e.version}: {brief(e.problem)}", "red")
-        for e in found.entries
+        styled_text(f"{e.version}: {format_error_brief(e.problem)}", "red")
+        for e in result.entries
         if e.problem is not None
     ]
-    for number, branch in found.branches.items():
+    for number, branch in result.branches.items():
         if isinstance(branch, HoldfastError):
-            notes.append(text(f"branch {number}: {brief(branch)}", "red"))
+            notes.append(styled_text(f"branch {number}: {format_error_brief(branch)}", "red"))
         else:
             left = f"branch {number} left from {branch.from_version} ({branch.reason})"
-            notes.append(text(left, "dim"))
-    if found.latest is None:
-        notes.append(text("No version that training is on is intact.", "red"))
-    if found.orphans:
-        nbytes = size(sum(s.length for s in found.orphans))
+            notes.append(styled_text(left, "dim"))
+    if result.latest is None:
+        notes.append(styled_text("No version that training is on is intact.", "red"))
+    if result.orphans:
+        nbytes = format_size(sum(s.length for s in result.orphans))
         notes.append(
-            text(
-                f"{count(len(found.orphans), 'file')} ({nbytes}) that no manifest names: of a save"
-                f" under way, or left behind (holdfast sweep {found.run.url})",
+            styled_text(
+                f"{format_count(len(result.orphans), 'file')} ({nbytes}) that no manifest names:"
+                f" of a save under way, or left behind (holdfast sweep {result.run.url})",
                 "yellow",
             )
         )
-    if found.stray is not None:
-        notes.append(text(found.stray, "yellow"))
-    notes.append(text(f"Bytes are not checked: holdfast verify {found.run.url}", "dim"))
+    if result.stray_warning is not None:
+        notes.append(styled_text(result.stray_warning, "yellow"))
+    notes.append(styled_text(f"Bytes are not checked: holdfast verify {result.run.url}", "dim"))
     return notes

@@ -6,20 +6,20 @@ from time import sleep
 
 import click
 
-from holdfast.cli.console import progress
+from holdfast.cli.console import progress_bar
 from holdfast.cli.output import json_option, print_json
-from holdfast.cli.resolve import started_at
-from holdfast.cli.verbs.sweep import seconds
+from holdfast.cli.resolve import resolve_run_allow_empty
+from holdfast.cli.verbs.sweep import parse_duration
 from holdfast.format.names import new_attempt
 from holdfast.run.run import Run
-from holdfast.run.save_request import Answer, ask, put_request
+from holdfast.run.save_request import RequestedSave, put_request, request_and_wait
 
 
 @click.command("request-save", short_help="Ask a running training to save now.")
 @click.argument("run")
 @click.option(
     "--timeout",
-    callback=seconds,
+    callback=parse_duration,
     default="300s",
     show_default=True,
     metavar="TIME",
@@ -33,28 +33,28 @@ def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
     A request that is there already is joined. One that nobody answers in time, or that Ctrl-C
     ends, is taken back.
     """
-    place = started_at(run)
+    place = resolve_run_allow_empty(run)
     if no_wait:
         mine = new_attempt()
         version, joined = None, put_request(place.store, mine) != mine
     else:
-        answer = _wait(place, timeout, quiet=as_json)
+        answer = _request_and_wait(place, timeout, quiet=as_json)
         version, joined = str(answer.version), answer.joined
     if as_json:
         print_json({"run": place.url, "version": version, "joined": joined})
     else:
-        from holdfast.cli.console import console, text
+        from holdfast.cli.console import make_console, styled_text
 
         asked = "There is a request already" if joined else "Asked to save at the next step"
-        console().print(text(version or asked), soft_wrap=True)
+        make_console().print(styled_text(version or asked), soft_wrap=True)
 
 
-def _wait(place: Run, timeout: float, quiet: bool) -> Answer:
+def _request_and_wait(run: Run, timeout: float, quiet: bool) -> RequestedSave:
     """Ask and wait; a bar counts the seconds."""
-    with progress("waiting for the training", round(timeout), quiet=quiet, unit="s") as advance:
+    with progress_bar("waiting for the training", round(timeout), quiet=quiet, unit="s") as advance:
 
         def wait(span: float) -> None:
             sleep(span)
             advance(1)
 
-        return ask(place, timeout, wait=wait)
+        return request_and_wait(run, timeout, wait=wait)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast.cli.console import progress
+from holdfast.cli.console import progress_bar
 from holdfast.cli.output import json_option, print_json
-from holdfast.cli.resolve import count, no_empty_folder, snapshot_at
+from holdfast.cli.resolve import format_count, remove_folder_if_empty, resolve_snapshot
 from holdfast.engine.snapshot.location import Location, locate, versions_in
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.transform.reshard import SPLITS, reshard
@@ -49,28 +49,28 @@ def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) ->
     to no other version. Every byte is checked on the way; SNAPSHOT is left as it is, and nothing
     that is there is overwritten.
     """
-    old = snapshot_at(snapshot)
-    place = _place(old, dest)
+    old = resolve_snapshot(snapshot)
+    place = _resolve_destination(old, dest)
     began = perf_counter()
     nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in old.leaves.values())
     with (
-        no_empty_folder(place.store),
-        progress("resharding", nbytes, quiet=as_json) as tell,
+        remove_folder_if_empty(place.store),
+        progress_bar("resharding", nbytes, quiet=as_json) as tell,
     ):
         new = reshard(old, place, shards, split, tell)
     seconds = perf_counter() - began
     if as_json:
-        print_json(_document(old, new, split, seconds))
+        print_json(_build_document(old, new, split, seconds))
     else:
-        from holdfast.cli.console import console
+        from holdfast.cli.console import make_console
 
-        render(old, new, seconds, console())
+        render(old, new, seconds, make_console())
 
 
-def _place(snapshot: Snapshot, to: str) -> Location:
+def _resolve_destination(snapshot: Snapshot, destination: str) -> Location:
     """Where the new snapshot will be. Raises ``AlreadyExists`` for the name of another version."""
     step, branch = snapshot.manifest.step, snapshot.manifest.branch
-    place = locate(to)
+    place = locate(destination)
     if step is not None and versions_in(place):
         return Location(place.store, place.key(str(Version(step, branch))))
     version = parse_version(place.folder.rpartition("/")[2])
@@ -83,7 +83,7 @@ def _place(snapshot: Snapshot, to: str) -> Location:
     return place
 
 
-def _document(old: Snapshot, new: Snapshot, split: str, seconds: float) -> dict[str, Any]:
+def _build_document(old: Snapshot, new: Snapshot, split: str, seconds: float) -> dict[str, Any]:
     return {
         "from": old.url,
         "to": new.url,
@@ -97,12 +97,13 @@ def _document(old: Snapshot, new: Snapshot, split: str, seconds: float) -> dict[
     }
 
 
-def render(old: Snapshot, new: Snapshot, seconds: float, screen: Console) -> None:
+def render(old: Snapshot, new: Snapshot, seconds: float, console: Console) -> None:
     """Print where the new snapshot is, and what it is made of."""
-    from holdfast.cli.console import size, text
+    from holdfast.cli.console import format_size, styled_text
 
     before, after = len(old.manifest.shards), len(new.manifest.shards)
-    speed = f", {size(int(new.nbytes / seconds))}/s" if seconds > 1 else ""
-    screen.print(text(f"resharded      {new.url}"), soft_wrap=True)
-    done = f"{count(before, 'shard')} before, {after:,} now, {size(new.nbytes)}, all checked{speed}"
-    screen.print(text(done, "green"), soft_wrap=True)
+    speed = f", {format_size(int(new.nbytes / seconds))}/s" if seconds > 1 else ""
+    console.print(styled_text(f"resharded      {new.url}"), soft_wrap=True)
+    shards = f"{format_count(before, 'shard')} before, {after:,} now"
+    done = f"{shards}, {format_size(new.nbytes)}, all checked{speed}"
+    console.print(styled_text(done, "green"), soft_wrap=True)

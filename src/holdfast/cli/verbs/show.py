@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from holdfast.cli.output import describe, json_option, line, print_json
-from holdfast.cli.resolve import count, snapshot_at
-from holdfast.cli.tree_rows import CONTAINERS, Row, rows
-from holdfast.engine.planning.select import selector
+from holdfast.cli.output import describe_error, format_error_line, json_option, print_json
+from holdfast.cli.resolve import format_count, resolve_snapshot
+from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, iter_tree_rows
+from holdfast.engine.planning.select import make_key_filter
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
-from holdfast.format.index_columns import BoxAt
+from holdfast.format.index_columns import IndexBox
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LINES = 40
+MAX_TREE_LINES = 40
 """Rows of the tree that a terminal is given unasked."""
 
-Layouts = dict[str, list[tuple[int, BoxAt]]]
+Layouts = dict[str, list[tuple[int, IndexBox]]]
 
 
 @click.command("show", short_help="Show what a snapshot holds: the tree, shapes, sizes.")
@@ -50,8 +50,8 @@ def command(
     Only the manifest is read (and with --layout the indexes). On a terminal a long tree is cut
     to the levels that fit; --all, --depth and --keys choose otherwise.
     """  # fmt: skip
-    opened = snapshot_at(snapshot)
-    chosen = list(choose(rows(opened), keys))
+    opened = resolve_snapshot(snapshot)
+    chosen = list(filter_rows(iter_tree_rows(opened), keys))
     if keys and not chosen:
         raise MissingLeaf(
             f"Nothing in {opened.url} matches",
@@ -59,48 +59,48 @@ def command(
             found=", ".join(list(opened.keys())[:5]),
             todo="* stays within a level, ** crosses levels",
         )
-    layouts = _layouts(opened) if layout else None
+    layouts = _read_layouts(opened) if layout else None
     if as_json:
-        print_json(_document(opened, chosen, layouts))
+        print_json(_build_document(opened, chosen, layouts))
         return
-    from holdfast.cli.console import console
+    from holdfast.cli.console import make_console
 
-    screen = console()
+    screen = make_console()
     if depth is None and not everything and not keys and screen.is_terminal:
-        depth = fitting(chosen)
+        depth = fitting_depth(chosen)
     render(opened, chosen, layouts, depth, screen)
 
 
-def choose(found: Iterable[Row], keys: Sequence[str]) -> Iterable[Row]:
+def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:
     """The rows whose key matches; with patterns, containers are left out."""
     if not keys:
-        return found
-    selected = selector(keys)
+        return rows
+    selected = make_key_filter(keys)
     return (
         r
-        for r in found
-        if (r.kind not in CONTAINERS and selected(r.key))
-        or (r.kind == "value" and _within(r, keys))
+        for r in rows
+        if (r.kind not in CONTAINER_KINDS and selected(r.key))
+        or (r.kind == "value" and _matches_element(r, keys))
     )
 
 
-def _within(row: Row, keys: Sequence[str]) -> bool:
+def _matches_element(row: TreeRow, keys: Sequence[str]) -> bool:
     """Whether a pattern means an element of a list that is shown as one value."""
     if type(row.node) is not dict or next(iter(row.node)) not in ("list", "tuple"):
         return False
-    selected = selector(keys)
+    selected = make_key_filter(keys)
     return any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
 
 
-def fitting(found: Sequence[Row]) -> int | None:
+def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
     """The most levels with which the tree has at most ``LINES`` rows; None: all of them."""
-    if len(found) <= LINES:
+    if len(rows) <= MAX_TREE_LINES:
         return None
-    depths = range(1, max(r.depth for r in found) + 1)
-    return max((d for d in depths if sum(r.depth < d for r in found) <= LINES), default=1)
+    depths = range(1, max(r.depth for r in rows) + 1)
+    return max((d for d in depths if sum(r.depth < d for r in rows) <= MAX_TREE_LINES), default=1)
 
 
-def _layouts(snapshot: Snapshot) -> Layouts:
+def _read_layouts(snapshot: Snapshot) -> Layouts:
     made: Layouts = {}
     for number, index in enumerate(snapshot.indexes()):
         for leaf in index.leaves:
@@ -108,9 +108,11 @@ def _layouts(snapshot: Snapshot) -> Layouts:
     return made
 
 
-def _document(snapshot: Snapshot, found: Sequence[Row], layouts: Layouts | None) -> dict[str, Any]:
+def _build_document(
+    snapshot: Snapshot, rows: Sequence[TreeRow], layouts: Layouts | None
+) -> dict[str, Any]:
     manifest, metadata = snapshot.manifest, snapshot.metadata
-    problem = _problem(snapshot)
+    problem = _find_problem(snapshot)
     return {
         "snapshot": snapshot.url,
         "step": manifest.step,
@@ -132,23 +134,25 @@ def _document(snapshot: Snapshot, found: Sequence[Row], layouts: Layouts | None)
         "bases": [str(v) for v in sorted(snapshot.bases)],
         "chain": snapshot.chain,
         "intact": problem is None,
-        "problem": None if problem is None else describe(problem),
+        "problem": None if problem is None else describe_error(problem),
         "bytes_checked": False,
         "leaves": [
-            _leaf(r, layouts) for r in found if r.kind != "value" and r.kind not in CONTAINERS
+            _build_leaf_document(r, layouts)
+            for r in rows
+            if r.kind != "value" and r.kind not in CONTAINER_KINDS
         ],
-        "values": [{"key": r.key, "value": r.value()} for r in found if r.kind == "value"],
+        "values": [{"key": r.key, "value": r.value()} for r in rows if r.kind == "value"],
     }
 
 
-def _leaf(row: Row, layouts: Layouts | None) -> dict[str, Any]:
+def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any]:
     made: dict[str, Any] = {
         "key": row.key,
         "kind": row.kind,
         "dtype": row.dtype,
         "shape": row.shape,
         "bytes": row.nbytes,
-        "tied": row.tied,
+        "tied": row.tied_to,
     }
     if layouts is not None:
         made["boxes"] = [
@@ -158,7 +162,7 @@ def _leaf(row: Row, layouts: Layouts | None) -> dict[str, Any]:
     return made
 
 
-def _problem(snapshot: Snapshot) -> FormatError | None:
+def _find_problem(snapshot: Snapshot) -> FormatError | None:
     try:
         snapshot.check_files()
     except FormatError as e:
@@ -168,104 +172,112 @@ def _problem(snapshot: Snapshot) -> FormatError | None:
 
 def render(
     snapshot: Snapshot,
-    found: Sequence[Row],
+    rows: Sequence[TreeRow],
     layouts: Layouts | None,
     depth: int | None,
-    screen: Console,
+    console: Console,
 ) -> None:
     """Print the header and the tree, down to ``depth`` levels (None: all)."""
     from holdfast.cli import console as show
 
-    screen.print(show.text(snapshot.url, "bold"), soft_wrap=True)
-    head = show.table("", "")
+    console.print(show.styled_text(snapshot.url, "bold"), soft_wrap=True)
+    head = show.make_table("", "")
     head.show_header = False
-    problem = _problem(snapshot)
-    for name, value in _header(snapshot):
-        head.add_row(show.text(name, "dim"), show.text(value, "", screen.width - 12))
-    screen.print(head)
+    problem = _find_problem(snapshot)
+    for name, value in _header_fields(snapshot):
+        head.add_row(show.styled_text(name, "dim"), show.styled_text(value, "", console.width - 12))
+    console.print(head)
     if problem is not None:
-        screen.print(show.text(line(problem), "red"), soft_wrap=True)
-    screen.print()
-    table = show.table("key", "what", "size", right=("size",))
-    lines = _lines(found, depth, layouts)
-    wide = min(max((len(c.what) for c in lines), default=0), (screen.width - 14) // 2, 60)
+        console.print(show.styled_text(format_error_line(problem), "red"), soft_wrap=True)
+    console.print()
+    table = show.make_table("key", "what", "size", right_aligned=("size",))
+    lines = _table_lines(rows, depth, layouts)
+    wide = min(max((len(c.description) for c in lines), default=0), (console.width - 14) // 2, 60)
     for cells in lines:
         table.add_row(
-            show.text(cells.name, cells.style, screen.width - 15 - wide),
-            show.text(cells.what, cells.style, wide),
-            show.text(cells.size, cells.style),
+            show.styled_text(cells.name, cells.style, console.width - 15 - wide),
+            show.styled_text(cells.description, cells.style, wide),
+            show.styled_text(cells.size, cells.style),
         )
-    screen.print(table)
-    if depth is not None and any(r.depth >= depth for r in found):
-        screen.print(
-            show.text(f"Cut to --depth {depth}; --all shows everything, --keys a part", "dim")
+    console.print(table)
+    if depth is not None and any(r.depth >= depth for r in rows):
+        console.print(
+            show.styled_text(
+                f"Cut to --depth {depth}; --all shows everything, --keys a part", "dim"
+            )
         )
 
 
-def _header(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
+def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """What is known of the snapshot, by name, for people."""
-    from holdfast.cli.console import age, numbers, size
+    from holdfast.cli.console import format_age, format_metrics, format_size
 
     manifest, metadata = snapshot.manifest, snapshot.metadata
     if manifest.step is not None:
         branch = f" on branch {manifest.branch}" if manifest.branch else ""
         yield "step", f"{manifest.step}{branch}"
-    yield "created", f"{manifest.created} ({age(manifest.created)} ago) by {manifest.writer}"
+    yield "created", f"{manifest.created} ({format_age(manifest.created)} ago) by {manifest.writer}"
     if manifest.parent is not None:
         yield "after", manifest.parent.version
     for name in ("reason", "metrics", "note"):
         if value := metadata.get(name):
-            yield name, numbers(value) if isinstance(value, dict) else str(value)
-    shards = count(len(manifest.shards), "shard")
-    yield "files", f"{shards}, {size(snapshot.nbytes)}; bytes not checked"
+            yield name, format_metrics(value) if isinstance(value, dict) else str(value)
+    shards = format_count(len(manifest.shards), "shard")
+    yield "files", f"{shards}, {format_size(snapshot.nbytes)}; bytes not checked"
     if snapshot.bases:
         bases = ", ".join(map(str, sorted(snapshot.bases)))
-        yield "refers to", f"{size(snapshot.referred_bytes)} in {bases}"
+        yield "refers to", f"{format_size(snapshot.referred_bytes)} in {bases}"
 
 
-class _Cells(NamedTuple):
+class _TableLine(NamedTuple):
     name: str
-    what: str
+    description: str
     size: str
     style: str
 
 
-def _lines(found: Sequence[Row], depth: int | None, layouts: Layouts | None) -> list[_Cells]:
+def _table_lines(
+    rows: Sequence[TreeRow], depth: int | None, layouts: Layouts | None
+) -> list[_TableLine]:
     """The rows as they are printed. Where containers are left out, keys are whole."""
-    from holdfast.cli.console import size
+    from holdfast.cli.console import format_size
 
-    nested = any(r.kind in CONTAINERS for r in found) or not any(r.depth for r in found)
-    lines: list[_Cells] = []
-    for i, row in enumerate(found):
+    nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
+    lines: list[_TableLine] = []
+    for i, row in enumerate(rows):
         if depth is not None and row.depth >= depth:
             continue
         name = "  " * row.depth + row.name if nested else row.key
-        if row.kind in CONTAINERS:
-            leaves, nbytes = _below(found, i)
-            what = f"{row.kind}, {count(leaves, 'leaf', 'leaves') if leaves else 'empty'}"
+        if row.kind in CONTAINER_KINDS:
+            leaves, nbytes = _subtree_totals(rows, i)
+            what = f"{row.kind}, {format_count(leaves, 'leaf', 'leaves') if leaves else 'empty'}"
             style = "bold" if row.depth == 0 else ""
-            lines.append(_Cells(name, what, size(nbytes) if nbytes else "", style))
+            lines.append(_TableLine(name, what, format_size(nbytes) if nbytes else "", style))
         elif row.kind == "value":
-            lines.append(_Cells(name, row.text(), "", "cyan"))
+            lines.append(_TableLine(name, row.format_value(), "", "cyan"))
         else:
-            lines.append(_Cells(name, _what(row), size(row.nbytes) if row.is_leaf else "", ""))
+            lines.append(
+                _TableLine(
+                    name, _describe_leaf(row), format_size(row.nbytes) if row.is_leaf else "", ""
+                )
+            )
         for number, box in () if layouts is None else layouts.get(row.key, ()):
             ends = zip(box.offsets, box.sizes, strict=True)
             part = ", ".join(f"{o}:{o + n}" for o, n in ends)
             indent = "  " * (row.depth + 1 if nested else 1)
             where = f"shard {number} at byte {box.at}"
-            lines.append(_Cells(f"{indent}[{part}]", where, "", "dim"))
+            lines.append(_TableLine(f"{indent}[{part}]", where, "", "dim"))
     return lines
 
 
-def _below(found: Sequence[Row], at: int) -> tuple[int, int]:
+def _subtree_totals(rows: Sequence[TreeRow], position: int) -> tuple[int, int]:
     """How many leaves and values a container has, and the bytes of the leaves."""
-    inside = takewhile(lambda r: r.depth > found[at].depth, islice(found, at + 1, None))
-    parts = [r for r in inside if r.kind not in CONTAINERS]
+    inside = takewhile(lambda r: r.depth > rows[position].depth, islice(rows, position + 1, None))
+    parts = [r for r in inside if r.kind not in CONTAINER_KINDS]
     return len(parts), sum(r.nbytes for r in parts)
 
 
-def _what(row: Row) -> str:
+def _describe_leaf(row: TreeRow) -> str:
     shape = ", ".join(map(str, row.shape or ()))
     if row.kind == "blob":
         return f"{row.node['blob'][0]} [{shape}]"
@@ -273,5 +285,5 @@ def _what(row: Row) -> str:
         shape = ", ".join(map(str, (row.shape or ())[:-1]))  # the last one counts bytes
         return f"array {row.node['array'][2]} [{shape}]"
     kind = "array " if row.kind == "array" else ""
-    tied = f" = {row.tied}" if row.tied is not None else ""
+    tied = f" = {row.tied_to}" if row.tied_to is not None else ""
     return f"{kind}{row.dtype} [{shape}]{tied}"

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import click
 
 from holdfast.cli.output import json_option, print_json
-from holdfast.cli.resolve import count, run_at
+from holdfast.cli.resolve import format_count, resolve_run
 from holdfast.format.names import MANIFEST, parse_version
-from holdfast.run.sweep import ABANDONED, Swept
+from holdfast.run.sweep import ALL_ABANDONED, SweepResult
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
     """A length of time such as ``90`` or ``90s``, ``15m``, ``24h``, ``7d`` or ``1h30m``, in
     seconds."""
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
@@ -28,14 +28,14 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
         raise click.BadParameter(
             f"{value!r} is no time; write 90 (seconds), 90s, 15m, 24h, 7d or 1h30m"
         )
-    return sum(float(n) * _UNITS[u] for n, u in parts)
+    return sum(float(n) * _SECONDS_PER_UNIT[u] for n, u in parts)
 
 
 @click.command("sweep", short_help="Remove what saves that were never committed left.")
 @click.argument("run")
 @click.option(
     "--grace",
-    callback=seconds,
+    callback=parse_duration,
     default="24h",
     show_default=True,
     metavar="TIME",
@@ -52,7 +52,7 @@ def command(run: str, grace: float, abandoned: bool, dry_run: bool, as_json: boo
     A committed version is never touched (but see --abandoned), nor is anything of a save that is
     under way. With --abandoned, what is pinned or referred to is left alone, and named.
     """  # fmt: skip
-    place, _ = run_at(run, committed=False)
+    place, _ = resolve_run(run, require_version=False)
     swept = place.sweep(grace=grace, abandoned=abandoned, dry_run=dry_run)
     if as_json:
         print_json(
@@ -67,36 +67,36 @@ def command(run: str, grace: float, abandoned: bool, dry_run: bool, as_json: boo
             }
         )
     else:
-        from holdfast.cli.console import console
+        from holdfast.cli.console import make_console
 
-        render(swept, dry_run, console())
+        render(swept, dry_run, make_console())
 
 
-def render(swept: Swept, dry_run: bool, screen: Console) -> None:
+def render(swept: SweepResult, dry_run: bool, console: Console) -> None:
     """Print what was removed, what was kept and why, and the sum."""
-    from holdfast.cli.console import size, text
+    from holdfast.cli.console import format_size, styled_text
 
     word = "would remove" if dry_run else "removed"
-    files, versions = _by_version(swept.removed)
+    files, versions = _group_by_version(swept.removed)
     for name, many in versions.items():
-        screen.print(text(f"{word}  {name} ({count(many, 'file')})"), soft_wrap=True)
+        console.print(styled_text(f"{word}  {name} ({format_count(many, 'file')})"), soft_wrap=True)
     for key in files:
-        screen.print(text(f"{word}  {key}"), soft_wrap=True)
+        console.print(styled_text(f"{word}  {key}"), soft_wrap=True)
     for key, why in swept.kept:
-        screen.print(text(f"kept     {key} ({why})", "dim"), soft_wrap=True)
+        console.print(styled_text(f"kept     {key} ({why})", "dim"), soft_wrap=True)
     if not swept.removed and not swept.kept:
-        screen.print(text("Nothing to remove: every file belongs to a version.", "green"))
+        console.print(styled_text("Nothing to remove: every file belongs to a version.", "green"))
         return
     stay = [key for key, _ in swept.kept]
     stay_versions = [key for key in stay if parse_version(key) is not None]
-    stay_files = [key for key in stay if key not in (*stay_versions, ABANDONED)]
-    done = f"{word.capitalize()} {_sum(len(versions), len(files)) or 'nothing'}"
-    done += f", {size(swept.nbytes)}" if swept.removed else ""
-    kept = _sum(len(stay_versions), len(stay_files))
-    screen.print(text(done + (f"; {kept} kept" if kept else ""), "bold"))
+    stay_files = [key for key in stay if key not in (*stay_versions, ALL_ABANDONED)]
+    done = f"{word.capitalize()} {_format_counts(len(versions), len(files)) or 'nothing'}"
+    done += f", {format_size(swept.nbytes)}" if swept.removed else ""
+    kept = _format_counts(len(stay_versions), len(stay_files))
+    console.print(styled_text(done + (f"; {kept} kept" if kept else ""), "bold"))
 
 
-def _by_version(removed: list[str]) -> tuple[list[str], dict[str, int]]:
+def _group_by_version(removed: list[str]) -> tuple[list[str], dict[str, int]]:
     """Files that were removed by themselves, and the versions that were deleted whole (those whose
     manifest is among the files), each with the number of its files."""
     manifests = (key for key in removed if key.endswith(f"/{MANIFEST}"))
@@ -112,6 +112,8 @@ def _by_version(removed: list[str]) -> tuple[list[str], dict[str, int]]:
     return files, versions
 
 
-def _sum(versions: int, files: int) -> str:
-    parts = [count(versions, "version")] * bool(versions) + [count(files, "file")] * bool(files)
+def _format_counts(versions: int, files: int) -> str:
+    parts = [format_count(versions, "version")] * bool(versions) + [
+        format_count(files, "file")
+    ] * bool(files)
     return " and ".join(parts)

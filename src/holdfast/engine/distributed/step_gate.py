@@ -7,11 +7,11 @@ from threading import Condition
 
 from holdfast.errors import RankFailed
 
-NOTHING: frozenset[str] = frozenset()
+NO_ACTIONS: frozenset[str] = frozenset()
 NEVER = sys.maxsize
 
 
-class Gate:
+class StepGate:
     """Holds the training thread of one rank at a step that is being agreed on.
 
     The usual path of ``step`` takes no lock. The training thread writes ``_at`` and then reads
@@ -20,86 +20,92 @@ class Gate:
     gate, or the watcher sees that it has come too late. Never neither.
     """
 
-    def __init__(self, longest: float) -> None:
-        self.taken = 0
+    def __init__(self, timeout: float) -> None:
+        self.delivery_count = 0
         """How often ``step`` has returned something."""
 
-        self._at = 0
-        self._shut = NEVER  # the first of _due and _armed
-        self._armed = NEVER
-        self._due: dict[int, frozenset[str]] = {}
-        self._met: dict[str, int] = {}
+        self._current_step = 0
+        self._stop_at = NEVER  # the first of _due and _armed
+        self._armed_step = NEVER
+        self._granted: dict[int, frozenset[str]] = {}
+        self._last_delivery: dict[str, int] = {}
         self._error: RankFailed | None = None
-        self._longest = longest
-        self._closed = False
+        self._timeout = timeout
+        self._disabled = False
         self._changed = Condition()
 
     @property
-    def at(self) -> int:
+    def current_step(self) -> int:
         """Steps that the training has come to."""
-        return self._at
+        return self._current_step
 
     def step(self) -> frozenset[str]:
-        self._at = at = self._at + 1
-        if at < self._shut:
-            return NOTHING
-        return self._arrive(at)
+        self._current_step = at = self._current_step + 1
+        if at < self._stop_at:
+            return NO_ACTIONS
+        return self._wait_at(at)
 
-    def _arrive(self, at: int) -> frozenset[str]:
+    def _wait_at(self, step: int) -> frozenset[str]:
         with self._changed:
             for _ in range(8):  # not in one: a process that was stopped finds all its time gone
-                if known := self._changed.wait_for(lambda: self._settled(at), self._longest / 8):
+                if known := self._changed.wait_for(
+                    lambda: self._is_resolved(step), self._timeout / 8
+                ):
                     break
-            first = min(self._due, default=NEVER)
-            if first <= at:  # less: an earlier call was interrupted while it waited
-                whats = self._due.pop(first)
-                self.taken += 1
-                self._met.update(dict.fromkeys(whats, self.taken))
-                self._reshut()
+            first = min(self._granted, default=NEVER)
+            if first <= step:  # less: an earlier call was interrupted while it waited
+                whats = self._granted.pop(first)
+                self.delivery_count += 1
+                self._last_delivery.update(dict.fromkeys(whats, self.delivery_count))
+                self._update_stop()
                 return whats
-            if known and at < self._shut:
-                return NOTHING
-            error, self._armed = self._error, NEVER
-            self._reshut()
+            if known and step < self._stop_at:
+                return NO_ACTIONS
+            error, self._armed_step = self._error, NEVER
+            self._update_stop()
         raise error or RankFailed(
             "The thread by which the ranks agree does not answer",
-            expected=f"an answer within {self._longest:g} s",
+            expected=f"an answer within {self._timeout:g} s",
             todo="Start the job again from what was committed",
         )
 
-    def _settled(self, at: int) -> bool:
-        return at < self._shut or self._error is not None or min(self._due, default=NEVER) <= at
+    def _is_resolved(self, step: int) -> bool:
+        return (
+            step < self._stop_at
+            or self._error is not None
+            or min(self._granted, default=NEVER) <= step
+        )
 
-    def _reshut(self) -> None:
-        due = min(self._due, default=NEVER)
-        self._shut = NEVER if self._closed else min(due, self._armed)
+    def _update_stop(self) -> None:
+        due = min(self._granted, default=NEVER)
+        self._stop_at = NEVER if self._disabled else min(due, self._armed_step)
         self._changed.notify_all()
 
     # -- for the watcher -------------------------------------------------------------------------
 
-    def arm(self, at: int) -> bool:
+    def arm(self, step: int) -> bool:
         """Hold the training at a step from now on. False: it has come so far already."""
         with self._changed:
-            self._armed = at
-            self._reshut()
-            if self._at < at:
+            self._armed_step = step
+            self._update_stop()
+            if self._current_step < step:
                 return True
-            self._armed = NEVER
-            self._reshut()
+            self._armed_step = NEVER
+            self._update_stop()
             return False
 
-    def release(self) -> None:
+    def disarm(self) -> None:
         """Nothing is agreed at the step that it is armed for."""
         with self._changed:
-            self._armed = NEVER
-            self._reshut()
+            self._armed_step = NEVER
+            self._update_stop()
 
-    def grant(self, at: int, whats: frozenset[str]) -> None:
+    def grant(self, step: int, actions: frozenset[str]) -> None:
         """It is agreed what to do at the step that it is armed for."""
         with self._changed:
-            self._armed = NEVER
-            self._due[at] = whats
-            self._reshut()
+            self._armed_step = NEVER
+            self._granted[step] = actions
+            self._update_stop()
 
     def fail(self, error: RankFailed) -> None:
         """Whether something is agreed at the step that it is armed for will never be known."""
@@ -107,14 +113,14 @@ class Gate:
             self._error = error
             self._changed.notify_all()
 
-    def open(self) -> None:
+    def disable(self) -> None:
         """Hold nothing up any more."""
         with self._changed:
-            self._closed = True
-            self._reshut()
+            self._disabled = True
+            self._update_stop()
 
-    def meets(self, what: str, since: int) -> bool:
+    def is_delivered_after(self, action: str, since: int) -> bool:
         """Whether ``step`` has returned it after ``taken`` was ``since``, or will."""
         with self._changed:
-            later = any(what in whats for whats in self._due.values())
-            return later or self._met.get(what, 0) > since
+            later = any(action in whats for whats in self._granted.values())
+            return later or self._last_delivery.get(action, 0) > since

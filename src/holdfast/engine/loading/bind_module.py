@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from holdfast.engine.loading.binding import Binding
+from holdfast.engine.loading.targets import Finalize
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import modules, sharding
-from holdfast.format.names import escape, join
-
-if TYPE_CHECKING:
-    from holdfast.engine.loading.binder import Binder
-    from holdfast.engine.loading.targets import Settle
+from holdfast.format.names import escape_level, join_key
 
 
-def bind_module(binder: Binder, module: Any, node: Any, key: str) -> Settle:
+def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     """Bind every member of the module's state dict.
 
     Whatever is not the memory of a parameter or buffer (extra state, what a hook made, lazy
     parameters) goes through the module's own code, and so does everything where the module has
     code that wants to know of a load.
     """
-    members = binder.members(module, node, key)
+    members = binding.dict_members(module, node, key)
     if members is None:
         return lambda: module
     state = module.state_dict()
-    own = {_memory(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
-    given: dict[str, Settle] = {}
-    for raw, plain in zip(state, modules.plain_names(module, list(state), key), strict=True):
+    own = {_memory_key(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
+    given: dict[str, Finalize] = {}
+    for raw, plain in zip(
+        state, modules.strip_wrapper_names(module, list(state), key), strict=True
+    ):
         value = state[raw]
-        child, k = members.pop(plain, (ABSENT, join(key, escape(plain))))
-        if not binder.selected(k):
+        child, k = members.pop(plain, (ABSENT, join_key(key, escape_level(plain))))
+        if not binding.selected(k):
             continue
         if child is ABSENT:
-            binder.differences.missing.append(k)
+            binding.differences.missing.append(k)
         elif not _is_dense(value) or raw.rpartition(".")[2] == modules.EXTRA_STATE:
-            given[raw] = binder.room.make(child, k)
-        elif (source := binder.tensor_source(value, child, k)) is None:
+            given[raw] = binding.targets.add_fresh(child, k)
+        elif (source := binding.tensor_source(value, child, k)) is None:
             continue
-        elif value.numel() == 0 or _memory(value) in own:
-            binder.into_tensor(value, source, k)
+        elif value.numel() == 0 or _memory_key(value) in own:
+            binding.add_tensor(value, source, k)
         else:
-            given[raw] = binder.room.make(child, k)
-    binder.unexpected(members)
+            given[raw] = binding.targets.add_fresh(child, k)
+    binding.note_unexpected(members)
 
     def settle() -> Any:
-        if given or _has_code(module):
+        if given or _has_custom_load(module):
             state.update({raw: make() for raw, make in given.items()})
             module.load_state_dict(state)
         return module
@@ -52,10 +52,10 @@ def bind_module(binder: Binder, module: Any, node: Any, key: str) -> Settle:
     return settle
 
 
-def _memory(value: Any) -> object:
+def _memory_key(value: Any) -> object:
     """What a tensor's memory is known by: its address, or the storage of what this rank has."""
-    parts = sharding.parts(value, "")
-    return value.data_ptr() if parts is None else parts.storage
+    parts = sharding.get_local_boxes(value, "")
+    return value.data_ptr() if parts is None else parts.tie_key
 
 
 def _is_dense(value: Any) -> bool:
@@ -69,7 +69,7 @@ def _is_dense(value: Any) -> bool:
     )
 
 
-def _has_code(module: Any) -> bool:
+def _has_custom_load(module: Any) -> bool:
     """Whether code of the user's runs when the module's state is loaded: hooks, or methods that
     replace PyTorch's. Those of PyTorch's own layers only look at old versions of their state."""
     import torch

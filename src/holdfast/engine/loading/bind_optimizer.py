@@ -3,59 +3,57 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast import lazy_torch
+from holdfast.engine.loading.binding import Binding
+from holdfast.engine.loading.targets import Finalize
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import optimizers, sharding
 from holdfast.format import tree
-from holdfast.format.names import escape, join
+from holdfast.format.names import escape_level, join_key
 
-if TYPE_CHECKING:
-    from holdfast.engine.loading.binder import Binder
-    from holdfast.engine.loading.targets import Settle
-
-_SEVERAL = 2
+_MIN_DIFFERING_OPTIONS = 2
 
 
-def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settle:
+def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
     """Bind an optimizer's slots and options.
 
     Slots that do not exist yet (before the first step) are made; slots of parameters that had
     none when the snapshot was saved are removed, so that resuming goes on as if never stopped.
     """
     if node is ABSENT:
-        if binder.selected(key) or binder.selected(f"{key}/state"):
-            binder.differences.missing.append(key)
+        if binding.selected(key) or binding.selected(f"{key}/state"):
+            binding.differences.missing.append(key)
         return lambda: optimizer
-    members = binder.members(optimizer, node, key)
-    if members is None or _is_another(binder, optimizer, members, node, key):
+    members = binding.dict_members(optimizer, node, key)
+    if members is None or _note_other_object(binding, optimizer, members, node, key):
         return lambda: optimizer
-    grouped = optimizers.group_names(optimizer, binder.names)
+    grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names)
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for group, names in zip(optimizer.param_groups, grouped, strict=True):
         for name, parameter in zip(names, group["params"], strict=True):
             params[name], options[name] = parameter, group
-    settles: dict[str, dict[str, Settle]] = {}
+    settles: dict[str, dict[str, Finalize]] = {}
     saved, state_key = members["state"]
-    exact = binder.selected(state_key) or binder.selected(f"{state_key}/**")
+    exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
     for name, slots, k in tree.children(saved, state_key):
-        name = _renamed(name, binder)
+        name = _rename_parameter(name, binding)
         parameter = params.get(name)
         if parameter is None:
-            binder.unexpected({name: (slots, k)})
+            binding.note_unexpected({name: (slots, k)})
             continue
         settles[name] = {}
         for slot, child, slot_key in tree.children(slots, k):
-            if binder.selected(slot_key):
+            if binding.selected(slot_key):
                 old = optimizer.state.get(parameter, {}).get(slot)
                 if old is None:
-                    old = _like(binder, parameter, child, slot_key)
-                device = _device(parameter, options[name], slot)
-                made = _bind_slot(binder, old, child, slot_key, device)
+                    old = _empty_slot_like(binding, parameter, child, slot_key)
+                device = _slot_device(parameter, options[name], slot)
+                made = _bind_slot(binding, old, child, slot_key, device)
                 settles[name][slot] = made
-    groups = _bind_groups(binder, optimizer, grouped, *members["groups"])
+    groups = _bind_groups(binding, optimizer, grouped, *members["groups"])
 
     def settle() -> Any:
         if exact:
@@ -75,18 +73,18 @@ def bind_optimizer(binder: Binder, optimizer: Any, node: Any, key: str) -> Settl
     return settle
 
 
-def _is_another(
-    binder: Binder, optimizer: Any, members: dict[Any, tuple[Any, str]], node: Any, key: str
+def _note_other_object(
+    binding: Binding, optimizer: Any, members: dict[Any, tuple[Any, str]], node: Any, key: str
 ) -> bool:
     """Whether something else was saved than an optimizer of this class, which is noted."""
-    if _is_ours(members):
-        return _is_of_another_kind(binder, optimizer, *members["groups"], key)
-    if binder.selected(key):
-        binder.other_kind(type(optimizer).__name__, node, key)
+    if _is_optimizer_node(members):
+        return _note_other_class(binding, optimizer, *members["groups"], key)
+    if binding.selected(key):
+        binding.note_other_kind(type(optimizer).__name__, node, key)
     return True
 
 
-def _is_ours(members: dict[Any, tuple[Any, str]]) -> bool:
+def _is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
     """Whether a node is what ``live.optimizer_state`` makes, not a ``state_dict`` of PyTorch's."""
 
     def kind(node: Any) -> Any:
@@ -105,8 +103,8 @@ def _is_ours(members: dict[Any, tuple[Any, str]]) -> bool:
     )
 
 
-def _is_of_another_kind(
-    binder: Binder, optimizer: Any, node: Any, groups_key: str, key: str
+def _note_other_class(
+    binding: Binding, optimizer: Any, node: Any, groups_key: str, key: str
 ) -> bool:
     """Whether an optimizer of another class was saved, which is noted as a difference of kind.
 
@@ -116,53 +114,53 @@ def _is_of_another_kind(
     """
     saved = {option for group in node["list"] for option in group["dict"]}
     own = {option for group in optimizer.param_groups for option in group}
-    gone = sorted(option for option in saved - own if not _comes_later(option))
+    gone = sorted(option for option in saved - own if not _is_added_later(option))
     new = sorted((set(optimizer.defaults) & own) - saved)
-    if len(gone) < _SEVERAL or len(new) < _SEVERAL:
+    if len(gone) < _MIN_DIFFERING_OPTIONS or len(new) < _MIN_DIFFERING_OPTIONS:
         return False
-    chosen = (join(join(groups_key, str(i)), gone[0]) for i in range(len(node["list"])))
-    if any(map(binder.selected, chosen)):
-        binder.differences.kinds[key] = (
+    chosen = (join_key(join_key(groups_key, str(i)), gone[0]) for i in range(len(node["list"])))
+    if any(map(binding.selected, chosen)):
+        binding.differences.kinds[key] = (
             f"saved with {', '.join(gone)}, live {type(optimizer).__name__} with {', '.join(new)}"
         )
         return True
     return False
 
 
-def _renamed(name: Any, binder: Binder) -> Any:
+def _rename_parameter(name: Any, binding: Binding) -> Any:
     """A parameter's name after ``rename``: the path in the state, with dots."""
-    for old, new in binder.renamed.items():
+    for old, new in binding.renames.items():
         start = old.replace("/", ".")
         if name == start or name.startswith(start + "."):
             return new.replace("/", ".") + name[len(start) :]
     return name
 
 
-def _bind_slot(binder: Binder, old: Any, node: Any, key: str, device: Any) -> Settle:
+def _bind_slot(binding: Binding, old: Any, node: Any, key: str, device: Any) -> Finalize:
     """In place where the live slot has the same shape and dtype, else into fresh memory."""
     torch = lazy_torch.torch_or_none()
     if isinstance(old, torch.Tensor) and type(node) is dict and "tensor" in node:
-        source, _ = binder.room.leaf(node, key)
-        stored = binder.room.snapshot.leaves[source]
+        source, _ = binding.targets.resolve_leaf(node, key)
+        stored = binding.targets.snapshot.leaves[source]
         same = (str(old.dtype).removeprefix("torch."), tuple(old.shape)) == stored
         if same and old.layout is torch.strided and old.device == torch.device(device):
-            binder.into_tensor(old, source, key)
+            binding.add_tensor(old, source, key)
             return lambda: old
-    return binder.room.make(node, key, device)
+    return binding.targets.add_fresh(node, key, device)
 
 
-def _like(binder: Binder, parameter: Any, node: Any, key: str) -> Any:
+def _empty_slot_like(binding: Binding, parameter: Any, node: Any, key: str) -> Any:
     """Memory for a slot that does not exist yet, of a parameter that is spread over ranks: it is
     spread alike. None where one tensor is enough, and (with a difference) for a slot of another
     shape, of which nobody but the optimizer knows how it is spread."""
-    if not (type(node) is dict and "tensor" in node and sharding.is_spread(parameter)):
+    if not (type(node) is dict and "tensor" in node and sharding.is_distributed_tensor(parameter)):
         return None
     torch = lazy_torch.torch_or_none()
-    name, shape = binder.room.snapshot.leaves[binder.room.leaf(node, key)[0]]
+    name, shape = binding.targets.snapshot.leaves[binding.targets.resolve_leaf(node, key)[0]]
     if shape == tuple(parameter.shape):
         return sharding.empty_like(parameter, getattr(torch, name))
     if len(shape) and prod(shape) > 1:
-        binder.differences.kinds[key] = (
+        binding.differences.kinds[key] = (
             f"a slot of shape {list(shape)}, live none yet for a parameter of shape"
             f" {list(parameter.shape)} that is spread over ranks (let the optimizer step once"
             " before)"
@@ -170,7 +168,7 @@ def _like(binder: Binder, parameter: Any, node: Any, key: str) -> Any:
     return None
 
 
-def _device(parameter: Any, group: dict[str, Any], slot: str) -> Any:
+def _slot_device(parameter: Any, group: dict[str, Any], slot: str) -> Any:
     """Where PyTorch keeps a slot: with its parameter, but step counters on the CPU unless the
     optimizer runs wholly on the device (torch/optim/optimizer.py, load_state_dict)."""
     if slot == "step" and not (group.get("capturable") or group.get("fused")):
@@ -179,38 +177,43 @@ def _device(parameter: Any, group: dict[str, Any], slot: str) -> Any:
 
 
 def _bind_groups(
-    binder: Binder, optimizer: Any, grouped: list[list[str]], node: Any, key: str
-) -> list[tuple[dict[str, Any], dict[str, Settle]]]:
+    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
+) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
     """The options of each group. A group is recognised by its place; its parameters must be the
     same."""
     saved = node["list"]
     bound = []
     for i in range(max(len(saved), len(grouped))):
-        k = join(key, str(i))
+        k = join_key(key, str(i))
         if i >= len(saved) or i >= len(grouped):
-            side = binder.differences.missing if i >= len(saved) else binder.differences.unexpected
-            if binder.selected(k):
+            side = (
+                binding.differences.missing if i >= len(saved) else binding.differences.unexpected
+            )
+            if binding.selected(k):
                 side.append(k)
             continue
         members = {name: child for name, child, _ in tree.children(saved[i], k)}
-        names = [_renamed(n, binder) for n in tree.decode(members.pop("params"), k, tree.refuse)]
+        names = [
+            _rename_parameter(n, binding)
+            for n in tree.decode(members.pop("params"), k, tree.reject_value)
+        ]
         for side, several in (
-            (binder.differences.missing, [n for n in grouped[i] if n not in set(names)]),
-            (binder.differences.unexpected, [n for n in names if n not in set(grouped[i])]),
+            (binding.differences.missing, [n for n in grouped[i] if n not in set(names)]),
+            (binding.differences.unexpected, [n for n in names if n not in set(grouped[i])]),
         ):
-            side += [s for n in several if binder.selected(s := f"{k}/params/{escape(n)}")]
+            side += [s for n in several if binding.selected(s := f"{k}/params/{escape_level(n)}")]
         group, values = optimizer.param_groups[i], {}
         for option, child in members.items():
-            if option not in group and not _comes_later(option):
+            if option not in group and not _is_added_later(option):
                 # another kind of optimizer, most likely, or one from a later PyTorch
-                binder.unexpected({option: (child, join(k, option))})
-            elif binder.selected(join(k, option)):
-                values[option] = binder.room.make(child, join(k, option), "cpu")
+                binding.note_unexpected({option: (child, join_key(k, option))})
+            elif binding.selected(join_key(k, option)):
+                values[option] = binding.targets.add_fresh(child, join_key(k, option), "cpu")
         bound.append((group, values))
     return bound
 
 
-def _comes_later(option: str) -> bool:
+def _is_added_later(option: str) -> bool:
     """Whether a scheduler adds the option to the groups, which may be made after the load, or an
     optimizer at its first step (those of timm and apex count their steps there)."""
     names = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "step")

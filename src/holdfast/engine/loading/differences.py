@@ -9,15 +9,15 @@ from itertools import islice
 
 import msgspec
 
-from holdfast.engine.distributed.collective import Meeting
-from holdfast.engine.planning.select import Selected
+from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.planning.select import KeyFilter
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
-from holdfast.text import named
+from holdfast.text import format_ranks
 
-_SHOWN = 20
-_SHOWN_BOTH = 5
-_MEMBERS = 5
+_MAX_SHOWN = 20
+_MAX_MISMATCHES_SHOWN = 5
+_MAX_SUGGESTED_KEYS = 5
 
 
 @dataclass(slots=True)
@@ -36,33 +36,35 @@ class Differences:
     dtypes: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
-    own: dict[str, list[int]] = field(default_factory=dict)
-    heirs: dict[str, list[int]] = field(default_factory=dict)
+    saved_ranks: dict[str, list[int]] = field(default_factory=dict)
+    loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
 
-    def agree(self, meeting: Meeting) -> None:
+    def combine_ranks(self, collective: Collective) -> None:
         """Make them those of all ranks, so that all raise the same or none does, before any reads.
 
         Unexpected is only what no rank expects: where stages hold different layers, what one lacks
         is another's. Missing and misfit is what is so on any rank; ``ranks`` are those."""
-        if meeting.size == 1:
-            self._inherit([(self, [meeting.rank])])
+        if collective.size == 1:
+            self._keep_reassigned([(self, [collective.rank])])
             return
-        told = meeting.gather(self._packed(), bytes)
-        common = None if told is None else self._common(told)
-        left = msgspec.json.decode(zlib.decompress(meeting.share(common, bytes)), type=Differences)
+        told = collective.gather(self._encode(), bytes)
+        common = None if told is None else self._combine(told)
+        left = msgspec.json.decode(
+            zlib.decompress(collective.broadcast(common, bytes)), type=Differences
+        )
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(left, name))
 
-    def _packed(self) -> bytes:
+    def _encode(self) -> bytes:
         return zlib.compress(msgspec.json.encode(self))
 
-    def _common(self, told: Sequence[bytes]) -> bytes:
+    def _combine(self, encoded: Sequence[bytes]) -> bytes:
         made, expected = Differences(), list(self.unexpected)
         several = [
             (msgspec.json.decode(zlib.decompress(raw), type=Differences), ranks)
-            for raw, ranks in _ranks(told).items()
+            for raw, ranks in _group_ranks(encoded).items()
         ]
-        made._inherit(several)
+        made._keep_reassigned(several)
         for one, ranks in several:
             surplus = set(one.unexpected)
             expected = [key for key in expected if key in surplus]
@@ -74,37 +76,39 @@ class Differences:
             if one.missing or one.shapes or one.dtypes or one.kinds:
                 made.ranks += ranks
         made.unexpected = expected
-        made.ranks = sorted(made.ranks) if len(made.ranks) < len(told) else []
-        return made._packed()
+        made.ranks = sorted(made.ranks) if len(made.ranks) < len(encoded) else []
+        return made._encode()
 
-    def _inherit(self, several: Sequence[tuple[Differences, list[int]]]) -> None:
+    def _keep_reassigned(self, by_ranks: Sequence[tuple[Differences, list[int]]]) -> None:
         """Keep of what ranks have of their own that which other ranks have saved."""
         own: dict[str, list[int]] = {}
         heirs: dict[str, list[int]] = {}
-        for one, ranks in several:
-            own |= one.own
-            for key in one.own:
+        for one, ranks in by_ranks:
+            own |= one.saved_ranks
+            for key in one.saved_ranks:
                 heirs[key] = sorted([*heirs.get(key, ()), *ranks])
-        self.own = {key: saved for key, saved in own.items() if saved != heirs[key]}
-        self.heirs = {key: heirs[key] for key in self.own}
+        self.saved_ranks = {key: saved for key, saved in own.items() if saved != heirs[key]}
+        self.loaded_ranks = {key: heirs[key] for key in self.saved_ranks}
 
-    def moved(self) -> str:
+    def describe_reassigned(self) -> str:
         """In words what ranks have of their own that others have saved; empty if there is none."""
         alike: dict[str, list[tuple[str, int]]] = {}
-        for key, saved in self.own.items():
-            live = self.heirs[key]
+        for key, saved in self.saved_ranks.items():
+            live = self.loaded_ranks[key]
             new, gone = sorted({*live} - {*saved}), sorted({*saved} - {*live})
-            ends = [f"{named(new)} keep{'s' * (len(new) == 1)} what was there"] if new else []
-            ends += [f"what {named(gone)} had is passed over"] if gone else []
+            ends = (
+                [f"{format_ranks(new)} keep{'s' * (len(new) == 1)} what was there"] if new else []
+            )
+            ends += [f"what {format_ranks(gone)} had is passed over"] if gone else []
             said = f"(saved by {len(saved)}, loaded by {len(live)}): {', '.join(ends)}"
             alike.setdefault(said, []).append((key, 1))
-        return "; ".join(f"{_listed(keys)} {said}" for said, keys in alike.items())
+        return "; ".join(f"{_format_keys(keys)} {said}" for said, keys in alike.items())
 
-    def raise_any(
+    def raise_if_any(
         self,
         url: str,
         node: tree.Node,
-        selected: Selected,
+        selected: KeyFilter,
         *,
         missing: bool = True,
         unexpected: bool = True,
@@ -121,15 +125,19 @@ class Differences:
         saved = [key for key, _ in tree.walk(node)]
         live = [*(set(saved) - set(self.unexpected)), *self.missing]
         kinds: list[tuple[type[PlanError], str, str]] = [
-            (MissingLeaf, "missing in the snapshot", _listed(fold(lacked, saved))),
-            (UnexpectedLeaf, "unexpected in the snapshot", _listed(fold(surplus, live))),
-            (ShapeMismatch, "of another shape", _both(self.shapes)),
-            (DTypeMismatch, "of another dtype or kind", _both(self.dtypes | self.kinds)),
+            (MissingLeaf, "missing in the snapshot", _format_keys(fold_keys(lacked, saved))),
+            (UnexpectedLeaf, "unexpected in the snapshot", _format_keys(fold_keys(surplus, live))),
+            (ShapeMismatch, "of another shape", _format_mismatches(self.shapes)),
+            (
+                DTypeMismatch,
+                "of another dtype or kind",
+                _format_mismatches(self.dtypes | self.kinds),
+            ),
         ]
         counts = (len(lacked), len(surplus), len(self.shapes), len(self.dtypes) + len(self.kinds))
         found = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
         kind = found[0][1] if len(found) == 1 else PlanError
-        members = "" if lacked else _members(filter(selected, saved), surplus)
+        members = "" if lacked else _suggest_keys(filter(selected, saved), surplus)
         ways = (
             (f"keys={members}", members),
             ('missing="keep"', lacked),
@@ -139,7 +147,7 @@ class Differences:
             ("keys=[...] without what does not fit and without its optimizer", misfits),
         )
         todo = ", ".join(way for way, needed in ways if needed)
-        where = f" of {named(self.ranks)}" if self.ranks and (lacked or misfits) else ""
+        where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacked or misfits) else ""
         raise kind(
             f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
             + ". ".join(f"{n} {said}: {several}" for n, _, said, several in found),
@@ -150,40 +158,40 @@ class Differences:
         )
 
 
-def _ranks(told: Sequence[bytes]) -> dict[bytes, list[int]]:
+def _group_ranks(encoded: Sequence[bytes]) -> dict[bytes, list[int]]:
     """Those who told the same."""
     found: dict[bytes, list[int]] = {}
-    for rank, raw in enumerate(told):
+    for rank, raw in enumerate(encoded):
         found.setdefault(raw, []).append(rank)
     return found
 
 
-def fold(keys: Sequence[str], others: Iterable[str]) -> list[tuple[str, int]]:
+def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
     """Keys that a side lacks, which has ``others``: in place of all below a level of which it has
     nothing that level, each with the number of leaves that it stands for."""
-    there = {level for key in others for level in _levels(key)}
+    there = {level for key in present for level in _key_prefixes(key)}
     below: dict[str, list[str]] = {}
     for key in keys:
-        highest = next((level for level in _levels(key) if level not in there), key)
+        highest = next((level for level in _key_prefixes(key) if level not in there), key)
         below.setdefault(highest, []).append(key)
     return [(h if len(k) > 1 else k[0], len(k)) for h, k in below.items()]
 
 
-def _members(saved: Iterable[str], surplus: Sequence[str]) -> str:
+def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
     """What a load that passes over the surplus takes, each with all below it, as it asks for it;
     empty if that is nothing or much, or the surplus is a part of a model rather than a member."""
     unexpected = set(surplus)
     common = [key for key in saved if key not in unexpected] if surplus else []
-    found, more = fold(common, surplus), fold(surplus, common)
+    found, more = fold_keys(common, surplus), fold_keys(surplus, common)
     one, other = ({key.rpartition("/")[0] for key, n in s if n == 1} for s in (found, more))
     patterns = any(c in key for key, _ in found for c in "*?")
-    if not 0 < len(found) <= _MEMBERS or patterns or (one & other) - {""}:
+    if not 0 < len(found) <= _MAX_SUGGESTED_KEYS or patterns or (one & other) - {""}:
         return ""
     said = ", ".join(f'"{key}"' for key, _ in found)
     return said if len(found) == 1 else f"[{said}]"
 
 
-def _levels(key: str) -> Iterator[str]:
+def _key_prefixes(key: str) -> Iterator[str]:
     """``a``, ``a/b`` and ``a/b/c`` for ``a/b/c``."""
     end = key.find("/")
     while end >= 0:
@@ -192,13 +200,13 @@ def _levels(key: str) -> Iterator[str]:
     yield key
 
 
-def _listed(several: Sequence[tuple[str, int]]) -> str:
-    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in several[:_SHOWN]]
-    more = sum(n for _, n in several[_SHOWN:])
+def _format_keys(folded: Sequence[tuple[str, int]]) -> str:
+    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in folded[:_MAX_SHOWN]]
+    more = sum(n for _, n in folded[_MAX_SHOWN:])
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def _both(several: Mapping[str, str]) -> str:
-    shown = [f"{key} {both}" for key, both in islice(several.items(), _SHOWN_BOTH)]
-    more = len(several) - len(shown)
+def _format_mismatches(mismatches: Mapping[str, str]) -> str:
+    shown = [f"{key} {both}" for key, both in islice(mismatches.items(), _MAX_MISMATCHES_SHOWN)]
+    more = len(mismatches) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -14,18 +14,19 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 from holdfast import events
-from holdfast.engine.distributed.collective import Meeting
-from holdfast.engine.distributed.group import Choice, acting_as, current_group
-from holdfast.engine.loading.binder import STRICT, Binder, Leniency
-from holdfast.engine.loading.shared_read import Sharing, sharing
-from holdfast.engine.loading.targets import Room, Settle
-from holdfast.engine.planning.select import ABSENT, prune, rename, selector
+from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.distributed.group import GroupSpec, current_group, use_group
+from holdfast.engine.loading.binder import Binder
+from holdfast.engine.loading.binding import STRICT, Leniency
+from holdfast.engine.loading.shared_read import SharedReader, open_shared_reader
+from holdfast.engine.loading.targets import Finalize, LoadTargets
+from holdfast.engine.planning.select import ABSENT, make_key_filter, prune, rename
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.engine.state import modules
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed, RanksChanged
-from holdfast.text import an
-from holdfast.threads import uncollected
+from holdfast.text import with_article
+from holdfast.threads import gc_paused
 
 
 def load(  # noqa: PLR0913  (the public face)
@@ -38,7 +39,7 @@ def load(  # noqa: PLR0913  (the public face)
     unexpected: Literal["error", "ignore"] = "error",
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
-    group: Choice = None,
+    group: GroupSpec = None,
     share: bool = False,
 ) -> Any:
     """Load the snapshot at ``url``; every byte is checked.
@@ -63,7 +64,7 @@ def load(  # noqa: PLR0913  (the public face)
     difference; before any of the last kind nothing of ``into`` has been changed.
     """
     leniency = Leniency(missing, unexpected, cast, rename or {})
-    with acting_as(current_group(group)):
+    with use_group(current_group(group)):
         return load_snapshot(open_snapshot(url), into, keys, device, leniency, share)
 
 
@@ -77,116 +78,121 @@ def load_snapshot(
 ) -> Any:
     """``load``, of a snapshot that is open."""
     group = current_group("alone" if into is None else None)
-    meeting = group.meet(f"the {'shared ' if share else ''}load of {snapshot.url}")
+    meeting = group.collective(f"the {'shared ' if share else ''}load of {snapshot.url}")
     try:
         # one pin is enough, if nobody reads before it is there
-        with meeting, snapshot.pinned() if group.rank == 0 else nullcontext():
-            meeting.share(True if group.rank == 0 else None, bool)
+        with meeting, snapshot.pin_while_reading() if group.rank == 0 else nullcontext():
+            meeting.broadcast(True if group.rank == 0 else None, bool)
             together = share and group.size > 1
-            with sharing(snapshot, meeting) if together else nullcontext(snapshot) as source:
-                return _load(source, into, keys, Room(snapshot, device), leniency, meeting)
+            with (
+                open_shared_reader(snapshot, meeting)
+                if together
+                else nullcontext(snapshot) as source
+            ):
+                return _load(source, into, keys, LoadTargets(snapshot, device), leniency, meeting)
     finally:
         meeting.close()
 
 
-_INVALID = (
+_STATE_INVALID = (
     "The live state may have been overwritten in part and is not valid: load an intact version into"
     " it before going on"
 )
 
 
 def _load(
-    source: Snapshot | Sharing,
+    reader: Snapshot | SharedReader,
     into: dict[str, Any] | None,
     keys: str | Sequence[str] | None,
-    room: Room,
+    targets: LoadTargets,
     leniency: Leniency,
-    meeting: Meeting,
+    collective: Collective,
 ) -> Any:
-    source.indexes()  # before any memory is taken: the bytes behind the shapes are there
+    reader.indexes()  # before any memory is taken: the bytes behind the shapes are there
     try:
-        settle, moved = _bind(room, into, keys, leniency, meeting)
+        settle, moved = _bind(targets, into, keys, leniency, collective)
     except RankFailed as e:
         if e.fields.get("live_state") or isinstance(e.__cause__, HoldfastError):
             raise  # it says of itself whether that rank had read already
-        raise e.told(_INVALID, live_state="not valid") from e
-    if moved and meeting.rank == 0:
-        _tell_moved(room.snapshot.url, moved)
+        raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
+    if moved and collective.rank == 0:
+        _warn_reassigned(targets.snapshot.url, moved)
     try:
-        source.read(room.wants, room.targets, meeting.advance)
+        reader.read(targets.requests, targets.targets, collective.advance)
         loaded = settle()
-        meeting.gather(True, bool)
-        meeting.share(True if meeting.rank == 0 else None, bool)
+        collective.gather(True, bool)
+        collective.broadcast(True if collective.rank == 0 else None, bool)
     except BaseException as e:
         if into is None or (isinstance(e, HoldfastError) and e.fields.get("live_state")):
             raise
         if isinstance(e, HoldfastError):
-            raise e.told(_INVALID, live_state="not valid") from e
-        e.add_note(_INVALID)
+            raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
+        e.add_note(_STATE_INVALID)
         raise
-    events.emit("loaded", url=room.snapshot.url, leaves=len(room.wants))
+    events.emit("loaded", url=targets.snapshot.url, leaves=len(targets.requests))
     return loaded
 
 
-@uncollected()
+@gc_paused()
 def _bind(
-    room: Room,
+    targets: LoadTargets,
     into: dict[str, Any] | None,
     keys: str | Sequence[str] | None,
     leniency: Leniency,
-    meeting: Meeting,
-) -> tuple[Settle, str]:
+    collective: Collective,
+) -> tuple[Finalize, str]:
     """Give every leaf that is wanted a target, live or fresh; nothing live is touched.
 
     Returns what gives the loaded state once the bytes are in, and what of single ranks goes to
     others, in words. Raises ``PlanError``.
     """
-    snapshot, selected = room.snapshot, selector(keys)
+    snapshot, selected = targets.snapshot, make_key_filter(keys)
     tree = snapshot.manifest.tree
     if leniency.rename:
         tree = rename(tree, leniency.rename)
     if into is None:
         tree = prune(tree, selected)
         if tree is ABSENT:
-            raise _nothing(snapshot, keys)
-        return room.make(tree, ""), ""
+            raise _no_match_error(snapshot, keys)
+        return targets.add_fresh(tree, ""), ""
     if not isinstance(into, dict):
         raise PlanError(
-            f"into= is {an(type(into).__name__)}",
+            f"into= is {with_article(type(into).__name__)}",
             expected='a dict like the one that was saved, such as {"model": model}',
             found=type(into).__name__,
         )
     names = modules.parameter_names(into)
-    binder = Binder(room, selected, names, meeting.rank, leniency.cast, leniency.rename)
+    binder = Binder(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
     settle = binder.bind(into, tree, "")
-    binder.differences.agree(meeting)
-    binder.differences.raise_any(
+    binder.differences.combine_ranks(collective)
+    binder.differences.raise_if_any(
         snapshot.url,
         tree,
         selected,
         missing=leniency.missing == "error",
         unexpected=leniency.unexpected == "error",
     )
-    if keys is not None and not room.wants and not any(map(selected, snapshot.nodes())):
-        raise _nothing(snapshot, keys)
-    return settle, binder.differences.moved()
+    if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
+        raise _no_match_error(snapshot, keys)
+    return settle, binder.differences.describe_reassigned()
 
 
-def _tell_moved(url: str, moved: str) -> None:
+def _warn_reassigned(url: str, reassigned: str) -> None:
     """Warn at the program's own line: there are more or fewer calls of ours above it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
         frame, level = frame.f_back, level + 1
     warnings.warn(
-        f"What each rank keeps of its own in {url} does not fit the ranks that load it: {moved}."
-        " If it counts what one rank has seen of the data, some will come twice and some never;"
+        f"What each rank keeps of its own in {url} does not fit the ranks that load it:"
+        f" {reassigned}. If it counts what one rank has seen of the data, some will come twice and"
+        " some never;"
         " holdfast.ElasticSampler goes on with any number of ranks.",
         RanksChanged,
         stacklevel=level,
     )
 
 
-def _nothing(snapshot: Snapshot, keys: Any) -> MissingLeaf:
+def _no_match_error(snapshot: Snapshot, keys: Any) -> MissingLeaf:
     return MissingLeaf(
         f"No leaf of {snapshot.url} matches",
         expected=f"keys like {keys!r}",

@@ -6,35 +6,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.engine.planning.read_plan import Want
+from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.leaf import allocate, as_records
 from holdfast.engine.snapshot.read import Target
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
-from holdfast.format.names import MANIFEST, join
+from holdfast.format.names import MANIFEST, join_key
 from holdfast.types import Box
 
-Settle = Callable[[], Any]
+Finalize = Callable[[], Any]
 """Gives the value that belongs in the state, once the bytes are in."""
 
-LEAVES = frozenset(tree.LEAVES)
-BYTES = frozenset({*tree.LEAVES, "tied"})
+LEAF_NODE_TAGS = frozenset(tree.LEAF_TAGS)
+BYTE_TAGS = frozenset({*tree.LEAF_TAGS, "tied"})
 
 
 @dataclass(slots=True)
-class Room:
+class LoadTargets:
     """All targets of one load. Leaves that have no live place get fresh memory here."""
 
     snapshot: Snapshot
     device: Any = None
-    wants: list[Want] = field(default_factory=list)
+    requests: list[ReadRequest] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     fresh: dict[str, Any] = field(default_factory=dict)
 
-    def leaf(self, node: Any, key: str) -> tuple[str, Any]:
+    def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """The key under which a leaf's bytes are stored, and the node that says what it is."""
         source = node.get("tied", key)
-        if not LEAVES.isdisjoint(node):
+        if not LEAF_NODE_TAGS.isdisjoint(node):
             return source, node
         return source, self.snapshot.nodes()[source]
 
@@ -43,27 +43,27 @@ class Room:
         dtype, shape = self.snapshot.leaves[source]
         box = Box.whole(shape) if box is None else box
         if 0 not in box.sizes:
-            self.wants.append(Want(source, box))
-            self.targets.append(Target.of(dtype, box.sizes, into))
+            self.requests.append(ReadRequest(source, box))
+            self.targets.append(Target.from_tensor(dtype, box.sizes, into))
 
-    def make(self, node: Any, key: str, device: Any = None) -> Settle:
+    def add_fresh(self, node: Any, key: str, device: Any = None) -> Finalize:
         """Fresh memory for all leaves of a node; the result gives the node's value, later."""
         for k, n in tree.walk(node, key):
-            if type(n) is dict and not BYTES.isdisjoint(n):
-                source, leaf = self.leaf(n, k)
+            if type(n) is dict and not BYTE_TAGS.isdisjoint(n):
+                source, leaf = self.resolve_leaf(n, k)
                 if source not in self.fresh:
                     dtype, shape = self.snapshot.leaves[source]
                     at = self.device if device is None else device
                     self.fresh[source] = allocate(leaf, k, dtype, shape, at)
                     self.add(source, self.fresh[source])
-        return lambda: tree.decode(node, key, self.value)
+        return lambda: tree.decode(node, key, self.decode_leaf)
 
-    def value(self, node: Any, key: str) -> Any:
+    def decode_leaf(self, node: Any, key: str) -> Any:
         """For ``tree.decode``: the value of a leaf whose bytes are in."""
         if "sparse" in node:
-            file = self.snapshot.place.key(MANIFEST)
-            return _sparse(node["sparse"], key, self.value, file)
-        source, leaf = self.leaf(node, key)
+            file = self.snapshot.location.key(MANIFEST)
+            return _make_sparse(node["sparse"], key, self.decode_leaf, file)
+        source, leaf = self.resolve_leaf(node, key)
         made = self.fresh[source]
         if "blob" in leaf:
             return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](made.data)
@@ -73,10 +73,10 @@ class Room:
         return made
 
 
-def _sparse(body: Any, key: str, value: Callable[[Any, str], Any], file: str) -> Any:
+def _make_sparse(body: Any, key: str, decode_leaf: Callable[[Any, str], Any], file: str) -> Any:
     import torch
 
-    parts = {n: value(p, join(key, n)) for n, p in body["parts"].items()}
+    parts = {n: decode_leaf(p, join_key(key, n)) for n, p in body["parts"].items()}
     shape = tuple(body["shape"])
     try:
         if body["layout"] == "sparse_coo":
@@ -94,4 +94,4 @@ def _sparse(body: Any, key: str, value: Callable[[Any, str], Any], file: str) ->
             check_invariants=True,
         )
     except (RuntimeError, TypeError, ValueError) as e:
-        raise tree.no_node({"sparse": body}, key, file) from e
+        raise tree.invalid_node({"sparse": body}, key, file) from e

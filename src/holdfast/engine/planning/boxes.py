@@ -12,10 +12,10 @@ import numpy as np
 from holdfast.errors import PlanError
 from holdfast.types import Box
 
-Index = int | slice | EllipsisType
+TensorIndex = int | slice | EllipsisType
 
 
-def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
+def box_from_index(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
     """The box that an index asks for of a tensor, and the dimensions that an integer takes away.
     Raises ``IndexError``."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -44,7 +44,7 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
     return Box(tuple(offsets), tuple(sizes)), drop
 
 
-def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """The elements ``start`` to ``stop`` of a row-major array of ``shape``, as rectangles.
 
     At most ``2 * len(shape) - 1`` (one for a scalar), in the order in which they lie in memory,
@@ -56,13 +56,13 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
             expected=f"a part of 0 to {prod(shape)}",
             found=f"{start} to {stop}",
         )
-    return [Box(o, s) for o, s in _rectangles(shape, start, stop)]
+    return [Box(o, s) for o, s in _iter_contiguous(shape, start, stop)]
 
 
-_Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+_OffsetsAndSizes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Rectangle]:
+def _iter_contiguous(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_OffsetsAndSizes]:
     if start >= stop:
         return
     if not shape:
@@ -72,20 +72,20 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Rect
     row = prod(inner)
     (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
     if first == last:
-        for o, s in _rectangles(inner, head, tail):
+        for o, s in _iter_contiguous(inner, head, tail):
             yield (first, *o), (1, *s)
         return
     if head:
-        for o, s in _rectangles(inner, head, row):
+        for o, s in _iter_contiguous(inner, head, row):
             yield (first, *o), (1, *s)
         first += 1
     if last > first:
         yield (first, *(0 for _ in inner)), (last - first, *inner)
-    for o, s in _rectangles(inner, 0, tail):
+    for o, s in _iter_contiguous(inner, 0, tail):
         yield (last, *o), (1, *s)
 
 
-def span(part: Box, whole: Box) -> tuple[int, int]:
+def flat_range(part: Box, whole: Box) -> tuple[int, int]:
     """First and past-the-last element of ``part`` in the row-major array that holds ``whole``.
 
     ``part`` lies within ``whole`` and is not empty; both in coordinates of the global tensor.

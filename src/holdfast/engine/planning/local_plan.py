@@ -22,18 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from holdfast.engine.planning.shard_layout import Holding, itemsize
+from holdfast.engine.planning.shard_layout import LeafBox, itemsize
 from holdfast.errors import PlanError
-from holdfast.ragged import Ints, flat, products, within
+from holdfast.ragged import Ints, flatten_rows, ranges, row_products
 
 Hashes = NDArray[np.uint64]
 
-_HEAD = struct.Struct("<16sQQQ")
-_KINDS = ("<u8", "<u8", "<u8", "<i8", "<u8", "<i8", "<u4", "<u1")
+_HEADER = struct.Struct("<16sQQQ")
+_COLUMN_DTYPES = ("<u8", "<u8", "<u8", "<i8", "<u8", "<i8", "<u4", "<u1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Offer:
+class LocalPlan:
     """What one rank has, as it tells the coordinator. Columns over its leaves and its boxes.
 
     ``structure``: digest of all holdings; ``leaf_key``, ``leaf_type``: hashes of the key, and of
@@ -42,7 +42,7 @@ class Offer:
     ``names``: keys, dtypes and shapes, compressed, opened only to explain an error.
     """
 
-    structure: bytes
+    digest: bytes
     leaf_key: Hashes
     leaf_type: Hashes
     leaf_weight: Hashes
@@ -50,24 +50,26 @@ class Offer:
     box_weight: Hashes
     box_bytes: Ints
     box_leaf: NDArray[np.uint32]
-    box_first: NDArray[np.uint8]
-    names: bytes
+    box_from_first: NDArray[np.uint8]
+    packed_leaf_types: bytes
 
     def to_bytes(self) -> bytes:
         """The offer for the wire, between processes of one job (the same version of us)."""
-        head = _HEAD.pack(self.structure, len(self.leaf_key), len(self.box_weight), len(self.names))
-        return b"".join([head, *(c.tobytes() for c in self._columns()), self.names])
+        head = _HEADER.pack(
+            self.digest, len(self.leaf_key), len(self.box_weight), len(self.packed_leaf_types)
+        )
+        return b"".join([head, *(c.tobytes() for c in self._columns()), self.packed_leaf_types])
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Offer:
+    def from_bytes(cls, data: bytes) -> LocalPlan:
         """The offer that ``to_bytes`` packed, without copying. Raises ``PlanError``."""
-        whole = len(data) >= _HEAD.size
-        structure, leaves, boxes, names = _HEAD.unpack_from(data) if whole else (b"", 0, 0, 0)
-        if not whole or len(data) != _HEAD.size + 32 * leaves + 21 * boxes + names:
+        whole = len(data) >= _HEADER.size
+        structure, leaves, boxes, names = _HEADER.unpack_from(data) if whole else (b"", 0, 0, 0)
+        if not whole or len(data) != _HEADER.size + 32 * leaves + 21 * boxes + names:
             raise PlanError("An offer of a rank was cut off or damaged on its way")
         columns: list[Any] = []
-        at = _HEAD.size
-        for kind, count in zip(_KINDS, [leaves] * 4 + [boxes] * 4, strict=True):
+        at = _HEADER.size
+        for kind, count in zip(_COLUMN_DTYPES, [leaves] * 4 + [boxes] * 4, strict=True):
             columns.append(np.frombuffer(data, kind, count, at))
             at += columns[-1].nbytes
         columns.append(data[at:])
@@ -82,32 +84,32 @@ class Offer:
             self.box_weight,
             self.box_bytes,
             self.box_leaf,
-            self.box_first,
+            self.box_from_first,
         )
 
-    def describe(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
+    def unpack_leaf_types(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
         """Key, dtype and shape of every leaf, by the hash of its key."""
         rows = msgspec.msgpack.decode(
-            zlib.decompress(self.names), type=list[tuple[str, str, tuple[int, ...]]]
+            zlib.decompress(self.packed_leaf_types), type=list[tuple[str, str, tuple[int, ...]]]
         )
         return dict(zip(self.leaf_key.tolist(), rows, strict=True))
 
 
-def structure(holdings: Sequence[Holding]) -> bytes:
+def digest_leaf_boxes(leaf_boxes: Sequence[LeafBox]) -> bytes:
     """Digest (16 bytes) of all that an offer says; as long as it stays, so does the plan."""
-    return xxh3_128_digest(msgspec.msgpack.encode(holdings))
+    return xxh3_128_digest(msgspec.msgpack.encode(leaf_boxes))
 
 
-def make_offer(
-    holdings: Sequence[Holding], first: NDArray[np.bool_] | None = None, made: bytes = b""
-) -> Offer:
+def make_local_plan(
+    leaf_boxes: Sequence[LeafBox], from_first: NDArray[np.bool_] | None = None, digest: bytes = b""
+) -> LocalPlan:
     """What this rank tells the coordinator. ``first``: for each holding whether it is to be written
     by the first rank that has it; ``made``: the digest of all that, if there is one already.
 
     Raises ``PlanError`` if a box leaves its tensor or two boxes of a leaf name different tensors,
     ``Unsupported`` for an unknown dtype.
     """
-    leaves, of = _leaves(holdings)
+    leaves, of = _distinct_leaves(leaf_boxes)
     types = {(h.dtype, h.shape) for h in leaves}
     widths = {dtype: itemsize(dtype) for dtype, _ in types}
     hashed = {t: xxh3_64_intdigest(describe_type(*t).encode()) for t in types}
@@ -116,35 +118,39 @@ def make_offer(
     factor = key | np.uint64(1)
     leaf_dims = np.array([len(h.shape) for h in leaves], np.int64)
     dims = leaf_dims[of]
-    shape = flat(h.shape for h in leaves)
-    offsets = flat(h.box.offsets for h in holdings)
-    sizes = flat(h.box.sizes for h in holdings)
-    limits = flat(leaves[i].shape for i in of.tolist())
+    shape = flatten_rows(h.shape for h in leaves)
+    offsets = flatten_rows(h.box.offsets for h in leaf_boxes)
+    sizes = flatten_rows(h.box.sizes for h in leaf_boxes)
+    limits = flatten_rows(leaves[i].shape for i in of.tolist())
     wrong = (offsets < 0) | (sizes < 0) | (offsets + sizes > limits)
     if wrong.any():
-        raise _outside(holdings[int(np.repeat(np.arange(len(dims)), dims)[wrong.argmax()])])
-    return Offer(
-        structure=made or structure(holdings),
+        raise _out_of_bounds_error(
+            leaf_boxes[int(np.repeat(np.arange(len(dims)), dims)[wrong.argmax()])]
+        )
+    return LocalPlan(
+        digest=digest or digest_leaf_boxes(leaf_boxes),
         leaf_key=key,
         leaf_type=np.array([hashed[h.dtype, h.shape] for h in leaves], np.uint64),
         leaf_weight=_weights(np.zeros_like(shape), shape, leaf_dims) * factor,
-        leaf_bytes=products(shape, leaf_dims) * width,
+        leaf_bytes=row_products(shape, leaf_dims) * width,
         box_weight=_weights(offsets, sizes, dims) * factor[of],
-        box_bytes=products(sizes, dims) * width[of],
+        box_bytes=row_products(sizes, dims) * width[of],
         box_leaf=of,
-        box_first=np.zeros(len(of), np.uint8) if first is None else first.astype(np.uint8),
-        names=zlib.compress(
+        box_from_first=np.zeros(len(of), np.uint8)
+        if from_first is None
+        else from_first.astype(np.uint8),
+        packed_leaf_types=zlib.compress(
             msgspec.msgpack.encode([(h.key, h.dtype, h.shape) for h in leaves]), level=1
         ),
     )
 
 
-def _leaves(holdings: Sequence[Holding]) -> tuple[list[Holding], NDArray[np.uint32]]:
+def _distinct_leaves(leaf_boxes: Sequence[LeafBox]) -> tuple[list[LeafBox], NDArray[np.uint32]]:
     """One holding of each leaf, and for each box the index of its leaf."""
     index: dict[str, int] = {}
-    leaves: list[Holding] = []
+    leaves: list[LeafBox] = []
     of: list[int] = []
-    for h in holdings:
+    for h in leaf_boxes:
         i = index.setdefault(h.key, len(leaves))
         if i == len(leaves):
             leaves.append(h)
@@ -156,17 +162,17 @@ def _leaves(holdings: Sequence[Holding]) -> tuple[list[Holding], NDArray[np.uint
                 key=h.key,
             )
         if not len(h.box.offsets) == len(h.box.sizes) == len(h.shape):
-            raise _outside(h)
+            raise _out_of_bounds_error(h)
         of.append(i)
     return leaves, np.array(of, np.uint32)
 
 
-def _outside(h: Holding) -> PlanError:
+def _out_of_bounds_error(leaf_box: LeafBox) -> PlanError:
     return PlanError(
-        f"A rank offers a part of {h.key} that is not within the tensor",
-        expected=f"a part of {describe_type(h.dtype, h.shape)}",
-        found=f"offsets {h.box.offsets}, sizes {h.box.sizes}",
-        key=h.key,
+        f"A rank offers a part of {leaf_box.key} that is not within the tensor",
+        expected=f"a part of {describe_type(leaf_box.dtype, leaf_box.shape)}",
+        found=f"offsets {leaf_box.box.offsets}, sizes {leaf_box.box.sizes}",
+        key=leaf_box.key,
     )
 
 
@@ -175,7 +181,7 @@ def describe_type(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def mix(x: Hashes) -> Hashes:
+def splitmix64(x: Hashes) -> Hashes:
     """A random-looking number for each, always the same one (the finalizer of splitmix64)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -185,8 +191,8 @@ def mix(x: Hashes) -> Hashes:
 
 def _weights(offsets: Ints, sizes: Ints, dims: Ints) -> Hashes:
     """Weights of boxes (see the module's text), given flat over boxes and their dimensions."""
-    d = within(np.zeros_like(dims), dims)
-    seed = mix(d.astype(np.uint64))
-    random = [mix(seed ^ x.astype(np.uint64)) for x in (offsets, offsets + sizes)]
-    weights: Hashes = products(random[1] - random[0], dims)
+    d = ranges(np.zeros_like(dims), dims)
+    seed = splitmix64(d.astype(np.uint64))
+    random = [splitmix64(seed ^ x.astype(np.uint64)) for x in (offsets, offsets + sizes)]
+    weights: Hashes = row_products(random[1] - random[0], dims)
     return weights

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from holdfast.types import Box
 
-Run = tuple[int, int]
+Extent = tuple[int, int]
 
 
-class Cut(NamedTuple):
+class ShardPlacement(NamedTuple):
     """What one mesh dimension does to a tensor: it cuts the dimension ``dim``.
 
     With a ``factor`` above 1 (the ``split_factor`` of PyTorch's ``_StridedShard``) the dimension
@@ -26,14 +26,14 @@ class Cut(NamedTuple):
     """
 
     dim: int
-    factor: int = 1
+    split_factor: int = 1
 
 
-Cuts = tuple[Cut | None, ...]
+Placements = tuple[ShardPlacement | None, ...]
 """One entry per mesh dimension; None where each rank of it has the same (``Replicate``)."""
 
 
-class Local(NamedTuple):
+class LocalLayout(NamedTuple):
     """A rank's part of a tensor: the shape of its local tensor, and the boxes in it, each with
     the slices of the local tensor that hold it. Boxes without elements are left out."""
 
@@ -44,37 +44,41 @@ class Local(NamedTuple):
 @lru_cache(4096)
 def local_boxes(
     shape: tuple[int, ...],
-    mesh: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
-    cuts: Cuts,
-    order: tuple[int, ...] | None = None,
-) -> Local:
+    placements: Placements,
+    shard_order: tuple[int, ...] | None = None,
+) -> LocalLayout:
     """The boxes of a tensor of ``shape`` that the rank at ``coordinate`` of the mesh has.
 
     ``order``: the mesh dimensions in the order in which they cut, with the factors of ``cuts``.
     Without it, factors say that order (``cutting_order``); where they do not, and where there are
     none, the mesh dimensions cut from the first to the last.
     """
-    if order is None:
-        order = cutting_order(mesh, cuts)
-        if order is None:
-            order = tuple(range(len(mesh)))
+    if shard_order is None:
+        shard_order = infer_shard_order(mesh_shape, placements)
+        if shard_order is None:
+            shard_order = tuple(range(len(mesh_shape)))
         else:
-            cuts = tuple(cut and Cut(cut.dim) for cut in cuts)
-    kept: list[list[Run]] = [[(0, n)] for n in shape]
-    for m in order:
-        cut = cuts[m]
+            placements = tuple(cut and ShardPlacement(cut.dim) for cut in placements)
+    kept: list[list[Extent]] = [[(0, n)] for n in shape]
+    for m in shard_order:
+        cut = placements[m]
         if cut is not None:
-            kept[cut.dim] = _cut(kept[cut.dim], mesh[m], coordinate[m], cut.factor)
+            kept[cut.dim] = _shard_extents(
+                kept[cut.dim], mesh_shape[m], coordinate[m], cut.split_factor
+            )
     boxes = []
-    for runs in product(*(_placed(runs) for runs in kept)):
+    for runs in product(*(_local_slices(runs) for runs in kept)):
         sizes = tuple(where.stop - where.start for _, where in runs)
         box = Box(tuple(start for start, _ in runs), sizes)
         boxes.append((box, tuple(where for _, where in runs)))
-    return Local(tuple(sum(n for _, n in runs) for runs in kept), tuple(boxes))
+    return LocalLayout(tuple(sum(n for _, n in runs) for runs in kept), tuple(boxes))
 
 
-def cutting_order(mesh: tuple[int, ...], cuts: Cuts) -> tuple[int, ...] | None:
+def infer_shard_order(
+    mesh_shape: tuple[int, ...], placements: Placements
+) -> tuple[int, ...] | None:
     """The mesh dimensions in the order in which they really cut, where factors tell it.
 
     FSDP2 cuts what tensor parallelism has cut already, over a mesh dimension that stands before.
@@ -88,51 +92,53 @@ def cutting_order(mesh: tuple[int, ...], cuts: Cuts) -> tuple[int, ...] | None:
     None where no order gives these factors (a view of a tensor may make such).
     """
     orders: dict[int, list[int]] = {}
-    for m in reversed(range(len(cuts))):
-        cut = cuts[m]
+    for m in reversed(range(len(placements))):
+        cut = placements[m]
         if cut is None:
             continue
         order = orders.setdefault(cut.dim, [])
         before, at = 1, 0
-        while before != cut.factor:
+        while before != cut.split_factor:
             if at == len(order):
                 return None
-            before *= mesh[order[at]]
+            before *= mesh_shape[order[at]]
             at += 1
         order.insert(at, m)
     return tuple(m for order in orders.values() for m in order)
 
 
-def _cut(runs: list[Run], count: int, index: int, factor: int) -> list[Run]:
+def _shard_extents(
+    extents: list[Extent], num_parts: int, index: int, split_factor: int
+) -> list[Extent]:
     """The runs that rank ``index`` of ``count`` keeps. Both cuts are those of ``torch.chunk``:
     equal parts, rounded up, so that the last ones may be shorter or empty."""
-    total = sum(length for _, length in runs)
+    total = sum(length for _, length in extents)
     if not total:
-        return runs
-    block = -(-total // factor)
+        return extents
+    block = -(-total // split_factor)
     last = total // block * block  # where the last block begins, if it is a shorter one
-    first, stop = _chunk(block, count, index)
+    first, stop = _torch_chunk_bounds(block, num_parts, index)
     if (first, stop) == (0, block):
         wanted = [(0, last)]
     else:
         wanted = [(at + first, at + stop) for at in range(0, last if first < stop else 0, block)]
-    first, stop = _chunk(total - last, count, index)
-    return _between(runs, [*wanted, (last + first, last + stop)])
+    first, stop = _torch_chunk_bounds(total - last, num_parts, index)
+    return _select_extents(extents, [*wanted, (last + first, last + stop)])
 
 
-def _chunk(length: int, count: int, index: int) -> Run:
+def _torch_chunk_bounds(length: int, num_parts: int, index: int) -> Extent:
     """Where part ``index`` of ``count`` of a length begins and where it ends."""
-    part = -(-length // count)
+    part = -(-length // num_parts)
     return min(index * part, length), min((index + 1) * part, length)
 
 
-def _between(runs: list[Run], wanted: list[tuple[int, int]]) -> list[Run]:
+def _select_extents(extents: list[Extent], local_ranges: list[tuple[int, int]]) -> list[Extent]:
     """What of the runs lies between each first and past-the-last local position, which rise."""
-    taken: list[Run] = []
+    taken: list[Extent] = []
     i = at = 0
-    for begin, stop in wanted:
+    for begin, stop in local_ranges:
         while begin < stop:
-            start, length = runs[i]
+            start, length = extents[i]
             if begin >= at + length:
                 i, at = i + 1, at + length
                 continue
@@ -146,10 +152,10 @@ def _between(runs: list[Run], wanted: list[tuple[int, int]]) -> list[Run]:
     return taken
 
 
-def _placed(runs: list[Run]) -> list[tuple[int, slice]]:
+def _local_slices(extents: list[Extent]) -> list[tuple[int, slice]]:
     """The start of each run that has elements, and its place in the local tensor."""
     placed, at = [], 0
-    for start, length in runs:
+    for start, length in extents:
         if length:
             placed.append((start, slice(at, at + length)))
         at += length

@@ -16,30 +16,30 @@ from holdfast.errors import PlanError, Unsupported
 from holdfast.format.index import ShardIndex
 from holdfast.format.safetensors import entry_name, stored_shape
 from holdfast.ragged import Ints
-from holdfast.types import DTYPES, KIB, MIB, UNIT, Box
+from holdfast.types import BLOCK_SIZE, DTYPES, KIB, MIB, Box
 
-Row = tuple[str, str, tuple[int, ...], int, int]
+HeaderEntry = tuple[str, str, tuple[int, ...], int, int]
 """An entry as ``build_header`` takes it: name, stored dtype, shape, start, stop."""
 
-Span = tuple[int, int, int]
+ImageSpan = tuple[int, int, int]
 """A part of an image: where it begins and ends there, and where in the shard's data it lies."""
 
 
-def whole_entries(holdings: Sequence[Holding]) -> Iterator[Row]:
+def full_shard_entries(leaf_boxes: Sequence[LeafBox]) -> Iterator[HeaderEntry]:
     """The entries of a shard that holds all of these boxes, one after the other."""
     taken = {"__metadata__"}  # the format's own name
     start = 0
-    for h in holdings:
+    for h in leaf_boxes:
         dtype = DTYPES[h.dtype]
-        name = _free(entry_name(h.key, h.shape, h.box.offsets, h.box.sizes), taken)
+        name = _unique_name(entry_name(h.key, h.shape, h.box.offsets, h.box.sizes), taken)
         stop = start + h.nbytes
-        yield name, dtype.stored, stored_shape(dtype, h.box.sizes), start, stop
+        yield name, dtype.stored_dtype, stored_shape(dtype, h.box.sizes), start, stop
         start = stop
 
 
-def part_entries(
-    holdings: Sequence[Holding], begins: Sequence[int], spans: Iterable[Span]
-) -> Iterator[Row]:
+def partial_shard_entries(
+    leaf_boxes: Sequence[LeafBox], image_offsets: Sequence[int], spans: Iterable[ImageSpan]
+) -> Iterator[HeaderEntry]:
     """The entries of a shard that holds only some spans of its image.
 
     ``holdings`` lie in the image in this order, each from its number in ``begins`` on. A box
@@ -48,8 +48,8 @@ def part_entries(
     """
     taken = {"__metadata__"}
     for start, stop, at in spans:
-        for i in range(max(0, bisect_right(begins, start) - 1), len(holdings)):
-            h, begin = holdings[i], begins[i]
+        for i in range(max(0, bisect_right(image_offsets, start) - 1), len(leaf_boxes)):
+            h, begin = leaf_boxes[i], image_offsets[i]
             if begin >= stop:
                 break
             a, b = max(start, begin), min(stop, begin + h.nbytes)
@@ -61,54 +61,62 @@ def part_entries(
                 first, last = (a - begin) // dtype.itemsize, (b - begin) // dtype.itemsize
                 name, sizes = f"{name}[{first}:{last}]", (last - first,)
             shape = stored_shape(dtype, sizes)
-            yield _free(name, taken), dtype.stored, shape, at + a - start, at + b - start
+            yield (
+                _unique_name(name, taken),
+                dtype.stored_dtype,
+                shape,
+                at + a - start,
+                at + b - start,
+            )
 
 
-def _free(name: str, taken: set[str]) -> str:
-    while name in taken:
+def _unique_name(name: str, used_names: set[str]) -> str:
+    while name in used_names:
         name += "~"
-    taken.add(name)
+    used_names.add(name)
     return name
 
 
-def holdings_of(index: ShardIndex) -> tuple[list[Holding], list[int]]:
+def leaf_boxes_from_index(index: ShardIndex) -> tuple[list[LeafBox], list[int]]:
     """The boxes of an index in the order in which they lie in the image, and where they begin."""
     rows = [
         (box.at, holding.nbytes, n, holding)
         for n, (leaf, box) in enumerate((leaf, b) for leaf in index.leaves for b in leaf.boxes)
-        for holding in [Holding(leaf.key, leaf.dtype, leaf.shape, Box(box.offsets, box.sizes))]
+        for holding in [LeafBox(leaf.key, leaf.dtype, leaf.shape, Box(box.offsets, box.sizes))]
     ]
     rows.sort(key=lambda row: row[:3])
     return [row[3] for row in rows], [row[0] for row in rows]
 
 
-def own_spans(index: ShardIndex) -> list[Span]:
+def own_spans(index: ShardIndex) -> list[ImageSpan]:
     """The spans of the image that an incremental shard itself holds, in the shard's order."""
-    places = index.places
+    places = index.chunk_refs
     if places is None or len(index.cuts) == 1:
         return []
-    own = np.flatnonzero(places.file == 0)[1:]
-    first = np.append(True, ~(places.joined(index.cuts)[own[1:] - 1] & (np.diff(own) == 1)))
+    own = np.flatnonzero(places.files == 0)[1:]
+    first = np.append(
+        True, ~(places.is_contiguous_with_next(index.cuts)[own[1:] - 1] & (np.diff(own) == 1))
+    )
     begins = own[first[: len(own)]]
     ends = own[np.append(first[1 : len(own)], True)[: len(own)]]
     spans = zip(
         index.cuts[begins - 1].tolist(),
         index.cuts[ends].tolist(),
-        (places.at[begins] - index.header).tolist(),
+        (places.offsets[begins] - index.header).tolist(),
         strict=True,
     )
     return sorted(spans, key=lambda span: span[2])
 
 
-SMALL = 64 * KIB
+SMALL_BOX_BYTES = 64 * KIB
 """Boxes below this many bytes share chunks; a larger one has chunks of its own."""
 
-GROUP = 1 * MIB
+MAX_SHARED_CHUNK_BYTES = 1 * MIB
 """Most bytes of a chunk that several small boxes share."""
 
 
 # Made for every box: a frozen dataclass takes eight times as long to make.
-class Holding(msgspec.Struct, frozen=True, gc=False):
+class LeafBox(msgspec.Struct, frozen=True, gc=False):
     """One box of one leaf that this rank has.
 
     ``key`` is the leaf's path in the state, ``dtype`` a name in ``words.DTYPES``, ``shape`` the
@@ -123,7 +131,7 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Bytes of the box."""
-        return self.box.elements * itemsize(self.dtype)
+        return self.box.numel * itemsize(self.dtype)
 
 
 def itemsize(dtype: str) -> int:
@@ -139,7 +147,7 @@ def itemsize(dtype: str) -> int:
     return known.itemsize
 
 
-def file_order(holdings: Sequence[Holding]) -> list[int]:
+def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:
     """The order of boxes in a shard, as indices into ``holdings``.
 
     Larger elements come first: all lengths before a box are then multiples of its element size,
@@ -149,15 +157,15 @@ def file_order(holdings: Sequence[Holding]) -> list[int]:
     """
 
     def place(i: int) -> tuple[int, str, int, str, tuple[int, ...]]:
-        h = holdings[i]
+        h = leaf_boxes[i]
         size = itemsize(h.dtype)
         top = h.key.partition("/")[0]
         return (-size, top, -size * prod(h.box.sizes), h.key, h.box.offsets)
 
-    return sorted(range(len(holdings)), key=place)
+    return sorted(range(len(leaf_boxes)), key=place)
 
 
-def chunk_cuts(header_length: int, lengths: Ints) -> Ints:
+def chunk_cuts(header_length: int, box_lengths: Ints) -> Ints:
     """Where the chunks of a shard end: increasing file offsets, the last is the file's length.
 
     ``lengths`` are the bytes of the boxes in file order. The first chunk is the header. The data
@@ -168,26 +176,27 @@ def chunk_cuts(header_length: int, lengths: Ints) -> Ints:
 
     Raises ``PlanError`` for a negative length.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if header_length <= 0 or (lengths.size and lengths.min() < 0):
+    box_lengths = np.asarray(box_lengths, dtype=np.int64)
+    if header_length <= 0 or (box_lengths.size and box_lengths.min() < 0):
         raise PlanError(
             "The chunks of a shard cannot be laid out",
             expected="a header and boxes of no negative length",
-            found=f"a header of {header_length} bytes, a shortest box of {lengths.min(initial=0)}",
+            found=f"a header of {header_length} bytes, a shortest box of"
+            f" {box_lengths.min(initial=0)}",
         )
-    lengths = lengths[lengths > 0]
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
+    box_lengths = box_lengths[box_lengths > 0]
+    ends = np.cumsum(box_lengths)
+    starts = ends - box_lengths
     total = int(ends[-1]) if ends.size else 0
-    large = lengths >= SMALL
+    large = box_lengths >= SMALL_BOX_BYTES
     # A small box begins in one window and ends less than SMALL after it: GROUP is kept without
     # going from box to box.
-    window = starts // (GROUP - SMALL)
+    window = starts // (MAX_SHARED_CHUNK_BYTES - SMALL_BOX_BYTES)
     first_in_window = np.flatnonzero(window[1:] != window[:-1]) + 1
     cuts = np.concatenate(
         [
             np.zeros(1, np.int64),
-            np.arange(UNIT, total, UNIT, dtype=np.int64),
+            np.arange(BLOCK_SIZE, total, BLOCK_SIZE, dtype=np.int64),
             starts[large],
             ends[large],
             starts[first_in_window],
@@ -197,8 +206,8 @@ def chunk_cuts(header_length: int, lengths: Ints) -> Ints:
     return np.unique(cuts) + header_length
 
 
-def split_long(cuts: Ints) -> Ints:
+def split_long_chunks(cuts: Ints) -> Ints:
     """The cuts, and more where a chunk behind the first one is longer than ``UNIT``."""
-    long = np.flatnonzero(np.diff(cuts) > UNIT).tolist()
-    more = [np.arange(cuts[i], cuts[i + 1], UNIT, dtype=np.int64) for i in long]
+    long = np.flatnonzero(np.diff(cuts) > BLOCK_SIZE).tolist()
+    more = [np.arange(cuts[i], cuts[i + 1], BLOCK_SIZE, dtype=np.int64) for i in long]
     return np.unique(np.concatenate([cuts, *more]))

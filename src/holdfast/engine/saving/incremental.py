@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast import events
-from holdfast.engine.distributed.collective import Meeting
+from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning import shard_layout
-from holdfast.engine.planning.shard_layout import part_entries
+from holdfast.engine.planning.shard_layout import partial_shard_entries
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.snapshot import pins as pin
 from holdfast.engine.snapshot.index_files import read_index
@@ -27,15 +27,15 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import CommitError, FormatError, ManifestInvalid, NotFound
 from holdfast.format import names
-from holdfast.format.chunk_refs import Places, places_of
+from holdfast.format.chunk_refs import ChunkRefs, expand_runs
 from holdfast.format.index import ShardIndex
-from holdfast.format.manifest import Referred, Shard
+from holdfast.format.manifest import Shard, ShardReference
 from holdfast.format.safetensors import build_header
-from holdfast.ragged import Ints, before, within
-from holdfast.threads import uncollected
+from holdfast.ragged import Ints, exclusive_cumsum, ranges
+from holdfast.threads import gc_paused
 from holdfast.types import ALIGNMENT, DTYPES
 
-WORTH = 0.1
+MIN_BASE_FRACTION = 0.1
 """The part of a shard that the base must have. Below it, a full shard costs hardly more bytes and
 depends on nothing."""
 
@@ -43,7 +43,7 @@ Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseVersion:
     """What one rank may refer to in an earlier version: ``shards`` of it with their ``indexes``.
     ``folder``: its name; ``chain``: how many versions lie between it and a full one."""
 
@@ -53,36 +53,36 @@ class Base:
     indexes: Sequence[ShardIndex]
 
     @classmethod
-    def of(cls, snapshot: Snapshot, meeting: Meeting) -> Base:
+    def from_snapshot(cls, snapshot: Snapshot, collective: Collective) -> BaseVersion:
         """Of the shards that this rank has written itself, or of all if it is the only one: with
         the same layout there is nothing else to be found, and with another it is written in full
         once."""
         manifest = snapshot.manifest
-        mine = names.shard_name(meeting.rank, meeting.size, "")[: -len(".safetensors")]
-        shards = [s for s in manifest.shards if meeting.size == 1 or s.name.startswith(mine)]
+        mine = names.shard_name(collective.rank, collective.size, "")[: -len(".safetensors")]
+        shards = [s for s in manifest.shards if collective.size == 1 or s.name.startswith(mine)]
         indexes: Sequence[ShardIndex] = []
         try:
-            if meeting.size == 1:
+            if collective.size == 1:
                 indexes = snapshot.indexes()
             else:
-                indexes = [read_index(snapshot.place, s) for s in shards]
+                indexes = [read_index(snapshot.location, s) for s in shards]
         except (FormatError, NotFound) as e:
             events.emit("skipped", version=str(snapshot.version), error=e)
             shards = []
-        return cls(snapshot.place.folder.rpartition("/")[2], manifest.chain, shards, indexes)
+        return cls(snapshot.location.folder.rpartition("/")[2], manifest.chain, shards, indexes)
 
 
-class Pinned(msgspec.Struct, frozen=True):
+class BasePin(msgspec.Struct, frozen=True):
     """What rank 0 tells before any rank writes: whether the base is good, and a pin's key."""
 
-    good: bool
+    usable: bool
     key: str
 
 
 @contextmanager
-def held(
-    place: Location, attempt: str, base: Snapshot | None, meeting: Meeting
-) -> Iterator[Base | None]:
+def pinned_base(
+    location: Location, attempt: str, base: Snapshot | None, collective: Collective
+) -> Iterator[BaseVersion | None]:
     """Pins the attempt, and ``base`` with all that it refers to; gives ``base`` as the store of
     ``place`` shows it now. Rank 0 pins, before any rank writes; the others look whether they see
     that. Raises ``CommitError`` if not: they write to another place.
@@ -90,46 +90,50 @@ def held(
     None, and the save is a full one, if it is not a version of the same run, was deleted, or
     is damaged as far as its manifest, its indexes and the lengths of its files tell.
     """
-    found, told = None if base is None or meeting.rank else _beside(place, base), None
+    found, told = None if base is None or collective.rank else _as_sibling(location, base), None
     with ExitStack() as pins:
-        if meeting.rank == 0:
+        if collective.rank == 0:
             # each pin names the attempt too
             versions = [None] if found is None else sorted({found.version, *found.bases})
             keys = []
             for version in versions:
-                keys.append(pin.hold(place, attempt, version))
-                pins.callback(pin.release, place, keys[-1])
+                keys.append(pin.create_pin(location, attempt, version))
+                pins.callback(pin.remove_pin, location, keys[-1])
             if found is not None:
                 try:
-                    pin.seen(found.place)
+                    pin.require_manifest(found.location)
                     found.check_files()
                 except (FormatError, NotFound) as e:
                     events.emit("skipped", version=str(found.version), error=e)
                     found = None
-            told = Pinned(found is not None, keys[0])
-        told = meeting.share(told, Pinned)
-        if meeting.rank:
-            _look_for(place, told.key, meeting)
-            if told.good and base is not None:
-                found = _beside(place, base)  # not before rank 0 has found it there
+            told = BasePin(found is not None, keys[0])
+        told = collective.broadcast(told, BasePin)
+        if collective.rank:
+            _check_visible(location, told.key, collective)
+            if told.usable and base is not None:
+                found = _as_sibling(location, base)  # not before rank 0 has found it there
         try:
-            yield Base.of(found, meeting) if told.good and found is not None else None
+            yield (
+                BaseVersion.from_snapshot(found, collective)
+                if told.usable and found is not None
+                else None
+            )
         except BaseException as e:
             # before the pins go: who does not see them then hears why
-            if not meeting.call_off(e):
+            if not collective.abort(e):
                 pins.pop_all()  # nobody could be told: they stay, until this process ends
             raise
 
 
-def _look_for(place: Location, key: str, meeting: Meeting) -> None:
+def _check_visible(location: Location, key: str, collective: Collective) -> None:
     """See that this rank sees what rank 0 has written, before it writes something itself."""
-    rank = meeting.rank
+    rank = collective.rank
     try:
-        place.store.stat(key)
+        location.store.stat(key)
     except NotFound as e:
-        meeting.listen()
+        collective.raise_if_aborted()
         raise CommitError(
-            f"Nothing was committed to {place.url}: rank {rank} does not see there what rank 0"
+            f"Nothing was committed to {location.url}: rank {rank} does not see there what rank 0"
             " writes",
             expected=f"{key}, which rank 0 has just written",
             found="no such file: it is another folder, of another disk maybe",
@@ -140,23 +144,23 @@ def _look_for(place: Location, key: str, meeting: Meeting) -> None:
         ) from e
 
 
-def _beside(place: Location, base: Snapshot) -> Snapshot | None:
+def _as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
     """The base as a neighbour of ``place``, or None if it is none."""
-    run, _, folder = base.place.folder.rpartition("/")
-    own, _, mine = place.folder.rpartition("/")
+    run, _, folder = base.location.folder.rpartition("/")
+    own, _, mine = location.folder.rpartition("/")
     try:
         _ = base.version
     except ManifestInvalid:
         return None
-    if not mine or run != own or folder == mine or base.place.store.url != place.store.url:
+    if not mine or run != own or folder == mine or base.location.store.url != location.store.url:
         return None
-    if base.place.store is place.store:
+    if base.location.store is location.store:
         return base
-    return Snapshot(Location(place.store, base.place.folder), base.manifest, base.digest)
+    return Snapshot(Location(location.store, base.location.folder), base.manifest, base.digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packing:
+class IncrementalLayout:
     """What an incremental shard holds of its image, and where the rest lies.
 
     ``image``: with the cuts that the digests are for; ``digests``, ``own``: of each of its chunks,
@@ -168,25 +172,25 @@ class Packing:
     image: Image
     header: bytes
     digests: list[str]
-    own: NDArray[np.bool_]
+    written: NDArray[np.bool_]
     starts: list[int]
     stops: list[int]
-    at: list[int]
+    shard_offsets: list[int]
     length: int
     runs: list[tuple[int, int, int]]
-    refers: list[Referred]
+    refers: list[ShardReference]
 
-    def unneeded(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def unneeded_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces of the image of which the shard holds nothing: those of its header too."""
-        written = np.cumsum(self.own)
+        written = np.cumsum(self.written)
         first = np.searchsorted(self.image.cuts, [p.start for p in pieces], "right")
         last = np.searchsorted(self.image.cuts, [p.stop for p in pieces], "left")
         idle = written[last] == written[np.maximum(first, 1) - 1]
         return [p for p, none in zip(pieces, idle.tolist(), strict=True) if none]
 
 
-@uncollected()
-def recut(image: Image, base: Base) -> Image:
+@gc_paused()
+def align_chunks(image: Image, base: BaseVersion) -> Image:
     """The image with the chunks of each large box cut as the base has cut that box.
 
     Otherwise a leaf that has grown, come or gone would shift all that lies behind it against the
@@ -196,9 +200,9 @@ def recut(image: Image, base: Base) -> Image:
     indexes = base.indexes
     if any(np.array_equal(index.cuts - index.header, own) for index in indexes):
         return image
-    lengths = np.array(image.ends) - np.array(image.begins)
-    large = np.flatnonzero(lengths >= shard_layout.SMALL).tolist()
-    keys = {image.holdings[i].key for i in large}
+    lengths = np.array(image.box_ends) - np.array(image.box_starts)
+    large = np.flatnonzero(lengths >= shard_layout.SMALL_BOX_BYTES).tolist()
+    keys = {image.leaf_boxes[i].key for i in large}
     known = {
         (leaf.key, leaf.dtype, box.offsets): (
             index.cuts,
@@ -213,31 +217,33 @@ def recut(image: Image, base: Base) -> Image:
     keep = np.ones(len(image.cuts), bool)
     parts = []
     for i in large:
-        h, begin, end = image.holdings[i], image.begins[i], image.ends[i]
+        h, begin, end = image.leaf_boxes[i], image.box_starts[i], image.box_ends[i]
         found = known.get((h.key, h.dtype, h.box.offsets))
         if found is not None:
             cuts, at, nbytes = found
-            parts.append(_between(cuts, at, at + min(nbytes, end - begin)) - at + begin)
+            parts.append(_cuts_between(cuts, at, at + min(nbytes, end - begin)) - at + begin)
             inside = slice(*np.searchsorted(image.cuts, [begin + 1, end]).tolist())
             keep[inside] = False
     cuts = np.unique(np.concatenate([image.cuts[keep], *parts]))
     # a leaf may have grown, or another writer's chunks may be longer than ours
-    return replace(image, cuts=shard_layout.split_long(cuts))
+    return replace(image, cuts=shard_layout.split_long_chunks(cuts))
 
 
-def _between(cuts: Ints, low: int, high: int) -> Ints:
+def _cuts_between(cuts: Ints, low: int, high: int) -> Ints:
     return cuts[np.searchsorted(cuts, low, "right") : np.searchsorted(cuts, high)]
 
 
-@uncollected()
-def pack(base: Base, image: Image, digests: list[str]) -> Packing | None:
+@gc_paused()
+def make_incremental_layout(
+    base: BaseVersion, image: Image, digests: list[str]
+) -> IncrementalLayout | None:
     """What to write and what to refer to, or None if the base has too little of it."""
     cuts = image.cuts
     lengths = np.diff(cuts, prepend=0)
-    found = _find(base, image, digests)
+    found = _find_in_base(base, image, digests)
     own = np.array([f is None for f in found])
     data = int(cuts[-1] - cuts[0])
-    if int(lengths[~own].sum()) < max(1, WORTH * data):
+    if int(lengths[~own].sum()) < max(1, MIN_BASE_FRACTION * data):
         return None
     files: dict[tuple[str, int], int] = {}
     file = np.zeros(len(cuts), np.int64)
@@ -248,15 +254,15 @@ def pack(base: Base, image: Image, digests: list[str]) -> Packing | None:
             number = files.setdefault(place[:2], len(files) + 1)
             file[c], at[c] = number, place[2]
             used[number] = used.get(number, 0) + int(lengths[c])
-    starts, stops, offsets = _spans(own, cuts)
+    starts, stops, offsets = _written_spans(own, cuts)
     spans = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True)
-    header = build_header(part_entries(image.holdings, image.begins, spans))
+    header = build_header(partial_shard_entries(image.leaf_boxes, image.box_starts, spans))
     for start, stop, offset in zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True):
         first, last = np.searchsorted(cuts, [start, stop])
         at[first + 1 : last + 1] = cuts[first:last] - start + offset + len(header)
-    apart = np.flatnonzero(~Places(file, at).joined(cuts)[1:]) + 2
+    apart = np.flatnonzero(~ChunkRefs(file, at).is_contiguous_with_next(cuts)[1:]) + 2
     firsts = [1, *apart.tolist()]
-    packing = Packing(
+    packing = IncrementalLayout(
         image,
         header,
         digests,
@@ -266,29 +272,31 @@ def pack(base: Base, image: Image, digests: list[str]) -> Packing | None:
         (offsets + len(header)).tolist(),
         len(header) + int((stops - starts).sum()),
         list(zip(firsts, file[firsts].tolist(), at[firsts].tolist(), strict=True)),
-        [Referred(path, length, used[number]) for (path, length), number in files.items()],
+        [ShardReference(path, length, used[number]) for (path, length), number in files.items()],
     )
     # nothing is committed that would be refused when read
     shifted = cuts + (len(header) - len(image.header))
-    places_of(packing.runs, shifted, packing.length, packing.refers, _unsound)
+    expand_runs(packing.runs, shifted, packing.length, packing.refers, _invalid_index_error)
     return packing
 
 
-def _unsound(expected: str, found: object) -> ManifestInvalid:
+def _invalid_index_error(expected: str, found: object) -> ManifestInvalid:
     return ManifestInvalid("An incremental index went wrong", expected=expected, found=str(found))
 
 
-def _spans(own: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
+def _written_spans(written: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
     """Spans of neighbouring chunks that are written, and where in the shard's data they go. Those
     of whole pages come first, so that as much as can be is read and written past the page cache."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], own[1:], [False]]).astype(np.int8)))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], written[1:], [False]]).astype(np.int8)))
     starts, stops = cuts[edges[::2]], cuts[edges[1::2]]
     order = np.argsort((stops - starts) % ALIGNMENT != 0, kind="stable")
     starts, stops = starts[order], stops[order]
-    return starts, stops, before(stops - starts)
+    return starts, stops, exclusive_cumsum(stops - starts)
 
 
-def _find(base: Base, image: Image, digests: list[str]) -> list[tuple[str, int, int] | None]:
+def _find_in_base(
+    base: BaseVersion, image: Image, digests: list[str]
+) -> list[tuple[str, int, int] | None]:
     """For each chunk of the image path and length of the file that holds it, and where in it."""
     known: dict[tuple[int, str], tuple[str, int, int]] = {}
     for index, shard in zip(base.indexes, base.shards, strict=True):
@@ -298,22 +306,22 @@ def _find(base: Base, image: Image, digests: list[str]) -> list[tuple[str, int, 
             for b in f.boxes
         ]
         lengths = {r.path: r.length for r in shard.refers}
-        for c, mark in enumerate(_marks(rows, index.cuts), 1):
-            path, at = index.where(c)
+        for c, mark in enumerate(_chunk_layout_hashes(rows, index.cuts), 1):
+            path, at = index.locate_chunk(c)
             if path == shard.name:
-                place = names.refer(base.folder, path), shard.length, at
+                place = names.reference_path(base.folder, path), shard.length, at
             else:
                 place = path, lengths[path], at
-            known[mark, index.digest(c)] = place
+            known[mark, index.chunk_digest(c)] = place
     rows = [
         (hash((h.key, h.dtype, h.box.offsets)), begin, end - begin)
-        for h, begin, end in zip(image.holdings, image.begins, image.ends, strict=True)
+        for h, begin, end in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
     ]
-    marks = enumerate(_marks(rows, image.cuts), 1)
+    marks = enumerate(_chunk_layout_hashes(rows, image.cuts), 1)
     return [None, *(known.get((mark, digests[c])) for c, mark in marks)]
 
 
-def _marks(rows: list[tuple[int, int, int]], cuts: Ints) -> list[int]:
+def _chunk_layout_hashes(rows: list[tuple[int, int, int]], cuts: Ints) -> list[int]:
     """For each chunk but the header a number for what it holds: its length, and which boxes from
     which of their bytes on. ``rows``: hash of the box, where it begins, its bytes."""
     table = np.array(rows, np.int64).reshape(-1, 3)
@@ -324,14 +332,14 @@ def _marks(rows: list[tuple[int, int, int]], cuts: Ints) -> list[int]:
     first = np.searchsorted(stops, starts, "right")
     counts = np.searchsorted(begins, ends, "left") - first
     chunk = np.repeat(np.arange(len(starts)), counts)
-    row = within(first, counts)
+    row = ranges(first, counts)
     made = (ends - starts).astype(np.uint64)
-    np.add.at(made, chunk, _mixed(box[row], begins[row] - starts[chunk]))
+    np.add.at(made, chunk, _mix_hash(box[row], begins[row] - starts[chunk]))
     marks: list[int] = made.tolist()
     return marks
 
 
-def _mixed(box: Ints, offset: Ints) -> Hashes:
+def _mix_hash(box: Ints, offset: Ints) -> Hashes:
     """One number for a box at an offset, so that sums of them tell who is in a chunk and where."""
     mixed = box.astype(np.uint64) + offset.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)

@@ -6,17 +6,17 @@ import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
-from holdfast.buffers import Buffer, Pool
+from holdfast.buffers import Buffer, BufferPool
 from holdfast.engine.saving.image import Image, Piece
-from holdfast.engine.saving.incremental import Packing
+from holdfast.engine.saving.incremental import IncrementalLayout
 from holdfast.engine.snapshot.location import Location
 from holdfast.errors import CommitError
-from holdfast.format.digest import digest, digest_of
+from holdfast.format.digest import digest, digest_parts
 from holdfast.threads import in_parallel
-from holdfast.types import UNIT
+from holdfast.types import BLOCK_SIZE
 
 
-class Chunks:
+class ImageChunks:
     """The chunks of an image: in staged pieces, of which one chunk may touch two, or else still in
     the live state."""
 
@@ -24,14 +24,14 @@ class Chunks:
         self.image = image
         self.cuts = image.cuts.tolist()
         self._pieces = pieces
-        self._begins = [p.start for p in pieces]
+        self._piece_starts = [p.start for p in pieces]
 
-    def staged(self, chunk: int, first: int, last: int) -> list[tuple[Buffer, int, int]]:
+    def staged_spans(self, chunk: int, first: int, last: int) -> list[tuple[Buffer, int, int]]:
         """Where bytes ``first`` to ``last`` of a chunk lie, in order: a buffer, and from where to
         where in it. Nothing if they are not staged."""
         start, stop = self.cuts[chunk - 1] + first, self.cuts[chunk - 1] + last
         found = []
-        for i in range(bisect_right(self._begins, start) - 1, len(self._pieces)):
+        for i in range(bisect_right(self._piece_starts, start) - 1, len(self._pieces)):
             piece = self._pieces[i]
             if start >= stop or piece.buffer is None:
                 break
@@ -44,32 +44,32 @@ class Chunks:
         """Bytes of a chunk."""
         return int(self.cuts[chunk] - self.cuts[chunk - 1])
 
-    def copy(self, chunk: int, buffer: Buffer, at: int) -> memoryview:
+    def copy_live(self, chunk: int, buffer: Buffer, buffer_offset: int) -> memoryview:
         """Copy a chunk out of the live state to the buffer's byte ``at``; its bytes there."""
-        self.image.copy(self.cuts[chunk - 1], self.cuts[chunk], buffer, at)
-        return buffer.view[at : at + self.length(chunk)]
+        self.image.copy_range(self.cuts[chunk - 1], self.cuts[chunk], buffer, buffer_offset)
+        return buffer.view[buffer_offset : buffer_offset + self.length(chunk)]
 
 
 def digest_chunks(
     image: Image,
     pieces: Sequence[Piece],
-    pool: Pool,
+    pool: BufferPool,
     threads: int,
     advance: Callable[[], object] = bool,
 ) -> list[str]:
     """The digest of every chunk; what is not staged is copied for it, and not kept. ``advance`` is
     called after each."""
-    chunks = Chunks(image, pieces)
+    chunks = ImageChunks(image, pieces)
     digests = [digest(image.header)] + [""] * (len(chunks.cuts) - 1)
 
     def look(chunk: int) -> None:
-        staged = chunks.staged(chunk, 0, chunks.length(chunk))
+        staged = chunks.staged_spans(chunk, 0, chunks.length(chunk))
         if staged:
-            digests[chunk] = digest_of(b.view[first:last] for b, first, last in staged)
+            digests[chunk] = digest_parts(b.view[first:last] for b, first, last in staged)
             return
         buffer = pool.acquire()
         try:
-            digests[chunk] = digest(chunks.copy(chunk, buffer, 0))
+            digests[chunk] = digest(chunks.copy_live(chunk, buffer, 0))
         finally:
             pool.release(buffer)
 
@@ -77,23 +77,25 @@ def digest_chunks(
     return digests
 
 
-def write_packed(
-    place: Location,
+def write_incremental_shard(
+    location: Location,
     name: str,
-    packing: Packing,
+    layout: IncrementalLayout,
     pieces: Sequence[Piece],
-    pool: Pool,
+    pool: BufferPool,
     threads: int,
     advance: Callable[[], object] = bool,
 ) -> None:
     """Write the shard, calling ``advance`` after each part of it. Raises ``StoreError``, or
     ``CommitError`` if the state has changed since its digests were made; then there is no such
     shard."""
-    gather = _Gather(place, packing, pieces)
-    header = packing.header
-    spans = [(a, min(a + pool.unit, len(header))) for a in range(0, len(header), pool.unit)]
-    data = range(len(header), packing.length, pool.unit)
-    spans += [(a, min(a + pool.unit, packing.length)) for a in data]
+    gather = _ShardAssembler(location, layout, pieces)
+    header = layout.header
+    spans = [
+        (a, min(a + pool.buffer_size, len(header))) for a in range(0, len(header), pool.buffer_size)
+    ]
+    data = range(len(header), layout.length, pool.buffer_size)
+    spans += [(a, min(a + pool.buffer_size, layout.length)) for a in data]
 
     def write(span: tuple[int, int]) -> None:
         start, stop = span
@@ -107,32 +109,34 @@ def write_packed(
         finally:
             pool.release(buffer)
 
-    with place.store.put(place.key(name), packing.length) as upload:
+    with location.store.put(location.key(name), layout.length) as upload:
         in_parallel(spans, write, min(threads, len(spans)), advance)
         upload.commit()
         advance()
 
 
-class _Gather:
+class _ShardAssembler:
     """Brings parts of the image together as they follow one another in the shard."""
 
-    def __init__(self, place: Location, packing: Packing, pieces: Sequence[Piece]) -> None:
-        self._url = place.url
-        self._packing = packing
-        self._chunks = Chunks(packing.image, pieces)
-        self._checked = bytearray(len(packing.digests))
-        self._spare: list[Buffer] = []
+    def __init__(
+        self, location: Location, layout: IncrementalLayout, pieces: Sequence[Piece]
+    ) -> None:
+        self._url = location.url
+        self._layout = layout
+        self._chunks = ImageChunks(layout.image, pieces)
+        self._verified = bytearray(len(layout.digests))
+        self._spare_buffers: list[Buffer] = []
 
     def fill(self, start: int, stop: int, buffer: Buffer) -> None:
         """Copy the shard's bytes from ``start`` to ``stop`` to the buffer's beginning."""
-        for chunk, first, last, at in self._parts(start, stop):
-            self._copy(chunk, first, last, buffer, at - start)
+        for chunk, first, last, at in self._chunk_spans(start, stop):
+            self._copy_chunk(chunk, first, last, buffer, at - start)
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    def _chunk_spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """What lies there: the number of a chunk, which of its bytes, and where in the shard."""
-        packing, cuts = self._packing, self._chunks.cuts
-        for i in range(bisect_right(packing.at, start) - 1, len(packing.at)):
-            shift = packing.at[i] - packing.starts[i]
+        packing, cuts = self._layout, self._chunks.cuts
+        for i in range(bisect_right(packing.shard_offsets, start) - 1, len(packing.shard_offsets)):
+            shift = packing.shard_offsets[i] - packing.starts[i]
             a, b = max(start - shift, packing.starts[i]), min(stop - shift, packing.stops[i])
             if a >= b:
                 break
@@ -140,36 +144,38 @@ class _Gather:
                 first, last = max(a, cuts[c - 1]), min(b, cuts[c])
                 yield c, first - cuts[c - 1], last - cuts[c - 1], first + shift
 
-    def _copy(self, chunk: int, first: int, last: int, buffer: Buffer, at: int) -> None:
+    def _copy_chunk(
+        self, chunk: int, first: int, last: int, buffer: Buffer, buffer_offset: int
+    ) -> None:
         """Bytes ``first`` to ``last`` of a chunk to the buffer's byte ``at``. The chunk is checked
         as a whole, wherever its other bytes go."""
         chunks, length = self._chunks, self._chunks.length(chunk)
-        staged = chunks.staged(chunk, first, last)
+        staged = chunks.staged_spans(chunk, first, last)
         if staged:
-            if not self._checked[chunk]:  # what is staged stays as it is
-                whole = chunks.staged(chunk, 0, length)
-                self._check(chunk, digest_of(b.view[i:j] for b, i, j in whole))
-                self._checked[chunk] = 1
+            if not self._verified[chunk]:  # what is staged stays as it is
+                whole = chunks.staged_spans(chunk, 0, length)
+                self._check_digest(chunk, digest_parts(b.view[i:j] for b, i, j in whole))
+                self._verified[chunk] = 1
             for source, i, j in staged:
-                ctypes.memmove(buffer.address + at, source.address + i, j - i)
-                at += j - i
+                ctypes.memmove(buffer.address + buffer_offset, source.address + i, j - i)
+                buffer_offset += j - i
         elif last - first == length:
-            self._check(chunk, digest(chunks.copy(chunk, buffer, at)))
+            self._check_digest(chunk, digest(chunks.copy_live(chunk, buffer, buffer_offset)))
         else:
             try:
-                spare = self._spare.pop()
+                spare = self._spare_buffers.pop()
             except IndexError:
-                spare = Buffer(UNIT)  # no chunk of ours is longer
-            self._check(chunk, digest(chunks.copy(chunk, spare, 0)))
-            ctypes.memmove(buffer.address + at, spare.address + first, last - first)
-            self._spare.append(spare)
+                spare = Buffer(BLOCK_SIZE)  # no chunk of ours is longer
+            self._check_digest(chunk, digest(chunks.copy_live(chunk, spare, 0)))
+            ctypes.memmove(buffer.address + buffer_offset, spare.address + first, last - first)
+            self._spare_buffers.append(spare)
 
-    def _check(self, chunk: int, found: str) -> None:
-        expected = self._packing.digests[chunk]
+    def _check_digest(self, chunk: int, found: str) -> None:
+        expected = self._layout.digests[chunk]
         if found != expected:
-            image = self._packing.image
+            image = self._layout.image
             start = self._chunks.cuts[chunk - 1]
-            holding = image.holdings[bisect_right(image.begins, start) - 1]
+            holding = image.leaf_boxes[bisect_right(image.box_starts, start) - 1]
             raise CommitError(
                 f"Nothing was committed to {self._url}: {holding.key} changed while it was saved",
                 expected=f"digest {expected}",

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from holdfast.buffers import Buffer, Pool
-from holdfast.engine.saving.image import copy_out
-from holdfast.engine.state.flatten import Leaf
+from holdfast.buffers import Buffer, BufferPool
+from holdfast.engine.saving.image import copy_bytes
+from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.threads import in_parallel
-from holdfast.types import MIB, UNIT
+from holdfast.types import BLOCK_SIZE, MIB
 
-_SMALL = 4096
+_INLINE_BYTES = 4096
 
 
-def values_of(leaves: Sequence[Leaf], pool: Pool, threads: int) -> list[bytes]:
+def digest_values(leaves: Sequence[LocalLeaf], pool: BufferPool, threads: int) -> list[bytes]:
     """A digest (16 bytes) of the elements of each leaf, of which all boxes are whole."""
     made: list[bytes] = [b""] * len(leaves)
     jobs: list[tuple[int, int, int]] = []
@@ -32,19 +32,23 @@ def values_of(leaves: Sequence[Leaf], pool: Pool, threads: int) -> list[bytes]:
         source = leaf.source
         nbytes = int(source.nbytes)
         if getattr(source, "is_cpu", True):
-            cuts = range(0, nbytes, UNIT)
+            cuts = range(0, nbytes, BLOCK_SIZE)
             parts[i] = [b""] * len(cuts)
-            if nbytes <= _SMALL:
-                parts[i][:] = [_digest(source, a, min(a + UNIT, nbytes), pool) for a in cuts]
+            if nbytes <= _INLINE_BYTES:
+                parts[i][:] = [
+                    _digest_range(source, a, min(a + BLOCK_SIZE, nbytes), pool) for a in cuts
+                ]
             else:
                 jobs += [(i, n, a) for n, a in enumerate(cuts)]
         else:
-            parts[i] = [device_digest(source)]
+            parts[i] = [digest_on_device(source)]
 
     def look(job: tuple[int, int, int]) -> None:
         i, n, start = job
         source = leaves[i].source
-        parts[i][n] = _digest(source, start, min(start + UNIT, int(source.nbytes)), pool)
+        parts[i][n] = _digest_range(
+            source, start, min(start + BLOCK_SIZE, int(source.nbytes)), pool
+        )
 
     in_parallel(jobs, look, min(threads, len(jobs)))
     for i, several in parts.items():
@@ -52,7 +56,7 @@ def values_of(leaves: Sequence[Leaf], pool: Pool, threads: int) -> list[bytes]:
     return made
 
 
-def _digest(source: Any, start: int, stop: int, pool: Pool) -> bytes:
+def _digest_range(source: Any, start: int, stop: int, pool: BufferPool) -> bytes:
     """Of bytes ``start`` to ``stop`` of a row-major array on the CPU."""
     address = 0
     if isinstance(source, np.ndarray):
@@ -62,20 +66,20 @@ def _digest(source: Any, start: int, stop: int, pool: Pool) -> bytes:
         address = source.data_ptr()
     if address:
         return xxh3_128_digest((ctypes.c_char * (stop - start)).from_address(address + start))
-    buffer = Buffer(stop - start) if stop - start <= _SMALL else pool.acquire()
+    buffer = Buffer(stop - start) if stop - start <= _INLINE_BYTES else pool.acquire()
     try:
-        copy_out(source, start, stop, buffer, 0)
+        copy_bytes(source, start, stop, buffer, 0)
         return xxh3_128_digest(buffer.view[: stop - start])
     finally:
-        if buffer.size == pool.unit:
+        if buffer.size == pool.buffer_size:
             pool.release(buffer)
 
 
-_WORDS = 4 * MIB
-_ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64))
+_WORDS_PER_STEP = 4 * MIB
+_MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64))
 
 
-def device_digest(tensor: Any) -> bytes:
+def digest_on_device(tensor: Any) -> bytes:
     """Of a tensor wherever it is, made there: only 16 bytes come to the CPU."""
     import torch
 
@@ -87,10 +91,10 @@ def device_digest(tensor: Any) -> bytes:
         raw = torch.cat([raw, raw.new_zeros(8 - rest)])
     words = raw.view(torch.int64)
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for at in range(0, words.numel(), _WORDS):
-        some = words[at : at + _WORDS]
+    for at in range(0, words.numel(), _WORDS_PER_STEP):
+        some = words[at : at + _WORDS_PER_STEP]
         place = torch.arange(at + 1, at + 1 + some.numel(), device=words.device)
-        for i, odd in enumerate(_ODD):
+        for i, odd in enumerate(_MULTIPLIERS):
             mixed = (some ^ (some >> 29)) * (place * odd | 1)
             sums[i] += (mixed ^ (mixed >> 32)).sum()
     return bytes(sums.cpu().numpy().tobytes())

@@ -13,30 +13,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast import events
-from holdfast.buffers import Pool, shared_pool
-from holdfast.engine.distributed.group import Choice, acting_as, current_group, saving_group
+from holdfast.buffers import BufferPool, shared_pool
+from holdfast.engine.distributed.group import GroupSpec, current_group, saving_group, use_group
 from holdfast.engine.saving.commit import (
     Receipt,
     check_receipts,
+    commit_collectively,
     put_manifest,
-    refuse_existing,
-    settled,
+    raise_if_exists,
 )
 from holdfast.engine.saving.image import make_image
-from holdfast.engine.saving.incremental import held
-from holdfast.engine.saving.job import Draft, Label
-from holdfast.engine.saving.overlap import Rest, split
-from holdfast.engine.saving.partition import deal
+from holdfast.engine.saving.incremental import pinned_base
+from holdfast.engine.saving.job import SaveJob, VersionMetadata
+from holdfast.engine.saving.overlap import DeferredStaging, split_pieces
+from holdfast.engine.saving.partition import partition_state
 from holdfast.engine.saving.pending import Pending
-from holdfast.engine.saving.staging import drop, stage_ahead, wait_queued
-from holdfast.engine.saving.write import write_part
+from holdfast.engine.saving.staging import release_buffers, stage_pieces, synchronize_streams
+from holdfast.engine.saving.write import write_local_shard
 from holdfast.engine.snapshot.location import Location, Url, locate
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.engine.state.flatten import Flat, flatten
-from holdfast.engine.state.step_hooks import steady
+from holdfast.engine.state.flatten import FlatState, flatten
+from holdfast.engine.state.step_hooks import find_stable_leaves
 from holdfast.errors import CommitError
 from holdfast.settings import read_settings
-from holdfast.threads import uncollected
+from holdfast.threads import gc_paused
 
 
 def save(
@@ -45,7 +45,7 @@ def save(
     *,
     step: int | None = None,
     note: Mapping[str, Any] = {},
-    group: Choice = None,
+    group: GroupSpec = None,
 ) -> Snapshot:
     """Save ``state`` as the snapshot at ``url`` and return it once it is committed.
 
@@ -60,9 +60,9 @@ def save(
     snapshot, ``Unsupported`` for what cannot be kept faithfully, ``StoreError`` or ``CommitError``;
     whenever it raises, nothing was committed, unless the error's ``outcome`` is "unknown".
     """
-    label = Label(step=step, note=note)
-    with acting_as(saving_group(group)):
-        return finish(begin(locate(url), state, label, shared_pool(), ahead=False))
+    label = VersionMetadata(step=step, note=note)
+    with use_group(saving_group(group)):
+        return finish_save(begin_save(locate(url), state, label, shared_pool(), stage_now=False))
 
 
 def save_async(
@@ -71,7 +71,7 @@ def save_async(
     *,
     step: int | None = None,
     note: Mapping[str, Any] = {},
-    group: Choice = None,
+    group: GroupSpec = None,
 ) -> Pending:
     """Copy ``state`` aside and return; what is left is done in the background.
 
@@ -79,126 +79,132 @@ def save_async(
     state and 256 MiB. ``wait()`` on the result returns the snapshot or raises what went wrong;
     a failure that nobody has waited for ends the process with code 1.
     """
-    label = Label(step=step, note=note)
-    pool = Pool(1 << 50)
+    label = VersionMetadata(step=step, note=note)
+    pool = BufferPool(1 << 50)
     try:
-        with acting_as(saving_group(group)):
-            draft = begin(locate(url), state, label, pool, ahead=True)
-        return in_background(draft, finish, after=pool.close)
+        with use_group(saving_group(group)):
+            draft = begin_save(locate(url), state, label, pool, stage_now=True)
+        return finish_in_background(draft, finish_save, after=pool.close)
     except BaseException:
         pool.close()
         raise
 
 
-def in_background(
-    draft: Draft, finish: Callable[[Draft], Snapshot], after: Callable[[], None] | None = None
+def finish_in_background(
+    job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], None] | None = None
 ) -> Pending:
     """The second half of a staged save, on a thread. Raises ``CommitError`` if there is none."""
     pending = None
     try:
-        done = None if draft.rest is None else draft.rest.done
-        pending = Pending(lambda: finish(draft), draft.place.url, after, done)
+        done = None if job.deferred is None else job.deferred.done
+        pending = Pending(lambda: finish(job), job.location.url, after, done)
         pending.start()
     except BaseException:
         if pending is None or not pending.begun:
             try:
-                with draft.meeting:  # it tells the other ranks
+                with job.collective:  # it tells the other ranks
                     raise
             finally:
-                abandon(draft)  # no optimizer may wait for what never comes
+                release_job(job)  # no optimizer may wait for what never comes
         raise
     return pending
 
 
-def begin(
-    place: Location,
+def begin_save(
+    location: Location,
     state: Any,
-    label: Label,
-    pool: Pool,
+    metadata: VersionMetadata,
+    pool: BufferPool,
     *,
-    ahead: bool,
+    stage_now: bool,
     base: Snapshot | None = None,
-    beside: bool = False,
-) -> Draft:
+    overlap: bool = False,
+) -> SaveJob:
     """The half that needs the live state to hold still: agree on who writes what, and stage if
     ``ahead``. ``base``: a version of the same run; what it has already is then referred to instead
     of written. ``beside``: what holds still until an optimizer steps is left to ``finish``, and no
     optimizer may step before ``rest.done``. ``state`` may be taken apart already."""
     began = time.perf_counter()
     group, threads = current_group(), read_settings().threads
-    meeting = group.meet(f"the save of {place.url}")
+    meeting = group.collective(f"the save of {location.url}")
     with meeting:
         if group.rank == 0:
-            refuse_existing(place)
-        about = label.node()
-        with uncollected():
-            flat = state if isinstance(state, Flat) else flatten(state, group.rank)
-            wait_queued([leaf.source for leaf in flat.leaves])
-            dealt = deal(meeting, group, flat, pool, threads)
-            image = make_image(dealt.leaves, dealt.holdings)
+            raise_if_exists(location)
+        about = metadata.to_node()
+        with gc_paused():
+            flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
+            synchronize_streams([leaf.source for leaf in flat.leaves])
+            dealt = partition_state(meeting, group, flat, pool, threads)
+            image = make_image(dealt.leaves, dealt.leaf_boxes)
         pieces = image.pieces()
-        draft = Draft(place, label, base, meeting, about, dealt, image, pieces, pool, began)
+        draft = SaveJob(location, metadata, base, meeting, about, dealt, image, pieces, pool, began)
         try:
-            if ahead:
-                now, later = split(image, pieces, steady(state, flat) if beside else ())
-                stage_ahead(image, now, pool, threads)
-                draft.rest = Rest(image, later)
-            draft.staged = time.perf_counter()
-            seconds = draft.staged - began
-            events.emit("staged", url=place.url, bytes=image.length, seconds=seconds)
+            if stage_now:
+                now, later = split_pieces(
+                    image, pieces, find_stable_leaves(state, flat) if overlap else ()
+                )
+                stage_pieces(image, now, pool, threads)
+                draft.deferred = DeferredStaging(image, later)
+            draft.staged_at = time.perf_counter()
+            seconds = draft.staged_at - began
+            events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
         except BaseException as e:
-            drop(pieces, pool)
-            if meeting.size == 1 or not ahead or not isinstance(e, Exception):
+            release_buffers(pieces, pool)
+            if meeting.size == 1 or not stage_now or not isinstance(e, Exception):
                 raise
-            draft.failed = e  # the others have gone on to train: all raise at the end of the save
+            draft.staging_error = (
+                e  # the others have gone on to train: all raise at the end of the save
+            )
     return draft
 
 
-def finish(draft: Draft, fence: Callable[[], object] = bool) -> Snapshot:
+def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
     """The half that runs beside the training: write, gather, commit. ``fence`` is called on rank 0
     right before the commit, and raises if there is to be none."""
-    place, meeting = draft.place, draft.meeting
+    place, meeting = job.location, job.collective
     try:
         with meeting:
-            if draft.failed is not None:
-                raise draft.failed
-            if draft.rest is not None:
-                _stage_rest(draft, draft.rest)
-            with held(place, draft.attempt, draft.base, meeting) as base:
-                receipt = write_part(draft, base)
+            if job.staging_error is not None:
+                raise job.staging_error
+            if job.deferred is not None:
+                _stage_deferred(job, job.deferred)
+            with pinned_base(place, job.attempt, job.base, meeting) as base:
+                receipt = write_local_shard(job, base)
 
                 def commit(receipts: list[Receipt]) -> Snapshot:
                     shards = check_receipts(place, receipts, meeting.size)
-                    manifest = draft.manifest(shards, 1 if base is None else base.chain + 1)
+                    manifest = job.build_manifest(shards, 1 if base is None else base.chain + 1)
                     fence()
-                    meeting.decide()  # a rank that fails before this one keeps it from being made
-                    return put_manifest(place, manifest, draft.dealt.plan)
+                    meeting.begin_commit()  # a rank that failed before this prevents it
+                    return put_manifest(place, manifest, job.partition.plan)
 
-                snapshot, draft.outcome = settled(place, draft.attempt, meeting, receipt, commit)
+                snapshot, job.result = commit_collectively(
+                    place, job.attempt, meeting, receipt, commit
+                )
     finally:
-        abandon(draft)
-    seconds = time.perf_counter() - draft.began
-    events.emit("committed", url=snapshot.url, bytes=draft.outcome.nbytes, seconds=seconds)
+        release_job(job)
+    seconds = time.perf_counter() - job.started_at
+    events.emit("committed", url=snapshot.url, bytes=job.result.nbytes, seconds=seconds)
     return snapshot
 
 
-def _stage_rest(draft: Draft, rest: Rest) -> None:
+def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
     """Stage what was left to be staged beside the training. Raises ``CommitError`` if the training
     has changed it meanwhile."""
-    changed = rest.stage(draft.pool, read_settings().threads)
+    changed = deferred.stage(job.pool, read_settings().threads)
     if changed:
         more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise CommitError(
-            f"Nothing was committed to {draft.place.url}: {', '.join(changed[:3])}{more} changed"
+            f"Nothing was committed to {job.location.url}: {', '.join(changed[:3])}{more} changed"
             " while being copied beside the training",
             todo="Change it in an optimizer's step only, or use overlap=False",
             leaves=changed,
         )
 
 
-def abandon(draft: Draft) -> None:
+def release_job(job: SaveJob) -> None:
     """Give the buffers of a save back, and let go of the live state."""
-    if draft.rest is not None:
-        draft.rest.let_go()
-    drop(draft.pieces, draft.pool)
-    draft.meeting.close()
+    if job.deferred is not None:
+        job.deferred.release()
+    release_buffers(job.pieces, job.pool)
+    job.collective.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from holdfast.buffers import Pool
+from holdfast.buffers import BufferPool
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.threads import in_parallel
 
@@ -20,7 +20,7 @@ def cuda_devices(sources: Sequence[Any]) -> set[Any]:
     return {s.device for s in sources if getattr(s, "is_cuda", False)}
 
 
-def wait_queued(sources: Sequence[Any]) -> None:
+def synchronize_streams(sources: Sequence[Any]) -> None:
     """Wait until all is done that this thread's streams have queued by now on devices where sources
     lie. Other threads copy on streams of their own, which do not wait for it by themselves."""
     for device in cuda_devices(sources):
@@ -29,12 +29,12 @@ def wait_queued(sources: Sequence[Any]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def stage_ahead(
+def stage_pieces(
     image: Image,
     pieces: Sequence[Piece],
-    pool: Pool,
+    pool: BufferPool,
     threads: int,
-    lane: Callable[[], AbstractContextManager[object]] = nullcontext,
+    make_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Fill all pieces now; when this returns, the live state may change. Each is filled within a
     context that ``lane`` makes."""
@@ -42,8 +42,8 @@ def stage_ahead(
     def fill(piece: Piece) -> None:
         buffer = pool.acquire()
         try:
-            with lane():
-                image.fill(piece, buffer)
+            with make_context():
+                image.copy_piece(piece, buffer)
         except BaseException:
             pool.release(buffer)
             raise
@@ -52,11 +52,11 @@ def stage_ahead(
     try:
         in_parallel(pieces, fill, min(threads, len(pieces)))
     except BaseException:
-        drop(pieces, pool)
+        release_buffers(pieces, pool)
         raise
 
 
-def drop(pieces: Sequence[Piece], pool: Pool) -> None:
+def release_buffers(pieces: Sequence[Piece], pool: BufferPool) -> None:
     """Give the buffers of all staged pieces back."""
     for piece in pieces:
         if piece.buffer is not None:

@@ -6,54 +6,61 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.buffers import Pool
+from holdfast.buffers import BufferPool
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.image import Image, Piece
-from holdfast.engine.saving.incremental import Base, Packing, pack, recut
-from holdfast.engine.saving.job import Draft
-from holdfast.engine.saving.pack import digest_chunks, write_packed
-from holdfast.engine.saving.staging import drop
+from holdfast.engine.saving.incremental import (
+    BaseVersion,
+    IncrementalLayout,
+    align_chunks,
+    make_incremental_layout,
+)
+from holdfast.engine.saving.job import SaveJob
+from holdfast.engine.saving.pack import digest_chunks, write_incremental_shard
+from holdfast.engine.saving.staging import release_buffers
 from holdfast.engine.snapshot.location import Location
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import IncrementalIndex, Index, encode_index
-from holdfast.format.index_columns import BoxAt, Leaf
-from holdfast.format.manifest import File, Increment
+from holdfast.format.index_columns import IndexBox, IndexLeaf
+from holdfast.format.manifest import FileEntry, IncrementalShard
 from holdfast.settings import read_settings
 from holdfast.threads import in_parallel
 
 
-def write_part(draft: Draft, base: Base | None) -> Receipt:
+def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
     """Write this rank's shard and index, in full or what ``base`` lacks; nothing if there is
     nothing to write. Raises ``StoreError``."""
-    place, meeting, image, attempt = draft.place, draft.meeting, draft.image, draft.attempt
-    pieces, pool, threads = draft.pieces, draft.pool, read_settings().threads
-    if meeting.rank and not image.holdings:
+    place, meeting, image, attempt = job.location, job.collective, job.image, job.attempt
+    pieces, pool, threads = job.pieces, job.pool, read_settings().threads
+    if meeting.rank and not image.leaf_boxes:
         return Receipt(meeting.rank, None)
     shard = names.shard_name(meeting.rank, meeting.size, attempt)
     index = names.index_name(meeting.rank, meeting.size, attempt)
     packing = None
     if base is not None and base.shards:
-        cut = recut(image, base)
+        cut = align_chunks(image, base)
         digests = digest_chunks(cut, pieces, pool, threads, meeting.advance)
-        packing = pack(base, cut, digests)
+        packing = make_incremental_layout(base, cut, digests)
     if packing is None:
         digests = write_shard(place, shard, image, pieces, pool, threads, meeting.advance)
         vouched = write_index(place, index, shard, image, digests)
-        return Receipt(meeting.rank, Increment(shard, image.length, vouched, []), image.length)
-    drop(packing.unneeded(pieces), pool)
-    write_packed(place, shard, packing, pieces, pool, threads, meeting.advance)
+        return Receipt(
+            meeting.rank, IncrementalShard(shard, image.length, vouched, []), image.length
+        )
+    release_buffers(packing.unneeded_pieces(pieces), pool)
+    write_incremental_shard(place, shard, packing, pieces, pool, threads, meeting.advance)
     vouched = write_index(place, index, shard, packing.image, packing.digests, packing)
-    increment = Increment(shard, packing.length, vouched, packing.refers)
+    increment = IncrementalShard(shard, packing.length, vouched, packing.refers)
     return Receipt(meeting.rank, increment, packing.length)
 
 
 def write_shard(
-    place: Location,
+    location: Location,
     name: str,
     image: Image,
     pieces: list[Piece],
-    pool: Pool,
+    pool: BufferPool,
     threads: int,
     advance: Callable[[], object] = bool,
 ) -> list[str]:
@@ -70,7 +77,7 @@ def write_shard(
             buffer = pool.acquire()
         try:
             if not staged:
-                image.fill(piece, buffer)
+                image.copy_piece(piece, buffer)
             view = buffer.view[: piece.stop - piece.start]
             if piece.start >= cuts[0]:
                 # every multiple of UNIT is a cut, so chunks begin and end with their piece
@@ -82,7 +89,7 @@ def write_shard(
         finally:
             pool.release(buffer)
 
-    with place.store.put(place.key(name), image.length) as upload:
+    with location.store.put(location.key(name), image.length) as upload:
         in_parallel(pieces, write, min(threads, len(pieces)), advance)
         upload.commit()
         advance()
@@ -90,41 +97,41 @@ def write_shard(
 
 
 def write_index(
-    place: Location,
+    location: Location,
     name: str,
-    shard: str,
+    shard_name: str,
     image: Image,
     digests: list[str],
-    packing: Packing | None = None,
-) -> File:
+    layout: IncrementalLayout | None = None,
+) -> FileEntry:
     """Write the index of a shard, durably; with a ``packing`` one of number 2. Raises
     ``StoreError``."""
-    header = image.header if packing is None else packing.header
+    header = image.header if layout is None else layout.header
     # boxes and cuts are counted from the beginning of the file, headers have lengths of their own
     shift = len(header) - len(image.header)
-    leaves: dict[str, Leaf] = {}
-    for h, at in zip(image.holdings, image.begins, strict=True):
+    leaves: dict[str, IndexLeaf] = {}
+    for h, at in zip(image.leaf_boxes, image.box_starts, strict=True):
         leaf = leaves.get(h.key)
         if leaf is None:
-            leaf = leaves[h.key] = Leaf(h.key, h.dtype, h.shape, [])
-        leaf.boxes.append(BoxAt(h.box.offsets, h.box.sizes, at + shift))
+            leaf = leaves[h.key] = IndexLeaf(h.key, h.dtype, h.shape, [])
+        leaf.boxes.append(IndexBox(h.box.offsets, h.box.sizes, at + shift))
     fields: dict[str, Any] = {
-        "shard": shard,
+        "shard": shard_name,
         "header": len(header),
         "leaves": list(leaves.values()),
         "cuts": (image.cuts + shift).tolist(),
     }
     index: Index
-    if packing is None:
+    if layout is None:
         index = Index(format=1, length=image.length, digests=digests, **fields)
     else:
         index = IncrementalIndex(
             format=2,
-            length=packing.length,
+            length=layout.length,
             digests=[digest(header), *digests[1:]],
-            runs=packing.runs,
+            runs=layout.runs,
             **fields,
         )
     raw = encode_index(index)
-    place.store.put_if_absent(place.key(name), raw)
-    return File(name, len(raw), digest(raw))
+    location.store.put_if_absent(location.key(name), raw)
+    return FileEntry(name, len(raw), digest(raw))

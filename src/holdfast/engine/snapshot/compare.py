@@ -14,23 +14,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.planning.boxes import rectangles
-from holdfast.engine.planning.read_plan import Want
+from holdfast.engine.planning.boxes import contiguous_boxes
+from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.read import Target
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.types import DTYPES, MIB, Box
 
-PIECE = 32 * MIB
+BATCH_BYTES = 32 * MIB
 """Bytes of each snapshot that are compared at a time."""
 
 Bytes = NDArray[np.uint8]
 Chunks = tuple[tuple[int, int, str], ...]
-Pair = tuple[str, str]
+LeafPair = tuple[str, str]
 """The key of a leaf in the one snapshot, and of the one to compare it with in the other."""
 
 
 @dataclass(slots=True)
-class Distance:
+class LeafDifference:
     """How two leaves of one dtype and shape differ. ``largest``: the largest absolute difference
     of two elements, NaN if one of them is; None for a dtype that NumPy cannot count with."""
 
@@ -45,14 +45,14 @@ class Distance:
             self.largest = float(np.maximum(known, largest))
 
 
-def same_chunks(a: Snapshot, b: Snapshot, pairs: Iterable[Pair]) -> set[Pair]:
+def find_equal_by_digest(a: Snapshot, b: Snapshot, pairs: Iterable[LeafPair]) -> set[LeafPair]:
     """Those pairs of leaves whose digests tell that their bytes are the same. Reads the indexes.
     The others may be the same nevertheless."""
-    ours, theirs = _chunks(a), _chunks(b)
+    ours, theirs = _chunks_by_leaf(a), _chunks_by_leaf(b)
     return {(k, other) for k, other in pairs if k in ours and ours[k] == theirs.get(other)}
 
 
-def _chunks(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
+def _chunks_by_leaf(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
     """For each leaf its boxes, each with the chunks that hold it, placed relative to it."""
     found: dict[str, list[tuple[Any, ...]]] = {}
     for index in snapshot.indexes():
@@ -66,7 +66,7 @@ def _chunks(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
             last = np.searchsorted(index.cuts, ends, "left").tolist()
             for box, i, j in zip(boxes, first, last, strict=True):
                 chunks: Chunks = tuple(
-                    (cuts[c] - box.at, cuts[c + 1] - box.at, index.digest(c))
+                    (cuts[c] - box.at, cuts[c + 1] - box.at, index.chunk_digest(c))
                     for c in range(i, j + 1)
                 )
                 found.setdefault(leaf.key, []).append((box.offsets, box.sizes, chunks))
@@ -76,71 +76,71 @@ def _chunks(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
 def compare_bytes(
     a: Snapshot,
     b: Snapshot,
-    pairs: Sequence[Pair],
+    pairs: Sequence[LeafPair],
     progress: Callable[[int], None] | None = None,
-) -> dict[Pair, Distance]:
+) -> dict[LeafPair, LeafDifference]:
     """Read pairs of leaves of equal dtype and shape, and compare them.
 
     Uses 64 MiB and what reading needs. ``progress(nbytes)`` counts the bytes of one side.
     Raises ``FormatError`` for bytes that are damaged, ``StoreError``.
     """
-    found = {pair: Distance(prod(a.leaves[pair[0]][1])) for pair in pairs}
+    found = {pair: LeafDifference(prod(a.leaves[pair[0]][1])) for pair in pairs}
     for batch in _batches(a, pairs):
-        ours = _read(a, [(key, box) for key, _, box in batch])
-        theirs = _read(b, [(other, box) for _, other, box in batch])
+        ours = _read_parts(a, [(key, box) for key, _, box in batch])
+        theirs = _read_parts(b, [(other, box) for _, other, box in batch])
         for (key, other, box), x, y in zip(batch, ours, theirs, strict=True):
             dtype = a.leaves[key][0]
-            found[key, other].add(*_differ(x, y, dtype))
+            found[key, other].add(*_compare_elements(x, y, dtype))
             if progress is not None:
-                progress(box.elements * DTYPES[dtype].itemsize)
+                progress(box.numel * DTYPES[dtype].itemsize)
     return found
 
 
-def _batches(snapshot: Snapshot, pairs: Sequence[Pair]) -> Iterator[list[tuple[str, str, Box]]]:
+def _batches(snapshot: Snapshot, pairs: Sequence[LeafPair]) -> Iterator[list[tuple[str, str, Box]]]:
     """What to read at a time: many small leaves, or a part of a large one."""
     batch: list[tuple[str, str, Box]] = []
-    room = PIECE
+    room = BATCH_BYTES
     for key, other in pairs:
         dtype, shape = snapshot.leaves[key]
         size = DTYPES[dtype].itemsize
         done, total = 0, prod(shape)
         while done < total:
             step = min(total - done, max(1, room // size))
-            batch += [(key, other, box) for box in rectangles(shape, done, done + step)]
+            batch += [(key, other, box) for box in contiguous_boxes(shape, done, done + step)]
             done += step
             room -= step * size
             if room < size:
                 yield batch
-                batch, room = [], PIECE
+                batch, room = [], BATCH_BYTES
     if batch:
         yield batch
 
 
-def _read(snapshot: Snapshot, parts: list[tuple[str, Box]]) -> list[Bytes]:
+def _read_parts(snapshot: Snapshot, parts: list[tuple[str, Box]]) -> list[Bytes]:
     """Parts of leaves as bytes, one row for each element."""
     wants, targets, made = [], [], []
     for key, box in parts:
         dtype = snapshot.leaves[key][0]
         into = np.empty(box.sizes, f"V{DTYPES[dtype].itemsize}")
-        wants.append(Want(key, box))
+        wants.append(ReadRequest(key, box))
         # raw bytes whatever the dtype, so NumPy need not know it
         targets.append(Target(dtype, box.sizes, into, into.__array_interface__["data"][0]))
-        made.append(into.reshape(-1).view(np.uint8).reshape(box.elements, -1))
+        made.append(into.reshape(-1).view(np.uint8).reshape(box.numel, -1))
     snapshot.read(wants, targets)
     return made
 
 
-def _differ(a: Bytes, b: Bytes, dtype: str) -> tuple[int, float | None]:
+def _compare_elements(a: Bytes, b: Bytes, dtype: str) -> tuple[int, float | None]:
     """How many elements differ, and the largest difference."""
     if np.array_equal(a, b):
         return 0, None
     rows = (a != b).any(axis=1)
-    return int(rows.sum()), _largest(a[rows], b[rows], dtype)
+    return int(rows.sum()), _largest_difference(a[rows], b[rows], dtype)
 
 
-def _largest(a: Bytes, b: Bytes, dtype: str) -> float | None:
+def _largest_difference(a: Bytes, b: Bytes, dtype: str) -> float | None:
     if dtype == "bfloat16":  # the upper half of a float32
-        x, y = (_widen(v) for v in (a, b))
+        x, y = (_bfloat16_to_float32(v) for v in (a, b))
     elif dtype in ("bool", "complex32") or not hasattr(np, dtype):
         return None
     else:
@@ -154,6 +154,6 @@ def _largest(a: Bytes, b: Bytes, dtype: str) -> float | None:
         return float(np.abs(x.astype(wide) - y.astype(wide)).max())
 
 
-def _widen(halves: Bytes) -> NDArray[np.float32]:
+def _bfloat16_to_float32(halves: Bytes) -> NDArray[np.float32]:
     raw = np.ascontiguousarray(halves).reshape(-1).view(np.uint16)
     return (raw.astype(np.uint32) << 16).view(np.float32)

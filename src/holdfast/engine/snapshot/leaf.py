@@ -2,58 +2,71 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.engine.planning.boxes import Index, box_of
-from holdfast.engine.planning.read_plan import Want
+from holdfast.engine.planning.boxes import TensorIndex, box_from_index
+from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.read import Target
 from holdfast.errors import HoldfastError
 from holdfast.format import tree
 from holdfast.types import DTYPES, Box
 
-if TYPE_CHECKING:
-    from holdfast.engine.snapshot.snapshot import Snapshot
+
+class LeafReader(Protocol):
+    """The part of a ``Snapshot`` that a ``LeafView`` uses."""
+
+    @property
+    def leaves(self) -> Mapping[str, tuple[str, tuple[int, ...]]]: ...
+    def nodes(self) -> Mapping[str, Any]: ...
+    def indexes(self) -> object: ...
+    def read(self, wants: Sequence[ReadRequest], targets: Sequence[Target]) -> None: ...
 
 
 class LeafView:
     """A leaf that has not been read. Indexing reads the chunks that cover it, and checks them."""
 
-    def __init__(self, snapshot: Snapshot, key: str, node: Any) -> None:
+    def __init__(self, snapshot: LeafReader, key: str, node: Any) -> None:
         self.snapshot = snapshot
         self.key = key
         tied = node.get("tied")
-        self._key = tied if tied is not None else key
+        self._source_key = tied if tied is not None else key
         self._node = snapshot.nodes()[tied] if tied is not None else node
-        self.dtype, self.shape = self._stored, _ = snapshot.leaves[self._key]
-        self._records: np.dtype[Any] | None = None
+        self.dtype, self.shape = self._stored_dtype, _ = snapshot.leaves[self._source_key]
+        self._record_dtype: np.dtype[Any] | None = None
         if "array" in self._node and len(self._node["array"]) == 3:
-            self._records = tree.from_descr(self._node["array"][2])
-            self.dtype, self.shape = str(self._records), self.shape[:-1]
+            self._record_dtype = tree.from_descr(self._node["array"][2])
+            self.dtype, self.shape = str(self._record_dtype), self.shape[:-1]
 
     def __repr__(self) -> str:
         return f"<LeafView {self.key} {self.dtype} {list(self.shape)}>"
 
     @property
     def nbytes(self) -> int:
-        size = self._records or DTYPES[self._stored]
-        return Box.whole(self.shape).elements * size.itemsize
+        size = self._record_dtype or DTYPES[self._stored_dtype]
+        return Box.whole(self.shape).numel * size.itemsize
 
-    def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
+    def __getitem__(self, index: TensorIndex | tuple[TensorIndex, ...]) -> Any:
         """A part, as a tensor (an array for what was an array), on the CPU.
 
         Integers, slices of step 1 and ``...``; anything else is an ``IndexError``.
         """
-        box, drop = box_of(index, self.shape)
+        box, drop = box_from_index(index, self.shape)
         self.snapshot.indexes()  # nothing is allocated for a shape that is a lie
         sizes = [n for d, n in enumerate(box.sizes) if d not in drop]
-        if self._records is not None:  # stored as rows of bytes
-            box = Box((*box.offsets, 0), (*box.sizes, self._records.itemsize))
-        into = allocate(self._node, self._key, self._stored, box.sizes)
-        if box.elements:
-            self.snapshot.read([Want(self._key, box)], [Target.of(self._stored, box.sizes, into)])
-        return (into if self._records is None else as_records(into, self._records)).reshape(sizes)
+        if self._record_dtype is not None:  # stored as rows of bytes
+            box = Box((*box.offsets, 0), (*box.sizes, self._record_dtype.itemsize))
+        into = allocate(self._node, self._source_key, self._stored_dtype, box.sizes)
+        if box.numel:
+            self.snapshot.read(
+                [ReadRequest(self._source_key, box)],
+                [Target.from_tensor(self._stored_dtype, box.sizes, into)],
+            )
+        return (
+            into if self._record_dtype is None else as_records(into, self._record_dtype)
+        ).reshape(sizes)
 
     def read(self) -> Any:
         """The whole leaf."""

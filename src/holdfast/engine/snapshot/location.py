@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast.errors import NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.storage.local import LocalStore
-from holdfast.storage.open import expand, open_store
+from holdfast.storage.open import expand_home, open_store
 from holdfast.storage.store import Store
 
 Url = str | os.PathLike[str] | Store
@@ -27,7 +27,7 @@ class Location:
         """The key of a file of the snapshot."""
         return f"{self.folder}/{name}" if self.folder else name
 
-    def beside(self, name: str) -> str:
+    def run_key(self, name: str) -> str:
         """The key of a file of the run, beside the snapshot's folder."""
         return "/".join([*self.folder.split("/")[:-1], name])
 
@@ -41,7 +41,7 @@ def locate(url: Url) -> Location:
     the run's place, so that files beside the snapshot can be reached."""
     if not isinstance(url, str | os.PathLike):
         return Location(open_store(url), "")
-    text = expand(os.fspath(url)).rstrip("/")
+    text = expand_home(os.fspath(url)).rstrip("/")
     scheme, mark, path = text.rpartition("://")
     root, _, folder = path.rpartition("/")
     if scheme == "memory" and not root:
@@ -53,29 +53,29 @@ def locate(url: Url) -> Location:
     return Location(open_store(f"{scheme}{mark}{root}"), folder)
 
 
-def versions_in(place: Location) -> list[Version]:
+def versions_in(location: Location) -> list[Version]:
     """The versions that lie right in a place, oldest first: it is a run's folder if there are any.
 
     A place that is called like a version holds none. Of a local folder only that one is listed,
     since what lies below it may be a whole disk.
     """
-    if parse_version(place.folder.rpartition("/")[2]) is not None:
+    if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
-    if isinstance(place.store, LocalStore):
-        return _versions_in_folder(place.store, place)
+    if isinstance(location.store, LocalStore):
+        return _versions_in_folder(location.store, location)
     found = []
-    for stat in place.store.list(place.folder):
-        folder, _, name = stat.key.removeprefix(place.key("")).partition("/")
+    for stat in location.store.list(location.folder):
+        folder, _, name = stat.key.removeprefix(location.key("")).partition("/")
         version = parse_version(folder)
         if version is not None and name == MANIFEST:
             found.append(version)
     return sorted(found)
 
 
-def _versions_in_folder(store: LocalStore, place: Location) -> list[Version]:
-    path = os.path.dirname(store.path(place.key(MANIFEST)))
+def _versions_in_folder(store: LocalStore, location: Location) -> list[Version]:
+    path = os.path.dirname(store.path(location.key(MANIFEST)))
     try:
-        with store.errors("list", place.folder or "."):
+        with store.translate_errors("list", location.folder or "."):
             entries = store.fs.scandir(path)
     except NotFound:
         return []
@@ -83,20 +83,20 @@ def _versions_in_folder(store: LocalStore, place: Location) -> list[Version]:
     return sorted(
         v
         for v in versions
-        if v is not None and is_snapshot(Location(place.store, place.key(str(v))))
+        if v is not None and is_snapshot(Location(location.store, location.key(str(v))))
     )
 
 
-def is_snapshot(place: Location) -> bool:
+def is_snapshot(location: Location) -> bool:
     """Whether there is a manifest, damaged or not."""
     try:
-        place.store.stat(place.key(MANIFEST))
+        location.store.stat(location.key(MANIFEST))
     except NotFound:
         return False
     return True
 
 
-def near(path: str) -> str | None:
+def suggest_similar_path(path: str) -> str | None:
     """What is beside a local path that is not there, and called almost like it."""
     folder, name = os.path.split(os.path.abspath(path))
     if os.path.lexists(path) or not os.path.isdir(folder):
@@ -105,6 +105,6 @@ def near(path: str) -> str | None:
     return os.path.join(os.path.dirname(path), close[0]) if close else None
 
 
-def run_of(versions: Sequence[Version]) -> str:
+def describe_run(versions: Sequence[Version]) -> str:
     """What a place with these versions is, in words."""
     return f"a run of {len(versions):,} version{'' if len(versions) == 1 else 's'}"

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.buffers import Buffer, Pool
-from holdfast.engine.planning.boxes import rectangles
-from holdfast.engine.planning.read_plan import ReadItem, ReadPlan, Slab
-from holdfast.engine.snapshot.index_files import key_of
+from holdfast.buffers import Buffer, BufferPool
+from holdfast.engine.planning.boxes import contiguous_boxes
+from holdfast.engine.planning.read_plan import ReadItem, ReadPlan, StridedCopy
+from holdfast.engine.snapshot.index_files import file_key
 from holdfast.engine.snapshot.location import Location
 from holdfast.errors import DigestMismatch, StoreError
 from holdfast.format.digest import digest
@@ -28,7 +28,7 @@ from holdfast.threads import in_parallel
 from holdfast.types import DTYPES
 
 
-class Memory(Protocol):
+class MemoryRegion(Protocol):
     """Bytes, and where in memory they begin."""
 
     @property
@@ -51,7 +51,7 @@ class Target:
     address: int
 
     @classmethod
-    def of(cls, dtype: str, sizes: tuple[int, ...], into: Any) -> Target:
+    def from_tensor(cls, dtype: str, sizes: tuple[int, ...], into: Any) -> Target:
         """A target for ``sizes`` elements of ``dtype``; another dtype of ``into`` is cast to."""
         address = 0
         if isinstance(into, np.ndarray):
@@ -63,12 +63,12 @@ class Target:
         return cls(dtype, sizes, into, address)
 
 
-def run_reads(
-    place: Location,
+def execute_read_plan(
+    location: Location,
     plan: ReadPlan,
     indexes: Sequence[ShardIndex],
     targets: Sequence[Target],
-    pool: Pool,
+    pool: BufferPool,
     threads: int,
     advance: Callable[[], object] = bool,
 ) -> None:
@@ -81,14 +81,14 @@ def run_reads(
     """
 
     def work(item: ReadItem) -> None:
-        with checked(place, indexes[item.shard], item, pool) as (buffer, base):
-            copy_out(item, targets, buffer, base)
+        with read_verified_chunks(location, indexes[item.shard], item, pool) as (buffer, base):
+            copy_to_targets(item, targets, buffer, base)
 
-    announce(targets)
+    increment_tensor_versions(targets)
     in_parallel(plan.items, work, min(threads, len(plan.items)), advance)
 
 
-def announce(targets: Sequence[Target]) -> None:
+def increment_tensor_versions(targets: Sequence[Target]) -> None:
     """Have PyTorch count the change of what is about to be written behind its back, so that a
     backward pass that needs the old values is refused. Before it is written: a load that fails
     half-way has changed it too."""
@@ -100,17 +100,19 @@ def announce(targets: Sequence[Target]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def copy_out(item: ReadItem, targets: Sequence[Target], memory: Memory, base: int) -> None:
+def copy_to_targets(
+    item: ReadItem, targets: Sequence[Target], memory: MemoryRegion, buffer_start: int
+) -> None:
     """Make the item's copies, from memory that begins at offset ``base`` of the shard."""
-    for number, offset, at, size in item.linear.tolist():
-        _copy_run(targets[number], at, memory, offset - base, size)
-    for slab in item.slabs:
-        _copy_slab(targets[slab.want], slab, memory.view[slab.file_offset - base :])
+    for number, offset, at, size in item.linear_copies.tolist():
+        _copy_span(targets[number], at, memory, offset - buffer_start, size)
+    for slab in item.strided_copies:
+        _copy_slab(targets[slab.request_id], slab, memory.view[slab.file_offset - buffer_start :])
 
 
 @contextmanager
-def checked(
-    place: Location, index: ShardIndex, item: ReadItem, pool: Pool
+def read_verified_chunks(
+    location: Location, index: ShardIndex, item: ReadItem, pool: BufferPool
 ) -> Iterator[tuple[Buffer, int]]:
     """The item's chunks, read and checked: a buffer, and which offset of the shard it begins at.
 
@@ -118,63 +120,69 @@ def checked(
     ``DigestMismatch`` or ``StoreError`` naming file, offset and leaves.
     """
     # so much before the chunk that the read is aligned in its file, if it fits into a buffer
-    before = index.where(item.first)[1] % place.store.traits.alignment
+    before = index.locate_chunk(item.first_chunk)[1] % location.store.traits.alignment
     length = item.stop - item.start
-    if length <= pool.unit < before + length:
+    if length <= pool.buffer_size < before + length:
         before = 0
     # our own chunks never need more than a pool's buffer; another writer's may
-    pooled = before + length <= pool.unit
+    pooled = before + length <= pool.buffer_size
     buffer = pool.acquire() if pooled else Buffer(before + length)
     try:
-        fetch(place, index, item, before, buffer.view)
+        read_chunks_into(location, index, item, before, buffer.view)
         yield buffer, item.start - before
     finally:
         if pooled:
             pool.release(buffer)
 
 
-def fetch(
-    place: Location, index: ShardIndex, item: ReadItem, before: int, view: memoryview
+def read_chunks_into(
+    location: Location, index: ShardIndex, item: ReadItem, leading_bytes: int, view: memoryview
 ) -> None:
     """Read the item's chunks, from ``before`` bytes before them on, and check them. Raises as
     ``checked``."""
-    path, at = index.where(item.first)
-    key = key_of(place, path)
+    path, at = index.locate_chunk(item.first_chunk)
+    key = file_key(location, path)
     try:
-        place.store.get_range(key, at - before, before + item.stop - item.start, view)
+        location.store.get_range(
+            key, at - leading_bytes, leading_bytes + item.stop - item.start, view
+        )
     except StoreError as e:
         leaves = leaves_between(index, item.start, item.stop)
         told = f"Needed for {', '.join(leaves[:5])}"
-        raise e.told(told, file=key, offset=at, leaf=leaves[0] if leaves else None) from e
-    _check(place, index, item, item.start - before, view)
+        raise e.with_advice(told, file=key, offset=at, leaf=leaves[0] if leaves else None) from e
+    _verify_digests(location, index, item, item.start - leading_bytes, view)
 
 
-def _check(place: Location, index: ShardIndex, item: ReadItem, base: int, view: memoryview) -> None:
+def _verify_digests(
+    location: Location, index: ShardIndex, item: ReadItem, buffer_start: int, view: memoryview
+) -> None:
     start = item.start
-    for c in range(item.first, item.last):
+    for c in range(item.first_chunk, item.end_chunk):
         stop = int(index.cuts[c])
-        found = digest(view[start - base : stop - base])
-        if found != index.digest(c):
-            raise damaged(place, index, c, found)
+        found = digest(view[start - buffer_start : stop - buffer_start])
+        if found != index.chunk_digest(c):
+            raise make_damage_error(location, index, c, found)
         start = stop
 
 
-def damaged(place: Location, index: ShardIndex, chunk: int, found: str) -> DigestMismatch:
+def make_damage_error(
+    location: Location, index: ShardIndex, chunk: int, found: str
+) -> DigestMismatch:
     """The error for a chunk whose bytes are not those that were written."""
     start, stop = int(index.cuts[chunk - 1]) if chunk else 0, int(index.cuts[chunk])
-    path, at = index.where(chunk)
+    path, at = index.locate_chunk(chunk)
     leaves = leaves_between(index, start, stop)
     names = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
     where = f"between bytes {at} and {at + stop - start} ({names or 'its header'})"
     reference = parse_reference(path)
     return DigestMismatch(
-        f"{place.url}/{path} is damaged {where}"
+        f"{location.url}/{path} is damaged {where}"
         if reference is None
-        else f"{place.url} refers to {path}, which is damaged {where}",
-        expected=f"digest {index.digest(chunk)}",
+        else f"{location.url} refers to {path}, which is damaged {where}",
+        expected=f"digest {index.chunk_digest(chunk)}",
         found=found,
         todo="Take another version; `holdfast verify` shows which are intact",
-        file=key_of(place, path),
+        file=file_key(location, path),
         offset=at,
         leaf=leaves[0] if leaves else None,
         leaves=tuple(leaves),
@@ -194,21 +202,25 @@ def leaves_between(index: ShardIndex, start: int, stop: int) -> list[str]:
     ]
 
 
-def _copy_run(target: Target, at: int, buffer: Memory, offset: int, size: int) -> None:
+def _copy_span(
+    target: Target, target_offset: int, buffer: MemoryRegion, buffer_offset: int, size: int
+) -> None:
     """``size`` bytes of the buffer to byte ``at`` of the row-major target."""
     if target.address:
-        ctypes.memmove(target.address + at, buffer.address + offset, size)
+        ctypes.memmove(target.address + target_offset, buffer.address + buffer_offset, size)
         return
     item = DTYPES[target.dtype].itemsize
-    done = offset
-    for box in rectangles(target.sizes, at // item, (at + size) // item):
-        part = _elements(target, box.sizes, buffer.view, done)
+    done = buffer_offset
+    for box in contiguous_boxes(
+        target.sizes, target_offset // item, (target_offset + size) // item
+    ):
+        part = _view_elements(target, box.sizes, buffer.view, done)
         target.into[box.slices((0,) * len(target.sizes))] = part
-        done += box.elements * item
+        done += box.numel * item
 
 
-def _copy_slab(target: Target, slab: Slab, view: memoryview) -> None:
-    part = _elements(target, slab.shape, view, 0)[slab.source]
+def _copy_slab(target: Target, slab: StridedCopy, view: memoryview) -> None:
+    part = _view_elements(target, slab.shape, view, 0)[slab.source]
     into = target.into
     if target.address and not isinstance(into, np.ndarray):
         # dtypes that torch itself may not copy elementwise: as opaque elements of one size
@@ -219,7 +231,7 @@ def _copy_slab(target: Target, slab: Slab, view: memoryview) -> None:
         into[slab.target] = part
 
 
-def _elements(target: Target, shape: tuple[int, ...], view: memoryview, offset: int) -> Any:
+def _view_elements(target: Target, shape: tuple[int, ...], view: memoryview, offset: int) -> Any:
     """Stored elements in a buffer as an array of the target's kind, without a copy."""
     if isinstance(target.into, np.ndarray):
         return np.ndarray(shape, target.dtype, view, offset)

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 
 from holdfast.buffers import shared_pool
-from holdfast.engine.planning.read_plan import Want, plan_read
+from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import check_length, read_index
 from holdfast.engine.snapshot.leaf import LeafView
-from holdfast.engine.snapshot.location import Location, Url, locate, run_of, versions_in
-from holdfast.engine.snapshot.read import Target, run_reads
-from holdfast.engine.snapshot.verify import Report, Seen, verify
+from holdfast.engine.snapshot.location import Location, Url, describe_run, locate, versions_in
+from holdfast.engine.snapshot.read import Target, execute_read_plan
+from holdfast.engine.snapshot.verify import CheckedChunks, Report, verify
 from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
 from holdfast.format import tree
 from holdfast.format.index import ShardIndex
-from holdfast.format.index_columns import Alike, Kinds
-from holdfast.format.manifest import MAX_BYTES, Manifest, Referred, Shard, decode_manifest
+from holdfast.format.index_columns import LeafSchema, SchemaCache
+from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, ShardReference, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version, split_address
-from holdfast.format.validate import Leaves, check_plain, check_tree
+from holdfast.format.validate import LeafSpecs, check_plain, check_tree
 from holdfast.ragged import Ints
 from holdfast.settings import read_settings
-from holdfast.threads import uncollected
+from holdfast.threads import gc_paused
 
 
 def open_snapshot(url: Url) -> Snapshot:
@@ -35,36 +35,36 @@ def open_snapshot(url: Url) -> Snapshot:
 
     Raises ``NotFound`` if there is none, ``FormatError`` if its manifest is damaged.
     """
-    return open_at(locate(url))
+    return open_location(locate(url))
 
 
-@uncollected()
-def open_at(place: Location) -> Snapshot:
+@gc_paused()
+def open_location(location: Location) -> Snapshot:
     """As ``open_snapshot``, for a location."""
-    file = place.key(MANIFEST)
+    file = location.key(MANIFEST)
     try:
-        raw = place.store.get(file, MAX_BYTES)
+        raw = location.store.get(file, MAX_MANIFEST)
     except NotFound as e:
-        if versions := versions_in(place):
+        if versions := versions_in(location):
             raise NotFound(
-                f"{place.url} is {run_of(versions)}, not a snapshot",
-                todo=f"Name one of them, such as {place.url}/{versions[-1]}",
+                f"{location.url} is {describe_run(versions)}, not a snapshot",
+                todo=f"Name one of them, such as {location.url}/{versions[-1]}",
                 key=file,
-                store=place.store.url,
+                store=location.store.url,
                 versions=len(versions),
             ) from e
         raise NotFound(
-            f"There is no snapshot at {place.url}",
+            f"There is no snapshot at {location.url}",
             expected=f"a folder with a {MANIFEST}",
             found="none",
-            todo=_instead(place.url),
+            todo=_missing_snapshot_advice(location.url),
             key=file,
-            store=place.store.url,
+            store=location.store.url,
         ) from e
-    return Snapshot(place, *decode_manifest(raw, file))
+    return Snapshot(location, *decode_manifest(raw, file))
 
 
-def _instead(url: str) -> str:
+def _missing_snapshot_advice(url: str) -> str:
     """What to do where there is no snapshot at ``url``."""
     run, version = split_address(url)
     if version is None:
@@ -89,14 +89,18 @@ class Snapshot:
     """
 
     def __init__(
-        self, place: Location, manifest: Manifest | None, digest: str, leaves: Leaves | None = None
+        self,
+        location: Location,
+        manifest: Manifest | None,
+        digest: str,
+        leaves: LeafSpecs | None = None,
     ) -> None:
-        self.place = place
+        self.location = location
         self.digest = digest
         self._manifest = manifest
         self._leaves = leaves
         if manifest is not None and leaves is None:  # not checked by who has just committed it
-            self._leaves = self._checked(manifest)
+            self._leaves = self._check_manifest(manifest)
         self._nodes: dict[str, Any] | None = None
         self._indexes: list[ShardIndex] | None = None
 
@@ -108,33 +112,33 @@ class Snapshot:
         """What the commit has written. Raises ``FormatError``, ``StoreError`` if it has still to be
         read: another rank has committed it."""
         if self._manifest is None:
-            there = open_at(self.place)
+            there = open_location(self.location)
             if there.digest != self.digest:
                 raise DigestMismatch(
                     f"{self.url} is not what was committed there",
                     expected=f"digest {self.digest}",
                     found=there.digest,
                     todo="Look for a second job that writes to the same run",
-                    file=self.place.key(MANIFEST),
+                    file=self.location.key(MANIFEST),
                 )
             self._manifest, self._leaves = there.manifest, there.leaves
         return self._manifest
 
     @property
-    def leaves(self) -> Leaves:
+    def leaves(self) -> LeafSpecs:
         """Leaves with bytes: key to (dtype name, global shape)."""
         if self._leaves is None:
-            self._leaves = self._checked(self.manifest)
+            self._leaves = self._check_manifest(self.manifest)
         return self._leaves
 
-    def _checked(self, manifest: Manifest) -> Leaves:
-        file = self.place.key(MANIFEST)
+    def _check_manifest(self, manifest: Manifest) -> LeafSpecs:
+        file = self.location.key(MANIFEST)
         check_plain(manifest.metadata, "metadata", file)
         return check_tree(manifest.tree, file)
 
     @property
     def url(self) -> str:
-        return self.place.url
+        return self.location.url
 
     @property
     def step(self) -> int | None:
@@ -145,7 +149,7 @@ class Snapshot:
     def version(self) -> Version:
         """Step and branch, as the folder's name has them. Raises ``ManifestInvalid`` if it is
         not named like a version of a run, or if its manifest says another step or branch."""
-        name = parse_version(self.place.folder.rpartition("/")[2])
+        name = parse_version(self.location.folder.rpartition("/")[2])
         said = (self.manifest.step, self.manifest.branch)
         if name is None or (name.step, name.branch) != said:
             raise ManifestInvalid(
@@ -153,7 +157,7 @@ class Snapshot:
                 expected="a folder whose name is version_STEP or version_STEP.BRANCH",
                 found=f"a manifest of step {said[0]} on branch {said[1]}",
                 todo="Give the folder its name back",
-                file=self.place.key(MANIFEST),
+                file=self.location.key(MANIFEST),
             )
         return name
 
@@ -165,7 +169,7 @@ class Snapshot:
     @property
     def metadata(self) -> dict[str, Any]:
         """``reason``, ``metrics``, ``note`` and ``statistics`` of the save."""
-        made: dict[str, Any] = tree.decode(self.manifest.metadata, "metadata", tree.refuse)
+        made: dict[str, Any] = tree.decode(self.manifest.metadata, "metadata", tree.reject_value)
         return made
 
     @property
@@ -176,20 +180,20 @@ class Snapshot:
     @property
     def bases(self) -> frozenset[Version]:
         """The versions whose files it refers to; empty for a full one."""
-        paths = [parse_reference(f.path) for f in self._referred()]
+        paths = [parse_reference(f.path) for f in self._referred_files()]
         return frozenset(p[0] for p in paths if p is not None)
 
     @property
     def referred_bytes(self) -> int:
         """Bytes that it refers to in files of its bases."""
-        return sum(f.bytes for f in self._referred())
+        return sum(f.bytes for f in self._referred_files())
 
     @property
     def chain(self) -> int:
         """How many versions lie between it and a full one: 0 for a full one."""
         return self.manifest.chain
 
-    def _referred(self) -> list[Referred]:
+    def _referred_files(self) -> list[ShardReference]:
         return [f for s in self.manifest.shards for f in s.refers]
 
     def nodes(self) -> dict[str, Any]:
@@ -217,9 +221,9 @@ class Snapshot:
             found = f"{'below it are' if below else 'there are'} {', '.join(near[:5])}{more}"
             raise KeyError(f"{key} is neither a leaf nor a plain value; {found}")
         node = self.nodes()[key]
-        if type(node) is dict and next(iter(node)) in (*tree.LEAVES, "tied"):
+        if type(node) is dict and next(iter(node)) in (*tree.LEAF_TAGS, "tied"):
             return LeafView(self, key, node)
-        return tree.decode(node, key, tree.refuse)
+        return tree.decode(node, key, tree.reject_value)
 
     def indexes(self) -> list[ShardIndex]:
         """The indexes of all shards, read once, checked against manifest and tree.
@@ -228,35 +232,35 @@ class Snapshot:
         ``NotFound`` if it has been deleted.
         """
         if self._indexes is None:
-            with self.told_if_deleted():
+            with self.not_found_if_deleted():
                 self._indexes = self.read_indexes()
         return self._indexes
 
-    @uncollected()
+    @gc_paused()
     def read_indexes(self) -> list[ShardIndex]:
         """As ``indexes``, read anew; also before there is a manifest."""
         self.check_lengths(self.manifest.shards)
-        alike = Alike()
-        indexes = [read_index(self.place, s, alike) for s in self.manifest.shards]
+        alike = SchemaCache()
+        indexes = [read_index(self.location, s, alike) for s in self.manifest.shards]
         self._check_indexes(indexes)
         return indexes
 
-    @uncollected()
-    def keep_indexes(self, indexes: list[ShardIndex]) -> None:
+    @gc_paused()
+    def set_indexes(self, indexes: list[ShardIndex]) -> None:
         """Check and keep the indexes of all shards, which another way has brought here."""
         self._check_indexes(indexes)
         self._indexes = indexes
 
     def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
-        leaves, sums = self.leaves, dict[Kinds, Ints]()
+        leaves, sums = self.leaves, dict[LeafSchema, Ints]()
         for index in indexes:
-            kinds, have = index.leaves.kinds, index.leaves.stored()
+            kinds, have = index.leaves.schema, index.leaves.stored_numels()
             if kinds in sums:
                 have = np.minimum(have + sums[kinds], 1 << 62)  # the next sum has 64 bits too
             else:  # shards that have the same leaves need one look at them
                 for key, *kind in zip(kinds.keys, kinds.dtypes, kinds.shapes, strict=True):
                     if leaves.get(key) != tuple(kind):
-                        raise self._lie(
+                        raise self._contradiction_error(
                             f"leaf {key} as {leaves.get(key)}",
                             f"{tuple(kind)} in the index of {index.shard}",
                             key,
@@ -270,15 +274,17 @@ class Snapshot:
             # so a shape asks for no more memory than there are bytes behind it
             if key not in stored or stored[key] < prod(shape):
                 found = f"{stored[key]} in the indexes"
-                raise self._lie(f"{prod(shape)} elements of leaf {key[:200]!r}", found, key)
+                raise self._contradiction_error(
+                    f"{prod(shape)} elements of leaf {key[:200]!r}", found, key
+                )
 
-    def _lie(self, expected: str, found: str, leaf: str) -> ManifestInvalid:
+    def _contradiction_error(self, expected: str, found: str, leaf: str) -> ManifestInvalid:
         return ManifestInvalid(
             f"Manifest and indexes of {self.url} contradict each other",
             expected=expected,
             found=found,
             todo="Take another version; this one was not written by a correct Holdfast",
-            file=self.place.key(MANIFEST),
+            file=self.location.key(MANIFEST),
             leaf=leaf,
         )
 
@@ -288,7 +294,7 @@ class Snapshot:
         Raises ``FormatError`` for a file that is missing or has another length, ``NotFound`` if
         the version has been deleted.
         """
-        with self.told_if_deleted():
+        with self.not_found_if_deleted():
             self.check_lengths(self.manifest.shards)
 
     def check_lengths(self, shards: Sequence[Shard]) -> None:
@@ -299,25 +305,27 @@ class Snapshot:
                 (shard.index.name, shard.index.length),
                 *((f.path, f.length) for f in shard.refers),
             ):
-                check_length(self.place, name, length)
+                check_length(self.location, name, length)
 
     def read(
         self,
-        wants: Sequence[Want],
+        wants: Sequence[ReadRequest],
         targets: Sequence[Target],
         advance: Callable[[], object] = bool,
     ) -> None:
         """Fill the targets with what is wanted, checked, calling ``advance`` after each part.
         Raises ``FormatError``, ``StoreError``: ``NotFound`` if it has been deleted."""
         indexes = self.indexes()
-        with uncollected():
-            plan = plan_read(indexes, wants)
+        with gc_paused():
+            plan = make_read_plan(indexes, wants)
         threads = read_settings().threads
-        with self.told_if_deleted():
-            run_reads(self.place, plan, indexes, targets, shared_pool(), threads, advance)
+        with self.not_found_if_deleted():
+            execute_read_plan(
+                self.location, plan, indexes, targets, shared_pool(), threads, advance
+            )
 
     def verify(
-        self, progress: Callable[[int], None] | None = None, seen: Seen | None = None
+        self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None
     ) -> Report:
         """Read every byte of every file, and all that it refers to, and compare it with its digest.
 
@@ -325,34 +333,34 @@ class Snapshot:
         for damage: the report names all of it. ``progress(nbytes)`` is called as bytes are done,
         from several threads. Raises ``NotFound`` if it has been deleted.
         """
-        with self.pinned():
-            report = verify(self.place, self.manifest, self.leaves, self.indexes, progress, seen)
+        with self.pin_while_reading():
+            report = verify(self.location, self.manifest, self.leaves, self.indexes, progress, seen)
         if not report.ok:
-            self._refuse_deleted()
+            self._raise_if_deleted()
         return report
 
     @contextmanager
-    def told_if_deleted(self) -> Iterator[None]:
+    def not_found_if_deleted(self) -> Iterator[None]:
         """Files of a version that is being deleted are missing, but it is not damaged."""
         try:
             yield
         except (FormatError, NotFound):
-            self._refuse_deleted()
+            self._raise_if_deleted()
             raise
 
-    def _refuse_deleted(self) -> None:
+    def _raise_if_deleted(self) -> None:
         """Raise ``NotFound`` if the manifest, which goes first, is gone."""
-        file = self.place.key(MANIFEST)
+        file = self.location.key(MANIFEST)
         try:
-            self.place.store.stat(file)
+            self.location.store.stat(file)
         except NotFound as e:
             raise NotFound(
                 f"{self.url} was deleted while it was read",
                 todo="Take another version; `holdfast pin RUN STEP` keeps one for good",
                 key=file,
-                store=self.place.store.url,
+                store=self.location.store.url,
             ) from e
 
-    def pinned(self) -> AbstractContextManager[None]:
+    def pin_while_reading(self) -> AbstractContextManager[None]:
         """Keeps it from being deleted while it is read, if it is large. Raises ``NotFound``."""
-        return pins.reading(self.place, self.nbytes + self.referred_bytes, self.bases)
+        return pins.pin_while_reading(self.location, self.nbytes + self.referred_bytes, self.bases)

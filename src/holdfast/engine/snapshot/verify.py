@@ -8,16 +8,21 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from holdfast.buffers import shared_pool
-from holdfast.engine.planning.read_plan import ReadItem, Want, plan_read, whole_file
-from holdfast.engine.planning.shard_layout import (
-    holdings_of,
-    own_spans,
-    part_entries,
-    whole_entries,
+from holdfast.engine.planning.read_plan import (
+    ReadItem,
+    ReadRequest,
+    chunk_read_items,
+    make_read_plan,
 )
-from holdfast.engine.snapshot.index_files import check_length, key_of, read_index
+from holdfast.engine.planning.shard_layout import (
+    full_shard_entries,
+    leaf_boxes_from_index,
+    own_spans,
+    partial_shard_entries,
+)
+from holdfast.engine.snapshot.index_files import check_length, file_key, read_index
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.read import checked, damaged
+from holdfast.engine.snapshot.read import make_damage_error, read_verified_chunks
 from holdfast.errors import DigestMismatch, FormatError, HoldfastError, ManifestInvalid, StoreError
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Manifest, Shard
@@ -27,7 +32,7 @@ from holdfast.settings import read_settings
 from holdfast.threads import in_parallel
 from holdfast.types import Box
 
-Seen = dict[tuple[str, int, str], HoldfastError | None]
+CheckedChunks = dict[tuple[str, int, str], HoldfastError | None]
 """Chunks that were read: file, offset, and digest expected there; and what was wrong."""
 
 
@@ -56,15 +61,15 @@ class Report:
 
 
 def verify(
-    place: Location,
+    location: Location,
     manifest: Manifest,
     leaves: Mapping[str, tuple[str, tuple[int, ...]]],
-    indexes: Callable[[], Sequence[ShardIndex]],
+    get_indexes: Callable[[], Sequence[ShardIndex]],
     progress: Callable[[int], None] | None,
-    seen: Seen | None,
+    checked_chunks: CheckedChunks | None,
 ) -> Report:
     """See ``Snapshot.verify``. ``indexes`` reads and checks all of them, or raises."""
-    seen = {} if seen is None else seen
+    checked_chunks = {} if checked_chunks is None else checked_chunks
     began = time.perf_counter()
     problems: list[Problem] = []
     done: list[int] = []
@@ -75,16 +80,16 @@ def verify(
             progress(nbytes)
 
     for shard in manifest.shards:
-        _verify_shard(place, shard, problems, tell, seen)
+        _verify_shard(location, shard, problems, tell, checked_chunks)
     if not problems:
         try:
             # every leaf whole, by the same plan that a load makes
-            wants = [Want(k, Box.whole(s)) for k, (_, s) in leaves.items()]
-            plan_read(indexes(), wants)
+            wants = [ReadRequest(k, Box.whole(s)) for k, (_, s) in leaves.items()]
+            make_read_plan(get_indexes(), wants)
         except (FormatError, StoreError) as e:
-            problems.append(_as_problem(e, place.key(MANIFEST)))
+            problems.append(_as_problem(e, location.key(MANIFEST)))
     problems.sort(key=lambda p: (p.file, p.offset or 0))
-    return Report(place.url, sum(done), time.perf_counter() - began, tuple(problems))
+    return Report(location.url, sum(done), time.perf_counter() - began, tuple(problems))
 
 
 def _as_problem(error: HoldfastError, file: str) -> Problem:
@@ -94,80 +99,90 @@ def _as_problem(error: HoldfastError, file: str) -> Problem:
 
 
 def _verify_shard(
-    place: Location,
+    location: Location,
     shard: Shard,
     problems: list[Problem],
-    tell: Callable[[int], None],
-    seen: Seen,
+    advance: Callable[[int], None],
+    checked_chunks: CheckedChunks,
 ) -> None:
     """Add to ``problems`` all that is wrong with one shard, its index, and what it refers to."""
-    file = place.key(shard.name)
+    file = location.key(shard.name)
     try:
-        index = read_index(place, shard)
-        tell(shard.index.length)
-        check_length(place, shard.name, shard.length)
+        index = read_index(location, shard)
+        advance(shard.index.length)
+        check_length(location, shard.name, shard.length)
     except (FormatError, StoreError) as e:
         problems.append(_as_problem(e, file))
         return
     lost = set()
     for referred in shard.refers:
         try:
-            check_length(place, referred.path, referred.length)
+            check_length(location, referred.path, referred.length)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, file))
             lost.add(referred.path)
     pool = shared_pool()
 
     def check(item: ReadItem) -> None:
-        path, at = index.where(item.first)
+        path, at = index.locate_chunk(item.first_chunk)
         if path in lost:
             return
-        known = (key_of(place, path), at, index.digest(item.first))
-        error = seen.get(known)
-        if known not in seen:
+        known = (file_key(location, path), at, index.chunk_digest(item.first_chunk))
+        error = checked_chunks.get(known)
+        if known not in checked_chunks:
             try:
-                with checked(place, index, item, pool):
+                with read_verified_chunks(location, index, item, pool):
                     pass
             except (FormatError, StoreError) as e:
                 error = e
-            seen[known] = error
-            tell(item.stop - item.start)
+            checked_chunks[known] = error
+            advance(item.stop - item.start)
         elif isinstance(error, DigestMismatch):
-            error = damaged(place, index, item.first, str(error.found))
+            error = make_damage_error(location, index, item.first_chunk, str(error.found))
         if error is not None:
             problems.append(_as_problem(error, file))
 
     # one chunk an item, so that every damaged one is named
-    items = [i for part in whole_file(0, index.cuts, index.places) for i in _single(part, index)]
+    items = [
+        i
+        for part in chunk_read_items(0, index.cuts, index.chunk_refs)
+        for i in _split_by_chunk(part, index)
+    ]
     in_parallel(items, check, min(read_settings().threads, len(items)))
     if not any(p.file == file for p in problems):
         try:
-            _check_header(place, index)
+            _check_header(location, index)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, file))
 
 
-def _single(item: ReadItem, index: ShardIndex) -> list[ReadItem]:
-    cuts = [item.start, *index.cuts[item.first : item.last].tolist()]
+def _split_by_chunk(item: ReadItem, index: ShardIndex) -> list[ReadItem]:
+    cuts = [item.start, *index.cuts[item.first_chunk : item.end_chunk].tolist()]
     return [
-        replace(item, first=item.first + i, last=item.first + i + 1, start=a, stop=b)
+        replace(
+            item,
+            first_chunk=item.first_chunk + i,
+            end_chunk=item.first_chunk + i + 1,
+            start=a,
+            stop=b,
+        )
         for i, (a, b) in enumerate(pairwise(cuts))
     ]
 
 
-def _check_header(place: Location, index: ShardIndex) -> None:
+def _check_header(location: Location, index: ShardIndex) -> None:
     """The safetensors header must say the same as the index, for those who read it alone."""
-    file = place.key(index.shard)
+    file = location.key(index.shard)
     raw = bytearray(index.header)
-    place.store.get_range(file, 0, index.header, memoryview(raw))
+    location.store.get_range(file, 0, index.header, memoryview(raw))
     header_length(bytes(raw[:8]), index.length, file)
     begin, entries = parse_header(bytes(raw), index.length, file)
     told = [(e.name.rstrip("~"), e.dtype, e.shape, begin + e.start) for e in entries]
-    holdings, begins = holdings_of(index)
+    holdings, begins = leaf_boxes_from_index(index)
     rows = (
-        whole_entries(holdings)
-        if index.places is None
-        else part_entries(holdings, begins, own_spans(index))
+        full_shard_entries(holdings)
+        if index.chunk_refs is None
+        else partial_shard_entries(holdings, begins, own_spans(index))
     )
     boxes = [(name.rstrip("~"), dtype, shape, begin + at) for name, dtype, shape, at, _ in rows]
     if sorted(told, key=repr) != sorted(boxes, key=repr):

@@ -14,17 +14,23 @@ import numpy as np
 
 from holdfast import lazy_torch
 from holdfast.engine.state import modules, optimizers, sharding
-from holdfast.engine.state.replication import Held, PerRank, Replicated, in_step, keeps_per_rank
+from holdfast.engine.state.replication import (
+    PerRank,
+    Replicated,
+    Replication,
+    find_ddp_replication,
+    keeps_per_rank,
+)
 from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
-from holdfast.format.names import join
+from holdfast.format.names import join_key
 from holdfast.format.tree import unsupported
-from holdfast.text import an
+from holdfast.text import with_article
 from holdfast.types import DTYPES, Box
 
 
 # Made for every leaf: a frozen dataclass takes eight times as long to make.
-class Leaf(msgspec.Struct, frozen=True):
+class LocalLeaf(msgspec.Struct, frozen=True):
     """A box of a leaf on its way out. ``shape`` is that of the whole (global) tensor; ``source`` is
     a strided torch tensor or a NumPy array with the elements of the ``box``, of ``dtype``; arrays
     of other dtypes come as rows of uint8."""
@@ -34,11 +40,11 @@ class Leaf(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     source: Any
     box: Box
-    held: Held = Held.ALIKE
+    replication: Replication = Replication.UNVERIFIED
 
 
 @dataclass(slots=True)
-class Flat:
+class FlatState:
     """A state taken apart: the tree for the manifest, and the leaves, in order of the tree.
 
     ``own``: nodes of values that each rank keeps for itself, by key; ``first``: of values of which
@@ -47,117 +53,121 @@ class Flat:
     """
 
     tree: Any
-    leaves: list[Leaf]
-    own: dict[str, Any] = field(default_factory=dict)
-    first: dict[str, Any] = field(default_factory=dict)
-    unions: list[str] = field(default_factory=list)
+    leaves: list[LocalLeaf]
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    from_first: dict[str, Any] = field(default_factory=dict)
+    merged_lists: list[str] = field(default_factory=list)
 
 
-def flatten(state: dict[str, Any], rank: int = 0) -> Flat:
+def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
     """Take a state apart, as ``rank`` of those that save it.
 
     Raises ``Unsupported`` naming the first value that cannot be kept faithfully.
     """
     if type(state) is not dict:
         raise Unsupported(
-            f"The state is {an(type(state).__name__)}",
+            f"The state is {with_article(type(state).__name__)}",
             expected='a dict such as {"model": model, "optimizer": optimizer}',
             found=type(state).__name__,
         )
-    taker = _Taker(modules.parameter_names(state), in_step(state), rank)
-    tree = nodes.encode(state, "", taker.take)
-    return Flat(tree, taker.leaves, taker.own, taker.first, taker.unions)
+    taker = _Flattener(modules.parameter_names(state), find_ddp_replication(state), rank)
+    tree = nodes.encode(state, "", taker.encode_value)
+    return FlatState(tree, taker.leaves, taker.per_rank, taker.from_first, taker.merged_lists)
 
 
 @dataclass(slots=True)
-class _Taker:
+class _Flattener:
     """Answers ``nodes.encode`` for whatever is not a plain value, and collects the leaves."""
 
-    names: dict[int, str]
-    held: dict[int, Held]
+    parameter_names: dict[int, str]
+    replication_by_address: dict[int, Replication]
     rank: int
-    leaves: list[Leaf] = field(default_factory=list)
-    own: dict[str, Any] = field(default_factory=dict)
-    first: dict[str, Any] = field(default_factory=dict)
-    unions: list[str] = field(default_factory=list)
-    taken_as: Held | None = None
-    seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    inside: list[int] = field(default_factory=list)
+    leaves: list[LocalLeaf] = field(default_factory=list)
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    from_first: dict[str, Any] = field(default_factory=dict)
+    merged_lists: list[str] = field(default_factory=list)
+    forced_replication: Replication | None = None
+    key_by_memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    enclosing_ids: list[int] = field(default_factory=list)
     torch: Any = field(default_factory=lazy_torch.torch_or_none)
 
-    def take(self, value: Any, key: str, depth: int) -> Any:
+    def encode_value(self, value: Any, key: str, depth: int) -> Any:
         torch = self.torch
         if torch is not None and isinstance(value, torch.Tensor):
-            return self._tensor(value, key)
+            return self._encode_tensor(value, key)
         if type(value) is np.ndarray:
-            return self._array(value, key)
+            return self._encode_array(value, key)
         if type(value) in (bytes, bytearray):
             # a copy: while the memory of a bytearray is looked at, nobody can change its length
             raw = np.frombuffer(bytes(value), np.uint8)
-            self._add(key, "uint8", raw.shape, raw)
+            self._add_whole_leaf(key, "uint8", raw.shape, raw)
             return {"blob": [type(value).__name__, len(value)]}
         if isinstance(value, np.ndarray):
             raise unsupported(value, key, "a subclass of ndarray; numpy.asarray() makes it plain")
-        return self._object(value, key, depth)
+        return self._encode_object(value, key, depth)
 
-    def _add(self, key: str, dtype: str, shape: tuple[int, ...], source: Any) -> None:
-        held = Held.ALIKE if self.taken_as is None else self.taken_as
-        self.leaves.append(Leaf(key, dtype, shape, source, Box.whole(shape), held))
+    def _add_whole_leaf(self, key: str, dtype: str, shape: tuple[int, ...], source: Any) -> None:
+        held = (
+            Replication.UNVERIFIED if self.forced_replication is None else self.forced_replication
+        )
+        self.leaves.append(LocalLeaf(key, dtype, shape, source, Box.whole(shape), held))
 
-    def _aside(self, value: Any, key: str, depth: int) -> Any:
+    def _encode_rank_dependent(self, value: Any, key: str, depth: int) -> Any:
         """A value that the ranks do not have in common: kept beside the tree."""
-        if self.taken_as is not None:
+        if self.forced_replication is not None:
             raise unsupported(value, key, "what is of one rank cannot hold more of the kind")
         inner = value.value if isinstance(value, PerRank | Replicated) else None
         if isinstance(value, Replicated):
-            self.taken_as = Held.FIRST
-            self.first[key] = self._inner(inner, key, depth)
+            self.forced_replication = Replication.FROM_FIRST
+            self.from_first[key] = self._encode_nested(inner, key, depth)
         else:
-            self.taken_as, k = Held.SAME, join(key, str(self.rank))
+            self.forced_replication, k = Replication.REPLICATED, join_key(key, str(self.rank))
             if inner is None:
-                self.own[key] = self._object(value, k, depth)
+                self.per_rank[key] = self._encode_object(value, k, depth)
             else:
-                self.own[key] = self._inner(inner, k, depth)
-        self.taken_as = None
+                self.per_rank[key] = self._encode_nested(inner, k, depth)
+        self.forced_replication = None
         return {"first" if isinstance(value, Replicated) else "own": key}
 
-    def _inner(self, value: Any, key: str, depth: int) -> Any:
-        return nodes.encode(value, key, self.take, depth + 1)
+    def _encode_nested(self, value: Any, key: str, depth: int) -> Any:
+        return nodes.encode(value, key, self.encode_value, depth + 1)
 
-    def _object(self, value: Any, key: str, depth: int) -> Any:
-        if sharding.is_spread(value):
-            return self._spread(value, key)
-        if isinstance(value, Replicated) or (keeps_per_rank(value) and self.taken_as is None):
-            return self._aside(value, key, depth)
-        if id(value) in self.inside:
+    def _encode_object(self, value: Any, key: str, depth: int) -> Any:
+        if sharding.is_distributed_tensor(value):
+            return self._encode_distributed(value, key)
+        if isinstance(value, Replicated) or (
+            keeps_per_rank(value) and self.forced_replication is None
+        ):
+            return self._encode_rank_dependent(value, key, depth)
+        if id(value) in self.enclosing_ids:
             raise unsupported(value, key, "its state contains itself")
-        self.inside.append(id(value))
+        self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):
-                return nodes.encode(modules.module_state(value, key), key, self.take, depth)
-            if optimizers.is_optimizer(value):
-                state = optimizers.optimizer_state(value, self.names, key)
-                groups = join(key, "groups")
-                self.unions.append(groups)
+                return nodes.encode(modules.module_state(value, key), key, self.encode_value, depth)
+            if optimizers.is_standard_optimizer(value):
+                state = optimizers.optimizer_state(value, self.parameter_names, key)
+                groups = join_key(key, "groups")
+                self.merged_lists.append(groups)
                 several = range(len(state["groups"]))
-                self.unions += [f"{join(groups, str(i))}/params" for i in several]
-                return nodes.encode(state, key, self.take, depth)
+                self.merged_lists += [f"{join_key(groups, str(i))}/params" for i in several]
+                return nodes.encode(state, key, self.encode_value, depth)
             if modules.is_stateful(value) and not isinstance(value, type):
-                return self._stateful(value, key, depth)
+                return self._encode_stateful(value, key, depth)
         finally:
-            self.inside.pop()
+            self.enclosing_ids.pop()
         raise unsupported(value, key, "neither a tensor, an array nor a plain value")
 
-    def _stateful(self, value: Any, key: str, depth: int) -> Any:
+    def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
         """An object by its own state. What is refused deep in that, the caller may never have
         heard of, so the object is named as well."""
         state = value.state_dict()
         try:
-            return nodes.encode(state, key, self.take, depth)
+            return nodes.encode(state, key, self.encode_value, depth)
         except Unsupported as e:
             if e.fields.get("member") or e.fields.get("leaf") == key:
                 raise
-            what = f"{key[:300]!r}, {an(type(value).__qualname__)}, cannot be kept"
+            what = f"{key[:300]!r}, {with_article(type(value).__qualname__)}, cannot be kept"
             why = Unsupported(
                 f"{what}, for what its state_dict() gives: {e.what}",
                 expected=e.expected,
@@ -165,34 +175,38 @@ class _Taker:
                 todo=e.todo,
                 **e.fields,
             )
-            raise why.told(
+            raise why.with_advice(
                 f"Or leave {key[:300]!r} out of the state as a whole, or wrap it in an object whose"
                 " own state_dict() and load_state_dict() translate it",
                 member=key,
             ) from e
 
-    def _tensor(self, t: Any, key: str) -> Any:
+    def _encode_tensor(self, t: Any, key: str) -> Any:
         torch = self.torch
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            if sharding.is_spread(t):
-                return self._spread(t, key)
+            if sharding.is_distributed_tensor(t):
+                return self._encode_distributed(t, key)
             raise unsupported(t, key, "a subclass of Tensor whose inner parts are not known")
         if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
-            return self._special(t, key)
-        t, name, shape = self._plain(t, tuple(t.shape), key)
-        held = self.taken_as
+            return self._encode_sparse(t, key)
+        t, name, shape = self._to_plain_tensor(t, tuple(t.shape), key)
+        held = self.forced_replication
         if t.numel():
             place = (t.data_ptr(), name, shape, t.stride())
             if not place[0]:
                 raise unsupported(t, key, "its memory has been freed")
-            first = self.seen.setdefault(place, key)
+            first = self.key_by_memory.setdefault(place, key)
             if first != key:
                 return {"tied": first}
-            held = self.held.get(place[0]) if held is None else held
-        self.leaves.append(Leaf(key, name, shape, t, Box.whole(shape), held or Held.ALIKE))
+            held = self.replication_by_address.get(place[0]) if held is None else held
+        self.leaves.append(
+            LocalLeaf(key, name, shape, t, Box.whole(shape), held or Replication.UNVERIFIED)
+        )
         return {"tensor": [name, list(shape)]}
 
-    def _plain(self, t: Any, shape: tuple[int, ...], key: str) -> tuple[Any, str, tuple[int, ...]]:
+    def _to_plain_tensor(
+        self, t: Any, shape: tuple[int, ...], key: str
+    ) -> tuple[Any, str, tuple[int, ...]]:
         """A tensor whose bytes are those of its elements, its dtype's name, and ``shape``, that of
         the whole."""
         name = lazy_torch.dtype_name(t.dtype)
@@ -202,32 +216,34 @@ class _Taker:
             t = t.detach()
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
-        if not nodes.shape_fits(name, shape):
+        if not nodes.is_valid_shape(name, shape):
             raise unsupported(t, key, f"{len(shape)} dimensions of {shape[:8]} are too many")
         return t, name, shape
 
-    def _spread(self, value: Any, key: str) -> Any:
+    def _encode_distributed(self, value: Any, key: str) -> Any:
         """A tensor that is spread over ranks: of its boxes those that this rank has."""
-        parts = sharding.parts(value, key)
+        parts = sharding.get_local_boxes(value, key)
         if parts is None:
             raise unsupported(value, key, "it does not say which part of a tensor it is")
         name, shape = parts.dtype, parts.shape
         if name is None:
             raise unsupported(value, key, f"the dtype {value.dtype} has no bytes to be written")
-        if not nodes.shape_fits(name, shape):
+        if not nodes.is_valid_shape(name, shape):
             raise unsupported(value, key, f"{len(shape)} dimensions of {shape[:8]} are too many")
         # not by the address of elements: a rank that has none must find the same ties
-        first = self.seen.setdefault((parts.storage, name, shape), key)
+        first = self.key_by_memory.setdefault((parts.tie_key, name, shape), key)
         if first != key:
             return {"tied": first}
-        held = Held.SAME if self.taken_as is None else self.taken_as
-        for box, part in parts.pieces:
+        held = (
+            Replication.REPLICATED if self.forced_replication is None else self.forced_replication
+        )
+        for box, part in parts.box_tensors:
             if not isinstance(part, np.ndarray) and (part.is_conj() or part.is_neg()):
                 part = part.resolve_conj().resolve_neg()
-            self.leaves.append(Leaf(key, name, shape, part, box, held))
-        return {"array" if parts.array else "tensor": [name, list(shape)]}
+            self.leaves.append(LocalLeaf(key, name, shape, part, box, held))
+        return {"array" if parts.is_numpy else "tensor": [name, list(shape)]}
 
-    def _special(self, t: Any, key: str) -> Any:
+    def _encode_sparse(self, t: Any, key: str) -> Any:
         torch = self.torch
         if t.is_meta:
             raise unsupported(t, key, "a meta tensor has no data; materialise it before saving")
@@ -244,7 +260,9 @@ class _Taker:
             parts = {"ccol": t.ccol_indices(), "row": t.row_indices(), "values": t.values()}
         else:
             raise unsupported(t, key, f"the layout {t.layout} is opaque")
-        taken = {name: self._tensor(part, join(key, name)) for name, part in parts.items()}
+        taken = {
+            name: self._encode_tensor(part, join_key(key, name)) for name, part in parts.items()
+        }
         return {
             "sparse": {
                 "layout": str(t.layout).removeprefix("torch."),
@@ -254,13 +272,13 @@ class _Taker:
             }
         }
 
-    def _array(self, a: np.ndarray[Any, Any], key: str) -> Any:
+    def _encode_array(self, a: np.ndarray[Any, Any], key: str) -> Any:
         name, rows = a.dtype.name, (*a.shape, a.dtype.itemsize)
         plain = name in DTYPES and a.dtype.isnative and not a.dtype.metadata
-        if not nodes.shape_fits("uint8", rows):
+        if not nodes.is_valid_shape("uint8", rows):
             raise unsupported(a, key, f"{a.ndim} dimensions of {a.shape[:8]} are too many")
         if plain:
-            self._add(key, name, a.shape, a)
+            self._add_whole_leaf(key, name, a.shape, a)
             return {"array": [name, list(a.shape)]}
         try:
             descr = nodes.to_descr(a.dtype)
@@ -268,5 +286,5 @@ class _Taker:
             raise unsupported(a, key, str(e)) from e
         flat = np.ascontiguousarray(a).reshape(a.shape)
         raw = flat.reshape(-1).view(np.uint8).reshape(rows) if a.nbytes else np.empty(rows, "u1")
-        self._add(key, "uint8", rows, raw)
+        self._add_whole_leaf(key, "uint8", rows, raw)
         return {"array": ["uint8", list(rows), descr]}

@@ -17,7 +17,7 @@ from holdfast.lazy_torch import torch_or_none
 if TYPE_CHECKING:
     import torch
 
-_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 EXTRA_STATE = "_extra_state"
 
 
@@ -35,7 +35,7 @@ def is_stateful(value: object) -> bool:
 # -- modules -------------------------------------------------------------------------------------
 
 
-def plain_names(module: torch.nn.Module, names: list[str], key: str) -> list[str]:
+def strip_wrapper_names(module: torch.nn.Module, names: list[str], key: str) -> list[str]:
     """State-dict names without the marks of wrappers. Raises ``PlanError`` if two become one."""
     torch = torch_or_none()
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -44,8 +44,8 @@ def plain_names(module: torch.nn.Module, names: list[str], key: str) -> list[str
         for path, sub in module.named_modules()
         if isinstance(sub, wrappers)
     ]
-    if cuts or any(mark in name for name in names for mark in _WRAPPED):
-        plain = [_without_wrappers(n, cuts) for n in names]
+    if cuts or any(mark in name for name in names for mark in _WRAPPER_ATTRIBUTES):
+        plain = [_strip_wrappers(n, cuts) for n in names]
     else:
         plain = names
     if len(set(plain)) < len(plain):
@@ -59,17 +59,17 @@ def plain_names(module: torch.nn.Module, names: list[str], key: str) -> list[str
     return plain
 
 
-def _without_wrappers(name: str, cuts: list[str]) -> str:
-    for cut in sorted(cuts, key=len, reverse=True):
+def _strip_wrappers(name: str, wrapped_paths: list[str]) -> str:
+    for cut in sorted(wrapped_paths, key=len, reverse=True):
         if name.startswith(cut + "."):
             name = name[: len(cut) - len("module")] + name[len(cut) + 1 :]
-    return ".".join(level for level in name.split(".") if level not in _WRAPPED)
+    return ".".join(level for level in name.split(".") if level not in _WRAPPER_ATTRIBUTES)
 
 
 def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
     """``module.state_dict()`` under plain names; tensors share memory with the module's."""
     state = module.state_dict()
-    return dict(zip(plain_names(module, list(state), key), state.values(), strict=True))
+    return dict(zip(strip_wrapper_names(module, list(state), key), state.values(), strict=True))
 
 
 # -- optimizers ----------------------------------------------------------------------------------
@@ -82,19 +82,21 @@ def parameter_names(state: Any) -> dict[int, str]:
     in the state, so that adding a module renames nothing.
     """
     names: dict[int, str] = {}
-    for path, module in modules(state, ""):
+    for path, module in named_modules_in(state, ""):
         found = dict(module.named_parameters(remove_duplicate=False))
-        for name, parameter in zip(plain_names(module, list(found), path), found.values()):
+        for name, parameter in zip(strip_wrapper_names(module, list(found), path), found.values()):
             names.setdefault(id(parameter), f"{path}.{name}")
     return names
 
 
-def modules(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def named_modules_in(
+    value: Any, path: str, enclosing_ids: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """The modules in a state, with their paths. Most members of a dict are neither module nor
     container, and are passed over without being named."""
     if is_module(value):
         yield path, value
-    elif isinstance(value, dict | list | tuple) and id(value) not in inside:
+    elif isinstance(value, dict | list | tuple) and id(value) not in enclosing_ids:
         members = list(value.values()) if isinstance(value, dict) else list(value)
         torch = torch_or_none()
         kinds = (dict, list, tuple) if torch is None else (dict, list, tuple, torch.nn.Module)
@@ -108,4 +110,4 @@ def modules(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[tup
             return
         for i in deeper:
             at = f"{path}.{names[i]}" if path else names[i]
-            yield from modules(members[i], at, (*inside, id(value)))
+            yield from named_modules_in(members[i], at, (*enclosing_ids, id(value)))

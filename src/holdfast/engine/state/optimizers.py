@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import PlanError
 from holdfast.lazy_torch import torch_or_none
-from holdfast.text import an
+from holdfast.text import with_article
 
 if TYPE_CHECKING:
     import torch
 
 
-def is_optimizer(value: object) -> bool:
+def is_standard_optimizer(value: object) -> bool:
     """Whether it is an optimizer whose state can be keyed by parameter names: one that keeps
     PyTorch's own ``state_dict`` and ``load_state_dict``, without hooks. Others are taken by
     their own."""
@@ -30,7 +30,9 @@ def is_optimizer(value: object) -> bool:
     )
 
 
-def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:
+def group_parameter_names(
+    optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> list[list[str]]:
     """The names of the parameters of each group. One that belongs to no module in the state is
     called by its place (``0.3``: the fourth of the first group).
 
@@ -56,7 +58,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str], key: str
 ) -> dict[str, Any]:
     """``{"state": {parameter: {slot: value}}, "groups": [{option: value, "params": [...]}]}``."""
-    grouped = group_names(optimizer, names)
+    grouped = group_parameter_names(optimizer, names)
     named: dict[int, str] = {}
     for group, members in zip(optimizer.param_groups, grouped, strict=True):
         named.update({id(p): n for p, n in zip(group["params"], members, strict=True)})
@@ -67,7 +69,7 @@ def optimizer_state(
             raise PlanError(
                 f"The optimizer at {key!r} has state of a kind that is not known",
                 expected="for each parameter of its groups a dict of slots",
-                found=f"{an(type(slots).__name__)} for "
+                found=f"{with_article(type(slots).__name__)} for "
                 + ("what is in none of its groups" if name is None else name),
                 todo="Give the optimizer a state_dict() and load_state_dict() of its own",
                 leaf=key,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from holdfast import lazy_torch
 from holdfast.engine.state import modules
-from holdfast.engine.state.walk import found_in, optimizers_in
+from holdfast.engine.state.walk import find_instances, optimizers_in
 from holdfast.errors import Unsupported
 
 if TYPE_CHECKING:
     import torch
 
 
-def in_step(state: Any) -> dict[int, Held]:
+def find_ddp_replication(state: Any) -> dict[int, Replication]:
     """How the ranks hold what ``DistributedDataParallel`` keeps in step, by the address of its
     memory: parameters and the slots of optimizers for them are the same; buffers are those of the
     first rank, if it broadcasts them before each forward pass.
@@ -27,38 +27,43 @@ def in_step(state: Any) -> dict[int, Held]:
         return {}
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
-    held: dict[int, Held] = {}
+    held: dict[int, Replication] = {}
     alike: set[int] = set()
     flat: set[int] = set()
-    for _, module in modules.modules(state, ""):
+    for _, module in modules.named_modules_in(state, ""):
         for sub in module.modules():
             if isinstance(sub, torch.nn.parallel.DistributedDataParallel):
-                alike.update(_look_at(sub, held))
+                alike.update(_record_ddp_members(sub, held))
             elif type(sub).__name__ == "FullyShardedDataParallel":
                 flat.update(map(id, sub.parameters()))
     for optimizer in optimizers_in(state) if alike or flat else ():
         for group in optimizer.param_groups:
             if not flat.isdisjoint(map(id, group["params"])):
-                raise _flat(optimizer)
+                raise _flat_parameter_error(optimizer)
         for parameter, slots in optimizer.state.items():
             if id(parameter) in alike:
-                held.update({t.data_ptr(): Held.SAME for t in found_in(slots, torch.Tensor)})
+                held.update(
+                    {
+                        t.data_ptr(): Replication.REPLICATED
+                        for t in find_instances(slots, torch.Tensor)
+                    }
+                )
     held.pop(0, None)
     return held
 
 
-def _look_at(module: Any, held: dict[int, Held]) -> set[int]:
+def _record_ddp_members(module: Any, replication: dict[int, Replication]) -> set[int]:
     """Note how a DDP module's members are held; the ids of the parameters that it keeps alike."""
     left_out = module.parameters_to_ignore
     params = [p for name, p in module.module.named_parameters() if name not in left_out]
-    held.update({p.data_ptr(): Held.SAME for p in params})
+    replication.update({p.data_ptr(): Replication.REPLICATED for p in params})
     if module.broadcast_buffers:
         buffers = [b for name, b in module.module.named_buffers() if name not in left_out]
-        held.update({b.data_ptr(): Held.FIRST for b in buffers})
+        replication.update({b.data_ptr(): Replication.FROM_FIRST for b in buffers})
     return {id(p) for p in params}
 
 
-def _flat(optimizer: torch.optim.Optimizer) -> Unsupported:
+def _flat_parameter_error(optimizer: torch.optim.Optimizer) -> Unsupported:
     name = type(optimizer).__name__
     return Unsupported(
         f"The {name} steps parameters of FullyShardedDataParallel (the first FSDP), which are parts"
@@ -73,7 +78,7 @@ def _flat(optimizer: torch.optim.Optimizer) -> Unsupported:
 T = TypeVar("T")
 
 
-class Held(IntEnum):
+class Replication(IntEnum):
     """How the ranks that have a box of a leaf hold it.
 
     ``ALIKE``: by value, nobody has said that it is the same: their digests are compared before it
@@ -81,9 +86,9 @@ class Held(IntEnum):
     ``FIRST``: the lowest of the ranks that have it counts, whatever the others hold.
     """
 
-    ALIKE = 0
-    SAME = 1
-    FIRST = 2
+    UNVERIFIED = 0
+    REPLICATED = 1
+    FROM_FIRST = 2
 
 
 @dataclass(eq=False)

@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.engine.planning.placements import Cut, Cuts, local_boxes
+from holdfast.engine.planning.placements import Placements, ShardPlacement, local_boxes
 from holdfast.errors import PlanError, Unsupported
 from holdfast.lazy_torch import dtype_name, torch_or_none
-from holdfast.text import an
+from holdfast.text import with_article
 from holdfast.types import DTYPES, Box
 
-_DTENSOR = "torch.distributed.tensor"
-_SHARDED = "torch.distributed._shard.sharded_tensor.api"
+_DTENSOR_MODULE = "torch.distributed.tensor"
+_SHARDED_TENSOR_MODULE = "torch.distributed._shard.sharded_tensor.api"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,13 +57,13 @@ class Boxed:
         )
         if not plain:
             raise PlanError(
-                f"The tensor of a Boxed is {an(type(self.tensor).__name__)}",
+                f"The tensor of a Boxed is {with_article(type(self.tensor).__name__)}",
                 expected="a torch.Tensor or a numpy.ndarray with the elements that this rank has",
                 todo="A DTensor needs no Boxed: its own placements say which part it is",
             )
-        object.__setattr__(self, "offsets", _integers("offsets", self.offsets))
-        object.__setattr__(self, "shape", _integers("shape", self.shape))
-        if not self.box.inside(self.shape):
+        object.__setattr__(self, "offsets", _to_integers("offsets", self.offsets))
+        object.__setattr__(self, "shape", _to_integers("shape", self.shape))
+        if not self.box.is_within(self.shape):
             raise PlanError(
                 "A boxed tensor does not lie within its global tensor",
                 expected=f"a box inside of {list(self.shape)}, with as many dimensions",
@@ -78,7 +78,7 @@ class Boxed:
         return Box(self.offsets, tuple(self.tensor.shape))
 
 
-class Parts(msgspec.Struct, frozen=True):
+class LocalBoxes(msgspec.Struct, frozen=True):
     """The parts of one global tensor that this process has.
 
     ``shape``: that of the global tensor. ``pieces``: boxes of it, each with a tensor of the box's
@@ -89,25 +89,25 @@ class Parts(msgspec.Struct, frozen=True):
     """
 
     shape: tuple[int, ...]
-    pieces: list[tuple[Box, Any]]
+    box_tensors: list[tuple[Box, Any]]
     dtype: str | None
-    storage: Any
-    array: bool = False
+    tie_key: Any
+    is_numpy: bool = False
 
 
-def is_spread(value: Any) -> bool:
+def is_distributed_tensor(value: Any) -> bool:
     """Whether a value says itself which part of a global tensor it is."""
-    return _taker(value) is not None
+    return _extractor(value) is not None
 
 
-def parts(value: Any, key: str) -> Parts | None:
+def get_local_boxes(value: Any, key: str) -> LocalBoxes | None:
     """The boxes that this process has of a tensor that is spread over ranks; None for a value
     that is not. ``key`` is its name in errors.
 
     Raises ``Unsupported`` for placements that do not say which elements a rank has (a sum that
     is still to be made), and where a local tensor is not as its placements say.
     """
-    take = _taker(value)
+    take = _extractor(value)
     return None if take is None else take(value, key)
 
 
@@ -119,9 +119,9 @@ def empty_like(parameter: Any, dtype: Any) -> Any:
     """
     import torch
 
-    if not isinstance(parameter, _class(_DTENSOR, "DTensor")):
+    if not isinstance(parameter, _loaded_class(_DTENSOR_MODULE, "DTensor")):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    spec, local = parameter._spec, _waited(parameter._local_tensor)
+    spec, local = parameter._spec, _wait_tensor(parameter._local_tensor)
     return type(parameter)(
         torch.empty_like(local, dtype=dtype, requires_grad=False),
         replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)),
@@ -129,22 +129,22 @@ def empty_like(parameter: Any, dtype: Any) -> Any:
     )
 
 
-def _taker(value: Any) -> Callable[[Any, str], Parts] | None:
+def _extractor(value: Any) -> Callable[[Any, str], LocalBoxes] | None:
     """What takes a value apart; None for an ordinary one."""
-    return _taker_of(type(value))  # type: ignore[arg-type]  # a class is hashable
+    return _extractor_for_type(type(value))  # type: ignore[arg-type]  # a class is hashable
 
 
 @lru_cache(256)
-def _taker_of(kind: type) -> Callable[[Any, str], Parts] | None:
+def _extractor_for_type(kind: type) -> Callable[[Any, str], LocalBoxes] | None:
     """Remembered: nearly all values are of a few types, and a class never gets another base."""
-    if issubclass(kind, _class(_DTENSOR, "DTensor")):
-        return _dtensor
-    if issubclass(kind, _class(_SHARDED, "ShardedTensorBase")):
-        return _sharded_tensor
-    return _boxed if issubclass(kind, Boxed) else None
+    if issubclass(kind, _loaded_class(_DTENSOR_MODULE, "DTensor")):
+        return _boxes_of_dtensor
+    if issubclass(kind, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
+        return _boxes_of_sharded_tensor
+    return _boxes_of_boxed if issubclass(kind, Boxed) else None
 
 
-def _class(module: str, name: str) -> Any:
+def _loaded_class(module: str, name: str) -> Any:
     """A class of torch if the program has loaded it; nothing is an instance of ``()``."""
     return getattr(sys.modules.get(module), name, ())
 
@@ -152,53 +152,60 @@ def _class(module: str, name: str) -> Any:
 # -- DTensor -------------------------------------------------------------------------------------
 
 
-def _dtensor(value: Any, key: str) -> Parts:
+def _boxes_of_dtensor(value: Any, key: str) -> LocalBoxes:
     spec, shape = value._spec, tuple(value.shape)
-    cuts = _cuts(spec.placements, key)
-    local = _plain(value._local_tensor, key)
+    cuts = _parse_placements(spec.placements, key)
+    local = _to_dense_local(value._local_tensor, key)
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:  # the tensor is spread over other ranks
-        return _parts(shape, [], local)
-    found = local_boxes(shape, tuple(spec.mesh.shape), tuple(coordinate), cuts, _order(spec, cuts))
+        return _make_local_boxes(shape, [], local)
+    found = local_boxes(
+        shape, tuple(spec.mesh.shape), tuple(coordinate), cuts, _shard_order(spec, cuts)
+    )
     if local.shape != found.shape and (local.numel() or prod(found.shape)):
         raise Unsupported(
             f"The local tensor of {key!r} has another shape than its placements say",
-            expected=f"{list(found.shape)} of {list(shape)}, by {_written(spec)}",
+            expected=f"{list(found.shape)} of {list(shape)}, by {_describe_spec(spec)}",
             found=list(local.shape),
             todo="DTensor.from_local needs shape= and stride= where ranks have parts of different"
             " sizes; a tensor cut by hand in another way is saved with holdfast.Boxed",
             leaf=key,
         )
     if len(found.boxes) == 1:
-        return _parts(shape, [(found.boxes[0][0], local)], local)
-    return _parts(shape, [(box, local[where]) for box, where in found.boxes], local, here=True)
+        return _make_local_boxes(shape, [(found.boxes[0][0], local)], local)
+    return _make_local_boxes(
+        shape, [(box, local[where]) for box, where in found.boxes], local, on_this_rank=True
+    )
 
 
-def _parts(
-    shape: tuple[int, ...], pieces: list[tuple[Box, Any]], local: Any, here: bool = False
-) -> Parts:
+def _make_local_boxes(
+    shape: tuple[int, ...],
+    box_tensors: list[tuple[Box, Any]],
+    local: Any,
+    on_this_rank: bool = False,
+) -> LocalBoxes:
     """The parts of a tensor of which ``local`` is what this rank has, if it is ``here``.
 
     The storage object and not its number: while it is kept, no other one can get its address."""
-    if here and not prod(shape):
-        pieces = [(Box.whole(shape), local.reshape(shape))]
-    boxes = [box for box, _ in pieces]
+    if on_this_rank and not prod(shape):
+        box_tensors = [(Box.whole(shape), local.reshape(shape))]
+    boxes = [box for box, _ in box_tensors]
     storage = (local.untyped_storage(), local.storage_offset(), local.stride(), *boxes)
-    return Parts(shape, pieces, dtype_name(local.dtype), storage)
+    return LocalBoxes(shape, box_tensors, dtype_name(local.dtype), storage)
 
 
-def _cuts(placements: Sequence[Any], key: str) -> Cuts:
+def _parse_placements(placements: Sequence[Any], key: str) -> Placements:
     """Placements as plain records. By their exact classes: another one may mean anything."""
     replicate, shard, strided = _placement_classes()
-    cuts: list[Cut | None] = []
+    cuts: list[ShardPlacement | None] = []
     for p in placements:
         kind = type(p)
         if kind is shard:
-            cuts.append(Cut(p.dim))
+            cuts.append(ShardPlacement(p.dim))
         elif kind is replicate:
             cuts.append(None)
         elif kind is strided:
-            cuts.append(Cut(p.dim, int(p.split_factor)))
+            cuts.append(ShardPlacement(p.dim, int(p.split_factor)))
         else:
             raise Unsupported(
                 f"{key!r} is a DTensor whose placement {p!r} does not say which elements a rank"
@@ -219,32 +226,32 @@ def _placement_classes() -> tuple[Any, Any, Any]:
     return types.Replicate, types.Shard, getattr(types, "_StridedShard", None)
 
 
-def _order(spec: Any, cuts: Cuts) -> tuple[int, ...] | None:
+def _shard_order(spec: Any, cuts: Placements) -> tuple[int, ...] | None:
     """The order of the mesh dimensions where the spec keeps one of its own (torch >= 2.9); None
     where the factors of the cuts tell it."""
     told = getattr(spec, "use_strided_shard_as_shard_order", None)
-    if told or (told is None and any(cut is not None and cut.factor > 1 for cut in cuts)):
+    if told or (told is None and any(cut is not None and cut.split_factor > 1 for cut in cuts)):
         return None
     order = getattr(spec, "shard_order", None)
     return tuple(m for entry in order for m in entry.mesh_dims) if order else None
 
 
-def _written(spec: Any) -> str:
+def _describe_spec(spec: Any) -> str:
     return f"{list(spec.placements)} on a mesh of {list(spec.mesh.shape)}"
 
 
 # -- the others ----------------------------------------------------------------------------------
 
 
-def _sharded_tensor(value: Any, key: str) -> Parts:
+def _boxes_of_sharded_tensor(value: Any, key: str) -> LocalBoxes:
     metadata = value.metadata()
     shape, shards = tuple(metadata.size), value.local_shards()
-    local = _plain(shards[0].tensor if shards else _nothing(value), key)
+    local = _to_dense_local(shards[0].tensor if shards else _empty_local_tensor(value), key)
     pieces = []
     for shard in shards:
         said = shard.metadata
         box, tensor = Box(tuple(said.shard_offsets), tuple(said.shard_sizes)), shard.tensor
-        if box.sizes != tensor.shape or not box.inside(shape):
+        if box.sizes != tensor.shape or not box.is_within(shape):
             raise Unsupported(
                 f"A local shard of {key!r} is not what its metadata says",
                 expected=f"offsets {list(box.offsets)} and sizes {list(box.sizes)} inside of"
@@ -253,12 +260,12 @@ def _sharded_tensor(value: Any, key: str) -> Parts:
                 todo="Make the ShardedTensor anew, or save its parts with holdfast.Boxed",
                 leaf=key,
             )
-        if box.elements:
-            pieces.append((box, _plain(tensor, key)))
-    return _parts(shape, pieces, local, here=True)
+        if box.numel:
+            pieces.append((box, _to_dense_local(tensor, key)))
+    return _make_local_boxes(shape, pieces, local, on_this_rank=True)
 
 
-def _nothing(value: Any) -> Any:
+def _empty_local_tensor(value: Any) -> Any:
     """What stands for the local tensor of a ``ShardedTensor`` that has no shard here: without
     elements, and the same one each time, for as long as the value lives."""
     import torch
@@ -267,19 +274,19 @@ def _nothing(value: Any) -> Any:
     return value.__dict__.setdefault("_holdfast_local", torch.empty(0, dtype=dtype))
 
 
-def _boxed(value: Boxed, key: str) -> Parts:
+def _boxes_of_boxed(value: Boxed, key: str) -> LocalBoxes:
     shape, array = value.shape, type(value.tensor) is np.ndarray
-    tensor = value.tensor if array else _plain(value.tensor, key)
-    pieces = [(value.box, tensor)] if value.box.elements else []
+    tensor = value.tensor if array else _to_dense_local(value.tensor, key)
+    pieces = [(value.box, tensor)] if value.box.numel else []
     if not array:
-        return _parts(shape, pieces, tensor, here=True)
+        return _make_local_boxes(shape, pieces, tensor, on_this_rank=True)
     if not prod(shape):
         pieces = [(Box.whole(shape), tensor.reshape(shape))]
     name = tensor.dtype.name if tensor.dtype.name in DTYPES and tensor.dtype.isnative else None
-    return Parts(shape, pieces, name, object(), True)  # arrays are never tied
+    return LocalBoxes(shape, pieces, name, object(), True)  # arrays are never tied
 
 
-def _plain(tensor: Any, key: str) -> Any:
+def _to_dense_local(tensor: Any, key: str) -> Any:
     """A local tensor with memory of its own, without its place in a graph of gradients.
 
     Raises ``Unsupported`` for a subclass of Tensor, whose memory may be laid out in any way.
@@ -287,10 +294,11 @@ def _plain(tensor: Any, key: str) -> Any:
     import torch
 
     if type(tensor) is not torch.Tensor:
-        tensor = _waited(tensor)
+        tensor = _wait_tensor(tensor)
     why = None
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        why = f"{an(type(tensor).__qualname__)}, a subclass of Tensor whose parts are not known"
+        name = with_article(type(tensor).__qualname__)
+        why = f"{name}, a subclass of Tensor whose parts are not known"
     elif tensor.is_meta or tensor.layout is not torch.strided:
         why = f"of the layout {tensor.layout} on the device {tensor.device}"
     if why is not None:
@@ -305,13 +313,13 @@ def _plain(tensor: Any, key: str) -> Any:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _waited(tensor: Any) -> Any:
+def _wait_tensor(tensor: Any) -> Any:
     """A tensor that a collective still fills (``AsyncCollectiveTensor``), when it is filled."""
     wait = getattr(type(tensor), "trigger_wait", None)
     return tensor if wait is None else wait(tensor)
 
 
-def _integers(name: str, values: Any) -> tuple[int, ...]:
+def _to_integers(name: str, values: Any) -> tuple[int, ...]:
     try:
         return tuple(operator.index(v) for v in values)
     except TypeError as e:

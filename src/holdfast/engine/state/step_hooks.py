@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import lazy_torch
 from holdfast.engine.state.walk import (
+    find_stable_storages,
     modules_in,
     optimizers_in,
-    owned,
+    parameters_and_slots,
     parameters_of,
-    storage,
-    storages,
+    storage_address,
 )
 
 if TYPE_CHECKING:
     import torch
 
-    from holdfast.engine.state.flatten import Flat
+    from holdfast.engine.state.flatten import FlatState
 
 
-def steady(state: dict[str, Any], flat: Flat) -> set[str]:
+def find_stable_leaves(state: dict[str, Any], flat: FlatState) -> set[str]:
     """The keys of the leaves that hold still until an optimizer in ``state`` begins a step.
 
     ``flat`` is the state taken apart. Leaves without elements are not among them, nor is what
@@ -40,15 +40,15 @@ def steady(state: dict[str, Any], flat: Flat) -> set[str]:
     torch = lazy_torch.torch_or_none()
     if torch is None:
         return set()
-    still = storages(owned(optimizers_in(state)), modules_in(state))
+    still = find_stable_storages(parameters_and_slots(optimizers_in(state)), modules_in(state))
     return {
         leaf.key
         for leaf in flat.leaves
-        if isinstance(leaf.source, torch.Tensor) and storage(leaf.source) in still
+        if isinstance(leaf.source, torch.Tensor) and storage_address(leaf.source) in still
     }
 
 
-class Guard:
+class StepPreHook:
     """Calls ``before_step`` whenever an optimizer begins a step, before it changes anything; an
     exception of it keeps the step from happening.
 
@@ -62,52 +62,54 @@ class Guard:
         self, optimizers: Iterable[torch.optim.Optimizer] | None, before_step: Callable[[], object]
     ) -> None:
         self._before_step = before_step
-        self._all = optimizers is None
+        self._all_optimizers = optimizers is None
         mine = list(optimizers or ())
-        self._ids = frozenset(map(id, mine))
-        self._memory = frozenset(storage(p) for o in mine for p in parameters_of(o)) - {0}
-        if self._all or mine:
-            _attach(self)
+        self._optimizer_ids = frozenset(map(id, mine))
+        self._parameter_storages = frozenset(
+            storage_address(p) for o in mine for p in parameters_of(o)
+        ) - {0}
+        if self._all_optimizers or mine:
+            _register(self)
 
-    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
         if (
-            self._all
-            or id(optimizer) in self._ids
-            or any(storage(p) in self._memory for p in parameters_of(optimizer))
+            self._all_optimizers
+            or id(optimizer) in self._optimizer_ids
+            or any(storage_address(p) in self._parameter_storages for p in parameters_of(optimizer))
         ):
             self._before_step()
 
     def remove(self) -> None:
         """Let all optimizers step unseen."""
-        _detach(self)
+        _unregister(self)
 
 
-_guards: tuple[weakref.ref[Guard], ...] = ()
+_step_pre_hooks: tuple[weakref.ref[StepPreHook], ...] = ()
 """Weak, so that nobody who forgets to close a checkpointer keeps its state in memory."""
-_guards_lock = Lock()
-_hooked: list[object] = []
+_step_pre_hooks_lock = Lock()
+_registrations: list[object] = []
 
 
-def _attach(guard: Guard) -> None:
-    global _guards
-    with _guards_lock:
-        if not _hooked:
+def _register(hook: StepPreHook) -> None:
+    global _step_pre_hooks
+    with _step_pre_hooks_lock:
+        if not _registrations:
             from torch.optim.optimizer import register_optimizer_step_pre_hook
 
             # for good: PyTorch's own table must not change while another thread waits in it
-            _hooked.append(register_optimizer_step_pre_hook(_begins))
-        _guards = (*(r for r in _guards if r() is not None), weakref.ref(guard))
+            _registrations.append(register_optimizer_step_pre_hook(_on_any_step_begin))
+        _step_pre_hooks = (*(r for r in _step_pre_hooks if r() is not None), weakref.ref(hook))
 
 
-def _detach(guard: Guard) -> None:
-    global _guards
-    with _guards_lock:
-        _guards = tuple(r for r in _guards if r() is not None and r() is not guard)
+def _unregister(hook: StepPreHook) -> None:
+    global _step_pre_hooks
+    with _step_pre_hooks_lock:
+        _step_pre_hooks = tuple(r for r in _step_pre_hooks if r() is not None and r() is not hook)
 
 
-def _begins(optimizer: Any, args: Any, options: Any) -> None:
-    for known in _guards:
+def _on_any_step_begin(optimizer: Any, args: Any, options: Any) -> None:
+    for known in _step_pre_hooks:
         guard = known()
         if guard is not None:
-            guard.begins(optimizer)
+            guard.on_step_begin(optimizer)

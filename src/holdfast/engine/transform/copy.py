@@ -15,22 +15,22 @@ from dataclasses import dataclass
 
 from holdfast import events
 from holdfast.buffers import shared_pool
-from holdfast.engine.planning.read_plan import ReadItem, whole_file
-from holdfast.engine.planning.shard_layout import holdings_of, whole_entries
-from holdfast.engine.saving.commit import refuse_existing
+from holdfast.engine.planning.read_plan import ReadItem, chunk_read_items
+from holdfast.engine.planning.shard_layout import full_shard_entries, leaf_boxes_from_index
+from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.read import checked
+from holdfast.engine.snapshot.read import read_verified_chunks
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, DigestMismatch, FormatError, NotFound
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
-from holdfast.format.index_columns import BoxAt, Leaf
+from holdfast.format.index_columns import IndexBox, IndexLeaf
 from holdfast.format.manifest import (
-    MAX_BYTES,
-    File,
-    Incremental,
+    MAX_MANIFEST,
+    FileEntry,
+    IncrementalManifest,
     Manifest,
     Shard,
     decode_manifest,
@@ -41,11 +41,11 @@ from holdfast.format.safetensors import build_header
 from holdfast.settings import read_settings
 from holdfast.threads import in_parallel
 
-Progress = Callable[[int], None]
+Advance = Callable[[int], None]
 
 
 def copy_snapshot(
-    snapshot: Snapshot, place: Location, progress: Progress | None = None
+    snapshot: Snapshot, location: Location, advance: Advance | None = None
 ) -> Snapshot:
     """Copy ``snapshot`` to ``place`` and return the copy once it is committed there.
 
@@ -53,15 +53,15 @@ def copy_snapshot(
     Raises ``AlreadyExists`` if there is a snapshot, ``FormatError`` if this one is damaged, and
     ``StoreError``; whenever it raises, nothing was committed.
     """
-    refuse_existing(place)
-    with snapshot.told_if_deleted():
-        return _copy(snapshot, place, progress)
+    raise_if_exists(location)
+    with snapshot.not_found_if_deleted():
+        return _copy(snapshot, location, advance)
 
 
-def _copy(snapshot: Snapshot, place: Location, progress: Progress | None) -> Snapshot:
+def _copy(snapshot: Snapshot, location: Location, advance: Advance | None) -> Snapshot:
     indexes = snapshot.indexes()
-    raw = snapshot.place.store.get(snapshot.place.key(MANIFEST), MAX_BYTES)
-    manifest, found = decode_manifest(raw, snapshot.place.key(MANIFEST))
+    raw = snapshot.location.store.get(snapshot.location.key(MANIFEST), MAX_MANIFEST)
+    manifest, found = decode_manifest(raw, snapshot.location.key(MANIFEST))
     if found != snapshot.digest:
         raise FormatError(
             f"{snapshot.url} has been replaced since it was opened",
@@ -69,57 +69,63 @@ def _copy(snapshot: Snapshot, place: Location, progress: Progress | None) -> Sna
             found=found,
             todo="Open it anew",
         )
-    if isinstance(manifest, Incremental):
-        parts = [_whole(snapshot, n, index) for n, index in enumerate(indexes)]
-        manifest = _manifest(snapshot, [part.shard for part in parts])
+    if isinstance(manifest, IncrementalManifest):
+        parts = [_plan_full(snapshot, n, index) for n, index in enumerate(indexes)]
+        manifest = _build_manifest(snapshot, [part.shard for part in parts])
         raw, found = encode_manifest(manifest)
     else:
-        parts = [_as_it_is(snapshot, *pair) for pair in zip(manifest.shards, indexes, strict=True)]
-    with snapshot.pinned(), pins.held(place, manifest.attempt):
+        parts = [
+            _plan_unchanged(snapshot, *pair) for pair in zip(manifest.shards, indexes, strict=True)
+        ]
+    with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt):
         for index, part in zip(indexes, parts, strict=True):
-            _copy_shard(snapshot.place, place, index, part, progress)
+            _copy_shard(snapshot.location, location, index, part, advance)
         for part in parts:
-            key = place.key(part.shard.index.name)
+            key = location.key(part.shard.index.name)
             try:
-                place.store.put_if_absent(key, part.raw)
+                location.store.put_if_absent(key, part.index_bytes)
             except AlreadyExists as e:
-                raise _no_copy(place, key, "the index of this copy", "another file") from e
-            _tell(progress, len(part.raw))
-        copy = Snapshot(place, manifest, found)
+                raise _not_a_copy_error(
+                    location, key, "the index of this copy", "another file"
+                ) from e
+            _report_progress(advance, len(part.index_bytes))
+        copy = Snapshot(location, manifest, found)
         copy.read_indexes()  # back through the store they went to; the shards by their length
-        place.store.put_if_absent(place.key(MANIFEST), raw)
-    events.emit("copied", url=snapshot.url, to=place.url, bytes=copy.nbytes)
+        location.store.put_if_absent(location.key(MANIFEST), raw)
+    events.emit("copied", url=snapshot.url, to=location.url, bytes=copy.nbytes)
     return copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _ShardCopy:
     """A shard as it will be in the copy: its entry in the manifest, its index checked and as bytes;
     and its header where that is a new one."""
 
     shard: Shard
     index: ShardIndex
-    raw: bytes
-    header: bytes | None
+    index_bytes: bytes
+    new_header: bytes | None
 
 
-def _as_it_is(snapshot: Snapshot, shard: Shard, index: ShardIndex) -> _Part:
-    raw = snapshot.place.store.get(snapshot.place.key(shard.index.name), MAX_BYTES)
-    return _Part(shard, index, raw, None)
+def _plan_unchanged(snapshot: Snapshot, shard: Shard, index: ShardIndex) -> _ShardCopy:
+    raw = snapshot.location.store.get(snapshot.location.key(shard.index.name), MAX_MANIFEST)
+    return _ShardCopy(shard, index, raw, None)
 
 
-def copied_attempt(snapshot: Snapshot) -> str:
+def attempt_of_copy(snapshot: Snapshot) -> str:
     """The attempt of a copy of the snapshot."""
     return snapshot.digest[:12] if snapshot.bases else snapshot.manifest.attempt
 
 
-def _whole(snapshot: Snapshot, number: int, index: ShardIndex) -> _Part:
+def _plan_full(snapshot: Snapshot, number: int, index: ShardIndex) -> _ShardCopy:
     """The full shard that an incremental one stands for."""
-    shards, attempt = len(snapshot.manifest.shards), copied_attempt(snapshot)
-    header = build_header(whole_entries(holdings_of(index)[0]))
+    shards, attempt = len(snapshot.manifest.shards), attempt_of_copy(snapshot)
+    header = build_header(full_shard_entries(leaf_boxes_from_index(index)[0]))
     shift = len(header) - index.header
     moved = [
-        Leaf(f.key, f.dtype, f.shape, [BoxAt(b.offsets, b.sizes, b.at + shift) for b in f.boxes])
+        IndexLeaf(
+            f.key, f.dtype, f.shape, [IndexBox(b.offsets, b.sizes, b.at + shift) for b in f.boxes]
+        )
         for f in index.leaves
     ]
     cuts = (index.cuts + shift).tolist()
@@ -130,84 +136,88 @@ def _whole(snapshot: Snapshot, number: int, index: ShardIndex) -> _Part:
         header=len(header),
         leaves=moved,
         cuts=cuts,
-        digests=[digest(header), *map(index.digest, range(1, len(cuts)))],
+        digests=[digest(header), *map(index.chunk_digest, range(1, len(cuts)))],
     )
     raw = encode_index(made)
-    file = File(names.index_name(number, shards, attempt), len(raw), digest(raw))
+    file = FileEntry(names.index_name(number, shards, attempt), len(raw), digest(raw))
     shard = Shard(made.shard, made.length, file)
-    return _Part(shard, decode_index(raw, file.name), raw, header)
+    return _ShardCopy(shard, decode_index(raw, file.name), raw, header)
 
 
-def _manifest(snapshot: Snapshot, shards: list[Shard]) -> Manifest:
+def _build_manifest(snapshot: Snapshot, shards: list[Shard]) -> Manifest:
     fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
-    return Manifest(**{**fields, "attempt": copied_attempt(snapshot), "shards": shards})
+    return Manifest(**{**fields, "attempt": attempt_of_copy(snapshot), "shards": shards})
 
 
 def _copy_shard(
     source: Location,
-    place: Location,
+    location: Location,
     index: ShardIndex,
-    part: _Part,
-    progress: Progress | None,
+    shard_copy: _ShardCopy,
+    advance: Advance | None,
 ) -> None:
-    made = part.index
-    key = place.key(made.shard)
+    made = shard_copy.index
+    key = location.key(made.shard)
     try:
-        length = place.store.stat(key).length
+        length = location.store.stat(key).length
     except NotFound:
         pass
     else:
         if length != made.length:
-            raise _no_copy(place, key, f"{made.length} bytes", f"{length} bytes")
-        items = whole_file(0, made.cuts)
+            raise _not_a_copy_error(location, key, f"{made.length} bytes", f"{length} bytes")
+        items = chunk_read_items(0, made.cuts)
         try:
-            _each(place, made, items, lambda item, data: _tell(progress, len(data)))
+            _read_items(
+                location, made, items, lambda item, data: _report_progress(advance, len(data))
+            )
         except DigestMismatch as e:
-            raise _no_copy(place, key, e.expected, e.found) from e
+            raise _not_a_copy_error(location, key, e.expected, e.found) from e
         return
     shift = made.header - index.header
-    with place.store.put(key, made.length) as upload:
+    with location.store.put(key, made.length) as upload:
 
         def write(item: ReadItem, data: memoryview) -> None:
-            if part.header is None:
+            if shard_copy.new_header is None:
                 upload.write_at(item.start, data)
-            elif item.first == 0:  # the header is an item of its own
-                upload.write_at(0, memoryview(part.header))
+            elif item.first_chunk == 0:  # the header is an item of its own
+                upload.write_at(0, memoryview(shard_copy.new_header))
             else:
                 upload.write_at(item.start + shift, data)
-            _tell(progress, len(data))
+            _report_progress(advance, len(data))
 
-        _each(source, index, whole_file(0, index.cuts, index.places), write)
+        _read_items(source, index, chunk_read_items(0, index.cuts, index.chunk_refs), write)
         upload.commit()
 
 
-def _no_copy(place: Location, key: str, expected: object, found: object) -> AlreadyExists:
+def _not_a_copy_error(
+    location: Location, key: str, expected: object, found: object
+) -> AlreadyExists:
     return AlreadyExists(
-        f"{key} is in {place.store.url} already, and is no copy",
+        f"{key} is in {location.store.url} already, and is no copy",
         expected=expected,
         found=found,
         todo="Copy to another place, or delete that file first",
         key=key,
-        store=place.store.url,
+        store=location.store.url,
     )
 
 
-def _each(
-    place: Location,
+def _read_items(
+    location: Location,
     index: ShardIndex,
     items: list[ReadItem],
-    use: Callable[[ReadItem, memoryview], None],
+    consume: Callable[[ReadItem, memoryview], None],
 ) -> None:
     """Read all items, check them, and hand their bytes on; by several threads."""
     pool = shared_pool()
 
     def work(item: ReadItem) -> None:
-        with checked(place, index, item, pool) as (buffer, base):
-            use(item, buffer.view[item.start - base : item.stop - base])
+        with read_verified_chunks(location, index, item, pool) as (buffer, base):
+            consume(item, buffer.view[item.start - base : item.stop - base])
 
     in_parallel(items, work, min(read_settings().threads, len(items)))
 
 
-def _tell(progress: Progress | None, nbytes: int) -> None:
-    if progress is not None:
-        progress(nbytes)
+def _report_progress(advance: Advance | None, nbytes: int) -> None:
+    if advance is not None:
+        advance(nbytes)

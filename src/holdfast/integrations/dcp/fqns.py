@@ -12,32 +12,32 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import PlanError
 from holdfast.format import tree
-from holdfast.format.names import escape, join
+from holdfast.format.names import escape_level, join_key
 
-Path = tuple[str | int, ...]
+ObjectPath = tuple[str | int, ...]
 
-_DICTS = ("dict", "ordered", "items")
-_TENSORS = ("tensor", "tied", "sparse")
+_DICT_TAGS = ("dict", "ordered", "items")
+_TENSOR_TAGS = ("tensor", "tied", "sparse")
 
 
-class Entry(NamedTuple):
+class FqnEntry(NamedTuple):
     """What stands under one FQN: its path in the state, its key and node in the tree."""
 
-    path: Path
+    path: ObjectPath
     key: str
     node: Any
 
     @property
-    def tensor(self) -> bool:
+    def is_tensor(self) -> bool:
         """Whether DCP sees a tensor; all else are bytes to it, sparse tensors too."""
         return type(self.node) is dict and next(iter(self.node)) in ("tensor", "tied")
 
 
-def fqn_of(path: Path) -> str:
+def fqn_of(path: ObjectPath) -> str:
     return ".".join(map(str, path))
 
 
-def path_of(fqn: str, mapping: Any) -> Path:
+def path_of(fqn: str, mapping: Any) -> ObjectPath:
     """Where in the nested state a name stands, if ``mapping`` is what DCP's planner makes and says
     so; else the name is one level."""
     path = mapping.get(fqn) if isinstance(mapping, Mapping) else None
@@ -47,22 +47,22 @@ def path_of(fqn: str, mapping: Any) -> Path:
     return path if levels and path and fqn_of(path) == fqn else (fqn,)
 
 
-def key_of(path: Path) -> str:
+def key_of(path: ObjectPath) -> str:
     """The key of the leaf at a path."""
-    return "/".join(escape(str(level)) for level in path)
+    return "/".join(escape_level(str(level)) for level in path)
 
 
-def build(leaves: Mapping[Path, Any]) -> Any:
+def build_tree(leaves: Mapping[ObjectPath, Any]) -> Any:
     """The tree with these leaves: dicts where levels are names, lists where they are numbers.
 
     Raises ``PlanError`` where two paths contradict each other.
     """
-    members: dict[Path, dict[str | int, None]] = {(): {}}
+    members: dict[ObjectPath, dict[str | int, None]] = {(): {}}
     for path in leaves:
         for depth, level in enumerate(path):
             members.setdefault(path[:depth], {})[level] = None
 
-    def node(path: Path) -> Any:
+    def node(path: ObjectPath) -> Any:
         levels = members.get(path)
         if levels is None:
             return leaves[path]
@@ -82,14 +82,14 @@ def build(leaves: Mapping[Path, Any]) -> Any:
     return node(())
 
 
-def entries(root: Any, flattened: bool) -> dict[str, Entry]:
+def collect_entries(root: Any, flattened: bool) -> dict[str, FqnEntry]:
     """What DCP finds in a tree, by FQN. ``flattened``: the tree was built from DCP's leaves;
     otherwise it is cut into leaves where DCP's planner would cut the same state.
 
     Raises ``PlanError`` if two leaves have one FQN.
     """
-    found: dict[str, Entry] = {}
-    for entry in _walk(Entry((), "", root), flattened):
+    found: dict[str, FqnEntry] = {}
+    for entry in _walk(FqnEntry((), "", root), flattened):
         if flattened and (type(entry.node) is not dict or not _is_leaf(entry.node)):
             continue  # None stands where a list has no member that was saved
         fqn = fqn_of(entry.path)
@@ -103,25 +103,27 @@ def entries(root: Any, flattened: bool) -> dict[str, Entry]:
     return found
 
 
-def mapping_of(found: Mapping[str, Entry]) -> dict[str, Path]:
+def mapping_of(entries: Mapping[str, FqnEntry]) -> dict[str, ObjectPath]:
     """The mapping that DCP's planner makes of a state with these names."""
-    return {fqn: entry.path for fqn, entry in found.items()}
+    return {fqn: entry.path for fqn, entry in entries.items()}
 
 
 def _is_leaf(node: dict[str, Any]) -> bool:
-    return next(iter(node)) in tree.LEAVES
+    return next(iter(node)) in tree.LEAF_TAGS
 
 
-def _walk(at: Entry, flattened: bool) -> Iterator[Entry]:
-    tag = next(iter(at.node)) if type(at.node) is dict else None
-    if tag in _DICTS:
-        for name, child, key in tree.children(at.node, at.key):
-            yield from _walk(Entry((*at.path, str(name)), key, child), flattened)
-    elif tag == "list" and (flattened or not _is_terminal(at.node["list"])):
-        for i, child in enumerate(at.node["list"]):
-            yield from _walk(Entry((*at.path, i), join(at.key, str(i)), child), flattened)
+def _walk(entry: FqnEntry, flattened: bool) -> Iterator[FqnEntry]:
+    tag = next(iter(entry.node)) if type(entry.node) is dict else None
+    if tag in _DICT_TAGS:
+        for name, child, key in tree.children(entry.node, entry.key):
+            yield from _walk(FqnEntry((*entry.path, str(name)), key, child), flattened)
+    elif tag == "list" and (flattened or not _is_terminal(entry.node["list"])):
+        for i, child in enumerate(entry.node["list"]):
+            yield from _walk(
+                FqnEntry((*entry.path, i), join_key(entry.key, str(i)), child), flattened
+            )
     else:
-        yield at
+        yield entry
 
 
 def _is_terminal(members: Iterable[Any]) -> bool:
@@ -129,7 +131,7 @@ def _is_terminal(members: Iterable[Any]) -> bool:
     nor a list that has."""
     for node in members:
         tag = next(iter(node)) if type(node) is dict else None
-        if tag in _DICTS or tag in _TENSORS:
+        if tag in _DICT_TAGS or tag in _TENSOR_TAGS:
             return False
         if tag == "list" and not _is_terminal(node["list"]):
             return False

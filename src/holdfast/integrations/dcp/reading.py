@@ -19,15 +19,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from holdfast.engine.loading.targets import Room
-from holdfast.engine.planning.read_plan import Want
+from holdfast.engine.loading.targets import LoadTargets
+from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.read import Target
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.errors import PlanError, ShapeMismatch
 from holdfast.format import names
 from holdfast.integrations.dcp import fqns
-from holdfast.integrations.dcp.shared import NOTE, completed, is_place, named
+from holdfast.integrations.dcp.shared import (
+    METADATA_KEY,
+    completed_future,
+    is_valid_url,
+    to_checkpoint_id,
+)
 from holdfast.types import Box
 
 
@@ -45,12 +50,12 @@ class StorageReader(storage.StorageReader):
         self.url = url
         self.load_id = names.new_attempt()
         self._snapshot: Snapshot | None = None
-        self._entries: dict[str, fqns.Entry] = {}
-        self._pickled = False
+        self._entries: dict[str, fqns.FqnEntry] = {}
+        self._saved_by_dcp = False
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        return named(self.url)
+        return to_checkpoint_id(self.url)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -61,10 +66,10 @@ class StorageReader(storage.StorageReader):
     def read_metadata(self, *args: Any) -> Metadata:
         """DCP's description of the snapshot, made of its manifest and indexes."""
         snapshot = self._snapshot = open_snapshot(self.url)
-        note = snapshot.metadata.get(NOTE)
-        self._pickled = note is not None
+        note = snapshot.metadata.get(METADATA_KEY)
+        self._saved_by_dcp = note is not None
         told = note or {}
-        self._entries = fqns.entries(snapshot.manifest.tree, self._pickled)
+        self._entries = fqns.collect_entries(snapshot.manifest.tree, self._saved_by_dcp)
         chunks: dict[str, list[ChunkStorageMetadata]] = {}
         for index in snapshot.indexes():
             for leaf in index.leaves:
@@ -75,7 +80,7 @@ class StorageReader(storage.StorageReader):
         state: dict[str, Any] = {}
         for fqn, entry in self._entries.items():
             state[fqn] = BytesStorageMetadata()
-            if entry.tensor:
+            if entry.is_tensor:
                 source = entry.node.get("tied", entry.key)
                 dtype, shape = snapshot.leaves[source]
                 properties = TensorProperties(dtype=getattr(torch, dtype))
@@ -111,28 +116,30 @@ class StorageReader(storage.StorageReader):
                 "A StorageReader reads before a load has begun",
                 todo="Give it to torch.distributed.checkpoint.load, which calls it in order",
             )
-        room = Room(snapshot)
+        room = LoadTargets(snapshot)
         filled, values = [], []
         for item in plan.items:
             entry = self._entries[item.storage_index.fqn]
             if item.type is LoadItemType.BYTE_IO:
-                values.append((item, room.make(entry.node, entry.key, "cpu")))
+                values.append((item, room.add_fresh(entry.node, entry.key, "cpu")))
             else:
-                filled.append((item, _want(item, entry, planner, room)))
-        with snapshot.pinned():
-            snapshot.read(room.wants, room.targets)
+                filled.append((item, _add_target(item, entry, planner, room)))
+        with snapshot.pin_while_reading():
+            snapshot.read(room.requests, room.targets)
         for item, tensor in filled:
             planner.commit_tensor(item, tensor)
         for item, settle in values:
-            planner.load_bytes(item, _as_file(settle(), self._pickled))
-        return completed(None)
+            planner.load_bytes(item, _to_bytes_io(settle(), self._saved_by_dcp))
+        return completed_future(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_place(checkpoint_id)
+        return is_valid_url(checkpoint_id)
 
 
-def _want(item: ReadItem, entry: fqns.Entry, planner: LoadPlanner, room: Room) -> torch.Tensor:
+def _add_target(
+    item: ReadItem, entry: fqns.FqnEntry, planner: LoadPlanner, targets: LoadTargets
+) -> torch.Tensor:
     """Have what an item asks for read into the tensor that the planner gives for it."""
     tensor = planner.resolve_tensor(item).detach()
     sizes = tuple(item.lengths)
@@ -148,14 +155,16 @@ def _want(item: ReadItem, entry: fqns.Entry, planner: LoadPlanner, room: Room) -
         source = entry.node.get("tied", entry.key)
         chunk = item.storage_index.offset or (0,) * len(sizes)
         offsets = tuple(o + s for o, s in zip(chunk, item.storage_offsets, strict=True))
-        room.wants.append(Want(source, Box(offsets, sizes)))
-        room.targets.append(Target.of(room.snapshot.leaves[source][0], sizes, tensor))
+        targets.requests.append(ReadRequest(source, Box(offsets, sizes)))
+        targets.targets.append(
+            Target.from_tensor(targets.snapshot.leaves[source][0], sizes, tensor)
+        )
     return tensor
 
 
-def _as_file(value: Any, pickled: bool) -> io.BytesIO:
+def _to_bytes_io(value: Any, is_pickled: bool) -> io.BytesIO:
     """What DCP's planner unpickles: its own bytes, or what ``torch.save`` makes of a value."""
-    if pickled:
+    if is_pickled:
         return io.BytesIO(value)
     file = io.BytesIO()
     torch.save(value, file)

@@ -10,21 +10,21 @@ from torch.futures import Future
 from holdfast.engine.snapshot.location import Url, locate
 from holdfast.errors import HoldfastError
 
-NOTE = "dcp"
+METADATA_KEY = "dcp"
 """Member of a manifest's ``metadata``: DCP saved it, and blobs are what DCP pickled."""
 
 
-def completed(value: Any) -> Future[Any]:
+def completed_future(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
-def named(url: Url) -> str | os.PathLike[str]:
+def to_checkpoint_id(url: Url) -> str | os.PathLike[str]:
     return url if isinstance(url, str | os.PathLike) else url.url
 
 
-def is_place(url: str | os.PathLike[str]) -> bool:
+def is_valid_url(url: str | os.PathLike[str]) -> bool:
     try:
         locate(url)
     except HoldfastError:

@@ -21,23 +21,28 @@ from torch.futures import Future
 
 from holdfast import events, machine
 from holdfast.buffers import shared_pool
-from holdfast.engine.planning.global_plan import plan_write
-from holdfast.engine.planning.local_plan import make_offer
-from holdfast.engine.planning.shard_layout import Holding
-from holdfast.engine.saving.commit import Receipt, check_receipts, put_manifest, refuse_existing
+from holdfast.engine.planning.global_plan import make_global_plan
+from holdfast.engine.planning.local_plan import make_local_plan
+from holdfast.engine.planning.shard_layout import LeafBox
+from holdfast.engine.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
 from holdfast.engine.saving.image import make_image
-from holdfast.engine.saving.job import Label
-from holdfast.engine.saving.staging import wait_queued
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.staging import synchronize_streams
 from holdfast.engine.saving.write import write_index, write_shard
 from holdfast.engine.snapshot import pins as pin
 from holdfast.engine.snapshot.location import Location, Url, locate
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.engine.state.flatten import Leaf
+from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.errors import CommitError, PlanError, ShapeMismatch, Unsupported
 from holdfast.format import names, tree
-from holdfast.format.manifest import Increment, Manifest
+from holdfast.format.manifest import IncrementalShard, Manifest
 from holdfast.integrations.dcp import fqns
-from holdfast.integrations.dcp.shared import NOTE, completed, is_place, named
+from holdfast.integrations.dcp.shared import (
+    METADATA_KEY,
+    completed_future,
+    is_valid_url,
+    to_checkpoint_id,
+)
 from holdfast.lazy_torch import dtype_name
 from holdfast.settings import read_settings
 from holdfast.types import Box
@@ -45,47 +50,47 @@ from holdfast.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
+class _SaveRank:
     """A rank's number among the ranks of a save."""
 
     rank: int
-    size: int
+    world_size: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _WrittenItem:
     """What a rank tells of one item that it wrote: its place in the nested state, and its box."""
 
-    path: fqns.Path
-    holding: Holding
-    blob: bool
+    path: fqns.ObjectPath
+    holding: LeafBox
+    is_blob: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Delivered:
+class _PinnedReceipt:
     """What a rank tells of its shard, and the key of the pin that keeps it until the commit."""
 
     receipt: Receipt
-    pin: str | None
+    pin_key: str | None
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Save:
+class _ActiveSave:
     """One save under way, on one rank.
 
     ``let_go`` takes its pin away, if this rank fails. The coordinator does so for all ranks after
     the commit; where there is none, another rank having failed, it is done when this is gone.
     """
 
-    place: Location
+    location: Location
     attempt: str
     began: float
-    let_go: Callable[[], object] = bool
+    release_pin: Callable[[], object] = bool
 
-    def hold(self) -> str:
+    def pin_files(self) -> str:
         """Pin the files of this rank until the commit; the pin's key."""
-        key = pin.hold(self.place, self.attempt)
-        self.let_go = finalize = weakref.finalize(self, pin.release, self.place, key)
+        key = pin.create_pin(self.location, self.attempt)
+        self.release_pin = finalize = weakref.finalize(self, pin.remove_pin, self.location, key)
         finalize.atexit = False  # a pin ends with its process; a forked child has none to end
         return key
 
@@ -107,7 +112,7 @@ class StorageWriter(storage.StorageWriter):
         super().__init__()
         self.url = url
         self.save_id = names.new_attempt()
-        self._save: _Save | None = None
+        self._save: _ActiveSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Goes to another process before a save, so without one under way."""
@@ -115,7 +120,7 @@ class StorageWriter(storage.StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        return named(self.url)
+        return to_checkpoint_id(self.url)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -132,49 +137,49 @@ class StorageWriter(storage.StorageWriter):
                 todo="Leave use_collectives out; with no_dist=True each rank may save to a folder"
                 " of its own",
             )
-        self._save = _Save(locate(self.url), names.new_attempt(), time.perf_counter())
+        self._save = _ActiveSave(locate(self.url), names.new_attempt(), time.perf_counter())
         if is_coordinator:
-            refuse_existing(self._save.place)
+            raise_if_exists(self._save.location)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(p, storage_data=_Seat(i, len(plans))) for i, p in enumerate(plans)]
+        return [replace(p, storage_data=_SaveRank(i, len(plans))) for i, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        save, seat = self._under_way(), plan.storage_data
-        if not isinstance(seat, _Seat):  # a plan that DCP kept from a save by another writer
-            seat = _Seat(
+        save, seat = self._active_save(), plan.storage_data
+        if not isinstance(seat, _SaveRank):  # a plan that DCP kept from a save by another writer
+            seat = _SaveRank(
                 *(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             )
         try:
-            taken = [_take(item, planner, plan.planner_data) for item in plan.items]
+            taken = [_resolve_item(item, planner, plan.planner_data) for item in plan.items]
             leaves = [leaf for _, leaf in taken]
             done = [
                 WriteResult(item.index, written.holding.nbytes, written)
                 for item, (written, _) in zip(plan.items, taken, strict=True)
             ]
-            done.append(_deliver(save, seat, leaves))
+            done.append(_write_rank_shard(save, seat, leaves))
         except BaseException:
-            save.let_go()
+            save.release_pin()
             raise
-        return completed(done)
+        return completed_future(done)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        save = self._under_way()
+        save = self._active_save()
         delivered = [
             r.storage_data
             for rank in results
             for r in rank
-            if isinstance(r.storage_data, _Delivered)
+            if isinstance(r.storage_data, _PinnedReceipt)
         ]
         try:
             metadata.storage_meta = self.storage_meta()
             snapshot = _commit(save, metadata, results, [d.receipt for d in delivered])
         finally:
-            for key in filter(None, (d.pin for d in delivered)):
-                pin.release(save.place, key)
+            for key in filter(None, (d.pin_key for d in delivered)):
+                pin.remove_pin(save.location, key)
         metadata.storage_data = {}
         seconds = time.perf_counter() - save.began
         events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
@@ -184,9 +189,9 @@ class StorageWriter(storage.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_place(checkpoint_id)
+        return is_valid_url(checkpoint_id)
 
-    def _under_way(self) -> _Save:
+    def _active_save(self) -> _ActiveSave:
         if self._save is None:
             raise PlanError(
                 "A StorageWriter writes before a save has begun",
@@ -195,20 +200,24 @@ class StorageWriter(storage.StorageWriter):
         return self._save
 
 
-def _take(item: WriteItem, planner: SavePlanner, mapping: Any) -> tuple[_Written, Leaf]:
+def _resolve_item(
+    item: WriteItem, planner: SavePlanner, planner_data: Any
+) -> tuple[_WrittenItem, LocalLeaf]:
     """An item of DCP's plan as a box, and where its bytes are."""
     fqn = item.index.fqn
-    path = fqns.path_of(fqn, mapping)
+    path = fqns.path_of(fqn, planner_data)
     key = fqns.key_of(path)
     value = planner.resolve_data(item)
     if isinstance(value, io.BytesIO):
         raw = np.asarray(value.getbuffer(), np.uint8)
-        holding = Holding(key, "uint8", raw.shape, Box.whole(raw.shape))
-        return _Written(path, holding, True), Leaf(key, "uint8", raw.shape, raw, holding.box)
+        holding = LeafBox(key, "uint8", raw.shape, Box.whole(raw.shape))
+        return _WrittenItem(path, holding, True), LocalLeaf(
+            key, "uint8", raw.shape, raw, holding.box
+        )
     data = item.tensor_data
     if data is None:
         raise tree.unsupported(value, key, "DCP has planned bytes, its planner gives a tensor")
-    tensor, dtype = _plain(value, key)
+    tensor, dtype = _materialize_tensor(value, key)
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     if box.sizes != tuple(tensor.shape):
         raise ShapeMismatch(
@@ -219,12 +228,12 @@ def _take(item: WriteItem, planner: SavePlanner, mapping: Any) -> tuple[_Written
             leaf=key,
         )
     shape = tuple(data.size)
-    return _Written(path, Holding(key, dtype, shape, box), False), Leaf(
+    return _WrittenItem(path, LeafBox(key, dtype, shape, box), False), LocalLeaf(
         key, dtype, shape, tensor, box
     )
 
 
-def _plain(value: Any, key: str) -> tuple[torch.Tensor, str]:
+def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
     """A tensor whose bytes are those of its elements, and its dtype. Raises ``Unsupported``."""
     wait = getattr(type(value), "trigger_wait", None)  # a collective may still be filling it
     tensor = value if wait is None else wait(value)
@@ -241,29 +250,35 @@ def _plain(value: Any, key: str) -> tuple[torch.Tensor, str]:
     return tensor.detach().resolve_conj().resolve_neg(), dtype
 
 
-def _deliver(save: _Save, seat: _Seat, leaves: list[Leaf]) -> WriteResult:
+def _write_rank_shard(
+    save: _ActiveSave, save_rank: _SaveRank, leaves: list[LocalLeaf]
+) -> WriteResult:
     """Write this rank's shard and index, pinned until the commit. Raises ``StoreError``."""
     # a part without elements need not be written, unless the whole has none
     leaves = [leaf for leaf in leaves if 0 not in leaf.box.sizes or 0 in leaf.shape]
-    if seat.rank and not leaves:
-        return WriteResult(MetadataIndex(""), 0, _Delivered(Receipt(seat.rank, None), None))
-    place, pool, threads = save.place, shared_pool(), read_settings().threads
-    image = make_image(leaves, [Holding(x.key, x.dtype, x.shape, x.box) for x in leaves])
-    wait_queued(image.sources)
-    shard = names.shard_name(seat.rank, seat.size, save.attempt)
-    pinned = save.hold()
+    if save_rank.rank and not leaves:
+        return WriteResult(
+            MetadataIndex(""), 0, _PinnedReceipt(Receipt(save_rank.rank, None), None)
+        )
+    place, pool, threads = save.location, shared_pool(), read_settings().threads
+    image = make_image(leaves, [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves])
+    synchronize_streams(image.sources)
+    shard = names.shard_name(save_rank.rank, save_rank.world_size, save.attempt)
+    pinned = save.pin_files()
     digests = write_shard(place, shard, image, image.pieces(), pool, threads)
-    index = names.index_name(seat.rank, seat.size, save.attempt)
+    index = names.index_name(save_rank.rank, save_rank.world_size, save.attempt)
     vouched = write_index(place, index, shard, image, digests)
-    receipt = Receipt(seat.rank, Increment(shard, image.length, vouched, []), image.length)
-    return WriteResult(MetadataIndex(shard), image.length, _Delivered(receipt, pinned))
+    receipt = Receipt(
+        save_rank.rank, IncrementalShard(shard, image.length, vouched, []), image.length
+    )
+    return WriteResult(MetadataIndex(shard), image.length, _PinnedReceipt(receipt, pinned))
 
 
 def _commit(
-    save: _Save, metadata: Metadata, results: list[list[WriteResult]], receipts: list[Receipt]
+    save: _ActiveSave, metadata: Metadata, results: list[list[WriteResult]], receipts: list[Receipt]
 ) -> Snapshot:
     """Check what all ranks wrote against DCP's plan and what is seen here, and put the manifest."""
-    place = save.place
+    place = save.location
     written = {r.index.fqn: r.storage_data for rank in results for r in rank}
     lacking = [fqn for fqn in metadata.state_dict_metadata if fqn not in written]
     if lacking:
@@ -274,26 +289,26 @@ def _commit(
             leaves=tuple(lacking),
         )
     parts = [
-        [r.storage_data.holding for r in rank if isinstance(r.storage_data, _Written)]
+        [r.storage_data.holding for r in rank if isinstance(r.storage_data, _WrittenItem)]
         for rank in results
     ]
-    plan = plan_write([make_offer(part) for part in parts])
+    plan = make_global_plan([make_local_plan(part) for part in parts])
     shards = check_receipts(place, receipts, len(results))
     version = names.parse_version(place.folder.rpartition("/")[2])
-    root = _tree(metadata, [r.storage_data for rank in results for r in rank])
+    root = _build_tree(metadata, [r.storage_data for rank in results for r in rank])
     statistics = {
         "bytes": sum(s.length for s in shards),
         "staged_seconds": 0.0,
         "written_seconds": round(time.perf_counter() - save.began, 6),
     }
     about = {
-        **Label().node()["dict"],
-        NOTE: _note(root, metadata),
+        **VersionMetadata().to_node()["dict"],
+        METADATA_KEY: _encode_dcp_metadata(root, metadata),
         "statistics": {"dict": statistics},
     }
     manifest = Manifest(
         attempt=save.attempt,
-        created=machine.now(),
+        created=machine.utc_now(),
         writer=f"holdfast {__version__}",
         step=None if version is None else version.step,
         branch=0 if version is None else version.branch,
@@ -305,24 +320,24 @@ def _commit(
     return put_manifest(place, manifest, plan)
 
 
-def _tree(metadata: Metadata, told: Sequence[Any]) -> Any:
+def _build_tree(metadata: Metadata, written: Sequence[Any]) -> Any:
     """The tree of all that was written, in the order in which the state had it."""
     leaves = {}
-    for w in told:
-        if isinstance(w, _Written):
+    for w in written:
+        if isinstance(w, _WrittenItem):
             h = w.holding
             leaves[w.path] = (
-                {"blob": ["bytes", h.shape[0]]} if w.blob else {"tensor": [h.dtype, [*h.shape]]}
+                {"blob": ["bytes", h.shape[0]]} if w.is_blob else {"tensor": [h.dtype, [*h.shape]]}
             )
     mapping = metadata.planner_data
     paths = [fqns.path_of(n, mapping) for n in mapping] if isinstance(mapping, dict) else []
     order = {path: leaves[path] for path in paths if path in leaves}
-    return fqns.build({**order, **leaves})
+    return fqns.build_tree({**order, **leaves})
 
 
-def _note(root: Any, metadata: Metadata) -> Any:
+def _encode_dcp_metadata(root: Any, metadata: Metadata) -> Any:
     """What the tree does not tell of DCP's metadata. Raises ``Unsupported``."""
     note = {"save_id": metadata.storage_meta.save_id} if metadata.storage_meta else {}
-    if metadata.planner_data != fqns.mapping_of(fqns.entries(root, True)):
+    if metadata.planner_data != fqns.mapping_of(fqns.collect_entries(root, True)):
         note["planner_data"] = metadata.planner_data
-    return tree.encode(note, "metadata/dcp", tree.refuse)
+    return tree.encode(note, "metadata/dcp", tree.reject_value)

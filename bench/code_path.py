@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 
-from bench import child, disk
+from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 
-_AIMS = {"files": 36, "functions": 150}
-_OPTIMIZED = 1  # CO_OPTIMIZED: bodies of functions, not of modules and classes
+_TARGETS = {"files": 36, "functions": 150}
+_CO_OPTIMIZED = 1  # CO_OPTIMIZED: bodies of functions, not of modules and classes
 
 
 def measure(folder: str) -> dict[str, list[str]]:
@@ -40,7 +40,7 @@ def measure(folder: str) -> dict[str, list[str]]:
             sys.setprofile(None)
             threading.setprofile(None)
         own = [code for code in seen if code.co_filename.startswith(package)]
-        whole = [c for c in own if c.co_flags & _OPTIMIZED and not c.co_name.startswith("<")]
+        whole = [c for c in own if c.co_flags & _CO_OPTIMIZED and not c.co_name.startswith("<")]
         names = {(c.co_filename.removeprefix(package + "/"), c.co_qualname) for c in whole}
         found[f"{what} functions"] = sorted(f"{file}: {name}" for file, name in names)
         found[f"{what} files"] = sorted({file for file, _ in names})
@@ -55,10 +55,11 @@ def sections(options: Options) -> list[Section]:
     title = "Code that one save of one tensor walks through"
     text = "Distinct files and functions of the package that are entered, in all threads."
     try:
-        found = child.call("bench.walk:measure", folder=str(options.folder))
-    except child.Failed as failure:
+        found = fresh_process.call("bench.code_path:measure", folder=str(options.folder))
+    except fresh_process.MeasurementFailed as failure:
         verdicts = [
-            judge(f"{unit} entered by a save", [], most=aim, unit="") for unit, aim in _AIMS.items()
+            judge(f"{unit} entered by a save", [], most=aim, unit="")
+            for unit, aim in _TARGETS.items()
         ]
         return [Section(title, text, verdicts, missing=[f"holdfast: {failure}"])]
     finally:
@@ -68,7 +69,7 @@ def sections(options: Options) -> list[Section]:
             f"{unit} entered by a {what}", [len(found[f"{what} {unit}"])], unit="", digits=0,
             most=aim if what == "save" else None,
         )
-        for what in ("save", "load") for unit, aim in _AIMS.items()
+        for what in ("save", "load") for unit, aim in _TARGETS.items()
     ]  # fmt: skip
     counts = [
         [file, str(sum(name.startswith(file + ": ") for name in found["save functions"]))]

@@ -58,7 +58,7 @@ class PeakMemory:
     """
 
     def __init__(self, *, children: bool = False) -> None:
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._sampler = threading.Thread(target=self._sample) if children else None
 
     def __enter__(self) -> PeakMemory:
@@ -69,15 +69,15 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stopped.set()
         if self._sampler:
             self._sampler.join()
 
-    def so_far(self) -> int:
+    def peak_bytes(self) -> int:
         return _status("VmHWM") - self._start + self._private
 
     def _sample(self) -> None:
-        while not self._ended.wait(0.1):
+        while not self._stopped.wait(0.1):
             private = 0
             for pid in descendants(os.getpid()):
                 try:

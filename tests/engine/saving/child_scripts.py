@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[3]
 
-SLOW = """
+SLOW_DISK_PRELUDE = """
 import os, resource, sys, time
 import numpy as np
 import holdfast
@@ -26,11 +26,11 @@ def break_writer():
 """
 
 
-def script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     """Run a script with a slow file system; ``break_writer()`` lets large writes fail."""
-    command = [sys.executable, "-c", SLOW + body, str(tmp_path / "run")]
+    command = [sys.executable, "-c", SLOW_DISK_PRELUDE + body, str(tmp_path / "run")]
     return subprocess.run(
-        command, cwd=HERE, capture_output=True, text=True, check=False, timeout=60
+        command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60
     )
 
 

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from typing import Any
 
-_MARK = "BENCH-RESULT "
+_RESULT_PREFIX = "BENCH-RESULT "
 
 
-class Failed(Exception):
+class MeasurementFailed(Exception):
     """A measurement that gave no figure; its text is the reason that the report prints."""
 
 
@@ -20,16 +20,16 @@ def call(function: str, timeout: float = 180, **arguments: Any) -> dict[str, Any
 
     Raises ``Failed`` with the last line of the error output, or on ``timeout`` (seconds).
     """
-    command = [sys.executable, "-m", "bench.child", function, json.dumps(arguments)]
+    command = [sys.executable, "-m", "bench.fresh_process", function, json.dumps(arguments)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        raise Failed(f"no result in {timeout:.0f} s") from None
+        raise MeasurementFailed(f"no result in {timeout:.0f} s") from None
     for line in reversed(done.stdout.splitlines()):
-        if line.startswith(_MARK):
-            result: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+        if line.startswith(_RESULT_PREFIX):
+            result: dict[str, Any] = json.loads(line.removeprefix(_RESULT_PREFIX))
             return result
-    raise Failed(_reason(done.stderr, done.returncode))
+    raise MeasurementFailed(_reason(done.stderr, done.returncode))
 
 
 def _reason(errors: str, code: int) -> str:
@@ -44,7 +44,7 @@ def _reason(errors: str, code: int) -> str:
 def main() -> None:
     module, name = sys.argv[1].split(":")
     result = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
-    print(_MARK + json.dumps(result), flush=True)
+    print(_RESULT_PREFIX + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

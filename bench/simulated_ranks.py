@@ -56,16 +56,16 @@ def state_of(rank: int, ranks: int, shape: str) -> dict[str, Any]:
     }
 
 
-def connected(port: int, counted: bool = True) -> Any:
+def connect(port: int, counted: bool = True) -> Any:
     """A connection to the store: the prefix that the library gives it, and a count of its use."""
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=100))
     store = PrefixStore("holdfast/0123456789ab", store)
-    return Counted(store) if counted else store
+    return CountingStore(store) if counted else store
 
 
-class Counted:
+class CountingStore:
     """A store whose calls, and their bytes both ways (keys and values), are counted."""
 
     def __init__(self, store: Any) -> None:
@@ -84,7 +84,7 @@ class Counted:
 
         return do
 
-    def taken(self) -> tuple[int, int]:
+    def pop_counts(self) -> tuple[int, int]:
         """Calls and bytes since this was asked last."""
         calls, nbytes = sum(self.calls.values()), self.nbytes
         self.calls, self.nbytes = {}, 0
@@ -97,154 +97,168 @@ def _size(value: Any) -> int:
     return sum(map(_size, value)) if isinstance(value, list) else 8
 
 
-class Order(msgspec.Struct):
+class SaveCommand(msgspec.Struct):
     """What rank 0 wants of the crowd. ``commit``: whether receipts are given; ``write``: and the
     files are made first."""
 
-    what: str
+    operation: str
     commit: bool = False
     write: bool = False
 
 
-class Told(msgspec.Struct):
+class RanksReport(msgspec.Struct):
     """What a process of the crowd says after that: seconds until each rank knew what it writes,
     and calls and bytes of all its ranks."""
 
-    held_up: list[float] = []
+    wait_seconds: list[float] = []
     calls: int = 0
     nbytes: int = 0
 
 
-class _Rank:
+class _SimulatedRank:
     """One of the crowd: what it has to tell, ready; nothing else is kept of it."""
 
-    def __init__(self, rank: int, ranks: int, shape: str, board: Any) -> None:
-        from holdfast.engine.distributed.group import Ranks
-        from holdfast.engine.saving.partition import _Mine
+    def __init__(self, rank: int, ranks: int, shape: str, kv: Any) -> None:
+        from holdfast.engine.distributed.group import StoreGroup
+        from holdfast.engine.saving.partition import _LocalRank
 
         self.rank = rank
-        self.group = Ranks(board, ranks)
-        flat, leaves = taken_apart(rank, ranks, shape)
-        mine: Any = _Mine(flat, leaves, None, 1)  # type: ignore[arg-type]
-        self.header = mine.header([])
-        self.count = len(leaves)
-        self.told = mine.offer().to_bytes(), mine.tree(), mine.values()
+        self.group = StoreGroup(kv, ranks)
+        flat, leaves = flatten_state(rank, ranks, shape)
+        local: Any = _LocalRank(flat, leaves, None, 1)  # type: ignore[arg-type]
+        self.header = local.make_summary([])
+        self.leaf_count = len(leaves)
+        self.encoded_parts = (
+            local.make_local_plan().to_bytes(),
+            local.encode_tree(),
+            local.encode_values(),
+        )
         self.masks: dict[bytes, Any] = {}
-        self.asked: Any = None
+        self.request: Any = None
         self.receipt: Any = None
-        self.meeting: Any = None
+        self.collective: Any = None
 
-    def details(self, asked: Any) -> Any:
+    def details(self, request: Any) -> Any:
         from holdfast.engine.saving.partition import Details
 
-        wanted = (asked.offers, asked.trees, asked.values)
-        told = zip(self.told, wanted, strict=True)
+        wanted = (request.local_plan_ranks, request.tree_ranks, request.value_ranks)
+        told = zip(self.encoded_parts, wanted, strict=True)
         return Details(*(part if self.rank in ranks else b"" for part, ranks in told))
 
 
-def taken_apart(rank: int, ranks: int, shape: str) -> Any:
+def flatten_state(rank: int, ranks: int, shape: str) -> Any:
     """What ``save`` makes of the state of a rank: the tree, and the boxes to deal out."""
-    from holdfast.engine.saving.partition import _split
+    from holdfast.engine.saving.partition import _split_leaf
     from holdfast.engine.state.flatten import flatten
 
     flat = flatten(state_of(rank, ranks, shape), rank)
-    return flat, [part for leaf in flat.leaves for part in _split(leaf)]
+    return flat, [part for leaf in flat.leaves for part in _split_leaf(leaf)]
 
 
-def members(port: int, ranks: int, shape: str, first: int, step: int, folder: str) -> None:
+def run_ranks(port: int, ranks: int, shape: str, first: int, step: int, folder: str) -> None:
     """A process of the crowd: ranks ``first``, ``first + step``, ... until rank 0 says "end"."""
-    from holdfast.engine.distributed.kv import Board, Patience
+    from holdfast.engine.distributed.kv import KVClient, Timeouts
 
-    class Direct(Board):
+    class Direct(KVClient):
         """A board without a thread of its own."""
 
         def start(self) -> None: ...
 
-        def _ask(self, do: Any) -> Any:
+        def _call(self, do: Any) -> Any:
             return do()
 
-    orders, store = connected(port, counted=False), connected(port)
+    orders, store = connect(port, counted=False), connect(port)
     crowd = []
     for rank in range(first, ranks, step):
-        board = Direct(store, rank, ranks, Patience())
-        board._beat()
-        crowd.append(_Rank(rank, ranks, shape, board))
+        board = Direct(store, rank, ranks, Timeouts())
+        board._send_heartbeat()
+        crowd.append(_SimulatedRank(rank, ranks, shape, board))
     gc.collect()
     gc.freeze()
-    store.taken()
-    orders.add("crowd/ready", 1)
+    store.pop_counts()
+    orders.add("simulated/ready", 1)
     for number in range(1, 1000):
-        order = _awaited(orders, f"crowd/order/{number}", Order)
-        if order.what == "end":
+        order = _wait_for(orders, f"simulated/order/{number}", SaveCommand)
+        if order.operation == "end":
             return
-        held_up = _deal(crowd, order.what)
+        held_up = _partition(crowd, order.operation)
         if order.commit:
             _commit(crowd, order, ranks, shape, folder, orders, number)
         for each in crowd:
-            each.meeting.close()
-        told = Told(held_up, *store.taken())
-        orders.set(f"crowd/told/{number}/{first}", msgspec.json.encode(told))
-        orders.add(f"crowd/done/{number}", 1)
+            each.collective.close()
+        told = RanksReport(held_up, *store.pop_counts())
+        orders.set(f"simulated/told/{number}/{first}", msgspec.json.encode(told))
+        orders.add(f"simulated/done/{number}", 1)
 
 
-def _awaited(store: Any, key: str, kind: Any) -> Any:
+def _wait_for(store: Any, key: str, value_type: Any) -> Any:
     while not store.check([key]):
         time.sleep(0.0005)
-    return msgspec.json.decode(store.get(key), type=kind)
+    return msgspec.json.decode(store.get(key), type=value_type)
 
 
-def _deal(crowd: list[_Rank], what: str) -> list[float]:
+def _partition(simulated: list[_SimulatedRank], what: str) -> list[float]:
     """``engine.deal.deal``, of many ranks by turns."""
-    from holdfast.engine.saving.partition import Asked, Details, Header, _unpacked
+    from holdfast.engine.saving.partition import DetailRequest, Details, RankSummary, _unpack_mask
 
     began = time.perf_counter()
-    for each in crowd:
-        each.meeting = each.group.meet(what)
-        told = msgspec.structs.replace(each.header, plans=list(each.masks))
-        each.meeting.gather(told, Header)
+    for each in simulated:
+        each.collective = each.group.collective(what)
+        told = msgspec.structs.replace(each.header, known_plans=list(each.masks))
+        each.collective.gather(told, RankSummary)
     held_up = []
-    for each in crowd:
-        asked = each.asked = each.meeting.share(None, Asked)
+    for each in simulated:
+        asked = each.request = each.collective.broadcast(None, DetailRequest)
         held_up.append(time.perf_counter() - began)
-    if asked.more:
-        for each in crowd:
-            each.meeting.gather(each.details(asked), Details)
-    if asked.deal:
+    if asked.has_requests:
+        for each in simulated:
+            each.collective.gather(each.details(asked), Details)
+    if asked.send_masks:
         held_up = []
-        for each in crowd:
-            each.masks[asked.plan] = _unpacked(each.meeting.scatter(None, bytes), each.count)
+        for each in simulated:
+            each.masks[asked.plan_id] = _unpack_mask(
+                each.collective.scatter(None, bytes), each.leaf_count
+            )
             held_up.append(time.perf_counter() - began)
-    elif asked.more:
-        for each in crowd:
-            each.meeting.share(None, bool)
+    elif asked.has_requests:
+        for each in simulated:
+            each.collective.broadcast(None, bool)
     return held_up
 
 
 def _commit(
-    crowd: list[_Rank], order: Order, ranks: int, shape: str, folder: str, orders: Any, number: int
+    simulated: list[_SimulatedRank],
+    command: SaveCommand,
+    ranks: int,
+    shape: str,
+    folder: str,
+    orders: Any,
+    number: int,
 ) -> None:
-    from holdfast.engine.saving.commit import Outcome, Receipt
-    from holdfast.engine.saving.incremental import held
-    from holdfast.engine.saving.partition import holding
+    from holdfast.engine.saving.commit import CommitResult, Receipt
+    from holdfast.engine.saving.incremental import pinned_base
+    from holdfast.engine.saving.partition import make_leaf_box
     from holdfast.engine.snapshot.location import locate
 
-    for each in crowd:
-        with held(locate(Path(folder)), each.asked.attempt, None, each.meeting):
+    for each in simulated:
+        with pinned_base(locate(Path(folder)), each.request.attempt, None, each.collective):
             pass  # rank 0 has pinned the attempt, and each rank has seen that
-    for each in crowd:
-        if order.write:
-            _, leaves = taken_apart(each.rank, ranks, shape)
-            leaves = [leaves[i] for i in each.masks[each.asked.plan].nonzero()[0].tolist()]
-            holdings = [holding(leaf) for leaf in leaves]
-            attempt = each.asked.attempt
-            each.receipt = written(Path(folder), each.rank, ranks, attempt, leaves, holdings)
-        each.meeting.gather(each.receipt, Receipt)
-    orders.add(f"crowd/given/{number}", 1)
-    for each in crowd:
-        each.meeting.share(None, Outcome)
+    for each in simulated:
+        if command.write:
+            _, leaves = flatten_state(each.rank, ranks, shape)
+            leaves = [leaves[i] for i in each.masks[each.request.plan_id].nonzero()[0].tolist()]
+            holdings = [make_leaf_box(leaf) for leaf in leaves]
+            attempt = each.request.attempt
+            each.receipt = write_sparse_shard(
+                Path(folder), each.rank, ranks, attempt, leaves, holdings
+            )
+        each.collective.gather(each.receipt, Receipt)
+    orders.add(f"simulated/given/{number}", 1)
+    for each in simulated:
+        each.collective.broadcast(None, CommitResult)
 
 
-def written(
+def write_sparse_shard(
     folder: Path, rank: int, ranks: int, attempt: str, leaves: list[Any], holdings: list[Any]
 ) -> Any:
     """The receipt of a rank that has written its shard (a hole) and its index (a real one)."""
@@ -254,7 +268,7 @@ def written(
     from holdfast.engine.snapshot.location import locate
     from holdfast.format import names
     from holdfast.format.digest import digest
-    from holdfast.format.manifest import Increment
+    from holdfast.format.manifest import IncrementalShard
 
     if rank and not leaves:
         return Receipt(rank, None)
@@ -266,4 +280,4 @@ def written(
         file.truncate(image.length)
     digests = [digest(b"%d %d" % (rank, i)) for i in range(len(image.cuts))]
     vouched = write_index(locate(folder), index, shard, image, digests)
-    return Receipt(rank, Increment(shard, image.length, vouched, []), image.length)
+    return Receipt(rank, IncrementalShard(shard, image.length, vouched, []), image.length)

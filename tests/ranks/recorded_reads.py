@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.types import DTYPES, UNIT, Box
-from tests.engine.unreliable_stores import Wrapped
+from holdfast.types import BLOCK_SIZE, DTYPES, Box
+from tests.engine.unreliable_stores import HookedStore
 
 
-class Noted(Wrapped):
+class RecordingStore(HookedStore):
     """``ranges``: file, offset and length of each part that was read of a shard."""
 
     def __init__(self, inner: Any) -> None:
@@ -30,7 +30,7 @@ class Noted(Wrapped):
         return sum(length for _, _, length in self.ranges)
 
 
-def chunks_with(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tuple[str, int, int]]:
+def chunks_containing(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tuple[str, int, int]]:
     """The chunks (file, start, stop) that hold any of the ``wanted`` elements: by key an array of
     the tensor's shape that says of each whether it is.
 
@@ -53,12 +53,12 @@ def chunks_with(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tuple[str,
     return found
 
 
-def merged(reads: Iterable[tuple[str, int, int]], snapshot: Any) -> bool:
+def are_merged(reads: Iterable[tuple[str, int, int]], snapshot: Any) -> bool:
     """Whether no byte is read twice, and reads that touch are one, up to the size of a buffer."""
     begins = {index.shard: index.header for index in snapshot.indexes()}
     several = sorted(reads)
     for (file, at, length), (other, start, _) in pairwise(several):
-        one_unit = (at - begins[file]) // UNIT == (start - begins[file]) // UNIT
+        one_unit = (at - begins[file]) // BLOCK_SIZE == (start - begins[file]) // BLOCK_SIZE
         if file == other and (at + length > start or (at + length == start and one_unit)):
             return False
     return True

@@ -18,7 +18,7 @@ State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class Library:
     name: str
     package: str
     save: Callable[[State, Path], object]
@@ -28,7 +28,7 @@ class Peer:
     load_note: str = ""
 
 
-def _copy(loaded: State, into: State) -> None:
+def _copy_into(loaded: State, into: State) -> None:
     for key, value in into.items():
         value.copy_(loaded[key])
 
@@ -51,7 +51,7 @@ def _torch_save(state: State, folder: Path) -> None:
 
 
 def _torch_load(into: State, folder: Path) -> None:
-    _copy(torch.load(folder / "state.pt", weights_only=True, mmap=True), into)
+    _copy_into(torch.load(folder / "state.pt", weights_only=True, mmap=True), into)
 
 
 def _safetensors_save(state: State, folder: Path) -> None:
@@ -64,7 +64,7 @@ def _safetensors_save(state: State, folder: Path) -> None:
 def _safetensors_load(into: State, folder: Path) -> None:
     from safetensors.torch import load_file
 
-    _copy(load_file(str(folder / "state.safetensors")), into)
+    _copy_into(load_file(str(folder / "state.safetensors")), into)
 
 
 def _dcp_save(state: State, folder: Path) -> None:
@@ -135,25 +135,25 @@ def _orbax_load(into: State, folder: Path) -> None:
 
     with ocp.StandardCheckpointer() as checkpointer:
         loaded = checkpointer.restore(folder, {key: value.numpy() for key, value in into.items()})
-    _copy({key: torch.from_numpy(value) for key, value in loaded.items()}, into)
+    _copy_into({key: torch.from_numpy(value) for key, value in loaded.items()}, into)
 
 
-HOLDFAST = Peer("holdfast", "holdfast", _holdfast_save, _holdfast_load, durable=True)
+HOLDFAST = Library("holdfast", "holdfast", _holdfast_save, _holdfast_load, durable=True)
 
-PEERS = (
-    Peer("torch.save", "torch", _torch_save, _torch_load, load_note="mmap=True"),
-    Peer("safetensors", "safetensors", _safetensors_save, _safetensors_load),
-    Peer("DCP", "torch", _dcp_save, _dcp_load),
-    Peer("DCP, 4 threads", "torch", _dcp_save_threads, _dcp_load, save_note="thread_count=4"),
-    Peer("torchsnapshot", "torchsnapshot", _torchsnapshot_save, _torchsnapshot_load),
-    Peer(
+OTHER_LIBRARIES = (
+    Library("torch.save", "torch", _torch_save, _torch_load, load_note="mmap=True"),
+    Library("safetensors", "safetensors", _safetensors_save, _safetensors_load),
+    Library("DCP", "torch", _dcp_save, _dcp_load),
+    Library("DCP, 4 threads", "torch", _dcp_save_threads, _dcp_load, save_note="thread_count=4"),
+    Library("torchsnapshot", "torchsnapshot", _torchsnapshot_save, _torchsnapshot_load),
+    Library(
         "torch_checkpointing",
         "torch_checkpointing",
         _torch_checkpointing_save,
         _torch_checkpointing_load,
         save_note="synchronous; use_direct_io=False (the default fails: EINVAL)",
     ),
-    Peer(
+    Library(
         "Orbax",
         "orbax-checkpoint",
         _orbax_save,
@@ -163,4 +163,4 @@ PEERS = (
     ),
 )
 
-ALL = {peer.name: peer for peer in (HOLDFAST, *PEERS)}
+LIBRARIES = {peer.name: peer for peer in (HOLDFAST, *OTHER_LIBRARIES)}

@@ -19,64 +19,64 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-HERE = Path(__file__).parent
-TOOL = Path(sys.executable).with_name("holdfast")
-TRIES = 5
+EXAMPLES = Path(__file__).parent
+COMMAND = Path(sys.executable).with_name("holdfast")
+MAX_ATTEMPTS = 5
 
 
-class Broken(Exception):
+class CheckFailed(Exception):
     """A check failed on which all that follows depends."""
 
 
 @dataclass
-class Stage:
+class CheckLog:
     """What is printed, and the checks that were made."""
 
     console: Console
-    held: int = 0
+    passed: int = 0
     failed: list[str] = field(default_factory=list)
-    count: int = 0
+    section_count: int = 0
 
     @contextmanager
-    def part(self, title: str, sentence: str) -> Iterator[None]:
-        self.count += 1
+    def section(self, title: str, sentence: str) -> Iterator[None]:
+        self.section_count += 1
         began = time.perf_counter()
         self.console.print()
-        self.console.rule(f"[bold cyan]{self.count}  {title}", align="left", style="cyan")
+        self.console.rule(f"[bold cyan]{self.section_count}  {title}", align="left", style="cyan")
         self.console.print(sentence, style="italic")
         self.console.print()
         yield
         self.console.print(f"  [dim]{time.perf_counter() - began:.1f} s")
 
-    def say(self, text: str, indent: int = 2) -> None:
+    def write(self, text: str, indent: int = 2) -> None:
         self.console.print(Padding(text, (0, 0, 0, indent), expand=False))
 
-    def check(self, good: bool, claim: str, *, vital: bool = False) -> None:
+    def check(self, passed: bool, claim: str, *, required: bool = False) -> None:
         """Print a claim with the mark that it has earned."""
         line = Table.grid(padding=(0, 1))
-        line.add_row("[green]✓[/]" if good else "[bold red]✗[/]", claim)
+        line.add_row("[green]✓[/]" if passed else "[bold red]✗[/]", claim)
         self.console.print(Padding(line, (0, 0, 0, 2), expand=False))
-        if good:
-            self.held += 1
+        if passed:
+            self.passed += 1
             return
         self.failed.append(claim)
-        self.say("[bold red]This does not hold.", 4)
-        if vital:
-            raise Broken(claim)
+        self.write("[bold red]This does not hold.", 4)
+        if required:
+            raise CheckFailed(claim)
 
-    def end(self, seconds: float) -> int:
+    def finish(self, seconds: float) -> int:
         """Print how many checks held; the exit code."""
         self.console.print()
         if self.failed:
-            checks = self.held + len(self.failed)
-            self.say(f"[bold red]{len(self.failed)} of {checks} checks failed.")
+            checks = self.passed + len(self.failed)
+            self.write(f"[bold red]{len(self.failed)} of {checks} checks failed.")
             return 1
-        self.say(f"[bold green]All {self.held} checks held[/], in {seconds:.0f} s.")
+        self.write(f"[bold green]All {self.passed} checks held[/], in {seconds:.0f} s.")
         return 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingSize:
     """How much is trained: steps, steps between saves, and what makes the model smaller."""
 
     steps: int = 120
@@ -90,11 +90,13 @@ class Plan:
         return self.steps // 2 // self.every * self.every
 
 
-QUICK = Plan(steps=40, every=8, model=("--layers", "2", "--batch", "2", "--length", "32"), rounds=3)
+QUICK = TrainingSize(
+    steps=40, every=8, model=("--layers", "2", "--batch", "2", "--length", "32"), rounds=3
+)
 
 
 @dataclass
-class Trained:
+class TrainingResult:
     """What a training process said, and how it ended."""
 
     code: int = 0
@@ -102,35 +104,35 @@ class Trained:
     lines: list[str] = field(default_factory=list)
     warnings: str = ""
 
-    def said(self, beginning: str) -> str:
+    def find_line(self, beginning: str) -> str:
         return next((line for line in self.lines if line.startswith(beginning)), "")
 
 
-def start(
-    stage: Stage,
-    plan: Plan,
+def run_training(
+    log: CheckLog,
+    size: TrainingSize,
     run: Path,
     watch: Callable[[subprocess.Popen[str]], None] | None = None,
-) -> Trained:
+) -> TrainingResult:
     """Run ``train.py`` until it ends, with a bar; ``watch`` may end it sooner."""
-    command = [sys.executable, str(HERE / "train.py"), "--run", run.name, "--log", "2"]
-    command += ["--steps", str(plan.steps), "--every", str(plan.every), *plan.model]
+    command = [sys.executable, str(EXAMPLES / "train.py"), "--run", run.name, "--log", "2"]
+    command += ["--steps", str(size.steps), "--every", str(size.every), *size.model]
     columns = (TextColumn("  {task.description}"), BarColumn(40), TextColumn("{task.fields[loss]}"))
-    result = Trained()
+    result = TrainingResult()
     began = time.perf_counter()
     with (
         Progress(
             *columns,
-            console=stage.console,
+            console=log.console,
             transient=True,
-            disable=not stage.console.is_terminal,
+            disable=not log.console.is_terminal,
         ) as bar,
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
             command, cwd=run.parent, stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process,
     ):
-        task = bar.add_task(f"training {run.name}", total=plan.steps, loss="")
+        task = bar.add_task(f"training {run.name}", total=size.steps, loss="")
 
         def listen() -> None:
             for line in process.stdout or ():
@@ -153,7 +155,7 @@ def start(
         result.warnings = errors.read()
     result.seconds = time.perf_counter() - began
     if result.code not in (0, -signal.SIGKILL):
-        stage.console.print(escape(result.warnings))
+        log.console.print(escape(result.warnings))
     return result
 
 
@@ -162,7 +164,7 @@ def kill_in_save(run: Path, after: int) -> Callable[[subprocess.Popen[str]], Non
 
     def watch(process: subprocess.Popen[str]) -> None:
         while process.poll() is None:
-            if any(step_of(f) > after and half_written(f) for f in folders(run)):
+            if any(step_of(f) > after and is_shard_partial(f) for f in version_folders(run)):
                 process.send_signal(signal.SIGKILL)
                 return
             time.sleep(0.0005)
@@ -170,7 +172,7 @@ def kill_in_save(run: Path, after: int) -> Callable[[subprocess.Popen[str]], Non
     return watch
 
 
-def half_written(folder: Path) -> bool:
+def is_shard_partial(folder: Path) -> bool:
     """Whether a shard is being written there: it has its first bytes, and not yet its name."""
     for path in folder.glob(".shard-*.safetensors.*.partial"):
         try:
@@ -181,7 +183,7 @@ def half_written(folder: Path) -> bool:
     return False
 
 
-def written(path: Path) -> int:
+def written_bytes(path: Path) -> int:
     """Bytes of a file in blocks that are not all zeros: what has been written of one that was
     given its full length beforehand."""
     blocks = np.fromfile(path, np.uint8)
@@ -189,7 +191,7 @@ def written(path: Path) -> int:
     return min(int(blocks.any(axis=1).sum()) * 4096, path.stat().st_size)
 
 
-def folders(run: Path) -> list[Path]:
+def version_folders(run: Path) -> list[Path]:
     return sorted(run.glob("version_*"), key=step_of) if run.exists() else []
 
 

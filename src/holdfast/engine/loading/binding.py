@@ -1,0 +1,190 @@
+"""What all binders of a load share: the options, the differences, and how a leaf gets a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from holdfast import lazy_torch
+from holdfast.engine.loading.differences import Differences
+from holdfast.engine.loading.targets import BYTE_TAGS, Finalize, LoadTargets
+from holdfast.engine.planning.select import ABSENT, KeyFilter
+from holdfast.engine.state import sharding
+from holdfast.errors import PlanError
+from holdfast.format import tree
+from holdfast.lazy_torch import dtype_name
+from holdfast.types import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Leniency:
+    """What a load may overlook; nothing, unless it is asked for by name."""
+
+    missing: Literal["error", "keep"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    cast: bool = False
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.missing not in ("error", "keep") or self.unexpected not in ("error", "ignore"):
+            raise PlanError(
+                "This leniency is not known",
+                expected='missing="error" or "keep", unexpected="error" or "ignore"',
+                found=f"missing={self.missing!r}, unexpected={self.unexpected!r}",
+            )
+
+
+STRICT = Leniency()
+"""Nothing is overlooked."""
+
+
+@dataclass(slots=True)
+class Binding:
+    """One binding of a live state to the nodes of a snapshot's tree, and what it has found."""
+
+    targets: LoadTargets
+    selected: KeyFilter
+    parameter_names: dict[int, str]
+    rank: int = 0
+    cast: bool = False
+    renames: Mapping[str, str] = field(default_factory=dict)
+    differences: Differences = field(default_factory=Differences)
+    bound_sources: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    torch: Any = field(default_factory=lazy_torch.torch_or_none)
+    inside_wrapper: bool = False
+
+    def dict_members(self, value: Any, node: Any, key: str) -> dict[Any, tuple[Any, str]] | None:
+        """The members of a dict's node by name, each with its key; None (and a difference) if it
+        is no dict."""
+        if node is ABSENT:
+            return {}
+        tag = next(iter(node), None) if type(node) is dict else None
+        if tag not in ("dict", "ordered", "items"):
+            if self.selected(key):
+                self.note_other_kind(type(value).__name__, node, key)
+            return None
+        return {name: (child, k) for name, child, k in tree.children(node, key)}
+
+    def note_unexpected(self, members: dict[Any, tuple[Any, str]]) -> None:
+        """Note members of the snapshot that the live state lacks."""
+        for child, key in members.values():
+            self.differences.unexpected += [k for k, _ in tree.walk(child, key) if self.selected(k)]
+
+    def is_any_selected(self, node: Any, key: str) -> bool:
+        """Whether something of a node is selected."""
+        return self.selected(key) or any(self.selected(k) for k, _ in tree.walk(node, key))
+
+    def tensor_source(self, value: Any, node: Any, key: str) -> str | None:
+        """The key of the bytes for a live tensor; None (and a difference) if they do not fit."""
+        source = self.leaf_source(node, key, "tensor")
+        if source is None or value.layout is not self.torch.strided:
+            self.note_other_kind(str(value.layout).replace("torch.", "tensor "), node, key)
+            return None
+        return source if self.check_fits(value, source, key) else None
+
+    def leaf_source(self, node: Any, key: str, tag: str) -> str | None:
+        """The key under which the leaf's bytes are stored; None if it is no leaf of that kind."""
+        if not _is_leaf(node):
+            return None
+        source, leaf = self.targets.resolve_leaf(node, key)
+        return source if tag in leaf else None
+
+    def add_tensor(self, value: Any, source: str, key: str) -> None:
+        """Have a live tensor of the right shape filled in place; of one that is spread over ranks
+        what this rank has."""
+        parts = sharding.get_local_boxes(value, key)
+        if parts is None:
+            self._add_target(value.detach() if value.requires_grad else value, source, key)
+        else:
+            for box, part in parts.box_tensors:
+                if isinstance(part, np.ndarray):
+                    self.targets.add(source, part, box)
+                else:
+                    self._add_target(part, source, key, box)
+
+    def _add_target(self, value: Any, source: str, key: str, box: Box | None = None) -> None:
+        stride = () if value.is_contiguous() else value.stride()
+        if 0 in stride and any(n > 1 and s == 0 for n, s in zip(value.shape, stride, strict=True)):
+            raise PlanError(
+                f"The live tensor {key!r} is expanded: many of its elements share one place",
+                todo="Give the live state a tensor with memory of its own: tensor.contiguous()",
+                leaf=key,
+            )
+        if pointer := value.data_ptr():
+            first = self.bound_sources.setdefault(
+                (pointer, value.shape, stride, value.dtype), source
+            )
+            if first != source:
+                raise PlanError(
+                    f"The live tensor {key!r} is tied to another, but the snapshot holds two",
+                    expected=f"one leaf for both, {first}",
+                    found=f"{first} and {source}",
+                    todo="Untie them in the live state, or leave one out with keys=",
+                    leaf=key,
+                )
+        elif value.numel():
+            raise PlanError(
+                f"The live tensor {key!r} has no memory that could be filled",
+                found=f"a tensor on {value.device} whose memory was freed or never made",
+                todo="A module on the meta device gets memory by module.to_empty(device=...)",
+                leaf=key,
+            )
+        self.targets.add(source, value, box)
+
+    def check_fits(
+        self, value: Any, source: str, key: str, global_shape: tuple[int, ...] | None = None
+    ) -> bool:
+        """Whether a leaf's shape and dtype are those of a live tensor (of the global one, of which
+        ``whole`` is the shape); notes what differs."""
+        stored, shape = self.targets.snapshot.leaves[source]
+        own = value.shape if global_shape is None else global_shape
+        if own != shape:
+            self.differences.shapes[key] = f"{list(shape)}, live {list(own)}"
+            return False
+        array = isinstance(value, np.ndarray)
+        name = value.dtype.name if array else dtype_name(value.dtype)
+        if name == stored or (self.cast and not array and _can_cast(stored, value.dtype)):
+            return True
+        self.differences.dtypes[key] = f"{stored}, live {name or value.dtype}"
+        return False
+
+    def note_other_kind(self, expected: str, node: Any, key: str) -> None:
+        tag = next(iter(node), "nothing") if type(node) is dict else type(node).__name__
+        self.differences.kinds[key] = f"{tag}, live {expected}"
+
+    def bind_stateful(self, value: Any, node: Any, key: str) -> Finalize:
+        """An object takes its state when the bytes are in. One that has ``check_state_dict`` is
+        given it now already, to refuse while nothing is changed, if it is of plain values."""
+        if node is ABSENT:
+            if self.selected(key):
+                self.differences.missing.append(key)
+            return lambda: value
+        if not self.is_any_selected(node, key):
+            return lambda: value
+        made = self.targets.add_fresh(node, key, "cpu")
+        check = getattr(value, "check_state_dict", None)
+        if check is not None and not any(_is_leaf(n) for _, n in tree.walk(node, key)):
+            check(made())
+
+        def settle() -> Any:
+            value.load_state_dict(made())
+            return value
+
+        return settle
+
+
+def _can_cast(stored: str, dtype: Any) -> bool:
+    """Whether elements become others of the same kind: no imaginary part is thrown away, no
+    fraction, and what is packed is not unpacked."""
+    import torch
+
+    packed = "float4_e2m1fn_x2"
+    fits: bool = torch.can_cast(getattr(torch, stored), dtype)
+    return fits and packed not in (stored, dtype_name(dtype))
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node) is dict and not BYTE_TAGS.isdisjoint(node)
