@@ -106,9 +106,9 @@ def test_a_smaller_budget_takes_effect_as_buffers_come_back():
 def test_acquire_gives_up_in_time():
     pool = BufferPool(UNIT, UNIT)
     pool.acquire()
-    with pytest.raises(StoreError, match="in time"):
+    with pytest.raises(StoreError, match="Timed out while waiting for a free buffer"):
         pool.acquire(timeout=0.01)
-    with pytest.raises(StoreError, match="in time"):
+    with pytest.raises(StoreError, match="Timed out while waiting for a free buffer"):
         pool.acquire(timeout=0)
 
 

@@ -79,10 +79,10 @@ def test_a_sink_is_told_while_its_context_lasts() -> None:
 
 def test_what_is_no_sink_is_refused_at_once() -> None:
     wrong: list[tuple[Any, str]] = [
-        (holdfast.sinks.Terminal, "Terminal is no sink"),
+        (holdfast.sinks.Terminal, "Terminal is not a sink"),
         (Told, "found a class. Call it: attach(Told())."),
-        (None, "None is no sink. Expected a callable: sink(name, fields)."),
-        ("events.jsonl", "'events.jsonl' is no sink"),
+        (None, "None is not a sink. Expected a callable: sink(name, fields)."),
+        ("events.jsonl", "'events.jsonl' is not a sink"),
     ]
     for given, words in wrong:
         with pytest.raises(HoldfastError) as e:
@@ -146,7 +146,7 @@ def broken(name: str, fields: dict[str, Any]) -> None:
 def test_a_sink_that_raises_is_detached_and_told_once_and_the_others_go_on() -> None:
     told = Told()
     with holdfast.attach(broken), holdfast.attach(told):
-        with pytest.warns(SinkFailed, match=r"broken is detached.*'a' \(OSError.*No space") as seen:
+        with pytest.warns(SinkFailed, match=r"broken was detached.*'a' \(OSError.*No space") as seen:
             events.emit("a")
         events.emit("b")
     assert [name for name, _ in told] == ["a", "b"]

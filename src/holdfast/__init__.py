@@ -1,7 +1,7 @@
-"""Holdfast keeps the state of a training run safe, and carries the run across what stops it.
+"""Holdfast keeps the state of a training run safe and resumes the run after anything that stops it.
 
-The public names. Each is loaded when it is first used, so that ``import holdfast`` loads neither
-torch nor rich.
+This module exports the public names. Each name is imported on first use, so that
+``import holdfast`` imports neither torch nor rich.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ _LAZY_NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    home = _LAZY_NAMES.get(name)
-    if home is None:
+    location = _LAZY_NAMES.get(name)
+    if location is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    module, _, other = home.partition(":")
-    found = import_module(f"holdfast.{module}")
-    value = found if name == module else getattr(found, other or name)
+    module_name, _, attribute = location.partition(":")
+    module = import_module(f"holdfast.{module_name}")
+    value = module if name == module_name else getattr(module, attribute or name)
     globals()[name] = value
     return value
 

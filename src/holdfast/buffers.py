@@ -1,9 +1,10 @@
-"""Page-aligned buffers for direct I/O, a pool of them, and the arithmetic of alignment.
+"""Page-aligned buffers for direct I/O, a pool of buffers, and alignment arithmetic.
 
-No fork turns a buffer copy-on-write (a data loader starts a worker while a save runs): a direct
-write in flight could then read from a page that is no longer ours. The child finds zeros in its
-place. Such memory may be private, and so of huge pages, which are made ten times as fast as small
-ones; shared memory, which is the other way to this end, is of small ones by default.
+A fork must not turn a buffer into copy-on-write memory. A data loader may start a worker while a
+save runs, and a direct write in flight could then read from a page that this process no longer
+owns. Buffers are therefore wiped on fork: the child process sees zeros. Memory that is wiped on
+fork can be private and can use huge pages, which the kernel creates ten times as fast as small
+pages. The alternative, shared memory, uses small pages by default.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from holdfast.errors import HoldfastError, StoreError
 from holdfast.types import ALIGNMENT, BLOCK_SIZE, MIB
 
 POOL_BUDGET = 128 * MIB
-"""Half of what a synchronous save or a load may use beyond the state, in bytes."""
+"""Half of the memory that a synchronous save or a load may use beyond the state, in bytes."""
 
 _pool: BufferPool | None = None
 _lock = Lock()
 
 
 def shared_pool() -> BufferPool:
-    """The process's pool; made when it is first asked for."""
+    """Return the pool of this process, and create it on the first call."""
     global _pool
     with _lock:
         if _pool is None:
@@ -38,8 +39,11 @@ def shared_pool() -> BufferPool:
 
 
 def _reset_after_fork() -> None:
-    """In a forked child the buffers are its parent's: where they are shared memory, whatever the
-    child wrote into them would stand in the parent's files. And a lock may be held for ever."""
+    """Discard the pool and the lock that a forked child inherits.
+
+    The buffers belong to the parent. If they are shared memory, data that the child writes into
+    them would reach the parent's files. The inherited lock may be locked forever.
+    """
     global _pool, _lock
     _pool, _lock = None, Lock()
 
@@ -52,9 +56,10 @@ _LIBC = ctypes.CDLL(None)
 
 
 class Buffer:
-    """``size`` bytes at ``address``, page-aligned, already touched; ``view`` is their memory.
+    """A page-aligned block of ``size`` bytes at ``address``, whose pages are already allocated.
 
-    The memory is given back to the system when the buffer and every view of it are gone.
+    ``view`` is a memoryview of the block. The memory returns to the system when the buffer and all
+    views of it are gone.
     """
 
     __slots__ = ("__weakref__", "address", "is_free", "size", "view")
@@ -65,14 +70,14 @@ class Buffer:
         self.view = memoryview(mapping)
         self.address = address_of(self.view)
         self.is_free = False
-        # Through ctypes, because mmap.madvise keeps the interpreter's lock while pages are made.
-        where, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
-        if _LIBC.madvise(where, length, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14
+        # Call madvise through ctypes: mmap.madvise holds the GIL while the kernel allocates pages.
+        start, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
+        if _LIBC.madvise(start, length, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14
             ctypes.memset(self.address, 0, size)
 
 
 def _map_memory(size: int) -> mmap.mmap:
-    """Anonymous memory that a fork leaves alone."""
+    """Map anonymous memory that a fork does not turn into copy-on-write memory."""
     mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         mapping.madvise(_MADV_WIPEONFORK)
@@ -84,11 +89,12 @@ def _map_memory(size: int) -> mmap.mmap:
 
 
 class BufferPool:
-    """Buffers of one size under a byte budget, reused last in, first out. Safe for threads.
+    """A thread-safe pool of equal-sized buffers under a byte budget, reused last in, first out.
 
-    ``budget`` may be set at any time: a larger one wakes who waits, a smaller one takes effect
-    as buffers come back. ``allocated`` counts the bytes of all buffers, ``free`` of those that
-    nobody holds. ``prepare`` is called with every buffer that is made.
+    ``budget`` may be set at any time. A larger budget wakes waiting threads; a smaller budget takes
+    effect as buffers are released. ``allocated_bytes`` is the size of all buffers, and
+    ``free_bytes`` the size of those that are not in use. ``on_create`` is called with every new
+    buffer.
     """
 
     def __init__(
@@ -124,15 +130,16 @@ class BufferPool:
         return len(self._free) * self.buffer_size
 
     def acquire(self, timeout: float | None = None) -> Buffer:
-        """A buffer, waiting for one while the budget is used up.
+        """Return a buffer, and wait for one while the budget is used up.
 
-        Raises ``StoreError`` when ``timeout`` (seconds) has passed, or when the pool is closed.
+        Raises ``StoreError`` if no buffer is released within ``timeout`` seconds, or if the pool is
+        closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._condition:
             while True:
                 if self._closed:
-                    raise StoreError("No buffer is given out any more: the pool is closed")
+                    raise StoreError("Cannot acquire a buffer: the pool is closed")
                 if self._free:
                     buffer = self._free.pop()
                     buffer.is_free = False
@@ -140,19 +147,23 @@ class BufferPool:
                 if self._count < self._limit:
                     self._count += 1
                     break
-                left = None if deadline is None else deadline - time.monotonic()
-                if (left is not None and left <= 0) or not self._condition.wait(left):
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if (remaining is not None and remaining <= 0) or not self._condition.wait(
+                    remaining
+                ):
                     raise StoreError(
-                        "No buffer became free in time",
-                        expected=f"one within {timeout} s",
+                        "Timed out while waiting for a free buffer",
+                        expected=f"a buffer within {timeout} s",
                         found=f"{self.allocated_bytes} bytes in use, which is the budget",
-                        todo="See what holds the writes up, or give a larger budget",
+                        todo="Check why the writes are slow, or increase the budget",
                     )
         return self._create_buffer()
 
     def preallocate(self, nbytes: int) -> None:
-        """Make buffers until there are so many bytes of them, or the budget is used up, or the
-        pool is closed. For a thread that has nothing better to do; others are not held up."""
+        """Create buffers until the pool holds ``nbytes``, the budget is used up, or it is closed.
+
+        A background thread calls this. Other threads can use the pool at the same time.
+        """
         while True:
             with self._condition:
                 enough = self._count >= min(-(-nbytes // self.buffer_size), self._limit)
@@ -162,8 +173,10 @@ class BufferPool:
             self.release(self._create_buffer())
 
     def _create_buffer(self) -> Buffer:
-        """A buffer that is counted already. Outside the lock: touching its pages takes
-        milliseconds."""
+        """Create a buffer that the caller has already counted.
+
+        This runs outside the lock because allocating the pages takes milliseconds.
+        """
         try:
             buffer = Buffer(self.buffer_size)
             if self._on_create is not None:
@@ -176,7 +189,10 @@ class BufferPool:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Give a buffer back. Also after ``close``; twice is an error."""
+        """Return a buffer to the pool, also after ``close``.
+
+        Raises ``HoldfastError`` if the buffer was already released.
+        """
         with self._condition:
             if buffer.is_free:
                 raise HoldfastError("A buffer was released twice: its bytes may be in use")
@@ -188,7 +204,7 @@ class BufferPool:
                 self._condition.notify()
 
     def trim(self, max_bytes: int) -> None:
-        """Give free buffers back to the system until at most ``keep`` bytes are allocated."""
+        """Free unused buffers until at most ``max_bytes`` are allocated."""
         with self._condition:
             while self._free and self.allocated_bytes > max_bytes:
                 self._free.pop(0)
@@ -196,7 +212,7 @@ class BufferPool:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Make every present and later ``acquire`` raise, and give all free buffers back."""
+        """Make all waiting and later calls of ``acquire`` raise, and free all unused buffers."""
         with self._condition:
             self._closed = True
         self.trim(0)
@@ -204,7 +220,7 @@ class BufferPool:
     def _buffers_in(self, budget: int) -> int:
         if budget < self.buffer_size:
             raise HoldfastError(
-                "The budget of a pool holds no buffer",
+                "The budget of a buffer pool is smaller than one buffer",
                 expected=f"at least {self.buffer_size} bytes",
                 found=budget,
             )
@@ -212,7 +228,10 @@ class BufferPool:
 
 
 def as_byte_view(data: memoryview) -> memoryview:
-    """The same memory as single bytes. Raises ``TypeError`` if it is not contiguous."""
+    """Return a view of the same memory as single bytes.
+
+    Raises ``TypeError`` if the memory is not contiguous.
+    """
     data = memoryview(data)
     if data.format == "B" and data.ndim == 1 and data.contiguous:
         return data
@@ -220,7 +239,7 @@ def as_byte_view(data: memoryview) -> memoryview:
 
 
 def address_of(data: memoryview) -> int:
-    """Where a flat view begins in memory; 0 if it is empty."""
+    """Return the memory address at which a flat view begins, or 0 if it is empty."""
     if not len(data):
         return 0
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
@@ -228,10 +247,10 @@ def address_of(data: memoryview) -> int:
 
 
 def direct_io_length(offset: int, address: int, length: int, capacity: int) -> int:
-    """How many bytes from here may be asked for directly; 0 if none.
+    """Return how many bytes can be transferred with direct I/O; 0 if none.
 
-    ``length`` are wanted; up to ``capacity`` may be transferred, so that an end that is not
-    aligned is rounded up where there is room for it, and left over where there is none.
+    The caller wants ``length`` bytes and can accept up to ``capacity``. If the end is not aligned,
+    the result is rounded up to the alignment if ``capacity`` allows it, and down if not.
     """
     if offset % ALIGNMENT or address % ALIGNMENT:
         return 0

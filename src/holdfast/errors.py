@@ -1,18 +1,18 @@
-"""Everything that Holdfast raises on purpose.
+"""The errors and warnings that Holdfast raises on purpose.
 
 ::
 
     HoldfastError
-      FormatError      the bytes lie: ManifestInvalid, FormatTooNew, DigestMismatch
-      StoreError       the place for bytes failed: NotFound, AlreadyExists, Denied, NoSpace,
-                       Unavailable (the only one that is worth trying again)
-      PlanError        state and snapshot do not fit: MissingLeaf, UnexpectedLeaf, ShapeMismatch,
+      FormatError      bytes do not match the format: ManifestInvalid, FormatTooNew, DigestMismatch
+      StoreError       a storage operation failed: NotFound, AlreadyExists, Denied, NoSpace,
+                       Unavailable (the only one that is worth retrying)
+      PlanError        state and snapshot do not match: MissingLeaf, UnexpectedLeaf, ShapeMismatch,
                        DTypeMismatch, Unsupported
       CommitError      nothing was committed: RankFailed, DeadlinePassed
-      NoSnapshot       a run has no version that can be used
+      NoSnapshot       a run has no usable version
 
-A message has three parts: what happened to what; what was expected and what was found; what to
-do. What a program may want to act on is kept as attributes as well (``error.fields``).
+A message has three parts: what happened to what; what was expected and what was found; what to do.
+Values that a program may want to act on are also attributes (``error.fields``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 
 class HoldfastError(Exception):
-    """Base of all errors that Holdfast raises on purpose.
+    """The base class of all errors that Holdfast raises on purpose.
 
-    ``what`` says what happened to what, ``expected`` and ``found`` are the two sides of a
-    comparison that failed, ``todo`` is the advice; every further keyword becomes an attribute.
+    ``what`` says what happened to what. ``expected`` and ``found`` are the two sides of a failed
+    comparison. ``todo`` is the advice to the user. Every other keyword becomes an attribute.
     """
 
     def __init__(
@@ -58,8 +58,11 @@ class HoldfastError(Exception):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def with_advice(self, advice: str = "", **fields: Any) -> HoldfastError:
-        """The same error, its advice longer by ``more`` and with further fields, for a layer
-        that knows more than the one which raised it. The caller chains the original."""
+        """Return a copy of this error with ``advice`` appended to ``todo`` and with more fields.
+
+        A layer uses it when it knows more than the layer that raised the error. The caller chains
+        the original error.
+        """
         todo = f"{self.todo.rstrip('.')}. {advice}" if self.todo and advice else advice or self.todo
         return type(self)(
             self.what,
@@ -70,7 +73,7 @@ class HoldfastError(Exception):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel between processes, so keyword fields must survive pickling."""
+        """Support pickling, including the keyword fields: errors are sent between processes."""
         make = partial(
             type(self),
             self.what,
@@ -83,110 +86,115 @@ class HoldfastError(Exception):
 
 
 class FormatError(HoldfastError):
-    """Bytes are not what they claim to be (fields: ``file``, ``offset``, ``leaf``)."""
+    """Stored bytes do not match the format (fields: ``file``, ``offset``, ``leaf``)."""
 
 
 class ManifestInvalid(FormatError):
-    """A manifest, an index or a shard's header breaks a rule of ``docs/format.md``."""
+    """A manifest, an index, or the header of a shard violates a rule of ``docs/format.md``."""
 
 
 class FormatTooNew(FormatError):
-    """The snapshot was written by a later Holdfast with a format number unknown here."""
+    """A newer Holdfast wrote the snapshot in a format number that this version does not know."""
 
 
 class DigestMismatch(FormatError):
-    """Bytes were read that are not those that were written."""
+    """The bytes that were read differ from the bytes that were written."""
 
 
 class StoreError(HoldfastError):
-    """A store could not do what it was asked (fields: ``key``, ``store``)."""
+    """A storage operation failed (fields: ``key``, ``store``)."""
 
 
 class NotFound(StoreError):
-    """There is no object under that key."""
+    """The store has no object under this key."""
 
 
 class AlreadyExists(StoreError):
-    """Another object has the key already; nothing was changed."""
+    """Another object already exists under the key; nothing was changed."""
 
 
 class Denied(StoreError):
-    """The store refused: permissions, a read-only file system, wrong credentials."""
+    """The store denied access: permissions, a read-only file system, or wrong credentials."""
 
 
 class NoSpace(StoreError):
-    """Disk, quota or size limit reached."""
+    """The disk is full, or a quota or a file size limit is reached."""
 
 
 class Unavailable(StoreError):
-    """The store does not answer for now. The only error that is worth trying again."""
+    """The store is temporarily unavailable. This is the only error that is worth retrying."""
 
 
 class PlanError(HoldfastError):
-    """State and snapshot do not fit together, or a state cannot be kept faithfully."""
+    """State and snapshot do not match, or Holdfast cannot save a state faithfully."""
 
 
 class MissingLeaf(PlanError):
-    """The live state has leaves that the snapshot lacks."""
+    """The live state has leaves that the snapshot does not contain."""
 
 
 class UnexpectedLeaf(PlanError):
-    """The snapshot has leaves that the live state lacks."""
+    """The snapshot contains leaves that the live state does not have."""
 
 
 class ShapeMismatch(PlanError):
-    """A leaf has another shape in the snapshot than in the live state."""
+    """A leaf has different shapes in the snapshot and in the live state."""
 
 
 class DTypeMismatch(PlanError):
-    """A leaf has another dtype, or is another kind of thing, in the snapshot."""
+    """A leaf has a different dtype or a different kind in the snapshot and in the live state."""
 
 
 class Unsupported(PlanError):
-    """A value cannot be kept faithfully, so it is refused by name."""
+    """Holdfast cannot save a value faithfully and rejects it; the error names the value."""
 
 
 class CommitError(HoldfastError):
-    """The save did not happen: nothing was committed."""
+    """The save failed; nothing was committed."""
 
 
 class RankFailed(CommitError):
-    """A rank failed or did not answer (fields: ``rank``)."""
+    """A rank failed or did not respond (fields: ``rank``)."""
 
 
 class DeadlinePassed(CommitError):
-    """The time that was given to the save ran out."""
+    """The save did not finish before its deadline."""
 
 
 class NoSnapshot(HoldfastError):
-    """A run holds no version that can be used (fields: ``skipped``)."""
+    """A run has no usable version (fields: ``skipped``)."""
 
 
 class SkippedVersion(UserWarning):
-    """``resume`` passed over a damaged version; the message says which, and what is wrong."""
+    """``resume`` skipped a damaged version; the message names the version and the damage."""
 
 
 class SaveFailed(UserWarning):
-    """A save failed or was left out, and nothing else tells: training goes on, since
-    ``on_error="warn"`` was chosen, or has ended."""
+    """A save failed or was skipped, and no error reports it.
+
+    Training continues because the user chose ``on_error="warn"``, or training has ended.
+    """
 
 
 class MetricMissing(UserWarning):
-    """A policy waits for a metric that no version has; the message says which there are."""
+    """A policy uses a metric that no version has; the message lists the available metrics."""
 
 
 class SinkFailed(UserWarning):
-    """A sink of events raised an error and is detached; the message says which, and why."""
+    """An event sink raised an error and was detached; the message names the sink and the cause."""
 
 
 class RanksChanged(UserWarning):
-    """What each rank keeps of its own was saved by other ranks than load it; the message says
-    which keep what they have, and whose is passed over."""
+    """The per-rank state was saved by a different set of ranks than the one that loads it.
+
+    The message lists the ranks that keep their current values, and the saved ranks whose values
+    are ignored.
+    """
 
 
 class UncountedBatches(UserWarning):
-    """An ``ElasticSampler`` gave out batches that no step has counted, more than one step takes."""
+    """An ``ElasticSampler`` yielded more uncounted batches than one step uses."""
 
 
 class UncountedEpochs(UserWarning):
-    """The epochs of an ``ElasticSampler`` go on, and ``progress.epoch`` is never counted."""
+    """An ``ElasticSampler`` starts new epochs, but nobody increments ``progress.epoch``."""

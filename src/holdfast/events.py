@@ -1,14 +1,15 @@
-"""The only telemetry call. Layers below say what happened; sinks attach from above.
+"""Events: all telemetry of Holdfast goes through ``emit``, and sinks receive it.
 
-A sink is a callable ``sink(name, fields)``. It runs on the thread that emits, often a background
-one and several at a time, so it must be quick and guard what it shares. ``fields`` is its own
-copy; ``docs/events.md`` lists what is in it.
+A sink is a callable ``sink(name, fields)``. It runs on the thread that emits the event. That is
+often a background thread, and several threads can call the sink at the same time. A sink must
+therefore be fast and must protect its shared data. ``fields`` is the sink's own copy;
+``docs/events.md`` lists its content.
 
-Decision: a sink that raises an ``Exception`` is detached, and a ``SinkFailed`` warning says so at
-once. It is not raised to the program: most events come from the background half of a save, where
-an exception would turn a version that is committed into a save that failed. It is not passed over
-either, and a disk that is full is told once, not at every save. Where warnings are made errors,
-the warning goes to ``threading.excepthook`` instead, as from a thread of the sink's own.
+Decision: if a sink raises an ``Exception``, it is detached, and a ``SinkFailed`` warning reports it
+at once. The exception does not propagate to the program: most events come from the background part
+of a save, where an exception would turn a committed version into a failed save. The exception is
+not ignored either, and a full disk is reported once, not at every save. If warnings are errors, the
+warning goes to ``threading.excepthook`` instead, as if it came from a thread of the sink.
 """
 
 from __future__ import annotations
@@ -24,32 +25,37 @@ from holdfast.errors import HoldfastError, SinkFailed
 
 Sink = Callable[[str, dict[str, Any]], object]
 
-# No lock: each use is one operation of a dict, so neither a sink that attaches another nor a
-# fork in the middle of it can find it held.
+# There is no lock because each access is a single dict operation. A sink that attaches another
+# sink therefore cannot deadlock, and a forked child cannot inherit a locked lock.
 _attached: dict[object, Sink] = {}
 
 
 def emit(name: str, **fields: Any) -> None:
-    """Tell every attached sink that ``name`` happened. Raises nothing that a sink raises, except
-    what is no ``Exception``: Ctrl-C and the like."""
+    """Send the event ``name`` to every attached sink.
+
+    An ``Exception`` of a sink does not propagate. Other exceptions, such as ``KeyboardInterrupt``,
+    do.
+    """
     for key, sink in list(_attached.items()):
         try:
             sink(name, dict(fields))
-        except Exception as e:  # noqa: BLE001  (told, not raised: see the module)
-            if _attached.pop(key, None) is not None:  # the first of several threads tells it
-                with suppress(Exception):  # stderr is closed: nothing is left to tell it by
+        except Exception as e:  # noqa: BLE001  (reported, not raised: see the module docstring)
+            if _attached.pop(key, None) is not None:  # only the first of several threads warns
+                with suppress(Exception):  # stderr is closed, so the warning cannot be shown
                     _warn_detached(sink, name, e)
 
 
 def attach(sink: Sink) -> ExitStack:
-    """Attach a sink at once. Leaving the returned context, or its ``close()``, detaches it.
+    """Attach a sink, and return a context manager that detaches it.
 
-    Raises ``HoldfastError`` for what is no sink, such as the class of one.
+    The sink is attached at once. Leaving the context or calling its ``close()`` detaches the sink.
+
+    Raises ``HoldfastError`` if ``sink`` is not a sink, for example if it is the class of a sink.
     """
     if isinstance(sink, type) or not callable(sink):
         name = sink.__name__ if isinstance(sink, type) else repr(sink)[:100]
         raise HoldfastError(
-            f"{name} is no sink",
+            f"{name} is not a sink",
             expected="a callable: sink(name, fields)",
             found="a class" if isinstance(sink, type) else None,
             todo=f"Call it: attach({name}())" if isinstance(sink, type) else None,
@@ -62,20 +68,20 @@ def attach(sink: Sink) -> ExitStack:
 
 
 def _warn_detached(sink: Sink, name: str, error: Exception) -> None:
-    of = getattr(sink, "__qualname__", type(sink).__qualname__)
+    sink_name = getattr(sink, "__qualname__", type(sink).__qualname__)
     cause = "".join(traceback.format_exception_only(error)).strip()
     warning = SinkFailed(
-        f"The sink {of} is detached: it failed at the event {name!r} ({cause}). "
-        "What is saved is not touched by this; attach it again once it works."
+        f"The sink {sink_name} was detached because it failed on the event {name!r} ({cause}). "
+        "Saved versions are not affected. Attach the sink again after you fix the cause."
     )
     warning.__cause__ = error
     trace = error.__traceback__
     if trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next  # the sink's own frame, for the line that the warning shows
+        trace = trace.tb_next  # the warning shows the line in the sink
     file = __file__ if trace is None else trace.tb_frame.f_code.co_filename
     line = 1 if trace is None else trace.tb_lineno
     try:
-        # without a registry: the second time it is told as well
+        # without a registry, the same warning is also shown the second time
         warnings.warn_explicit(warning, SinkFailed, file, line)
     except SinkFailed as e:
         thread = threading.current_thread()

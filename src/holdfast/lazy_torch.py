@@ -1,4 +1,4 @@
-"""Torch, if the program has loaded it."""
+"""Access to torch without importing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from holdfast.types import DTYPES
 
 
 def torch_or_none() -> Any:
-    """The torch module if the program has loaded it. What is no torch object needs no torch."""
+    """Return the torch module if the program has imported it, else None.
+
+    A program without torch has no torch objects, so it does not need the import.
+    """
     return sys.modules.get("torch")
 
 
@@ -17,7 +20,7 @@ _dtype_names: dict[Any, str | None] = {}
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """The name of a torch dtype if its elements are bytes that can be written."""
+    """Return the name of a torch dtype, or None if Holdfast cannot store its elements."""
     if dtype not in _dtype_names:
         name = str(dtype).removeprefix("torch.")
         _dtype_names[dtype] = name if name in DTYPES else None

@@ -1,4 +1,4 @@
-"""This machine, this boot, this process."""
+"""The identity of this machine, its boot, and this process."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from pathlib import Path
 
 
 def process_identity() -> tuple[str, str, str]:
-    """This machine, this boot of it, and this process as ``pid:start`` (a pid alone returns).
+    """Return the machine, its boot id, and this process as ``pid:start time``.
 
-    A container whose processes cannot be seen from here counts as another machine.
+    The start time is needed because the system reuses pids. The machine includes the pid
+    namespace: a container whose processes are not visible from here counts as another machine.
     """
     try:
-        seen = os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        seen = ""
-    host = f"{socket.gethostname()} {seen}"
+        namespace = ""
+    host = f"{socket.gethostname()} {namespace}"
     return host, _read_text("/proc/sys/kernel/random/boot_id"), pid_and_start_time(os.getpid())
 
 
 def utc_now() -> str:
-    """The time of day in UTC, for people to read."""
+    """Return the current time in UTC as ISO 8601, for people to read."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def pid_and_start_time(pid: int) -> str:
+    """Return ``pid:start time``, or ``pid:gone`` if the process has ended."""
     fields = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    # a zombie or a vanished process holds nothing
+    # a zombie counts as ended: it holds no resources
     if not fields or fields[0] in ("Z", "X"):
         return f"{pid}:gone"
     return f"{pid}:{fields[19]}"

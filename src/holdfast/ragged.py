@@ -1,5 +1,7 @@
-"""Short rows of numbers by the million, one after the other in a flat array; no loop goes over
-them."""
+"""Ragged arrays: millions of short rows of numbers, concatenated in a flat array.
+
+All functions are vectorized; no Python loop goes over the rows.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,25 @@ def flatten_rows(rows: Iterable[tuple[int, ...]]) -> Ints:
 
 
 def row_products(sizes: NDArray[Any], ndims: Ints) -> NDArray[Any]:
-    """The product of each box's ``dims`` sizes, which lie one after the other; 1 for none."""
-    made = np.ones(len(ndims), sizes.dtype)
-    some = ndims > 0
-    if some.any():
-        made[some] = np.multiply.reduceat(sizes, exclusive_cumsum(ndims)[some])
-    return made
+    """Return the product of each row; 1 for an empty row.
+
+    ``sizes`` holds the rows one after the other, and ``ndims`` holds the length of each row.
+    """
+    products = np.ones(len(ndims), sizes.dtype)
+    nonempty = ndims > 0
+    if nonempty.any():
+        products[nonempty] = np.multiply.reduceat(sizes, exclusive_cumsum(ndims)[nonempty])
+    return products
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:
-    """``counts[i]`` numbers from ``starts[i]`` on, for one i after the other."""
-    made: Ints = np.repeat(starts - exclusive_cumsum(counts), counts)
-    made += np.arange(len(made))
-    return made
+    """Return ``starts[i], starts[i] + 1, ...`` (``counts[i]`` numbers) for each i in order."""
+    indices: Ints = np.repeat(starts - exclusive_cumsum(counts), counts)
+    indices += np.arange(len(indices))
+    return indices
 
 
 def exclusive_cumsum(counts: Ints) -> Ints:
-    """The sum of all those before each."""
-    made: Ints = np.cumsum(counts) - counts
-    return made
+    """Return, for each element, the sum of all elements before it."""
+    sums: Ints = np.cumsum(counts) - counts
+    return sums

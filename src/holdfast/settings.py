@@ -1,4 +1,7 @@
-"""The only reader of the environment. An unknown HOLDFAST_ variable is an error, not a typo."""
+"""The settings in the environment. No other module reads environment variables.
+
+An unknown ``HOLDFAST_`` variable is an error, so that a typo is not ignored.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from holdfast.errors import HoldfastError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What may be set from outside.
+    """The values that the environment can set.
 
-    ``threads``: threads that copy, digest, write and read; ``direct``: whether the local store
-    may go past the page cache with O_DIRECT; ``silent`` and ``stuck``: seconds after which a rank
-    that gives no sign of life, or does not get on, is given up; ``started``: processes that
-    torchrun has started, by its own ``WORLD_SIZE``.
+    ``threads``: the number of threads that copy, digest, write, and read. ``direct``: whether the
+    local store may bypass the page cache with O_DIRECT. ``silent``: seconds without a heartbeat
+    after which a rank counts as failed. ``stuck``: seconds without progress after which a rank
+    counts as failed. ``launched_world_size``: the number of processes that torchrun started,
+    according to its ``WORLD_SIZE``.
     """
 
     threads: int = 8
@@ -27,35 +31,35 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings, from ``HOLDFAST_THREADS``, ``_DIRECT``, ``_SILENT`` and ``_STUCK``.
+    """Read ``HOLDFAST_THREADS``, ``_DIRECT``, ``_SILENT``, and ``_STUCK``.
 
-    Raises ``HoldfastError`` for an unknown ``HOLDFAST_`` variable or a value that does not fit.
+    Raises ``HoldfastError`` for an unknown ``HOLDFAST_`` variable or an invalid value.
     """
     environ = os.environ if environ is None else environ
     known = {f"HOLDFAST_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK")}
     for name in environ:
         if name.startswith("HOLDFAST_") and name not in known:
             raise HoldfastError(
-                f"Unknown setting {name} in the environment",
+                f"Unknown environment variable {name}",
                 expected=" or ".join(sorted(known)),
                 found=name,
-                todo="Correct its name or unset it",
+                todo="Correct the name or unset the variable",
             )
     threads = environ.get("HOLDFAST_THREADS", "8")
     if not threads.isdecimal() or not 1 <= int(threads) <= 256:
         raise HoldfastError(
-            "HOLDFAST_THREADS cannot be used", expected="1 to 256", found=repr(threads)
+            "Invalid value for HOLDFAST_THREADS", expected="1 to 256", found=repr(threads)
         )
     direct = environ.get("HOLDFAST_DIRECT", "1")
     if direct not in ("0", "1"):
-        raise HoldfastError("HOLDFAST_DIRECT cannot be used", expected="0 or 1", found=repr(direct))
-    silent, stuck = (
-        _read_seconds(environ, name, standard)
-        for name, standard in (("HOLDFAST_SILENT", "60"), ("HOLDFAST_STUCK", "600"))
-    )
+        raise HoldfastError(
+            "Invalid value for HOLDFAST_DIRECT", expected="0 or 1", found=repr(direct)
+        )
+    silent = _read_seconds(environ, "HOLDFAST_SILENT", "60")
+    stuck = _read_seconds(environ, "HOLDFAST_STUCK", "600")
     world = environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in environ else "1"
-    started = int(world) if world.isdecimal() else 1
-    return Settings(int(threads), direct == "1", silent, stuck, started)
+    launched_world_size = int(world) if world.isdecimal() else 1
+    return Settings(int(threads), direct == "1", silent, stuck, launched_world_size)
 
 
 def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
@@ -65,5 +69,9 @@ def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e9:
-        raise HoldfastError(f"{name} cannot be used", expected="seconds above 0", found=repr(text))
+        raise HoldfastError(
+            f"Invalid value for {name}",
+            expected="a number of seconds greater than 0 and less than 1e9",
+            found=repr(text),
+        )
     return seconds

@@ -1,4 +1,4 @@
-"""English for messages."""
+"""Helpers for the text of messages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def with_article(noun: str) -> str:
-    """``a dict``, ``an int``."""
+    """Return the noun with its indefinite article: ``a dict``, ``an int``."""
     return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0, 1, 2``."""
+    """Return the ranks as text: ``rank 3``, ``ranks 0, 1, 2``. At most 8 ranks are listed."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(r) for r in ranks[:8])

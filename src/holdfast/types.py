@@ -1,4 +1,4 @@
-"""Small frozen words that all layers speak: sizes, dtypes, boxes."""
+"""Small immutable types that all layers share: sizes, dtypes, boxes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 BLOCK_SIZE = 4 * MIB
-"""Bytes that one thread writes, reads and digests in one piece. Eight threads' buffers then fit
-into a processor's last cache: with 8 MiB each, copying took twice the CPU time."""
+"""The number of bytes that one thread writes, reads, and digests at once. The buffers of eight
+threads then fit into the last-level cache: with 8 MiB each, copying took twice the CPU time."""
 
 ALIGNMENT = 4096
-"""What O_DIRECT asks of addresses, offsets and lengths on every disk that we know."""
+"""The alignment in bytes of addresses, offsets, and lengths that satisfies O_DIRECT on every disk
+that we know."""
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
     """An element type: its name as in PyTorch and NumPy, and how a shard stores it.
 
-    ``stored`` is the safetensors name of the stored elements, of which ``per`` make one element
-    of ours (a complex128 is two F64, in a trailing dimension of its own).
+    ``stored_dtype`` is the safetensors name of the stored elements. ``stored_per_element`` stored
+    elements make up one element (a complex128 is two F64, in an extra trailing dimension).
     """
 
     name: str
@@ -63,7 +64,7 @@ DTYPES: dict[str, DType] = {
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a global tensor: where it begins and how long it is in each dimension."""
+    """A rectangle of a global tensor: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -71,7 +72,10 @@ class Box:
     @staticmethod
     @lru_cache(1024)
     def whole(shape: tuple[int, ...]) -> Box:
-        """All of a tensor of that shape. States have many tensors of few shapes."""
+        """Return the box that covers a whole tensor of this shape.
+
+        The result is cached because a state has many tensors but few shapes.
+        """
         return Box((0,) * len(shape), shape)
 
     @property
@@ -79,14 +83,14 @@ class Box:
         return prod(self.sizes)
 
     def is_within(self, shape: tuple[int, ...]) -> bool:
-        """Whether the box lies within a tensor of that shape."""
+        """Return True if the box lies within a tensor of this shape."""
         return len(self.offsets) == len(self.sizes) == len(shape) and all(
             min(o, s) >= 0 and o + s <= n
             for o, s, n in zip(self.offsets, self.sizes, shape, strict=True)
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """The common rectangle, or None where nothing is common."""
+        """Return the box that both boxes share, or None if they do not overlap."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -97,7 +101,7 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """The box as an index into an array whose first element stands at ``origin``."""
+        """Return the box as an index into an array whose first element is at ``origin``."""
         return tuple(
             slice(o - z, o - z + s)
             for o, s, z in zip(self.offsets, self.sizes, origin, strict=True)
