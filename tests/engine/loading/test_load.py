@@ -175,26 +175,26 @@ def test_names_can_be_exchanged():
     ("names", "words"),
     [
         ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `holdfast show SNAPSHOT --keys"),
-        ({"model/a.weight": "a.weight"}, "another level. Expected names that differ"),
+        ({"model/a.weight": "a.weight"}, "another level. Expected keys that differ"),
         ({"model/a.weight": "model/a.bias"}, "would be called 'a.bias'"),
         ({"net": "model"}, "not in the snapshot: net. The snapshot has model, so write "
-                           "rename={'model': 'net'}: its name first."),
+                           "rename={'model': 'net'}: the name in the snapshot comes first."),
         ({"a": "b", "model/x": "model/deep"}, "write rename={'model/deep': 'model/x'}"),
-        ({"model/**": "net/**"}, "are no patterns, but 'model/**': 'net/**' is one. "
-                                 "rename={'model': 'net'} renames model and all"),
-        ({"net/**": "model/**"}, "are no patterns, but 'net/**': 'model/**' is one. "
+        ({"model/**": "net/**"}, "must not be patterns, but 'model/**': 'net/**' is a pattern. "
+                                 "rename={'model': 'net'} renames model and everything"),
+        ({"net/**": "model/**"}, "must not be patterns, but 'net/**': 'model/**' is a pattern. "
                                  "The snapshot has model, so write rename={'model': 'net'}"),
         ({"model/*": "net/*"}, "rename={'model': 'net'} renames"),
-        ({"model/a.????": "model/b"}, "are no patterns, but 'model/a.????'"),
-        ({"model/a.?": "net/b.?"}, "are no patterns, but 'model/a.?': 'net/b.?' is one. "
+        ({"model/a.????": "model/b"}, "must not be patterns, but 'model/a.????'"),
+        ({"model/a.?": "net/b.?"}, "must not be patterns, but 'model/a.?': 'net/b.?' is a pattern. "
                                    "`holdfast show SNAPSHOT --keys"),
-        ({"**": "x/**"}, "are no patterns, but '**': 'x/**' is one. `holdfast show SNAPSHOT"),
+        ({"**": "x/**"}, "but '**': 'x/**' is a pattern. `holdfast show SNAPSHOT"),
         ({"model": "net/**"}, "rename={'model': 'net'} renames"),
         ({"model.a.weight": "model.b.weight"}, "not in the snapshot: model.a.weight. Levels are "
-                                               "separated by /, so perhaps model/a.weight. `hold"),
-        ({"model.a": "model.b"}, "so perhaps model/a. `holdfast show"),
-        ({"model.deep.n": "model.deep.m"}, "so perhaps model/deep/n."),
-        ({"model/a.wieght": "model/b"}, "not in the snapshot: model/a.wieght. Perhaps model/a.w"),
+                                               "separated by /; did you mean model/a.weight? `h"),
+        ({"model.a": "model.b"}, "did you mean model/a? `holdfast show"),
+        ({"model.deep.n": "model.deep.m"}, "did you mean model/deep/n?"),
+        ({"model/a.wieght": "model/b"}, "in the snapshot: model/a.wieght. Did you mean model/a.w"),
     ],
 )  # fmt: skip
 def test_names_that_cannot_be_changed(names, words):

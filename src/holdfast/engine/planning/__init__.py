@@ -1,6 +1,6 @@
-"""Decides which rank writes and reads which boxes. Pure arithmetic: no I/O and no torch.
+"""Decide which rank writes and reads which boxes. Pure arithmetic: no I/O and no torch.
 
-Terms: a *box* is a rectangle of a global tensor; a *holding* is a box that a rank has; a *chunk*
-is the unit that one digest covers.
+Terms: a *box* is a rectangle of a global tensor; a *leaf box* is one box of one leaf that a rank
+has; a *chunk* is the unit that one digest covers.
 May import: the root modules (but not ``buffers`` or ``threads``) and ``format``.
 """

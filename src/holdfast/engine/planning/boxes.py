@@ -16,44 +16,46 @@ TensorIndex = int | slice | EllipsisType
 
 
 def box_from_index(index: Any, shape: tuple[int, ...]) -> tuple[Box, set[int]]:
-    """The box that an index asks for of a tensor, and the dimensions that an integer takes away.
-    Raises ``IndexError``."""
+    """Return the box of a tensor that an index selects, and the dimensions that integers drop.
+
+    Raises ``IndexError`` for an index that is invalid for a tensor of ``shape``.
+    """
     parts = list(index) if isinstance(index, tuple) else [index]
     if sum(p is Ellipsis for p in parts) > 1 or len(parts) - (Ellipsis in parts) > len(shape):
-        raise IndexError(f"{index!r} does not fit a tensor of shape {list(shape)}")
-    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
-    rest = parts[at + 1 :]
-    parts = parts[:at] + [slice(None)] * (len(shape) - at - len(rest)) + rest
-    offsets, sizes, drop = [], [], set()
+        raise IndexError(f"Index {index!r} is invalid for a tensor of shape {list(shape)}")
+    ellipsis_at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    tail = parts[ellipsis_at + 1 :]
+    parts = parts[:ellipsis_at] + [slice(None)] * (len(shape) - ellipsis_at - len(tail)) + tail
+    offsets, sizes, dropped_dims = [], [], set()
     for d, (part, n) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
             start, stop, step = part.indices(n)
             if step != 1:
-                raise IndexError(f"slices of a leaf have step 1, not {step}")
+                raise IndexError(f"A slice of a leaf must have step 1, not {step}")
             stop = max(start, stop)
         elif isinstance(part, int | np.integer) and not isinstance(part, bool):
             start = int(part) + n if part < 0 else int(part)
             stop = start + 1
-            drop.add(d)
+            dropped_dims.add(d)
             if not 0 <= start < n:
-                raise IndexError(f"index {part} is out of range for dimension {d} of size {n}")
+                raise IndexError(f"Index {part} is out of range for dimension {d} of size {n}")
         else:
-            raise IndexError(f"a leaf takes integers, slices and ..., not {part!r}")
+            raise IndexError(f"An index of a leaf takes integers, slices, and ..., not {part!r}")
         offsets.append(start)
         sizes.append(stop - start)
-    return Box(tuple(offsets), tuple(sizes)), drop
+    return Box(tuple(offsets), tuple(sizes)), dropped_dims
 
 
 def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The elements ``start`` to ``stop`` of a row-major array of ``shape``, as rectangles.
+    """Split elements ``start`` to ``stop`` of a row-major array of ``shape`` into boxes.
 
-    At most ``2 * len(shape) - 1`` (one for a scalar), in the order in which they lie in memory,
-    each contiguous in memory. Raises ``PlanError`` if the range leaves the array.
+    Returns at most ``2 * len(shape) - 1`` boxes (one for a scalar) in memory order. Each box is
+    contiguous in memory. Raises ``PlanError`` if the range exceeds the array.
     """
     if not 0 <= start <= stop <= prod(shape):
         raise PlanError(
-            "A range of elements leaves its array",
-            expected=f"a part of 0 to {prod(shape)}",
+            "A range of elements exceeds its array",
+            expected=f"a range within 0 to {prod(shape)}",
             found=f"{start} to {stop}",
         )
     return [Box(o, s) for o, s in _iter_contiguous(shape, start, stop)]
@@ -86,9 +88,10 @@ def _iter_contiguous(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
 
 
 def flat_range(part: Box, whole: Box) -> tuple[int, int]:
-    """First and past-the-last element of ``part`` in the row-major array that holds ``whole``.
+    """Return the positions of the first and past-the-last element of ``part`` in ``whole``.
 
-    ``part`` lies within ``whole`` and is not empty; both in coordinates of the global tensor.
+    A position is an index into the flattened row-major array of ``whole``. ``part`` must be within
+    ``whole`` and not empty. Both boxes are in coordinates of the global tensor.
     """
     first = last = 0
     for o, s, z, n in zip(part.offsets, part.sizes, whole.offsets, whole.sizes, strict=True):
@@ -98,18 +101,18 @@ def flat_range(part: Box, whole: Box) -> tuple[int, int]:
 
 
 def subtract(box: Box, part: Box) -> list[Box]:
-    """What is left of ``box`` without ``part``, which lies within it: disjoint boxes."""
-    left = []
+    """Return disjoint boxes that cover ``box`` without ``part``, which must be within ``box``."""
+    remaining = []
     offsets, sizes = list(box.offsets), list(box.sizes)
     for d, (o, s) in enumerate(zip(part.offsets, part.sizes, strict=True)):
         stop = offsets[d] + sizes[d]
         for a, b in ((offsets[d], o), (o + s, stop)):
             if b > a:
-                left.append(
+                remaining.append(
                     Box(
                         (*offsets[:d], a, *offsets[d + 1 :]),
                         (*sizes[:d], b - a, *sizes[d + 1 :]),
                     )
                 )
         offsets[d], sizes[d] = o, s
-    return left
+    return remaining

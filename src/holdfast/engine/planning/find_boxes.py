@@ -1,6 +1,6 @@
-"""Which stored boxes touch wanted ones: one pass over the indexes of all shards.
+"""Find the stored boxes that overlap requested boxes, in one pass over the indexes of all shards.
 
-Arithmetic only: nothing here does I/O.
+Arithmetic only: this module does no I/O.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from holdfast.ragged import Ints, exclusive_cumsum, flatten_rows, int_array, ran
 from holdfast.types import Box
 
 MAX_SHOWN = 20
-"""Most leaves that one error message names."""
+"""The maximum number of leaves that one error message names."""
 
 DAMAGED_ADVICE = (
-    "Load another version; this one is damaged or was not written by a correct Holdfast"
+    "Load another version; this one is damaged or was written by a faulty version of Holdfast"
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RequestColumns:
-    """What is wanted of the leaves of a shard, as columns: number of the leaf, number of the want,
-    bytes of an element; of the wanted box ``dims`` offsets and sizes, from ``begins`` on."""
+    """The requests for the leaves of a shard, as columns with one row per request.
+
+    ``leaf``: leaf number in the shard; ``itemsize``: bytes per element; ``dims``: number of
+    dimensions. The offsets and sizes of the requested box are the ``dims`` entries of ``offsets``
+    and ``sizes`` from index ``begins`` on.
+    """
 
     leaf: Ints
     request_id: Ints
@@ -42,11 +46,12 @@ class _RequestColumns:
 
 
 class OverlapSearch:
-    """Goes through the shards, once, for boxes that are wanted.
+    """Search all shards, each once, for stored boxes that overlap requested boxes.
 
-    ``done``: wants that a stored box fills exactly, as is usual: no geometry; ``found``: for the
-    others the stored boxes that touch them, each as its shard, where it begins there, bytes of an
-    element, offsets and sizes; ``types``: of the leaves, as the first shard has it.
+    ``exact_matches``: flags the requests that equal one stored box; this is the common case and
+    needs no geometry. ``overlaps``: for each other request, the stored boxes that overlap it, each
+    as shard, file offset, itemsize, offsets, sizes. ``leaf_types``: dtype and shape of each
+    requested leaf, from the first shard that has it.
     """
 
     def __init__(self, requests: Sequence[tuple[str, Box]]) -> None:
@@ -54,7 +59,7 @@ class OverlapSearch:
         self.exact_matches = np.zeros(len(requests), bool)
         self.overlaps: dict[int, array[int]] = {}
         self.leaf_types: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._columns_by_kinds: dict[LeafSchema, _RequestColumns] = {}
+        self._columns_by_schema: dict[LeafSchema, _RequestColumns] = {}
         self._requests_by_key: dict[str, list[int]] = {}
         for number, (key, _) in enumerate(requests):
             self._requests_by_key.setdefault(key, []).append(number)
@@ -62,115 +67,132 @@ class OverlapSearch:
     def scan_shard(
         self, shard_number: int, shard_index: ShardIndex, shard_copies: ShardCopies
     ) -> bool:
-        """Note what the shard has; in ``need`` what fills a want. Whether there was anything.
+        """Record the boxes of a shard that overlap requests, and return True if there are any.
 
-        No loop goes over boxes that nobody wants: a rank wants few of those that all have saved.
+        Adds a copy to ``shard_copies`` for each request that a box of this shard matches exactly.
+        No Python loop visits boxes that are not requested: a rank requests few of the boxes that
+        all ranks saved.
         """
         columns = shard_index.leaves
-        asked = self._columns_by_kinds.get(columns.schema)
-        if asked is None:
-            asked = self._columns_by_kinds[columns.schema] = self._request_columns(
+        requested = self._columns_by_schema.get(columns.schema)
+        if requested is None:
+            requested = self._columns_by_schema[columns.schema] = self._request_columns(
                 columns.schema, shard_index.shard
             )
-        counts = columns.box_counts[asked.leaf]
+        counts = columns.box_counts[requested.leaf]
         pair = np.repeat(np.arange(len(counts)), counts)
-        box = ranges(exclusive_cumsum(columns.box_counts)[asked.leaf], counts)
-        left = ~self.exact_matches[asked.request_id[pair]]
-        pair, box = pair[left], box[left]
-        dims, begins = asked.dims[pair], columns.dim_starts[box]
-        ours, theirs = ranges(begins, dims), ranges(asked.begins[pair], dims)
-        o, n = columns.offsets[ours], columns.sizes[ours]
-        z, m = asked.offsets[theirs], asked.sizes[theirs]
-        same = row_products((o == z) & (n == m), dims)
-        hits = np.flatnonzero(same | row_products((o < z + m) & (z < o + n), dims))
+        box = ranges(exclusive_cumsum(columns.box_counts)[requested.leaf], counts)
+        unmatched = ~self.exact_matches[requested.request_id[pair]]
+        pair, box = pair[unmatched], box[unmatched]
+        dims, begins = requested.dims[pair], columns.dim_starts[box]
+        stored, wanted = ranges(begins, dims), ranges(requested.begins[pair], dims)
+        o, n = columns.offsets[stored], columns.sizes[stored]
+        z, m = requested.offsets[wanted], requested.sizes[wanted]
+        equal = row_products((o == z) & (n == m), dims)
+        hits = np.flatnonzero(equal | row_products((o < z + m) & (z < o + n), dims))
         if not len(hits):
             return False
-        pair, box, begins, dims, same = (c[hits] for c in (pair, box, begins, dims, same))
-        want, at, width = asked.request_id[pair], columns.file_offsets[box], asked.itemsize[pair]
-        part = ranges(begins, dims)
-        offsets, sizes = columns.offsets[part], columns.sizes[part]
-        if same.any():
-            # of several that are the same, the first
-            _, first = np.unique(want[same], return_index=True)
-            exact = (want, at, np.zeros_like(at), columns.numels[box] * width)
-            copies = np.column_stack([c[same][first] for c in exact])
+        pair, box, begins, dims, equal = (c[hits] for c in (pair, box, begins, dims, equal))
+        request, at, size = (
+            requested.request_id[pair],
+            columns.file_offsets[box],
+            requested.itemsize[pair],
+        )
+        stored = ranges(begins, dims)
+        offsets, sizes = columns.offsets[stored], columns.sizes[stored]
+        if equal.any():
+            # If several boxes match a request, use the first.
+            _, first = np.unique(request[equal], return_index=True)
+            linear = (request, at, np.zeros_like(at), columns.numels[box] * size)
+            copies = np.column_stack([c[equal][first] for c in linear])
             shard_copies.linear.frombytes(copies.tobytes())
-            self.exact_matches[want[same]] = True
-        if not same.all():
+            self.exact_matches[request[equal]] = True
+        if not equal.all():
             o, n, stop = offsets.tolist(), sizes.tolist(), 0
-            rows = (want, at, width, dims, self.exact_matches[want])
-            for w, a, size, count, done in zip(*(r.tolist() for r in rows), strict=True):
+            rows = (request, at, size, dims, self.exact_matches[request])
+            for r, a, s, count, matched in zip(*(row.tolist() for row in rows), strict=True):
                 start, stop = stop, stop + count
-                if not done:
-                    known = self.overlaps.setdefault(w, array("q"))
-                    known.extend((shard_number, a, size, *o[start:stop], *n[start:stop]))
+                if not matched:
+                    known = self.overlaps.setdefault(r, array("q"))
+                    known.extend((shard_number, a, s, *o[start:stop], *n[start:stop]))
         return True
 
     def _check_type(self, key: str, leaf_type: tuple[str, tuple[int, ...]], file: str) -> None:
-        known = self.leaf_types.setdefault(key, leaf_type)
-        if known != leaf_type:
-            raise _type_conflict(key, known, leaf_type, file)
+        known_type = self.leaf_types.setdefault(key, leaf_type)
+        if known_type != leaf_type:
+            raise _type_conflict(key, known_type, leaf_type, file)
 
-    def _request_columns(self, kinds: LeafSchema, file: str) -> _RequestColumns:
-        """What is wanted of these leaves. Raises ``ManifestInvalid``."""
-        leaves, wants = [], []
-        for leaf, key in enumerate(kinds.keys):
-            several = self._requests_by_key.get(key)
-            if several is not None:
-                kind = kinds.dtypes[leaf], kinds.shapes[leaf]
-                self._check_type(key, kind, file)
-                leaves += [leaf] * len(several)
-                wants += several
+    def _request_columns(self, schema: LeafSchema, file: str) -> _RequestColumns:
+        """Return the requests for the leaves of a schema.
+
+        Raises ``ManifestInvalid`` if an earlier shard gives a leaf another dtype or shape.
+        """
+        leaves, request_ids = [], []
+        for leaf, key in enumerate(schema.keys):
+            matching = self._requests_by_key.get(key)
+            if matching is not None:
+                leaf_type = schema.dtypes[leaf], schema.shapes[leaf]
+                self._check_type(key, leaf_type, file)
+                leaves += [leaf] * len(matching)
+                request_ids += matching
         try:
-            return self._build_columns(kinds, leaves, wants)
-        except (OverflowError, ValueError):  # what is outside its leaf is refused by ``check``
-            boxes = [self.requests[n][1] for n in wants]
+            return self._build_columns(schema, leaves, request_ids)
+        except (OverflowError, ValueError):  # ``check_requests`` reports boxes outside their leaf
+            boxes = [self.requests[n][1] for n in request_ids]
             inside = [
-                b.is_within(kinds.shapes[leaf]) for b, leaf in zip(boxes, leaves, strict=True)
+                b.is_within(schema.shapes[leaf]) for b, leaf in zip(boxes, leaves, strict=True)
             ]
             return self._build_columns(
-                kinds, [*compress(leaves, inside)], [*compress(wants, inside)]
+                schema, [*compress(leaves, inside)], [*compress(request_ids, inside)]
             )
 
     def _build_columns(
-        self, kinds: LeafSchema, leaves: list[int], request_ids: list[int]
+        self, schema: LeafSchema, leaves: list[int], request_ids: list[int]
     ) -> _RequestColumns:
-        """Raises ``ValueError`` for a box of other dimensions than its leaf, ``OverflowError``."""
-        leaf, want = int_array(leaves), int_array(request_ids)
-        dims = kinds.ndims[leaf]
+        """Build the columns of these requests; ``leaves[i]`` is the leaf of ``request_ids[i]``.
+
+        Raises ``ValueError`` for a box whose number of dimensions differs from that of its leaf,
+        and ``OverflowError`` for a number beyond 64 bits.
+        """
+        leaf, request_id = int_array(leaves), int_array(request_ids)
+        dims = schema.ndims[leaf]
         offsets = [self.requests[n][1].offsets for n in request_ids]
         sizes = [self.requests[n][1].sizes for n in request_ids]
         if not [*map(len, offsets)] == [*map(len, sizes)] == dims.tolist():
             raise ValueError
-        begins, width = exclusive_cumsum(dims), kinds.itemsizes[leaf]
+        begins, itemsize = exclusive_cumsum(dims), schema.itemsizes[leaf]
         return _RequestColumns(
-            leaf, want, width, dims, begins, flatten_rows(offsets), flatten_rows(sizes)
+            leaf, request_id, itemsize, dims, begins, flatten_rows(offsets), flatten_rows(sizes)
         )
 
     def pop_overlaps(self, request_id: int) -> Ints:
-        """A row for each of the boxes that were found for a want; they are kept no longer."""
+        """Return the stored boxes that overlap a request, one per row, and forget them."""
         dims = len(self.requests[request_id][1].sizes)
         return np.array(self.overlaps.pop(request_id, ()), np.int64).reshape(-1, 3 + 2 * dims)
 
     def check_requests(self) -> None:
-        """Raise for wants of leaves that were not seen, or of what is not within its leaf."""
+        """Raise an error for requests that no scanned shard can fill.
+
+        Raises ``MissingLeaf`` if no shard has a requested leaf, and ``PlanError`` if a requested
+        box is not within its leaf.
+        """
         missing = sorted(self._requests_by_key.keys() - self.leaf_types.keys())
         if missing:
             raise MissingLeaf(
-                f"The snapshot lacks {len(missing)} leaves that are wanted",
+                f"The snapshot lacks {len(missing)} of the requested leaves",
                 expected=summarize_names(missing),
                 found="none of their boxes in any shard",
-                todo="Leave them out, or load a version that has them",
+                todo="Do not request these leaves, or load a version that has them",
                 leaves=tuple(missing),
             )
-        for (key, box), done in zip(self.requests, self.exact_matches.tolist(), strict=True):
+        for (key, box), matched in zip(self.requests, self.exact_matches.tolist(), strict=True):
             shape = self.leaf_types[key][1]
-            if not done and not box.is_within(shape):
+            if not matched and not box.is_within(shape):
                 raise PlanError(
-                    f"A part of {key} is wanted that is not within the tensor",
-                    expected=f"a part of {list(shape)}",
+                    f"The requested part of {key} is not within the stored tensor",
+                    expected=f"a part of a tensor of shape {list(shape)}",
                     found=f"offsets {box.offsets}, sizes {box.sizes}",
-                    todo="Ask for a part within the stored shape",
+                    todo="Request a part within the stored shape",
                     key=key,
                 )
 
@@ -189,5 +211,6 @@ def _type_conflict(
 
 
 def summarize_names(names: Sequence[str]) -> str:
+    """Return the first names, separated by commas, and the number of further names."""
     more = len(names) - MAX_SHOWN
     return ", ".join(names[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")

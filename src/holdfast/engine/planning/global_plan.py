@@ -1,4 +1,4 @@
-"""Who writes what: the offers of all ranks in, a plan by which every box is written once out."""
+"""Combine the local plans of all ranks into a global plan that writes every box exactly once."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from holdfast.ragged import Ints
 from holdfast.text import format_ranks
 
 MAX_SHOWN = 20
-"""Most leaves that one error message names."""
+"""The maximum number of leaves that one error message names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GlobalPlan:
-    """Which of its boxes each rank writes: every distinct box is written once.
+    """The boxes that each rank writes. Every distinct box is written exactly once.
 
-    ``structures``: the digests that the plan was made for, one per rank; ``writes``: for all boxes
-    of all ranks, those of rank r from ``bounds[r]`` to ``bounds[r + 1]``; ``loads``: bytes that
-    each rank writes; ``leaves``: hashes of keys, and of their types.
+    ``digests``: digests of the local plans that this plan combines, one per rank; ``write_flags``:
+    for all boxes of all ranks, whether the rank writes the box (rank r has the entries from
+    ``rank_bounds[r]`` to ``rank_bounds[r + 1]``); ``bytes_per_rank``: bytes that each rank writes;
+    ``leaf_types``: for the hash of each leaf's key, the hash of its dtype and shape.
     """
 
     digests: tuple[bytes, ...]
@@ -37,42 +38,47 @@ class GlobalPlan:
     leaf_types: Mapping[int, int]
 
     def write_mask(self, rank: int) -> NDArray[np.bool_]:
-        """For each holding of the rank, in the order of its offer, whether it writes it."""
+        """For each box of a rank, in the order of its local plan, whether the rank writes it."""
         return self.write_flags[self.rank_bounds[rank] : self.rank_bounds[rank + 1]]
 
     def mismatched_leaves(self, leaves: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-        """The keys among ``leaves`` (dtype and shape) that the plan has not, or has as another
-        type; and how many only the plan has."""
-        found = {xxh3_64_intdigest(key.encode()): key for key in leaves}
-        wrong = [
+        """Return the keys of ``leaves`` that the plan lacks or has with another dtype or shape.
+
+        ``leaves`` maps a key to dtype and shape. If the plan has leaves that are not in ``leaves``,
+        the last item of the result is text that gives their key_hash.
+        """
+        keys_by_hash = {xxh3_64_intdigest(key.encode()): key for key in leaves}
+        mismatched = [
             key
-            for number, key in found.items()
-            if self.leaf_types.get(number)
+            for key_hash, key in keys_by_hash.items()
+            if self.leaf_types.get(key_hash)
             != xxh3_64_intdigest(describe_type(*leaves[key]).encode())
         ]
-        more = len(self.leaf_types.keys() - found.keys())
-        return wrong + ([f"{more} leaves that are not in the tree"] if more else [])
+        extra = len(self.leaf_types.keys() - keys_by_hash.keys())
+        return mismatched + ([f"{extra} leaves that are not in the tree"] if extra else [])
 
 
 def can_reuse_plan(digests: Sequence[bytes], previous: GlobalPlan | None) -> bool:
-    """Whether ``previous`` still is the plan for ranks with these digests of their holdings."""
+    """Return True if ``previous`` is valid for ranks with these digests of their leaf boxes."""
     return previous is not None and tuple(digests) == previous.digests
 
 
 def make_global_plan(local_plans: Sequence[LocalPlan]) -> GlobalPlan:
-    """Deal the boxes out to the ranks (``offers[r]`` is rank r's).
+    """Choose the rank that writes each box; ``local_plans[r]`` is the plan of rank r.
 
-    A box that one rank holds is written by it; one that several hold by the one that has least
-    to write so far, larger boxes first, unless the first of them is to write it.
+    If one rank has a box, that rank writes it. If several ranks have it, the one with the fewest
+    bytes to write so far writes it; larger boxes are assigned first. A box that is marked in
+    ``box_from_first`` is always written by the first rank that has it.
 
-    Raises ``PlanError`` (``ShapeMismatch`` or ``DTypeMismatch`` if that is all) which names every
-    leaf that ranks describe differently, and every leaf that its boxes do not tile.
+    Raises ``PlanError`` that names every leaf that ranks describe differently and every leaf whose
+    boxes do not tile it. The error is ``ShapeMismatch`` or ``DTypeMismatch`` if that is the only
+    problem.
     """
     counts = [len(o.box_weight) for o in local_plans]
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
     rank = np.repeat(np.arange(len(local_plans), dtype=np.int32), counts)
     nbytes = _concat([o.box_bytes for o in local_plans], np.int64)
-    # All boxes without elements weigh nothing, so a leaf's are told apart by its key alone.
+    # The weight of every box without elements is 0, so such boxes are identified by leaf key.
     ids = _concat(
         [np.where(o.box_bytes > 0, o.box_weight, o.leaf_key[o.box_leaf]) for o in local_plans],
         np.uint64,
@@ -81,22 +87,28 @@ def make_global_plan(local_plans: Sequence[LocalPlan]) -> GlobalPlan:
     ids = ids[order]
     starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(ids)), bool), ids[1:] != ids[:-1]]))
     del ids
-    first = order[starts]
-    _check_consistency(local_plans, first)
-    writes = np.zeros(len(rank), bool)
-    holders = np.diff(starts, append=len(order))
-    firsts = _concat([o.box_from_first for o in local_plans], np.uint8)[first] > 0
-    holders[firsts] = 1  # whatever the others have
-    alone = first[holders == 1]
-    writes[alone] = True
-    loads = np.zeros(len(local_plans), np.int64)
-    np.add.at(loads, rank[alone], nbytes[alone])
-    if len(alone) < len(first):
-        _assign_writers(_DistinctBoxes(order, starts, holders, rank, nbytes), writes, loads)
-    leaves: dict[int, int] = {}
-    for offer in {id(o): o for o in local_plans}.values():
-        leaves.update(zip(offer.leaf_key.tolist(), offer.leaf_type.tolist(), strict=True))
-    return GlobalPlan(tuple(o.digest for o in local_plans), bounds, writes, loads, leaves)
+    first_records = order[starts]
+    _check_consistency(local_plans, first_records)
+    write_flags = np.zeros(len(rank), bool)
+    holder_counts = np.diff(starts, append=len(order))
+    from_first = _concat([o.box_from_first for o in local_plans], np.uint8)[first_records] > 0
+    holder_counts[from_first] = 1  # the first rank writes these, whatever the others have
+    single_records = first_records[holder_counts == 1]
+    write_flags[single_records] = True
+    bytes_per_rank = np.zeros(len(local_plans), np.int64)
+    np.add.at(bytes_per_rank, rank[single_records], nbytes[single_records])
+    if len(single_records) < len(first_records):
+        _assign_writers(
+            _DistinctBoxes(order, starts, holder_counts, rank, nbytes), write_flags, bytes_per_rank
+        )
+    leaf_types: dict[int, int] = {}
+    for local_plan in {id(o): o for o in local_plans}.values():
+        leaf_types.update(
+            zip(local_plan.leaf_key.tolist(), local_plan.leaf_type.tolist(), strict=True)
+        )
+    return GlobalPlan(
+        tuple(o.digest for o in local_plans), bounds, write_flags, bytes_per_rank, leaf_types
+    )
 
 
 def _concat(columns: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
@@ -105,10 +117,10 @@ def _concat(columns: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DistinctBoxes:
-    """Distinct boxes: box i is held by records ``order[starts[i] : starts[i] + holders[i]]``.
+    """The distinct boxes of all ranks, each with the records of the ranks that hold it.
 
-    A record is one rank's holding of one box; ``rank`` and ``nbytes`` are columns over records.
-    The records of a box come in the order of their ranks.
+    A record says that one rank holds one box; ``rank`` and ``nbytes`` are columns over records.
+    Box i has the records ``order[starts[i] : starts[i] + holder_counts[i]]``, in rank order.
     """
 
     order: NDArray[np.intp]
@@ -121,60 +133,65 @@ class _DistinctBoxes:
 def _assign_writers(
     all_boxes: _DistinctBoxes, write_flags: NDArray[np.bool_], bytes_per_rank: Ints
 ) -> None:
-    """Choose a holder for each box with several, and mark it in ``writes`` and ``loads``."""
+    """Choose a writer for each box with several holders; update both output arrays."""
     order, rank = all_boxes.order, all_boxes.rank
-    # Boxes with the same holders form a group, known by a sum over the ranks. Were two groups
-    # confused, a box would still be dealt to one of its own holders.
+    # Boxes with the same holders form a group, identified by a sum of hashes of the ranks. If two
+    # groups collide, each box is still assigned to one of its own holders.
     sums = np.add.reduceat(splitmix64(rank.astype(np.uint64))[order], all_boxes.starts)
-    several = np.flatnonzero(all_boxes.holder_counts > 1)
+    shared = np.flatnonzero(all_boxes.holder_counts > 1)
     starts, counts, sums = (
-        all_boxes.starts[several],
-        all_boxes.holder_counts[several],
-        sums[several],
+        all_boxes.starts[shared],
+        all_boxes.holder_counts[shared],
+        sums[shared],
     )
     nbytes = all_boxes.nbytes[order[starts]]
-    # Groups with fewer holders first: they have less choice.
+    # Groups with fewer holders come first because they have fewer choices.
     by_group = np.lexsort((-nbytes, sums, counts))
     sums, counts = sums[by_group], counts[by_group]
     edges = np.flatnonzero((sums[1:] != sums[:-1]) | (counts[1:] != counts[:-1])) + 1
-    limits = [0, *edges.tolist(), len(by_group)]
-    load = bytes_per_rank.tolist()
-    for a, b in pairwise(limits):
+    group_bounds = [0, *edges.tolist(), len(by_group)]
+    loads = bytes_per_rank.tolist()
+    for a, b in pairwise(group_bounds):
         boxes = by_group[a:b]
         begin, count = int(starts[boxes[0]]), int(counts[a])
         members = rank[order[begin : begin + count]].tolist()
-        heap = [(load[r], k) for k, r in enumerate(members)]
+        heap = [(loads[r], k) for k, r in enumerate(members)]
         heapq.heapify(heap)
         chosen = []
         for at, size in zip(starts[boxes].tolist(), nbytes[boxes].tolist()):
-            least, k = heap[0]
-            heapq.heapreplace(heap, (least + size, k))
-            load[members[k]] += size
+            least_load, k = heap[0]
+            heapq.heapreplace(heap, (least_load + size, k))
+            loads[members[k]] += size
             chosen.append(at + k)
         write_flags[order[chosen]] = True
-    bytes_per_rank[:] = load
+    bytes_per_rank[:] = loads
 
 
 def _check_consistency(local_plans: Sequence[LocalPlan], first_records: NDArray[np.intp]) -> None:
-    """Raise for leaves that ranks describe differently or whose boxes (``first``) do not tile."""
+    """Raise an error for leaves whose type differs between ranks or whose boxes do not tile them.
+
+    ``first_records`` has one record of each distinct box.
+    """
     keys, index, inverse = np.unique(
         _concat([o.leaf_key for o in local_plans], np.uint64),
         return_index=True,
         return_inverse=True,
     )
     types = _concat([o.leaf_type for o in local_plans], np.uint64)
-    mixed = np.unique(inverse[types != types[index][inverse]])
+    mistyped = np.unique(inverse[types != types[index][inverse]])
     del inverse, types
     key = _concat([o.leaf_key[o.box_leaf] for o in local_plans], np.uint64)[first_records]
     weight = _concat([o.box_weight for o in local_plans], np.uint64)[first_records]
-    found = np.zeros(len(keys), np.uint64)
-    np.add.at(found, np.searchsorted(keys, key), weight)
-    torn = np.flatnonzero(found != _concat([o.leaf_weight for o in local_plans], np.uint64)[index])
-    torn = np.setdiff1d(torn, mixed)
-    if len(mixed) or len(torn):
+    weight_sums = np.zeros(len(keys), np.uint64)
+    np.add.at(weight_sums, np.searchsorted(keys, key), weight)
+    untiled = np.flatnonzero(
+        weight_sums != _concat([o.leaf_weight for o in local_plans], np.uint64)[index]
+    )
+    untiled = np.setdiff1d(untiled, mistyped)
+    if len(mistyped) or len(untiled):
         nbytes = _concat([o.box_bytes for o in local_plans], np.int64)[first_records]
-        tiled = {int(k): int(nbytes[key == k].sum()) for k in keys[torn[:MAX_SHOWN]]}
-        raise _consistency_error(local_plans, keys[mixed], keys[torn], tiled)
+        covered_bytes = {int(k): int(nbytes[key == k].sum()) for k in keys[untiled[:MAX_SHOWN]]}
+        raise _consistency_error(local_plans, keys[mistyped], keys[untiled], covered_bytes)
 
 
 def _consistency_error(
@@ -183,39 +200,43 @@ def _consistency_error(
     untiled: Hashes,
     covered_bytes: dict[int, int],
 ) -> PlanError:
-    """The error for all of it, in words; only the names of the ranks concerned are opened."""
+    """Return the error that lists all problems; unpacks only the names of the affected ranks."""
     lines: list[str] = []
     names: list[str] = []
-    kinds: set[type[PlanError]] = {PlanError} if len(untiled) else set()
-    told = [*mistyped.tolist()[:MAX_SHOWN], *untiled.tolist()[:MAX_SHOWN]]
-    says: dict[int, dict[tuple[str, str, tuple[int, ...]], list[int]]] = {h: {} for h in told}
+    error_classes: set[type[PlanError]] = {PlanError} if len(untiled) else set()
+    shown = [*mistyped.tolist()[:MAX_SHOWN], *untiled.tolist()[:MAX_SHOWN]]
+    variants: dict[int, dict[tuple[str, str, tuple[int, ...]], list[int]]] = {h: {} for h in shown}
     total: dict[int, int] = {}
-    for r, offer in enumerate(local_plans):
-        here = np.flatnonzero(np.isin(offer.leaf_key, np.array(told, np.uint64)))
-        rows = offer.unpack_leaf_types() if len(here) else {}
-        for i in here.tolist():
-            leaf = int(offer.leaf_key[i])
-            says[leaf].setdefault(rows[leaf], []).append(r)
-            total[leaf] = int(offer.leaf_bytes[i])
-    for leaf in told:
-        sides = says[leaf]
-        key = next(iter(sides))[0]
+    for r, local_plan in enumerate(local_plans):
+        positions = np.flatnonzero(np.isin(local_plan.leaf_key, np.array(shown, np.uint64)))
+        rows = local_plan.unpack_leaf_types() if len(positions) else {}
+        for i in positions.tolist():
+            key_hash = int(local_plan.leaf_key[i])
+            variants[key_hash].setdefault(rows[key_hash], []).append(r)
+            total[key_hash] = int(local_plan.leaf_bytes[i])
+    for key_hash in shown:
+        ranks_by_type = variants[key_hash]
+        key = next(iter(ranks_by_type))[0]
         names.append(key)
-        if len(sides) > 1:
-            parts = [
-                f"{describe_type(d, s)} on {format_ranks(r)}" for (_, d, s), r in sides.items()
+        if len(ranks_by_type) > 1:
+            descriptions = [
+                f"{describe_type(d, s)} on {format_ranks(r)}"
+                for (_, d, s), r in ranks_by_type.items()
             ]
-            lines.append(f"{key}: {', '.join(parts)}")
-            kinds.add(_error_class([d for _, d, _ in sides], [s for _, _, s in sides]))
+            lines.append(f"{key}: {', '.join(descriptions)}")
+            error_classes.add(
+                _error_class([d for _, d, _ in ranks_by_type], [s for _, _, s in ranks_by_type])
+            )
         else:
-            lines.append(f"{key}: {_describe_tiling(covered_bytes[leaf], total[leaf])}")
-    more = len(mistyped) + len(untiled) - len(told)
-    kind = kinds.pop() if len(kinds) == 1 else PlanError
-    return kind(
-        f"The ranks' parts do not make up the state, in {len(mistyped) + len(untiled)} leaves",
-        expected="one dtype and shape per leaf on all ranks, and boxes that tile it",
+            lines.append(f"{key}: {_describe_tiling(covered_bytes[key_hash], total[key_hash])}")
+    count = len(mistyped) + len(untiled)
+    more = count - len(shown)
+    error_class = error_classes.pop() if len(error_classes) == 1 else PlanError
+    return error_class(
+        f"The boxes of the ranks are inconsistent in {count} {'leaf' if count == 1 else 'leaves'}",
+        expected="one dtype and shape per leaf on all ranks, and boxes that tile the leaf",
         found="; ".join(lines) + (f"; and {more} more" if more else ""),
-        todo="Give every rank the same global tensors; wrap what differs by rank in PerRank",
+        todo="Pass the same global tensors on every rank; wrap what differs by rank in PerRank",
         leaves=tuple(names),
     )
 

@@ -1,12 +1,15 @@
-"""What a rank tells the coordinator of a save: its holdings as columns of numbers.
+"""What a rank sends to the coordinator of a save: its boxes as columns of numbers.
 
-**Weights.** A box is known by one number that both names it and adds up. Give every position x
-of dimension d a fixed random number R(d, x); an interval [a, b) weighs R(d, b) - R(d, a), a box the
-product over its dimensions, times an odd number made of the leaf's key; all modulo 2**64. Like an
-area, weights of boxes that tile a leaf add up to the weight of the leaf; unlike an area, an
-overlap does not make up for a gap, because each part of the tensor weighs something of its own.
-Different boxes have different weights, except by chance (2**-64 for a pair); and where chance
-strikes, the box that is taken for another is missing in the sum: an error, never a loss.
+**Weights.** A *weight* is one number that identifies a box and is additive. Each position x of
+dimension d has a fixed random number R(d, x). The weight of an interval [a, b) is
+R(d, b) - R(d, a). The weight of a box is the product over its dimensions, times an odd number
+derived from the leaf's key. All arithmetic is modulo 2**64.
+
+As with areas, the weights of boxes that tile a leaf add up to the weight of the leaf. Unlike with
+areas, an overlap does not compensate for a gap, because each part of the tensor has its own weight.
+Different boxes have different weights, except for collisions with a probability of 2**-64 per pair.
+A box that is mistaken for another because of a collision is missing from the sum. The result of a
+collision is therefore an error, never a loss of data.
 """
 
 from __future__ import annotations
@@ -34,12 +37,13 @@ _COLUMN_DTYPES = ("<u8", "<u8", "<u8", "<i8", "<u8", "<i8", "<u4", "<u1")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalPlan:
-    """What one rank has, as it tells the coordinator. Columns over its leaves and its boxes.
+    """The boxes of one rank as it sends them to the coordinator, in columns.
 
-    ``structure``: digest of all holdings; ``leaf_key``, ``leaf_type``: hashes of the key, and of
-    dtype and shape; ``leaf_weight``, ``leaf_bytes``: of the whole leaf; ``box_leaf``: which leaf;
-    ``box_first``: 1 for a box that the first rank which has it is to write;
-    ``names``: keys, dtypes and shapes, compressed, opened only to explain an error.
+    ``digest``: digest of all leaf boxes. The columns ``leaf_*`` have one row per leaf, the columns
+    ``box_*`` one row per box. ``leaf_key``: hash of the key; ``leaf_type``: hash of dtype and
+    shape; ``leaf_weight``, ``leaf_bytes``: of the whole leaf; ``box_leaf``: row of the box's leaf;
+    ``box_from_first``: 1 for a box that must be written by the first rank that has it;
+    ``packed_leaf_types``: keys, dtypes, and shapes, compressed and unpacked only for an error.
     """
 
     digest: bytes
@@ -54,7 +58,7 @@ class LocalPlan:
     packed_leaf_types: bytes
 
     def to_bytes(self) -> bytes:
-        """The offer for the wire, between processes of one job (the same version of us)."""
+        """Serialize the plan for a process of the same job, which has the same Holdfast version."""
         head = _HEADER.pack(
             self.digest, len(self.leaf_key), len(self.box_weight), len(self.packed_leaf_types)
         )
@@ -62,18 +66,23 @@ class LocalPlan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LocalPlan:
-        """The offer that ``to_bytes`` packed, without copying. Raises ``PlanError``."""
-        whole = len(data) >= _HEADER.size
-        structure, leaves, boxes, names = _HEADER.unpack_from(data) if whole else (b"", 0, 0, 0)
-        if not whole or len(data) != _HEADER.size + 32 * leaves + 21 * boxes + names:
-            raise PlanError("An offer of a rank was cut off or damaged on its way")
+        """Deserialize a plan from ``to_bytes`` without copying the columns.
+
+        Raises ``PlanError`` if ``data`` has the wrong length.
+        """
+        has_header = len(data) >= _HEADER.size
+        digest, leaves, boxes, packed_length = (
+            _HEADER.unpack_from(data) if has_header else (b"", 0, 0, 0)
+        )
+        if not has_header or len(data) != _HEADER.size + 32 * leaves + 21 * boxes + packed_length:
+            raise PlanError("The local plan of a rank was truncated or damaged in transit")
         columns: list[Any] = []
-        at = _HEADER.size
-        for kind, count in zip(_COLUMN_DTYPES, [leaves] * 4 + [boxes] * 4, strict=True):
-            columns.append(np.frombuffer(data, kind, count, at))
-            at += columns[-1].nbytes
-        columns.append(data[at:])
-        return cls(structure, *columns)
+        offset = _HEADER.size
+        for column_dtype, count in zip(_COLUMN_DTYPES, [leaves] * 4 + [boxes] * 4, strict=True):
+            columns.append(np.frombuffer(data, column_dtype, count, offset))
+            offset += columns[-1].nbytes
+        columns.append(data[offset:])
+        return cls(digest, *columns)
 
     def _columns(self) -> tuple[NDArray[Any], ...]:
         return (
@@ -88,7 +97,7 @@ class LocalPlan:
         )
 
     def unpack_leaf_types(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
-        """Key, dtype and shape of every leaf, by the hash of its key."""
+        """Return key, dtype, and shape of every leaf by the hash of its key."""
         rows = msgspec.msgpack.decode(
             zlib.decompress(self.packed_leaf_types), type=list[tuple[str, str, tuple[int, ...]]]
         )
@@ -96,47 +105,54 @@ class LocalPlan:
 
 
 def digest_leaf_boxes(leaf_boxes: Sequence[LeafBox]) -> bytes:
-    """Digest (16 bytes) of all that an offer says; as long as it stays, so does the plan."""
+    """Return a 16-byte digest of the leaf boxes.
+
+    As long as the digest is unchanged, the local plan is unchanged too.
+    """
     return xxh3_128_digest(msgspec.msgpack.encode(leaf_boxes))
 
 
 def make_local_plan(
     leaf_boxes: Sequence[LeafBox], from_first: NDArray[np.bool_] | None = None, digest: bytes = b""
 ) -> LocalPlan:
-    """What this rank tells the coordinator. ``first``: for each holding whether it is to be written
-    by the first rank that has it; ``made``: the digest of all that, if there is one already.
+    """Make the plan that this rank sends to the coordinator.
 
-    Raises ``PlanError`` if a box leaves its tensor or two boxes of a leaf name different tensors,
-    ``Unsupported`` for an unknown dtype.
+    ``from_first``: for each leaf box, whether the first rank that has it must write it;
+    ``digest``: the digest of the leaf boxes, if the caller has computed it already.
+
+    Raises ``PlanError`` if a box exceeds its tensor or if two boxes of a leaf differ in dtype or
+    global shape. Raises ``Unsupported`` for an unknown dtype.
     """
-    leaves, of = _distinct_leaves(leaf_boxes)
-    types = {(h.dtype, h.shape) for h in leaves}
-    widths = {dtype: itemsize(dtype) for dtype, _ in types}
-    hashed = {t: xxh3_64_intdigest(describe_type(*t).encode()) for t in types}
-    width = np.array([widths[h.dtype] for h in leaves], np.int64)
+    leaves, box_leaf = _distinct_leaves(leaf_boxes)
+    leaf_types = {(h.dtype, h.shape) for h in leaves}
+    itemsizes = {dtype: itemsize(dtype) for dtype, _ in leaf_types}
+    type_hashes = {
+        leaf_type: xxh3_64_intdigest(describe_type(*leaf_type).encode()) for leaf_type in leaf_types
+    }
+    width = np.array([itemsizes[h.dtype] for h in leaves], np.int64)
     key = np.array([xxh3_64_intdigest(h.key.encode()) for h in leaves], np.uint64)
     factor = key | np.uint64(1)
     leaf_dims = np.array([len(h.shape) for h in leaves], np.int64)
-    dims = leaf_dims[of]
+    dims = leaf_dims[box_leaf]
     shape = flatten_rows(h.shape for h in leaves)
     offsets = flatten_rows(h.box.offsets for h in leaf_boxes)
     sizes = flatten_rows(h.box.sizes for h in leaf_boxes)
-    limits = flatten_rows(leaves[i].shape for i in of.tolist())
-    wrong = (offsets < 0) | (sizes < 0) | (offsets + sizes > limits)
-    if wrong.any():
+    limits = flatten_rows(leaves[i].shape for i in box_leaf.tolist())
+    out_of_bounds = (offsets < 0) | (sizes < 0) | (offsets + sizes > limits)
+    if out_of_bounds.any():
         raise _out_of_bounds_error(
-            leaf_boxes[int(np.repeat(np.arange(len(dims)), dims)[wrong.argmax()])]
+            leaf_boxes[int(np.repeat(np.arange(len(dims)), dims)[out_of_bounds.argmax()])]
         )
     return LocalPlan(
         digest=digest or digest_leaf_boxes(leaf_boxes),
         leaf_key=key,
-        leaf_type=np.array([hashed[h.dtype, h.shape] for h in leaves], np.uint64),
+        leaf_type=np.array([type_hashes[h.dtype, h.shape] for h in leaves], np.uint64),
         leaf_weight=_weights(np.zeros_like(shape), shape, leaf_dims) * factor,
         leaf_bytes=row_products(shape, leaf_dims) * width,
-        box_weight=_weights(offsets, sizes, dims) * factor[of],
-        box_bytes=row_products(sizes, dims) * width[of],
-        box_leaf=of,
-        box_from_first=np.zeros(len(of), np.uint8)
+        box_weight=_weights(offsets, sizes, dims) * factor[box_leaf],
+        box_bytes=row_products(sizes, dims) * width[box_leaf],
+        box_leaf=box_leaf,
+        box_from_first=np.zeros(len(box_leaf), np.uint8)
         if from_first is None
         else from_first.astype(np.uint8),
         packed_leaf_types=zlib.compress(
@@ -146,43 +162,43 @@ def make_local_plan(
 
 
 def _distinct_leaves(leaf_boxes: Sequence[LeafBox]) -> tuple[list[LeafBox], NDArray[np.uint32]]:
-    """One holding of each leaf, and for each box the index of its leaf."""
+    """Return one leaf box of each leaf, and for each leaf box the index of its leaf."""
     index: dict[str, int] = {}
     leaves: list[LeafBox] = []
-    of: list[int] = []
+    box_leaf: list[int] = []
     for h in leaf_boxes:
         i = index.setdefault(h.key, len(leaves))
         if i == len(leaves):
             leaves.append(h)
         elif leaves[i].shape != h.shape or leaves[i].dtype != h.dtype:
             raise PlanError(
-                f"A rank offers two different tensors as {h.key}",
+                f"A rank has two different tensors under the key {h.key}",
                 expected=describe_type(leaves[i].dtype, leaves[i].shape),
                 found=describe_type(h.dtype, h.shape),
                 key=h.key,
             )
         if not len(h.box.offsets) == len(h.box.sizes) == len(h.shape):
             raise _out_of_bounds_error(h)
-        of.append(i)
-    return leaves, np.array(of, np.uint32)
+        box_leaf.append(i)
+    return leaves, np.array(box_leaf, np.uint32)
 
 
 def _out_of_bounds_error(leaf_box: LeafBox) -> PlanError:
     return PlanError(
-        f"A rank offers a part of {leaf_box.key} that is not within the tensor",
-        expected=f"a part of {describe_type(leaf_box.dtype, leaf_box.shape)}",
+        f"A rank has a box of {leaf_box.key} that is not within the tensor",
+        expected=f"a box within {describe_type(leaf_box.dtype, leaf_box.shape)}",
         found=f"offsets {leaf_box.box.offsets}, sizes {leaf_box.box.sizes}",
         key=leaf_box.key,
     )
 
 
 def describe_type(dtype: str, shape: tuple[int, ...]) -> str:
-    """A tensor's type in words, as ``float32 [2, 3]``."""
+    """Return dtype and shape of a tensor as text, such as ``float32 [2, 3]``."""
     return f"{dtype} {list(shape)}"
 
 
 def splitmix64(x: Hashes) -> Hashes:
-    """A random-looking number for each, always the same one (the finalizer of splitmix64)."""
+    """Map each number to a fixed pseudorandom number (the finalizer of splitmix64)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -190,7 +206,10 @@ def splitmix64(x: Hashes) -> Hashes:
 
 
 def _weights(offsets: Ints, sizes: Ints, dims: Ints) -> Hashes:
-    """Weights of boxes (see the module's text), given flat over boxes and their dimensions."""
+    """Return the weights of boxes (see the module's docstring).
+
+    ``offsets`` and ``sizes`` are flat: ``dims[i]`` numbers for box i, one box after the other.
+    """
     d = ranges(np.zeros_like(dims), dims)
     seed = splitmix64(d.astype(np.uint64))
     random = [splitmix64(seed ^ x.astype(np.uint64)) for x in (offsets, offsets + sizes)]

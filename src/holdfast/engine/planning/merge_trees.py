@@ -1,5 +1,8 @@
-"""One tree out of the trees of all ranks: what is equal stands once, what only some have is added,
-and what differs is an error that names the ranks."""
+"""Merge the trees of all ranks into one tree.
+
+Equal values are stored once. Members of dicts that only some ranks have are added. Values that
+differ between ranks raise an error that names the ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ from holdfast.format.names import join_key
 from holdfast.text import format_ranks
 
 MAX_SHOWN = 20
-"""Most keys that one error message names."""
+"""The maximum number of keys that one error message names."""
 
 _MAX_NODE_CHARS = 60
-"""Characters of a node that it shows."""
+"""The maximum number of characters of a node that an error message shows."""
 
 Ranks = tuple[int, ...]
 NodeVariant = tuple[Any, Ranks]
-"""A node, and the ranks that have it."""
+"""A node and the ranks that have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankNodes:
-    """What stands beside the trees. ``own``: by key the node of each rank; ``first``: by key that
-    of the first rank that has one; ``unions``: keys of lists that may be of any length."""
+    """Nodes that the trees refer to by key, and the keys of lists to merge.
+
+    ``per_rank``: by key, the node of each rank; ``from_first``: by key, the node of the first rank
+    that has one; ``merged_lists``: keys of lists whose length may differ between ranks.
+    """
 
     per_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     from_first: Mapping[str, Any] = field(default_factory=dict)
@@ -36,13 +42,16 @@ class RankNodes:
 
 
 def merge(trees: Sequence[NodeVariant], rank_nodes: RankNodes) -> Any:
-    """The tree of the snapshot. ``trees``: the different trees, that of rank 0 first, each with the
-    ranks that have it. Raises ``PlanError`` naming all values that differ, with the ranks."""
+    """Merge the trees of all ranks into the tree of the snapshot.
+
+    ``trees`` has each distinct tree with the ranks that have it, and the tree of rank 0 first.
+    Raises ``PlanError`` that names the values that differ and their ranks.
+    """
     merger = _Merger(rank_nodes)
-    made = merger.merge(list(trees), "")
+    merged = merger.merge(list(trees), "")
     if merger.differences:
         raise _difference_error(merger.differences)
-    return made
+    return merged
 
 
 class _Merger:
@@ -84,34 +93,34 @@ class _Merger:
         for node, ranks in nodes:
             pairs = node[tag] if tag == "items" else node[tag].items()
             for name, child in pairs:
-                same = repr(name) if tag == "items" else name
-                names.setdefault(same, name)
-                members.setdefault(same, []).append((child, ranks))
-        # a key tells members apart that are equal as text, by their place: as in the whole
-        made = {tag: [[n, None] for n in names.values()] if tag == "items" else names}
-        several = tree.children({**made, "of": "dict"}, key)
-        keys = [k for _, _, k in several]
-        if tag == "items" and not _has_consistent_keys(nodes, several, key):
+                identity = repr(name) if tag == "items" else name
+                names.setdefault(identity, name)
+                members.setdefault(identity, []).append((child, ranks))
+        # Names that are equal as text get keys that depend on their positions in the merged dict.
+        merged_names = {tag: [[n, None] for n in names.values()] if tag == "items" else names}
+        placed = tree.children({**merged_names, "of": "dict"}, key)
+        keys = [k for _, _, k in placed]
+        if tag == "items" and not _has_consistent_keys(nodes, placed, key):
             self.differences[key] = nodes
         merged = [self.merge(m, k) for m, k in zip(members.values(), keys, strict=True)]
-        whole: dict[str, Any] = {
+        merged_node: dict[str, Any] = {
             tag: [list(p) for p in zip(names.values(), merged, strict=True)]
             if tag == "items"
             else dict(zip(names.values(), merged, strict=True))
         }
         if tag == "items":
-            whole["of"] = nodes[0][0]["of"]
+            merged_node["of"] = nodes[0][0]["of"]
         if metadata := [(n["metadata"], r) for n, r in nodes if "metadata" in n]:
-            whole["metadata"] = self.merge(metadata, join_key(key, "~metadata"))
-        return whole
+            merged_node["metadata"] = self.merge(metadata, join_key(key, "~metadata"))
+        return merged_node
 
     def _merge_sequence(self, nodes: list[NodeVariant], key: str) -> list[Any]:
         first: list[Any] = nodes[0][0]
         if key in self.rank_nodes.merged_lists and not any(
             type(n) is dict for n, _ in nodes for n in n
         ):
-            return list(dict.fromkeys(member for several, _ in nodes for member in several))
-        longest = max(len(several) for several, _ in nodes)
+            return list(dict.fromkeys(member for members, _ in nodes for member in members))
+        longest = max(len(members) for members, _ in nodes)
         if key not in self.rank_nodes.merged_lists and any(len(n) != len(first) for n, _ in nodes):
             self.differences[key] = [({"list": n}, ranks) for n, ranks in nodes]
             return first
@@ -124,18 +133,22 @@ class _Merger:
 def _has_consistent_keys(
     nodes: Sequence[NodeVariant], merged: Sequence[tuple[Any, Any, str]], key: str
 ) -> bool:
-    """Whether the members of a dict have one key on all ranks, and different names in the whole:
-    1 and True are the same name, 1 and "1" are not, but have keys made of their places."""
-    placed = {(type(name), name): k for name, _, k in merged}
+    """Return True if the members of a dict have consistent keys and distinct names.
+
+    Each member must have the same key on all ranks as in the merged dict. The names in the merged
+    dict must differ: 1 and True are the same name. 1 and "1" are different names, but their keys
+    depend on their positions.
+    """
+    expected_keys = {(type(name), name): k for name, _, k in merged}
     return len({name for name, _, _ in merged}) == len(merged) and all(
-        placed[type(name), name] == k
+        expected_keys[type(name), name] == k
         for node, _ in nodes
         for name, _, k in tree.children(node, key)
     )
 
 
 def _nodes_equal(a: Any, b: Any) -> bool:
-    """Whether two nodes say the same: 1, 1.0 and true are three things, -0.0 is not 0.0."""
+    """Return True if two nodes are identical: 1, 1.0, and true differ, and so do -0.0 and 0.0."""
     if type(a) is not type(b):
         return False
     if type(a) is dict:
@@ -148,26 +161,31 @@ def _nodes_equal(a: Any, b: Any) -> bool:
 def _difference_error(differences: Mapping[str, list[NodeVariant]]) -> PlanError:
     lines = []
     for key, nodes in list(differences.items())[:MAX_SHOWN]:
-        sides: dict[str, tuple[str, list[int]]] = {}
+        ranks_by_node: dict[str, tuple[str, list[int]]] = {}
         for node, ranks in nodes:
-            sides.setdefault(repr(node), (_describe_node(node), []))[1].extend(ranks)
-        told = [f"{said} on {format_ranks(sorted(r))}" for said, r in list(sides.values())[:4]]
-        lines.append(f"{key}: " + ", ".join(told) + (", ..." if len(sides) > 4 else ""))
+            ranks_by_node.setdefault(repr(node), (_describe_node(node), []))[1].extend(ranks)
+        descriptions = [
+            f"{description} on {format_ranks(sorted(r))}"
+            for description, r in list(ranks_by_node.values())[:4]
+        ]
+        lines.append(
+            f"{key}: " + ", ".join(descriptions) + (", ..." if len(ranks_by_node) > 4 else "")
+        )
     more = len(differences) - len(lines)
     return PlanError(
-        "The ranks do not agree about "
+        "The ranks disagree about "
         + ("a value" if len(differences) == 1 else f"{len(differences)} values")
         + " of the state",
-        expected="the same on every rank that has it",
+        expected="the same value on every rank that has it",
         found="; ".join(lines) + (f"; and {more} more" if more else ""),
-        todo="Wrap what each rank has of its own in holdfast.PerRank, and what is meant to be the"
-        " same but is not in holdfast.Replicated, which takes the first rank's",
+        todo="Wrap values that differ by rank in holdfast.PerRank; to save the first rank's value"
+        " for all ranks, wrap it in holdfast.Replicated",
         leaves=tuple(differences),
     )
 
 
 def _describe_node(node: Any) -> str:
-    """A node in words."""
+    """Return a short description of a node for a message."""
     if type(node) is not dict:
         return tree.describe_node(node)
     tag, body = next(iter(node.items()))

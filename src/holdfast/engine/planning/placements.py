@@ -1,10 +1,10 @@
-"""How the placements of a device mesh cut a tensor: which boxes of it a rank has, and where they
-lie in its local tensor.
+"""Compute which boxes of a tensor a rank has under the placements of a device mesh.
 
-Arithmetic only: nothing here knows torch. The part of one dimension that a rank has is a list of
-runs, each a start and a length in the global tensor, in the order in which they lie in the local
-one. Every mesh dimension that cuts it takes some of the runs; runs that touch become one. The
-cost grows with the number of runs, never with the length of a dimension.
+For each box, the result also has its position in the rank's local tensor. Arithmetic only: this
+module does not use torch. The part of one dimension that a rank has is a list of extents. An
+extent is a start and a length in the global tensor; extents are in the order of the local tensor.
+Each mesh dimension that shards the dimension selects some of the extents, and adjacent extents are
+merged. The cost grows with the number of extents, not with the length of a dimension.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Extent = tuple[int, int]
 
 
 class ShardPlacement(NamedTuple):
-    """What one mesh dimension does to a tensor: it cuts the dimension ``dim``.
+    """A mesh dimension shards dimension ``dim`` of a tensor.
 
-    With a ``factor`` above 1 (the ``split_factor`` of PyTorch's ``_StridedShard``) the dimension
-    is cut into so many blocks first, then each block over the mesh dimension.
+    With a ``split_factor`` above 1 (that of PyTorch's ``_StridedShard``), the dimension is first
+    split into that many blocks, and each block is then sharded over the mesh dimension.
     """
 
     dim: int
@@ -30,12 +30,15 @@ class ShardPlacement(NamedTuple):
 
 
 Placements = tuple[ShardPlacement | None, ...]
-"""One entry per mesh dimension; None where each rank of it has the same (``Replicate``)."""
+"""One entry per mesh dimension; None if all its ranks have the same data (``Replicate``)."""
 
 
 class LocalLayout(NamedTuple):
-    """A rank's part of a tensor: the shape of its local tensor, and the boxes in it, each with
-    the slices of the local tensor that hold it. Boxes without elements are left out."""
+    """A rank's part of a tensor: the shape of its local tensor, and the boxes in it.
+
+    Each box comes with the slices of the local tensor that contain it. Boxes without elements are
+    omitted.
+    """
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, tuple[slice, ...]], ...]
@@ -49,92 +52,103 @@ def local_boxes(
     placements: Placements,
     shard_order: tuple[int, ...] | None = None,
 ) -> LocalLayout:
-    """The boxes of a tensor of ``shape`` that the rank at ``coordinate`` of the mesh has.
+    """Return the boxes of a tensor of ``shape`` that the rank at ``coordinate`` of the mesh has.
 
-    ``order``: the mesh dimensions in the order in which they cut, with the factors of ``cuts``.
-    Without it, factors say that order (``cutting_order``); where they do not, and where there are
-    none, the mesh dimensions cut from the first to the last.
+    ``shard_order``: the mesh dimensions in the order in which they shard the tensor, with the split
+    factors of ``placements``. If it is None, the split factors determine the order
+    (``infer_shard_order``). If they determine none, or if there are none, the mesh dimensions shard
+    the tensor from first to last.
     """
     if shard_order is None:
         shard_order = infer_shard_order(mesh_shape, placements)
         if shard_order is None:
             shard_order = tuple(range(len(mesh_shape)))
         else:
-            placements = tuple(cut and ShardPlacement(cut.dim) for cut in placements)
-    kept: list[list[Extent]] = [[(0, n)] for n in shape]
+            placements = tuple(p and ShardPlacement(p.dim) for p in placements)
+    extents: list[list[Extent]] = [[(0, n)] for n in shape]
     for m in shard_order:
-        cut = placements[m]
-        if cut is not None:
-            kept[cut.dim] = _shard_extents(
-                kept[cut.dim], mesh_shape[m], coordinate[m], cut.split_factor
+        placement = placements[m]
+        if placement is not None:
+            extents[placement.dim] = _shard_extents(
+                extents[placement.dim], mesh_shape[m], coordinate[m], placement.split_factor
             )
     boxes = []
-    for runs in product(*(_local_slices(runs) for runs in kept)):
-        sizes = tuple(where.stop - where.start for _, where in runs)
-        box = Box(tuple(start for start, _ in runs), sizes)
-        boxes.append((box, tuple(where for _, where in runs)))
-    return LocalLayout(tuple(sum(n for _, n in runs) for runs in kept), tuple(boxes))
+    for parts in product(*(_local_slices(e) for e in extents)):
+        sizes = tuple(local_slice.stop - local_slice.start for _, local_slice in parts)
+        box = Box(tuple(start for start, _ in parts), sizes)
+        boxes.append((box, tuple(local_slice for _, local_slice in parts)))
+    return LocalLayout(tuple(sum(n for _, n in e) for e in extents), tuple(boxes))
 
 
 def infer_shard_order(
     mesh_shape: tuple[int, ...], placements: Placements
 ) -> tuple[int, ...] | None:
-    """The mesh dimensions in the order in which they really cut, where factors tell it.
+    """Infer from the split factors the order in which the mesh dimensions shard a tensor.
 
-    FSDP2 cuts what tensor parallelism has cut already, over a mesh dimension that stands before.
-    PyTorch writes that as ``[_StridedShard(0, split_factor=t), Shard(0)]``, t the parts that
-    were there before. Where all parts are even this is equal to cutting from left to right in
-    strides. Where they are not, it is not: of 38 rows over 4 x 4 ranks, FSDP2 gives the rank
-    (3, 2) row 29, cutting from left to right row 37. So the factors are read as what they were
-    made from, which is how ``redistribute`` and ``full_tensor`` read them too (torch 2.13,
+    FSDP2 shards tensors that tensor parallelism has sharded already, but over a mesh dimension that
+    comes before that of tensor parallelism. PyTorch represents this as
+    ``[_StridedShard(0, split_factor=t), Shard(0)]``, where t is the number of parts before FSDP2.
+    If all parts have the same size, this is equal to strided sharding from left to right. Otherwise
+    the results differ: of 38 rows over 4 x 4 ranks, FSDP2 gives the rank (3, 2) row 29, but strided
+    sharding from left to right gives it row 37. This function therefore recovers the order that
+    produced the factors, as ``redistribute`` and ``full_tensor`` do (torch 2.13,
     ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``).
 
-    None where no order gives these factors (a view of a tensor may make such).
+    Returns None if no order produces these factors. A view of a tensor may have such factors.
     """
     orders: dict[int, list[int]] = {}
     for m in reversed(range(len(placements))):
-        cut = placements[m]
-        if cut is None:
+        placement = placements[m]
+        if placement is None:
             continue
-        order = orders.setdefault(cut.dim, [])
-        before, at = 1, 0
-        while before != cut.split_factor:
-            if at == len(order):
+        order = orders.setdefault(placement.dim, [])
+        parts_before, position = 1, 0
+        while parts_before != placement.split_factor:
+            if position == len(order):
                 return None
-            before *= mesh_shape[order[at]]
-            at += 1
-        order.insert(at, m)
+            parts_before *= mesh_shape[order[position]]
+            position += 1
+        order.insert(position, m)
     return tuple(m for order in orders.values() for m in order)
 
 
 def _shard_extents(
     extents: list[Extent], num_parts: int, index: int, split_factor: int
 ) -> list[Extent]:
-    """The runs that rank ``index`` of ``count`` keeps. Both cuts are those of ``torch.chunk``:
-    equal parts, rounded up, so that the last ones may be shorter or empty."""
+    """Return the extents that rank ``index`` of ``num_parts`` keeps.
+
+    Both splits follow ``torch.chunk``: the parts have equal lengths, rounded up, so the last parts
+    may be shorter or empty.
+    """
     total = sum(length for _, length in extents)
     if not total:
         return extents
-    block = -(-total // split_factor)
-    last = total // block * block  # where the last block begins, if it is a shorter one
-    first, stop = _torch_chunk_bounds(block, num_parts, index)
-    if (first, stop) == (0, block):
-        wanted = [(0, last)]
+    block_length = -(-total // split_factor)
+    last_begin = total // block_length * block_length  # of the last block if it is shorter
+    first, stop = _torch_chunk_bounds(block_length, num_parts, index)
+    if (first, stop) == (0, block_length):
+        local_ranges = [(0, last_begin)]
     else:
-        wanted = [(at + first, at + stop) for at in range(0, last if first < stop else 0, block)]
-    first, stop = _torch_chunk_bounds(total - last, num_parts, index)
-    return _select_extents(extents, [*wanted, (last + first, last + stop)])
+        local_ranges = [
+            (at + first, at + stop)
+            for at in range(0, last_begin if first < stop else 0, block_length)
+        ]
+    first, stop = _torch_chunk_bounds(total - last_begin, num_parts, index)
+    return _select_extents(extents, [*local_ranges, (last_begin + first, last_begin + stop)])
 
 
 def _torch_chunk_bounds(length: int, num_parts: int, index: int) -> Extent:
-    """Where part ``index`` of ``count`` of a length begins and where it ends."""
+    """Return the start and end of part ``index`` of ``num_parts`` of a length."""
     part = -(-length // num_parts)
     return min(index * part, length), min((index + 1) * part, length)
 
 
 def _select_extents(extents: list[Extent], local_ranges: list[tuple[int, int]]) -> list[Extent]:
-    """What of the runs lies between each first and past-the-last local position, which rise."""
-    taken: list[Extent] = []
+    """Return the parts of the extents that are within the given ranges of local positions.
+
+    The ranges are half-open and in increasing order.
+    """
+    selected: list[Extent] = []
     i = at = 0
     for begin, stop in local_ranges:
         while begin < stop:
@@ -145,18 +159,18 @@ def _select_extents(extents: list[Extent], local_ranges: list[tuple[int, int]]) 
             n = min(stop, at + length) - begin
             start += begin - at
             begin += n
-            if taken and sum(taken[-1]) == start:
-                start, n = taken[-1][0], taken[-1][1] + n
-                taken.pop()
-            taken.append((start, n))
-    return taken
+            if selected and sum(selected[-1]) == start:
+                start, n = selected[-1][0], selected[-1][1] + n
+                selected.pop()
+            selected.append((start, n))
+    return selected
 
 
 def _local_slices(extents: list[Extent]) -> list[tuple[int, slice]]:
-    """The start of each run that has elements, and its place in the local tensor."""
-    placed, at = [], 0
+    """Return the start of each nonempty extent and its slice of the local tensor."""
+    slices, local_start = [], 0
     for start, length in extents:
         if length:
-            placed.append((start, slice(at, at + length)))
-        at += length
-    return placed
+            slices.append((start, slice(local_start, local_start + length)))
+        local_start += length
+    return slices

@@ -1,8 +1,8 @@
-"""Who reads what: stored boxes and wanted boxes in, whole chunks to read and what to copy out.
+"""Plan which chunks to read and which bytes to copy from them to fill the requested boxes.
 
-Resharding is arithmetic here: any stored layout into any wanted one. A chunk is checked as a
-whole, so it is read as a whole; from it the plan copies what is wanted, so that a reader
-needs the memory of one item, whatever the sizes of the boxes.
+The plan converts any stored layout into any requested layout, so resharding is pure arithmetic. A
+digest covers a whole chunk, so a reader reads whole chunks and copies the requested parts out of
+them. A reader needs the memory of one item, whatever the sizes of the boxes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from holdfast.ragged import Ints, ranges
 from holdfast.types import BLOCK_SIZE, Box
 
 ChunkMap = tuple[Ints, ChunkRefs | None]
-"""The cuts of a shard's chunks, and where these lie if not all in the shard itself."""
+"""The ends of a shard's chunks, and their locations unless all are in the shard itself."""
 
 
 class ReadRequest(NamedTuple):
-    """A part of a leaf that the caller has room for: contiguous, row-major, in stored elements."""
+    """A part of a leaf to read into a contiguous, row-major target of stored elements."""
 
     key: str
     box: Box
 
 
 class StridedCopy(NamedTuple):
-    """Copy a part of an array in the file into a part of a target.
+    """Copy a part of an array in the file to a part of the requested box.
 
-    At ``file_offset`` lies a row-major array of ``shape`` with elements of ``itemsize`` bytes; its
-    part ``source`` goes to the part ``target`` of the wanted box.
+    The file has a row-major array of ``shape`` at ``file_offset``, with ``itemsize`` bytes per
+    element. Its part ``source`` goes to the part ``target`` of the requested box.
     """
 
     request_id: int
@@ -51,11 +51,12 @@ class StridedCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadItem:
-    """Chunks ``first`` to ``last`` (excluded) of a shard, bytes ``start`` to ``stop``, to read
-    in one piece; and the copies to make from it once its chunks are checked.
+    """A range of chunks to read at once, and the copies to make after its chunks are verified.
 
-    ``linear`` has a row (want, file offset, byte offset in the wanted box, bytes) for each copy
-    that is one run of bytes on both sides; ``slabs`` are the others.
+    The item covers chunks ``first_chunk`` to ``end_chunk`` (exclusive) of a shard, which are bytes
+    ``start`` to ``stop``. ``linear_copies`` has one row for each copy that is one run of bytes on
+    both sides: request ID, file offset, byte offset in the requested box, number of bytes.
+    ``strided_copies`` are the other copies.
     """
 
     shard: int
@@ -69,10 +70,10 @@ class ReadItem:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read, by shard and then by offset.
+    """The items to read, ordered by shard and then by offset.
 
-    ``shards``: the names of all shards given, to which items refer by position, as copies do to
-    the list of wants; ``nbytes``: the sum of the items' lengths.
+    ``shards``: the names of all given shards. ``ReadItem.shard`` is an index into it, as a request
+    ID is an index into the list of requests. ``nbytes``: the sum of the lengths of the items.
     """
 
     shards: tuple[str, ...]
@@ -83,84 +84,86 @@ class ReadPlan:
 def make_read_plan(
     shard_indexes: Iterable[ShardIndex], requests: Sequence[ReadRequest]
 ) -> ReadPlan:
-    """The reads and copies that fill every wanted box.
+    """Plan the reads and copies that fill every requested box.
 
-    ``stored`` is gone through once, and of each shard only what is wanted is kept, so indexes
-    may be decoded as they are asked for. Where stored boxes overlap, each element is read from
-    one of them.
+    The function iterates over ``shard_indexes`` once and keeps only what the requests need from
+    each index, so a generator may decode the indexes one at a time. If stored boxes overlap, each
+    element is read from one of them.
 
-    Raises ``MissingLeaf`` naming all keys that are stored nowhere; ``ManifestInvalid`` naming
-    all wanted parts that no stored box holds, or a leaf about which shards disagree;
-    ``PlanError`` for a wanted box that is not within its leaf.
+    Raises ``MissingLeaf`` that names all keys that no shard has; ``ManifestInvalid`` that names
+    all requested boxes that the stored boxes do not cover, or a leaf whose type differs between
+    shards; ``PlanError`` for a requested box that is not within its leaf.
     """
     search = OverlapSearch(requests)
     names: list[str] = []
-    tiles: dict[int, ChunkMap] = {}
-    needs: dict[int, ShardCopies] = {}
+    chunk_maps: dict[int, ChunkMap] = {}
+    copies: dict[int, ShardCopies] = {}
     for number, shard in enumerate(shard_indexes):
         names.append(shard.shard)
-        need = ShardCopies(array("q"), [])
-        if search.scan_shard(number, shard, need):
-            tiles[number], needs[number] = (shard.cuts, shard.chunk_refs), need
+        shard_copies = ShardCopies(array("q"), [])
+        if search.scan_shard(number, shard, shard_copies):
+            chunk_maps[number], copies[number] = (shard.cuts, shard.chunk_refs), shard_copies
     search.check_requests()
-    lacking: list[tuple[ReadRequest, Box]] = []
+    uncovered: list[tuple[ReadRequest, Box]] = []
     for number in np.flatnonzero(~search.exact_matches).tolist():
-        want = requests[number]
-        missing = cover_box(number, want.box, search.pop_overlaps(number), needs)
+        request = requests[number]
+        missing = cover_box(number, request.box, search.pop_overlaps(number), copies)
         if missing is not None:
-            lacking.append((want, missing))
-    if lacking:
-        raise _coverage_error(lacking)
+            uncovered.append((request, missing))
+    if uncovered:
+        raise _coverage_error(uncovered)
     items: list[ReadItem] = []
-    for number in list(needs):
-        items += _make_items(number, tiles[number], needs.pop(number))
+    for number in list(copies):
+        items += _make_items(number, chunk_maps[number], copies.pop(number))
     return ReadPlan(tuple(names), tuple(items), sum(i.stop - i.start for i in items))
 
 
 def chunk_read_items(
     shard: int, cuts: Ints, chunk_refs: ChunkRefs | None = None, only_chunks: Ints | None = None
 ) -> list[ReadItem]:
-    """Items that read all of a shard, its header included, or the chunks of these numbers, and copy
-    nothing."""
-    none, chunks = (
-        np.empty((0, 4), np.int64),
-        np.arange(len(cuts)) if only_chunks is None else only_chunks,
-    )
-    return _ChunkRanges.merge_adjacent(chunks, (cuts, chunk_refs)).make_items(shard, none, {})
+    """Make items that read chunks of a shard and copy nothing.
+
+    Without ``only_chunks``, the items read the whole shard, including its header.
+    """
+    no_copies = np.empty((0, 4), np.int64)
+    chunks = np.arange(len(cuts)) if only_chunks is None else only_chunks
+    return _ChunkRanges.merge_adjacent(chunks, (cuts, chunk_refs)).make_items(shard, no_copies, {})
 
 
 def _coverage_error(uncovered: list[tuple[ReadRequest, Box]]) -> ManifestInvalid:
-    parts = [f"{w.key} (offsets {b.offsets}, sizes {b.sizes})" for w, b in uncovered]
+    parts = [
+        f"{request.key} (offsets {box.offsets}, sizes {box.sizes})" for request, box in uncovered
+    ]
     return ManifestInvalid(
-        f"The shards lack parts of {len(uncovered)} wanted boxes",
+        f"The shards lack parts of {len(uncovered)} requested boxes",
         expected="stored boxes that cover every leaf",
-        found="nothing for " + summarize_names(parts),
+        found="no stored data for " + summarize_names(parts),
         todo=DAMAGED_ADVICE,
-        leaves=tuple(w.key for w, _ in uncovered),
+        leaves=tuple(request.key for request, _ in uncovered),
     )
 
 
 def _make_items(shard: int, chunk_map: ChunkMap, shard_copies: ShardCopies) -> list[ReadItem]:
-    """The items of one shard that give all that is needed of it."""
+    """Make the items of one shard for all copies from it."""
     cuts = chunk_map[0]
     linear = np.array(shard_copies.linear, np.int64).reshape(-1, 4)
     linear = linear[linear[:, 3] > 0]
     begin = linear[:, 1]
     end = begin + linear[:, 3]
-    slabs = _strided_copies_by_chunk(shard_copies.strided, cuts)
+    strided = _strided_copies_by_chunk(shard_copies.strided, cuts)
     needed = np.zeros(len(cuts) + 1, np.int64)
     np.add.at(needed, np.searchsorted(cuts, begin, "right"), 1)
     np.add.at(needed, np.searchsorted(cuts, end, "left") + 1, -1)
     needed = np.cumsum(needed)
-    needed[list(slabs)] += 1
+    needed[list(strided)] += 1
     return _ChunkRanges.merge_adjacent(np.flatnonzero(needed), chunk_map).make_items(
-        shard, linear, slabs
+        shard, linear, strided
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ChunkRanges:
-    """Runs of chunks to read in one piece each: columns of chunk numbers and of file offsets."""
+    """Ranges of chunks, each to read at once: columns of chunk numbers and file offsets."""
 
     first_chunk: Ints
     end_chunk: Ints
@@ -169,36 +172,49 @@ class _ChunkRanges:
 
     @classmethod
     def merge_adjacent(cls, chunks: Ints, chunk_map: ChunkMap) -> _ChunkRanges:
-        """Merge neighbours that lie one behind the other in their file, within one ``UNIT`` counted
-        from the header's end, as it was written."""
-        cuts, places = chunk_map
+        """Merge chunks that are adjacent in their file and within the same block.
+
+        A block is ``BLOCK_SIZE`` bytes, counted from the end of the header, as in writing.
+        """
+        cuts, chunk_refs = chunk_map
         start = np.concatenate([np.zeros(1, np.int64), cuts[:-1]])[chunks]
         stop = cuts[chunks]
-        # A chunk across the border of two units (we write none) has a number of its own.
-        unit = (start - cuts[0]) // BLOCK_SIZE + (stop - 1 - cuts[0]) // BLOCK_SIZE
-        apart = (chunks[1:] != chunks[:-1] + 1) | (unit[1:] != unit[:-1])
-        if places is not None:
-            apart |= ~places.is_contiguous_with_next(cuts)[chunks[:-1]]
-        end = np.ones(min(1, len(chunks)), bool)
-        begins, ends = np.concatenate([end, apart]), np.concatenate([apart, end])
+        # A chunk that crosses a block boundary gets its own number. Holdfast writes no such chunks.
+        block = (start - cuts[0]) // BLOCK_SIZE + (stop - 1 - cuts[0]) // BLOCK_SIZE
+        is_boundary = (chunks[1:] != chunks[:-1] + 1) | (block[1:] != block[:-1])
+        if chunk_refs is not None:
+            is_boundary |= ~chunk_refs.is_contiguous_with_next(cuts)[chunks[:-1]]
+        edge = np.ones(min(1, len(chunks)), bool)
+        begins, ends = np.concatenate([edge, is_boundary]), np.concatenate([is_boundary, edge])
         return cls(chunks[begins], chunks[ends] + 1, start[begins], stop[ends])
 
     def make_items(
         self, shard: int, linear_copies: Ints, strided_copies: dict[int, list[StridedCopy]]
     ) -> list[ReadItem]:
-        """The items, each with its copies. ``slabs`` are given by chunk."""
-        linear_copies, limits = self._split_linear_copies(linear_copies)
-        parts: list[list[StridedCopy]] = [[] for _ in self.first_chunk]
-        for chunk, several in sorted(strided_copies.items()):
-            parts[int(np.searchsorted(self.first_chunk, chunk, "right")) - 1] += several
+        """Make the items with their copies; ``strided_copies`` is keyed by chunk number."""
+        linear_copies, row_bounds = self._split_linear_copies(linear_copies)
+        strided_by_item: list[list[StridedCopy]] = [[] for _ in self.first_chunk]
+        for chunk, copies in sorted(strided_copies.items()):
+            strided_by_item[int(np.searchsorted(self.first_chunk, chunk, "right")) - 1] += copies
         rows = np.column_stack([self.first_chunk, self.end_chunk, self.start, self.stop]).tolist()
         return [
-            ReadItem(shard, a, b, c, d, linear_copies[limits[i] : limits[i + 1]], tuple(parts[i]))
+            ReadItem(
+                shard,
+                a,
+                b,
+                c,
+                d,
+                linear_copies[row_bounds[i] : row_bounds[i + 1]],
+                tuple(strided_by_item[i]),
+            )
             for i, (a, b, c, d) in enumerate(rows)
         ]
 
     def _split_linear_copies(self, linear_copies: Ints) -> tuple[Ints, list[int]]:
-        """Linear copies cut where items end, by offset; and where the rows of each item begin."""
+        """Split linear copies at the ends of items and sort them by offset.
+
+        Also returns the first row of each item, plus the number of rows.
+        """
         begin = linear_copies[:, 1]
         end = begin + linear_copies[:, 3]
         first = np.searchsorted(self.stop, begin, "right")
@@ -207,47 +223,49 @@ class _ChunkRanges:
         item = ranges(first, count)
         low = np.maximum(begin[row], self.start[item])
         high = np.minimum(end[row], self.stop[item])
-        into = linear_copies[row, 2] + low - begin[row]
-        cut = np.column_stack([linear_copies[row, 0], low, into, high - low])
-        cut = cut[np.argsort(low, kind="stable")]
-        return cut, [*np.searchsorted(cut[:, 1], self.start).tolist(), len(cut)]
+        target_offset = linear_copies[row, 2] + low - begin[row]
+        pieces = np.column_stack([linear_copies[row, 0], low, target_offset, high - low])
+        pieces = pieces[np.argsort(low, kind="stable")]
+        return pieces, [*np.searchsorted(pieces[:, 1], self.start).tolist(), len(pieces)]
 
 
 def _strided_copies_by_chunk(
     overlaps: Sequence[StridedOverlap], cuts: Ints
 ) -> dict[int, list[StridedCopy]]:
-    """The copies that scattered parts need, by the chunk that they are made from."""
-    slabs: dict[int, list[StridedCopy]] = {}
-    for hit in overlaps:
-        at, size = hit.stored.file_offset, hit.stored.itemsize
-        first, last = flat_range(hit.overlap, hit.stored.box)
-        stop = at + hit.stored.box.numel * size
-        chunk = int(np.searchsorted(cuts, at + first * size, "right"))
-        # All of the box that lies in the chunk: whole rows make fewer rectangles.
+    """Make the strided copies for the overlaps, keyed by the number of the source chunk."""
+    copies_by_chunk: dict[int, list[StridedCopy]] = {}
+    for overlap in overlaps:
+        at, itemsize = overlap.stored.file_offset, overlap.stored.itemsize
+        first, last = flat_range(overlap.overlap, overlap.stored.box)
+        stop = at + overlap.stored.box.numel * itemsize
+        chunk = int(np.searchsorted(cuts, at + first * itemsize, "right"))
+        # Use all of the box that is in the chunk: whole rows result in fewer boxes.
         begin = max(at, int(cuts[chunk - 1]))
-        while begin < at + last * size:
-            # The index was checked: chunks end between elements.
+        while begin < at + last * itemsize:
+            # The index is validated, so chunks end between elements.
             end = min(stop, int(cuts[chunk]))
-            several = list(_iter_strided_copies(hit, (begin - at) // size, (end - at) // size))
-            if several:
-                slabs.setdefault(chunk, []).extend(several)
+            copies = list(
+                _iter_strided_copies(overlap, (begin - at) // itemsize, (end - at) // itemsize)
+            )
+            if copies:
+                copies_by_chunk.setdefault(chunk, []).extend(copies)
             begin, chunk = end, chunk + 1
-    return slabs
+    return copies_by_chunk
 
 
 def _iter_strided_copies(
     strided_overlap: StridedOverlap, first: int, last: int
 ) -> Iterator[StridedCopy]:
-    """What elements ``first`` to ``last`` of the stored box give to the wanted one."""
-    box, size = strided_overlap.stored.box, strided_overlap.stored.itemsize
-    at = strided_overlap.stored.file_offset + first * size
+    """Yield copies from elements ``first`` to ``last`` of the stored box to the requested box."""
+    box, itemsize = strided_overlap.stored.box, strided_overlap.stored.itemsize
+    at = strided_overlap.stored.file_offset + first * itemsize
     for r in contiguous_boxes(box.sizes, first, last):
         offsets = tuple(o + z for o, z in zip(r.offsets, box.offsets, strict=True))
-        part = Box(offsets, r.sizes).intersection(strided_overlap.overlap)
-        if part is not None:
+        overlap = Box(offsets, r.sizes).intersection(strided_overlap.overlap)
+        if overlap is not None:
             source, target = (
-                part.slices(offsets),
-                part.slices(strided_overlap.requested_box.offsets),
+                overlap.slices(offsets),
+                overlap.slices(strided_overlap.requested_box.offsets),
             )
-            yield StridedCopy(strided_overlap.request_id, at, size, r.sizes, source, target)
-        at += r.numel * size
+            yield StridedCopy(strided_overlap.request_id, at, itemsize, r.sizes, source, target)
+        at += r.numel * itemsize

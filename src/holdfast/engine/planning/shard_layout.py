@@ -1,6 +1,6 @@
-"""How tensors lie in ranks and in files: boxes, their order in a shard, chunks, rectangles.
+"""The layout of tensors in ranks and shards: leaf boxes, their order in a shard, and chunks.
 
-Arithmetic only: nothing here does I/O or knows torch.
+Arithmetic only: this module does no I/O and does not use torch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from holdfast.ragged import Ints
 from holdfast.types import BLOCK_SIZE, DTYPES, KIB, MIB, Box
 
 HeaderEntry = tuple[str, str, tuple[int, ...], int, int]
-"""An entry as ``build_header`` takes it: name, stored dtype, shape, start, stop."""
+"""An entry for ``build_header``: name, stored dtype, shape, start, stop."""
 
 ImageSpan = tuple[int, int, int]
-"""A part of an image: where it begins and ends there, and where in the shard's data it lies."""
+"""A part of an image: its start and end in the image, and its offset in the shard's data."""
 
 
 def full_shard_entries(leaf_boxes: Sequence[LeafBox]) -> Iterator[HeaderEntry]:
-    """The entries of a shard that holds all of these boxes, one after the other."""
-    taken = {"__metadata__"}  # the format's own name
+    """Yield the entries of a shard that holds all of these boxes, one after the other."""
+    used_names = {"__metadata__"}  # reserved by the format
     start = 0
     for h in leaf_boxes:
         dtype = DTYPES[h.dtype]
-        name = _unique_name(entry_name(h.key, h.shape, h.box.offsets, h.box.sizes), taken)
+        name = _unique_name(entry_name(h.key, h.shape, h.box.offsets, h.box.sizes), used_names)
         stop = start + h.nbytes
         yield name, dtype.stored_dtype, stored_shape(dtype, h.box.sizes), start, stop
         start = stop
@@ -40,14 +40,14 @@ def full_shard_entries(leaf_boxes: Sequence[LeafBox]) -> Iterator[HeaderEntry]:
 def partial_shard_entries(
     leaf_boxes: Sequence[LeafBox], image_offsets: Sequence[int], spans: Iterable[ImageSpan]
 ) -> Iterator[HeaderEntry]:
-    """The entries of a shard that holds only some spans of its image.
+    """Yield the entries of a shard that holds only some spans of its image.
 
-    ``holdings`` lie in the image in this order, each from its number in ``begins`` on. A box
-    that is there whole has its usual name; a part of one is flat, and its name says which of the
-    box's elements it holds: ``model/weight[0:1024]``. Boxes without bytes are left out.
+    The image has the ``leaf_boxes`` in this order; box i starts at ``image_offsets[i]``. A box
+    that the shard holds entirely has its usual name. A part of a box is flat, and its name has the
+    range of the box's elements: ``model/weight[0:1024]``. Boxes without bytes are omitted.
     """
-    taken = {"__metadata__"}
-    for start, stop, at in spans:
+    used_names = {"__metadata__"}
+    for start, stop, data_offset in spans:
         for i in range(max(0, bisect_right(image_offsets, start) - 1), len(leaf_boxes)):
             h, begin = leaf_boxes[i], image_offsets[i]
             if begin >= stop:
@@ -62,11 +62,11 @@ def partial_shard_entries(
                 name, sizes = f"{name}[{first}:{last}]", (last - first,)
             shape = stored_shape(dtype, sizes)
             yield (
-                _unique_name(name, taken),
+                _unique_name(name, used_names),
                 dtype.stored_dtype,
                 shape,
-                at + a - start,
-                at + b - start,
+                data_offset + a - start,
+                data_offset + b - start,
             )
 
 
@@ -78,49 +78,49 @@ def _unique_name(name: str, used_names: set[str]) -> str:
 
 
 def leaf_boxes_from_index(index: ShardIndex) -> tuple[list[LeafBox], list[int]]:
-    """The boxes of an index in the order in which they lie in the image, and where they begin."""
+    """Return the boxes of an index in the order of the image, and their offsets in the image."""
     rows = [
-        (box.at, holding.nbytes, n, holding)
+        (box.at, leaf_box.nbytes, n, leaf_box)
         for n, (leaf, box) in enumerate((leaf, b) for leaf in index.leaves for b in leaf.boxes)
-        for holding in [LeafBox(leaf.key, leaf.dtype, leaf.shape, Box(box.offsets, box.sizes))]
+        for leaf_box in [LeafBox(leaf.key, leaf.dtype, leaf.shape, Box(box.offsets, box.sizes))]
     ]
     rows.sort(key=lambda row: row[:3])
     return [row[3] for row in rows], [row[0] for row in rows]
 
 
 def own_spans(index: ShardIndex) -> list[ImageSpan]:
-    """The spans of the image that an incremental shard itself holds, in the shard's order."""
-    places = index.chunk_refs
-    if places is None or len(index.cuts) == 1:
+    """Return the spans of the image that an incremental shard itself holds, in shard order."""
+    chunk_refs = index.chunk_refs
+    if chunk_refs is None or len(index.cuts) == 1:
         return []
-    own = np.flatnonzero(places.files == 0)[1:]
+    own = np.flatnonzero(chunk_refs.files == 0)[1:]
     first = np.append(
-        True, ~(places.is_contiguous_with_next(index.cuts)[own[1:] - 1] & (np.diff(own) == 1))
+        True, ~(chunk_refs.is_contiguous_with_next(index.cuts)[own[1:] - 1] & (np.diff(own) == 1))
     )
     begins = own[first[: len(own)]]
     ends = own[np.append(first[1 : len(own)], True)[: len(own)]]
     spans = zip(
         index.cuts[begins - 1].tolist(),
         index.cuts[ends].tolist(),
-        (places.offsets[begins] - index.header).tolist(),
+        (chunk_refs.offsets[begins] - index.header).tolist(),
         strict=True,
     )
     return sorted(spans, key=lambda span: span[2])
 
 
 SMALL_BOX_BYTES = 64 * KIB
-"""Boxes below this many bytes share chunks; a larger one has chunks of its own."""
+"""Boxes below this size in bytes share chunks. Each other box has chunks of its own."""
 
 MAX_SHARED_CHUNK_BYTES = 1 * MIB
-"""Most bytes of a chunk that several small boxes share."""
+"""The maximum number of bytes of a chunk that several small boxes share."""
 
 
-# Made for every box: a frozen dataclass takes eight times as long to make.
+# One object per box: creating a frozen dataclass takes eight times as long.
 class LeafBox(msgspec.Struct, frozen=True, gc=False):
     """One box of one leaf that this rank has.
 
-    ``key`` is the leaf's path in the state, ``dtype`` a name in ``words.DTYPES``, ``shape`` the
-    shape of the whole (global) tensor, ``box`` the part of it that this rank has.
+    ``key`` is the path of the leaf in the state, ``dtype`` a name in ``types.DTYPES``, ``shape``
+    the shape of the global tensor, and ``box`` the part of the tensor that this rank has.
     """
 
     key: str
@@ -130,75 +130,78 @@ class LeafBox(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box."""
+        """The number of bytes of the box."""
         return self.box.numel * itemsize(self.dtype)
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element. Raises ``Unsupported`` for an unknown dtype."""
-    known = DTYPES.get(dtype)
-    if known is None:
+    """Return the bytes per element of a dtype. Raises ``Unsupported`` for an unknown dtype."""
+    dtype_info = DTYPES.get(dtype)
+    if dtype_info is None:
         raise Unsupported(
-            f"A tensor of dtype {dtype} cannot be kept",
+            f"A tensor of dtype {dtype} cannot be saved",
             expected="one of " + ", ".join(DTYPES),
             found=dtype,
-            todo="Convert it to one of these dtypes",
+            todo="Convert the tensor to one of these dtypes",
         )
-    return known.itemsize
+    return dtype_info.itemsize
 
 
 def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:
-    """The order of boxes in a shard, as indices into ``holdings``.
+    """Return the order of boxes in a shard, as indices into ``leaf_boxes``.
 
-    Larger elements come first: all lengths before a box are then multiples of its element size,
-    so that every box starts aligned although the file is packed without holes. Then the groups at
-    the top of the state lie together, and within one large boxes come before small ones, so
-    that the small ones share chunks.
+    Boxes with larger elements come first. All lengths before a box are then multiples of its
+    element size, so every box is aligned although the file has no padding. Next, boxes are grouped
+    by the top level of their key. Within a group, large boxes come before small boxes, so that the
+    small boxes share chunks.
     """
 
-    def place(i: int) -> tuple[int, str, int, str, tuple[int, ...]]:
+    def sort_key(i: int) -> tuple[int, str, int, str, tuple[int, ...]]:
         h = leaf_boxes[i]
-        size = itemsize(h.dtype)
-        top = h.key.partition("/")[0]
-        return (-size, top, -size * prod(h.box.sizes), h.key, h.box.offsets)
+        element_size = itemsize(h.dtype)
+        top_level = h.key.partition("/")[0]
+        return (-element_size, top_level, -element_size * prod(h.box.sizes), h.key, h.box.offsets)
 
-    return sorted(range(len(leaf_boxes)), key=place)
+    return sorted(range(len(leaf_boxes)), key=sort_key)
 
 
 def chunk_cuts(header_length: int, box_lengths: Ints) -> Ints:
-    """Where the chunks of a shard end: increasing file offsets, the last is the file's length.
+    """Return the ends of a shard's chunks: increasing file offsets, the last is the file's length.
 
-    ``lengths`` are the bytes of the boxes in file order. The first chunk is the header. The data
-    is cut at every multiple of ``UNIT`` counted from the header's end, so that one thread can
-    write and digest one piece without its neighbours; around every box of ``SMALL`` bytes or
-    more, so that it can be read without reading others; and smaller boxes share chunks
-    of at most ``GROUP`` bytes.
+    ``box_lengths`` are the bytes of the boxes in file order. The first chunk is the header. Chunks
+    of the data end:
 
-    Raises ``PlanError`` for a negative length.
+    - at every multiple of ``BLOCK_SIZE`` from the end of the header, so that one thread can write
+      and digest a block independently of its neighbors;
+    - before and after every box of at least ``SMALL_BOX_BYTES``, so that a reader can read the box
+      without others;
+    - between smaller boxes, so that they share chunks of at most ``MAX_SHARED_CHUNK_BYTES``.
+
+    Raises ``PlanError`` for an empty header or a negative length.
     """
     box_lengths = np.asarray(box_lengths, dtype=np.int64)
     if header_length <= 0 or (box_lengths.size and box_lengths.min() < 0):
         raise PlanError(
-            "The chunks of a shard cannot be laid out",
-            expected="a header and boxes of no negative length",
-            found=f"a header of {header_length} bytes, a shortest box of"
-            f" {box_lengths.min(initial=0)}",
+            "The chunks of a shard cannot be computed",
+            expected="a header of at least 1 byte and boxes of at least 0 bytes",
+            found=f"a header of {header_length} bytes and a shortest box of"
+            f" {box_lengths.min(initial=0)} bytes",
         )
     box_lengths = box_lengths[box_lengths > 0]
     ends = np.cumsum(box_lengths)
     starts = ends - box_lengths
     total = int(ends[-1]) if ends.size else 0
-    large = box_lengths >= SMALL_BOX_BYTES
-    # A small box begins in one window and ends less than SMALL after it: GROUP is kept without
-    # going from box to box.
+    is_large = box_lengths >= SMALL_BOX_BYTES
+    # A small box starts in one window and ends less than SMALL_BOX_BYTES after that window, so no
+    # chunk exceeds MAX_SHARED_CHUNK_BYTES. This needs no loop over the boxes.
     window = starts // (MAX_SHARED_CHUNK_BYTES - SMALL_BOX_BYTES)
     first_in_window = np.flatnonzero(window[1:] != window[:-1]) + 1
     cuts = np.concatenate(
         [
             np.zeros(1, np.int64),
             np.arange(BLOCK_SIZE, total, BLOCK_SIZE, dtype=np.int64),
-            starts[large],
-            ends[large],
+            starts[is_large],
+            ends[is_large],
             starts[first_in_window],
             ends[-1:],
         ]
@@ -207,7 +210,7 @@ def chunk_cuts(header_length: int, box_lengths: Ints) -> Ints:
 
 
 def split_long_chunks(cuts: Ints) -> Ints:
-    """The cuts, and more where a chunk behind the first one is longer than ``UNIT``."""
-    long = np.flatnonzero(np.diff(cuts) > BLOCK_SIZE).tolist()
-    more = [np.arange(cuts[i], cuts[i + 1], BLOCK_SIZE, dtype=np.int64) for i in long]
-    return np.unique(np.concatenate([cuts, *more]))
+    """Add cuts to chunks after the header that are longer than ``BLOCK_SIZE``."""
+    long_chunks = np.flatnonzero(np.diff(cuts) > BLOCK_SIZE).tolist()
+    extra_cuts = [np.arange(cuts[i], cuts[i + 1], BLOCK_SIZE, dtype=np.int64) for i in long_chunks]
+    return np.unique(np.concatenate([cuts, *extra_cuts]))
