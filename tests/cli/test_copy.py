@@ -66,7 +66,7 @@ def test_a_run_is_copied_again_only_where_it_grew(store: MemoryStore, elsewhere:
     assert [c["step"] for c in told["present"]] == [20, 40, 60]
     assert [c["step"] for c in told["copied"]] == [60, 80]
     assert told["branches"] == 1
-    assert "already there" in run_cli("copy", store.url, elsewhere).out
+    assert "already present" in run_cli("copy", store.url, elsewhere).out
 
 
 def test_evaluations_and_lasting_pins_come_with_a_run(store: MemoryStore, elsewhere: str) -> None:
@@ -130,7 +130,7 @@ def test_two_that_saved_another_version_of_one_step_are_not_mixed(elsewhere: str
     hf.Run(two).delete(Version(12))
     before = keys(elsewhere)
     for a, b in ((one, two), (two, one)):
-        with pytest.raises(AlreadyExists, match="both gone on"):
+        with pytest.raises(AlreadyExists, match="both continued training"):
             copied_to(a, b)
     assert keys(elsewhere) == before
 
@@ -180,17 +180,17 @@ def test_of_a_run_what_is_damaged_is_named_and_left_out(store: MemoryStore, else
     assert [c["step"] for c in answer.json["copied"]] == [60]
     assert run_cli("verify", elsewhere).code == 0
     out = run_cli("copy", store.url, elsewhere).out
-    assert "NOT copied     version_20" in out
-    assert out.endswith("Nothing copied; 1 already there; 2 NOT copied\n")
+    assert "NOT copied       version_20" in out
+    assert out.endswith("Nothing copied; 1 already present; 2 NOT copied\n")
 
 
 def test_the_sum_says_what_was_done(store: MemoryStore, tmp_path: Path) -> None:
     assert ", all checked\n" in run_cli("copy", store.url, tmp_path / "b").out
     out = run_cli("copy", store.url, tmp_path / "b").out
-    assert out.endswith("\nNothing copied; 3 already there\n")
+    assert out.endswith("\nNothing copied; 3 already present\n")
     flip_bit(store, f"version_20/{MANIFEST}")
     out = run_cli("copy", store.url, tmp_path / "c").out
-    assert out.startswith("copied         ")
+    assert out.startswith("copied           ")
     assert out.endswith(", all checked; 1 NOT copied\n")
 
 
@@ -331,10 +331,10 @@ def test_after_a_sweep_of_what_was_abandoned_the_message_says_what_to_do(
         answer = run_cli("copy", store.url, elsewhere)
         if answer.code == 8:
             refused += 1
-            assert "seem to have both gone on" in answer.err
+            assert "seem to have both continued training" in answer.err
             records = [k for k in keys(store.url) if k.startswith("branch-") and k in answer.err]
             assert records
-            assert f"put a copy of {' and '.join(records)} into {elsewhere} by hand" in answer.err
+            assert f"copy {' and '.join(records)} into {elsewhere} by hand" in answer.err
             for key in records:
                 to.put_if_absent(key, store.get(key, 1 << 20))
             answer = run_cli("copy", store.url, elsewhere)

@@ -29,7 +29,7 @@ def test_equal_states_are_the_same_and_not_read(elsewhere: str) -> None:
     assert answer.json["same"] is True
     assert answer.json["bytes_read"] == 0
     assert answer.json["equal"] == 4
-    assert "The same" in run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+    assert "Identical" in run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
 
 
 def test_small_leaves_that_share_a_chunk_with_a_change_are_read_and_equal(elsewhere: str) -> None:
@@ -119,6 +119,6 @@ def test_damage_is_not_a_difference(store: MemoryStore) -> None:
 
 def test_counts_have_their_plural(elsewhere: str, run: str) -> None:
     compare(elsewhere, {"x": 1}, {"x": 1})
-    assert "The same: 1 leaf or value\n" in run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+    assert "Identical: 1 leaf or value\n" in run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
     out = run_cli("diff", f"{run}/version_20", f"{run}/version_20").out
-    assert re.search(r"The same: [0-9]+ leaves and values\n", out)
+    assert re.search(r"Identical: [0-9]+ leaves and values\n", out)

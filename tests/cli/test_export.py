@@ -51,7 +51,7 @@ def test_the_model_of_any_address(folder: Path, address: str) -> None:
 
 def test_what_is_left_out_is_told(folder: Path) -> None:
     answer = run_cli("export", "runs/a@1", "out", "--to", "safetensors", "--root", "/")
-    one_line(answer, 0, "2 plain values left out: safetensors holds tensors only")
+    one_line(answer, 0, "2 plain values omitted: safetensors files contain only tensors")
     assert sorted(load_file("out/model.safetensors")) == ["model/b", "model/w", "rng"]
 
 
@@ -96,7 +96,7 @@ def test_mistakes(folder: Path) -> None:
 
     assert "Missing option '--to'" in wrong("runs/a@1", "out")
     assert "'gguf' is not one of" in wrong("runs/a@1", "--to", "gguf", "out")
-    assert "is no size" in wrong("runs/a@1", "--to", "hf", "out", "--max-shard-size", "big")
+    assert "is not a size" in wrong("runs/a@1", "--to", "hf", "out", "--max-shard-size", "big")
     one_line(export("runs/a", "--to", "hf", "out"), 4, "is a run of 2 versions")
     one_line(export("runs/a@7", "--to", "hf", "out"), 4)
     one_line(export("zzz", "--to", "hf", "out"), 4, "found nothing")
@@ -137,7 +137,7 @@ def test_sizes(text: str, expected: int) -> None:
     "text", ["", "0", "-1GB", "GB", "5XB", "5iB", "1e9", "0.5B", "5GBB", "5 0GB"]
 )
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(BadParameter, match="is no size"):
+    with pytest.raises(BadParameter, match="is not a size"):
         parse_size(None, None, text)  # type: ignore[arg-type]
 
 

@@ -112,8 +112,8 @@ def test_what_is_not_as_it_was_is_told(folder: Path) -> None:
         _use_new_zipfile_serialization=False,
     )
     out = run_cli("import", "step_1.pt", "run").out
-    assert "Marks of wrappers taken out of the names in model\n" in out
-    assert "Keyed by names of parameters: optimizer\n" in out
+    assert "Removed wrapper prefixes from the names in model\n" in out
+    assert "Keyed by parameter name: optimizer\n" in out
     assert "Read into memory as a whole" in out
     told = run_cli("import", "step_1.pt", "run", "--step", 2, "--keep-names", "--json").json
     assert (told["renamed"], told["mapped"]) == ([], False)
@@ -135,7 +135,7 @@ def test_a_step_that_nothing_tells(folder: Path) -> None:
     for more in ((), ("--json",)):
         answer = run_cli("import", "w.pt", "runs/a", *more)
         assert answer.code == 2
-        assert "does not tell after which step it was saved: give --step N" in answer.err
+        assert "does not record its step: give --step N" in answer.err
         assert answer.out == ""
     for step in ("-1", "x", "1000000000000000000"):
         assert run_cli("import", "w.pt", "runs/a", "--step", step).code == 2
@@ -161,7 +161,7 @@ def test_it_goes_on_the_line_that_training_is_on(store: MemoryStore, folder: Pat
 
 def test_a_run_is_a_folder_of_versions(folder: Path) -> None:
     hf.save("one", {"x": np.arange(3)})
-    one_line(run_cli("import", "step_7.pt", "one"), 8, "place of a snapshot, not of a run")
+    one_line(run_cli("import", "step_7.pt", "one"), 8, "location of a snapshot, not of a run")
     one_line(run_cli("import", "step_7.pt", "runs/version_3"), 8, "not of a run")
 
 

@@ -83,7 +83,7 @@ def test_verify_names_every_version_that_a_damaged_base_takes_along(store: Memor
     people = run_cli("verify", store.url)
     assert "3 of 3 damaged" in people.out
     assert people.out.count(f"{shard_of(store, 'version_1')}, byte ") == 1
-    assert "takes along version_2, version_3\n" in people.out
+    assert "also affects version_2, version_3\n" in people.out
     assert people.out.count("is damaged between bytes") == 1
 
 
@@ -98,8 +98,8 @@ def test_verify_tells_two_places_of_one_file_apart(store: MemoryStore, gone: boo
         flip_bit(store, shard_of(store, "version_1"), byte=4)
     flip_bit(store, shard_of(store, "version_4"), byte=5000)
     people = run_cli("verify", store.url)
-    assert people.out.count("takes along version_2, version_3, version_4, version_5\n") == 1
-    assert people.out.count("takes along version_5\n") == 1
+    assert people.out.count("also affects version_2, version_3, version_4, version_5\n") == 1
+    assert people.out.count("also affects version_5\n") == 1
     if not gone:  # what is damaged in the header alone takes nothing along
         assert people.out.count(f"{shard_of(store, 'version_1')}, byte ") == 2
     assert "5 of 5 damaged" in people.out

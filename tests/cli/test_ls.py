@@ -55,8 +55,8 @@ def test_versions_on_a_branch_that_was_left_are_listed_and_marked(store: MemoryS
         "problem": None,
     }
     answer = run_cli("ls", store.url)
-    assert "left" in answer.out
-    assert "branch 1 left from version_40" in answer.out
+    assert "abandoned" in answer.out
+    assert "branch 1 starts at version_40" in answer.out
 
 
 @pytest.mark.parametrize("damage", ["manifest", "cut", "gone"])
@@ -83,7 +83,7 @@ def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, dama
 def test_all_damaged_is_said(store: MemoryStore) -> None:
     for step in (20, 40, 60):
         flip_bit(store, f"version_{step}/{MANIFEST}")
-    assert "No version that training is on is intact" in run_cli("ls", store.url).out
+    assert "No version on the current lineage is intact" in run_cli("ls", store.url).out
     assert run_cli("ls", store.url, "--json").json["latest"] is None
 
 

@@ -60,18 +60,18 @@ def test_a_run_where_a_snapshot_is_meant(folder: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["ls", "sweep"])
 def test_a_snapshot_where_a_run_is_meant(folder: Path, verb: str) -> None:
-    one_line(run_cli(verb, "runs/a/version_2"), 4, "is one snapshot", "holds it: runs/a.")
+    one_line(run_cli(verb, "runs/a/version_2"), 4, "is one snapshot", "contains it: runs/a.")
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_a_wrong_path(folder: Path, verb: str) -> None:
-    one_line(run_cli(verb, "runs/aa"), 4, "at runs/aa", "Perhaps runs/a is meant")
-    one_line(run_cli(verb, "elsewhere/b"), 4, "is no folder either")
+    one_line(run_cli(verb, "runs/aa"), 4, "at runs/aa", "Perhaps you meant runs/a")
+    one_line(run_cli(verb, "elsewhere/b"), 4, "elsewhere is not a folder")
     one_line(run_cli(verb, "zzz"), 4, "found nothing")
 
 
 def test_a_version_that_is_not_there(folder: Path) -> None:
-    one_line(run_cli("show", "runs/a/version_3"), 4, "3 versions beside it", "version_10")
+    one_line(run_cli("show", "runs/a/version_3"), 4, "3 versions in the same folder", "version_10")
 
 
 def test_a_version_where_a_run_is_meant(folder: Path) -> None:
@@ -79,11 +79,11 @@ def test_a_version_where_a_run_is_meant(folder: Path) -> None:
         one_line(
             run_cli(verb, "runs/a@2"),
             4,
-            "runs/a@2 is one version, not a run. Name the run: runs/a.",
+            "runs/a@2 is one version, not a run. Use the run: runs/a.",
         )
-        one_line(run_cli(verb, "runs/a@best"), 4, "Perhaps runs/a is meant")
-        one_line(run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps runs/a is meant")
-    one_line(run_cli("pin", "runs/a@2", 2), 4, "Name the run: runs/a.")
+        one_line(run_cli(verb, "runs/a@best"), 4, "Perhaps you meant runs/a")
+        one_line(run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps you meant runs/a")
+    one_line(run_cli("pin", "runs/a@2", 2), 4, "Use the run: runs/a.")
 
 
 @pytest.mark.parametrize("address", ["@best", "@version_2", "@", "/2", "@-1", "/best"])
@@ -115,12 +115,12 @@ def test_a_file_instead_of_a_folder(folder: Path, verb: str) -> None:
     (folder / "notes.txt").write_text("hello")
     one_line(run_cli(verb, "notes.txt"), 4, "found a file")
     one_line(
-        run_cli(verb, "runs/a/version_1/manifest.json"), 4, "Name its folder: runs/a/version_1"
+        run_cli(verb, "runs/a/version_1/manifest.json"), 4, "Use its folder: runs/a/version_1"
     )
 
 
 def test_the_folder_of_the_runs(folder: Path) -> None:
-    one_line(run_cli("ls", "runs"), 4, "1 run below it", "runs/a")
+    one_line(run_cli("ls", "runs"), 4, "1 run in it", "runs/a")
 
 
 def test_a_save_that_was_never_committed(folder: Path) -> None:

@@ -63,10 +63,10 @@ def test_json_keys_are_stable(store: MemoryStore, trainer: None) -> None:
 
 def test_no_wait_only_asks(store: MemoryStore, never: None) -> None:
     answer = run_cli("request-save", store.url, "--no-wait")
-    assert (answer.code, answer.out) == (0, "Asked to save at the next step\n")
+    assert (answer.code, answer.out) == (0, "Requested a save at the next step\n")
     standing = read_request(store)
     assert standing is not None
-    assert "request already" in run_cli("request-save", store.url, "--no-wait").out
+    assert "request already exists" in run_cli("request-save", store.url, "--no-wait").out
     told = run_cli("request-save", store.url, "--no-wait", "--json").json
     assert told == {"run": store.url, "version": None, "joined": True}
     assert read_request(store) == standing
@@ -137,7 +137,7 @@ def test_in_a_folder(tmp_path: Path, never: None) -> None:
 
 def test_an_empty_folder_may_be_that_of_a_training_that_has_not_saved_yet(tmp_path: Path) -> None:
     answer = run_cli("request-save", tmp_path, "--no-wait")
-    assert (answer.code, answer.out) == (0, "Asked to save at the next step\n")
+    assert (answer.code, answer.out) == (0, "Requested a save at the next step\n")
 
 
 @pytest.mark.parametrize("place", ["none", "other", "run/version_1", "file"])

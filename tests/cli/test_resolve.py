@@ -70,7 +70,7 @@ def test_what_is_a_run_and_a_snapshot_is_taken_as_a_run_and_said(
 ) -> None:
     url = store.url
     for verb in ("ls", "verify"):
-        assert "a snapshot of its own besides" not in run_cli(verb, url).out
+        assert "its folder also contains a snapshot" not in run_cli(verb, url).out
         assert run_cli(verb, url, "--json").json["stray"] is False
     library.save(elsewhere, {"n": 1})  # the snapshot was there first
     for stat in list(store.list("")):
@@ -79,11 +79,11 @@ def test_what_is_a_run_and_a_snapshot_is_taken_as_a_run_and_said(
         answer = run_cli(verb, elsewhere)
         assert answer.code == 0
         assert said in answer.out
-        assert f"{elsewhere} is a run, and a snapshot of its own besides" in answer.out
+        assert f"{elsewhere} is a run, but its folder also contains a snapshot" in answer.out
         assert run_cli(verb, elsewhere, "--json").json["stray"] is True
     answer = run_cli("copy", elsewhere, f"{elsewhere}-copy")
     assert "3 snapshots copied" in answer.out
-    assert "a snapshot of its own besides" in answer.out
+    assert "its folder also contains a snapshot" in answer.out
     assert keys(f"{elsewhere}-copy") == keys(url)
     assert run_cli("show", elsewhere, "--json").json["snapshot"] == elsewhere
 

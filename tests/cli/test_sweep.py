@@ -119,7 +119,7 @@ def test_a_run_that_never_committed_can_be_swept(elsewhere: str) -> None:
     assert isinstance(store, MemoryStore)
     orphan(store)
     assert run_cli("ls", elsewhere).code == 4
-    assert "1 save that no manifest commits" in run_cli("ls", elsewhere).err
+    assert "1 uncommitted save" in run_cli("ls", elsewhere).err
     assert run_cli("sweep", elsewhere, "--grace", "0").code == 0
     assert keys(store) == []
 

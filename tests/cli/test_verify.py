@@ -117,7 +117,7 @@ def test_a_store_that_refuses_is_not_called_damage(
     monkeypatch.setattr(verify.Run, "open", refuse)
     answer = run_cli("verify", store.url)
     assert answer.code == 5
-    assert "3 of 3 not to be read" in answer.out  # which is no damage
+    assert "3 of 3 unreadable" in answer.out  # which is no damage
     assert "damaged" not in answer.out
 
 

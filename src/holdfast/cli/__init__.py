@@ -1,7 +1,10 @@
-"""The commands: ``holdfast VERB ...``. One file per verb; this one finds them and ends them.
+"""The command-line interface, ``holdfast VERB ...``, with one module per verb in ``cli/verbs``.
 
-A verb is imported when it is used, and rich only when something is printed to people, so that a
-script that asks for ``--json`` waits for neither.
+This module finds the verb, and converts errors to a message and an exit code. It imports a verb
+only when the verb runs; rich is imported only to print for people. A script that uses ``--json``
+therefore waits for neither.
+
+May import: every other package of Holdfast except ``integrations`` and ``testing``.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ VERBS = (
 
 
 class VerbGroup(click.Group):
-    """Verbs by name, and the one place where errors become a line and an exit code."""
+    """Find verbs by name, and convert errors to one line on stderr and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -52,8 +55,8 @@ class VerbGroup(click.Group):
         name = args[0]
         if not name.startswith("-") and name not in VERBS:
             close = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
-            advice = f"Did you mean {close[0]}?" if close else f"There are {', '.join(VERBS)}."
-            raise click.UsageError(f"There is no command {name!r}. {advice}", ctx)
+            advice = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(VERBS)}."
+            raise click.UsageError(f"No such command {name!r}. {advice}", ctx)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -77,21 +80,24 @@ class VerbGroup(click.Group):
 )
 @click.version_option(package_name="holdfast", message="holdfast %(version)s")
 def cli() -> None:
-    """Look at the snapshots of a training run, check them, compare, copy and clean up; ask for
-    one more.
+    """Inspect, verify, compare, copy, and clean up the snapshots of a training run, or request
+    a new one.
 
-    RUN is a folder or URL that holds versions; SNAPSHOT is one of them, such as
-    runs/a/version_120 or runs/a@120. Every command takes --json: one JSON document on stdout.
+    RUN is a folder or URL that contains versions. SNAPSHOT is one version, such as
+    runs/a/version_120 or runs/a@120. With --json, a command prints one JSON document on stdout.
     """
 
 
 def main() -> None:
-    """The entry point of the ``holdfast`` command."""
+    """Run the ``holdfast`` command."""
     cli.main(prog_name="holdfast")
 
 
 def _discard_stdout() -> None:
-    """Whoever read our output has left: what is still buffered goes nowhere."""
+    """Redirect stdout to the null device, because the reader has closed the pipe.
+
+    Otherwise the flush of the remaining buffer at exit raises a second error.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

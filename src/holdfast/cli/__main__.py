@@ -1,4 +1,4 @@
-"""``python -m holdfast.cli``, where the ``holdfast`` command is not on the path."""
+"""Run the commands as ``python -m holdfast.cli`` if ``holdfast`` is not on the path."""
 
 from holdfast.cli import main
 

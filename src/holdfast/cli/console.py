@@ -1,5 +1,7 @@
-"""What people see: tables, sizes, ages, and a progress bar. rich is imported only in here, when
-something is printed."""
+"""Output for people: tables, sizes, ages, and a progress bar.
+
+Only this module imports rich, and only when it prints something.
+"""
 
 from __future__ import annotations
 
@@ -19,64 +21,65 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PIPE_WIDTH = 400
-"""Columns where the output goes to no terminal: nothing is cut short for lack of room."""
+"""Width in columns if the output is not a terminal: wide enough that no cell is truncated."""
 
 _PROGRESS_DELAY = 0.7
-"""Seconds after which a person wants to see that something goes on."""
+"""Seconds before a progress bar appears."""
 
 
 def make_console() -> Console:
-    """The terminal, or whatever stdout is."""
+    """Return a console for stdout, which may be a terminal or a pipe."""
     from rich.console import Console
 
-    class Screen(Console):
+    class StdoutConsole(Console):
         def on_broken_pipe(self) -> None:
-            raise  # noqa: PLE0704  (called while it is handled: the top of the command ends it)
+            raise  # noqa: PLE0704  (rich calls this from an except block; VerbGroup.invoke handles it)
 
-        def print(self, *objects: Any, **how: Any) -> None:
+        def print(self, *objects: Any, **options: Any) -> None:
             if self.is_terminal:
-                super().print(*objects, **how)
+                super().print(*objects, **options)
                 return
-            # a table fills its last column with blanks; nobody who reads a pipe wants them
+            # rich pads the last column of a table with spaces, which do not belong in a pipe
             with self.capture() as captured:
-                super().print(*objects, **how)
+                super().print(*objects, **options)
             lines = captured.get().split("\n")
             self.file.write("\n".join(line.rstrip(" ") for line in lines))
             self.file.flush()
 
-    screen = Screen(highlight=False, emoji=False, markup=False, soft_wrap=False)
-    if not screen.is_terminal and "COLUMNS" not in os.environ:
-        screen.width = PIPE_WIDTH
-    return screen
+    console = StdoutConsole(highlight=False, emoji=False, markup=False, soft_wrap=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
 
 
 def styled_text(content: object, style: str = "", limit: int | None = None) -> Text:
-    """A cell or line with nothing in it that steers the terminal, cut to ``limit`` columns."""
+    """Return text without terminal control characters, truncated to ``limit`` columns (None: no
+    limit)."""
     from rich.text import Text
 
-    made = Text(sanitize_text(content), style=style)
+    text = Text(sanitize_text(content), style=style)
     if limit is not None:
-        made.truncate(max(limit, 4), overflow="ellipsis")
-    return made
+        text.truncate(max(limit, 4), overflow="ellipsis")
+    return text
 
 
 def make_table(*columns: str, right_aligned: tuple[str, ...] = ()) -> Table:
-    """A table without lines; the columns in ``right`` hold numbers."""
+    """Return a table without borders; the columns in ``right_aligned`` contain numbers."""
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
-        made.add_column(
+        table.add_column(
             name,
             justify="right" if name in right_aligned else "left",
             no_wrap=True,
             overflow="ellipsis",
         )
-    return made
+    return table
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes for people: ``4.2 MiB``."""
+    """Format a number of bytes for people, such as ``4.2 MiB``."""
     number, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if number < 999.95:
@@ -86,13 +89,13 @@ def format_size(nbytes: int) -> str:
 
 
 def format_age(created: str) -> str:
-    """How long ago a time of day in UTC was: ``3 min``; clocks that disagree make it 0."""
+    """Format the age of an ISO 8601 timestamp, such as ``3 min``; a future time has age 0."""
     seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds())
     return format_duration(seconds)
 
 
 def format_duration(seconds: float) -> str:
-    """A length of time in its largest unit."""
+    """Format a duration in seconds in its largest unit."""
     for limit, unit, length in ((90, "s", 1), (5400, "min", 60), (48 * 3600, "h", 3600)):
         if seconds < limit:
             return f"{seconds / length:.0f} {unit}"
@@ -100,7 +103,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_metrics(metrics: Any) -> str:
-    """Metrics on one line: ``loss 0.25, accuracy 0.9``."""
+    """Format metrics on one line, such as ``loss 0.25, accuracy 0.9``."""
     if not isinstance(metrics, dict):
         return ""
     return ", ".join(
@@ -113,9 +116,10 @@ def format_metrics(metrics: Any) -> str:
 def progress_bar(
     description: str, total: int, *, quiet: bool, unit: str = "bytes"
 ) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while the context lasts, if it lasts long enough and someone looks.
+    """Show a progress bar on stderr while the context is active.
 
-    Gives what is to be called with each step done, from any thread.
+    The bar appears only after a delay, and only if stderr is a terminal and ``quiet`` is False.
+    Yields a function that adds an amount of completed work; any thread may call it.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda step: None

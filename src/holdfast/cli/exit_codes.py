@@ -1,4 +1,4 @@
-"""Exit codes: one for every kind of failure, so that a script or a scheduler can act on it."""
+"""Exit codes: one for every kind of failure, so that a script or a scheduler can react to it."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from holdfast.errors import (
     NOT_COMMITTED,
 ) = range(11)
 INTERRUPTED, BROKEN_PIPE = 130, 141
-"""128 and the number of the signal, as shells have it."""
+"""128 plus the number of the signal, as shells report it."""
 
 MEANINGS: dict[int, str] = {
-    OK: "done; nothing is wrong",
-    OTHER: "failed otherwise: the message says how",
-    USAGE: "the command line is wrong",
-    DAMAGED: "damaged: bytes are missing or not those that were written",
-    NOT_FOUND: "there is no such snapshot, run or version",
-    STORE_FAILED: "the store failed: permissions, no space, a disk error",
-    UNSUPPORTED: "cannot be done with this snapshot, or it is of a later format",
+    OK: "success",
+    OTHER: "another failure; the message explains it",
+    USAGE: "the command line is invalid",
+    DAMAGED: "damaged: bytes are missing or differ from what was written",
+    NOT_FOUND: "there is no such snapshot, run, or version",
+    STORE_FAILED: "the store failed: permissions, no space, or a disk error",
+    UNSUPPORTED: "not possible with this snapshot, or its format is too new",
     DIFFERS: "diff found differences",
-    EXISTS: "something else is there already; nothing was changed",
-    UNAVAILABLE: "the store does not answer for now: try again",
+    EXISTS: "something else already exists there; nothing was changed",
+    UNAVAILABLE: "the store is temporarily unavailable; try again",
     NOT_COMMITTED: "nothing was committed",
     INTERRUPTED: "interrupted",
 }
 
-# The first that fits counts.
+# The first match applies.
 _CODES_BY_ERROR: tuple[tuple[type[HoldfastError], int], ...] = (
     (FormatTooNew, UNSUPPORTED),
     (FormatError, DAMAGED),
@@ -63,7 +63,7 @@ _CODES_BY_ERROR: tuple[tuple[type[HoldfastError], int], ...] = (
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code for an error that ended a command."""
+    """Return the exit code for an error that ended a command."""
     for kind, code in _CODES_BY_ERROR:
         if isinstance(error, kind):
             return code
@@ -73,6 +73,6 @@ def exit_code(error: BaseException) -> int:
 
 
 def epilog() -> str:
-    """The table for ``holdfast --help``; ``docs/commands.md`` has the same."""
+    """Return the table of exit codes for ``holdfast --help``. ``docs/commands.md`` repeats it."""
     lines = (f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())
     return "\b\nExit codes:\n" + "\n".join(lines)

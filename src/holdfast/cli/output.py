@@ -1,4 +1,4 @@
-"""What a command says without rich: JSON for programs, and errors as one line."""
+"""Output that does not need rich: JSON for programs, and errors as one line."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _AS_JSON = "holdfast.as_json"
 
 
 def json_option(function: F) -> F:
-    """The option ``--json``, given to the verb as ``as_json``."""
+    """Add the option ``--json``, which the verb receives as ``as_json``."""
 
-    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    def store_flag(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
         ctx.meta[_AS_JSON] = value
         return value
 
     return click.option(
-        "--json", "as_json", is_flag=True, is_eager=True, callback=remember,
+        "--json", "as_json", is_flag=True, is_eager=True, callback=store_flag,
         help="Print one JSON document, for programs.",
     )(function)  # fmt: skip
 
 
 def wants_json(ctx: click.Context) -> bool:
-    """Whether the verb that ran in this context was asked for JSON."""
+    """Return True if the verb of this context was called with ``--json``."""
     return bool(ctx.meta.get(_AS_JSON))
 
 
@@ -41,8 +41,11 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def to_json_value(value: Any) -> Any:
-    """A value as JSON can say it. What it has no word for becomes text: ``"nan"``, ``"inf"``,
-    integers beyond 64 bits in hexadecimal, and whatever else as Python writes it."""
+    """Convert a value to one that JSON can represent.
+
+    Other values become text: ``"nan"`` and ``"inf"``, integers of more than 64 bits in hexadecimal,
+    and the ``repr`` of anything else.
+    """
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         value = value.item()
     if value is None or isinstance(value, bool | str):
@@ -59,14 +62,14 @@ def to_json_value(value: Any) -> Any:
 
 
 def sanitize_text(text: object) -> str:
-    """Text from outside for a terminal: one line, and nothing in it that steers the terminal."""
+    """Make untrusted text safe for a terminal: one line without control characters."""
     return "".join(
         c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in str(text)
     )
 
 
 def format_error_line(error: BaseException) -> str:
-    """An error as one line, without the name of its class."""
+    """Format an error as one line, without the name of its class."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
         return sanitize_text(f"{where}{error.strerror}")
@@ -74,17 +77,17 @@ def format_error_line(error: BaseException) -> str:
 
 
 def format_error_brief(error: HoldfastError) -> str:
-    """What happened, without the advice."""
+    """Format what happened, what was expected, and what was found, without the advice."""
     return sanitize_text(HoldfastError(error.what, expected=error.expected, found=error.found))
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
-    """An error as the document that ``--json`` prints instead of an answer."""
+    """Return the document that ``--json`` prints for a command that failed."""
     return {"error": describe_error(error), "exit": exit_code(error)}
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """An error's class, message and fields."""
+    """Return the class, message, and fields of an error as JSON members."""
     fields = error.fields if isinstance(error, HoldfastError) else {}
     return {
         "kind": type(error).__name__,

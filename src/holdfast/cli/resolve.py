@@ -1,4 +1,4 @@
-"""From what a person wrote to a run or a snapshot; if there is none, why, and what was meant."""
+"""Resolve an argument to a run or a snapshot, or explain why there is none and what is near it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from holdfast.storage.store import Store
 
 
 def resolve_snapshot(url: str) -> Snapshot:
-    """The snapshot at ``url``, which may be ``RUN@120``, ``RUN@120.1`` or ``RUN@latest``. Raises
-    ``NotFound`` with what is there instead."""
+    """Return the snapshot at ``url``, which may be ``RUN@120``, ``RUN@120.1``, or ``RUN@latest``.
+
+    Raises ``NotFound``, which states what is there instead.
+    """
     if _is_address(url):
-        resolve_run(split_address(url)[0])  # or says what is there instead
+        resolve_run(split_address(url)[0])  # raises an error that states what is there instead
         return open_version(url)
     url = _normalize_path(url)
     try:
@@ -42,8 +44,11 @@ def resolve_snapshot(url: str) -> Snapshot:
 
 
 def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:
-    """The run at ``url`` and what it holds. Raises ``NotFound`` if it is none, ``NoSnapshot`` if
-    ``committed`` and it has no version."""
+    """Return the run at ``url`` and its listing.
+
+    Raises ``NotFound`` if there is no run, and ``NoSnapshot`` if ``require_version`` is True and
+    the run has no version.
+    """
     if _may_be_run(url) and not _is_version(url):
         run = Run(url)
         listing = run.listing()
@@ -54,56 +59,64 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
                 return run, listing
             raise NoSnapshot(
                 f"{url} has no version",
-                found=f"{format_count(len(listing.folders), 'save')} that no manifest commits",
-                todo="One may be under way; `holdfast sweep` removes what was left behind",
+                found=format_count(len(listing.folders), "uncommitted save"),
+                todo="A save may be in progress; `holdfast sweep` removes leftover files",
             )
         if not require_version and next(iter(run.store.partials("")), None) is not None:
             return run, listing
     if _is_address(url):
-        place, _ = split_address(url)
-        resolve_run(place, require_version=require_version)  # or says what is there instead
-        raise NotFound(f"{url} is one version, not a run", todo=f"Name the run: {place}")
+        run_url, _ = split_address(url)
+        resolve_run(run_url, require_version=require_version)  # raises an error if there is no run
+        raise NotFound(f"{url} is one version, not a run", todo=f"Use the run: {run_url}")
     if _is_snapshot(url):
-        whole = _normalize_path(url)
+        parent = _normalize_path(url).rstrip("/").rpartition("/")[0]
         raise NotFound(
             f"{url} is one snapshot, not a run",
-            todo=f"Name the run that holds it: {whole.rstrip('/').rpartition('/')[0] or '.'}",
+            todo=f"Use the run that contains it: {parent or '.'}",
         )
     raise _not_found_error(url, "run")
 
 
 def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
-    """Whichever of the two is at ``url``; a run if it is both (see ``stray``). Raises as
-    ``run_at`` does."""
+    """Return the run or the snapshot at ``url``; the run if both are there.
+
+    ``stray_snapshot_warning`` reports the latter. Raises as ``resolve_run`` and
+    ``resolve_snapshot`` do.
+    """
     if _is_address(url) or (_is_snapshot(url) and not versions_in(locate(_normalize_path(url)))):
         return resolve_snapshot(url)
     return resolve_run(url)
 
 
 def check_run_target(run: Run) -> None:
-    """Raise ``AlreadyExists`` if a run is to be copied to where a snapshot is, or where a version
-    of the run above would be."""
+    """Check that a run may be written to ``run``.
+
+    Raises ``AlreadyExists`` if the location is a snapshot, or has the name of a version.
+    """
     if _has_version_name(run.url) or _is_snapshot(run.store):
         raise AlreadyExists(
-            f"{run.url} is the place of a snapshot, not of a run; nothing was changed",
-            todo="Name a folder for the whole run",
+            f"{run.url} is the location of a snapshot, not of a run; nothing was changed",
+            todo="Give a folder for the whole run",
         )
 
 
 def stray_snapshot_warning(run: Run) -> str | None:
-    """What to say of a snapshot right in the run's folder, beside the versions; None if there is
-    none. ``save`` refuses a run's folder, but the snapshot may have been there first."""
+    """Return a warning if a snapshot lies directly in the folder of the run, else None.
+
+    ``save`` refuses to write into the folder of a run, but the snapshot may have been there first.
+    """
     if not _is_snapshot(run.store):
         return None
     return (
-        f"{run.url} is a run, and a snapshot of its own besides: that one is no version and is not"
-        f" looked at here. Delete {names.MANIFEST} in it, then its shard-* files, unless it is"
-        " needed"
+        f"{run.url} is a run, but its folder also contains a snapshot that is not a version. This"
+        f" command ignores that snapshot. If you do not need it, delete {names.MANIFEST} in the"
+        " folder, then the shard-* files there"
     )
 
 
 def _is_address(url: str) -> bool:
-    """Whether it is an address within a run; what exists under that very name goes first."""
+    """Return True if ``url`` is an address within a run; an existing path of that name takes
+    precedence."""
     if split_address(url)[1] is None or _is_snapshot(url):
         return False
     path = _local_path(url)
@@ -111,8 +124,11 @@ def _is_address(url: str) -> bool:
 
 
 def resolve_run_allow_empty(url: str) -> Run:
-    """As ``run_at``, but the folder of a training that has not saved yet will do: there is nothing
-    in it, or nothing that is not of a run."""
+    """Return the run at ``url``, even if its training has not saved anything yet.
+
+    The folder must exist and contain nothing except members of a run. Raises as ``resolve_run``
+    does.
+    """
     try:
         return resolve_run(url, require_version=False)[0]
     except NotFound:
@@ -127,7 +143,7 @@ def resolve_run_allow_empty(url: str) -> Run:
 
 
 def _is_version(url: str) -> bool:
-    """Whether it is a version of the run above it, whatever else lies in it."""
+    """Return True if ``url`` is a version of the run above it."""
     return _has_version_name(url) and _is_snapshot(url)
 
 
@@ -136,26 +152,28 @@ def _has_version_name(url: str) -> bool:
 
 
 def _is_snapshot(url: Url) -> bool:
-    """Whether there is a manifest, damaged or not."""
+    """Return True if there is a manifest, damaged or not."""
     return is_snapshot(Location(open_store(url), ""))
 
 
 def _normalize_path(url: str) -> str:
-    """A path whose last level is a name, so that the level above it can be reached."""
+    """Return a path whose last level is a name, so that it has a parent folder."""
     if "://" not in url and os.path.basename(url.rstrip("/")) in ("", ".", ".."):
         return os.path.abspath(url) if url else url
     return url
 
 
 def _local_path(url: str) -> str | None:
-    """The path of a local place; None for other stores."""
+    """Return the path of a location in a local store; None for other stores."""
     store = open_store(url)
     return store.url if isinstance(store, LocalStore) else None
 
 
 def _may_be_run(url: str) -> bool:
-    """False for a local folder with nothing of a run right in it: the store would look through
-    all that lies below, which may be a whole disk."""
+    """Return False for a local folder that has no member of a run directly in it.
+
+    Listing such a folder as a run would walk everything below it, which may be a whole disk.
+    """
     path = _local_path(url)
     if path is None:
         return True
@@ -169,7 +187,7 @@ def _is_run_member(name: str) -> bool:
 
 
 def _not_found_error(url: str, wanted: str) -> NotFound:
-    """The error that says what is at ``url``, where no run and no snapshot is."""
+    """Return the error that states what is at ``url`` instead of a run or a snapshot."""
     path, found, todo = _local_path(url), "nothing", ADDRESS_FORMS if wanted == "snapshot" else None
     if path is not None:
         found, todo = _describe_path(path, wanted)
@@ -183,34 +201,33 @@ def _not_found_error(url: str, wanted: str) -> NotFound:
 
 
 def _describe_path(path: str, wanted: str) -> tuple[str, str | None]:
-    """What is at a path, and what to do."""
+    """Return a description of what is at a path, and advice."""
     folder, name = os.path.split(os.path.abspath(path))
     if not os.path.lexists(path):
         if not os.path.isdir(folder):
-            return f"that {folder} is no folder either", "Check the path"
-        beside = sorted(os.listdir(folder))
-        versions = sorted(v for v in map(names.parse_version, beside) if v is not None)
+            return f"nothing, and {folder} is not a folder", "Check the path"
+        versions = sorted(v for v in map(names.parse_version, os.listdir(folder)) if v is not None)
         if wanted == "snapshot" and versions:
-            found = f"{format_count(len(versions), 'version')} beside it"
+            found = f"{format_count(len(versions), 'version')} in the same folder"
             return found, f"The newest is {versions[-1]}. {ADDRESS_FORMS}"
-        place = path.rpartition("@")[0]
-        if wanted == "snapshot" and os.path.isdir(place):
+        run_path = path.rpartition("@")[0]
+        if wanted == "snapshot" and os.path.isdir(run_path):
             return "nothing", ADDRESS_FORMS
-        close = place if os.path.isdir(place) else suggest_similar_path(path)
-        return "nothing", "Check the path" if close is None else f"Perhaps {close} is meant"
+        similar = run_path if os.path.isdir(run_path) else suggest_similar_path(path)
+        return "nothing", "Check the path" if similar is None else f"Perhaps you meant {similar}"
     if not os.path.isdir(path):
         if name == names.MANIFEST or names.parse_attempt(name) is not None:
-            return "a file of a snapshot", f"Name its folder: {os.path.dirname(path) or '.'}"
-        return "a file", "Name a folder"
+            return "a file of a snapshot", f"Use its folder: {os.path.dirname(path) or '.'}"
+        return "a file", "Give a folder"
     inside = sorted(os.listdir(path))
     if not inside:
         return "an empty folder", None
     if any(names.parse_attempt(n) is not None for n in inside):
-        return "files of a save that was never committed", "Take another version"
+        return "files of a save that was never committed", "Use another version"
     runs = [n for n in inside if os.path.isdir(os.path.join(path, n)) and _holds_run(path, n)]
     if runs:
-        several = ", ".join(os.path.join(path, n) for n in runs[:3])
-        return f"{format_count(len(runs), 'run')} below it", f"Name one: {several}"
+        examples = ", ".join(os.path.join(path, n) for n in runs[:3])
+        return f"{format_count(len(runs), 'run')} in it", f"Use one of them: {examples}"
     return f"a folder with {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}", None
 
 
@@ -218,22 +235,22 @@ def _holds_run(path: str, name: str) -> bool:
     try:
         return any(names.parse_version(n) for n in os.listdir(os.path.join(path, name)))
     except OSError:
-        return False  # only a suggestion is lost
+        return False  # the result is only a suggestion
 
 
 def format_count(number: int, noun: str, plural: str | None = None) -> str:
-    """``1 version``, ``2 versions``; ``1 leaf``, ``2 leaves``."""
+    """Format a count and its noun: ``1 version``, ``2 versions``; ``1 leaf``, ``2 leaves``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 @contextmanager
 def remove_folder_if_empty(store: Store) -> Iterator[None]:
-    """Takes the folder of a store away again if it was not there before, and stays empty."""
+    """On exit, remove the folder of a local store if it is empty and did not exist on entry."""
     path = store.url if isinstance(store, LocalStore) else None
-    new = path is not None and not os.path.lexists(path)
+    is_new = path is not None and not os.path.lexists(path)
     try:
         yield
     finally:
-        if new and path is not None:
+        if is_new and path is not None:
             with suppress(OSError):
                 os.rmdir(path)

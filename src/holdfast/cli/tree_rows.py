@@ -1,4 +1,4 @@
-"""A snapshot's tree as rows: one for every container, leaf and plain value, in order."""
+"""The tree of a snapshot as rows: one for every container, leaf, and plain value, in order."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ _short_repr.maxstring = _short_repr.maxother = 60
 
 @dataclass(frozen=True, slots=True)
 class TreeRow:
-    """A node of the tree. ``kind``: a container, ``tensor``, ``array``, ``blob``, ``tied`` or
-    ``value``; ``dtype`` and ``shape`` (of the stored elements) are those of leaves. A list whose
-    elements are all plain is one value."""
+    """A node of the tree.
+
+    ``kind`` is one of ``CONTAINER_KINDS``, ``tensor``, ``array``, ``blob``, ``tied``, or ``value``.
+    ``dtype`` and ``shape`` describe the stored elements; only leaves and tied tensors have them. A
+    list or tuple whose elements are all plain is one value.
+    """
 
     key: str
     depth: int
@@ -35,7 +38,7 @@ class TreeRow:
 
     @property
     def name(self) -> str:
-        """The last level of its key."""
+        """The last level of the key."""
         return self.key.rpartition("/")[2]
 
     @property
@@ -44,32 +47,32 @@ class TreeRow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a leaf's elements; 0 for all else."""
+        """Bytes of the elements of a leaf; 0 for every other row."""
         if self.dtype is None or self.shape is None or not self.is_leaf:
             return 0
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def tied_to(self) -> str | None:
-        """The key of the leaf that this one is the same tensor as."""
+        """The key of the leaf that contains this tensor, if the row is a ``tied`` one."""
         return self.node["tied"] if self.kind == "tied" else None
 
     def value(self) -> Any:
-        """The plain value of a ``value``."""
+        """Return the plain value of a row of kind ``value``."""
         return tree.decode(self.node, self.key, tree.reject_leaf)
 
     def format_value(self) -> str:
-        """A plain value, short."""
+        """Format the plain value, shortened if it is long."""
         return format_short(self.value())
 
 
 def format_short(value: Any) -> str:
-    """A plain value as Python writes it, cut where it is long."""
+    """Format a plain value as its ``repr``, shortened if it is long."""
     return _short_repr.repr(value)
 
 
 def iter_tree_rows(snapshot: Snapshot) -> Iterator[TreeRow]:
-    """All rows below the root."""
+    """Yield all rows below the root, in the order of the tree."""
     for row in _walk(snapshot, snapshot.manifest.tree, "", -1):
         if row.depth >= 0:
             yield row
@@ -97,7 +100,7 @@ def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeR
 
 
 def _is_plain_value(node: Any) -> bool:
-    """Whether a node is a value without parts of its own."""
+    """Return True if a node is a single value without members."""
     if type(node) is not dict:
         return True
     return next(iter(node)) in ("int", "float", "complex", "bytes", "bytearray", "scalar")

@@ -1,4 +1,4 @@
-"""``holdfast copy A B``: a snapshot or a whole run to another place, every digest checked."""
+"""``holdfast copy A B``: copy a snapshot or a run, and check every digest."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MAX_BRANCH_SIZE = 1 << 20
 
 @dataclass(slots=True)
 class CopyResult:
-    """What was copied, what was there already, and what is damaged and therefore was not."""
+    """The snapshots that were copied, were already present, or are damaged and were not copied."""
 
     source: str
     destination: str
@@ -62,106 +62,110 @@ class CopyResult:
     stray_warning: str | None = None
 
 
-@click.command("copy", short_help="Copy a snapshot or a run, checked.")
+@click.command("copy", short_help="Copy a snapshot or a run, and check every byte.")
 @click.argument("a")
 @click.argument("b")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
-    """Copy the snapshot or run A to B. Nothing that is there is overwritten.
+    """Copy the snapshot or run A to B. Nothing at B is overwritten.
 
-    What is incremental becomes self-contained: the copy refers to no other version. Every byte is
-    checked on the way, so that damage is never copied. Of a run, damaged versions are named and
-    left out, and versions that B has already are not copied again: a copy that was interrupted
-    goes on where it stopped. Branches, evaluations and lasting pins come with their versions.
+    The copy of an incremental version is self-contained: it refers to no other version. Every byte
+    is checked, so damage is never copied. If A is a run, damaged versions are reported and skipped,
+    and versions that B already has are not copied again: an interrupted copy continues where it
+    stopped. Branches, evaluations, and lasting pins are copied with their versions.
     """
-    found = resolve_run_or_snapshot(a)
+    source = resolve_run_or_snapshot(a)
     began = perf_counter()
-    with remove_folder_if_empty(locate(b).store if isinstance(found, Snapshot) else Run(b).store):
-        if isinstance(found, Snapshot):
-            copied = _copy_single(found, b, as_json)
+    with remove_folder_if_empty(locate(b).store if isinstance(source, Snapshot) else Run(b).store):
+        if isinstance(source, Snapshot):
+            result = _copy_single(source, b, as_json)
         else:
-            copied = _copy_run(*found, Run(b), as_json)
+            result = _copy_run(*source, Run(b), as_json)
     seconds = perf_counter() - began
     if as_json:
-        print_json(_build_document(copied, seconds))
+        print_json(_build_document(result, seconds))
     else:
         from holdfast.cli.console import make_console
 
-        render(copied, seconds, make_console())
-    codes = [exit_code(e) for _, e in copied.damaged]
+        render(result, seconds, make_console())
+    codes = [exit_code(e) for _, e in result.damaged]
     if codes:
         ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
 
 
 def _copy_single(snapshot: Snapshot, destination: str, quiet: bool) -> CopyResult:
-    place = locate(destination)
-    version = parse_version(place.folder.rpartition("/")[2])
+    location = locate(destination)
+    version = parse_version(location.folder.rpartition("/")[2])
     if version is not None and (version.step, version.branch) != (
         snapshot.manifest.step,
         snapshot.manifest.branch,
     ):
         raise AlreadyExists(
             f"{snapshot.url} cannot become {version}",
-            expected="its own step and branch in the name, or a name of another kind",
+            expected="the snapshot's own step and branch, or a name that is not a version",
             found=f"step {snapshot.step}, branch {snapshot.manifest.branch}",
         )
-    raise_if_exists(place)
-    with progress_bar("copying", bytes_to_read(snapshot), quiet=quiet) as tell:
-        made = copy_snapshot(snapshot, place, tell)
-    return CopyResult(snapshot.url, made.url, [made])
+    raise_if_exists(location)
+    with progress_bar("copying", bytes_to_read(snapshot), quiet=quiet) as advance:
+        copied = copy_snapshot(snapshot, location, advance)
+    return CopyResult(snapshot.url, copied.url, [copied])
 
 
 def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> CopyResult:
-    """All intact versions of a run, oldest first, after the records of its branches: whenever
-    this ends, what has arrived is a run that can be resumed."""
+    """Copy the branch records of a run, then all intact versions, oldest first.
+
+    Whenever this function stops, the destination is a run that training can resume from.
+    """
     check_run_target(destination)
-    copied = CopyResult(run.url, destination.url, stray_warning=stray_snapshot_warning(run))
-    there: list[Snapshot] = []
-    todo: list[tuple[Snapshot, Location]] = []
+    result = CopyResult(run.url, destination.url, stray_warning=stray_snapshot_warning(run))
+    already_copied: list[Snapshot] = []
+    remaining: list[tuple[Snapshot, Location]] = []
     for version in listing.versions:
         try:
             snapshot = run.open(version)
-            place = destination.location(version)
-            if _is_copy_at(snapshot, place):
-                copied.present.append(open_location(place))
-                there.append(snapshot)
+            location = destination.location(version)
+            if _is_copy_at(snapshot, location):
+                result.present.append(open_location(location))
+                already_copied.append(snapshot)
             else:
-                todo.append((snapshot, place))
+                remaining.append((snapshot, location))
         except NotFound:
-            continue  # deleted meanwhile
+            continue  # deleted in the meantime
         except FormatError as e:
-            copied.damaged.append((str(version), e))
-    _refuse_other_training(run, listing, destination, copied, todo)
+            result.damaged.append((str(version), e))
+    _refuse_other_training(run, listing, destination, result, remaining)
     for number in listing.branches:
         destination.store.put_if_absent(
             branch_name(number), run.store.get(branch_name(number), _MAX_BRANCH_SIZE)
         )
-        copied.branches += 1
-    for snapshot, made in zip(there, copied.present, strict=True):
-        _copy_records(run, listing, snapshot, made, copied)
-    with progress_bar("copying", sum(bytes_to_read(s) for s, _ in todo), quiet=quiet) as tell:
-        for snapshot, place in todo:
+        result.branches += 1
+    for snapshot, target in zip(already_copied, result.present, strict=True):
+        _copy_records(run, listing, snapshot, target, result)
+    nbytes = sum(bytes_to_read(snapshot) for snapshot, _ in remaining)
+    with progress_bar("copying", nbytes, quiet=quiet) as advance:
+        for snapshot, location in remaining:
             try:
-                copied.copied.append(copy_snapshot(snapshot, place, tell))
-                _copy_records(run, listing, snapshot, copied.copied[-1], copied)
+                result.copied.append(copy_snapshot(snapshot, location, advance))
+                _copy_records(run, listing, snapshot, result.copied[-1], result)
             except NotFound:
-                if is_snapshot(snapshot.location):  # else deleted meanwhile
+                if is_snapshot(snapshot.location):  # otherwise it was deleted in the meantime
                     raise
             except FormatError as e:
-                copied.damaged.append((place.folder, e))
-    return copied
+                result.damaged.append((location.folder, e))
+    return result
 
 
 def _copy_records(
     run: Run, listing: Listing, snapshot: Snapshot, target: Snapshot, result: CopyResult
 ) -> None:
-    """The evaluations of a version, which are as true of its copy, and its lasting pin."""
+    """Copy the evaluations of a version, which also hold for its copy, and its lasting pin."""
     version = snapshot.version
-    for found in run.catalog.evaluations(version, snapshot.digest, listing.folders[version]):
-        key = target.location.key(evaluation_name(found.name, found.attempt))
-        same = replace(found, manifest_digest=target.digest)
-        target.location.store.put_if_absent(key, encode_evaluation(same))
+    files = listing.folders[version]
+    for evaluation in run.catalog.evaluations(version, snapshot.digest, files):
+        key = target.location.key(evaluation_name(evaluation.name, evaluation.attempt))
+        copied = replace(evaluation, manifest_digest=target.digest)
+        target.location.store.put_if_absent(key, encode_evaluation(copied))
         result.evaluations += 1
     if version in listing.lasting_pins:
         pin = encode_lasting_pin(LastingPin(str(version), utc_now()))
@@ -171,9 +175,10 @@ def _copy_records(
 
 
 def _is_copy_at(snapshot: Snapshot, location: Location) -> bool:
-    """Whether a copy of the snapshot is at ``place``, or what it is a copy of; False if nothing is.
+    """Return True if ``location`` has a copy of the snapshot, or the original of this snapshot.
 
-    Raises ``AlreadyExists`` if another snapshot is, or a damaged copy.
+    Returns False if there is no snapshot. Raises ``AlreadyExists`` for any other snapshot, and for
+    a damaged one.
     """
     try:
         other = open_location(location)
@@ -182,22 +187,22 @@ def _is_copy_at(snapshot: Snapshot, location: Location) -> bool:
         return False
     except FormatError as e:
         raise AlreadyExists(
-            f"A damaged snapshot is at {location.url} already; nothing was changed",
+            f"There is already a damaged snapshot at {location.url}; nothing was changed",
             found=e.what,
             todo=f"Move its {MANIFEST} away, and nothing else (newer versions may refer to other"
-            " files there), and copy again; or copy to another place",
+            " files there), then copy again; or copy to another location",
         ) from e
-    same = (
+    is_copy = (
         other.digest == snapshot.digest
         or other.manifest.attempt == attempt_of_copy(snapshot)
         or snapshot.manifest.attempt == attempt_of_copy(other)
     )
-    if not same:
+    if not is_copy:
         raise AlreadyExists(
-            f"Another snapshot is at {location.url} already; nothing was changed",
+            f"There is already another snapshot at {location.url}; nothing was changed",
             expected=f"a copy of {snapshot.url}, or nothing",
-            found=f"a snapshot of {other.created} by another save",
-            todo="Copy to another place",
+            found=f"a snapshot that another save created at {other.created}",
+            todo="Copy to another location",
         )
     return True
 
@@ -205,8 +210,11 @@ def _is_copy_at(snapshot: Snapshot, location: Location) -> bool:
 def _is_earlier_copy(
     remaining: list[tuple[Snapshot, Location]], destination: Run, versions: Sequence[Version]
 ) -> bool:
-    """Whether what is there can be an earlier copy, of which the source has kept nothing: all of it
-    is older, and of a training that began at the same moment."""
+    """Return True if the destination may be an earlier copy whose versions the source has deleted.
+
+    All of its versions must be older than the remaining ones and belong to a training that began
+    at the same time.
+    """
     if not remaining or versions[-1].step >= min(s.version.step for s, _ in remaining):
         return False
     began = read_training_metadata(remaining[0][0]).get("began")
@@ -225,36 +233,39 @@ def _refuse_other_training(
     result: CopyResult,
     remaining: list[tuple[Snapshot, Location]],
 ) -> None:
-    """Two trainings in one run would be one that never was."""
-    theirs = destination.listing()
-    versions = theirs.versions
-    stranger = (
-        find_divergence(run.catalog, listing, destination.catalog, theirs)
+    """Raise ``AlreadyExists`` if the destination contains versions that the source never had.
+
+    Merging two trainings would create a run that no training produced.
+    """
+    existing = destination.listing()
+    versions = existing.versions
+    divergence = (
+        find_divergence(run.catalog, listing, destination.catalog, existing)
         if result.present
         else None
     )
-    if stranger is not None:
-        advice = "Copy to another place"
-        records = [branch_name(n) for n in listing.branches if n not in theirs.branches]
-        if records and parse_version(stranger) is not None:
+    if divergence is not None:
+        advice = "Copy to another location"
+        records = [branch_name(n) for n in listing.branches if n not in existing.branches]
+        if records and parse_version(divergence) is not None:
             advice += (
-                f". But if a sweep of abandoned versions has deleted {stranger} from"
-                f" {result.source}: put a copy of {' and '.join(records)} into {destination.url}"
-                " by hand, which leaves it there too, and copy again"
+                f". Exception: if a sweep of abandoned versions deleted {divergence} from"
+                f" {result.source}, copy {' and '.join(records)} into {destination.url} by hand,"
+                " so that it becomes an abandoned version there too, and copy again"
             )
         raise AlreadyExists(
-            f"{destination.url} and {result.source} seem to have both gone on since one was copied"
-            " from the other; nothing was changed",
+            f"{destination.url} and {result.source} seem to have both continued training since one"
+            " was copied from the other; nothing was changed",
             expected=f"nothing that {result.source} never had",
-            found=stranger,
+            found=divergence,
             todo=advice,
         )
     if versions and not result.present and not _is_earlier_copy(remaining, destination, versions):
         raise AlreadyExists(
-            f"{destination.url} holds another training; nothing was changed",
-            expected=f"an empty place, or an earlier copy of {result.source}",
+            f"{destination.url} contains another training; nothing was changed",
+            expected=f"an empty location, or an earlier copy of {result.source}",
             found=f"{format_count(len(versions), 'version')} that {result.source} does not have",
-            todo="Copy to another place, or single versions one by one",
+            todo="Copy to another location, or copy single versions",
         )
 
 
@@ -279,27 +290,25 @@ def _build_snapshot_document(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def render(result: CopyResult, seconds: float, console: Console) -> None:
-    """Print each version's fate, and the sum."""
+    """Print the outcome for each version, and a summary."""
     from holdfast.cli.console import format_size, styled_text
 
     for snapshot in result.present:
-        console.print(styled_text(f"already there  {snapshot.url}", "dim"), soft_wrap=True)
+        console.print(styled_text(f"already present  {snapshot.url}", "dim"), soft_wrap=True)
     for snapshot in result.copied:
-        console.print(styled_text(f"copied         {snapshot.url}"), soft_wrap=True)
+        console.print(styled_text(f"copied           {snapshot.url}"), soft_wrap=True)
     for version, error in result.damaged:
-        console.print(
-            styled_text(f"NOT copied     {version}: {format_error_line(error)}", "red"),
-            soft_wrap=True,
-        )
+        line = f"NOT copied       {version}: {format_error_line(error)}"
+        console.print(styled_text(line, "red"), soft_wrap=True)
     if result.stray_warning is not None:
         console.print(styled_text(result.stray_warning, "yellow"), soft_wrap=True)
     nbytes = sum(map(bytes_to_read, result.copied))
     speed = f", {format_size(int(nbytes / seconds))}/s" if seconds > 1 else ""
     count = format_count(len(result.copied), "snapshot")
-    done = f"{count} copied, {format_size(nbytes)}, all checked{speed}"
-    parts = [done if result.copied else "Nothing copied"]
+    summary = f"{count} copied, {format_size(nbytes)}, all checked{speed}"
+    parts = [summary if result.copied else "Nothing copied"]
     if result.present:
-        parts.append(f"{len(result.present):,} already there")
+        parts.append(f"{len(result.present):,} already present")
     if result.damaged:
         parts.append(f"{len(result.damaged):,} NOT copied")
     console.print(styled_text("; ".join(parts), "red" if result.damaged else "green"))

@@ -1,4 +1,4 @@
-"""``holdfast diff A B``: what differs between two snapshots, down to the bytes of each leaf."""
+"""``holdfast diff A B``: compare two snapshots, down to the bytes of each leaf."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key at which both snapshots have something, but not the same. ``what``: ``kind``,
-    ``dtype``, ``shape``, ``name``, ``metadata``, ``value`` or ``bytes``; for bytes, how many
-    elements differ and how far."""
+    """A difference at one key that both snapshots have.
+
+    ``aspect`` is ``kind``, ``dtype``, ``shape``, ``name``, ``metadata``, ``value``, or ``bytes``.
+    ``a`` and ``b`` are the two sides. For ``bytes``, ``differing`` of the ``elements`` of the leaf
+    differ, by at most ``max_difference``.
+    """
 
     key: str
     aspect: str
@@ -41,7 +44,7 @@ class Change:
 
 @dataclass(slots=True)
 class Differences:
-    """What differs between two snapshots. ``nbytes``: bytes that had to be read of each."""
+    """The differences between two snapshots; ``bytes_read``: bytes read from each of them."""
 
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
@@ -61,64 +64,67 @@ class Differences:
     "--keys",
     multiple=True,
     metavar="PATTERN",
-    help="Only what matches: * within a level, ** across levels. May be repeated.",
+    help="Only keys that match: * within a level, ** across levels. May be repeated.",
 )
 @json_option
 @click.pass_context
 def command(ctx: click.Context, a: str, b: str, keys: Sequence[str], as_json: bool) -> None:
     """Compare the snapshots A and B: leaves, shapes, dtypes, values, and every byte.
 
-    Leaves whose digests are equal are not read. The exit code is 0 if both hold the same state,
+    Leaves whose digests are equal are not read. The exit code is 0 if both contain the same state,
     and 7 if not.
     """
-    ours, theirs = resolve_snapshot(a), resolve_snapshot(b)
-    found = compare_snapshots(ours, theirs, keys, quiet=as_json)
+    first, second = resolve_snapshot(a), resolve_snapshot(b)
+    differences = compare_snapshots(first, second, keys, quiet=as_json)
     if as_json:
-        print_json(_build_document(ours, theirs, found))
+        print_json(_build_document(first, second, differences))
     else:
         from holdfast.cli.console import make_console
 
-        render(ours, theirs, found, make_console())
-    if not found.is_same:
+        render(first, second, differences, make_console())
+    if not differences.is_same:
         ctx.exit(DIFFERS)
 
 
 def compare_snapshots(
     a: Snapshot, b: Snapshot, keys: Sequence[str] = (), *, quiet: bool = True
 ) -> Differences:
-    """All that differs. Raises ``FormatError`` or ``StoreError`` for bytes that cannot be read."""
-    ours = {r.key: r for r in filter_rows(iter_tree_rows(a), keys)}
-    theirs = {r.key: r for r in filter_rows(iter_tree_rows(b), keys)}
-    found = Differences(
-        only_a=_topmost_keys([k for k in ours if k not in theirs]),
-        only_b=_topmost_keys([k for k in theirs if k not in ours]),
+    """Return all differences between two snapshots, of the keys that match if ``keys`` are given.
+
+    Raises ``FormatError`` or ``StoreError`` for bytes that cannot be read.
+    """
+    rows_a = {r.key: r for r in filter_rows(iter_tree_rows(a), keys)}
+    rows_b = {r.key: r for r in filter_rows(iter_tree_rows(b), keys)}
+    differences = Differences(
+        only_a=_topmost_keys([k for k in rows_a if k not in rows_b]),
+        only_b=_topmost_keys([k for k in rows_b if k not in rows_a]),
     )
     pairs: list[LeafPair] = []
-    for key, row in ours.items():
-        other = theirs.get(key)
+    for key, row in rows_a.items():
+        other = rows_b.get(key)
         if other is None:
             continue
         change = _compare_rows(row, other)
         if change is not None:
-            found.changes.append(change)
+            differences.changes.append(change)
         elif row.dtype is not None:
             pairs.append((row.tied_to or key, other.tied_to or key))
         elif row.kind == "value":
-            found.equal_count += 1
-    _compare_leaves(a, b, pairs, found, quiet)
-    order = {key: i for i, key in enumerate(ours)}
-    found.changes.sort(key=lambda c: order.get(c.key, 0))
-    return found
+            differences.equal_count += 1
+    _compare_leaves(a, b, pairs, differences, quiet)
+    order = {key: i for i, key in enumerate(rows_a)}
+    differences.changes.sort(key=lambda c: order.get(c.key, 0))
+    return differences
 
 
 def _topmost_keys(keys: list[str]) -> list[str]:
-    """The keys, without those below another of them."""
-    known = set(keys)
-    return [k for k in keys if not any(k[:i] in known for i, c in enumerate(k) if c == "/")]
+    """Return the keys that are not below another one of them."""
+    key_set = set(keys)
+    return [k for k in keys if not any(k[:i] in key_set for i, c in enumerate(k) if c == "/")]
 
 
 def _compare_rows(a: TreeRow, b: TreeRow) -> Change | None:
-    """What differs without a look at the bytes."""
+    """Return the difference that the trees show, without the bytes; None if there is none."""
     if (a.dtype is None) != (b.dtype is None) or (a.dtype is None and a.kind != b.kind):
         return Change(a.key, "kind", a.kind, b.kind)
     if a.dtype != b.dtype:
@@ -127,7 +133,7 @@ def _compare_rows(a: TreeRow, b: TreeRow) -> Change | None:
         return Change(a.key, "shape", a.shape, b.shape)
     if a.is_leaf and b.is_leaf and a.node != b.node:
         return Change(a.key, "kind", _leaf_kind(a), _leaf_kind(b))
-    # as text: to Python 1, 1.0 and True are equal, and 0.0 and -0.0
+    # compare the repr: in Python, 1, 1.0, and True are equal, and so are 0.0 and -0.0
     if a.kind == "value" and repr(a.node) != repr(b.node):
         return Change(a.key, "value", a.value(), b.value())
     if a.kind != b.kind and "tied" not in (a.kind, b.kind):
@@ -138,7 +144,7 @@ def _compare_rows(a: TreeRow, b: TreeRow) -> Change | None:
 
 
 def _leaf_kind(row: TreeRow) -> str:
-    """What a leaf is beside dtype and shape."""
+    """Return what a leaf is, apart from its dtype and shape."""
     if row.kind == "blob":
         return str(row.node["blob"][0])
     if row.kind == "array" and len(row.node["array"]) > 2:
@@ -147,7 +153,7 @@ def _leaf_kind(row: TreeRow) -> str:
 
 
 def _compare_containers(a: TreeRow, b: TreeRow) -> Change | None:
-    """What differs between two containers of one kind beside their members."""
+    """Return the difference between two containers of one kind, apart from their members."""
     if a.kind == "sparse":
         x, y = ({k: v for k, v in r.node["sparse"].items() if k != "parts"} for r in (a, b))
         return Change(a.key, "kind", x, y) if x != y else None
@@ -157,28 +163,27 @@ def _compare_containers(a: TreeRow, b: TreeRow) -> Change | None:
     for key in names[0].keys() & names[1].keys():
         if names[0][key] != names[1][key]:
             return Change(key, "name", names[0][key], names[1][key])
-    # what modules note of themselves; of modules that only one has, the leaves tell
-    notes = [tree.decode(r.node.get("metadata", {"dict": {}}), r.key, tree.reject_leaf)
-             for r in (a, b)]  # fmt: skip
-    for name in notes[0].keys() & notes[1].keys():
-        if notes[0][name] != notes[1][name]:
-            return Change(
-                join_key(a.key, name) if name else a.key, "metadata", notes[0][name], notes[1][name]
-            )
+    # metadata of the modules that both have; the leaves show modules that only one has
+    metadata = [tree.decode(r.node.get("metadata", {"dict": {}}), r.key, tree.reject_leaf)
+                for r in (a, b)]  # fmt: skip
+    for name in metadata[0].keys() & metadata[1].keys():
+        x, y = metadata[0][name], metadata[1][name]
+        if x != y:
+            return Change(join_key(a.key, name) if name else a.key, "metadata", x, y)
     return None
 
 
 def _compare_leaves(
     a: Snapshot, b: Snapshot, pairs: list[LeafPair], differences: Differences, quiet: bool
 ) -> None:
-    # Of leaves that are tied, each pair is compared once.
-    pairs = list(dict.fromkeys(pairs))
-    same = set(pairs) if a.digest == b.digest else find_equal_by_digest(a, b, pairs)
-    unsure = [pair for pair in pairs if pair not in same]
-    differences.equal_count += len(pairs) - len(unsure)
-    differences.bytes_read = sum(_leaf_nbytes(a, k) for k, _ in unsure)
-    with progress_bar("comparing", differences.bytes_read, quiet=quiet) as tell:
-        distances = compare_bytes(a, b, unsure, tell)
+    """Compare the bytes of the pairs whose digests do not show that they are equal."""
+    pairs = list(dict.fromkeys(pairs))  # tied leaves yield the same pair several times
+    equal = set(pairs) if a.digest == b.digest else find_equal_by_digest(a, b, pairs)
+    undecided = [pair for pair in pairs if pair not in equal]
+    differences.equal_count += len(pairs) - len(undecided)
+    differences.bytes_read = sum(_leaf_nbytes(a, k) for k, _ in undecided)
+    with progress_bar("comparing", differences.bytes_read, quiet=quiet) as advance:
+        distances = compare_bytes(a, b, undecided, advance)
     for pair, distance in distances.items():
         if distance.differing:
             differences.changes.append(
@@ -224,31 +229,31 @@ def _build_document(a: Snapshot, b: Snapshot, differences: Differences) -> dict[
 
 
 def render(a: Snapshot, b: Snapshot, differences: Differences, console: Console) -> None:
-    """Print what differs, as a table, and the sum."""
+    """Print the differences as a table, and a summary."""
     from holdfast.cli.console import format_size, make_table, styled_text
 
-    for mark, snapshot, style in (("A", a, "red"), ("B", b, "green")):
-        at = "" if snapshot.step is None else f"  step {snapshot.step}"
-        console.print(styled_text(f"{mark}  {snapshot.url}{at}", style), soft_wrap=True)
+    for label, snapshot, style in (("A", a, "red"), ("B", b, "green")):
+        step = "" if snapshot.step is None else f"  step {snapshot.step}"
+        console.print(styled_text(f"{label}  {snapshot.url}{step}", style), soft_wrap=True)
     console.print()
     for key in differences.only_a:
         console.print(styled_text(f"only in A  {key}", "red"), soft_wrap=True)
     for key in differences.only_b:
         console.print(styled_text(f"only in B  {key}", "green"), soft_wrap=True)
     if differences.changes:
-        rest = make_table("key", "change")
-        wide = min(
+        table = make_table("key", "change")
+        change_width = min(
             max(len(_format_change(c)) for c in differences.changes), max(34, console.width // 2)
         )
+        key_width = max(20, console.width - change_width - 3)
         for c in differences.changes:
-            # the end of a key tells more than its beginning
-            room = max(20, console.width - wide - 3)
-            key = c.key if len(c.key) <= room else "\u2026" + c.key[1 - room :]
-            rest.add_row(styled_text(key), styled_text(_format_change(c), "", wide))
-        console.print(rest)
+            # truncate at the front: the end of a key is more specific
+            key = c.key if len(c.key) <= key_width else "\u2026" + c.key[1 - key_width :]
+            table.add_row(styled_text(key), styled_text(_format_change(c), "", change_width))
+        console.print(table)
     if differences.is_same:
-        same = format_count(differences.equal_count, "leaf or value", "leaves and values")
-        console.print(styled_text(f"The same: {same}", "green"))
+        count = format_count(differences.equal_count, "leaf or value", "leaves and values")
+        console.print(styled_text(f"Identical: {count}", "green"))
         return
     parts = [
         f"{len(differences.changes):,} differ",
@@ -259,18 +264,18 @@ def render(a: Snapshot, b: Snapshot, differences: Differences, console: Console)
     console.print()
     console.print(styled_text("; ".join(parts), "bold"))
     console.print(
-        styled_text(f"{format_size(differences.bytes_read)} of each had to be read", "dim")
+        styled_text(f"{format_size(differences.bytes_read)} of each snapshot was read", "dim")
     )
 
 
 def _format_change(change: Change) -> str:
-    """A change in few words."""
+    """Format a change in a few words."""
     from holdfast.cli.tree_rows import format_short
 
     if change.aspect == "bytes":
-        all_of = change.differing == change.elements
-        many = "all" if all_of else f"{change.differing:,} of {change.elements:,}"
-        return f"{many} differ" + (
+        all_differ = change.differing == change.elements
+        count = "all" if all_differ else f"{change.differing:,} of {change.elements:,}"
+        return f"{count} differ" + (
             "" if change.max_difference is None else f", max {change.max_difference:.4g}"
         )
     if change.aspect in ("value", "name", "metadata"):

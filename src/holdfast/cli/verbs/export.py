@@ -1,4 +1,4 @@
-"""``holdfast export SNAPSHOT --to safetensors|torch|hf DIR``: files that others read."""
+"""``holdfast export SNAPSHOT --to safetensors|torch|hf DIR``: write files for other libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from holdfast.cli.console import progress_bar
-from holdfast.cli.output import json_option, print_json, sanitize_text
+from holdfast.cli.output import json_option, print_json
 from holdfast.cli.resolve import format_count, resolve_snapshot
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -20,7 +20,7 @@ _SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """A size such as ``5GB`` or ``500MB``, as Hugging Face's libraries read it; ``4GiB``, too."""
+    """Parse a size in bytes, such as ``5GB`` or ``500MB`` (as Hugging Face does) or ``4GiB``."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", value, re.IGNORECASE)
     if match is not None and (match[2] or not match[3]):
         unit = _SIZE_UNITS[match[2].upper()]
@@ -28,10 +28,10 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
             unit = 1 << 10 * list(_SIZE_UNITS.values()).index(unit)
         if (size := int(float(match[1]) * unit)) > 0:
             return size
-    raise click.BadParameter(f"{value!r} is no size; write 5GB, 500MB or 4GiB")
+    raise click.BadParameter(f"{value!r} is not a size; write 5GB, 500MB, or 4GiB")
 
 
-@click.command("export", short_help="Write a snapshot's tensors as files that others read.")
+@click.command("export", short_help="Write a snapshot's tensors in another format.")
 @click.argument("snapshot")
 @click.argument("to", metavar="DIR")
 @click.option(
@@ -39,19 +39,19 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     "kind",
     type=click.Choice(list(SUFFIXES)),
     required=True,
-    help="safetensors: one file. torch: one for torch.load. hf: as Hugging Face has them.",
+    help="safetensors: one file. torch: one file for torch.load. hf: Hugging Face files.",
 )
 @click.option(
     "--root",
     metavar="KEY",
-    help='Only what is below KEY; names begin behind it. "/": everything. Unless given: "model",'
-    " but all for torch.",
+    help='Export only what is below KEY, and remove KEY from the names. "/": everything. Default:'
+    ' "model", or everything for torch.',
 )
 @click.option(
     "--keys",
     multiple=True,
     metavar="PATTERN",
-    help="Only what matches: * within a level, ** across levels. May be repeated.",
+    help="Only keys that match: * within a level, ** across levels. May be repeated.",
 )
 @click.option(
     "--max-shard-size",
@@ -59,7 +59,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     default="5GB",
     show_default=True,
     metavar="SIZE",
-    help="hf: most bytes of tensors in one file.",
+    help="hf: maximum bytes of tensors in one file.",
 )
 @json_option
 def command(
@@ -71,27 +71,27 @@ def command(
     max_shard_size: int,
     as_json: bool,
 ) -> None:
-    """Write the tensors of SNAPSHOT into the folder DIR, as files that need no Holdfast.
+    """Write the tensors of SNAPSHOT into the folder DIR, in a format of another library.
 
-    Every byte is checked on the way. Nothing that is there is overwritten, and what fails leaves
-    nothing behind. DIR may also be the name of the file, such as out/llama.safetensors.
+    Every byte is checked. No existing file is overwritten, and a failed export leaves no file
+    behind. DIR may also be the name of the file, such as out/llama.safetensors.
     """
     opened = resolve_snapshot(snapshot)
-    place, name = locate_export(to, kind)
-    export = plan_export(
+    location, name = locate_export(to, kind)
+    plan = plan_export(
         opened, kind, root=root, keys=keys, max_shard_size=max_shard_size, file_name=name
     )
     began = perf_counter()
-    with progress_bar("exporting", export.nbytes, quiet=as_json) as tell:
-        write_export(opened, export, place, tell)
+    with progress_bar("exporting", plan.nbytes, quiet=as_json) as advance:
+        write_export(opened, plan, location, advance)
     seconds = perf_counter() - began
-    if export.left_out and not as_json:
-        left = format_count(export.left_out, "plain value")
-        click.echo(f"holdfast: {left} left out: {kind} holds tensors only", err=True)
+    if plan.left_out and not as_json:
+        omitted = format_count(plan.left_out, "plain value")
+        click.echo(f"holdfast: {omitted} omitted: {kind} files contain only tensors", err=True)
     if as_json:
-        print_json(_build_document(opened, export, place, seconds))
+        print_json(_build_document(opened, plan, location, seconds))
     else:
-        _render(export, place, seconds)
+        _render(plan, location, seconds)
 
 
 def _file_url(location: Location, name: str) -> str:
@@ -117,12 +117,12 @@ def _build_document(
 def _render(plan: ExportPlan, location: Location, seconds: float) -> None:
     from holdfast.cli.console import format_size, make_console, styled_text
 
-    screen = make_console()
+    console = make_console()
     for file in plan.files:
-        told = f"{_file_url(location, file.name)}  {format_size(file.length)}"
-        screen.print(styled_text(sanitize_text(told)), soft_wrap=True)
+        line = f"{_file_url(location, file.name)}  {format_size(file.length)}"
+        console.print(styled_text(line), soft_wrap=True)
     below = f" below {plan.root}" if plan.root else ""
     speed = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds > 1 else ""
     count = format_count(plan.tensor_count, "tensor")
-    done = f"{count}{below}, {format_size(plan.nbytes)}, all checked{speed}"
-    screen.print(styled_text(done, "green"), soft_wrap=True)
+    summary = f"{count}{below}, {format_size(plan.nbytes)}, all checked{speed}"
+    console.print(styled_text(summary, "green"), soft_wrap=True)

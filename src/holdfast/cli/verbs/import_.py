@@ -1,4 +1,4 @@
-"""``holdfast import FILE_OR_DIR RUN``: a checkpoint that others wrote, as a version of a run."""
+"""``holdfast import FILE_OR_DIR RUN``: save another library's checkpoint as a version."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """What was read, how it hangs in the state, and the snapshot that it became."""
+    """The checkpoint that was read, its state, and the snapshot that was saved."""
 
     checkpoint: ForeignCheckpoint
     arranged: ArrangedState
@@ -46,17 +46,17 @@ class ImportResult:
     seconds: float
 
 
-@click.command("import", short_help="Make a version of another's checkpoint.")
+@click.command("import", short_help="Save another library's checkpoint as a version.")
 @click.argument("file_or_dir")
 @click.argument("run")
 @click.option(
     "--step",
     type=click.IntRange(0, MAX_STEP - 1),
-    help="The step that it was saved after, where it does not tell.",
+    help="The step of the version. Default: the step that the checkpoint records.",
 )
-@click.option("--as", "under", metavar="KEY", help="Put all of it under this key of the state.")
+@click.option("--as", "under", metavar="KEY", help="Store everything under KEY of the state.")
 @click.option(
-    "--keep-names", is_flag=True, help='Leave "module." and other marks of wrappers in names.'
+    "--keep-names", is_flag=True, help='Keep "module." and other wrapper prefixes in names.'
 )
 @json_option
 def command(
@@ -67,76 +67,75 @@ def command(
     keep_names: bool,
     as_json: bool,
 ) -> None:
-    """Save the checkpoint FILE_OR_DIR as a version of RUN. Nothing in it is ever run.
+    """Save the checkpoint FILE_OR_DIR as a version of RUN. No code in it is run.
 
-    Known are files of torch.save, of Lightning and of safetensors, and folders of Hugging Face
-    and of torch.distributed.checkpoint, whatever they are called. A dict of dicts, such as
-    {"model": ..., "optimizer": ...}, stands as it is; a state dict alone goes under "model".
+    Supported are files of torch.save, Lightning, and safetensors, and folders of Hugging Face and
+    torch.distributed.checkpoint, whatever their names. A dict of dicts, such as
+    {"model": ..., "optimizer": ...}, is kept as it is; a bare state dict is stored under "model".
     """
     began = perf_counter()
-    place = Run(run)
-    check_run_target(place)
-    with progress_bar("checking", size_on_disk(file_or_dir), quiet=as_json) as tell:
-        read = read_foreign_checkpoint(file_or_dir, tell)
-    step = read.step if step is None else step
+    target = Run(run)
+    check_run_target(target)
+    with progress_bar("checking", size_on_disk(file_or_dir), quiet=as_json) as advance:
+        checkpoint = read_foreign_checkpoint(file_or_dir, advance)
+    step = checkpoint.step if step is None else step
     if step is None:
-        raise click.UsageError(
-            f"{file_or_dir} does not tell after which step it was saved: give --step N"
-        )
-    version = Version(step, place.branch())
-    raise_if_exists(place.location(version))
-    arranged = arrange_state(read.value, under, keep_names=keep_names)
+        raise click.UsageError(f"{file_or_dir} does not record its step: give --step N")
+    version = Version(step, target.branch())
+    location = target.location(version)
+    raise_if_exists(location)
+    arranged = arrange_state(checkpoint.value, under, keep_names=keep_names)
     flat = flatten_foreign_state(arranged.state)
     nbytes = sum(leaf.source.nbytes for leaf in flat.leaves)
-    with progress_bar("importing", nbytes, quiet=as_json) as tell:
-        made = save_foreign_checkpoint(
-            place.location(version), flat, read, step, version.branch, tell
+    with progress_bar("importing", nbytes, quiet=as_json) as advance:
+        snapshot = save_foreign_checkpoint(
+            location, flat, checkpoint, step, version.branch, advance
         )
-    imported = ImportResult(read, arranged, made, perf_counter() - began)
+    result = ImportResult(checkpoint, arranged, snapshot, perf_counter() - began)
     if as_json:
-        print_json(_build_document(imported))
+        print_json(_build_document(result))
     else:
         from holdfast.cli.console import make_console
 
-        render(imported, make_console())
+        render(result, make_console())
 
 
 def _build_document(result: ImportResult) -> dict[str, Any]:
-    read, made = result.checkpoint, result.snapshot
+    checkpoint, snapshot = result.checkpoint, result.snapshot
     return {
-        "from": read.path,
-        "kind": read.kind,
-        "snapshot": made.url,
-        "step": made.step,
-        "leaves": len(made.leaves),
-        "bytes": made.nbytes,
-        "mapped": read.mapped,
+        "from": checkpoint.path,
+        "kind": checkpoint.kind,
+        "snapshot": snapshot.url,
+        "step": snapshot.step,
+        "leaves": len(snapshot.leaves),
+        "bytes": snapshot.nbytes,
+        "mapped": checkpoint.mapped,
         "renamed": result.arranged.renamed,
         "converted": result.arranged.converted,
-        "left_out": list(read.left_out),
+        "left_out": list(checkpoint.left_out),
         "seconds": round(result.seconds, 6),
     }
 
 
 def render(result: ImportResult, console: Console) -> None:
-    """Print what came of it, and whatever is not as the checkpoint had it."""
+    """Print the snapshot, and how it differs from the checkpoint."""
     from holdfast.cli.console import format_size, styled_text
 
-    read, made, arranged = result.checkpoint, result.snapshot, result.arranged
+    checkpoint, snapshot, arranged = result.checkpoint, result.snapshot, result.arranged
     notes = []
     if arranged.renamed:
-        notes.append(f"Marks of wrappers taken out of the names in {', '.join(arranged.renamed)}")
+        notes.append(f"Removed wrapper prefixes from the names in {', '.join(arranged.renamed)}")
     if arranged.converted:
-        notes.append(f"Keyed by names of parameters: {', '.join(arranged.converted)}")
-    if not read.mapped:
-        notes.append("Read into memory as a whole: files of this old kind cannot be mapped")
-    if read.left_out:
-        shown = ", ".join(read.left_out[:5]) + (" ..." if read.left_out[5:] else "")
+        notes.append(f"Keyed by parameter name: {', '.join(arranged.converted)}")
+    if not checkpoint.mapped:
+        notes.append("Read into memory as a whole: files in this old format cannot be mapped")
+    if checkpoint.left_out:
+        shown = ", ".join(checkpoint.left_out[:5]) + (" ..." if checkpoint.left_out[5:] else "")
         notes.append(f"Not imported: {shown}")
-    console.print(styled_text(f"{_KIND_NAMES[read.kind]}  {read.path}", "dim"), soft_wrap=True)
+    origin = f"{_KIND_NAMES[checkpoint.kind]}  {checkpoint.path}"
+    console.print(styled_text(origin, "dim"), soft_wrap=True)
     for note in notes:
         console.print(styled_text(note, "yellow"), soft_wrap=True)
-    leaves = format_count(len(made.leaves), "leaf", "leaves")
-    console.print(
-        styled_text(f"{made.url}  {leaves}, {format_size(made.nbytes)}", "green"), soft_wrap=True
-    )
+    leaves = format_count(len(snapshot.leaves), "leaf", "leaves")
+    summary = f"{snapshot.url}  {leaves}, {format_size(snapshot.nbytes)}"
+    console.print(styled_text(summary, "green"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``holdfast ls RUN``: all versions of a run, and what is known of each without reading bytes."""
+"""``holdfast ls RUN``: list all versions of a run, from manifests and file lengths only."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class VersionEntry:
-    """One version as it was found. ``nbytes``: of the files that its manifest names, or, where
-    that cannot be read, of all in its folder. ``metrics``: of its save and of evaluations."""
+    """One version of the run.
+
+    ``nbytes`` counts the files that the manifest names or, if the manifest cannot be read, all
+    files in the folder of the version. ``metrics`` are those of the save and of evaluations.
+    """
 
     version: Version
     snapshot: Snapshot | None
@@ -43,7 +46,7 @@ class VersionEntry:
 
     @property
     def referred_bytes(self) -> int:
-        """Bytes in files of other versions."""
+        """Bytes that the version refers to in files of other versions."""
         return 0 if self.snapshot is None else self.snapshot.referred_bytes
 
     @property
@@ -54,12 +57,12 @@ class VersionEntry:
             return "damaged" if isinstance(self.problem, FormatError) else "unreadable"
         if self.is_latest:
             return "latest"
-        return "ok" if self.on_lineage else "left"
+        return "ok" if self.on_lineage else "abandoned"
 
 
 @dataclass(slots=True)
 class ListResult:
-    """A run as ``ls`` shows it."""
+    """What ``ls`` shows of a run; ``orphans``: files that no manifest names."""
 
     run: Run
     entries: list[VersionEntry]
@@ -73,52 +76,50 @@ class ListResult:
         return next((e for e in self.entries if e.is_latest), None)
 
 
-@click.command("ls", short_help="List the versions: step, age, size, metrics, intact or not.")
+@click.command("ls", short_help="List versions: step, age, size, metrics, intact or not.")
 @click.argument("run")
 @json_option
 def command(run: str, as_json: bool) -> None:
     """List the versions of RUN: step, age, size, metrics, and whether they are intact.
 
-    Damaged versions are listed too, and those on branches that training has left. A version
-    counts as intact here if its manifest is sound and its files are there in full length; "verify"
-    reads the bytes.
+    Damaged versions and versions on abandoned branches are listed too. A version is intact here
+    if its manifest is valid and its files exist with their full length; "verify" reads the bytes.
     """
-    place, listing = resolve_run(run)
-    with progress_bar(
-        "reading manifests", len(listing.versions), quiet=as_json, unit="versions"
-    ) as t:
-        found = list_versions(place, listing, t)
+    opened, listing = resolve_run(run)
+    count = len(listing.versions)
+    with progress_bar("reading manifests", count, quiet=as_json, unit="versions") as advance:
+        result = list_versions(opened, listing, advance)
     if as_json:
-        print_json(_build_document(found))
+        print_json(_build_document(result))
     else:
         from holdfast.cli.console import make_console
 
-        render(found, make_console())
+        render(result, make_console())
 
 
 def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
-    """Open every version. One that is deleted meanwhile is left out."""
-    line_now = set(run.line(listing))
+    """Open every version. A version that is deleted in the meantime is omitted."""
+    lineage = set(run.line(listing))
     entries: list[VersionEntry] = []
     for version in listing.versions:
-        entry = _read_entry(run, version, listing.folders[version], version in line_now)
+        entry = _read_entry(run, version, listing.folders[version], version in lineage)
         if entry is not None:
             entry.pinned = version in listing.lasting_pins
             entries.append(entry)
         advance(1)
-    left = [stat for _, stat in find_orphans(listing, {e.version: e.record for e in entries})]
-    sound = [e for e in entries if e.on_lineage and e.problem is None]
-    if sound:
-        sound[-1].is_latest = True
+    records = {e.version: e.record for e in entries}
+    orphans = [stat for _, stat in find_orphans(listing, records)] + [*run.store.partials("")]
+    intact = [e for e in entries if e.on_lineage and e.problem is None]
+    if intact:
+        intact[-1].is_latest = True
     branches: dict[int, Branch | HoldfastError] = {}
     for number in listing.branches:
         try:
             branches[number] = run.read_branch(number)
         except (FormatError, NotFound) as e:
             branches[number] = e
-    left += run.store.partials("")
     return ListResult(
-        run, entries, run.branch(listing), branches, left, stray_snapshot_warning(run)
+        run, entries, run.branch(listing), branches, orphans, stray_snapshot_warning(run)
     )
 
 
@@ -134,11 +135,13 @@ def _read_entry(
     except (FormatError, StoreError) as e:
         problem = e
     if snapshot is not None:
-        known = make_version_record(snapshot)
+        record = make_version_record(snapshot)
         metrics = {**snapshot.metadata.get("metrics", {})}
-        metrics.update(run.catalog.metrics(version, known, files))
+        metrics.update(run.catalog.metrics(version, record, files))
         nbytes, created = snapshot.nbytes, snapshot.created
-        return VersionEntry(version, snapshot, problem, on_lineage, nbytes, created, known, metrics)
+        return VersionEntry(
+            version, snapshot, problem, on_lineage, nbytes, created, record, metrics
+        )
     modified = max(f.modified for f in files)
     created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
     return VersionEntry(version, None, problem, on_lineage, sum(f.length for f in files), created)
@@ -190,43 +193,43 @@ def _build_version_document(run: Run, entry: VersionEntry) -> dict[str, Any]:
 
 
 def render(result: ListResult, console: Console) -> None:
-    """Print the table, what is wrong, and what else lies there."""
+    """Print the table of versions, their problems, and the other files in the run."""
     from holdfast.cli import console as show
 
     total = sum(e.nbytes for e in result.entries)
-    many = format_count(len(result.entries), "version")
+    count = format_count(len(result.entries), "version")
     console.print(
         show.styled_text(result.run.url, "bold"),
-        show.styled_text(f"{many}, {show.format_size(total)}", "dim"),
+        show.styled_text(f"{count}, {show.format_size(total)}", "dim"),
         sep="  ", soft_wrap=True,
     )  # fmt: skip
-    branched = any(e.version.branch for e in result.entries)
-    refers = any(e.referred_bytes for e in result.entries)
-    sizes = ("own", "referred") if refers else ("size",)
-    names = ("step", *(("branch",) if branched else ()), "age", *sizes, "state", "reason")
+    show_branch = any(e.version.branch for e in result.entries)
+    show_referred = any(e.referred_bytes for e in result.entries)
+    sizes = ("own", "referred") if show_referred else ("size",)
+    names = ("step", *(("branch",) if show_branch else ()), "age", *sizes, "state", "reason")
     table = show.make_table(*names, "metrics", right_aligned=("step", "branch", "age", *sizes))
-    rows = [_table_cells(entry, branched, refers) for entry in result.entries]
-    # metrics get what is left of the line; nothing else is cut short, however narrow it is
+    rows = [_table_cells(entry, show_branch, show_referred) for entry in result.entries]
+    # metrics get the rest of the line; no other column is truncated, even on a narrow terminal
     used = sum(max(len(n), *(r[i].cell_len for r in rows)) + 2 for i, n in enumerate(names))
-    room = max(len("metrics"), console.width - used)
+    metrics_width = max(len("metrics"), console.width - used)
     for row in rows:
-        row[-1].truncate(room, overflow="ellipsis")
+        row[-1].truncate(metrics_width, overflow="ellipsis")
         table.add_row(*row)
-    console.width = max(console.width, used + room)  # a terminal wraps what is wider
+    console.width = max(console.width, used + metrics_width)  # the terminal wraps longer lines
     console.print(table)
     for note in _footnotes(result):
         console.print(note, soft_wrap=True)
 
 
-_STATUS_STYLES = {"latest": "green", "ok": "", "left": "dim"}
-"""Of what is well; all else is red."""
+_STATUS_STYLES = {"latest": "green", "ok": "", "abandoned": "dim"}
+"""Styles of intact versions. Every other status is red."""
 
 
 def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) -> list[Text]:
     from holdfast.cli.console import format_age, format_metrics, format_size, styled_text
 
     metadata = {} if entry.snapshot is None else entry.snapshot.metadata
-    base = "dim" if entry.status == "left" or not entry.on_lineage else ""
+    base = "" if entry.on_lineage else "dim"
     branch = [styled_text(entry.version.branch or "", base)] if show_branch else []
     referred = (
         [styled_text(format_size(entry.referred_bytes) if entry.referred_bytes else "", base)]
@@ -259,20 +262,25 @@ def _footnotes(result: ListResult) -> list[Text]:
         if isinstance(branch, HoldfastError):
             notes.append(styled_text(f"branch {number}: {format_error_brief(branch)}", "red"))
         else:
-            left = f"branch {number} left from {branch.from_version} ({branch.reason})"
-            notes.append(styled_text(left, "dim"))
+            start = f"branch {number} starts at {branch.from_version} ({branch.reason})"
+            notes.append(styled_text(start, "dim"))
     if result.latest is None:
-        notes.append(styled_text("No version that training is on is intact.", "red"))
+        notes.append(styled_text("No version on the current lineage is intact.", "red"))
     if result.orphans:
         nbytes = format_size(sum(s.length for s in result.orphans))
+        count = format_count(len(result.orphans), "file")
         notes.append(
             styled_text(
-                f"{format_count(len(result.orphans), 'file')} ({nbytes}) that no manifest names:"
-                f" of a save under way, or left behind (holdfast sweep {result.run.url})",
+                f"{count} ({nbytes}) that no manifest names, from a save in progress or one that"
+                f" was never committed (remove: holdfast sweep {result.run.url})",
                 "yellow",
             )
         )
     if result.stray_warning is not None:
         notes.append(styled_text(result.stray_warning, "yellow"))
-    notes.append(styled_text(f"Bytes are not checked: holdfast verify {result.run.url}", "dim"))
+    notes.append(
+        styled_text(
+            f"Contents of files not checked (check: holdfast verify {result.run.url})", "dim"
+        )
+    )
     return notes

@@ -1,4 +1,4 @@
-"""``holdfast pin RUN STEP``: keep a version from being deleted, or let it go again."""
+"""``holdfast pin RUN STEP``: protect a version from deletion, or unpin it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ _STEP_PATTERN = re.compile(r"(0|[1-9][0-9]{0,17})(?:\.([0-9]{1,9}))?")
 def parse_step_and_branch(
     ctx: click.Context, param: click.Parameter, value: str
 ) -> tuple[int, int | None]:
-    """``120``, or ``120.1`` for step 120 of branch 1."""
+    """Parse ``120``, or ``120.1`` for step 120 on branch 1.
+
+    Returns the step and the branch; the branch is None for the current lineage.
+    """
     match = _STEP_PATTERN.fullmatch(value)
     if match is None:
-        raise click.BadParameter(f"{value!r} is no step; write 120, or 120.1 for that of branch 1")
+        raise click.BadParameter(f"{value!r} is not a step; write 120, or 120.1 for branch 1")
     return int(match[1]), None if match[2] is None else int(match[2])
 
 
-@click.command("pin", short_help="Keep a version from being deleted.")
+@click.command("pin", short_help="Protect a version from deletion.")
 @click.argument("run")
 @click.argument("step", callback=parse_step_and_branch)
-@click.option("--remove", is_flag=True, help="Unpin it: it may be deleted again.")
+@click.option("--remove", is_flag=True, help="Unpin the version: it may be deleted again.")
 @json_option
 def command(run: str, step: tuple[int, int | None], remove: bool, as_json: bool) -> None:
-    """Keep the version of STEP in RUN from being deleted, by retention or "sweep --abandoned".
+    """Protect the version of STEP in RUN from deletion by retention and by "sweep --abandoned".
 
-    STEP is on the line that training is on; 120.1 is step 120 of branch 1. "ls" shows what is
-    pinned.
+    STEP is a step on the current lineage, such as 120; 120.1 is step 120 on branch 1. "ls" marks
+    pinned versions.
     """
-    place, _ = resolve_run(run)
-    version = place.unpin(*step) if remove else place.pin(*step)
+    opened, _ = resolve_run(run)
+    version = opened.unpin(*step) if remove else opened.pin(*step)
     if as_json:
-        print_json({"run": place.url, "version": str(version), "pinned": not remove})
+        print_json({"run": opened.url, "version": str(version), "pinned": not remove})
     else:
         from holdfast.cli.console import make_console, styled_text
 
-        done = f"{version} is no longer pinned" if remove else f"{version} is pinned"
-        make_console().print(styled_text(done), soft_wrap=True)
+        status = f"{version} is no longer pinned" if remove else f"{version} is pinned"
+        make_console().print(styled_text(status), soft_wrap=True)

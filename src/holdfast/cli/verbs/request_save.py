@@ -1,4 +1,4 @@
-"""``holdfast request-save RUN``: ask the training that writes to a run to save now."""
+"""``holdfast request-save RUN``: request a save from the training that writes to a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.run.run import Run
 from holdfast.run.save_request import RequestedSave, put_request, request_and_wait
 
 
-@click.command("request-save", short_help="Ask a running training to save now.")
+@click.command("request-save", short_help="Request a save from a running training.")
 @click.argument("run")
 @click.option(
     "--timeout",
@@ -23,38 +23,38 @@ from holdfast.run.save_request import RequestedSave, put_request, request_and_wa
     default="300s",
     show_default=True,
     metavar="TIME",
-    help="Give up after so long: 90 (seconds), 15m, 24h.",
+    help="Stop waiting after this time: 90 (seconds), 15m, 24h.",
 )
-@click.option("--no-wait", is_flag=True, help="Only ask; do not wait for the version.")
+@click.option("--no-wait", is_flag=True, help="Do not wait for the version.")
 @json_option
 def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
-    """Ask the training that writes to RUN to save at its next step, and print the version.
+    """Request a save from the training that writes to RUN, at its next step; print the version.
 
-    A request that is there already is joined. One that nobody answers in time, or that Ctrl-C
-    ends, is taken back.
+    If a request already exists, this command waits for the same save. If the training does not
+    answer in time, or on Ctrl-C, the request is withdrawn.
     """
-    place = resolve_run_allow_empty(run)
+    opened = resolve_run_allow_empty(run)
     if no_wait:
-        mine = new_attempt()
-        version, joined = None, put_request(place.store, mine) != mine
+        attempt = new_attempt()
+        version, joined = None, put_request(opened.store, attempt) != attempt
     else:
-        answer = _request_and_wait(place, timeout, quiet=as_json)
+        answer = _request_and_wait(opened, timeout, quiet=as_json)
         version, joined = str(answer.version), answer.joined
     if as_json:
-        print_json({"run": place.url, "version": version, "joined": joined})
+        print_json({"run": opened.url, "version": version, "joined": joined})
     else:
         from holdfast.cli.console import make_console, styled_text
 
-        asked = "There is a request already" if joined else "Asked to save at the next step"
-        make_console().print(styled_text(version or asked), soft_wrap=True)
+        status = "A request already exists" if joined else "Requested a save at the next step"
+        make_console().print(styled_text(version or status), soft_wrap=True)
 
 
 def _request_and_wait(run: Run, timeout: float, quiet: bool) -> RequestedSave:
-    """Ask and wait; a bar counts the seconds."""
+    """Request a save and wait for it, with a progress bar that counts the seconds."""
     with progress_bar("waiting for the training", round(timeout), quiet=quiet, unit="s") as advance:
 
-        def wait(span: float) -> None:
-            sleep(span)
+        def wait(seconds: float) -> None:
+            sleep(seconds)
             advance(1)
 
         return request_and_wait(run, timeout, wait=wait)

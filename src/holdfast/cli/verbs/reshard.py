@@ -1,5 +1,5 @@
-"""``holdfast reshard SNAPSHOT DEST --shards N``: the same state in other shards, every digest
-checked."""
+"""``holdfast reshard SNAPSHOT DEST --shards N``: write the same state in another number of shards,
+and check every digest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@click.command("reshard", short_help="Write a snapshot anew with other shards, checked.")
+@click.command("reshard", short_help="Write a snapshot again in N shards.")
 @click.argument("snapshot")
 @click.argument("dest")
 @click.option(
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 99_999),
     required=True,
     metavar="N",
-    help="How many files. 1: one plain safetensors file with whole tensors.",
+    help="Number of files. 1: one plain safetensors file with whole tensors.",
 )
 @click.option(
     "--split",
     type=click.Choice(SPLITS),
     default="even",
     show_default=True,
-    help="even: tensors with at least N rows are cut along dimension 0, as FSDP2 does. none: no"
-    " tensor is cut.",
+    help="even: tensors with at least N rows are split along dimension 0, as FSDP2 does. none: no"
+    " tensor is split.",
 )
 @json_option
 def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) -> None:
-    """Write SNAPSHOT anew at DEST with N shards, however many it has now.
+    """Write SNAPSHOT again at DEST with N shards, whatever its current number of shards.
 
-    DEST is the place of the new snapshot, or a run: then it becomes that version of it. It refers
-    to no other version. Every byte is checked on the way; SNAPSHOT is left as it is, and nothing
-    that is there is overwritten.
+    DEST is the location of the new snapshot, or a run, where the snapshot becomes the version of
+    the same step and branch. The new snapshot refers to no other version. Every byte is checked.
+    SNAPSHOT is not modified, and nothing at DEST is overwritten.
     """
     old = resolve_snapshot(snapshot)
-    place = _resolve_destination(old, dest)
+    location = _resolve_destination(old, dest)
     began = perf_counter()
     nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in old.leaves.values())
     with (
-        remove_folder_if_empty(place.store),
-        progress_bar("resharding", nbytes, quiet=as_json) as tell,
+        remove_folder_if_empty(location.store),
+        progress_bar("resharding", nbytes, quiet=as_json) as advance,
     ):
-        new = reshard(old, place, shards, split, tell)
+        new = reshard(old, location, shards, split, advance)
     seconds = perf_counter() - began
     if as_json:
         print_json(_build_document(old, new, split, seconds))
@@ -68,19 +68,22 @@ def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) ->
 
 
 def _resolve_destination(snapshot: Snapshot, destination: str) -> Location:
-    """Where the new snapshot will be. Raises ``AlreadyExists`` for the name of another version."""
+    """Return the location of the new snapshot.
+
+    Raises ``AlreadyExists`` if the destination has the name of another version.
+    """
     step, branch = snapshot.manifest.step, snapshot.manifest.branch
-    place = locate(destination)
-    if step is not None and versions_in(place):
-        return Location(place.store, place.key(str(Version(step, branch))))
-    version = parse_version(place.folder.rpartition("/")[2])
+    location = locate(destination)
+    if step is not None and versions_in(location):
+        return Location(location.store, location.key(str(Version(step, branch))))
+    version = parse_version(location.folder.rpartition("/")[2])
     if version is not None and (version.step, version.branch) != (step, branch):
         raise AlreadyExists(
             f"{snapshot.url} cannot become {version}",
-            expected="its own step and branch in the name, or a name of another kind",
+            expected="the snapshot's own step and branch, or a name that is not a version",
             found=f"step {step}, branch {branch}",
         )
-    return place
+    return location
 
 
 def _build_document(old: Snapshot, new: Snapshot, split: str, seconds: float) -> dict[str, Any]:
@@ -98,12 +101,12 @@ def _build_document(old: Snapshot, new: Snapshot, split: str, seconds: float) ->
 
 
 def render(old: Snapshot, new: Snapshot, seconds: float, console: Console) -> None:
-    """Print where the new snapshot is, and what it is made of."""
+    """Print the location, the shards, and the size of the new snapshot."""
     from holdfast.cli.console import format_size, styled_text
 
     before, after = len(old.manifest.shards), len(new.manifest.shards)
     speed = f", {format_size(int(new.nbytes / seconds))}/s" if seconds > 1 else ""
     console.print(styled_text(f"resharded      {new.url}"), soft_wrap=True)
     shards = f"{format_count(before, 'shard')} before, {after:,} now"
-    done = f"{shards}, {format_size(new.nbytes)}, all checked{speed}"
-    console.print(styled_text(done, "green"), soft_wrap=True)
+    summary = f"{shards}, {format_size(new.nbytes)}, all checked{speed}"
+    console.print(styled_text(summary, "green"), soft_wrap=True)

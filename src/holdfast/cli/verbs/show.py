@@ -1,4 +1,4 @@
-"""``holdfast show SNAPSHOT``: what a snapshot holds, from its manifest."""
+"""``holdfast show SNAPSHOT``: show what a snapshot contains, from its manifest."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_TREE_LINES = 40
-"""Rows of the tree that a terminal is given unasked."""
+"""Maximum number of rows of the tree on a terminal, unless an option selects the rows."""
 
 Layouts = dict[str, list[tuple[int, IndexBox]]]
 
 
-@click.command("show", short_help="Show what a snapshot holds: the tree, shapes, sizes.")
+@click.command("show", short_help="Show what a snapshot contains: the tree, shapes, sizes.")
 @click.argument("snapshot")
 @click.option(
     "--keys",
     multiple=True,
     metavar="PATTERN",
-    help="Only what matches: * within a level, ** across levels. May be repeated.",
+    help="Only keys that match: * within a level, ** across levels. May be repeated.",
 )
-@click.option("--depth", type=click.IntRange(1), help="Show so many levels of the tree.")
-@click.option("--all", "everything", is_flag=True, help="Show the whole tree, however long.")
-@click.option("--layout", is_flag=True, help="Show which boxes of each leaf lie in which shard.")
+@click.option("--depth", type=click.IntRange(1), help="Number of levels of the tree to show.")
+@click.option("--all", "everything", is_flag=True, help="Show the whole tree, whatever its length.")
+@click.option("--layout", is_flag=True, help="Show which shard contains which boxes of each leaf.")
 @json_option
 def command(
     snapshot: str,
@@ -45,34 +45,34 @@ def command(
     layout: bool,
     as_json: bool,
 ) -> None:
-    """Show what SNAPSHOT holds: where it comes from, and its tree of leaves and values.
+    """Show the origin of SNAPSHOT, and its tree of leaves and values.
 
-    Only the manifest is read (and with --layout the indexes). On a terminal a long tree is cut
-    to the levels that fit; --all, --depth and --keys choose otherwise.
+    Only the manifest is read, and with --layout the indexes. On a terminal, a long tree is limited
+    to the levels that fit, unless --all, --depth, or --keys is given.
     """  # fmt: skip
     opened = resolve_snapshot(snapshot)
-    chosen = list(filter_rows(iter_tree_rows(opened), keys))
-    if keys and not chosen:
+    rows = list(filter_rows(iter_tree_rows(opened), keys))
+    if keys and not rows:
         raise MissingLeaf(
             f"Nothing in {opened.url} matches",
             expected=f"keys like {', '.join(keys)}",
             found=", ".join(list(opened.keys())[:5]),
-            todo="* stays within a level, ** crosses levels",
+            todo="* matches within a level, ** across levels",
         )
     layouts = _read_layouts(opened) if layout else None
     if as_json:
-        print_json(_build_document(opened, chosen, layouts))
+        print_json(_build_document(opened, rows, layouts))
         return
     from holdfast.cli.console import make_console
 
-    screen = make_console()
-    if depth is None and not everything and not keys and screen.is_terminal:
-        depth = fitting_depth(chosen)
-    render(opened, chosen, layouts, depth, screen)
+    console = make_console()
+    if depth is None and not everything and not keys and console.is_terminal:
+        depth = fitting_depth(rows)
+    render(opened, rows, layouts, depth, console)
 
 
 def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:
-    """The rows whose key matches; with patterns, containers are left out."""
+    """Return the rows whose key matches, without containers; all rows if there are no patterns."""
     if not keys:
         return rows
     selected = make_key_filter(keys)
@@ -85,7 +85,7 @@ def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRo
 
 
 def _matches_element(row: TreeRow, keys: Sequence[str]) -> bool:
-    """Whether a pattern means an element of a list that is shown as one value."""
+    """Return True if a pattern matches an element of a list that is shown as one value."""
     if type(row.node) is not dict or next(iter(row.node)) not in ("list", "tuple"):
         return False
     selected = make_key_filter(keys)
@@ -93,7 +93,7 @@ def _matches_element(row: TreeRow, keys: Sequence[str]) -> bool:
 
 
 def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
-    """The most levels with which the tree has at most ``LINES`` rows; None: all of them."""
+    """Return the maximum depth at which the tree has at most ``MAX_TREE_LINES`` rows; None: all."""
     if len(rows) <= MAX_TREE_LINES:
         return None
     depths = range(1, max(r.depth for r in rows) + 1)
@@ -101,11 +101,11 @@ def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
 
 
 def _read_layouts(snapshot: Snapshot) -> Layouts:
-    made: Layouts = {}
+    layouts: Layouts = {}
     for number, index in enumerate(snapshot.indexes()):
         for leaf in index.leaves:
-            made.setdefault(leaf.key, []).extend((number, box) for box in leaf.boxes)
-    return made
+            layouts.setdefault(leaf.key, []).extend((number, box) for box in leaf.boxes)
+    return layouts
 
 
 def _build_document(
@@ -146,7 +146,7 @@ def _build_document(
 
 
 def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    document: dict[str, Any] = {
         "key": row.key,
         "kind": row.kind,
         "dtype": row.dtype,
@@ -155,11 +155,11 @@ def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any
         "tied": row.tied_to,
     }
     if layouts is not None:
-        made["boxes"] = [
+        document["boxes"] = [
             {"shard": number, "offsets": b.offsets, "sizes": b.sizes, "at": b.at}
             for number, b in layouts.get(row.key, [])
         ]
-    return made
+    return document
 
 
 def _find_problem(snapshot: Snapshot) -> FormatError | None:
@@ -181,35 +181,34 @@ def render(
     from holdfast.cli import console as show
 
     console.print(show.styled_text(snapshot.url, "bold"), soft_wrap=True)
-    head = show.make_table("", "")
-    head.show_header = False
+    header = show.make_table("", "")
+    header.show_header = False
     problem = _find_problem(snapshot)
     for name, value in _header_fields(snapshot):
-        head.add_row(show.styled_text(name, "dim"), show.styled_text(value, "", console.width - 12))
-    console.print(head)
+        cell = show.styled_text(value, "", console.width - 12)
+        header.add_row(show.styled_text(name, "dim"), cell)
+    console.print(header)
     if problem is not None:
         console.print(show.styled_text(format_error_line(problem), "red"), soft_wrap=True)
     console.print()
-    table = show.make_table("key", "what", "size", right_aligned=("size",))
+    table = show.make_table("key", "content", "size", right_aligned=("size",))
     lines = _table_lines(rows, depth, layouts)
-    wide = min(max((len(c.description) for c in lines), default=0), (console.width - 14) // 2, 60)
-    for cells in lines:
+    longest = max((len(line.description) for line in lines), default=0)
+    width = min(longest, (console.width - 14) // 2, 60)
+    for line in lines:
         table.add_row(
-            show.styled_text(cells.name, cells.style, console.width - 15 - wide),
-            show.styled_text(cells.description, cells.style, wide),
-            show.styled_text(cells.size, cells.style),
+            show.styled_text(line.name, line.style, console.width - 15 - width),
+            show.styled_text(line.description, line.style, width),
+            show.styled_text(line.size, line.style),
         )
     console.print(table)
     if depth is not None and any(r.depth >= depth for r in rows):
-        console.print(
-            show.styled_text(
-                f"Cut to --depth {depth}; --all shows everything, --keys a part", "dim"
-            )
-        )
+        note = f"Limited to --depth {depth}; --all shows everything, --keys selects keys"
+        console.print(show.styled_text(note, "dim"))
 
 
 def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
-    """What is known of the snapshot, by name, for people."""
+    """Yield the names and values of the header of ``show``."""
     from holdfast.cli.console import format_age, format_metrics, format_size
 
     manifest, metadata = snapshot.manifest, snapshot.metadata
@@ -218,12 +217,12 @@ def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield "step", f"{manifest.step}{branch}"
     yield "created", f"{manifest.created} ({format_age(manifest.created)} ago) by {manifest.writer}"
     if manifest.parent is not None:
-        yield "after", manifest.parent.version
+        yield "parent", manifest.parent.version
     for name in ("reason", "metrics", "note"):
         if value := metadata.get(name):
             yield name, format_metrics(value) if isinstance(value, dict) else str(value)
     shards = format_count(len(manifest.shards), "shard")
-    yield "files", f"{shards}, {format_size(snapshot.nbytes)}; bytes not checked"
+    yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
     if snapshot.bases:
         bases = ", ".join(map(str, sorted(snapshot.bases)))
         yield "refers to", f"{format_size(snapshot.referred_bytes)} in {bases}"
@@ -239,7 +238,7 @@ class _TableLine(NamedTuple):
 def _table_lines(
     rows: Sequence[TreeRow], depth: int | None, layouts: Layouts | None
 ) -> list[_TableLine]:
-    """The rows as they are printed. Where containers are left out, keys are whole."""
+    """Return the lines of the table. Without containers, the keys are complete."""
     from holdfast.cli.console import format_size
 
     nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
@@ -250,31 +249,30 @@ def _table_lines(
         name = "  " * row.depth + row.name if nested else row.key
         if row.kind in CONTAINER_KINDS:
             leaves, nbytes = _subtree_totals(rows, i)
-            what = f"{row.kind}, {format_count(leaves, 'leaf', 'leaves') if leaves else 'empty'}"
+            count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
+            description = f"{row.kind}, {count}"
             style = "bold" if row.depth == 0 else ""
-            lines.append(_TableLine(name, what, format_size(nbytes) if nbytes else "", style))
+            size = format_size(nbytes) if nbytes else ""
+            lines.append(_TableLine(name, description, size, style))
         elif row.kind == "value":
             lines.append(_TableLine(name, row.format_value(), "", "cyan"))
         else:
-            lines.append(
-                _TableLine(
-                    name, _describe_leaf(row), format_size(row.nbytes) if row.is_leaf else "", ""
-                )
-            )
+            size = format_size(row.nbytes) if row.is_leaf else ""
+            lines.append(_TableLine(name, _describe_leaf(row), size, ""))
         for number, box in () if layouts is None else layouts.get(row.key, ()):
-            ends = zip(box.offsets, box.sizes, strict=True)
-            part = ", ".join(f"{o}:{o + n}" for o, n in ends)
+            dimensions = zip(box.offsets, box.sizes, strict=True)
+            slices = ", ".join(f"{o}:{o + n}" for o, n in dimensions)
             indent = "  " * (row.depth + 1 if nested else 1)
-            where = f"shard {number} at byte {box.at}"
-            lines.append(_TableLine(f"{indent}[{part}]", where, "", "dim"))
+            location = f"shard {number} at byte {box.at}"
+            lines.append(_TableLine(f"{indent}[{slices}]", location, "", "dim"))
     return lines
 
 
 def _subtree_totals(rows: Sequence[TreeRow], position: int) -> tuple[int, int]:
-    """How many leaves and values a container has, and the bytes of the leaves."""
+    """Return the number of leaves and values below a container, and the bytes of the leaves."""
     inside = takewhile(lambda r: r.depth > rows[position].depth, islice(rows, position + 1, None))
-    parts = [r for r in inside if r.kind not in CONTAINER_KINDS]
-    return len(parts), sum(r.nbytes for r in parts)
+    members = [r for r in inside if r.kind not in CONTAINER_KINDS]
+    return len(members), sum(r.nbytes for r in members)
 
 
 def _describe_leaf(row: TreeRow) -> str:
@@ -282,7 +280,7 @@ def _describe_leaf(row: TreeRow) -> str:
     if row.kind == "blob":
         return f"{row.node['blob'][0]} [{shape}]"
     if row.kind == "array" and len(row.node["array"]) > 2:
-        shape = ", ".join(map(str, (row.shape or ())[:-1]))  # the last one counts bytes
+        shape = ", ".join(map(str, (row.shape or ())[:-1]))  # the last dimension counts bytes
         return f"array {row.node['array'][2]} [{shape}]"
     kind = "array " if row.kind == "array" else ""
     tied = f" = {row.tied_to}" if row.tied_to is not None else ""

@@ -1,4 +1,4 @@
-"""``holdfast verify RUN|SNAPSHOT``: every byte read and compared with its digest."""
+"""``holdfast verify RUN|SNAPSHOT``: read every byte and compare it with its digest."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from holdfast.run.run import Run
 if TYPE_CHECKING:
     from rich.console import Console
 
-Tell = Callable[[int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What was found of one version (or of a record beside it)."""
+    """The result for one version, or for one record of the run."""
 
     name: str
     url: str
@@ -38,7 +36,7 @@ class VerifyResult:
 
     @property
     def is_unreadable(self) -> bool:
-        """Whether all that is wrong is that the store does not give it."""
+        """True if the only problems are that the store does not return the bytes."""
         denied = [isinstance(p.error, Denied | Unavailable) for p in self.problems]
         return bool(denied) and all(denied)
 
@@ -50,82 +48,89 @@ class VerifyResult:
 def command(ctx: click.Context, place: str, as_json: bool) -> None:
     """Read every byte of a SNAPSHOT, or of all versions of a RUN, and compare it with its digest.
 
-    All damage is told, by file, offset and leaf; of an incremental version also what is damaged in
-    the versions that it refers to. The exit code is 3 if there is any.
+    All damage is reported by file, offset, and leaf. For an incremental version, this includes
+    damage in the versions that it refers to. The exit code is 3 if there is damage.
     """
-    found = resolve_run_or_snapshot(place)
+    target = resolve_run_or_snapshot(place)
     began = perf_counter()
-    if isinstance(found, Snapshot):
-        url = found.url
-        checked, note, danger = [_verify_snapshot(found, as_json)], None, None
+    if isinstance(target, Snapshot):
+        url = target.url
+        results, stray, danger = [_verify_snapshot(target, as_json)], None, None
     else:
-        url, note = found[0].url, stray_snapshot_warning(found[0])
-        checked, danger = _verify_run(*found, as_json)
+        url, stray = target[0].url, stray_snapshot_warning(target[0])
+        results, danger = _verify_run(*target, as_json)
     seconds = perf_counter() - began
     if as_json:
-        document = _build_document(url, checked, seconds)
-        print_json({**document, "danger": danger, "stray": note is not None})
+        document = _build_document(url, results, seconds)
+        print_json({**document, "danger": danger, "stray": stray is not None})
     else:
         from holdfast.cli.console import make_console, styled_text
 
-        screen = make_console()
-        render(checked, seconds, screen)
-        for told in (danger, note):
-            if told is not None:
-                screen.print(styled_text(told, "yellow"), soft_wrap=True)
-    codes = [exit_code(p.error) for c in checked for p in c.problems]
+        console = make_console()
+        render(results, seconds, console)
+        for warning in (danger, stray):
+            if warning is not None:
+                console.print(styled_text(warning, "yellow"), soft_wrap=True)
+    codes = [exit_code(p.error) for result in results for p in result.problems]
     if codes:
         ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
 
 
 def _verify_snapshot(snapshot: Snapshot, quiet: bool) -> VerifyResult:
-    with progress_bar("verifying", bytes_to_read(snapshot), quiet=quiet) as tell:
-        report = snapshot.verify(tell)
+    with progress_bar("verifying", bytes_to_read(snapshot), quiet=quiet) as advance:
+        report = snapshot.verify(advance)
     name = snapshot.location.folder.rpartition("/")[2] or snapshot.url
     return VerifyResult(name, snapshot.url, report.nbytes, report.problems)
 
 
 def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyResult], str | None]:
-    """Every version, branch, lasting pin and evaluation, and whether saves to come are in danger.
-    What is deleted meanwhile is left out."""
-    checked: list[VerifyResult] = []
+    """Verify every version, branch record, lasting pin, and evaluation of a run.
+
+    Files that are deleted in the meantime are omitted. Returns the results, and a warning if the
+    next save would refer to damaged data.
+    """
+    results: list[VerifyResult] = []
     opened: list[Snapshot] = []
     newest = _newest_version(run, listing)
     for version in listing.versions:
-        place = run.location(version)
+        location = run.location(version)
         try:
             opened.append(run.open(version))
         except NotFound:
             continue
         except (FormatError, StoreError) as e:
-            checked.append(_failed_result(str(version), place.key(MANIFEST), place.url, e))
+            key = location.key(MANIFEST)
+            results.append(_failed_result(str(version), key, location.url, e))
     for key, decode in _run_records(listing):
         try:
             decode(run.store.get(key, MAX_RECORD), key)
         except NotFound:
             continue
         except (FormatError, StoreError) as e:
-            checked.append(_failed_result(key, key, f"{run.url}/{key}", e))
-    seen: CheckedChunks = {}  # so that what several versions refer to is read once
+            results.append(_failed_result(key, key, f"{run.url}/{key}", e))
+    seen: CheckedChunks = {}  # reads data that several versions refer to only once
     nbytes = sum(bytes_to_read(s) - s.referred_bytes for s in opened)
-    with progress_bar("verifying", nbytes, quiet=quiet) as tell:
+    with progress_bar("verifying", nbytes, quiet=quiet) as advance:
         for snapshot in opened:
             try:
-                report = snapshot.verify(tell, seen)
+                report = snapshot.verify(advance, seen)
             except NotFound:
                 continue
-            checked.append(
+            results.append(
                 VerifyResult(snapshot.location.folder, snapshot.url, report.nbytes, report.problems)
             )
     order = {str(v): i for i, v in enumerate(listing.versions)}
-    checked.sort(key=lambda c: order.get(c.name, len(order)))
-    bases = {str(s.version) for s in opened if s.bases}
-    return checked, _damage_warning(next((c for c in checked if c.name == newest and bases), None))
+    results.sort(key=lambda result: order.get(result.name, len(order)))
+    if not any(s.bases for s in opened):
+        return results, None
+    return results, _damage_warning(next((r for r in results if r.name == newest), None))
 
 
 def _newest_version(run: Run, listing: Listing) -> str | None:
-    """The newest version on the line; None if there is none, or that cannot be told: it is for
-    advice only."""
+    """Return the newest version of the current lineage.
+
+    Returns None if there is none or the lineage cannot be read: the result is only for advice.
+    """
     try:
         return next((str(v) for v in reversed(run.line(listing))), None)
     except (FormatError, StoreError):
@@ -133,7 +138,7 @@ def _newest_version(run: Run, listing: Listing) -> str | None:
 
 
 def _run_records(listing: Listing) -> Iterator[tuple[str, Callable[[bytes, str], object]]]:
-    """The small files that are of use as long as the run lives, and how each is read."""
+    """Yield the key and the decoder of each branch record, lasting pin, and evaluation."""
     for number in listing.branches:
         yield branch_name(number), decode_branch
     for version in listing.lasting_pins:
@@ -145,17 +150,19 @@ def _run_records(listing: Listing) -> Iterator[tuple[str, Callable[[bytes, str],
 
 
 def _damage_warning(newest: VerifyResult | None) -> str | None:
-    """What to do at once if the newest version of a run of increments has rotted: a save looks at
-    what it refers to by length only."""
+    """Return urgent advice if the newest version of a run with incremental versions is damaged.
+
+    An incremental save checks only the length of the data that it refers to, not the digest.
+    """
     problems = newest.problems if newest else ()
-    rotten = {p.file for p in problems if isinstance(p.error, DigestMismatch)}
-    # of manifests and indexes an increment needs its own only
-    files = sorted(f for f in rotten if is_shard_name(f.rpartition("/")[2]))
+    damaged = {p.file for p in problems if isinstance(p.error, DigestMismatch)}
+    # an incremental version refers to shards only, not to manifests or indexes
+    files = sorted(f for f in damaged if is_shard_name(f.rpartition("/")[2]))
     if newest is None or not files:
         return None
     return (
-        f"If training is going on, its next save refers to what is damaged in {newest.name}. Move"
-        f" {', '.join(files)} out of the run now: then that save is a full one"
+        f"If training is running, its next save will refer to the damaged data in {newest.name}."
+        f" Move {', '.join(files)} out of the run now; the next save is then a full one"
     )
 
 
@@ -164,7 +171,7 @@ def _failed_result(name: str, file: str, url: str, error: FormatError | StoreErr
 
 
 def bytes_to_read(snapshot: Snapshot) -> int:
-    """Bytes of its shards and indexes, and those that it refers to."""
+    """Return the bytes of the shards and indexes, and of the data that the snapshot refers to."""
     own = sum(s.length + s.index.length for s in snapshot.manifest.shards)
     return own + snapshot.referred_bytes
 
@@ -172,15 +179,15 @@ def bytes_to_read(snapshot: Snapshot) -> int:
 def _build_document(url: str, results: list[VerifyResult], seconds: float) -> dict[str, Any]:
     return {
         "place": url,
-        "ok": not any(c.problems for c in results),
-        "bytes": sum(c.nbytes for c in results),
+        "ok": not any(r.problems for r in results),
+        "bytes": sum(r.nbytes for r in results),
         "seconds": round(seconds, 6),
         "versions": [
             {
-                "version": c.name,
-                "url": c.url,
-                "ok": not c.problems,
-                "bytes": c.nbytes,
+                "version": r.name,
+                "url": r.url,
+                "ok": not r.problems,
+                "bytes": r.nbytes,
                 "problems": [
                     {
                         "file": p.file,
@@ -188,63 +195,62 @@ def _build_document(url: str, results: list[VerifyResult], seconds: float) -> di
                         "leaves": p.leaves,
                         **describe_error(p.error),
                     }
-                    for p in c.problems
+                    for p in r.problems
                 ],
             }
-            for c in results
+            for r in results
         ],
     }
 
 
 def _group_problems(results: list[VerifyResult]) -> list[tuple[Problem, list[str]]]:
-    """What is wrong, each once, with the further versions that it takes along: what is damaged in
-    one version is so in all that refer to it."""
-    found: dict[object, tuple[Problem, str, list[str]]] = {}
-    for c in results:
-        for p in c.problems:
-            # of one place in one file; where none is told, the words are all that tells
+    """Return each problem once, with the names of the other versions that it affects.
+
+    Damage in one version also affects all versions that refer to the damaged data.
+    """
+    groups: dict[object, tuple[Problem, str, list[str]]] = {}
+    for result in results:
+        for p in result.problems:
+            # without an offset, only the message distinguishes problems in one file
             what = p.error.what if p.offset is None else ""
             key = (p.file, p.offset, type(p.error), str(p.error.expected), what)
-            _, first, others = found.setdefault(key, (p, c.name, []))
-            if c.name not in (first, *others):
-                others.append(c.name)
-    return [(p, others) for p, _, others in found.values()]
+            _, first, others = groups.setdefault(key, (p, result.name, []))
+            if result.name not in (first, *others):
+                others.append(result.name)
+    return [(p, others) for p, _, others in groups.values()]
 
 
 def render(results: list[VerifyResult], seconds: float, console: Console) -> None:
-    """Print one line for each version, and under it what is wrong with it."""
+    """Print one line for each version, then each problem, and a summary."""
     from holdfast.cli.console import format_size, make_table, styled_text
 
     versions = make_table("version", "checked", "", right_aligned=("checked",))
-    for c in results:
-        state = (
-            styled_text(format_count(len(c.problems), "problem"), "red")
-            if c.problems
+    for r in results:
+        status = (
+            styled_text(format_count(len(r.problems), "problem"), "red")
+            if r.problems
             else styled_text("ok", "green")
         )
-        versions.add_row(styled_text(c.name), styled_text(format_size(c.nbytes)), state)
+        versions.add_row(styled_text(r.name), styled_text(format_size(r.nbytes)), status)
     console.print(versions)
     for p, others in _group_problems(results):
-        where = p.file if p.offset is None else f"{p.file}, byte {p.offset}"
+        location = p.file if p.offset is None else f"{p.file}, byte {p.offset}"
         console.print()
-        console.print(styled_text(where, "red"), soft_wrap=True)
+        console.print(styled_text(location, "red"), soft_wrap=True)
         console.print(styled_text(format_error_brief(p.error), "dim"), soft_wrap=True)
-        if p.leaves and not isinstance(p.error, DigestMismatch):  # that one names them
+        if p.leaves and not isinstance(p.error, DigestMismatch):  # its message names them
             more = f" and {len(p.leaves) - 8} more" if len(p.leaves) > 8 else ""
-            told = f"leaves: {', '.join(p.leaves[:8])}{more}"
-            console.print(styled_text(told, "dim"), soft_wrap=True)
+            leaves = f"leaves: {', '.join(p.leaves[:8])}{more}"
+            console.print(styled_text(leaves, "dim"), soft_wrap=True)
         if others:
-            console.print(styled_text(f"takes along {', '.join(others)}", "dim"), soft_wrap=True)
-    nbytes = sum(c.nbytes for c in results)
-    unread = sum(c.is_unreadable for c in results)
-    bad = sum(bool(c.problems) for c in results) - unread
-    parts = ((bad, "damaged"), (unread, "not to be read"))
-    told = ", ".join(f"{n} of {len(results)} {how}" for n, how in parts if n)
-    verdict = told or f"{format_count(len(results), 'version')} intact"
+            console.print(styled_text(f"also affects {', '.join(others)}", "dim"), soft_wrap=True)
+    nbytes = sum(r.nbytes for r in results)
+    unreadable = sum(r.is_unreadable for r in results)
+    damaged = sum(bool(r.problems) for r in results) - unreadable
+    counts = ((damaged, "damaged"), (unreadable, "unreadable"))
+    failures = ", ".join(f"{n} of {len(results)} {status}" for n, status in counts if n)
+    verdict = failures or f"{format_count(len(results), 'version')} intact"
     speed = f", {format_size(int(nbytes / seconds))}/s" if seconds > 1 else ""
     console.print()
-    console.print(
-        styled_text(
-            f"{verdict}; {format_size(nbytes)} read and compared{speed}", "red" if told else "green"
-        )
-    )
+    summary = f"{verdict}; {format_size(nbytes)} read and compared{speed}"
+    console.print(styled_text(summary, "red" if failures else "green"))
