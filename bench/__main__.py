@@ -1,5 +1,7 @@
-"""``python -m bench [--quick] [TOPIC ...] [--folder DIR]``: all topics make ``docs/benchmarks.md``
-anew, some of them their own sections of it."""
+"""``python -m bench [--quick] [TOPIC ...] [--folder DIR]``.
+
+With all topics, write ``docs/benchmarks.md``. With some topics, replace only their sections in it.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     parser.add_argument("topics", nargs="*", metavar="TOPIC", help=", ".join(TOPICS))
-    parser.add_argument("--only", help="topics, comma-separated; nothing is written")
+    parser.add_argument("--only", help="comma-separated topics; write no file")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="on a real disk")
     parser.add_argument("--output", type=Path, help="default: docs/benchmarks.md")
     chosen = parser.parse_args()
     topics = chosen.only.split(",") if chosen.only else chosen.topics or list(TOPICS)
     if unknown := set(topics) - set(TOPICS):
-        parser.error(f"no topic {', '.join(sorted(unknown))}; there are {', '.join(TOPICS)}")
+        parser.error(f"unknown topic {', '.join(sorted(unknown))}; choose from {', '.join(TOPICS)}")
     mib, start = 1 << 20, time.monotonic()
     found: list[report.Section] = []
     with disk.scratch_folder(chosen.folder) as folder:

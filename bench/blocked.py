@@ -1,4 +1,4 @@
-"""Topic 4: how long ``Checkpointer.step`` holds up training when it saves, against one memcpy."""
+"""Topic 4: how long a saving ``Checkpointer.step`` blocks training, compared with one memcpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _REPEATS = 8
 
 
 def measure(folder: str, size: int) -> dict[str, list[float]]:
-    """In a child: seconds blocked, and seconds of a memcpy by so many threads, in turn."""
+    """Alternate between steps that save and memcpy; return the seconds of each.
+
+    Runs in a child process. memcpy runs with each of several thread counts.
+    """
     import holdfast
     from bench import states
     from holdfast.settings import read_settings
@@ -60,9 +63,12 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
 
 def sections(options: Options) -> list[Section]:
     title = f"Asynchronous save, {options.medium >> 20} MiB of CPU tensors: time that step() blocks"
-    text = "From the second save on. The floor is one copy of the same state into touched memory,"
-    text += " by 8 MiB, with as many threads as the library uses; both in one process, in turn."
-    what = "blocked / memcpy by as many threads"
+    text = (
+        "Measured from the second save on. The baseline is one copy of the same state into touched"
+        " memory in 8 MiB pieces, with as many threads as the library uses. Both alternate in one"
+        " process."
+    )
+    what = "blocked / memcpy with as many threads"
     try:
         found = fresh_process.call(
             "bench.blocked:measure", folder=str(options.folder), size=options.medium

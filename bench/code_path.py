@@ -1,9 +1,14 @@
-"""Topic 8: how much code one save of one tensor walks through. A new engineer reads that much."""
+"""Topic 8: how much code one save of one tensor enters, and whether its calls go down.
+
+A new engineer reads this much. Counted are distinct files and functions of the package, in all
+threads.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -11,27 +16,61 @@ from types import CodeType, FrameType
 from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 
-_TARGETS = {"files": 36, "functions": 150}
-_CO_OPTIMIZED = 1  # CO_OPTIMIZED: bodies of functions, not of modules and classes
+_TARGETS = {"files": 36, "functions": 150, "packages": 8, "upward calls": 0}
+_CO_OPTIMIZED = 1  # the code flag of function bodies; modules and classes lack it
+_LONG = 6
+"""Lines from which on a function counts as one that takes time to read."""
+
+LAYERS = (
+    ("errors", "text", "types", "ragged", "machine", "version", "events", "settings", "buffers",
+     "lazy_torch", "threads"),
+    ("format",),
+    ("storage", "data", "sinks"),
+    ("engine/planning", "engine/distributed"),
+    ("engine/state", "engine/snapshot"),
+    ("engine/saving", "engine/loading"),
+    ("engine/transform",),
+    ("run", "interop"),
+    ("training",),
+    ("__init__",),
+)  # fmt: skip
+"""The packages from the bottom up, as in docs/design.md."""
+
+RANKS = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
+
+
+def package_of(file: str) -> str:
+    """The package of a file in the package's folder, such as ``engine/saving``."""
+    parts = file.removesuffix(".py").split("/")
+    return "/".join(parts[:2]) if parts[0] == "engine" else parts[0]
 
 
 def measure(folder: str) -> dict[str, list[str]]:
-    """In a child: the package's files and functions that a save, then a load, enters."""
+    """Run in a fresh process: what a save, then a load, enters.
+
+    By "save" and "load", each with "files", "functions", "long functions", "packages" (the root
+    modules count as one), and "upward calls": functions that are called by a lower layer. Nested
+    functions are not counted there: they are passed down to be called.
+    """
     import torch
 
     import holdfast
 
-    package = str(Path(holdfast.__file__).parent)
-    seen: set[CodeType] = set()
+    package = str(Path(holdfast.__file__).parent) + "/"
+    entered: set[CodeType] = set()
+    calls: set[tuple[CodeType, CodeType]] = set()
 
     def enter(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            seen.add(frame.f_code)
+            entered.add(frame.f_code)
+            if frame.f_back is not None:
+                calls.add((frame.f_back.f_code, frame.f_code))
 
     found: dict[str, list[str]] = {}
 
-    def walked(what: str, work: Callable[[], object]) -> None:
-        seen.clear()
+    def walk(what: str, work: Callable[[], object]) -> None:
+        entered.clear()
+        calls.clear()
         threading.setprofile(enter)
         sys.setprofile(enter)
         try:
@@ -39,40 +78,72 @@ def measure(folder: str) -> dict[str, list[str]]:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-        own = [code for code in seen if code.co_filename.startswith(package)]
-        whole = [c for c in own if c.co_flags & _CO_OPTIMIZED and not c.co_name.startswith("<")]
-        names = {(c.co_filename.removeprefix(package + "/"), c.co_qualname) for c in whole}
-        found[f"{what} functions"] = sorted(f"{file}: {name}" for file, name in names)
-        found[f"{what} files"] = sorted({file for file, _ in names})
+        functions = [
+            code
+            for code in entered
+            if code.co_filename.startswith(package)
+            and code.co_flags & _CO_OPTIMIZED
+            and not code.co_name.startswith("<")
+        ]
+        names = {code: f"{file_of(code)}: {code.co_qualname}" for code in functions}
+        files = {file_of(code) for code in functions}
+        packages = {package_of(file) for file in files}
+        roots = {p for p in packages if not (Path(package) / p).is_dir()}
+        found[f"{what} functions"] = sorted(names.values())
+        found[f"{what} long functions"] = sorted(
+            name for code, name in names.items() if lines_of(code) >= _LONG
+        )
+        found[f"{what} files"] = sorted(files)
+        found[f"{what} packages"] = sorted((packages - roots) | ({"(root)"} if roots else set()))
+        found[f"{what} upward calls"] = sorted(
+            f"{names[caller]} -> {names[callee]}"
+            for caller, callee in calls
+            if caller in names
+            and callee in names
+            and {callee.co_name, callee.co_qualname.partition(".")[0]} & {*caller.co_names}
+            and RANKS[package_of(file_of(caller))] < RANKS[package_of(file_of(callee))]
+        )
+
+    def file_of(code: CodeType) -> str:
+        return code.co_filename.removeprefix(package)
+
+    def lines_of(code: CodeType) -> int:
+        return max(line for *_, line in code.co_lines() if line) - code.co_firstlineno + 1
 
     place, state = str(Path(folder) / "walk"), {"weight": torch.ones(4)}
-    walked("save", lambda: holdfast.save(place, state, step=1))
-    walked("load", lambda: holdfast.load(place, into=state))
+    walk("save", lambda: holdfast.save(place, state, step=1))
+    walk("load", lambda: holdfast.load(place, into=state))
     return found
 
 
 def sections(options: Options) -> list[Section]:
-    title = "Code that one save of one tensor walks through"
-    text = "Distinct files and functions of the package that are entered, in all threads."
+    title = "Code that one save of one tensor enters"
+    text = (
+        "Distinct files and functions of the package that are entered, in all threads. A function"
+        f" is long from {_LONG} lines on. A call is upward if a lower layer calls a function by its"
+        " name; callbacks are not counted."
+    )
     try:
         found = fresh_process.call("bench.code_path:measure", folder=str(options.folder))
     except fresh_process.MeasurementFailed as failure:
         verdicts = [
-            judge(f"{unit} entered by a save", [], most=aim, unit="")
-            for unit, aim in _TARGETS.items()
+            judge(f"{unit} of a save", [], most=target, unit="")
+            for unit, target in _TARGETS.items()
         ]
         return [Section(title, text, verdicts, missing=[f"holdfast: {failure}"])]
     finally:
         disk.remove(options.folder / "walk")
     verdicts = [
         judge(
-            f"{unit} entered by a {what}", [len(found[f"{what} {unit}"])], unit="", digits=0,
-            most=aim if what == "save" else None,
+            f"{unit} of a {what}",
+            [len(found[f"{what} {unit}"])],
+            unit="",
+            digits=0,
+            most=target if what == "save" or "calls" in unit else None,
         )
-        for what in ("save", "load") for unit, aim in _TARGETS.items()
-    ]  # fmt: skip
-    counts = [
-        [file, str(sum(name.startswith(file + ": ") for name in found["save functions"]))]
-        for file in found["save files"]
+        for what in ("save", "load")
+        for unit, target in [*_TARGETS.items(), ("long functions", None)]
     ]
+    functions = Counter(name.partition(": ")[0] for name in found["save functions"])
+    counts = [[file, str(functions[file])] for file in found["save files"]]
     return [Section(title, text, verdicts, ["entered by a save", "functions"], counts)]

@@ -1,4 +1,4 @@
-"""The disk itself: what it can do at best, and how a measurement is made durable or cold."""
+"""Raw disk speed, and functions that make a measurement durable or cold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that holds ``folder``: the longest mount point that fits."""
+    """Return the type of the file system that contains ``folder`` (the longest matching mount)."""
     real, best, kind = str(folder.resolve()), "", "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():
         point, name = line.split()[1:3]
@@ -32,10 +32,13 @@ def file_system(folder: Path) -> str:
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A folder on a real disk, removed at the end. Memory file systems are refused."""
+    """Yield a folder on a real disk, and remove it at the end.
+
+    Raises ``SystemExit`` if ``parent`` is on a memory file system.
+    """
     kind = file_system(parent)
     if kind in _IN_MEMORY:
-        raise SystemExit(f"The scratch folder is on {kind}: choose a disk with --folder")
+        raise SystemExit(f"The scratch folder is on {kind}; choose one on a disk with --folder")
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=parent))
     try:
         yield folder
@@ -50,7 +53,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def fsync_tree(path: Path) -> None:
-    """Make durable every file and every folder of ``path``, and its name in its parent."""
+    """Sync every file and folder below ``path``, and the parent folder of ``path``."""
     folders = [Path(root) for root, _, _ in os.walk(path)] if path.is_dir() else []
     for each in [*files_of(path), *folders, path.parent]:
         descriptor = os.open(each, os.O_RDONLY)
@@ -61,7 +64,7 @@ def fsync_tree(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete ``path`` and wait until the file system has, so that nobody else pays for it."""
+    """Delete ``path`` and sync, so that no later measurement pays for the deletion."""
     shutil.rmtree(path, ignore_errors=True)
     parent = os.open(path.parent, os.O_RDONLY)
     os.fsync(parent)
@@ -69,7 +72,7 @@ def remove(path: Path) -> None:
 
 
 def drop_page_cache(path: Path) -> float:
-    """Drop the pages of all files of ``path``; the fraction that is still resident after."""
+    """Drop the cached pages of all files of ``path``; return the fraction that is still cached."""
     fsync_tree(path)
     resident = total = 0
     for each in files_of(path):
@@ -88,7 +91,7 @@ def _resident_pages(descriptor: int) -> tuple[int, int]:
     if size == 0:
         return 0, 0
     pages = -(-size // mmap.PAGESIZE)
-    # A private writable mapping, since ctypes takes the address of writable buffers only.
+    # ctypes can only take the address of a writable buffer, so the private mapping is writable.
     with mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as held:
         anchor = ctypes.c_char.from_buffer(held)
         marks = (ctypes.c_ubyte * pages)()
@@ -102,8 +105,10 @@ def _resident_pages(descriptor: int) -> tuple[int, int]:
 
 
 def aligned_memory(size: int) -> mmap.mmap:
-    """Touched memory as direct I/O likes it best: aligned, of huge pages where there are any.
-    Random, so that no disk can cheat."""
+    """Return touched memory that suits direct I/O: aligned, with huge pages if available.
+
+    The contents are random, so that the disk cannot compress them.
+    """
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -115,14 +120,17 @@ def aligned_memory(size: int) -> mmap.mmap:
 
 
 def run_in_threads(threads: int, chunks: int, work: Callable[[int], None]) -> None:
-    """Each thread takes the next chunk until none is left. The first failure is raised."""
+    """Run ``work(number)`` for each chunk number, in several threads.
+
+    Raises the first exception of a thread.
+    """
     numbers, failures = itertools.count(), []
 
     def loop() -> None:
         try:
             while (number := next(numbers)) < chunks:
                 work(number)
-        except Exception as failure:  # noqa: BLE001  # the top of a thread hands it on
+        except Exception as failure:  # noqa: BLE001  # passed to the caller
             failures.append(failure)
 
     team = [threading.Thread(target=loop) for _ in range(threads)]
@@ -135,7 +143,7 @@ def run_in_threads(threads: int, chunks: int, work: Callable[[int], None]) -> No
 
 
 def time_raw_write(path: Path, memory: mmap.mmap, threads: int) -> float:
-    """Seconds for a durable O_DIRECT write: fallocate, pwrite, fsync of file and folder."""
+    """Return the seconds of a durable O_DIRECT write: fallocate, pwrite, fsync file and folder."""
     view, size = memoryview(memory), len(memory)
     path.unlink(missing_ok=True)
     start = time.perf_counter()
@@ -159,7 +167,7 @@ def time_raw_write(path: Path, memory: mmap.mmap, threads: int) -> float:
 
 
 def time_raw_read(path: Path, memory: mmap.mmap, threads: int) -> float:
-    """Seconds for an O_DIRECT read of ``path`` into ``memory``, which is touched already."""
+    """Return the seconds of an O_DIRECT read of ``path`` into ``memory``, already touched."""
     view, size = memoryview(memory), len(memory)
     start = time.perf_counter()
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -179,7 +187,10 @@ def time_raw_read(path: Path, memory: mmap.mmap, threads: int) -> float:
 def measure_raw(
     folder: str, size: int, writers: list[int], readers: list[int]
 ) -> dict[str, dict[str, float]]:
-    """In a child: seconds of the raw write and the raw cold read, by number of threads."""
+    """Return the seconds of the raw write and the raw cold read, by number of threads.
+
+    Runs in a child process.
+    """
     memory, path = aligned_memory(size), Path(folder) / "raw"
     found: dict[str, dict[str, float]] = {"save": {}, "load": {}}
     for threads in writers:

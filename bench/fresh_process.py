@@ -1,4 +1,4 @@
-"""One measurement in one fresh process: a function by name, JSON in, JSON out."""
+"""Run one measurement in a fresh process: a function by name, with JSON input and output."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _RESULT_PREFIX = "BENCH-RESULT "
 
 
 class MeasurementFailed(Exception):
-    """A measurement that gave no figure; its text is the reason that the report prints."""
+    """A measurement failed. The report prints the text of this exception."""
 
 
 def call(function: str, timeout: float = 180, **arguments: Any) -> dict[str, Any]:
-    """Run ``bench.<module>:<name>`` with ``arguments`` in a process of its own.
+    """Run ``bench.<module>:<name>`` with ``arguments`` in a new process.
 
-    Raises ``Failed`` with the last line of the error output, or on ``timeout`` (seconds).
+    Raises ``MeasurementFailed`` with the last line of the error output, or after ``timeout``
+    seconds.
     """
     command = [sys.executable, "-m", "bench.fresh_process", function, json.dumps(arguments)]
     try:
@@ -33,7 +34,7 @@ def call(function: str, timeout: float = 180, **arguments: Any) -> dict[str, Any
 
 
 def _reason(errors: str, code: int) -> str:
-    """The exception's own line; libraries print more lines, indented, below it."""
+    """Return the line of the exception. Libraries print more, indented lines below it."""
     lines = [line for line in errors.splitlines() if line and not line[0].isspace()]
     traces = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
     if traces and traces[-1] + 1 < len(lines):

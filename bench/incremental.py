@@ -1,4 +1,4 @@
-"""Topic 8: incremental versions of a large state of which little changes, beside full ones."""
+"""Topic 8: incremental and full versions of a large state in which little changes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ _SAVES = 6
 _ADAPTER = 4 << 20
 MODES = ("full", "incremental")
 CASES = {
-    "adapter": "frozen base, adapter of 4 MiB",
-    "embedding": "embedding of which each version changes a 64th",
+    "adapter": "frozen base, 4 MiB adapter",
+    "embedding": "embedding, 1/64 of it changed per version",
 }
 
 
 def save(folder: str, size: int, case: str, way: str) -> dict[str, list[float]]:
-    """In a child: bytes of each version, seconds that its step blocked, and until its commit."""
+    """Save versions; return their bytes, blocked seconds, and seconds until the commit.
+
+    Runs in a child process.
+    """
     import torch
 
     import holdfast
@@ -39,7 +42,7 @@ def save(folder: str, size: int, case: str, way: str) -> dict[str, list[float]]:
             if case == "adapter":
                 state["adapter"]["a"] += 1
             elif step:
-                # a 64th of all rows, elsewhere each time
+                # 1/64 of all rows, in another place each time
                 part = size // 64 // 4
                 tensor = tensors[step * 3 % len(tensors)]
                 tensor[: part % tensor.numel() or tensor.numel()] += 1
@@ -54,7 +57,10 @@ def save(folder: str, size: int, case: str, way: str) -> dict[str, list[float]]:
 
 
 def load(folder: str, size: int, way: str) -> dict[str, float]:
-    """In a child: seconds until live tensors hold the newest version, from a cold disk."""
+    """Load the newest version from a cold disk into live tensors; return the seconds.
+
+    Runs in a child process.
+    """
     import torch
 
     import holdfast
@@ -63,7 +69,7 @@ def load(folder: str, size: int, way: str) -> dict[str, float]:
     into = {"base": states.blank_large_state(size), "adapter": {"a": torch.ones(_ADAPTER // 4)}}
     snapshot = holdfast.Run(str(Path(folder) / way)).latest()
     if snapshot is None:
-        raise ValueError("there is nothing to load")
+        raise ValueError("the run has no version to load")
     resident = disk.drop_page_cache(Path(folder) / way)
     start = time.perf_counter()
     holdfast.load(snapshot.url, into=into)
@@ -74,7 +80,7 @@ def load(folder: str, size: int, way: str) -> dict[str, float]:
 
 
 def _measure(options: Options, case: str) -> tuple[list[list[str]], list[float]]:
-    """Rows of the table, and for each round the time of an incremental load by a full one's."""
+    """Return the table rows, and per round the ratio of the incremental to the full load time."""
     folder = str(options.folder)
     rows, seconds = [], {way: list[float]() for way in MODES}
     try:
@@ -85,7 +91,7 @@ def _measure(options: Options, case: str) -> tuple[list[list[str]], list[float]]
             for way in MODES
         }
         for number in range(max(4, options.rounds)):
-            for way in MODES[:: 1 - 2 * (number % 2)]:  # each goes first half of the time
+            for way in MODES[:: 1 - 2 * (number % 2)]:  # each mode goes first in half of the rounds
                 told = fresh_process.call(
                     "bench.incremental:load", folder=folder, size=options.medium, way=way
                 )
@@ -110,8 +116,11 @@ def _measure(options: Options, case: str) -> tuple[list[list[str]], list[float]]
 def sections(options: Options) -> list[Section]:
     size = options.medium >> 20
     title = f"Incremental versions of {size} MiB"
-    text = "Per version, from the second one on: what is written, how long step() blocks, how long"
-    text += " until it is committed; and the cold load of the last one. Checkpointer, CPU tensors."
+    text = (
+        "Per version, from the second version on: the bytes written, the time that step() blocks,"
+        " and the time until the commit. Also the cold load of the last version. The state consists"
+        " of CPU tensors and is saved by a Checkpointer."
+    )
     section = Section(title, text, [], ["state", "written", "blocked", "committed", "cold load"])
     for case, state in CASES.items():
         what = f"{state}: cold load, incremental / full"

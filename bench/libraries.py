@@ -1,9 +1,10 @@
-"""Who is measured, as a table: how each saves a flat dict of tensors and loads into live ones.
+"""The libraries that are measured: how each saves a flat dict of tensors and loads it in place.
 
-Each is used as its own documentation says, with its defaults; where a default does not work or a
-faster setting is as easy, the row's note says what was set. What only gives new tensors is copied
-into the live ones. ``durable``: its own save returns only
-when the bytes are on the disk; for the rest the harness adds fsync of all its files and folders.
+Each library is used as its own documentation describes, with its default settings. If a default
+does not work, or a faster setting is equally easy, the note in the row states the setting. If a
+library returns new tensors, they are copied into the live tensors. ``durable`` means that the
+library's own save returns only after the bytes are on disk. For the other libraries, the harness
+adds an fsync of all files and folders.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _torch_checkpointing() -> object:
     from torch_checkpointing.config import SyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-    # Its default (direct I/O) fails with EINVAL on most file systems: its writes are not aligned.
+    # The default (direct I/O) fails with EINVAL on most file systems: the writes are not aligned.
     storage = LocalFileSystemStorageConfig(use_direct_io=False)
     return CheckpointManager(
         CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
@@ -151,7 +152,7 @@ OTHER_LIBRARIES = (
         "torch_checkpointing",
         _torch_checkpointing_save,
         _torch_checkpointing_load,
-        save_note="synchronous; use_direct_io=False (the default fails: EINVAL)",
+        save_note="synchronous; use_direct_io=False (default: EINVAL)",
     ),
     Library(
         "Orbax",

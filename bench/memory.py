@@ -1,4 +1,4 @@
-"""Topic 6: peak memory beyond the state, for a save, a load and saves in the background."""
+"""Topic 6: peak memory beyond the state, for a save, a load, and background saves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from bench.states import MIB
 _KINDS = {
     "save": "synchronous save",
     "load": "load into live tensors",
-    "first": "asynchronous save, the first",
-    "third": "asynchronous save, until the third",
+    "first": "first asynchronous save",
+    "third": "asynchronous saves, up to the third",
 }
 
 
 def measure(kind: str, folder: str, size: int) -> dict[str, int]:
-    """In a child: peak bytes above what the process held with its state, all pages counted."""
+    """Return the peak bytes above those of the process with its state. All pages count.
+
+    Runs in a child process.
+    """
     import holdfast
     from bench import resource_usage, states
 
@@ -74,9 +77,10 @@ def sections(options: Options) -> list[Section]:
         for name, label in _KINDS.items()
     ]
     text = (
-        "The kernel's high-water mark of resident memory above that of the process with its state:"
-        " anonymous, shared and mapped pages, and what child processes hold. An asynchronous save"
-        f" may hold one copy of the state ({copy} MiB) and 256 MiB, used again by the next."
+        "The kernel's high-water mark of resident memory, minus the resident memory of the process"
+        " with its state. It includes anonymous, shared, and mapped pages, and the memory of child"
+        f" processes. An asynchronous save may use one copy of the state ({copy} MiB) plus 256 MiB;"
+        " the next save uses the same memory again."
     )
     title = f"Memory beyond the state, {copy} MiB"
     return [Section(title, text, verdicts, missing=missing)]

@@ -8,16 +8,19 @@ from bench import fresh_process
 from bench.report import Options, Section, judge
 
 _REPORTED = {
-    "offer of one rank": ("offer_s", 1e3, "ms"),
-    "index, encoded by one rank": ("rows_encode_s", 1e3, "ms"),
-    "all indexes, read and checked by one process": ("rows_s", 1, "s"),
-    "read plan of one rank from all indexes": ("read_plan_s", 1, "s"),
-    "memory of that": ("read_plan_mib", 1, "MiB"),
+    "local plan of one rank": ("offer_s", 1e3, "ms"),
+    "one rank encodes its index": ("rows_encode_s", 1e3, "ms"),
+    "one process reads and checks all indexes": ("rows_s", 1, "s"),
+    "read plan of one rank, from all indexes": ("read_plan_s", 1, "s"),
+    "memory of that read plan": ("read_plan_mib", 1, "MiB"),
 }
 
 
 def measure(folder: str) -> dict[str, float]:
-    """In a child: the figures of ``million_boxes`` for 1,024 ranks, and of the manifest."""
+    """Return the figures of ``million_boxes`` for 1,024 ranks, and the time of the manifest.
+
+    Runs in a child process.
+    """
     from pathlib import Path
 
     from bench import million_boxes
@@ -27,7 +30,7 @@ def measure(folder: str) -> dict[str, float]:
 
 
 def _manifest(ranks: int) -> float:
-    """Seconds to encode and seal a manifest that names the shards of so many ranks."""
+    """Return the seconds to encode and seal a manifest with the shards of ``ranks`` ranks."""
     from bench.million_boxes import LEAVES
     from holdfast.format import names
     from holdfast.format.manifest import FileEntry, Manifest, Shard, encode_manifest
@@ -49,23 +52,24 @@ def _manifest(ranks: int) -> float:
 def sections(options: Options) -> list[Section]:
     title = "Plan and manifest for a million boxes over 1,024 simulated ranks"
     text = (
-        "977 leaves, each cut over all ranks: 1,000,448 boxes. The coordinator decodes all offers,"
-        " plans, and encodes a manifest that names all shards; its memory counts the offers too."
+        "977 leaves, each split across all ranks: 1,000,448 boxes. The coordinator decodes all"
+        " local plans, makes the global plan, and encodes a manifest that names all shards. Its"
+        " memory includes the local plans."
     )
     try:
         found = fresh_process.call("bench.million:measure", timeout=300, folder=str(options.folder))
     except fresh_process.MeasurementFailed as failure:
         targets = [
             judge("plan and manifest at the coordinator", [], most=5, unit="s"),
-            judge("its memory", [], most=200, unit="MiB"),
-            judge("the same, structure unchanged", [], most=0.5, unit="s"),
+            judge("memory of the coordinator", [], most=200, unit="MiB"),
+            judge("the same with an unchanged structure", [], most=0.5, unit="s"),
         ]
         return [Section(title, text, targets, missing=[f"holdfast: {failure}"])]
     verdicts = [
         judge("plan and manifest at the coordinator", [found["plan_s"] + found["manifest_s"]],
               most=5, unit="s"),
-        judge("its memory", [found["plan_mib"]], most=200, unit="MiB", digits=0),
-        judge("the same, structure unchanged", [found["reuse_s"] + found["manifest_s"]],
+        judge("memory of the coordinator", [found["plan_mib"]], most=200, unit="MiB", digits=0),
+        judge("the same with an unchanged structure", [found["reuse_s"] + found["manifest_s"]],
               most=0.5, unit="s", digits=3),
     ]  # fmt: skip
     for label, (name, factor, unit) in _REPORTED.items():

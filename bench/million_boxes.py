@@ -1,8 +1,9 @@
-"""A million boxes: what planning a save costs with many ranks, and what its index files cost.
+"""A million boxes: the cost of planning a save with many ranks, and of its index files.
 
-Every leaf is sharded over all ranks, so each rank holds one box of each of 977 leaves: 1,000,448
-boxes on 1,024 ranks. No process group is started: the ranks' parts are made one by one, the
-coordinator's part is run in a process of its own, whose memory is measured. Nothing is written.
+Every leaf is sharded across all ranks, so each rank holds one box of each of 977 leaves: 1,000,448
+boxes on 1,024 ranks. No process group is started. The parts of the ranks are made one after the
+other. The part of the coordinator runs in its own process, whose memory is measured. No snapshot
+is written.
 
     python bench/million_boxes.py
 """
@@ -35,7 +36,7 @@ ROWS, WIDTH = 16, 4096
 
 
 class IndexColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The index as columns: ``offsets`` and ``sizes`` of all boxes one after the other."""
+    """The index as columns: the ``offsets`` and ``sizes`` of all boxes, concatenated."""
 
     format: int
     shard: str
@@ -53,7 +54,10 @@ class IndexColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_leaf_boxes(rank: int, ranks: int) -> list[LeafBox]:
-    """One box of each leaf: rows of a bfloat16 matrix, 128 KiB each; a third are vectors."""
+    """Return one box of each leaf.
+
+    Two thirds are rows of bfloat16 matrices, 128 KiB each. One third are parts of vectors.
+    """
     held = []
     for i in range(LEAVES):
         key = f"model/layers.{i // 12}.block.{i % 12}.weight"
@@ -66,7 +70,7 @@ def make_leaf_boxes(rank: int, ranks: int) -> list[LeafBox]:
 
 
 def make_index(rank: int, ranks: int) -> Index:
-    """The index that the rank writes."""
+    """Return the index that the rank writes."""
     held = make_leaf_boxes(rank, ranks)
     held = [held[i] for i in file_order(held)]
     lengths = np.array([h.nbytes for h in held])
@@ -102,26 +106,26 @@ def make_columns(row_index: Index) -> IndexColumns:
 
 
 def decode_columns(raw: bytes) -> tuple[Any, ...]:
-    """The columns as checked arrays: the same rules as ``decode_index``, without a loop."""
+    """Return the columns as arrays, checked by the rules of ``decode_index`` without a loop."""
     c = msgspec.json.decode(raw, type=IndexColumns)
     leaf, at = np.array(c.leaf), np.array(c.at)
     offsets, sizes, cuts = np.array(c.offsets), np.array(c.sizes), np.array(c.cuts)
     dims = np.array([len(s) for s in c.shapes])
     limit = np.array([n for i in c.leaf for n in c.shapes[i]])
     if (offsets < 0).any() or (sizes < 0).any() or (offsets + sizes > limit).any():
-        raise ValueError("a box outside its leaf")
+        raise ValueError("a box is outside its leaf")
     starts = np.cumsum(dims[leaf]) - dims[leaf]
     nbytes = np.multiply.reduceat(sizes, starts) * 2
     order = np.argsort(at)
     if (at[order][1:] != (at + nbytes)[order][:-1]).any() or (np.diff(cuts, prepend=0) <= 0).any():
-        raise ValueError("holes")
+        raise ValueError("boxes or chunks leave gaps")
     if len(c.digests) != len(cuts) or not all(len(d) == 32 for d in c.digests):
-        raise ValueError("digests")
+        raise ValueError("invalid digests")
     return c.keys, c.dtypes, c.shapes, leaf, offsets, sizes, at, cuts
 
 
 def time_best(call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-    """Seconds of the fastest of ``times`` calls, and the last result."""
+    """Return the seconds of the fastest of ``times`` calls, and the last result."""
     best = float("inf")
     for _ in range(times):
         begin = time.perf_counter()
@@ -131,16 +135,16 @@ def time_best(call: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
 
 
 def process_memory(field: str) -> float:
-    """MiB of this process: ``VmRSS`` now, ``VmHWM`` at most so far (Linux).
+    """Return the MiB of this process: ``VmRSS`` is current, ``VmHWM`` is the peak (Linux).
 
-    Not ``ru_maxrss``: that of a process begins with its parent's.
+    ``ru_maxrss`` is unsuitable, because it starts with the value of the parent process.
     """
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return int(text.split(f"{field}:")[1].split()[0]) / 1024
 
 
 def measure_coordinator(ranks: int, folder: Path) -> dict[str, float]:
-    """Plan from the offers in the folder; memory counts the offers themselves, too."""
+    """Make the global plan from the local plans in the folder. Memory includes the local plans."""
     make_global_plan([make_local_plan(make_leaf_boxes(0, 1))])
     before = process_memory("VmRSS")
     raw = [path.read_bytes() for path in sorted(folder.glob("*.offer"))]
@@ -150,7 +154,7 @@ def measure_coordinator(ranks: int, folder: Path) -> dict[str, float]:
         raise SystemExit("the plan is wrong")
     again, same = time_best(lambda: can_reuse_plan([r[:16] for r in raw], plan))
     if not same:
-        raise SystemExit("an unchanged structure was not known again")
+        raise SystemExit("an unchanged structure was not recognized")
     return {"plan_s": took, "plan_mib": used, "reuse_s": again}
 
 
@@ -165,7 +169,7 @@ def measure_reader(ranks: int, folder: Path, case: str) -> dict[str, float]:
         for path in paths:
             yield decode_index(path.read_bytes(), path.name, schema_cache=alike)
 
-    if case == "read_plan":  # what a rank does that loads into half as many ranks
+    if case == "read_plan":  # as on a rank of a load into half as many ranks
         wanted = [
             ReadRequest(h.key, Box((0, *h.box.offsets[1:]), (2 * h.box.sizes[0], *h.box.sizes[1:])))
             for h in make_leaf_boxes(0, ranks)
@@ -181,7 +185,7 @@ def measure_reader(ranks: int, folder: Path, case: str) -> dict[str, float]:
 
 
 def _run_in_process(*arguments: object) -> dict[str, float]:
-    """One part of the simulation in a fresh process, so that its memory is its own."""
+    """Run one part of the simulation in a fresh process, so that its memory is measured alone."""
     done = subprocess.run(
         [sys.executable, __file__, *map(str, arguments)], check=True, stdout=subprocess.PIPE
     )
@@ -192,7 +196,7 @@ def _run_in_process(*arguments: object) -> dict[str, float]:
 def measure_all(
     counts: tuple[int, ...] = RANKS, folder: Path | None = None
 ) -> list[dict[str, float]]:
-    """The figures, one dict for each number of ranks: seconds, bytes, and MiB resident."""
+    """Return one dict of figures per number of ranks: seconds, bytes, and resident MiB."""
     figures = []
     for ranks in counts:
         with tempfile.TemporaryDirectory(dir=folder) as made:
@@ -232,20 +236,20 @@ def measure_all(
 
 
 def render_table(figures: list[dict[str, float]]) -> str:
-    """The figures as a Markdown table."""
+    """Return the figures as a Markdown table."""
     lines: list[tuple[str, Callable[[dict[str, float]], str]]] = [
         ("boxes", lambda f: f"{f['boxes']:,}"),
-        ("offer of one rank, ms", lambda f: f"{1e3 * f['offer_s']:.2f}"),
-        ("its structure digest alone, ms", lambda f: f"{1e3 * f['structure_s']:.2f}"),
-        ("offers gathered, MiB", lambda f: f"{f['offers_bytes'] / MIB:.1f}"),
-        ("write plan at the coordinator, s", lambda f: f"{f['plan_s']:.3f}"),
-        ("its memory with the offers, MiB", lambda f: f"{f['plan_mib']:.0f}"),
+        ("local plan of one rank, ms", lambda f: f"{1e3 * f['offer_s']:.2f}"),
+        ("its structure digest only, ms", lambda f: f"{1e3 * f['structure_s']:.2f}"),
+        ("local plans of all ranks, MiB", lambda f: f"{f['offers_bytes'] / MIB:.1f}"),
+        ("global plan at the coordinator, s", lambda f: f"{f['plan_s']:.3f}"),
+        ("its memory, with the local plans, MiB", lambda f: f"{f['plan_mib']:.0f}"),
         ("unchanged structure, ms", lambda f: f"{1e3 * f['reuse_s']:.2f}"),
-        ("index encoded by one rank, ms (rows / columns)", _row_and_column("encode_s", 1e3, ".2f")),
+        ("encode one index, ms (rows / columns)", _row_and_column("encode_s", 1e3, ".2f")),
         ("indexes, MiB (rows / columns)", _row_and_column("bytes", 1 / MIB, ".1f")),
-        ("all indexes read, checked, s (rows / columns)", _row_and_column("s", 1, ".2f")),
-        ("memory of that, MiB (rows / columns)", _row_and_column("mib", 1, ".0f")),
-        ("read plan of one rank from all indexes, s", lambda f: f"{f['read_plan_s']:.2f}"),
+        ("read, check all indexes, s (rows / columns)", _row_and_column("s", 1, ".2f")),
+        ("memory for that, MiB (rows / columns)", _row_and_column("mib", 1, ".0f")),
+        ("read plan of one rank, from all indexes, s", lambda f: f"{f['read_plan_s']:.2f}"),
         ("its memory, MiB", lambda f: f"{f['read_plan_mib']:.0f}"),
     ]
     head = "| ranks | " + " | ".join(f"{f['ranks']:,}" for f in figures) + " |"

@@ -1,4 +1,4 @@
-"""Rank 0 of a save by many ranks: the library's own code, over a real TCPStore, timed."""
+"""Time rank 0 of a save by many ranks: the library's own code over a real TCPStore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMITS = 3
 
 
 class Timings:
-    """Seconds by name; what is timed within another counts for both."""
+    """Seconds by name. A section inside another section counts for both."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Timings:
 
 @contextmanager
 def timed_steps(timings: Timings) -> Iterator[None]:
-    """The steps of the deal and of the commit are timed."""
+    """Time the steps of the partition and of the commit."""
     from holdfast.engine.distributed import collective as meeting
     from holdfast.engine.saving import commit, partition
 
@@ -82,7 +82,10 @@ def _as_method(call: Any) -> Any:
 
 
 def measure(ranks: int, shape: str, folder: str) -> dict[str, Any]:
-    """In a child: all figures of one number of ranks and one shape of state."""
+    """Return all figures for one number of ranks and one shape of state.
+
+    Runs in a child process.
+    """
     with ExitStack() as stack:
         port = _start_store(stack)
         processes = []
@@ -92,7 +95,7 @@ def measure(ranks: int, shape: str, folder: str) -> dict[str, Any]:
                 "folder": folder,
             }  # fmt: skip
             processes.append(
-                stack.enter_context(_start_child("bench.simulated_ranks:members", **given))
+                stack.enter_context(_start_child("bench.simulated_ranks:run_ranks", **given))
             )
         return _Rank0(port, ranks, shape, Path(folder), processes).measure()
 
@@ -123,7 +126,7 @@ class _Rank0:
         from bench.simulated_ranks import state_of
         from holdfast.engine.state.flatten import flatten
 
-        flatten(state_of(0, self.ranks, self.shape))  # imports are no cost of a save
+        flatten(state_of(0, self.ranks, self.shape))  # import everything before a save is timed
         self.kv.start()
         self.wait_for_count("simulated/ready")
         gc.collect()
@@ -155,10 +158,13 @@ class _Rank0:
         self.command_store.set(f"simulated/order/{self.number}", order)
 
     def wait_for_count(self, key: str) -> None:
-        """Until all processes of the crowd have counted there."""
+        """Wait until each process of simulated ranks has incremented ``key``.
+
+        Raises ``RuntimeError`` if one of them has ended.
+        """
         while self.command_store.add(key, 0) < len(self.processes):
             if any(process.poll() is not None for process in self.processes):
-                raise RuntimeError("a process of the other ranks has failed")
+                raise RuntimeError("a process of simulated ranks failed")
             time.sleep(0.001)
 
     def collect_reports(self) -> list[Any]:
@@ -172,7 +178,7 @@ class _Rank0:
         return [msgspec.json.decode(raw, type=RanksReport) for raw in raws]
 
     def save(self, *, commit: bool = False, write: bool = False) -> dict[str, Any]:
-        """One save, without its shards: seconds of the deal and of the commit, calls, bytes."""
+        """Save without shards; return seconds of partition and commit, store calls, and bytes."""
         from bench.simulated_ranks import state_of
         from holdfast.engine.saving.partition import partition_state
         from holdfast.engine.state.flatten import flatten
@@ -256,12 +262,12 @@ class _Rank0:
         }
 
     def leftover_keys(self) -> list[str]:
-        """Keys in the store, but pulses and those of this benchmark and of torch."""
+        """Return the keys in the store, except heartbeats and keys of the benchmark and torch."""
         names = self.command_store.underlying_store.list_keys()
         return [n for n in names if not any(of in n for of in ("/pulse/", "/simulated/", "init/"))]
 
     def time_failure_detector(self) -> float:
-        """Seconds for one look after all other ranks, as while they write: not the first one."""
+        """Return the median seconds of one check for failed ranks, as during the write."""
         from holdfast.engine.distributed.failure_detector import FailureDetector
 
         vigil = FailureDetector(self.kv, "it")
@@ -282,7 +288,7 @@ class _Rank0:
         }  # fmt: skip
 
     def measure_load(self) -> dict[str, float]:
-        """What a load into half as many ranks begins with, on one rank."""
+        """Measure the start of a load into half as many ranks, on one rank."""
         from bench.resource_usage import PeakMemory
         from bench.simulated_ranks import flatten_state
         from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
@@ -308,8 +314,10 @@ class _Rank0:
 
 
 def measure_store_calls(calls: int = 4000) -> dict[str, float]:
-    """In a child: seconds of one call to a store on this machine, as the library makes them, and
-    calls a second that it answers to several clients."""
+    """Return the seconds of the library's store calls, and the calls per second of several clients.
+
+    The store is on this machine. Runs in a child process.
+    """
     from bench import simulated_ranks
 
     with ExitStack() as stack:
@@ -329,7 +337,7 @@ def measure_store_calls(calls: int = 4000) -> dict[str, float]:
         }
         clients = [
             stack.enter_context(
-                _start_child("bench.rank0:hammer", port=port, calls=5 * calls, number=n)
+                _start_child("bench.rank0:poll_absent_key", port=port, calls=5 * calls, number=n)
             )
             for n in range(POLLING_CLIENTS)
         ]
@@ -339,7 +347,10 @@ def measure_store_calls(calls: int = 4000) -> dict[str, float]:
 
 
 def poll_absent_key(port: int, calls: int, number: int) -> dict[str, float]:
-    """In a child: one client of several that look at a key again and again."""
+    """Poll an absent key as one of several clients; return the start and stop times.
+
+    Runs in a child process.
+    """
     from bench import simulated_ranks
 
     store = simulated_ranks.connect(port, counted=False)
@@ -353,7 +364,7 @@ def poll_absent_key(port: int, calls: int, number: int) -> dict[str, float]:
 
 
 def _start_store(stack: ExitStack) -> int:
-    """A process that hosts a store; its port."""
+    """Start a process that hosts a store; return its port."""
     command = [sys.executable, "-m", "bench.rank0"]
     process = subprocess.Popen(command, stdout=-1, stdin=-1, text=True)
     stack.callback(process.kill)
@@ -371,7 +382,7 @@ def _start_child(function: str, **given: Any) -> Iterator[Any]:
 
 
 def host_store() -> None:
-    """The process that hosts the store, as torchrun's agent does."""
+    """Host the store in this process, as the torchrun agent does."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore

@@ -1,4 +1,4 @@
-"""Topic 10: what a save and the beginning of a load cost, from 8 to 1,024 ranks."""
+"""Topic 10: the cost of a save and of the start of a load, for 8 to 1,024 ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _later_save(f: Figures, name: str) -> float:
 
 
 def _median_wait(save: Figures) -> float:
-    """Of the ranks beside rank 0, which are served one after the other, the one in the middle."""
+    """Return the median wait of the other ranks, which rank 0 serves one after the other."""
     return float(median(save["held_up_s"]))
 
 
@@ -32,32 +32,32 @@ def _commit_median(f: Figures, *names: str) -> float:
 
 _ROWS: dict[str, Callable[[Figures], str]] = {
     "boxes of all ranks": lambda f: f"{f['ranks'] * LEAVES:,}",
-    "first save, agreed on in, s": lambda f: f"{f['first']['agree_s']:.3f}",
-    "of that: waiting for notes and taking them": lambda f: f"{f['first']['gather_s']:.3f}",
-    "of that: offers read, plan made": lambda f: f"{f['first']['plan_s']:.3f}",
-    "of that: trees merged": lambda f: f"{f['first']['merge_s']:.3f}",
-    "of that: parts dealt out": lambda f: f"{f['first'].get('scatter_s', 0):.3f}",
-    "CPU of rank 0 for it, s": lambda f: f"{f['first']['agree_cpu_s']:.3f}",
-    "memory of rank 0, until the commit, MiB": lambda f: f"{f['peak_mib']:.0f}",
-    "later saves: rank 0 is held up, ms": lambda f: f"{1e3 * _later_save(f, 'agree_s'):.1f}",
-    "CPU of rank 0 for it, ms": lambda f: f"{1e3 * _later_save(f, 'agree_cpu_s'):.1f}",
-    "another rank is held up, ms": lambda f: f"{1e3 * median(map(_median_wait, f['again'])):.1f}",
+    "first save: partition, s": lambda f: f"{f['first']['agree_s']:.3f}",
+    "of that: waiting for values and reading them": lambda f: f"{f['first']['gather_s']:.3f}",
+    "of that: reading local plans and planning": lambda f: f"{f['first']['plan_s']:.3f}",
+    "of that: merging trees": lambda f: f"{f['first']['merge_s']:.3f}",
+    "of that: distributing the plan": lambda f: f"{f['first'].get('scatter_s', 0):.3f}",
+    "CPU time of rank 0 for it, s": lambda f: f"{f['first']['agree_cpu_s']:.3f}",
+    "memory of rank 0 until the commit, MiB": lambda f: f"{f['peak_mib']:.0f}",
+    "later saves: rank 0 is blocked, ms": lambda f: f"{1e3 * _later_save(f, 'agree_s'):.1f}",
+    "CPU time of rank 0 for it, ms": lambda f: f"{1e3 * _later_save(f, 'agree_cpu_s'):.1f}",
+    "another rank is blocked, ms": lambda f: f"{1e3 * median(map(_median_wait, f['again'])):.1f}",
     "commit: receipts, files, manifest, ms": lambda f: f"{1e3 * _commit_median(f, 'commit_s'):.0f}",
-    "of that: looking at all files": lambda f: f"{1e3 * _commit_median(f, 'commit_files_s'):.0f}",
-    "of that: the manifest": lambda f: f"{1e3 * _commit_median(f, 'commit_put_s'):.0f}",
-    "manifest, KiB": lambda f: f"{f['manifest_bytes'] / 2**10:.0f}",
-    "indexes, files": lambda f: f"{f['indexes']:,}",
-    "indexes, MiB": lambda f: f"{f['indexes_bytes'] / 2**20:.1f}",
-    "through the store, first save, MiB": lambda f: f"{f['first']['nbytes'] / 2**20:.2f}",
-    "through the store, later saves, KiB": lambda f: f"{_later_save(f, 'nbytes') / 2**10:.0f}",
-    "calls of rank 0, first save": lambda f: f"{f['first']['calls']:,}",
-    "calls of rank 0, later saves": lambda f: f"{_later_save(f, 'calls'):,.0f}",
-    "calls of another rank, later saves": lambda f: f"{_later_save(f, 'others_calls'):.1f}",
-    "one look after all ranks, ms": lambda f: f"{1e3 * f['vigil_s']:.2f}",
+    "of that: checking all files": lambda f: f"{1e3 * _commit_median(f, 'commit_files_s'):.0f}",
+    "of that: writing the manifest": lambda f: f"{1e3 * _commit_median(f, 'commit_put_s'):.0f}",
+    "size of the manifest, KiB": lambda f: f"{f['manifest_bytes'] / 2**10:.0f}",
+    "index files": lambda f: f"{f['indexes']:,}",
+    "size of the indexes, MiB": lambda f: f"{f['indexes_bytes'] / 2**20:.1f}",
+    "store traffic, first save, MiB": lambda f: f"{f['first']['nbytes'] / 2**20:.2f}",
+    "store traffic, later saves, KiB": lambda f: f"{_later_save(f, 'nbytes') / 2**10:.0f}",
+    "store calls of rank 0, first save": lambda f: f"{f['first']['calls']:,}",
+    "store calls of rank 0, later saves": lambda f: f"{_later_save(f, 'calls'):,.0f}",
+    "store calls of another rank, later saves": lambda f: f"{_later_save(f, 'others_calls'):.1f}",
+    "one check for failed ranks, ms": lambda f: f"{1e3 * f['vigil_s']:.2f}",
     "keys left in the store": lambda f: f"{len(f['left'])}",
     "load: one rank reads all indexes, s": lambda f: f"{f['indexes_s']:.2f}",
-    "load: its read plan, s": lambda f: f"{f['read_plan_s']:.2f}",
-    "load: CPU of both, s": lambda f: f"{f['load_cpu_s']:.2f}",
+    "load: read plan of that rank, s": lambda f: f"{f['read_plan_s']:.2f}",
+    "load: CPU time of both, s": lambda f: f"{f['load_cpu_s']:.2f}",
     "load: memory of both, MiB": lambda f: f"{f['load_mib']:.0f}",
 }
 
@@ -93,26 +93,26 @@ def _verdicts(found: list[Figures]) -> list[Verdict]:
     first = [f["first"]["agree_s"] + _commit_median(f, "commit_s") for f in found]
     again = [a["agree_s"] + _commit_median(f, "commit_s") for f in found for a in f["again"]]
     return [
-        judge("1,024 ranks: plan, gather and manifest", first, most=5, unit="s"),
-        judge("memory of rank 0 for it", [f["peak_mib"] for f in found], most=200, unit="MiB",
+        judge("1,024 ranks: gather, plan, and manifest", first, most=5, unit="s"),
+        judge("memory of rank 0", [f["peak_mib"] for f in found], most=200, unit="MiB",
               digits=0),
-        judge("the same, structure unchanged", again, most=0.5, unit="s", digits=3),
-        judge("1,024 ranks: a load reads the indexes of a million boxes and plans",
+        judge("the same with an unchanged structure", again, most=0.5, unit="s", digits=3),
+        judge("1,024 ranks: read the indexes of a million boxes, plan a load",
               [f["indexes_s"] + f["read_plan_s"] for f in found], unit="s"),
-        judge("memory of one rank for it", [f["load_mib"] for f in found], most=256, unit="MiB",
+        judge("memory of one rank for this", [f["load_mib"] for f in found], most=256, unit="MiB",
               digits=0),
     ]  # fmt: skip
 
 
 def _store_verdicts() -> list[Verdict]:
     try:
-        found = fresh_process.call("bench.rank0:costs")
+        found = fresh_process.call("bench.rank0:measure_store_calls")
     except fresh_process.MeasurementFailed:
         found = {}
     called = {
-        "one look for a note that is not there": ("look_s", 1e6, "us"),
-        "one note taken": ("take_s", 1e6, "us"),
-        "looks that one store answers, 4 clients": ("rate", 1, "a second"),
+        "poll for an absent key": ("look_s", 1e6, "us"),
+        "read of one value": ("take_s", 1e6, "us"),
+        "polls that one store answers, 4 clients": ("rate", 1, "per second"),
     }
     return [
         judge(label, [factor * found[name]] if found else [], unit=unit, digits=0)
@@ -121,10 +121,11 @@ def _store_verdicts() -> list[Verdict]:
 
 
 _TEXT = (
-    f"{LEAVES} boxes a rank, progress, random generators; a real TCPStore in a process of its own."
-    " Rank 0 is the library itself, but for its shard; what the other ranks say is made by the"
-    " library too, and posted by two processes on the same cores, for one rank after the other, so"
-    " that the seconds are upper bounds. Every save is one `Meeting`; the structure is agreed on"
-    " in the first one. Later saves: median of five; commits: of three; all else is one run. The"
-    " load is into half as many ranks, until the first byte of a tensor is read."
+    f"Each rank has {LEAVES} boxes, a progress counter, and random generators. A real TCPStore runs"
+    " in its own process. Rank 0 runs the library, without writing its shard. The library also"
+    " makes the messages of the other ranks; two processes on the same cores send them for one rank"
+    " after the other, so the seconds are upper bounds. Every save is one `Collective`. The first"
+    " save exchanges the structure. Later saves are the median of five, commits are the median of"
+    " three, and all other figures are from one run. The load is into half as many ranks, and is"
+    " measured until the first byte of a tensor is read."
 )

@@ -1,4 +1,4 @@
-"""What a process costs: CPU seconds and memory, its children included."""
+"""CPU seconds and memory of a process, including its children."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def descendants(root: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of ``/proc/PID/stat`` from the state on; empty if the process has ended."""
+    """Return the fields of ``/proc/PID/stat`` from the state on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -32,7 +32,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, its children ended and its descendants alive."""
+    """Return the user and system time of this process, ended children, and live descendants."""
     total = 0.0
     for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         used = resource.getrusage(whose)
@@ -43,7 +43,7 @@ def cpu_seconds() -> float:
 
 
 def _status(field: str, pid: int | str = "self", name: str = "status") -> int:
-    """Bytes that ``/proc/PID/<name>`` gives for ``field``."""
+    """Return the bytes of ``field`` in ``/proc/PID/<name>``."""
     for line in Path(f"/proc/{pid}/{name}").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -53,8 +53,8 @@ def _status(field: str, pid: int | str = "self", name: str = "status") -> int:
 class PeakMemory:
     """Peak resident memory above the start: anonymous, shared and mapped-file pages together.
 
-    The kernel's own high-water mark for this process, so nothing is missed between samples. With
-    ``children``, what descendants hold privately is sampled and added.
+    Uses the kernel's high-water mark of this process, so no peak between samples is missed. With
+    ``children``, the private memory of descendants is sampled and added.
     """
 
     def __init__(self, *, children: bool = False) -> None:

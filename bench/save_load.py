@@ -1,4 +1,4 @@
-"""Topics 1 and 2: a durable save and a cold load of the large state, against the raw disk."""
+"""Topics 1 and 2: a durable save and a cold load of the large state, compared with the raw disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ OPERATIONS = ("save", "load")
 
 
 def save(peer: str, size: int, folder: str) -> dict[str, float]:
-    """In a child: seconds until the bytes are durable, and the peak of memory above the state."""
+    """Return the seconds until the bytes are durable, and the peak memory above the state.
+
+    Runs in a child process.
+    """
     from bench import resource_usage, states
 
     one = _warmed_up(peer, folder)
@@ -31,7 +34,10 @@ def save(peer: str, size: int, folder: str) -> dict[str, float]:
 
 
 def load(peer: str, size: int, folder: str) -> dict[str, float]:
-    """In a child: seconds until live tensors hold the values, which are checked after."""
+    """Return the seconds until live tensors hold the values, which are then checked.
+
+    Runs in a child process.
+    """
     from bench import resource_usage, states
 
     one = _warmed_up(peer, folder)
@@ -43,14 +49,14 @@ def load(peer: str, size: int, folder: str) -> dict[str, float]:
         seconds = time.perf_counter() - start
         peak = memory.peak_bytes()
     if wrong := states.find_mismatches(into):
-        raise ValueError(f"{len(wrong)} of {len(into)} tensors came back wrong")
+        raise ValueError(f"{len(wrong)} of {len(into)} tensors have wrong values")
     if resident > 0.01:
         raise ValueError(f"{resident:.0%} of the files stayed in the page cache")
     return {"seconds": seconds, "memory": peak}
 
 
-def _warmed_up(name: str, folder: str):  # type: ignore[no-untyped-def]  # Peer imports torch
-    """The peer, after one tiny save and load, so that no import is timed."""
+def _warmed_up(name: str, folder: str):  # type: ignore[no-untyped-def]  # Library imports torch
+    """Return the library after one tiny save and load, so that no import is timed."""
     from bench import libraries, states
 
     warnings.simplefilter("ignore")
@@ -63,7 +69,7 @@ def _warmed_up(name: str, folder: str):  # type: ignore[no-untyped-def]  # Peer 
 
 @dataclass
 class _Measurements:
-    """What all rounds have given so far."""
+    """The measurements of all rounds so far."""
 
     options: Options
     seconds: dict[str, Samples] = field(default_factory=lambda: {what: {} for what in OPERATIONS})
@@ -75,17 +81,17 @@ class _Measurements:
     began: float = field(default_factory=time.monotonic)
 
     def best_thread_count(self, operation: str) -> str:
-        """The number of threads with which the raw disk was fastest in the first round."""
+        """Return the number of threads that was fastest on the raw disk in the first round."""
         tried = self.raw[operation][:2]
         return min(tried[0], key=lambda threads: median(each[threads] for each in tried))
 
     def measure_raw_disk(self) -> None:
-        """The raw disk: all numbers of threads in the first round, then the best."""
+        """Measure the raw disk: all numbers of threads in the first round, later the best one."""
         choice = {what: list(disk.THREADS) for what in OPERATIONS}
         if len(self.raw["save"]) >= 2:
             choice = {what: [int(self.best_thread_count(what))] for what in OPERATIONS}
         found = fresh_process.call(
-            "bench.disk:raw", folder=str(self.options.folder), size=self.options.big,
+            "bench.disk:measure_raw", folder=str(self.options.folder), size=self.options.big,
             writers=choice["save"], readers=choice["load"],
         )  # fmt: skip
         for what in OPERATIONS:
@@ -109,8 +115,8 @@ class _Measurements:
             disk.remove(folder / "tiny")
 
     def is_skipped(self, name: str) -> bool:
-        """Whether two rounds have shown that this peer is near the fastest at neither, or it is
-        late: the whole run is to end in twelve minutes."""
+        """Return True if two rounds showed that this library is far from the fastest in both
+        operations, or if time is short: the whole run should end within twelve minutes."""
 
         def slow(what: str) -> bool:
             usual = {peer: median(values) for peer, values in self.seconds[what].items()}
@@ -128,7 +134,8 @@ def sections(options: Options) -> list[Section]:
         turned = [*names[number:], *names[:number]]
         half = len(turned) // 2
         for part in (turned[:half], turned[half:]):
-            # The floor and ours come twice a round, next to each other: their ratio is the target.
+            # The raw disk and Holdfast run twice per round, next to each other, because the target
+            # is their ratio.
             taken.measure_raw_disk()
             for name in [HOLDFAST.name, *part]:
                 if name == HOLDFAST.name or number < 2 or not taken.is_skipped(name):
@@ -171,18 +178,22 @@ def _section(
         )  # fmt: skip
     title = "Durable save" if operation == "save" else "Cold load into live tensors"
     text = {
-        "save": "One process; seconds until file and folders are synced. The floor writes the same"
-        f" number of random bytes from aligned memory (huge pages), threads by 8 MiB (tried:"
-        f" {', '.join(map(str, disk.THREADS))}; the best is used).",
-        "load": "The files' pages are dropped before (checked with mincore); the loaded values are"
-        " compared after. The floor reads into aligned, touched memory (huge pages).",
-    }[operation] + " Peers far from the fastest, or all if time is short, sit out the third round."
+        "save": "One process; seconds until the file and folders are synced. The baseline writes"
+        " the same number of random bytes from aligned memory (huge pages) in 8 MiB pieces, with"
+        f" the best of {', '.join(map(str, disk.THREADS))} threads.",
+        "load": "The files' pages are dropped before the load (checked with mincore), and the"
+        " loaded values are compared afterward. The baseline reads into aligned, touched memory"
+        " (huge pages).",
+    }[operation] + (
+        " The third round skips libraries that are far from the fastest, or all other libraries if"
+        " time is short."
+    )
     columns = [
         "",
         "digests",
         "s",
-        "lowest to highest",
-        "times",
+        "range",
+        "runs",
         "GiB/s",
         "of raw",
         "memory, MiB",
@@ -195,7 +206,7 @@ def _section(
 def _library_verdicts(operation: str, seconds: Samples, floor: float) -> list[Verdict]:
     peers = {name: values for name, values in seconds.items() if name != "holdfast"}
     if not peers or "holdfast" not in seconds:
-        return [Verdict("speed / the fastest peer", "more than 1 x")]
+        return [Verdict("speed / fastest other library", "more than 1 x")]
     fastest = min(peers, key=lambda name: median(peers[name]))
     ours = seconds["holdfast"]
     pairs = [
@@ -203,12 +214,12 @@ def _library_verdicts(operation: str, seconds: Samples, floor: float) -> list[Ve
         for at, theirs in enumerate(peers[fastest])
         if ours[2 * at :]
     ]
-    found = [judge(f"speed / the fastest peer ({fastest})", pairs, least=1)]
+    found = [judge(f"speed / fastest other library ({fastest})", pairs, least=1)]
     if operation == "save":
         room = 0.85 * median(peers[fastest]) / floor
-        twice = judge("the same, where the disk leaves room", pairs, least=2)
+        twice = judge("the same, if the disk allows it", pairs, least=2)
         if room < 2:
-            reached = f"no room: 0.85 of the raw write is {room:.1f} x"
+            reached = f"not possible: 0.85 of the raw write is {room:.1f} x"
             twice = Verdict(twice.name, twice.target, twice.figure, twice.spread, reached)
         found.append(twice)
     return found

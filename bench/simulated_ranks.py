@@ -1,8 +1,8 @@
-"""The ranks beside rank 0, simulated by few processes: each posts and takes what it really would.
+"""Simulate all ranks except rank 0 in a few processes, with the real messages of each rank.
 
-What a rank tells (header, offer, tree, receipt) is made by the library's own code from that rank's
-state, and goes through a real ``Assembly`` and a real TCPStore. Only their order is made up: one
-thread speaks for many ranks, one after the other, so that no rank but the first ever waits.
+The library's own code makes the messages of a rank (summary, local plan, tree, receipt) from that
+rank's state. They go through a real ``StoreCollective`` and a real TCPStore. Only their order is
+artificial: one thread acts for many ranks, one after the other, so only the first of them waits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ LEAVES = 978
 ROWS, WIDTH = 16, 2048
 REPLICAS = 16
 SHAPES = {
-    "FSDP2": "every leaf cut over all ranks",
-    "HSDP": f"{REPLICAS} replicas, each cut over its ranks",
-    "DDP": "all ranks hold the same",
+    "FSDP2": "every leaf split across all ranks",
+    "HSDP": f"{REPLICAS} replicas, each split across its ranks",
+    "DDP": "all ranks hold the same leaves",
 }
 
 _buffer = np.zeros((ROWS, WIDTH), np.float32)
@@ -33,8 +33,10 @@ def replicas_of(shape: str, ranks: int) -> int:
 
 
 def state_of(rank: int, ranks: int, shape: str) -> dict[str, Any]:
-    """978 leaves, two thirds of them matrices with 128 KiB on each rank, the others vectors; and
-    progress, random generators, a step and a history."""
+    """Return 978 leaves, and a progress counter, random generators, a step, and a history.
+
+    Two thirds of the leaves are matrices with 128 KiB on each rank; the others are vectors.
+    """
     import holdfast
 
     parts = ranks // replicas_of(shape, ranks)
@@ -57,7 +59,7 @@ def state_of(rank: int, ranks: int, shape: str) -> dict[str, Any]:
 
 
 def connect(port: int, counted: bool = True) -> Any:
-    """A connection to the store: the prefix that the library gives it, and a count of its use."""
+    """Connect to the store with the library's prefix; optionally count calls and bytes."""
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=100))
@@ -66,7 +68,7 @@ def connect(port: int, counted: bool = True) -> Any:
 
 
 class CountingStore:
-    """A store whose calls, and their bytes both ways (keys and values), are counted."""
+    """A store that counts its calls, and the bytes of keys and values in both directions."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -85,7 +87,7 @@ class CountingStore:
         return do
 
     def pop_counts(self) -> tuple[int, int]:
-        """Calls and bytes since this was asked last."""
+        """Return the calls and bytes since the last call of this method."""
         calls, nbytes = sum(self.calls.values()), self.nbytes
         self.calls, self.nbytes = {}, 0
         return calls, nbytes
@@ -98,8 +100,10 @@ def _size(value: Any) -> int:
 
 
 class SaveCommand(msgspec.Struct):
-    """What rank 0 wants of the crowd. ``commit``: whether receipts are given; ``write``: and the
-    files are made first."""
+    """A command of rank 0 to the simulated ranks.
+
+    With ``commit``, they send receipts. With ``write``, they create the files first.
+    """
 
     operation: str
     commit: bool = False
@@ -107,8 +111,8 @@ class SaveCommand(msgspec.Struct):
 
 
 class RanksReport(msgspec.Struct):
-    """What a process of the crowd says after that: seconds until each rank knew what it writes,
-    and calls and bytes of all its ranks."""
+    """The report of a process of simulated ranks: the seconds until each rank knew what to write,
+    and the store calls and bytes of all its ranks."""
 
     wait_seconds: list[float] = []
     calls: int = 0
@@ -116,7 +120,7 @@ class RanksReport(msgspec.Struct):
 
 
 class _SimulatedRank:
-    """One of the crowd: what it has to tell, ready; nothing else is kept of it."""
+    """One simulated rank. Holds only its encoded messages."""
 
     def __init__(self, rank: int, ranks: int, shape: str, kv: Any) -> None:
         from holdfast.engine.distributed.group import StoreGroup
@@ -147,7 +151,7 @@ class _SimulatedRank:
 
 
 def flatten_state(rank: int, ranks: int, shape: str) -> Any:
-    """What ``save`` makes of the state of a rank: the tree, and the boxes to deal out."""
+    """Flatten the state of a rank as ``save`` does; return the tree and the boxes to distribute."""
     from holdfast.engine.saving.partition import _split_leaf
     from holdfast.engine.state.flatten import flatten
 
@@ -156,11 +160,11 @@ def flatten_state(rank: int, ranks: int, shape: str) -> Any:
 
 
 def run_ranks(port: int, ranks: int, shape: str, first: int, step: int, folder: str) -> None:
-    """A process of the crowd: ranks ``first``, ``first + step``, ... until rank 0 says "end"."""
+    """Simulate the ranks ``first``, ``first + step``, ... until rank 0 sends "end"."""
     from holdfast.engine.distributed.kv import KVClient, Timeouts
 
     class Direct(KVClient):
-        """A board without a thread of its own."""
+        """A client without its own thread."""
 
         def start(self) -> None: ...
 
@@ -198,7 +202,7 @@ def _wait_for(store: Any, key: str, value_type: Any) -> Any:
 
 
 def _partition(simulated: list[_SimulatedRank], what: str) -> list[float]:
-    """``engine.deal.deal``, of many ranks by turns."""
+    """Run ``partition_state`` for many ranks in turn; return the seconds until each was done."""
     from holdfast.engine.saving.partition import DetailRequest, Details, RankSummary, _unpack_mask
 
     began = time.perf_counter()
@@ -242,7 +246,7 @@ def _commit(
 
     for each in simulated:
         with pinned_base(locate(Path(folder)), each.request.attempt, None, each.collective):
-            pass  # rank 0 has pinned the attempt, and each rank has seen that
+            pass  # each rank waits until rank 0 has pinned the attempt
     for each in simulated:
         if command.write:
             _, leaves = flatten_state(each.rank, ranks, shape)
@@ -261,7 +265,7 @@ def _commit(
 def write_sparse_shard(
     folder: Path, rank: int, ranks: int, attempt: str, leaves: list[Any], holdings: list[Any]
 ) -> Any:
-    """The receipt of a rank that has written its shard (a hole) and its index (a real one)."""
+    """Write a sparse shard and a real index; return the receipt of the rank."""
     from holdfast.engine.saving.commit import Receipt
     from holdfast.engine.saving.image import make_image
     from holdfast.engine.saving.write import write_index

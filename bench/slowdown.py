@@ -1,4 +1,4 @@
-"""Topic 5: what a save in the background takes from training: CPU seconds, and slower steps."""
+"""Topic 5: the cost of a background save for training: CPU seconds and slower steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def _dd_command(source: str, target: Path) -> list[str]:
 
 
 def measure_cpu(folder: str, size: int) -> dict[str, list[float]]:
-    """In a child: CPU seconds per GiB, with nothing else to do, of each of these in turn."""
+    """Return the CPU seconds per GiB of each operation, measured in turn on an idle process.
+
+    Runs in a child process.
+    """
     from xxhash import xxh3_128_digest
 
     from bench import resource_usage, states
@@ -58,13 +61,16 @@ def measure_cpu(folder: str, size: int) -> dict[str, list[float]]:
             taken("digest", digest)
             taken("staging", checkpointer.step)
             taken("background", checkpointer.wait)
-            if repeat == 0:  # the first save also makes the buffers
+            if repeat == 0:  # the first save also allocates the buffers
                 found.clear()
     return found
 
 
 def measure_steps(folder: str, size: int) -> dict[str, list[float]]:
-    """In a child: seconds of a training step alone, during a save, during ``dd`` of the bytes."""
+    """Return the seconds of a training step: alone, during a save, and during ``dd``.
+
+    Runs in a child process.
+    """
     import torch
 
     from bench import states
@@ -126,21 +132,25 @@ def _checkpointer(place: Path, state: object):  # type: ignore[no-untyped-def]
 
 
 def sections(options: Options) -> list[Section]:
-    title = f"Slow-down of training while a save of {options.medium >> 20} MiB runs"
+    title = f"Slowdown of training during a save of {options.medium >> 20} MiB"
     text = (
-        "CPU seconds of user and system, all threads and children, from the second save on, from"
-        " the return of step() until the commit; `dd` writes the same bytes from the page cache"
-        " with direct I/O and fsync. A training step is two 1024 x 1024 float32 products on all"
-        " cores; steps are counted after the staging. Lost: time of the steps beyond that of as"
-        " many quiet ones."
+        "User and system CPU seconds of all threads and children, from the second save on, from the"
+        " return of step() until the commit. `dd` writes the same bytes from the page cache with"
+        " direct I/O and fsync. A training step consists of two 1024 x 1024 float32 matrix products"
+        " on all cores; only steps after staging count. Lost time is the time of the steps minus"
+        " the time of as many steps without a save."
     )
-    target = "CPU of the background / (dd + one XXH3-128 pass)"
+    target = "CPU time of the background / (dd + one XXH3-128 pass)"
     place = options.folder / "slowdown"
     place.mkdir()
     try:
-        used = fresh_process.call("bench.slowdown:cpu", folder=str(place), size=options.medium)
+        used = fresh_process.call(
+            "bench.slowdown:measure_cpu", folder=str(place), size=options.medium
+        )
         disk.remove(place / "run")
-        taken = fresh_process.call("bench.slowdown:steps", folder=str(place), size=options.medium)
+        taken = fresh_process.call(
+            "bench.slowdown:measure_steps", folder=str(place), size=options.medium
+        )
     except fresh_process.MeasurementFailed as failure:
         missing = [f"holdfast: {failure}"]
         return [Section(title, text, [judge(target, [], most=1.5)], missing=missing)]
@@ -152,28 +162,29 @@ def sections(options: Options) -> list[Section]:
     verdicts = [
         judge(target, ratios, most=1.5),
         judge(
-            "the same with step() itself, the staging",
+            "the same, including step() (staging)",
             [a / b for a, b in zip(both, floor, strict=True)],
         ),
     ]
     for name, label in (
-        ("background", "CPU of the background"), ("staging", "CPU of step() itself, the staging"),
-        ("dd", "CPU of dd"), ("dd of zeros", "CPU of dd from /dev/zero"),
-        ("digest", "CPU of one XXH3-128 pass"),
+        ("background", "CPU time of the background"),
+        ("staging", "CPU time of step() (staging)"),
+        ("dd", "CPU time of dd"), ("dd of zeros", "CPU time of dd from /dev/zero"),
+        ("digest", "CPU time of one XXH3-128 pass"),
     ):  # fmt: skip
         verdicts.append(judge(label, used[name], unit="s/GiB", digits=3))
-    # A quiet stretch comes right before each save and each dd: the machine drifts.
+    # Steps without a save run right before each save and each dd, because the machine drifts.
     before = {"save": taken["quiet"][::2], "dd": taken["quiet"][1::2]}
     slower = {
         name: [a / b for a, b in zip(taken[name], before[name], strict=True)] for name in before
     }
     verdicts += [
-        judge("a training step, quiet", [1000 * each for each in taken["quiet"]], unit="ms"),
-        judge("a training step during a save / quiet", slower["save"]),
-        judge("a training step during dd / quiet", slower["dd"]),
-        judge("training lost to a save", taken["save lost"], unit="s/GiB"),
-        judge("training lost to dd", taken["dd lost"], unit="s/GiB"),
-        judge("a save took, beside training", taken["save took"], unit="s"),
-        judge("dd took, beside training", taken["dd took"], unit="s"),
+        judge("training step without a save", [1000 * each for each in taken["quiet"]], unit="ms"),
+        judge("training step during a save / without", slower["save"]),
+        judge("training step during dd / without", slower["dd"]),
+        judge("training time lost to a save", taken["save lost"], unit="s/GiB"),
+        judge("training time lost to dd", taken["dd lost"], unit="s/GiB"),
+        judge("duration of a save during training", taken["save took"], unit="s"),
+        judge("duration of dd during training", taken["dd took"], unit="s"),
     ]
     return [Section(title, text, verdicts)]

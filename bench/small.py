@@ -1,4 +1,4 @@
-"""Topic 3: two thousand tensors of 64 bytes, where nothing but overhead is left to measure."""
+"""Topic 3: two thousand tensors of 64 bytes, which measure only overhead."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from statistics import median
 from bench import disk, fresh_process
 from bench.report import Options, Section, judge, spread
 
-OPERATIONS = ("durable save", "save as it is", "load")
+OPERATIONS = ("durable save", "save without fsync", "load")
 PAIRED_LIBRARIES = ["holdfast", "safetensors"]
 Times = dict[str, dict[str, list[float]]]
 
 
 def measure(names: list[str], folder: str, seconds: float) -> Times:
-    """In a child, warm: milliseconds of each save and load of each of ``names``, in turn."""
+    """Return the milliseconds of each warm save and load of each of ``names``, in turn.
+
+    Runs in a child process.
+    """
     from bench import libraries, states
 
     warnings.simplefilter("ignore")
@@ -35,7 +38,7 @@ def measure(names: list[str], folder: str, seconds: float) -> Times:
             disk.fsync_tree(place)
         found[name][what].append((time.perf_counter() - start) * 1000)
 
-    for name in names:  # imports and caches; what is saved here is loaded again and again
+    for name in names:  # warm up imports and caches; later loads read this file
         libraries.LIBRARIES[name].save(state, Path(folder) / name)
         libraries.LIBRARIES[name].load(into, Path(folder) / name)
     end, repeats = time.perf_counter() + seconds * len(names), 0
@@ -48,7 +51,7 @@ def measure(names: list[str], folder: str, seconds: float) -> Times:
             timed(name, "load", Path(folder) / name)
         repeats += 1
     if any(not value.equal(into[key]) for key, value in state.items()):
-        raise ValueError("tensors came back wrong")
+        raise ValueError("loaded tensors have wrong values")
     return found
 
 
@@ -58,7 +61,7 @@ def sections(options: Options) -> list[Section]:
     found: Times = {name: defaultdict(list) for name in LIBRARIES}
     ratios: dict[str, list[float]] = defaultdict(list)
     missing: dict[str, str] = {}
-    # Ours and its rival share a process and take turns: only so is their ratio steady.
+    # Holdfast and safetensors alternate in one process; otherwise, their ratio is not stable.
     teams = [PAIRED_LIBRARIES, *([name] for name in LIBRARIES if name not in PAIRED_LIBRARIES)]
     for number in range(options.rounds):
         for team in [*teams[number:], *teams[:number]] if number < 2 else [PAIRED_LIBRARIES]:
@@ -86,23 +89,28 @@ def sections(options: Options) -> list[Section]:
         [name, *(cell for what in OPERATIONS for cell in _cells(found[name].get(what, [])))]
         for name in order
     ]
-    text = "In one process, warm: medians in milliseconds, lowest and highest over the rounds. A"
-    text += " save goes to a new name each time; a load goes into live tensors from the page cache."
-    columns = ["", *(cell for what in OPERATIONS for cell in (f"{what}, ms", "lowest to highest"))]
+    text = (
+        "In one warm process: medians in milliseconds, with the lowest and highest of the rounds."
+        " Each save uses a new name. Loads go from the page cache into live tensors."
+    )
+    columns = ["", *(cell for what in OPERATIONS for cell in (f"{what}, ms", "range"))]
     title = "2,000 tensors of 64 bytes"
     return [Section(title, text, verdicts, columns, rows, list(missing.values()))]
 
 
-# What is compared: the rival's time, then ours, which is always durable.
+# The compared operations: of safetensors, then of Holdfast, whose save is always durable.
 _COMPARED = {
     "durable save: speed / safetensors with fsync": ("durable save", "durable save"),
-    "durable save: speed / safetensors without fsync": ("save as it is", "durable save"),
+    "durable save: speed / safetensors without fsync": ("save without fsync", "durable save"),
     "load: speed / safetensors": ("load", "load"),
 }
 
 
 def _measure(names: list[str], options: Options, missing: dict[str, str]) -> Times:
-    """One child for ``team``; if it fails, one for each member that does not fail by itself."""
+    """Measure ``names`` in one child process; if it fails, measure each in its own process.
+
+    Libraries that fail alone go to ``missing``.
+    """
     names = [name for name in names if name not in missing]
     place = options.folder / "small"
     place.mkdir()

@@ -1,4 +1,4 @@
-"""The states that are saved: made the same way in every child, so that a load can be checked."""
+"""The states that are saved. Every child process makes the same ones, to check a load."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ def _base_tensor() -> torch.Tensor:
 
 
 def large_state(size: int) -> dict[str, torch.Tensor]:
-    """``size`` bytes as float32 tensors of 32 MiB, all different, looking like weights."""
+    """Return ``size`` bytes as float32 tensors of 32 MiB. All differ and resemble weights."""
     base = _base_tensor()
     return {f"layers.{i:02}.weight": base + i / 64 for i in range(size // _TENSOR_BYTES)}
 
 
 def small_state(count: int = 2000) -> dict[str, torch.Tensor]:
-    """``count`` float32 tensors of 64 bytes."""
+    """Return ``count`` float32 tensors of 64 bytes."""
     return {f"layers.{i:04}.bias": torch.full((16,), float(i)) for i in range(count)}
 
 
 def blank_like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Live tensors to load into: their memory is touched."""
+    """Return live tensors to load into, whose memory is touched."""
     return {key: torch.full_like(value, -1.0) for key, value in state.items()}
 
 
@@ -36,7 +36,7 @@ def blank_large_state(size: int) -> dict[str, torch.Tensor]:
 
 
 def find_mismatches(loaded: dict[str, torch.Tensor]) -> list[str]:
-    """Keys whose values are not those that ``big`` made."""
+    """Return the keys whose values differ from those of ``large_state``."""
     base = _base_tensor()
     return [
         key

@@ -1,4 +1,4 @@
-"""Topic 9: what every step costs, whether it saves or not: step(), OnException, the sampler."""
+"""Topic 9: the cost of every step, with or without a save: step(), OnException, the sampler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _STEPS = 300
 
 
 def measure(folder: str) -> dict[str, list[float]]:
-    """In a child: microseconds of each call, by what is called."""
+    """Return the microseconds of each call, by name.
+
+    Runs in a child process.
+    """
     import torch
     from torch.utils.data import BatchSampler, RandomSampler
 
@@ -63,11 +66,11 @@ def measure(folder: str) -> dict[str, list[float]]:
 
 
 def sections(options: Options) -> list[Section]:
-    title = "What every step costs"
+    title = "Cost of every step"
     text = (
-        "A state of 60 times Linear and BatchNorm has 1,140 leaves with AdamW; step() neither saves"
-        " nor is asked to. OnException copies at every step what is no parameter or slot. A batch"
-        " of the samplers is 256 indices."
+        "The state has 1,140 leaves: 60 pairs of Linear and BatchNorm, with AdamW. step() does not"
+        " save, and no save is requested. OnException copies everything that is not a parameter or"
+        " optimizer slot at every step. A batch of the samplers has 256 indices."
     )
     place = options.folder / "step"
     place.mkdir()

@@ -1,1 +1,4 @@
-"""Other libraries' ways to save and load, over this engine: they translate, they decide nothing."""
+"""Adapters that let other libraries save and load through this engine. They decide nothing.
+
+May import: every package below: ``run``, ``engine``, ``storage``, ``format``, and the root modules.
+"""

@@ -1,6 +1,8 @@
-"""What a person sees of a training's saves: sinks for ``holdfast.attach``.
+"""How events are shown to people and monitoring systems: sinks for ``holdfast.attach``.
 
-Each passes over events that it does not know and fields that are missing.
+A sink is called with the name and the fields of an event. It ignores events that it does not know,
+and it accepts events with missing fields.
+May import: the root modules and ``format``.
 """
 
 from holdfast.sinks.jsonlines import JsonLines

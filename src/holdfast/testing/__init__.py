@@ -1,6 +1,8 @@
-"""What tests of Holdfast, and of stores and file systems of your own, are made with.
+"""The public test kit, for tests of Holdfast and of your own stores and file systems.
 
-Needs pytest.
+It needs pytest. ``StoreContract`` tests a store; ``CrashFs`` drops unsynced data at a power cut;
+``FaultFs`` fails a chosen call; ``FakeGroup`` simulates ranks in threads.
+May import: the root modules, ``storage``, and ``engine``.
 """
 
 import pytest

@@ -1,7 +1,9 @@
-"""``torch.distributed.checkpoint`` (DCP) over this engine: ``StorageWriter``, ``StorageReader``.
+"""``torch.distributed.checkpoint`` (DCP) on top of this engine.
 
-By one argument, whatever saves through DCP writes ordinary snapshots, and loads them checked. DCP
-plans, gathers, and tells errors; its plans become boxes here. See ``docs/dcp.md``.
+Pass a ``StorageWriter`` or ``StorageReader`` to DCP. It then writes ordinary snapshots and loads
+them with all digests checked. DCP makes the plans, gathers them, and reports errors; its plans become
+boxes here. See ``docs/dcp.md``.
+May import: ``engine``, ``storage``, ``format``, and the root modules.
 """
 
 from __future__ import annotations
