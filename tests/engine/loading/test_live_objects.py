@@ -442,7 +442,7 @@ def test_a_wrapper_that_would_make_two_names_one_is_refused():
     m.a = nn.Linear(1, 1)
     m._orig_mod = nn.Module()
     m._orig_mod.a = nn.Linear(1, 1)
-    with pytest.raises(PlanError, match="become one"):
+    with pytest.raises(PlanError, match="the same name without their wrapper"):
         holdfast.save(unused_url(), {"model": m})
 
 
@@ -674,7 +674,7 @@ def test_two_parameters_with_one_name_are_refused_not_lost():
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
     opt = optim.Adam([*a.parameters(), *b.parameters()])
     step(nn.Sequential(a, b), opt, torch.randn(1, 1))
-    with pytest.raises(PlanError, match=r"would both be called x\.y\.weight"):
+    with pytest.raises(PlanError, match=r"would both be named x\.y\.weight"):
         holdfast.save(unused_url(), {"x.y": a, "x": {"y": b}, "o": opt})
 
 
@@ -682,11 +682,11 @@ def test_state_for_a_parameter_of_no_group_is_refused():
     m = nn.Linear(1, 1)
     opt = optim.Adam(m.parameters())
     opt.state[nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
-    with pytest.raises(PlanError, match="in none of its groups"):
+    with pytest.raises(PlanError, match="not in any of its groups"):
         holdfast.save(unused_url(), {"m": m, "o": opt})
     opt.state.clear()
     opt.state["step"] = 5
-    with pytest.raises(PlanError, match="an int for what is in none of its groups"):
+    with pytest.raises(PlanError, match="an int for an object that is not in any of its groups"):
         holdfast.save(unused_url(), {"m": m, "o": opt})
     opt.state.clear()
     opt.state[m.weight] = torch.ones(1)

@@ -200,7 +200,7 @@ def test_sparse_tensors(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_without_plain_bytes_are_refused_by_name():
-    refused(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantised")
+    refused(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized")
     refused(torch.empty(3, device="meta"), "meta tensor")
     refused(nn.Parameter(torch.empty(3, device="meta")), "meta tensor")
     parts = [torch.ones(2), torch.ones(3)]
@@ -598,10 +598,14 @@ DEEP = "loader/_snapshot/_worker_snapshots/worker_0/dataset_state"
 @pytest.mark.parametrize(
     ("given", "deep", "words"),
     [
-        ({"file": object()}, "/file", "an object that cannot be kept faithfully: neither a tensor"),
+        (
+            {"file": object()},
+            "/file",
+            "an object that cannot be kept faithfully: it is not a tensor",
+        ),
         ({"seen": {(1, object())}}, "/seen/1", "a member of a set must be a plain value"),
         (torch.ones(2, device="meta"), "", "a meta tensor has no data"),
-        (Loader({"x": print}), f"{DEEP[6:]}/x", "neither a tensor"),
+        (Loader({"x": print}), f"{DEEP[6:]}/x", "it is not a tensor"),
     ],
 )
 def test_what_is_refused_deep_in_an_object_s_state_names_the_object(given, deep, words):
@@ -609,9 +613,9 @@ def test_what_is_refused_deep_in_an_object_s_state_names_the_object(given, deep,
     at = DEEP if inner else "loader"  # the one that the refused value was given by
     with pytest.raises(Unsupported, match=words) as e:
         holdfast.save(unused_url(), {"a": 1, "loader": Loader(given)})
-    assert str(e.value).startswith(f"'{at}', a Loader, cannot be kept, for what its state_dict()")
-    assert f"gives: '{DEEP}{deep}' is a" in str(e.value)
-    assert f". Or leave '{at}' out of the state as a whole, or wrap it in" in str(e.value)
+    start = f"'{at}', a Loader, cannot be saved because of a value in its state_dict(): "
+    assert str(e.value).startswith(f"{start}'{DEEP}{deep}' is a")
+    assert f". Or leave the whole of '{at}' out of the state, or wrap it in" in str(e.value)
     assert (e.value.leaf, e.value.member) == (DEEP + deep, at)
 
 

@@ -85,7 +85,9 @@ class FullyShardedDataParallel(nn.Module):
 def test_an_optimizer_of_flat_parameters_is_refused_and_the_module_is_not(posing: None) -> None:
     module = FullyShardedDataParallel()
     assert find_ddp_replication({"model": module, "optimizer": trained(net().parameters())}) == {}
-    with pytest.raises(Unsupported, match="SGD steps parameters of FullyShardedDataParallel"):
+    with pytest.raises(
+        Unsupported, match="SGD optimizes flat parameters of FullyShardedDataParallel"
+    ):
         find_ddp_replication(
             {"model": module, "optimizer": [torch.optim.SGD(module.parameters(), lr=1.0)]}
         )

@@ -196,12 +196,12 @@ def _no_grad(change: Callable[[Json], object]) -> Callable[[Json], object]:
     return torch.no_grad()(change)
 
 
-UNMARKED = "no step has been marked yet"
+UNMARKED = "no step has been completed yet"
 BEGUN = "the optimizer had begun the next step"
-CHANGED = "a parameter was changed outside of an optimizer"
-OTHER = "the structure of the state has changed"
+CHANGED = "a parameter was changed outside of an optimizer step"
+OTHER = "the structure of the state changed"
 FORGOTTEN = "a load into the state had begun"
-INTERRUPTED = "the copying of what may change was interrupted"
+INTERRUPTED = "the copy of the mutable state was interrupted"
 
 GONE: dict[str, Callable[[Json], object]] = {
     "in place": _no_grad(lambda s: s["model"][0].weight.add_(1)),

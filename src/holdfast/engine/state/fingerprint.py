@@ -1,6 +1,7 @@
-"""A few bytes of many tensors, to tell whether they were changed where PyTorch does not see it.
+"""A few sampled bytes of many tensors, to detect changes that PyTorch does not count.
 
-PyTorch counts the changes of a tensor, but not those through ``p.data`` or by fused optimizers.
+PyTorch counts the in-place changes of a tensor (its version counter), but not the changes that are
+made through ``p.data`` or by fused optimizers.
 """
 
 from __future__ import annotations
@@ -16,49 +17,53 @@ if TYPE_CHECKING:
     import torch
 
 SampledBytes = tuple[bytes, list[Any]]
-"""Those of tensors in the CPU's memory, and those of the others, a tensor of bytes per device."""
+"""The sampled bytes of CPU tensors, and those of the other tensors: one uint8 tensor per device."""
 
 _SAMPLE_BYTES = 64
 _MAX_DEVICE_TENSORS = 256
 
 
 class Fingerprint:
-    """Bytes of tensors as they were when they were taken.
+    """Samples of the bytes of tensors at the time of the last ``record``.
 
-    On the CPU 64 bytes at the beginning, middle and end of each tensor (8,000 tensors: 0.2 ms);
-    on accelerators 64 bytes amid each of at most 256 tensors, copied on their device without
-    waiting for it. Of a tensor with gaps its first element. No memory is kept alive by this: all
-    tensors must have the memory that they were given with whenever a method is called.
+    On the CPU, a sample is 64 bytes at the beginning, the middle, and the end of each tensor
+    (8,000 tensors take 0.2 ms). On accelerators, a sample is 64 bytes from the middle of each of at
+    most 256 tensors. The samples are copied on the device, without waiting for it. The sample of a
+    tensor with gaps is its first element.
+
+    A fingerprint does not keep the tensors' memory alive. Whenever a method is called, each tensor
+    must still have the memory that it had when the fingerprint was created.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._cpu_windows: list[memoryview] = []
-        far = []
+        device_tensors = []
         for t in tensors:
             if t.is_cpu:
                 self._cpu_windows += _sample_windows(t)
             elif not (t.is_conj() or t.is_neg()):
-                far.append(t)
-        self._device_tensors = far[:: max(1, ceil(len(far) / _MAX_DEVICE_TENSORS))]
+                device_tensors.append(t)
+        stride = max(1, ceil(len(device_tensors) / _MAX_DEVICE_TENSORS))
+        self._device_tensors = device_tensors[::stride]
         self._recorded: SampledBytes = (b"", [])
 
     def record(self) -> None:
-        """Hold what there is now."""
+        """Record the current bytes."""
         self._recorded = self._sample()
 
     def has_changed(self) -> bool:
-        """Whether what there is now is not what is held. Waits for accelerators."""
+        """Return True if the bytes differ from the recorded ones. Waits for accelerators."""
         torch = lazy_torch.torch_or_none()
-        near, far = self._sample()
-        pairs = zip(far, self._recorded[1], strict=True)  # none where there is no PyTorch
-        return near != self._recorded[0] or not all(torch.equal(a, b) for a, b in pairs)
+        on_cpu, on_devices = self._sample()
+        pairs = zip(on_devices, self._recorded[1], strict=True)  # empty if torch is not loaded
+        return on_cpu != self._recorded[0] or not all(torch.equal(a, b) for a, b in pairs)
 
     def _sample(self) -> SampledBytes:
         return b"".join(self._cpu_windows), _sample_on_device(self._device_tensors)
 
 
 def _contiguous_elements(t: torch.Tensor) -> int:
-    """How many elements lie side by side from its first on: all, or, if there are gaps, one."""
+    """Return the number of contiguous elements from the first on: all, or one if there are gaps."""
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return t.numel() if t.numel() == span else min(1, t.numel())
 
@@ -66,19 +71,19 @@ def _contiguous_elements(t: torch.Tensor) -> int:
 def _sample_windows(t: torch.Tensor) -> list[memoryview]:
     nbytes = _contiguous_elements(t) * t.element_size()
     size = min(nbytes, _SAMPLE_BYTES)
-    begins = sorted({0, (nbytes - size) // 2, nbytes - size}) if size else []
+    offsets = sorted({0, (nbytes - size) // 2, nbytes - size}) if size else []
     window = ctypes.c_char * size
-    return [memoryview(window.from_address(t.data_ptr() + at)) for at in begins]
+    return [memoryview(window.from_address(t.data_ptr() + offset)) for offset in offsets]
 
 
 def _sample_on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The middle bytes of the tensors, one tensor for each device."""
+    """Return the middle bytes of the tensors, as one uint8 tensor per device."""
     torch = lazy_torch.torch_or_none()
-    parts: dict[Any, list[Any]] = {}
+    samples_by_device: dict[Any, list[Any]] = {}
     for t in tensors:
-        dense = _contiguous_elements(t)
-        size = min(dense, _SAMPLE_BYTES // t.element_size())
-        at = t.storage_offset() + (dense - size) // 2
-        part = t.detach().as_strided((size,), (1,), at)
-        parts.setdefault(t.device, []).append(part.view(torch.uint8))
-    return [torch.cat(p) for p in parts.values()]
+        contiguous = _contiguous_elements(t)
+        size = min(contiguous, _SAMPLE_BYTES // t.element_size())
+        offset = t.storage_offset() + (contiguous - size) // 2
+        sample = t.detach().as_strided((size,), (1,), offset)
+        samples_by_device.setdefault(t.device, []).append(sample.view(torch.uint8))
+    return [torch.cat(samples) for samples in samples_by_device.values()]

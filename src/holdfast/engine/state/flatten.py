@@ -1,7 +1,7 @@
-"""State to tree and leaves: what is plain goes into the manifest, what has bytes into shards.
+"""Flattens a state into a tree and leaves: plain values for the manifest, leaves for the shards.
 
-Tensors are taken as they are, never copied here: a leaf's source is the live tensor (or, for a
-view that has no bytes of its own such as a conjugate, what it resolves to).
+Tensors are not copied here. The source of a leaf is the live tensor. The exception is a view
+without bytes of its own, such as a conjugate: its source is the resolved tensor.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from holdfast.text import with_article
 from holdfast.types import DTYPES, Box
 
 
-# Made for every leaf: a frozen dataclass takes eight times as long to make.
+# One is created for every leaf, and creating a frozen dataclass takes eight times as long.
 class LocalLeaf(msgspec.Struct, frozen=True):
-    """A box of a leaf on its way out. ``shape`` is that of the whole (global) tensor; ``source`` is
-    a strided torch tensor or a NumPy array with the elements of the ``box``, of ``dtype``; arrays
-    of other dtypes come as rows of uint8."""
+    """A box of a leaf that is about to be saved.
+
+    ``shape`` is the shape of the global tensor. ``source`` is a strided torch tensor or a NumPy
+    array of dtype ``dtype`` with the elements of ``box``. The elements of an array whose dtype has
+    no name in the format are rows of uint8.
+    """
 
     key: str
     dtype: str
@@ -45,11 +48,12 @@ class LocalLeaf(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class FlatState:
-    """A state taken apart: the tree for the manifest, and the leaves, in order of the tree.
+    """A flattened state: the tree for the manifest, and the leaves in the order of the tree.
 
-    ``own``: nodes of values that each rank keeps for itself, by key; ``first``: of values of which
-    the first rank's are taken. In the tree ``{"own": key}`` and ``{"first": key}`` stand for them.
-    ``unions``: keys of lists that may be longer or shorter on other ranks.
+    ``per_rank``: by key, the nodes of values that are stored per rank. ``from_first``: by key, the
+    nodes of values that are taken from the first rank. The tree refers to them as
+    ``{"own": key}`` and ``{"first": key}``. ``merged_lists``: keys of lists whose length may differ
+    between ranks.
     """
 
     tree: Any
@@ -60,24 +64,30 @@ class FlatState:
 
 
 def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
-    """Take a state apart, as ``rank`` of those that save it.
+    """Flatten a state, as the rank ``rank`` of the save.
 
-    Raises ``Unsupported`` naming the first value that cannot be kept faithfully.
+    Raises ``Unsupported``, which names the first value that cannot be saved faithfully.
     """
     if type(state) is not dict:
         raise Unsupported(
-            f"The state is {with_article(type(state).__name__)}",
+            f"The state is {with_article(type(state).__name__)}, not a dict",
             expected='a dict such as {"model": model, "optimizer": optimizer}',
             found=type(state).__name__,
         )
-    taker = _Flattener(modules.parameter_names(state), find_ddp_replication(state), rank)
-    tree = nodes.encode(state, "", taker.encode_value)
-    return FlatState(tree, taker.leaves, taker.per_rank, taker.from_first, taker.merged_lists)
+    flattener = _Flattener(modules.parameter_names(state), find_ddp_replication(state), rank)
+    tree = nodes.encode(state, "", flattener.encode_value)
+    return FlatState(
+        tree,
+        flattener.leaves,
+        flattener.per_rank,
+        flattener.from_first,
+        flattener.merged_lists,
+    )
 
 
 @dataclass(slots=True)
 class _Flattener:
-    """Answers ``nodes.encode`` for whatever is not a plain value, and collects the leaves."""
+    """Encodes the values that ``nodes.encode`` does not know, and collects the leaves."""
 
     parameter_names: dict[int, str]
     replication_by_address: dict[int, Replication]
@@ -98,34 +108,37 @@ class _Flattener:
         if type(value) is np.ndarray:
             return self._encode_array(value, key)
         if type(value) in (bytes, bytearray):
-            # a copy: while the memory of a bytearray is looked at, nobody can change its length
+            # a copy, because a bytearray cannot be resized while a view of its memory exists
             raw = np.frombuffer(bytes(value), np.uint8)
             self._add_whole_leaf(key, "uint8", raw.shape, raw)
             return {"blob": [type(value).__name__, len(value)]}
         if isinstance(value, np.ndarray):
-            raise unsupported(value, key, "a subclass of ndarray; numpy.asarray() makes it plain")
+            raise unsupported(
+                value, key, "it is a subclass of ndarray; convert it with numpy.asarray()"
+            )
         return self._encode_object(value, key, depth)
 
     def _add_whole_leaf(self, key: str, dtype: str, shape: tuple[int, ...], source: Any) -> None:
-        held = (
-            Replication.UNVERIFIED if self.forced_replication is None else self.forced_replication
-        )
-        self.leaves.append(LocalLeaf(key, dtype, shape, source, Box.whole(shape), held))
+        replication = self.forced_replication or Replication.UNVERIFIED
+        self.leaves.append(LocalLeaf(key, dtype, shape, source, Box.whole(shape), replication))
 
     def _encode_rank_dependent(self, value: Any, key: str, depth: int) -> Any:
-        """A value that the ranks do not have in common: kept beside the tree."""
+        """Encode a per-rank or replicated value, whose node is stored outside of the tree."""
         if self.forced_replication is not None:
-            raise unsupported(value, key, "what is of one rank cannot hold more of the kind")
+            raise unsupported(
+                value, key, "a PerRank or Replicated value cannot contain a Replicated value"
+            )
         inner = value.value if isinstance(value, PerRank | Replicated) else None
         if isinstance(value, Replicated):
             self.forced_replication = Replication.FROM_FIRST
             self.from_first[key] = self._encode_nested(inner, key, depth)
         else:
-            self.forced_replication, k = Replication.REPLICATED, join_key(key, str(self.rank))
+            self.forced_replication = Replication.REPLICATED
+            rank_key = join_key(key, str(self.rank))
             if inner is None:
-                self.per_rank[key] = self._encode_object(value, k, depth)
+                self.per_rank[key] = self._encode_object(value, rank_key, depth)
             else:
-                self.per_rank[key] = self._encode_nested(inner, k, depth)
+                self.per_rank[key] = self._encode_nested(inner, rank_key, depth)
         self.forced_replication = None
         return {"first" if isinstance(value, Replicated) else "own": key}
 
@@ -149,35 +162,38 @@ class _Flattener:
                 state = optimizers.optimizer_state(value, self.parameter_names, key)
                 groups = join_key(key, "groups")
                 self.merged_lists.append(groups)
-                several = range(len(state["groups"]))
-                self.merged_lists += [f"{join_key(groups, str(i))}/params" for i in several]
+                group_numbers = range(len(state["groups"]))
+                self.merged_lists += [f"{join_key(groups, str(i))}/params" for i in group_numbers]
                 return nodes.encode(state, key, self.encode_value, depth)
             if modules.is_stateful(value) and not isinstance(value, type):
                 return self._encode_stateful(value, key, depth)
         finally:
             self.enclosing_ids.pop()
-        raise unsupported(value, key, "neither a tensor, an array nor a plain value")
+        raise unsupported(value, key, "it is not a tensor, an array, or a plain value")
 
     def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
-        """An object by its own state. What is refused deep in that, the caller may never have
-        heard of, so the object is named as well."""
+        """Encode an object by its ``state_dict()``.
+
+        An error for a value inside that state also names the object, because the user may not know
+        the value.
+        """
         state = value.state_dict()
         try:
             return nodes.encode(state, key, self.encode_value, depth)
         except Unsupported as e:
             if e.fields.get("member") or e.fields.get("leaf") == key:
                 raise
-            what = f"{key[:300]!r}, {with_article(type(value).__qualname__)}, cannot be kept"
-            why = Unsupported(
-                f"{what}, for what its state_dict() gives: {e.what}",
+            name = f"{key[:300]!r}, {with_article(type(value).__qualname__)}"
+            error = Unsupported(
+                f"{name}, cannot be saved because of a value in its state_dict(): {e.what}",
                 expected=e.expected,
                 found=e.found,
                 todo=e.todo,
                 **e.fields,
             )
-            raise why.with_advice(
-                f"Or leave {key[:300]!r} out of the state as a whole, or wrap it in an object whose"
-                " own state_dict() and load_state_dict() translate it",
+            raise error.with_advice(
+                f"Or leave the whole of {key[:300]!r} out of the state, or wrap it in an object"
+                " whose state_dict() and load_state_dict() convert it",
                 member=key,
             ) from e
 
@@ -186,71 +202,84 @@ class _Flattener:
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
             if sharding.is_distributed_tensor(t):
                 return self._encode_distributed(t, key)
-            raise unsupported(t, key, "a subclass of Tensor whose inner parts are not known")
+            raise unsupported(
+                t, key, "it is a subclass of Tensor whose structure Holdfast does not know"
+            )
         if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
             return self._encode_sparse(t, key)
         t, name, shape = self._to_plain_tensor(t, tuple(t.shape), key)
-        held = self.forced_replication
+        replication = self.forced_replication
         if t.numel():
-            place = (t.data_ptr(), name, shape, t.stride())
-            if not place[0]:
+            address = t.data_ptr()
+            if not address:
                 raise unsupported(t, key, "its memory has been freed")
-            first = self.key_by_memory.setdefault(place, key)
-            if first != key:
-                return {"tied": first}
-            held = self.replication_by_address.get(place[0]) if held is None else held
+            first_key = self.key_by_memory.setdefault((address, name, shape, t.stride()), key)
+            if first_key != key:
+                return {"tied": first_key}
+            if replication is None:
+                replication = self.replication_by_address.get(address)
         self.leaves.append(
-            LocalLeaf(key, name, shape, t, Box.whole(shape), held or Replication.UNVERIFIED)
+            LocalLeaf(key, name, shape, t, Box.whole(shape), replication or Replication.UNVERIFIED)
         )
         return {"tensor": [name, list(shape)]}
 
     def _to_plain_tensor(
         self, t: Any, shape: tuple[int, ...], key: str
     ) -> tuple[Any, str, tuple[int, ...]]:
-        """A tensor whose bytes are those of its elements, its dtype's name, and ``shape``, that of
-        the whole."""
+        """Return a tensor whose memory has its elements' bytes, its dtype's name, and ``shape``.
+
+        The tensor is detached, and conjugate and negative views are resolved.
+        """
         name = lazy_torch.dtype_name(t.dtype)
         if name is None:
-            raise unsupported(t, key, f"the dtype {t.dtype} has no bytes that can be written")
+            raise unsupported(t, key, f"Holdfast cannot write the dtype {t.dtype}")
         if t.requires_grad:
             t = t.detach()
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
         if not nodes.is_valid_shape(name, shape):
-            raise unsupported(t, key, f"{len(shape)} dimensions of {shape[:8]} are too many")
+            raise unsupported(
+                t, key, f"the shape {shape[:8]} with {len(shape)} dimensions is too large"
+            )
         return t, name, shape
 
     def _encode_distributed(self, value: Any, key: str) -> Any:
-        """A tensor that is spread over ranks: of its boxes those that this rank has."""
+        """Encode a tensor that is distributed over ranks: add the boxes that this rank has."""
         parts = sharding.get_local_boxes(value, key)
         if parts is None:
-            raise unsupported(value, key, "it does not say which part of a tensor it is")
+            raise unsupported(
+                value, key, "it does not describe which part of a global tensor it is"
+            )
         name, shape = parts.dtype, parts.shape
         if name is None:
-            raise unsupported(value, key, f"the dtype {value.dtype} has no bytes to be written")
+            raise unsupported(value, key, f"Holdfast cannot write the dtype {value.dtype}")
         if not nodes.is_valid_shape(name, shape):
-            raise unsupported(value, key, f"{len(shape)} dimensions of {shape[:8]} are too many")
-        # not by the address of elements: a rank that has none must find the same ties
-        first = self.key_by_memory.setdefault((parts.tie_key, name, shape), key)
-        if first != key:
-            return {"tied": first}
-        held = (
+            raise unsupported(
+                value, key, f"the shape {shape[:8]} with {len(shape)} dimensions is too large"
+            )
+        # not the address of elements: a rank without elements must find the same ties
+        first_key = self.key_by_memory.setdefault((parts.tie_key, name, shape), key)
+        if first_key != key:
+            return {"tied": first_key}
+        replication = (
             Replication.REPLICATED if self.forced_replication is None else self.forced_replication
         )
         for box, part in parts.box_tensors:
             if not isinstance(part, np.ndarray) and (part.is_conj() or part.is_neg()):
                 part = part.resolve_conj().resolve_neg()
-            self.leaves.append(LocalLeaf(key, name, shape, part, box, held))
+            self.leaves.append(LocalLeaf(key, name, shape, part, box, replication))
         return {"array" if parts.is_numpy else "tensor": [name, list(shape)]}
 
     def _encode_sparse(self, t: Any, key: str) -> Any:
         torch = self.torch
         if t.is_meta:
-            raise unsupported(t, key, "a meta tensor has no data; materialise it before saving")
+            raise unsupported(t, key, "a meta tensor has no data; materialize it before the save")
         if t.is_quantized:
-            raise unsupported(t, key, "a quantised tensor; save int_repr(), scale and zero point")
+            raise unsupported(
+                t, key, "it is a quantized tensor; save its int_repr(), scale, and zero point"
+            )
         if t.is_nested:
-            raise unsupported(t, key, "a nested tensor; save its values and offsets")
+            raise unsupported(t, key, "it is a nested tensor; save its values and offsets")
         t = t.detach()
         if t.layout is torch.sparse_coo:
             parts = {"indices": t._indices(), "values": t._values()}
@@ -259,8 +288,8 @@ class _Flattener:
         elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
             parts = {"ccol": t.ccol_indices(), "row": t.row_indices(), "values": t.values()}
         else:
-            raise unsupported(t, key, f"the layout {t.layout} is opaque")
-        taken = {
+            raise unsupported(t, key, f"its layout {t.layout} is opaque")
+        encoded_parts = {
             name: self._encode_tensor(part, join_key(key, name)) for name, part in parts.items()
         }
         return {
@@ -268,7 +297,7 @@ class _Flattener:
                 "layout": str(t.layout).removeprefix("torch."),
                 "shape": list(t.shape),
                 "coalesced": t.layout is torch.sparse_coo and t.is_coalesced(),
-                "parts": taken,
+                "parts": encoded_parts,
             }
         }
 
@@ -276,7 +305,9 @@ class _Flattener:
         name, rows = a.dtype.name, (*a.shape, a.dtype.itemsize)
         plain = name in DTYPES and a.dtype.isnative and not a.dtype.metadata
         if not nodes.is_valid_shape("uint8", rows):
-            raise unsupported(a, key, f"{a.ndim} dimensions of {a.shape[:8]} are too many")
+            raise unsupported(
+                a, key, f"the shape {a.shape[:8]} with {a.ndim} dimensions is too large"
+            )
         if plain:
             self._add_whole_leaf(key, name, a.shape, a)
             return {"array": [name, list(a.shape)]}

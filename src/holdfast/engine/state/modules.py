@@ -1,8 +1,8 @@
-"""Live objects as nested dicts: modules, optimizers, and whatever has ``state_dict()``.
+"""Modules as nested dicts, and the qualified names of their parameters.
 
-Names are made free of what wraps a model: DDP, DataParallel, ``torch.compile``, FSDP and
-activation checkpointing leave no trace in a key, so that a wrapped model's snapshot loads into a
-bare one. The state of an optimizer is keyed by the qualified names of its parameters.
+Wrapper prefixes are removed from names. DDP, DataParallel, ``torch.compile``, FSDP, and activation
+checkpointing leave no trace in a key, so the snapshot of a wrapped model loads into a bare model.
+The state of an optimizer is keyed by the qualified names of its parameters.
 """
 
 from __future__ import annotations
@@ -36,55 +36,59 @@ def is_stateful(value: object) -> bool:
 
 
 def strip_wrapper_names(module: torch.nn.Module, names: list[str], key: str) -> list[str]:
-    """State-dict names without the marks of wrappers. Raises ``PlanError`` if two become one."""
+    """Return the state-dict names without wrapper prefixes.
+
+    Raises ``PlanError`` if two names become the same.
+    """
     torch = torch_or_none()
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    cuts = [
+    wrapped_paths = [
         f"{path}.module" if path else "module"
         for path, sub in module.named_modules()
         if isinstance(sub, wrappers)
     ]
-    if cuts or any(mark in name for name in names for mark in _WRAPPER_ATTRIBUTES):
-        plain = [_strip_wrappers(n, cuts) for n in names]
+    if wrapped_paths or any(attr in name for name in names for attr in _WRAPPER_ATTRIBUTES):
+        stripped = [_strip_wrappers(n, wrapped_paths) for n in names]
     else:
-        plain = names
-    if len(set(plain)) < len(plain):
-        twice = sorted({n for n in plain if plain.count(n) > 1})
+        stripped = names
+    if len(set(stripped)) < len(stripped):
+        duplicates = sorted({n for n in stripped if stripped.count(n) > 1})
         raise PlanError(
-            f"Leaves of the module at {key!r} become one when wrappers are removed",
-            found=", ".join(twice[:5]),
-            todo="Give the submodules other names",
+            f"Leaves of the module at {key!r} have the same name without their wrapper prefixes",
+            found=", ".join(duplicates[:5]),
+            todo="Rename the submodules",
             leaf=key,
         )
-    return plain
+    return stripped
 
 
 def _strip_wrappers(name: str, wrapped_paths: list[str]) -> str:
-    for cut in sorted(wrapped_paths, key=len, reverse=True):
-        if name.startswith(cut + "."):
-            name = name[: len(cut) - len("module")] + name[len(cut) + 1 :]
+    for path in sorted(wrapped_paths, key=len, reverse=True):
+        if name.startswith(path + "."):
+            name = name[: len(path) - len("module")] + name[len(path) + 1 :]
     return ".".join(level for level in name.split(".") if level not in _WRAPPER_ATTRIBUTES)
 
 
 def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
-    """``module.state_dict()`` under plain names; tensors share memory with the module's."""
+    """Return ``module.state_dict()`` without wrapper prefixes. The tensors share memory."""
     state = module.state_dict()
     return dict(zip(strip_wrapper_names(module, list(state), key), state.values(), strict=True))
 
 
-# -- optimizers ----------------------------------------------------------------------------------
+# -- parameter names -----------------------------------------------------------------------------
 
 
 def parameter_names(state: Any) -> dict[int, str]:
-    """``id(parameter)`` to qualified name, for all modules in the state.
+    """Return the qualified names of the parameters of all modules in the state, by ``id``.
 
-    A parameter of the module at ``model`` is called ``model.layers.0.weight``, whatever else is
-    in the state, so that adding a module renames nothing.
+    The name of a parameter of the module at ``model`` is, for example, ``model.layers.0.weight``.
+    It does not depend on the rest of the state, so adding a module renames no parameter.
     """
     names: dict[int, str] = {}
     for path, module in named_modules_in(state, ""):
-        found = dict(module.named_parameters(remove_duplicate=False))
-        for name, parameter in zip(strip_wrapper_names(module, list(found), path), found.values()):
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        stripped = strip_wrapper_names(module, list(parameters), path)
+        for name, parameter in zip(stripped, parameters.values(), strict=True):
             names.setdefault(id(parameter), f"{path}.{name}")
     return names
 
@@ -92,22 +96,25 @@ def parameter_names(state: Any) -> dict[int, str]:
 def named_modules_in(
     value: Any, path: str, enclosing_ids: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """The modules in a state, with their paths. Most members of a dict are neither module nor
-    container, and are passed over without being named."""
+    """Yield the modules in a state, with their paths.
+
+    Most members of a dict are neither modules nor containers. They are skipped, and their names are
+    not computed.
+    """
     if is_module(value):
         yield path, value
     elif isinstance(value, dict | list | tuple) and id(value) not in enclosing_ids:
         members = list(value.values()) if isinstance(value, dict) else list(value)
         torch = torch_or_none()
-        kinds = (dict, list, tuple) if torch is None else (dict, list, tuple, torch.nn.Module)
-        deeper = [i for i, member in enumerate(members) if isinstance(member, kinds)]
-        if not deeper:
+        types = (dict, list, tuple) if torch is None else (dict, list, tuple, torch.nn.Module)
+        nested = [i for i, member in enumerate(members) if isinstance(member, types)]
+        if not nested:
             return
         try:
             levels = list(value) if isinstance(value, dict) else list(range(len(value)))
             names = child_keys(levels, "")
-        except ValueError:  # an integer too long for text, which is refused by its place
+        except ValueError:  # an integer key too long for text; flatten rejects it and names it
             return
-        for i in deeper:
-            at = f"{path}.{names[i]}" if path else names[i]
-            yield from named_modules_in(members[i], at, (*enclosing_ids, id(value)))
+        for i in nested:
+            member_path = f"{path}.{names[i]}" if path else names[i]
+            yield from named_modules_in(members[i], member_path, (*enclosing_ids, id(value)))

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 def is_standard_optimizer(value: object) -> bool:
-    """Whether it is an optimizer whose state can be keyed by parameter names: one that keeps
-    PyTorch's own ``state_dict`` and ``load_state_dict``, without hooks. Others are taken by
-    their own."""
+    """Return True for an optimizer whose state can be keyed by parameter names.
+
+    Such an optimizer uses PyTorch's own ``state_dict`` and ``load_state_dict``, without hooks.
+    Other optimizers are saved by their own ``state_dict()``.
+    """
     torch = torch_or_none()
     if torch is None or not isinstance(value, torch.optim.Optimizer):
         return False
@@ -33,10 +35,12 @@ def is_standard_optimizer(value: object) -> bool:
 def group_parameter_names(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> list[list[str]]:
-    """The names of the parameters of each group. One that belongs to no module in the state is
-    called by its place (``0.3``: the fourth of the first group).
+    """Return the names of the parameters of each group.
 
-    Raises ``PlanError`` if two would have one name.
+    The name of a parameter that belongs to no module in the state is its position: ``0.3`` is the
+    fourth parameter of the first group.
+
+    Raises ``PlanError`` if two parameters would have the same name.
     """
     grouped = [
         [names.get(id(p), f"{i}.{j}") for j, p in enumerate(group["params"])]
@@ -44,12 +48,12 @@ def group_parameter_names(
     ]
     flat = [name for group in grouped for name in group]
     if len(set(flat)) < len(flat):
-        twice = next(name for name in flat if flat.count(name) > 1)
+        duplicate = next(name for name in flat if flat.count(name) > 1)
         raise PlanError(
-            f"Two parameters of an optimizer would both be called {twice}",
-            todo='Name the modules in the state so that their paths differ: {"a.b": x, "a": {"b":'
-            " y}} gives both the same",
-            leaf=twice,
+            f"Two parameters of an optimizer would both be named {duplicate}",
+            todo='Give the modules in the state different paths; in {"a.b": x, "a": {"b": y}}, both'
+            " modules have the path a.b",
+            leaf=duplicate,
         )
     return grouped
 
@@ -57,21 +61,26 @@ def group_parameter_names(
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str], key: str
 ) -> dict[str, Any]:
-    """``{"state": {parameter: {slot: value}}, "groups": [{option: value, "params": [...]}]}``."""
+    """Return an optimizer's state, keyed by parameter names.
+
+    The result is ``{"state": {parameter: {slot: value}}, "groups": [{option: value, "params":
+    [parameter, ...]}]}``. Raises ``PlanError`` if the optimizer has state that is not a dict of
+    slots for a parameter of its groups.
+    """
     grouped = group_parameter_names(optimizer, names)
-    named: dict[int, str] = {}
+    name_by_id: dict[int, str] = {}
     for group, members in zip(optimizer.param_groups, grouped, strict=True):
-        named.update({id(p): n for p, n in zip(group["params"], members, strict=True)})
+        name_by_id.update({id(p): n for p, n in zip(group["params"], members, strict=True)})
     state = {}
     for parameter, slots in optimizer.state.items():
-        name = named.get(id(parameter))
+        name = name_by_id.get(id(parameter))
         if name is None or not isinstance(slots, dict):
             raise PlanError(
-                f"The optimizer at {key!r} has state of a kind that is not known",
-                expected="for each parameter of its groups a dict of slots",
+                f"The optimizer at {key!r} has state of an unknown kind",
+                expected="a dict of slots for each parameter of its groups",
                 found=f"{with_article(type(slots).__name__)} for "
-                + ("what is in none of its groups" if name is None else name),
-                todo="Give the optimizer a state_dict() and load_state_dict() of its own",
+                + ("an object that is not in any of its groups" if name is None else name),
+                todo="Implement state_dict() and load_state_dict() in the optimizer's class",
                 leaf=key,
             )
         state[name] = dict(slots)

@@ -1,4 +1,4 @@
-"""What wrappers of modules tell of how the ranks hold parameters, buffers and slots."""
+"""How the ranks replicate values: wrappers such as DDP, ``PerRank``, and ``Replicated``."""
 
 from __future__ import annotations
 
@@ -16,49 +16,46 @@ if TYPE_CHECKING:
 
 
 def find_ddp_replication(state: Any) -> dict[int, Replication]:
-    """How the ranks hold what ``DistributedDataParallel`` keeps in step, by the address of its
-    memory: parameters and the slots of optimizers for them are the same; buffers are those of the
-    first rank, if it broadcasts them before each forward pass.
+    """Return how the ranks replicate the tensors that DDP synchronizes, by memory address.
 
-    Raises ``Unsupported`` for an optimizer of the flat parameters of the first FSDP.
+    Parameters, and their optimizer slots, are ``REPLICATED``. Buffers are ``FROM_FIRST`` if DDP
+    broadcasts them before each forward pass.
+
+    Raises ``Unsupported`` for an optimizer of the flat parameters of FSDP1.
     """
     torch = lazy_torch.torch_or_none()
     if torch is None or not torch.distributed.is_available():
         return {}
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
-    held: dict[int, Replication] = {}
-    alike: set[int] = set()
-    flat: set[int] = set()
+    replication: dict[int, Replication] = {}
+    ddp_parameter_ids: set[int] = set()
+    flat_parameter_ids: set[int] = set()
     for _, module in modules.named_modules_in(state, ""):
         for sub in module.modules():
             if isinstance(sub, torch.nn.parallel.DistributedDataParallel):
-                alike.update(_record_ddp_members(sub, held))
+                ddp_parameter_ids.update(_record_ddp_members(sub, replication))
             elif type(sub).__name__ == "FullyShardedDataParallel":
-                flat.update(map(id, sub.parameters()))
-    for optimizer in optimizers_in(state) if alike or flat else ():
+                flat_parameter_ids.update(map(id, sub.parameters()))
+    for optimizer in optimizers_in(state) if ddp_parameter_ids or flat_parameter_ids else ():
         for group in optimizer.param_groups:
-            if not flat.isdisjoint(map(id, group["params"])):
+            if not flat_parameter_ids.isdisjoint(map(id, group["params"])):
                 raise _flat_parameter_error(optimizer)
         for parameter, slots in optimizer.state.items():
-            if id(parameter) in alike:
-                held.update(
-                    {
-                        t.data_ptr(): Replication.REPLICATED
-                        for t in find_instances(slots, torch.Tensor)
-                    }
-                )
-    held.pop(0, None)
-    return held
+            if id(parameter) in ddp_parameter_ids:
+                tensors = find_instances(slots, torch.Tensor)
+                replication.update({t.data_ptr(): Replication.REPLICATED for t in tensors})
+    replication.pop(0, None)
+    return replication
 
 
 def _record_ddp_members(module: Any, replication: dict[int, Replication]) -> set[int]:
-    """Note how a DDP module's members are held; the ids of the parameters that it keeps alike."""
-    left_out = module.parameters_to_ignore
-    params = [p for name, p in module.module.named_parameters() if name not in left_out]
+    """Record the replication of a DDP module's members; return the ids of its parameters."""
+    ignored = module.parameters_to_ignore
+    params = [p for name, p in module.module.named_parameters() if name not in ignored]
     replication.update({p.data_ptr(): Replication.REPLICATED for p in params})
     if module.broadcast_buffers:
-        buffers = [b for name, b in module.module.named_buffers() if name not in left_out]
+        buffers = [b for name, b in module.module.named_buffers() if name not in ignored]
         replication.update({b.data_ptr(): Replication.FROM_FIRST for b in buffers})
     return {id(p) for p in params}
 
@@ -66,12 +63,12 @@ def _record_ddp_members(module: Any, replication: dict[int, Replication]) -> set
 def _flat_parameter_error(optimizer: torch.optim.Optimizer) -> Unsupported:
     name = type(optimizer).__name__
     return Unsupported(
-        f"The {name} steps parameters of FullyShardedDataParallel (the first FSDP), which are parts"
-        " of one flat tensor and do not say where they belong",
-        expected="fully_shard(model), the second FSDP, whose parameters are DTensors",
-        found=f"{name} of flat parameters",
-        todo="Use fully_shard, or save what FullyShardedDataParallel.optim_state_dict(model,"
-        " optimizer) gives",
+        f"The {name} optimizes flat parameters of FullyShardedDataParallel (FSDP1), which do not"
+        " record which part of the model's parameters they hold",
+        expected="fully_shard(model) (FSDP2), whose parameters are DTensors",
+        found=f"{name} with flat parameters",
+        todo="Use fully_shard, or save the result of"
+        " FullyShardedDataParallel.optim_state_dict(model, optimizer)",
     )
 
 
@@ -79,11 +76,12 @@ T = TypeVar("T")
 
 
 class Replication(IntEnum):
-    """How the ranks that have a box of a leaf hold it.
+    """How the ranks that have the same box of a leaf replicate it.
 
-    ``ALIKE``: by value, nobody has said that it is the same: their digests are compared before it
-    is stored once. ``SAME``: it is by declaration (DTensor, DDP, ``Boxed``), or cannot be another.
-    ``FIRST``: the lowest of the ranks that have it counts, whatever the others hold.
+    ``UNVERIFIED``: nothing declares that the copies are equal. The ranks compare their digests
+    before the box is stored once. ``REPLICATED``: the copies are equal by declaration (DTensor,
+    DDP, ``Boxed``), or only one rank can have the box. ``FROM_FIRST``: the copy of the lowest rank
+    that has the box is stored, whatever the other ranks have.
     """
 
     UNVERIFIED = 0
@@ -93,14 +91,14 @@ class Replication(IntEnum):
 
 @dataclass(eq=False)
 class PerRank(Generic[T]):
-    """In a state: each rank keeps its own ``value``, such as the position of its data loader::
+    """Marks a value in a state as different on each rank, such as the position of a data loader::
 
         state = {"model": model, "loader": holdfast.PerRank(loader)}
 
-    It is stored under the number of its rank (``loader/3/...``). A rank that was not there when
-    the snapshot was saved keeps the value that it has; what ranks saved that are not there any more
-    is passed over; a ``RanksChanged`` warning on rank 0 tells of both. Read without a live state it
-    is a dict of the ranks' values by number, as text.
+    The value of each rank is stored under the rank's number (``loader/3/...``). If a load uses more
+    ranks than the save, each new rank keeps its current value. If it uses fewer, the values of the
+    missing ranks are ignored. In both cases, rank 0 issues a ``RanksChanged`` warning. A load
+    without a live state returns a dict that maps rank numbers, as strings, to values.
     """
 
     value: T
@@ -108,15 +106,16 @@ class PerRank(Generic[T]):
 
 @dataclass(eq=False)
 class Replicated(Generic[T]):
-    """In a state: ``value`` is meant to be the same on all ranks, and rank 0's is taken unseen.
+    """Marks a value in a state as the same on all ranks; rank 0's is saved without a comparison.
 
-    For what differs a little although it need not, such as the running statistics of BatchNorm
-    without ``SyncBatchNorm``; without it a difference is an error that names the ranks.
+    Use it for a value that differs slightly between ranks without a need to, such as the running
+    statistics of BatchNorm without ``SyncBatchNorm``. Without ``Replicated``, a difference is an
+    error that names the ranks.
     """
 
     value: T
 
 
 def keeps_per_rank(value: Any) -> bool:
-    """Whether each rank has one of its own: a ``PerRank``, or an object whose class says so."""
+    """Return True for a ``PerRank`` and for an object whose class sets ``keeps_per_rank``."""
     return isinstance(value, PerRank) or bool(getattr(type(value), "keeps_per_rank", False))

@@ -1,9 +1,9 @@
 """The state at the last step boundary, for a save after an exception in the middle of a step.
 
-When a forward or backward pass raises, parameters and slots are still those of the boundary before
-it, while buffers, counters and random generators have gone on. A ``Boundary`` copies the latter
-at each boundary, and puts both together when it is asked: no parameter or slot is ever copied,
-and the state is taken apart only after something was raised.
+When a forward or backward pass raises an exception, parameters and slots still have the values of
+the preceding step boundary, but buffers, counters, and random generators have changed. A
+``Savepoint`` copies the latter at each boundary and combines both on request. It does not copy
+stable parameters and slots (see ``step_hooks``), and it flattens the state only after an exception.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy as np
 
 from holdfast import lazy_torch
 from holdfast.engine.distributed.group import current_group
-from holdfast.engine.state import modules as live
-from holdfast.engine.state import optimizers
+from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.fingerprint import Fingerprint
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.engine.state.replication import PerRank, Replicated, keeps_per_rank
@@ -44,37 +43,40 @@ PrefixedModules = list[tuple[str, Any]]
 """Submodules, each with the prefix of its members' names."""
 
 AllocationKey = tuple[Any, Any, Any]
-"""Shape, dtype and device: what copies must have in common to take the same memory."""
+"""Shape, dtype, and device. A copy can reuse the memory of another copy with the same key."""
 
 Memo = dict[int, tuple[Any, Any]]
-"""By its id what was met in a walk (held, so that no other gets the id), and what it became."""
+"""By ``id``: an object that a walk visited, and its result. Keeping the object alive keeps its id
+from being reused."""
 
 _IMMUTABLE_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
-_NO_SAVEPOINT = "no step has been marked yet"
-_INTERRUPTED = "the copying of what may change was interrupted"
+_NO_SAVEPOINT = "no step has been completed yet"
+_INTERRUPTED = "the copy of the mutable state was interrupted"
 _STEP_BEGAN = "the optimizer had begun the next step"
-_PARAMETER_CHANGED = "a parameter was changed outside of an optimizer"
-_STRUCTURE_CHANGED = "the structure of the state has changed"
+_PARAMETER_CHANGED = "a parameter was changed outside of an optimizer step"
+_STRUCTURE_CHANGED = "the structure of the state changed"
 _LOAD_BEGAN = "a load into the state had begun"
 
 
 class _Invalidated(Exception):
-    """The live state is no longer that of the boundary."""
+    """The live state is no longer the state of the savepoint."""
 
 
 class Savepoint:
-    """Gives the state of the last ``mark`` until an optimizer in it begins a step.
+    """The state at the last ``capture``, available until an optimizer in it begins a step.
 
-    ``state``: as for ``holdfast.save``. ``mark`` is called when a step is complete, and after a
-    load, by the thread that trains. What is no parameter or slot of an optimizer in the state is
-    copied, on its own device; the copies' memory is used again from mark to mark.
+    ``state``: as for ``holdfast.save``. The training thread calls ``capture`` when a step is
+    complete, and after a load. ``capture`` copies everything except the stable parameters and slots
+    of the optimizers in the state. Each copy stays on the device of its original. Each capture
+    reuses the memory of the copies of the capture before it.
 
-    Parameters and slots that are changed in another way are told by PyTorch's counts of changes,
-    and, where those do not move (``p.data``, NumPy, a kernel that is not PyTorch's), by
-    ``Samples``. What stays unseen is a change behind both: through ``p.data``, but only of
-    elements that are not among the samples, or, on an accelerator, of tensors that are not.
+    PyTorch's version counters detect changes of parameters and slots outside of an optimizer step.
+    A ``Fingerprint`` detects changes that do not increment those counters (``p.data``, NumPy, a
+    kernel that is not PyTorch's). A change that does neither remains undetected: one through
+    ``p.data`` that affects only elements that are not sampled or, on an accelerator, only tensors
+    that are not sampled.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -86,9 +88,8 @@ class Savepoint:
         self._step_hook = StepPreHook((), self._on_step_begin)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._modules: list[torch.nn.Module] = []
-        self._owned_tensors: list[
-            torch.Tensor
-        ] = []  # held, so that no other object gets one of the ids
+        # keeps the tensors alive, so that no other object gets one of their ids
+        self._owned_tensors: list[torch.Tensor] = []
         self._owned_ids: list[int] = []
         self._stable_tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -101,7 +102,7 @@ class Savepoint:
 
     @property
     def invalid_reason(self) -> str | None:
-        """Why the state of the last mark cannot be had, in words; None if it can be."""
+        """The reason why the savepoint is not available, as text; None if it is available."""
         if self._invalid_reason is not None:
             return self._invalid_reason
         if not self._is_structure_unchanged():
@@ -113,7 +114,7 @@ class Savepoint:
         return _PARAMETER_CHANGED if changed else None
 
     def capture(self) -> None:
-        """The state is at a boundary: copy what may change before an optimizer steps."""
+        """Create the savepoint: copy the values that may change before the next optimizer step."""
         self._invalid_reason, self._captured = _INTERRUPTED, None
         if not self._is_structure_unchanged():
             self._scan_state()
@@ -126,19 +127,21 @@ class Savepoint:
         self._invalid_reason = None
 
     def invalidate(self) -> None:
-        """Drop the mark: the live state is about to be overwritten."""
+        """Discard the savepoint, because a load is about to overwrite the live state."""
         self._invalid_reason, self._captured = _LOAD_BEGAN, None
 
     def flatten_captured(self) -> FlatState | None:
-        """The state of the last mark, taken apart; None if it is gone: an optimizer has begun a
-        step, or parameters, slots or what there is have been changed in another way.
+        """Return the flattened state of the last ``capture``, or None if it is not available.
 
-        Its leaves are copies, and live parameters and slots; good until the next mark, or the next
-        step of an optimizer. Raises ``Unsupported`` as ``flatten`` does.
+        It is not available after an optimizer began a step, after a change of parameters or slots
+        outside of an optimizer step, and after a change of the state's structure.
+
+        The leaves are copies, and live parameters and slots. They are valid until the next
+        ``capture`` or the next step of an optimizer. Raises ``Unsupported`` as ``flatten`` does.
         """
         if self.invalid_reason is not None:
             return None
-        names = live.parameter_names(self._state)
+        names = modules.parameter_names(self._state)
         try:
             with gc_paused():
                 return flatten(_merge_live_state(self._captured, names), current_group().rank)
@@ -147,7 +150,7 @@ class Savepoint:
             return None
 
     def close(self) -> None:
-        """Take the hooks off the optimizers, and forget all copies."""
+        """Remove the hooks from the optimizers and release all copies."""
         self._step_hook.remove()
         self._optimizers = []
         self._invalid_reason = self._invalid_reason or _NO_SAVEPOINT
@@ -157,7 +160,7 @@ class Savepoint:
         self._invalid_reason = self._invalid_reason or _STEP_BEGAN
 
     def _is_structure_unchanged(self) -> bool:
-        """Whether the optimizers, modules, parameters and slots are those that were learned."""
+        """Return True if optimizers, modules, parameters, and slots are those of the last scan."""
         return (
             optimizers_in(self._state) == self._optimizers
             and modules_in(self._state) == self._modules
@@ -167,8 +170,8 @@ class Savepoint:
         )
 
     def _scan_state(self) -> None:
-        """Which memory holds still has changed, as when the first step makes the slots."""
-        self._addresses = [0]  # so that nothing is the same if this is interrupted
+        """Find the stable memory again, because it changed: the first step creates the slots."""
+        self._addresses = [0]  # if this scan is interrupted, the structure counts as changed
         self._step_hook.remove()
         self._optimizers = optimizers_in(self._state)
         self._step_hook = StepPreHook(self._optimizers, self._on_step_begin)
@@ -193,7 +196,7 @@ class Savepoint:
         self._addresses = [t.data_ptr() for t in self._stable_tensors]
 
     def _capture_value(self, value: Any, depth: int) -> Any:
-        """A value as it is now, safe from all that happens before an optimizer steps."""
+        """Return the value in a form that does not change before the next optimizer step."""
         torch = lazy_torch.torch_or_none()
         if torch is not None and isinstance(value, torch.Tensor):
             return (
@@ -210,13 +213,13 @@ class Savepoint:
                 _map_containers(value.value, self._capture_value, self._memo, depth + 1)
             )
         if isinstance(value, Boxed):
-            held = self._capture_value(value.tensor, depth)
-            return value if held is value.tensor else replace(value, tensor=held)
-        if live.is_module(value):
+            tensor = self._capture_value(value.tensor, depth)
+            return value if tensor is value.tensor else replace(value, tensor=tensor)
+        if modules.is_module(value):
             return self._capture_module(value, depth)
         if optimizers.is_standard_optimizer(value):
             if id(value) not in self._stable_optimizer_ids:
-                names = live.parameter_names(self._state)
+                names = modules.parameter_names(self._state)
                 return _map_containers(
                     optimizers.optimizer_state(value, names, ""),
                     self._capture_value,
@@ -227,91 +230,93 @@ class Savepoint:
             return _CapturedOptimizer(
                 value, _map_containers(groups, self._capture_value, self._memo, depth)
             )
-        if live.is_stateful(value) and not isinstance(value, type):
-            held = _map_containers(value.state_dict(), self._capture_value, self._memo, depth + 1)
-            return PerRank(held) if keeps_per_rank(value) else held
+        if modules.is_stateful(value) and not isinstance(value, type):
+            state = _map_containers(value.state_dict(), self._capture_value, self._memo, depth + 1)
+            return PerRank(state) if keeps_per_rank(value) else state
         return value
 
     def _capture_module(self, module: torch.nn.Module, depth: int) -> Any:
-        loose = self._mutable_members.get(id(module))
-        if loose is None:
+        mutable_members = self._mutable_members.get(id(module))
+        if mutable_members is None:
             return _map_containers(
-                live.module_state(module, ""), self._capture_value, self._memo, depth
+                modules.module_state(module, ""), self._capture_value, self._memo, depth
             )
         members: dict[str, Any] = {}
-        for prefix, sub in loose:
+        for prefix, sub in mutable_members:
             sub._save_to_state_dict(members, prefix, False)
-        held = {
+        captured = {
             name: _map_containers(v, self._capture_value, self._memo, depth)
             for name, v in members.items()
         }
-        return _CapturedModule(module, held, self._stable_storages)
+        return _CapturedModule(module, captured, self._stable_storages)
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedModule:
-    """A module at a boundary. ``held``: the members of its submodules that are not all steady."""
+    """A module at a savepoint. ``captured``: the members of submodules that are not all stable."""
 
     module: torch.nn.Module
     captured: dict[str, Any]
     stable_storages: frozenset[int]
 
     def merge_live_state(self) -> dict[str, Any]:
-        """Its state dict. Raises ``_Gone`` if it is made in another way now."""
-        now = self.module.state_dict()
-        others = now.keys() - self.captured.keys()
-        if len(others) + len(self.captured) != len(now):
+        """Return the module's state dict. Raises ``_Invalidated`` if its structure changed."""
+        live_state = self.module.state_dict()
+        others = live_state.keys() - self.captured.keys()
+        if len(others) + len(self.captured) != len(live_state):
             raise _Invalidated
-        if not all(storage_address(now[name]) in self.stable_storages for name in others):
+        if not all(storage_address(live_state[name]) in self.stable_storages for name in others):
             raise _Invalidated
-        made = {**now, **self.captured}
-        return dict(
-            zip(live.strip_wrapper_names(self.module, list(made), ""), made.values(), strict=True)
-        )
+        merged = {**live_state, **self.captured}
+        names = modules.strip_wrapper_names(self.module, list(merged), "")
+        return dict(zip(names, merged.values(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedOptimizer:
-    """An optimizer at a boundary. ``options``: those of its groups."""
+    """An optimizer at a savepoint. ``options``: the options of its parameter groups."""
 
     optimizer: torch.optim.Optimizer
     options: list[dict[str, Any]]
 
     def merge_live_state(self, names: dict[int, str]) -> dict[str, Any]:
-        """What ``optimizer_state`` gave. Raises ``_Gone`` if there are other groups now."""
+        """Return ``optimizer_state``. Raises ``_Invalidated`` if the number of groups changed."""
         state = optimizers.optimizer_state(self.optimizer, names, "")
         if len(state["groups"]) != len(self.options):
             raise _Invalidated
         state["groups"] = [
-            {k: v for k, v in options.items() if k != "param_names"} | {"params": now["params"]}
-            for options, now in zip(self.options, state["groups"], strict=True)
+            {k: v for k, v in options.items() if k != "param_names"} | {"params": group["params"]}
+            for options, group in zip(self.options, state["groups"], strict=True)
         ]
         return state
 
 
 def _merge_live_state(captured: Any, names: dict[int, str]) -> Any:
-    def put(part: Any, depth: int) -> Any:
-        if isinstance(part, PerRank | Replicated):
-            return type(part)(_merge_live_state(part.value, names))
-        if isinstance(part, _CapturedModule):
-            return part.merge_live_state()
-        return part.merge_live_state(names) if isinstance(part, _CapturedOptimizer) else part
+    def merge(value: Any, depth: int) -> Any:
+        if isinstance(value, PerRank | Replicated):
+            return type(value)(_merge_live_state(value.value, names))
+        if isinstance(value, _CapturedModule):
+            return value.merge_live_state()
+        return value.merge_live_state(names) if isinstance(value, _CapturedOptimizer) else value
 
-    return _map_containers(captured, put, {})
+    return _map_containers(captured, merge, {})
 
 
 def _mutable_members(
     module: torch.nn.Module, stable_storages: frozenset[int]
 ) -> PrefixedModules | None:
-    """The submodules with members that may change; None if the whole may have code of the user's
-    in the making of its state dict."""
+    """Return the submodules with members that may change.
+
+    None means that user code (hooks or an overridden ``state_dict``) may build the state dict, so
+    the whole module must be captured.
+    """
     torch = lazy_torch.torch_or_none()
     base = torch.nn.Module
-    found: PrefixedModules = []
+    mutable: PrefixedModules = []
     for path, sub in module.named_modules(remove_duplicate=False):
-        kind = type(sub)
+        cls = type(sub)
         if (
-            kind.state_dict is not base.state_dict
+            cls.state_dict is not base.state_dict
             or sub._state_dict_hooks
             or sub._state_dict_pre_hooks
         ):
@@ -322,110 +327,119 @@ def _mutable_members(
                 p is not None and storage_address(p) not in stable_storages
                 for p in sub._parameters.values()
             )
-            or kind.get_extra_state is not base.get_extra_state
-            or kind._save_to_state_dict is not base._save_to_state_dict
+            or cls.get_extra_state is not base.get_extra_state
+            or cls._save_to_state_dict is not base._save_to_state_dict
         ):
-            found.append((f"{path}." if path else "", sub))
-    return found
+            mutable.append((f"{path}." if path else "", sub))
+    return mutable
 
 
-def _structure_signature(modules: list[torch.nn.Module]) -> list[int]:
-    """Numbers that change when submodules, parameters or buffers come or go, or hooks do."""
-    found: list[int] = []
-    ahead: list[Any] = list(modules)
-    while ahead:
-        sub = ahead.pop()
+def _structure_signature(roots: list[torch.nn.Module]) -> list[int]:
+    """Return numbers that change with the submodules, parameters, buffers, and hooks."""
+    signature: list[int] = []
+    pending: list[Any] = list(roots)
+    while pending:
+        sub = pending.pop()
         if sub is not None:
             hooks = len(sub._state_dict_hooks) + len(sub._state_dict_pre_hooks)
-            found += (id(sub), hooks, len(sub._buffers), len(sub._modules))
-            found += map(id, sub._parameters.values())
-            ahead += sub._modules.values()
-    return found
+            signature += (id(sub), hooks, len(sub._buffers), len(sub._modules))
+            signature += map(id, sub._parameters.values())
+            pending += sub._modules.values()
+    return signature
 
 
 def _read_version_counters(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often PyTorch has seen each tensor changed. A second look only: fused optimizers and
-    ``p.data`` change tensors unseen."""
+    """Return PyTorch's version counter of each tensor.
+
+    The counters are not sufficient alone: fused optimizers and ``p.data`` change tensors without
+    incrementing them.
+    """
     return [t._version for t in tensors]
 
 
 def _map_containers(
     value: Any, map_value: Callable[[Any, int], Any], memo: Memo, depth: int = 0
 ) -> Any:
-    """A copy of nested dicts, lists and tuples, with ``do(value, depth)`` for all within them.
+    """Copy nested dicts, lists, and tuples, and pass every other value through ``map_value``.
 
-    What is met again becomes what it became before, also within itself: a walk takes as long as
-    there are values. What ``flatten`` would refuse for its depth stays as it is, for it to say so.
+    An object that occurs again, also inside itself, gets the same result, so the time of a walk is
+    proportional to the number of values. A value that is too deep for ``flatten`` is not copied;
+    ``flatten`` reports it later.
     """
-    kind = type(value)
+    cls = type(value)
     if depth > 2 * MAX_DEPTH:
         return value
     if id(value) in memo:
         return memo[id(value)][1]
-    made: Any = value  # for an object whose state contains itself: flatten refuses it
-    if kind in (dict, OrderedDict, Counter, list):
-        made = copy(value)  # with what PyTorch hangs on a state dict
-    memo[id(value)] = value, made
-    if kind in (list, tuple):
+    mapped: Any = value  # the result for an object whose state contains itself; flatten rejects it
+    if cls in (dict, OrderedDict, Counter, list):
+        mapped = copy(value)  # keeps the attributes that PyTorch sets on a state dict
+    memo[id(value)] = value, mapped
+    if cls in (list, tuple):
         members = [
             m if type(m) in _IMMUTABLE_TYPES else _map_containers(m, map_value, memo, depth + 1)
             for m in value
         ]
-        if kind is tuple:
-            made = tuple(members)
+        if cls is tuple:
+            mapped = tuple(members)
         else:
-            made[:] = members
-    elif made is value:
-        made = map_value(value, depth)
+            mapped[:] = members
+    elif mapped is value:
+        mapped = map_value(value, depth)
     else:
         for name, member in value.items():
             if type(member) not in _IMMUTABLE_TYPES:
-                made[name] = _map_containers(member, map_value, memo, depth + 1)
-    memo[id(value)] = value, made
-    return made
+                mapped[name] = _map_containers(member, map_value, memo, depth + 1)
+    memo[id(value)] = value, mapped
+    return mapped
 
 
 class _CopyPool:
-    """The copies of one mark, in memory of the mark before it where they are alike."""
+    """The copies of one capture, which reuse memory of the copies of the capture before it."""
 
     def __init__(self) -> None:
         self._in_use: dict[tuple[Any, AllocationKey], Any] = {}
         self._free: dict[AllocationKey, list[Any]] = {}
 
     def recycle(self) -> None:
-        """The copies made until now are wanted no more."""
+        """Make the memory of all copies available for new copies."""
         self._free = defaultdict(list)
-        for (_, kind), made in self._in_use.items():
-            self._free[kind].append(made)
+        for (_, allocation_key), tensor in self._in_use.items():
+            self._free[allocation_key].append(tensor)
         self._in_use = {}
 
     def copy_tensor(self, t: Any) -> Any:
-        """A copy; the same one for tensors that are one, so that they stay tied. Until the mark is
-        done ``t`` must live: another tensor at the same place would be taken for it."""
-        pt = lazy_torch.torch_or_none()
+        """Return a copy of a tensor, the same copy for tied tensors, so that they stay tied.
+
+        ``t`` must stay alive until the capture is done. Otherwise, another tensor at the same
+        address would be mistaken for it.
+        """
+        torch = lazy_torch.torch_or_none()
         if is_distributed_tensor(t):
             return t.detach().clone()
-        if type(t) is not pt.Tensor and type(t) is not pt.nn.Parameter:
-            return t  # refused by name when the state is taken apart
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            return t  # flatten rejects it and names it
         t = t.detach()
-        if t.layout is not pt.strided or t.is_nested or t.is_quantized or t.is_meta:
+        if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
             return t.clone()
-        kind = (t.shape, t.dtype, t.device)
-        place = ((t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()), kind)
-        if place not in self._in_use:
-            made = self._allocate(kind, lambda: pt.empty(t.shape, dtype=t.dtype, device=t.device))
-            self._in_use[place] = made.copy_(t)
-        return self._in_use[place]
+        allocation_key = (t.shape, t.dtype, t.device)
+        memory_key = ((t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()), allocation_key)
+        if memory_key not in self._in_use:
+            target = self._allocate(
+                allocation_key, lambda: torch.empty(t.shape, dtype=t.dtype, device=t.device)
+            )
+            self._in_use[memory_key] = target.copy_(t)
+        return self._in_use[memory_key]
 
     def copy_array(self, a: np.ndarray[Any, Any]) -> Any:
-        """A copy."""
+        """Return a copy of an array."""
         if a.dtype.isbuiltin != 1 or a.dtype.metadata or a.dtype.hasobject:
             return a.copy()
-        kind = (a.shape, a.dtype, "array")
-        made = self._allocate(kind, lambda: np.empty(a.shape, a.dtype))
-        np.copyto(made, a)
-        self._in_use[len(self._in_use), kind] = made
-        return made
+        allocation_key = (a.shape, a.dtype, "array")
+        target = self._allocate(allocation_key, lambda: np.empty(a.shape, a.dtype))
+        np.copyto(target, a)
+        self._in_use[len(self._in_use), allocation_key] = target
+        return target
 
     def _allocate(self, key: AllocationKey, allocate: Callable[[], Any]) -> Any:
         free = self._free.get(key)

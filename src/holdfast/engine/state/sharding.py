@@ -1,7 +1,7 @@
-"""Which boxes of a global tensor this process has: ``DTensor``, ``ShardedTensor``, ``Boxed``.
+"""Finds the boxes of a global tensor that this process has: DTensor, ShardedTensor, and Boxed.
 
-Nothing here starts a collective, copies elements, or loads a part of torch that the program has
-not loaded itself.
+This module does not start a collective operation, does not copy elements, and does not import a
+part of torch that the program has not imported.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ _SHARDED_TENSOR_MODULE = "torch.distributed._shard.sharded_tensor.api"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxed:
-    """A part of a global tensor, in a state: this local tensor is that box of it.
+    """A value in a state that declares a local tensor to be a box of a global tensor.
 
-    For layers that are cut by hand. Each rank gives its own part under the same key; together
-    they make one tensor of ``shape``, which any layout can load, and one process too::
+    Use it for layers that you shard by hand. Each rank passes its own part under the same key. The
+    parts are saved as one tensor of ``shape``, which any layout can load, including a single
+    process::
 
         # 4 ranks share a linear layer: each computes 256 of its 1024 outputs
         weight = torch.nn.Parameter(torch.empty(256, 512))
         state = {"weight": holdfast.Boxed(weight, offsets=(256 * rank, 0), shape=(1024, 512))}
         holdfast.save("runs/a/version_100", state)
 
-    ``tensor``: a torch tensor or a NumPy array; a load fills its memory in place. ``offsets``:
-    where in the global tensor its first element stands. ``shape``: that of the global tensor.
-    Boxes of different ranks may be equal, if their elements are.
+    ``tensor``: a torch tensor or a NumPy array. A load fills its memory in place. ``offsets``: the
+    position of its first element in the global tensor. ``shape``: the shape of the global tensor.
+    Ranks may have equal boxes if the elements are equal too.
 
-    Raises ``PlanError`` if the box does not lie within the shape.
+    Raises ``PlanError`` if ``tensor`` is of another type or if the box is not within the shape.
     """
 
     tensor: Any
@@ -52,40 +53,41 @@ class Boxed:
 
     def __post_init__(self) -> None:
         torch = torch_or_none()
-        plain = type(self.tensor) is np.ndarray or (
+        is_plain = type(self.tensor) is np.ndarray or (
             torch is not None and type(self.tensor) in (torch.Tensor, torch.nn.Parameter)
         )
-        if not plain:
+        if not is_plain:
             raise PlanError(
                 f"The tensor of a Boxed is {with_article(type(self.tensor).__name__)}",
-                expected="a torch.Tensor or a numpy.ndarray with the elements that this rank has",
-                todo="A DTensor needs no Boxed: its own placements say which part it is",
+                expected="a torch.Tensor or a numpy.ndarray with this rank's elements",
+                todo="Pass a DTensor without Boxed; its placements describe which part it is",
             )
         object.__setattr__(self, "offsets", _to_integers("offsets", self.offsets))
         object.__setattr__(self, "shape", _to_integers("shape", self.shape))
         if not self.box.is_within(self.shape):
             raise PlanError(
-                "A boxed tensor does not lie within its global tensor",
-                expected=f"a box inside of {list(self.shape)}, with as many dimensions",
+                "The box of a Boxed is not within its global tensor",
+                expected=f"a box within {list(self.shape)} with the same number of dimensions",
                 found=f"offsets {list(self.offsets)} and sizes {list(self.box.sizes)}",
-                todo="offsets say where in the global tensor the first element of this one"
-                " stands, shape is that of the global tensor",
+                todo="Pass the position of this tensor's first element in the global tensor as"
+                " offsets, and the shape of the global tensor as shape",
             )
 
     @property
     def box(self) -> Box:
-        """The part of the global tensor that the local one is."""
+        """The box of the global tensor that the local tensor holds."""
         return Box(self.offsets, tuple(self.tensor.shape))
 
 
 class LocalBoxes(msgspec.Struct, frozen=True):
-    """The parts of one global tensor that this process has.
+    """The boxes of one global tensor that this process has.
 
-    ``shape``: that of the global tensor. ``pieces``: boxes of it, each with a tensor of the box's
-    sizes that shares the memory of the live one. There are none where this rank has no element;
-    a global tensor without elements is one piece on every rank that has it. ``dtype``: its name, or
-    None for one that has no bytes. ``storage``: hashable, and equal for values that are one tensor
-    under several names, on ranks without elements too. ``array``: of NumPy.
+    ``shape``: the shape of the global tensor. ``box_tensors``: boxes, each with a tensor of the
+    box's sizes that shares the memory of the live tensor. The list is empty if this rank has no
+    elements. If the global tensor has no elements, every rank that has it lists it as one box.
+    ``dtype``: the dtype's name, or None for a dtype that cannot be written. ``tie_key``: a hashable
+    object that is equal for values that are one tensor under several names, also on ranks without
+    elements. ``is_numpy``: True for a NumPy array.
     """
 
     shape: tuple[int, ...]
@@ -96,26 +98,27 @@ class LocalBoxes(msgspec.Struct, frozen=True):
 
 
 def is_distributed_tensor(value: Any) -> bool:
-    """Whether a value says itself which part of a global tensor it is."""
+    """Return True if a value describes which part of a global tensor it is."""
     return _extractor(value) is not None
 
 
 def get_local_boxes(value: Any, key: str) -> LocalBoxes | None:
-    """The boxes that this process has of a tensor that is spread over ranks; None for a value
-    that is not. ``key`` is its name in errors.
+    """Return the boxes that this process has of a distributed tensor; None for another value.
 
-    Raises ``Unsupported`` for placements that do not say which elements a rank has (a sum that
-    is still to be made), and where a local tensor is not as its placements say.
+    ``key`` is the name of the value in errors. Raises ``Unsupported`` for placements that do not
+    describe which elements a rank has (such as ``Partial``, a pending sum), and for a local tensor
+    that does not match its placements.
     """
-    take = _extractor(value)
-    return None if take is None else take(value, key)
+    extract = _extractor(value)
+    return None if extract is None else extract(value, key)
 
 
 def empty_like(parameter: Any, dtype: Any) -> Any:
-    """A tensor of that dtype, not filled, with the shape, layout and device of ``parameter``: a
-    DTensor of the same placements for a DTensor. It needs no gradient.
+    """Return an uninitialized tensor of ``dtype`` with the shape and device of ``parameter``.
 
-    Not by ``torch.empty_like``, which forgets an order of the mesh dimensions of one's own.
+    For a DTensor, the result is a DTensor with the same placements. It does not require a gradient.
+    ``torch.empty_like`` is not used for a DTensor, because it loses a custom order of the mesh
+    dimensions.
     """
     import torch
 
@@ -130,22 +133,26 @@ def empty_like(parameter: Any, dtype: Any) -> Any:
 
 
 def _extractor(value: Any) -> Callable[[Any, str], LocalBoxes] | None:
-    """What takes a value apart; None for an ordinary one."""
+    """Return the function that finds the local boxes of a value; None for an ordinary value."""
     return _extractor_for_type(type(value))  # type: ignore[arg-type]  # a class is hashable
 
 
 @lru_cache(256)
-def _extractor_for_type(kind: type) -> Callable[[Any, str], LocalBoxes] | None:
-    """Remembered: nearly all values are of a few types, and a class never gets another base."""
-    if issubclass(kind, _loaded_class(_DTENSOR_MODULE, "DTensor")):
+def _extractor_for_type(cls: type) -> Callable[[Any, str], LocalBoxes] | None:
+    """Return the extractor for a type.
+
+    The results are cached, because nearly all values have one of a few types. A class keeps its
+    bases, so a cached result stays valid.
+    """
+    if issubclass(cls, _loaded_class(_DTENSOR_MODULE, "DTensor")):
         return _boxes_of_dtensor
-    if issubclass(kind, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
+    if issubclass(cls, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
         return _boxes_of_sharded_tensor
-    return _boxes_of_boxed if issubclass(kind, Boxed) else None
+    return _boxes_of_boxed if issubclass(cls, Boxed) else None
 
 
 def _loaded_class(module: str, name: str) -> Any:
-    """A class of torch if the program has loaded it; nothing is an instance of ``()``."""
+    """Return a class of torch, or ``()``, which matches no type, if its module is not imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -154,28 +161,27 @@ def _loaded_class(module: str, name: str) -> Any:
 
 def _boxes_of_dtensor(value: Any, key: str) -> LocalBoxes:
     spec, shape = value._spec, tuple(value.shape)
-    cuts = _parse_placements(spec.placements, key)
+    placements = _parse_placements(spec.placements, key)
     local = _to_dense_local(value._local_tensor, key)
     coordinate = spec.mesh.get_coordinate()
-    if coordinate is None:  # the tensor is spread over other ranks
+    if coordinate is None:  # this rank is not in the mesh
         return _make_local_boxes(shape, [], local)
-    found = local_boxes(
-        shape, tuple(spec.mesh.shape), tuple(coordinate), cuts, _shard_order(spec, cuts)
+    layout = local_boxes(
+        shape, tuple(spec.mesh.shape), tuple(coordinate), placements, _shard_order(spec, placements)
     )
-    if local.shape != found.shape and (local.numel() or prod(found.shape)):
+    if local.shape != layout.shape and (local.numel() or prod(layout.shape)):
         raise Unsupported(
-            f"The local tensor of {key!r} has another shape than its placements say",
-            expected=f"{list(found.shape)} of {list(shape)}, by {_describe_spec(spec)}",
+            f"The shape of the local tensor of {key!r} does not match its placements",
+            expected=f"{list(layout.shape)} of {list(shape)}, by {_describe_spec(spec)}",
             found=list(local.shape),
-            todo="DTensor.from_local needs shape= and stride= where ranks have parts of different"
-            " sizes; a tensor cut by hand in another way is saved with holdfast.Boxed",
+            todo="Pass shape= and stride= to DTensor.from_local if the parts of the ranks differ in"
+            " size; use holdfast.Boxed for a tensor that is sharded in another way",
             leaf=key,
         )
-    if len(found.boxes) == 1:
-        return _make_local_boxes(shape, [(found.boxes[0][0], local)], local)
-    return _make_local_boxes(
-        shape, [(box, local[where]) for box, where in found.boxes], local, on_this_rank=True
-    )
+    if len(layout.boxes) == 1:
+        return _make_local_boxes(shape, [(layout.boxes[0][0], local)], local)
+    box_tensors = [(box, local[slices]) for box, slices in layout.boxes]
+    return _make_local_boxes(shape, box_tensors, local, on_this_rank=True)
 
 
 def _make_local_boxes(
@@ -184,39 +190,46 @@ def _make_local_boxes(
     local: Any,
     on_this_rank: bool = False,
 ) -> LocalBoxes:
-    """The parts of a tensor of which ``local`` is what this rank has, if it is ``here``.
+    """Return the ``LocalBoxes`` of a torch tensor whose local part is ``local``.
 
-    The storage object and not its number: while it is kept, no other one can get its address."""
+    ``on_this_rank``: this rank has a part of the tensor, so a global tensor without elements gets
+    its one box here.
+    """
     if on_this_rank and not prod(shape):
         box_tensors = [(Box.whole(shape), local.reshape(shape))]
     boxes = [box for box, _ in box_tensors]
-    storage = (local.untyped_storage(), local.storage_offset(), local.stride(), *boxes)
-    return LocalBoxes(shape, box_tensors, dtype_name(local.dtype), storage)
+    # the storage object, not its address: no other storage can get the address while it is alive
+    tie_key = (local.untyped_storage(), local.storage_offset(), local.stride(), *boxes)
+    return LocalBoxes(shape, box_tensors, dtype_name(local.dtype), tie_key)
 
 
 def _parse_placements(placements: Sequence[Any], key: str) -> Placements:
-    """Placements as plain records. By their exact classes: another one may mean anything."""
+    """Return the placements as plain records.
+
+    Only exact classes are accepted, because a subclass may have another meaning. Raises
+    ``Unsupported`` for other classes.
+    """
     replicate, shard, strided = _placement_classes()
-    cuts: list[ShardPlacement | None] = []
+    parsed: list[ShardPlacement | None] = []
     for p in placements:
-        kind = type(p)
-        if kind is shard:
-            cuts.append(ShardPlacement(p.dim))
-        elif kind is replicate:
-            cuts.append(None)
-        elif kind is strided:
-            cuts.append(ShardPlacement(p.dim, int(p.split_factor)))
+        cls = type(p)
+        if cls is shard:
+            parsed.append(ShardPlacement(p.dim))
+        elif cls is replicate:
+            parsed.append(None)
+        elif cls is strided:
+            parsed.append(ShardPlacement(p.dim, int(p.split_factor)))
         else:
             raise Unsupported(
-                f"{key!r} is a DTensor whose placement {p!r} does not say which elements a rank"
-                " has",
+                f"{key!r} is a DTensor whose placement {p!r} does not describe which elements a"
+                " rank has",
                 expected="Shard or Replicate on every dimension of its mesh",
                 found=tuple(placements),
-                todo="Give the state tensor.redistribute(placements=[...]) with these, or"
-                " tensor.full_tensor()",
+                todo="Redistribute it with tensor.redistribute(placements=[...]) to Shard and"
+                " Replicate, or save tensor.full_tensor()",
                 leaf=key,
             )
-    return tuple(cuts)
+    return tuple(parsed)
 
 
 @lru_cache(1)
@@ -226,11 +239,15 @@ def _placement_classes() -> tuple[Any, Any, Any]:
     return types.Replicate, types.Shard, getattr(types, "_StridedShard", None)
 
 
-def _shard_order(spec: Any, cuts: Placements) -> tuple[int, ...] | None:
-    """The order of the mesh dimensions where the spec keeps one of its own (torch >= 2.9); None
-    where the factors of the cuts tell it."""
-    told = getattr(spec, "use_strided_shard_as_shard_order", None)
-    if told or (told is None and any(cut is not None and cut.split_factor > 1 for cut in cuts)):
+def _shard_order(spec: Any, placements: Placements) -> tuple[int, ...] | None:
+    """Return the order of the mesh dimensions if the spec records one (torch >= 2.9).
+
+    None means that the split factors of the placements determine the order.
+    """
+    uses_split_factors = getattr(spec, "use_strided_shard_as_shard_order", None)
+    if uses_split_factors is None:
+        uses_split_factors = any(p is not None and p.split_factor > 1 for p in placements)
+    if uses_split_factors:
         return None
     order = getattr(spec, "shard_order", None)
     return tuple(m for entry in order for m in entry.mesh_dims) if order else None
@@ -240,34 +257,36 @@ def _describe_spec(spec: Any) -> str:
     return f"{list(spec.placements)} on a mesh of {list(spec.mesh.shape)}"
 
 
-# -- the others ----------------------------------------------------------------------------------
+# -- ShardedTensor and Boxed ---------------------------------------------------------------------
 
 
 def _boxes_of_sharded_tensor(value: Any, key: str) -> LocalBoxes:
     metadata = value.metadata()
     shape, shards = tuple(metadata.size), value.local_shards()
     local = _to_dense_local(shards[0].tensor if shards else _empty_local_tensor(value), key)
-    pieces = []
+    box_tensors = []
     for shard in shards:
-        said = shard.metadata
-        box, tensor = Box(tuple(said.shard_offsets), tuple(said.shard_sizes)), shard.tensor
+        placed = shard.metadata
+        box, tensor = Box(tuple(placed.shard_offsets), tuple(placed.shard_sizes)), shard.tensor
         if box.sizes != tensor.shape or not box.is_within(shape):
             raise Unsupported(
-                f"A local shard of {key!r} is not what its metadata says",
-                expected=f"offsets {list(box.offsets)} and sizes {list(box.sizes)} inside of"
+                f"A local shard of {key!r} does not match its metadata",
+                expected=f"offsets {list(box.offsets)} and sizes {list(box.sizes)} within"
                 f" {list(shape)}",
                 found=list(tensor.shape),
-                todo="Make the ShardedTensor anew, or save its parts with holdfast.Boxed",
+                todo="Create the ShardedTensor again, or save its parts with holdfast.Boxed",
                 leaf=key,
             )
         if box.numel:
-            pieces.append((box, _to_dense_local(tensor, key)))
-    return _make_local_boxes(shape, pieces, local, on_this_rank=True)
+            box_tensors.append((box, _to_dense_local(tensor, key)))
+    return _make_local_boxes(shape, box_tensors, local, on_this_rank=True)
 
 
 def _empty_local_tensor(value: Any) -> Any:
-    """What stands for the local tensor of a ``ShardedTensor`` that has no shard here: without
-    elements, and the same one each time, for as long as the value lives."""
+    """Return an empty local tensor for a ``ShardedTensor`` that has no shard on this rank.
+
+    The result is the same object for the lifetime of ``value``.
+    """
     import torch
 
     dtype = value.metadata().tensor_properties.dtype
@@ -275,57 +294,58 @@ def _empty_local_tensor(value: Any) -> Any:
 
 
 def _boxes_of_boxed(value: Boxed, key: str) -> LocalBoxes:
-    shape, array = value.shape, type(value.tensor) is np.ndarray
-    tensor = value.tensor if array else _to_dense_local(value.tensor, key)
-    pieces = [(value.box, tensor)] if value.box.numel else []
-    if not array:
-        return _make_local_boxes(shape, pieces, tensor, on_this_rank=True)
+    shape, is_numpy = value.shape, type(value.tensor) is np.ndarray
+    tensor = value.tensor if is_numpy else _to_dense_local(value.tensor, key)
+    box_tensors = [(value.box, tensor)] if value.box.numel else []
+    if not is_numpy:
+        return _make_local_boxes(shape, box_tensors, tensor, on_this_rank=True)
     if not prod(shape):
-        pieces = [(Box.whole(shape), tensor.reshape(shape))]
+        box_tensors = [(Box.whole(shape), tensor.reshape(shape))]
     name = tensor.dtype.name if tensor.dtype.name in DTYPES and tensor.dtype.isnative else None
-    return LocalBoxes(shape, pieces, name, object(), True)  # arrays are never tied
+    return LocalBoxes(shape, box_tensors, name, object(), True)  # arrays are never tied
 
 
 def _to_dense_local(tensor: Any, key: str) -> Any:
-    """A local tensor with memory of its own, without its place in a graph of gradients.
+    """Return a local tensor as a dense tensor that is detached from the autograd graph.
 
-    Raises ``Unsupported`` for a subclass of Tensor, whose memory may be laid out in any way.
+    Raises ``Unsupported`` for a tensor that is not dense or is on the meta device, and for a
+    subclass of Tensor, whose memory layout is unknown.
     """
     import torch
 
     if type(tensor) is not torch.Tensor:
         tensor = _wait_tensor(tensor)
-    why = None
+    problem = None
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         name = with_article(type(tensor).__qualname__)
-        why = f"{name}, a subclass of Tensor whose parts are not known"
+        problem = f"{name}, a subclass of Tensor whose structure is not known"
     elif tensor.is_meta or tensor.layout is not torch.strided:
-        why = f"of the layout {tensor.layout} on the device {tensor.device}"
-    if why is not None:
+        problem = f"a tensor with layout {tensor.layout} on the device {tensor.device}"
+    if problem is not None:
         raise Unsupported(
-            f"The local tensor of {key!r} has no memory that can be read and filled",
+            f"Holdfast cannot read or fill the memory of the local tensor of {key!r}",
             expected="a dense tensor on a real device",
-            found=why,
-            todo="Give a module on the meta device memory by module.to_empty(device=...); of"
-            " another kind of tensor, save what it is made of",
+            found=problem,
+            todo="Allocate memory for a module on the meta device with"
+            " module.to_empty(device=...); for another kind of tensor, save its dense components",
             leaf=key,
         )
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _wait_tensor(tensor: Any) -> Any:
-    """A tensor that a collective still fills (``AsyncCollectiveTensor``), when it is filled."""
+    """Wait for the collective that fills an ``AsyncCollectiveTensor``; return the result."""
     wait = getattr(type(tensor), "trigger_wait", None)
     return tensor if wait is None else wait(tensor)
 
 
-def _to_integers(name: str, values: Any) -> tuple[int, ...]:
+def _to_integers(argument: str, values: Any) -> tuple[int, ...]:
     try:
         return tuple(operator.index(v) for v in values)
     except TypeError as e:
         raise PlanError(
-            f"The {name} of a boxed tensor are not one number for each dimension",
-            expected="whole numbers such as (256, 0)",
+            f"Invalid {argument} for a Boxed",
+            expected="one integer for each dimension, such as (256, 0)",
             found=repr(values),
-            todo=f"Give {name} as a tuple",
+            todo=f"Pass {argument} as a tuple of integers",
         ) from e

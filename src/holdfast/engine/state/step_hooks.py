@@ -1,11 +1,12 @@
-"""What holds still between two steps of the optimizers: their parameters and slots.
+"""Stable leaves: the parameters and slots that do not change between two optimizer steps.
 
-Forward and backward passes may change all else: buffers such as BatchNorm's, the scales of FP8,
-plain tensors, random generators, the weights of an embedding with ``max_norm``. So parameters and
-slots can be copied beside them, until an optimizer begins its next step, which a ``Guard`` tells.
+Forward and backward passes may change everything else: buffers such as those of BatchNorm, the
+scales of FP8, plain tensors, random generators, and the weights of an embedding with ``max_norm``.
+Parameters and slots can therefore be copied during forward and backward passes, until an optimizer
+begins its next step. ``StepPreHook`` reports that moment.
 
-What holds still is recognised by its memory: a parameter that shares its storage with a buffer
-does not, whoever owns it.
+Stability is a property of memory. A parameter that shares its storage with a buffer is not stable,
+whichever object owns it.
 """
 
 from __future__ import annotations
@@ -32,30 +33,34 @@ if TYPE_CHECKING:
 
 
 def find_stable_leaves(state: dict[str, Any], flat: FlatState) -> set[str]:
-    """The keys of the leaves that hold still until an optimizer in ``state`` begins a step.
+    """Return the keys of the leaves that are unchanged until an optimizer in ``state`` steps.
 
-    ``flat`` is the state taken apart. Leaves without elements are not among them, nor is what
-    ``flatten`` had to copy.
+    ``flat`` is the flattened state. The result contains neither leaves without elements nor leaves
+    that ``flatten`` had to copy.
     """
     torch = lazy_torch.torch_or_none()
     if torch is None:
         return set()
-    still = find_stable_storages(parameters_and_slots(optimizers_in(state)), modules_in(state))
+    stable = find_stable_storages(parameters_and_slots(optimizers_in(state)), modules_in(state))
     return {
         leaf.key
         for leaf in flat.leaves
-        if isinstance(leaf.source, torch.Tensor) and storage_address(leaf.source) in still
+        if isinstance(leaf.source, torch.Tensor) and storage_address(leaf.source) in stable
     }
 
 
 class StepPreHook:
-    """Calls ``before_step`` whenever an optimizer begins a step, before it changes anything; an
-    exception of it keeps the step from happening.
+    """Calls ``before_step`` when an optimizer begins a step, before the step changes anything.
 
-    ``optimizers``: those, and all with a parameter in the memory of theirs, such as what a wrapper
-    holds; None: every optimizer of the process. It ends with ``remove``, or with the guard itself.
-    (One hook of PyTorch's for all optimizers: closures, foreach, fused and subclasses are covered;
-    what is no ``torch.optim.Optimizer`` is not.)
+    If ``before_step`` raises an exception, the step does not happen.
+
+    ``optimizers``: the hook covers these optimizers and every optimizer that has a parameter in the
+    same memory, such as the optimizer inside a wrapper. None covers every optimizer of the process.
+    The hook is active until ``remove`` is called or the object is garbage collected.
+
+    The implementation is PyTorch's global hook for all optimizers. It covers closures, foreach and
+    fused implementations, and subclasses. It does not cover objects that are not a
+    ``torch.optim.Optimizer``.
     """
 
     def __init__(
@@ -63,16 +68,16 @@ class StepPreHook:
     ) -> None:
         self._before_step = before_step
         self._all_optimizers = optimizers is None
-        mine = list(optimizers or ())
-        self._optimizer_ids = frozenset(map(id, mine))
+        covered = list(optimizers or ())
+        self._optimizer_ids = frozenset(map(id, covered))
         self._parameter_storages = frozenset(
-            storage_address(p) for o in mine for p in parameters_of(o)
+            storage_address(p) for o in covered for p in parameters_of(o)
         ) - {0}
-        if self._all_optimizers or mine:
+        if self._all_optimizers or covered:
             _register(self)
 
     def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins a step."""
+        """Call ``before_step`` if this hook covers the optimizer, which is about to step."""
         if (
             self._all_optimizers
             or id(optimizer) in self._optimizer_ids
@@ -81,12 +86,12 @@ class StepPreHook:
             self._before_step()
 
     def remove(self) -> None:
-        """Let all optimizers step unseen."""
+        """Deactivate the hook."""
         _unregister(self)
 
 
 _step_pre_hooks: tuple[weakref.ref[StepPreHook], ...] = ()
-"""Weak, so that nobody who forgets to close a checkpointer keeps its state in memory."""
+"""Weak references, so that a checkpointer that is never closed does not keep its state alive."""
 _step_pre_hooks_lock = Lock()
 _registrations: list[object] = []
 
@@ -97,19 +102,20 @@ def _register(hook: StepPreHook) -> None:
         if not _registrations:
             from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-            # for good: PyTorch's own table must not change while another thread waits in it
+            # never removed: PyTorch's hook table must not change while another thread iterates it
             _registrations.append(register_optimizer_step_pre_hook(_on_any_step_begin))
-        _step_pre_hooks = (*(r for r in _step_pre_hooks if r() is not None), weakref.ref(hook))
+        active = (ref for ref in _step_pre_hooks if ref() is not None)
+        _step_pre_hooks = (*active, weakref.ref(hook))
 
 
 def _unregister(hook: StepPreHook) -> None:
     global _step_pre_hooks
     with _step_pre_hooks_lock:
-        _step_pre_hooks = tuple(r for r in _step_pre_hooks if r() is not None and r() is not hook)
+        _step_pre_hooks = tuple(ref for ref in _step_pre_hooks if ref() not in (None, hook))
 
 
 def _on_any_step_begin(optimizer: Any, args: Any, options: Any) -> None:
-    for known in _step_pre_hooks:
-        guard = known()
-        if guard is not None:
-            guard.on_step_begin(optimizer)
+    for ref in _step_pre_hooks:
+        hook = ref()
+        if hook is not None:
+            hook.on_step_begin(optimizer)

@@ -1,4 +1,4 @@
-"""What lies in the containers of a state: optimizers, modules, and whose memory it is."""
+"""Finds the optimizers and modules in the containers of a state, and the memory they use."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ if TYPE_CHECKING:
 
 
 def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in the containers of a state, each once, those with a ``state_dict`` of
-    their own included."""
+    """Return the optimizers in the containers of a state, each once.
+
+    Optimizers that override ``state_dict`` are included.
+    """
     torch = lazy_torch.torch_or_none()
     return [] if torch is None else list(find_instances(state, torch.optim.Optimizer))
 
 
 def modules_in(state: Any) -> list[torch.nn.Module]:
-    """The modules in the containers of a state, each once; not what is inside them."""
+    """Return the modules in the containers of a state, each once, without their submodules."""
     torch = lazy_torch.torch_or_none()
     return [] if torch is None else list(find_instances(state, torch.nn.Module))
 
 
 def parameters_and_slots(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """The parameters of the optimizers, and the tensors among their slots."""
+    """Yield the parameters of the optimizers and the tensors in their slots."""
     for optimizer in optimizers:
         yield from parameters_of(optimizer)
         yield from slots_of(optimizer)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters of all groups of an optimizer."""
+    """Yield the parameters of all groups of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors among an optimizer's slots, in lists and dicts too."""
+    """Yield the tensors in an optimizer's slots, including those in nested lists and dicts."""
     torch = lazy_torch.torch_or_none()
     for slots in optimizer.state.values():
         for slot in slots.values() if isinstance(slots, dict) else (slots,):
-            if type(slot) is torch.Tensor:  # nearly always, and quickly told
+            if type(slot) is torch.Tensor:  # the common case, and fast to check
                 yield slot
             else:
                 yield from find_instances(slot, torch.Tensor)
@@ -52,45 +54,49 @@ def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def find_stable_storages(
     tensors: Iterable[torch.Tensor], modules: Sequence[torch.nn.Module]
 ) -> frozenset[int]:
-    """The storages of the tensors, without those of what a forward pass of the modules changes
-    (buffers, and the weights of embeddings with ``max_norm``), and of inference tensors, whose
-    changes nobody counts."""
-    loose = {0}
+    """Return the storage addresses of the tensors whose memory only an optimizer step changes.
+
+    This leaves out memory that a forward pass of the modules may change (buffers, and the weights
+    of embeddings with ``max_norm``), and inference tensors, whose changes PyTorch does not count.
+    """
+    mutable_storages = {0}
     for sub in (sub for module in modules for sub in module.modules()):
-        loose.update(storage_address(b) for b in sub._buffers.values() if b is not None)
+        mutable_storages.update(storage_address(b) for b in sub._buffers.values() if b is not None)
         if getattr(sub, "max_norm", None) is not None:
-            loose.update(storage_address(p) for p in sub.parameters(recurse=False))
+            mutable_storages.update(storage_address(p) for p in sub.parameters(recurse=False))
     return frozenset(
-        s for t in tensors if (s := storage_address(t)) not in loose and not t.is_inference()
+        address
+        for t in tensors
+        if (address := storage_address(t)) not in mutable_storages and not t.is_inference()
     )
 
 
 def storage_address(t: torch.Tensor) -> int:
-    """Where a tensor's storage begins; 0 if it has no memory that can be named."""
+    """Return the address of a tensor's storage, or 0 if its memory has no address."""
     try:
         return to_local(t).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
-        return 0  # sparse, a wrapper subclass, not materialised: nothing holds still there
+        return 0  # sparse, a wrapper subclass, or not materialized: never treated as stable
 
 
 def to_local(t: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: of a DTensor its local part."""
+    """Return the local part of a DTensor, or the tensor itself."""
     local: torch.Tensor = getattr(t, "_local_tensor", t)
     return local
 
 
 def find_instances(value: Any, kind: type[Any]) -> Iterator[Any]:
-    """What is of a kind in nested dicts, lists and tuples, each object once."""
-    seen: dict[int, Any] = {}  # held: what a container makes while it is read might share its id
+    """Yield the instances of ``kind`` in nested dicts, lists, and tuples, each object once."""
+    seen: dict[int, Any] = {}  # the values stay alive, so that no id is reused
 
     def walk(value: Any, depth: int) -> Iterator[Any]:
-        found = isinstance(value, kind)
-        if not found and (depth >= MAX_DEPTH or not isinstance(value, dict | list | tuple)):
+        matches = isinstance(value, kind)
+        if not matches and (depth >= MAX_DEPTH or not isinstance(value, dict | list | tuple)):
             return
         if id(value) in seen:
             return
         seen[id(value)] = value
-        if found:
+        if matches:
             yield value
         else:
             for member in value.values() if isinstance(value, dict) else value:
