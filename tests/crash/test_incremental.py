@@ -210,7 +210,7 @@ def test_the_base_is_deleted_at_any_call_of_a_save(
         try:
             committed = save(store, 3, base)
         except CommitError as e:
-            assert "to which it refers" in str(e)  # noqa: PT017
+            assert "which this version refers to" in str(e)  # noqa: PT017
         store.before = lambda method, key: None
         if committed is not None and deleted == "retention":
             settled(inner, committed)

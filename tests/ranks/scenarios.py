@@ -195,7 +195,7 @@ def ddp_with_batch_norm(ranks):
             holdfast.save(ranks.url("bare"), {"model": net})
         assert "model/n.running_mean" in e.value.leaves
         assert "model/l.weight" not in e.value.leaves
-        assert "(on each rank another)" in str(e.value)
+        assert "(different on every rank)" in str(e.value)
         holdfast.save(ranks.url("bare"), {"model": holdfast.Replicated(net)})
 
     def then(size):

@@ -117,7 +117,7 @@ def test_strides_are_not_compared():
         holdfast.load(save_on_ranks(*[{"w": w} for w in (whole, turned, apart)]))["w"], whole
     )
     e = save_error(PlanError, {"w": whole}, {"w": whole + 1}, {"w": flipped(turned)})
-    assert "w (on each rank another)" in str(e)
+    assert "w (different on every rank)" in str(e)
 
 
 def test_only_ranks_that_have_a_tensor_are_compared():
@@ -127,7 +127,7 @@ def test_only_ranks_that_have_a_tensor_are_compared():
     e = save_error(PlanError, *states)
     assert e.leaves == ("b",)
     assert "A tensor of the state is not the same" in str(e)
-    assert "b (rank 2 unlike rank 3)" in str(e)
+    assert "b (rank 2 vs. rank 3)" in str(e)
 
 
 def test_all_that_differ_are_named_up_to_a_number():
@@ -135,7 +135,7 @@ def test_all_that_differ_are_named_up_to_a_number():
     e = save_error(PlanError, *states)
     assert len(e.leaves) == 45
     assert "45 tensors of the state are not the same" in str(e)
-    assert "k09 (on each rank another); and 40 more" in str(e)
+    assert "k09 (different on every rank); and 40 more" in str(e)
     assert "k11" not in str(e)
 
 

@@ -114,7 +114,7 @@ def test_an_unchanged_structure_is_neither_told_nor_planned_again(
 
 
 def test_ranks_that_have_the_same_send_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[partition._Mine] = []
+    made: list[partition._LocalRank] = []
     offer = partition._LocalRank.make_local_plan
     monkeypatch.setattr(
         partition._LocalRank, "make_local_plan", lambda self: made.append(self) or offer(self)

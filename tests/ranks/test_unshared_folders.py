@@ -29,7 +29,7 @@ def test_no_rank_writes_where_rank_0_is_not(large: bool) -> None:
         made = group.outcomes(save)
     for outcome in made:
         assert isinstance(outcome, CommitError), outcome
-        assert "rank 1 does not see there what rank 0 writes" in str(outcome)
+        assert "rank 1 cannot see the files that rank 0 writes there" in str(outcome)
         assert outcome.rank == 1
     assert list(stores[1].list("")) == []
     assert not any(stat.key.endswith("manifest.json") for stat in stores[0].list(""))

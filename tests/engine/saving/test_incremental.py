@@ -434,7 +434,7 @@ def test_a_base_that_is_deleted_after_it_was_planned_with(small: None) -> None:
             store.inner.delete(shard_of(store.inner, "version_0"))
 
     store.before = before
-    with pytest.raises(CommitError, match="to which it refers, is not there") as e:
+    with pytest.raises(CommitError, match="which this version refers to, is missing") as e:
         save(store, 1, frozen(1), base)
     assert e.value.fields["file"].startswith("version_0/shard-")
     assert f"version_1/{MANIFEST}" not in files_of(store.inner)  # type: ignore[arg-type]

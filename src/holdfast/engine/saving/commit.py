@@ -1,4 +1,4 @@
-"""The commit: receipts checked, shards seen, then the manifest, whole and once."""
+"""The commit: check the receipts and the shards, then write the manifest atomically, once."""
 
 from __future__ import annotations
 
@@ -33,12 +33,16 @@ from holdfast.format.validate import check_tree
 from holdfast.threads import in_parallel
 
 _STAT_THREADS = 32
-"""Threads that look for files before the commit: an object store takes its time for each."""
+"""Largest number of threads that stat files before the commit. Each stat of an object store costs
+a network round trip."""
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What a rank returns when its part is durable: its shard (None if it had nothing to write),
-    and the bytes planned for it."""
+    """What a rank returns once its files are durable.
+
+    ``shard``: the rank's shard, or None if the rank had nothing to write; ``planned_bytes``: the
+    planned length of the shard, in bytes.
+    """
 
     rank: int
     shard: IncrementalShard | None
@@ -46,16 +50,15 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def check_receipts(location: Location, receipts: Sequence[Receipt], world_size: int) -> list[Shard]:
-    """Check that every rank has written what was planned, and that this process sees it: the
-    shards, in order of ranks.
+    """Check that every rank wrote what was planned and that this process sees the files.
 
-    A folder that hosts do not really share shows here: every file is looked at through this
-    process's own store. Raises ``CommitError`` or ``StoreError``.
+    Return the shards in rank order. This process stats every file through its own store, which
+    detects a folder that the hosts do not really share. Raises ``CommitError`` or ``StoreError``.
     """
     if [r.rank for r in receipts] != list(range(world_size)):
         raise CommitError(
             f"Nothing was committed to {location.url}: receipts are missing",
-            expected=f"one of each of {world_size} ranks",
+            expected=f"one receipt from each of {world_size} ranks",
             found=[r.rank for r in receipts],
         )
     shards = [r.shard for r in receipts if r.shard is not None]
@@ -70,7 +73,7 @@ def check_receipts(location: Location, receipts: Sequence[Receipt], world_size: 
         )
     ]
 
-    def look(file: tuple[Receipt, str, int]) -> None:
+    def check_file(file: tuple[Receipt, str, int]) -> None:
         receipt, name, length = file
         try:
             found = f"{location.store.stat(location.key(name)).length} bytes"
@@ -79,20 +82,21 @@ def check_receipts(location: Location, receipts: Sequence[Receipt], world_size: 
         shard = receipt.shard
         if found != f"{length} bytes" or (shard and shard.length != receipt.planned_bytes):
             raise CommitError(
-                f"Nothing was committed to {location.url}: {name} of rank {receipt.rank} differs",
+                f"Nothing was committed to {location.url}: {name} of rank {receipt.rank} is missing"
+                " or has the wrong length",
                 expected=f"{length} bytes",
                 found=found,
-                todo="See whether all ranks really write to the same folder",
+                todo="Check that all ranks write to the same folder",
                 rank=receipt.rank,
                 file=name,
             )
 
-    in_parallel(files, look, min(_STAT_THREADS, len(files) // 8 + 1))
+    in_parallel(files, check_file, min(_STAT_THREADS, len(files) // 8 + 1))
     return [s if s.refers else Shard(s.name, s.length, s.index) for s in shards]
 
 
 def _check_bases(location: Location, shards: Sequence[Shard]) -> None:
-    """Look at every file of another version that a shard refers to. Raises ``CommitError``."""
+    """Check every file of another version that a shard refers to. Raises ``CommitError``."""
     for path, length in sorted({(f.path, f.length) for s in shards for f in s.refers}):
         try:
             found = f"{location.store.stat(file_key(location, path)).length} bytes"
@@ -100,11 +104,12 @@ def _check_bases(location: Location, shards: Sequence[Shard]) -> None:
             found = "no such file"
         if found != f"{length} bytes":
             raise CommitError(
-                f"Nothing was committed to {location.url}: {path}, to which it refers,"
-                " is not there",
+                f"Nothing was committed to {location.url}: {path}, which this version refers to,"
+                " is missing or has the wrong length",
                 expected=f"{length} bytes",
                 found=found,
-                todo="Save again; see what deletes versions that a running save has pinned",
+                todo="Save again, and find out what deletes versions that a running save has"
+                " pinned",
                 file=file_key(location, path),
             )
 
@@ -112,46 +117,50 @@ def _check_bases(location: Location, shards: Sequence[Shard]) -> None:
 def put_manifest(
     location: Location, manifest: Manifest, plan: GlobalPlan | None = None
 ) -> Snapshot:
-    """Write the manifest if there is none. This is the commit. ``plan``: what was written by; the
-    tree must have just its leaves.
+    """Write the manifest if none exists. This is the commit.
 
-    Raises ``CommitError`` if another save has committed this version first, and ``StoreError``;
-    its field ``outcome`` is "unknown" where the store cannot tell whether the manifest is there.
+    ``plan``: the plan by which the shards were written; the tree must have exactly its leaves.
+
+    Raises ``CommitError`` if another save committed this version first, and ``StoreError``. The
+    error's field ``outcome`` is "unknown" if the store cannot say whether the manifest exists.
     """
-    raw, made = encode_manifest(manifest)
-    # nothing is committed that would be refused when read
+    raw, manifest_digest = encode_manifest(manifest)
+    # do not commit a manifest that a reader would reject
     leaves = check_tree(manifest.tree, MANIFEST)
-    if plan is not None and (lacking := plan.mismatched_leaves(leaves)):
+    if plan is not None and (mismatched := plan.mismatched_leaves(leaves)):
         raise CommitError(
-            f"Nothing was committed to {location.url}: tree and boxes have different leaves",
-            expected="each leaf of the tree in the boxes, and each of these in the tree",
-            found=", ".join(lacking[:5]),
-            todo="Two ranks may tie tensors in different ways; report it if not",
-            leaves=tuple(lacking),
+            f"Nothing was committed to {location.url}: the tree and the boxes have different"
+            " leaves",
+            expected="every leaf of the tree in the boxes, and every leaf of the boxes in the tree",
+            found=", ".join(mismatched[:5]),
+            todo="Check that all ranks tie the same tensors; if they do, report this as a bug",
+            leaves=tuple(mismatched),
         )
     try:
         location.store.put_if_absent(location.key(MANIFEST), raw)
     except AlreadyExists as e:
         raise CommitError(
             f"Nothing was committed to {location.url}: another save has committed this version",
-            todo="Look for a second job that writes to the same run; each needs a run of its own",
+            todo="Look for a second job that writes to the same run; each job needs its own run",
             file=MANIFEST,
         ) from e
     except StoreError as e:
-        # A store settles lost answers itself; one that does not must not make us say "nothing".
+        # A store resolves lost replies itself. If one does not, the error must not claim that
+        # nothing was committed.
         if e.fields.get("outcome") != "unknown" and not isinstance(e, Unavailable):
             raise
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e
-    return Snapshot(location, manifest, made, leaves)
+    return Snapshot(location, manifest, manifest_digest, leaves)
 
 
 _OUTCOME_UNKNOWN = (
-    "Whether this version was committed is not known: `holdfast ls` shows it if it was"
+    "It is unknown whether this version was committed; `holdfast ls` lists it if it was"
 )
 
 
 class CommitResult(msgspec.Struct, frozen=True):
-    """What rank 0 tells of a commit: the manifest's digest, and bytes written and referred to."""
+    """The result of a commit, broadcast by rank 0: the manifest's digest, the bytes written, and
+    the bytes referred to in earlier versions."""
 
     digest: str
     nbytes: int
@@ -159,7 +168,7 @@ class CommitResult(msgspec.Struct, frozen=True):
 
 
 NO_RESULT = CommitResult("", 0, 0)
-"""Before there is one."""
+"""The result of a save that has not committed."""
 
 
 def commit_collectively(
@@ -169,45 +178,50 @@ def commit_collectively(
     receipt: Receipt,
     commit: Callable[[list[Receipt]], Snapshot],
 ) -> tuple[Snapshot, CommitResult]:
-    """Hand in the receipt of this rank; the snapshot, on all ranks, once rank 0 has made it by
-    ``commit``, given those of all.
+    """Gather the receipts of all ranks, have rank 0 call ``commit`` with them, and return the
+    snapshot on all ranks.
 
-    A rank that fails meanwhile calls it off. If that is too late, or it reaches nobody, it looks
-    whether the manifest is there: it may be that rank 0 has died right after the commit. Raises
-    ``RankFailed``, or what ``commit`` raises.
+    A rank that sees another rank fail meanwhile aborts the save. If the commit has begun by then,
+    or the abort reaches no other rank, it looks for the manifest: rank 0 may have died right after
+    the commit. Raises ``RankFailed``, or what ``commit`` raises.
     """
-    made = outcome = None
+    snapshot = result = None
     try:
         receipts = collective.gather(receipt, Receipt)
         if receipts is not None:
-            made = commit(receipts)
-            outcome = CommitResult(made.digest, made.nbytes, made.referred_bytes)
-        outcome = collective.broadcast(outcome, CommitResult)
+            snapshot = commit(receipts)
+            result = _commit_result(snapshot)
+        result = collective.broadcast(result, CommitResult)
     except RankFailed as e:
-        if made is not None and outcome is not None:
-            return made, outcome  # it is committed, whoever has heard of it
+        if snapshot is not None and result is not None:
+            return snapshot, result  # committed, whichever ranks received the result
         if collective.rank == 0 or collective.abort(e):
             raise
-        found = _find_committed(location, attempt)
-        if found is not None:
-            return found, CommitResult(found.digest, found.nbytes, found.referred_bytes)
+        committed = _find_committed(location, attempt)
+        if committed is not None:
+            return committed, _commit_result(committed)
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e.__cause__
-    return made or Snapshot(location, None, outcome.digest), outcome
+    return snapshot or Snapshot(location, None, result.digest), result
+
+
+def _commit_result(snapshot: Snapshot) -> CommitResult:
+    return CommitResult(snapshot.digest, snapshot.nbytes, snapshot.referred_bytes)
 
 
 def _find_committed(location: Location, attempt: str) -> Snapshot | None:
-    """The snapshot if this attempt has committed it."""
+    """Return the snapshot at ``location`` if this attempt committed it."""
     try:
-        manifest, made = decode_manifest(
+        manifest, manifest_digest = decode_manifest(
             location.store.get(location.key(MANIFEST), MAX_MANIFEST), MANIFEST
         )
     except (FormatError, StoreError):
         return None
-    return Snapshot(location, manifest, made) if manifest.attempt == attempt else None
+    return Snapshot(location, manifest, manifest_digest) if manifest.attempt == attempt else None
 
 
 def raise_if_exists(location: Location) -> None:
-    """Raise ``AlreadyExists`` if there is a snapshot, or a run, before anything is written."""
+    """Raise ``AlreadyExists`` if ``location`` holds a snapshot or a run. Called before the save
+    writes anything."""
     try:
         location.store.stat(location.key(MANIFEST))
     except NotFound:
@@ -220,8 +234,8 @@ def raise_if_exists(location: Location) -> None:
             ) from None
         return
     raise AlreadyExists(
-        f"There is a snapshot at {location.url} already; nothing was changed",
-        todo="Take another name: a snapshot is never modified",
+        f"A snapshot already exists at {location.url}; nothing was changed",
+        todo="Choose another name; a snapshot is never modified",
         key=location.key(MANIFEST),
         store=location.store.url,
     )

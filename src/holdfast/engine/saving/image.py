@@ -1,4 +1,4 @@
-"""The bytes of a shard before it is a file."""
+"""The image of a shard: its content before the file exists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from holdfast.types import BLOCK_SIZE
 
 @dataclass(slots=True)
 class Piece:
-    """A part of the image: file offsets, at most ``UNIT`` bytes; staged once it has a buffer."""
+    """A part of the image, by file offsets; at most ``BLOCK_SIZE`` bytes. A piece is staged once it
+    has a buffer."""
 
     start: int
     stop: int
@@ -36,10 +37,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A shard that is to be written: what its bytes are and where they come from.
+    """A shard to be written: its header, its boxes, and the arrays that supply their bytes.
 
-    ``holdings``, ``sources``, ``begins`` and ``ends`` (file offsets) are in file order; ``cuts``
-    are the ends of its chunks.
+    ``leaf_boxes``, ``sources``, ``box_starts``, and ``box_ends`` (file offsets) are in file order.
+    ``cuts``: the file offsets at which the chunks end.
     """
 
     header: bytes
@@ -54,17 +55,18 @@ class Image:
         return int(self.cuts[-1])
 
     def pieces(self) -> list[Piece]:
-        """The file in pieces that begin at multiples of ``UNIT``, counted from the data's
-        beginning; the header comes first, in pieces of its own."""
-        split = len(self.header)
-        spans = [(a, min(a + BLOCK_SIZE, split)) for a in range(0, split, BLOCK_SIZE)]
+        """Return the whole file as pieces. The header comes first, in its own pieces; data pieces
+        start at multiples of ``BLOCK_SIZE`` from the start of the data."""
+        data_start = len(self.header)
+        spans = [(a, min(a + BLOCK_SIZE, data_start)) for a in range(0, data_start, BLOCK_SIZE)]
         spans += [
-            (a, min(a + BLOCK_SIZE, self.length)) for a in range(split, self.length, BLOCK_SIZE)
+            (a, min(a + BLOCK_SIZE, self.length))
+            for a in range(data_start, self.length, BLOCK_SIZE)
         ]
         return [Piece(a, b) for a, b in spans]
 
     def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
-        """Copy the piece's bytes to the beginning of the buffer."""
+        """Copy the piece's bytes to the start of the buffer."""
         start, stop = piece.start, piece.stop
         if start < len(self.header):
             buffer.view[: stop - start] = self.header[start:stop]
@@ -72,19 +74,21 @@ class Image:
             self.copy_range(start, stop, buffer, 0)
 
     def copy_range(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
-        """Copy data from ``start`` to ``stop`` to the buffer's byte ``at``."""
-        some = slice(bisect_right(self.box_starts, start) - 1, bisect_left(self.box_starts, stop))
+        """Copy the data at file offsets ``start`` to ``stop`` into the buffer at
+        ``buffer_offset``."""
+        boxes = slice(bisect_right(self.box_starts, start) - 1, bisect_left(self.box_starts, stop))
         shift = buffer_offset - start
-        for source, begin, end in zip(
-            self.sources[some], self.box_starts[some], self.box_ends[some], strict=True
+        for source, box_start, box_end in zip(
+            self.sources[boxes], self.box_starts[boxes], self.box_ends[boxes], strict=True
         ):
-            a, b = max(start, begin), min(stop, end)
+            a, b = max(start, box_start), min(stop, box_end)
             if b > a:
-                copy_bytes(source, a - begin, b - begin, buffer, a + shift)
+                copy_bytes(source, a - box_start, b - box_start, buffer, a + shift)
 
 
 def make_image(leaves: Sequence[LocalLeaf], leaf_boxes: Sequence[LeafBox]) -> Image:
-    """The image of the shard that holds these boxes; each is the whole of its leaf's source."""
+    """Return the image of a shard with these boxes. Box ``i`` is the whole of the source of
+    ``leaves[i]``."""
     order = file_order(leaf_boxes)
     ordered = [leaf_boxes[i] for i in order]
     lengths = np.array([h.nbytes for h in ordered], dtype=np.int64)
@@ -102,7 +106,8 @@ def make_image(leaves: Sequence[LocalLeaf], leaf_boxes: Sequence[LeafBox]) -> Im
 
 
 def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
-    """Bytes ``start`` to ``stop`` of the row-major source to the buffer's byte ``at``."""
+    """Copy bytes ``start`` to ``stop`` of the source, in row-major order, into the buffer at
+    ``buffer_offset``."""
     if isinstance(source, np.ndarray):
         if source.flags.c_contiguous:
             address = source.__array_interface__["data"][0]
@@ -127,7 +132,7 @@ def _copy_strided_array(
 
 
 def _copy_strided_tensor(source: Any, start: int, stop: int, out: memoryview) -> None:
-    """As integers of the same size, so that every bit pattern of every dtype passes unchanged."""
+    """Copy as integers of the same size, which preserves every bit pattern of every dtype."""
     import torch
 
     if source.is_complex():

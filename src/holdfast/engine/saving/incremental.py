@@ -1,8 +1,8 @@
-"""What of an image stands in an earlier version already: the base of an incremental save.
+"""Incremental saves: find the chunks of an image that an earlier version, the base, already holds.
 
-A chunk is referred to if the base has the same bytes (by digest) at the same offset of the same
-box of the same leaf, of the same dtype; everything else is written. References lead to the file
-that holds the bytes, never to another reference.
+The save refers to a chunk of the base if that chunk has the same bytes (by digest) at the same
+offset of the same box of the same leaf, with the same dtype. It writes every other chunk. A
+reference names the file that holds the bytes; references never form chains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning import shard_layout
 from holdfast.engine.planning.shard_layout import partial_shard_entries
 from holdfast.engine.saving.image import Image, Piece
-from holdfast.engine.snapshot import pins as pin
+from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import read_index
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -36,16 +36,19 @@ from holdfast.threads import gc_paused
 from holdfast.types import ALIGNMENT, DTYPES
 
 MIN_BASE_FRACTION = 0.1
-"""The part of a shard that the base must have. Below it, a full shard costs hardly more bytes and
-depends on nothing."""
+"""Smallest fraction of a shard's data that the base must hold. Below it, the save writes a full
+shard, which costs few additional bytes and depends on no other version."""
 
 Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class BaseVersion:
-    """What one rank may refer to in an earlier version: ``shards`` of it with their ``indexes``.
-    ``folder``: its name; ``chain``: how many versions lie between it and a full one."""
+    """The part of an earlier version that one rank may refer to.
+
+    ``folder``: the version's folder name; ``chain``: the number of versions from it back to a full
+    one; ``shards``: some or all of its shards, with their ``indexes``.
+    """
 
     folder: str
     chain: int
@@ -54,12 +57,14 @@ class BaseVersion:
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, collective: Collective) -> BaseVersion:
-        """Of the shards that this rank has written itself, or of all if it is the only one: with
-        the same layout there is nothing else to be found, and with another it is written in full
-        once."""
+        """Return the shards that this rank wrote itself, or all shards if it is the only rank.
+
+        With an unchanged layout, no other shard can hold the rank's chunks. After a change of
+        layout, one save writes everything in full.
+        """
         manifest = snapshot.manifest
-        mine = names.shard_name(collective.rank, collective.size, "")[: -len(".safetensors")]
-        shards = [s for s in manifest.shards if collective.size == 1 or s.name.startswith(mine)]
+        prefix = names.shard_name(collective.rank, collective.size, "")[: -len(".safetensors")]
+        shards = [s for s in manifest.shards if collective.size == 1 or s.name.startswith(prefix)]
         indexes: Sequence[ShardIndex] = []
         try:
             if collective.size == 1:
@@ -73,7 +78,10 @@ class BaseVersion:
 
 
 class BasePin(msgspec.Struct, frozen=True):
-    """What rank 0 tells before any rank writes: whether the base is good, and a pin's key."""
+    """Rank 0's message to the other ranks before any rank writes.
+
+    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created.
+    """
 
     usable: bool
     key: str
@@ -83,76 +91,85 @@ class BasePin(msgspec.Struct, frozen=True):
 def pinned_base(
     location: Location, attempt: str, base: Snapshot | None, collective: Collective
 ) -> Iterator[BaseVersion | None]:
-    """Pins the attempt, and ``base`` with all that it refers to; gives ``base`` as the store of
-    ``place`` shows it now. Rank 0 pins, before any rank writes; the others look whether they see
-    that. Raises ``CommitError`` if not: they write to another place.
+    """Pin the attempt and ``base``, with every version that ``base`` refers to, for the duration of
+    the ``with`` block. Yield ``base`` as the store of ``location`` shows it now.
 
-    None, and the save is a full one, if it is not a version of the same run, was deleted, or
-    is damaged as far as its manifest, its indexes and the lengths of its files tell.
+    Rank 0 creates the pins before any rank writes, and the other ranks check that they see one.
+    Raises ``CommitError`` on a rank that does not: that rank writes to a different location.
+
+    Yields None, which makes the save a full one, if ``base`` is not a version of the same run, was
+    deleted, or is damaged, as far as its manifest, its indexes, and the lengths of its files show.
     """
-    found, told = None if base is None or collective.rank else _as_sibling(location, base), None
-    with ExitStack() as pins:
+    snapshot = None if base is None or collective.rank else _as_sibling(location, base)
+    base_pin = None
+    with ExitStack() as pins_to_remove:
         if collective.rank == 0:
-            # each pin names the attempt too
-            versions = [None] if found is None else sorted({found.version, *found.bases})
+            # each pin also names the attempt
+            versions = [None] if snapshot is None else sorted({snapshot.version, *snapshot.bases})
             keys = []
             for version in versions:
-                keys.append(pin.create_pin(location, attempt, version))
-                pins.callback(pin.remove_pin, location, keys[-1])
-            if found is not None:
+                keys.append(pins.create_pin(location, attempt, version))
+                pins_to_remove.callback(pins.remove_pin, location, keys[-1])
+            if snapshot is not None:
                 try:
-                    pin.require_manifest(found.location)
-                    found.check_files()
+                    pins.require_manifest(snapshot.location)
+                    snapshot.check_files()
                 except (FormatError, NotFound) as e:
-                    events.emit("skipped", version=str(found.version), error=e)
-                    found = None
-            told = BasePin(found is not None, keys[0])
-        told = collective.broadcast(told, BasePin)
+                    events.emit("skipped", version=str(snapshot.version), error=e)
+                    snapshot = None
+            base_pin = BasePin(snapshot is not None, keys[0])
+        base_pin = collective.broadcast(base_pin, BasePin)
         if collective.rank:
-            _check_visible(location, told.key, collective)
-            if told.usable and base is not None:
-                found = _as_sibling(location, base)  # not before rank 0 has found it there
+            _check_visible(location, base_pin.key, collective)
+            if base_pin.usable and base is not None:
+                snapshot = _as_sibling(location, base)  # only after rank 0 has found it there
         try:
             yield (
-                BaseVersion.from_snapshot(found, collective)
-                if told.usable and found is not None
+                BaseVersion.from_snapshot(snapshot, collective)
+                if base_pin.usable and snapshot is not None
                 else None
             )
         except BaseException as e:
-            # before the pins go: who does not see them then hears why
+            # Abort before the pins are removed, so that a rank that misses them learns why.
             if not collective.abort(e):
-                pins.pop_all()  # nobody could be told: they stay, until this process ends
+                # The version may still be committed, or no other rank could be notified. The pins
+                # protect the base until this process ends.
+                pins_to_remove.pop_all()
             raise
 
 
 def _check_visible(location: Location, key: str, collective: Collective) -> None:
-    """See that this rank sees what rank 0 has written, before it writes something itself."""
+    """Check that this rank sees a file that rank 0 wrote, before this rank writes anything. Raises
+    ``CommitError``."""
     rank = collective.rank
     try:
         location.store.stat(key)
     except NotFound as e:
         collective.raise_if_aborted()
         raise CommitError(
-            f"Nothing was committed to {location.url}: rank {rank} does not see there what rank 0"
-            " writes",
-            expected=f"{key}, which rank 0 has just written",
-            found="no such file: it is another folder, of another disk maybe",
-            todo="Give all ranks one place that all of them reach: a shared file system, by one"
-            " address",
+            f"Nothing was committed to {location.url}: rank {rank} cannot see the files that rank 0"
+            " writes there",
+            expected=f"{key}, which rank 0 wrote",
+            found="no such file; this is a different folder, possibly on another disk",
+            todo="Use one location that all ranks can reach, such as a shared file system, under"
+            " the same address on every rank",
             rank=rank,
             file=key,
         ) from e
 
 
 def _as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
-    """The base as a neighbour of ``place``, or None if it is none."""
-    run, _, folder = base.location.folder.rpartition("/")
-    own, _, mine = location.folder.rpartition("/")
+    """Return the base as a snapshot in the store of ``location``, or None if the base is not
+    another version of the same run."""
+    base_run, _, base_folder = base.location.folder.rpartition("/")
+    run, _, folder = location.folder.rpartition("/")
     try:
         _ = base.version
     except ManifestInvalid:
         return None
-    if not mine or run != own or folder == mine or base.location.store.url != location.store.url:
+    if not folder or base_run != run or base_folder == folder:
+        return None
+    if base.location.store.url != location.store.url:
         return None
     if base.location.store is location.store:
         return base
@@ -161,12 +178,13 @@ def _as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IncrementalLayout:
-    """What an incremental shard holds of its image, and where the rest lies.
+    """The chunks of an image that an incremental shard holds, and the references for the others.
 
-    ``image``: with the cuts that the digests are for; ``digests``, ``own``: of each of its chunks,
-    and whether the shard holds it; ``starts``, ``stops`` (in the image) and ``at`` (in the shard)
-    of the spans that it holds, in the shard's order; ``length``: of the shard; ``runs`` and
-    ``refers`` as index and manifest have them.
+    ``image``: the image, with the cuts that the digests apply to; ``header``: the shard's header;
+    ``digests``: the digest of each chunk; ``written``: for each chunk, True if the shard holds it;
+    ``starts`` and ``stops`` (offsets in the image) and ``shard_offsets`` (in the shard): the spans
+    that the shard holds, in the shard's order; ``length``: the shard's length in bytes; ``runs``
+    and ``refers``: the corresponding fields of the index and the manifest.
     """
 
     image: Image
@@ -181,29 +199,30 @@ class IncrementalLayout:
     refers: list[ShardReference]
 
     def unneeded_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces of the image of which the shard holds nothing: those of its header too."""
+        """Return the pieces of the image of which the shard holds no bytes, including the pieces of
+        the image's header."""
         written = np.cumsum(self.written)
         first = np.searchsorted(self.image.cuts, [p.start for p in pieces], "right")
         last = np.searchsorted(self.image.cuts, [p.stop for p in pieces], "left")
-        idle = written[last] == written[np.maximum(first, 1) - 1]
-        return [p for p, none in zip(pieces, idle.tolist(), strict=True) if none]
+        unneeded = written[last] == written[np.maximum(first, 1) - 1]
+        return [p for p, is_unneeded in zip(pieces, unneeded.tolist(), strict=True) if is_unneeded]
 
 
 @gc_paused()
 def align_chunks(image: Image, base: BaseVersion) -> Image:
-    """The image with the chunks of each large box cut as the base has cut that box.
+    """Return the image with each large box cut into the same chunks as in the base.
 
-    Otherwise a leaf that has grown, come or gone would shift all that lies behind it against the
-    multiples of ``UNIT`` at which an image is cut, and nothing there would be found again.
+    Otherwise a leaf that was added, removed, or resized would shift all later data relative to the
+    multiples of ``BLOCK_SIZE`` at which an image is cut, and no later chunk would match the base.
     """
-    own = image.cuts - len(image.header)
+    data_cuts = image.cuts - len(image.header)
     indexes = base.indexes
-    if any(np.array_equal(index.cuts - index.header, own) for index in indexes):
+    if any(np.array_equal(index.cuts - index.header, data_cuts) for index in indexes):
         return image
     lengths = np.array(image.box_ends) - np.array(image.box_starts)
     large = np.flatnonzero(lengths >= shard_layout.SMALL_BOX_BYTES).tolist()
     keys = {image.leaf_boxes[i].key for i in large}
-    known = {
+    base_boxes = {
         (leaf.key, leaf.dtype, box.offsets): (
             index.cuts,
             box.at,
@@ -215,17 +234,17 @@ def align_chunks(image: Image, base: BaseVersion) -> Image:
         for box in leaf.boxes
     }
     keep = np.ones(len(image.cuts), bool)
-    parts = []
+    aligned_cuts = []
     for i in large:
-        h, begin, end = image.leaf_boxes[i], image.box_starts[i], image.box_ends[i]
-        found = known.get((h.key, h.dtype, h.box.offsets))
-        if found is not None:
-            cuts, at, nbytes = found
-            parts.append(_cuts_between(cuts, at, at + min(nbytes, end - begin)) - at + begin)
-            inside = slice(*np.searchsorted(image.cuts, [begin + 1, end]).tolist())
+        leaf_box, start, end = image.leaf_boxes[i], image.box_starts[i], image.box_ends[i]
+        base_box = base_boxes.get((leaf_box.key, leaf_box.dtype, leaf_box.box.offsets))
+        if base_box is not None:
+            cuts, at, nbytes = base_box
+            aligned_cuts.append(_cuts_between(cuts, at, at + min(nbytes, end - start)) - at + start)
+            inside = slice(*np.searchsorted(image.cuts, [start + 1, end]).tolist())
             keep[inside] = False
-    cuts = np.unique(np.concatenate([image.cuts[keep], *parts]))
-    # a leaf may have grown, or another writer's chunks may be longer than ours
+    cuts = np.unique(np.concatenate([image.cuts[keep], *aligned_cuts]))
+    # a leaf may have grown, or the writer of the base may use longer chunks
     return replace(image, cuts=shard_layout.split_long_chunks(cuts))
 
 
@@ -237,56 +256,67 @@ def _cuts_between(cuts: Ints, low: int, high: int) -> Ints:
 def make_incremental_layout(
     base: BaseVersion, image: Image, digests: list[str]
 ) -> IncrementalLayout | None:
-    """What to write and what to refer to, or None if the base has too little of it."""
+    """Return the chunks to write and the chunks to refer to, or None if the base holds less than
+    ``MIN_BASE_FRACTION`` of the image's data."""
     cuts = image.cuts
     lengths = np.diff(cuts, prepend=0)
-    found = _find_in_base(base, image, digests)
-    own = np.array([f is None for f in found])
-    data = int(cuts[-1] - cuts[0])
-    if int(lengths[~own].sum()) < max(1, MIN_BASE_FRACTION * data):
+    matches = _find_in_base(base, image, digests)
+    written = np.array([match is None for match in matches])
+    data_bytes = int(cuts[-1] - cuts[0])
+    if int(lengths[~written].sum()) < max(1, MIN_BASE_FRACTION * data_bytes):
         return None
+    # for each chunk, the file that holds it (0: this shard) and its offset there
     files: dict[tuple[str, int], int] = {}
-    file = np.zeros(len(cuts), np.int64)
-    at = np.zeros(len(cuts), np.int64)
-    used: dict[int, int] = {}
-    for c, place in enumerate(found):
-        if place is not None:
-            number = files.setdefault(place[:2], len(files) + 1)
-            file[c], at[c] = number, place[2]
-            used[number] = used.get(number, 0) + int(lengths[c])
-    starts, stops, offsets = _written_spans(own, cuts)
+    chunk_files = np.zeros(len(cuts), np.int64)
+    chunk_offsets = np.zeros(len(cuts), np.int64)
+    used_bytes: dict[int, int] = {}
+    for c, match in enumerate(matches):
+        if match is not None:
+            number = files.setdefault(match[:2], len(files) + 1)
+            chunk_files[c], chunk_offsets[c] = number, match[2]
+            used_bytes[number] = used_bytes.get(number, 0) + int(lengths[c])
+    starts, stops, offsets = _written_spans(written, cuts)
     spans = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True)
     header = build_header(partial_shard_entries(image.leaf_boxes, image.box_starts, spans))
     for start, stop, offset in zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True):
         first, last = np.searchsorted(cuts, [start, stop])
-        at[first + 1 : last + 1] = cuts[first:last] - start + offset + len(header)
-    apart = np.flatnonzero(~ChunkRefs(file, at).is_contiguous_with_next(cuts)[1:]) + 2
-    firsts = [1, *apart.tolist()]
-    packing = IncrementalLayout(
+        chunk_offsets[first + 1 : last + 1] = cuts[first:last] - start + offset + len(header)
+    refs = ChunkRefs(chunk_files, chunk_offsets)
+    later_runs = np.flatnonzero(~refs.is_contiguous_with_next(cuts)[1:]) + 2
+    firsts = [1, *later_runs.tolist()]
+    layout = IncrementalLayout(
         image,
         header,
         digests,
-        own,
+        written,
         starts.tolist(),
         stops.tolist(),
         (offsets + len(header)).tolist(),
         len(header) + int((stops - starts).sum()),
-        list(zip(firsts, file[firsts].tolist(), at[firsts].tolist(), strict=True)),
-        [ShardReference(path, length, used[number]) for (path, length), number in files.items()],
+        list(
+            zip(firsts, chunk_files[firsts].tolist(), chunk_offsets[firsts].tolist(), strict=True)
+        ),
+        [
+            ShardReference(path, length, used_bytes[number])
+            for (path, length), number in files.items()
+        ],
     )
-    # nothing is committed that would be refused when read
+    # do not commit an index that a reader would reject
     shifted = cuts + (len(header) - len(image.header))
-    expand_runs(packing.runs, shifted, packing.length, packing.refers, _invalid_index_error)
-    return packing
+    expand_runs(layout.runs, shifted, layout.length, layout.refers, _invalid_index_error)
+    return layout
 
 
 def _invalid_index_error(expected: str, found: object) -> ManifestInvalid:
-    return ManifestInvalid("An incremental index went wrong", expected=expected, found=str(found))
+    return ManifestInvalid(
+        "The save made an invalid incremental index", expected=expected, found=str(found)
+    )
 
 
 def _written_spans(written: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
-    """Spans of neighbouring chunks that are written, and where in the shard's data they go. Those
-    of whole pages come first, so that as much as can be is read and written past the page cache."""
+    """Return the spans of consecutive written chunks: their starts and stops in the image, and
+    their offsets in the shard's data. Spans of whole pages come first, so that direct I/O covers as
+    many bytes as possible."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], written[1:], [False]]).astype(np.int8)))
     starts, stops = cuts[edges[::2]], cuts[edges[1::2]]
     order = np.argsort((stops - starts) % ALIGNMENT != 0, kind="stable")
@@ -297,8 +327,9 @@ def _written_spans(written: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, 
 def _find_in_base(
     base: BaseVersion, image: Image, digests: list[str]
 ) -> list[tuple[str, int, int] | None]:
-    """For each chunk of the image path and length of the file that holds it, and where in it."""
-    known: dict[tuple[int, str], tuple[str, int, int]] = {}
+    """Return, for each chunk of the image, the path and length of the file that already holds it,
+    and its offset in that file; None for a chunk that the base lacks, and for the header."""
+    base_chunks: dict[tuple[int, str], tuple[str, int, int]] = {}
     for index, shard in zip(base.indexes, base.shards, strict=True):
         rows = [
             (hash((f.key, f.dtype, b.offsets)), b.at, DTYPES[f.dtype].itemsize * prod(b.sizes))
@@ -306,42 +337,46 @@ def _find_in_base(
             for b in f.boxes
         ]
         lengths = {r.path: r.length for r in shard.refers}
-        for c, mark in enumerate(_chunk_layout_hashes(rows, index.cuts), 1):
+        for c, layout_hash in enumerate(_chunk_layout_hashes(rows, index.cuts), 1):
             path, at = index.locate_chunk(c)
             if path == shard.name:
-                place = names.reference_path(base.folder, path), shard.length, at
+                source = names.reference_path(base.folder, path), shard.length, at
             else:
-                place = path, lengths[path], at
-            known[mark, index.chunk_digest(c)] = place
+                source = path, lengths[path], at
+            base_chunks[layout_hash, index.chunk_digest(c)] = source
     rows = [
-        (hash((h.key, h.dtype, h.box.offsets)), begin, end - begin)
-        for h, begin, end in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
+        (hash((h.key, h.dtype, h.box.offsets)), start, end - start)
+        for h, start, end in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
     ]
-    marks = enumerate(_chunk_layout_hashes(rows, image.cuts), 1)
-    return [None, *(known.get((mark, digests[c])) for c, mark in marks)]
+    layout_hashes = enumerate(_chunk_layout_hashes(rows, image.cuts), 1)
+    return [None, *(base_chunks.get((h, digests[c])) for c, h in layout_hashes)]
 
 
 def _chunk_layout_hashes(rows: list[tuple[int, int, int]], cuts: Ints) -> list[int]:
-    """For each chunk but the header a number for what it holds: its length, and which boxes from
-    which of their bytes on. ``rows``: hash of the box, where it begins, its bytes."""
+    """Return, for each chunk except the header, a hash of its layout: its length, and the boxes
+    that it holds, each from which of the box's bytes.
+
+    ``rows``: for each box, its hash, its file offset, and its length in bytes.
+    """
     table = np.array(rows, np.int64).reshape(-1, 3)
     table = table[table[:, 2] > 0]
     table = table[np.argsort(table[:, 1])]
-    box, begins, stops = table[:, 0], table[:, 1], table[:, 1] + table[:, 2]
+    box_hashes, box_starts, box_stops = table[:, 0], table[:, 1], table[:, 1] + table[:, 2]
     starts, ends = cuts[:-1], cuts[1:]
-    first = np.searchsorted(stops, starts, "right")
-    counts = np.searchsorted(begins, ends, "left") - first
+    first = np.searchsorted(box_stops, starts, "right")
+    counts = np.searchsorted(box_starts, ends, "left") - first
     chunk = np.repeat(np.arange(len(starts)), counts)
     row = ranges(first, counts)
-    made = (ends - starts).astype(np.uint64)
-    np.add.at(made, chunk, _mix_hash(box[row], begins[row] - starts[chunk]))
-    marks: list[int] = made.tolist()
-    return marks
+    sums = (ends - starts).astype(np.uint64)
+    np.add.at(sums, chunk, _mix_hash(box_hashes[row], box_starts[row] - starts[chunk]))
+    layout_hashes: list[int] = sums.tolist()
+    return layout_hashes
 
 
-def _mix_hash(box: Ints, offset: Ints) -> Hashes:
-    """One number for a box at an offset, so that sums of them tell who is in a chunk and where."""
-    mixed = box.astype(np.uint64) + offset.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+def _mix_hash(box_hash: Ints, offset: Ints) -> Hashes:
+    """Return one hash for a box at an offset. A sum of these hashes identifies which boxes a chunk
+    holds, and where."""
+    mixed = box_hash.astype(np.uint64) + offset.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     mixed ^= mixed >> np.uint64(32)

@@ -1,4 +1,4 @@
-"""A save between its two halves, and what its manifest will say."""
+"""A save between its two halves, and the manifest that it will commit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from holdfast.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class VersionMetadata:
-    """What a manifest says beside the state. ``metrics``: numbers by name; ``note``: the user's;
-    ``training``: what the services above must find again when the training is resumed."""
+    """The content of a manifest other than the state.
+
+    ``metrics``: numbers by name; ``note``: plain values from the user; ``training``: data that the
+    layers above the engine need when training resumes.
+    """
 
     step: int | None = None
     branch: int = 0
@@ -35,17 +38,20 @@ class VersionMetadata:
     training: Mapping[str, Any] = field(default_factory=dict)
 
     def to_node(self) -> Any:
-        """The manifest's ``metadata``, but for the statistics. Raises ``Unsupported``."""
-        about = {"reason": self.reason, "metrics": dict(self.metrics), "note": dict(self.note)}
+        """Return the manifest's ``metadata`` without the statistics. Raises ``Unsupported``."""
+        content = {"reason": self.reason, "metrics": dict(self.metrics), "note": dict(self.note)}
         if self.training:
-            about["training"] = dict(self.training)
-        return tree.encode(about, "metadata", tree.reject_value)
+            content["training"] = dict(self.training)
+        return tree.encode(content, "metadata", tree.reject_value)
 
 
 @dataclass(slots=True)
 class SaveJob:
-    """A save between its two halves: staged, or ready to be staged piece by piece. ``failed``: by
-    what this rank alone has failed to stage it."""
+    """A save between its two halves: staged, or ready to be staged piece by piece.
+
+    ``deferred``: the pieces that remain to be staged in the background; ``staging_error``: the
+    error with which this rank failed to stage the save while other ranks may have succeeded.
+    """
 
     location: Location
     metadata: VersionMetadata
@@ -67,28 +73,31 @@ class SaveJob:
         return self.partition.attempt
 
     def build_manifest(self, shards: Sequence[Shard], chain: int) -> Manifest:
-        """The manifest that commits these shards. ``chain``: how many versions lie between this one
-        and a full one, if a shard refers to another version."""
-        label = self.metadata
+        """Return the manifest that commits these shards.
+
+        ``chain``: the number of versions from this one back to a full one, if a shard refers to
+        another version.
+        """
+        metadata = self.metadata
         version = names.parse_version(self.location.folder.rpartition("/")[2])
-        step = version.step if label.step is None and version is not None else label.step
+        step = version.step if metadata.step is None and version is not None else metadata.step
         statistics = {
             "bytes": sum(s.length for s in shards),
             "staged_seconds": round(self.staged_at - self.started_at, 6),
             "written_seconds": round(time.perf_counter() - self.staged_at, 6),
         }
-        about = {**self.metadata_node["dict"], "statistics": {"dict": statistics}}
+        metadata_node = {**self.metadata_node["dict"], "statistics": {"dict": statistics}}
         fields: dict[str, Any] = {
             "attempt": self.attempt,
             "created": machine.utc_now(),
             "writer": f"holdfast {__version__}",
             "step": step,
-            "branch": label.branch,
-            "parent": label.parent,
-            "metadata": {"dict": about},
+            "branch": metadata.branch,
+            "parent": metadata.parent,
+            "metadata": {"dict": metadata_node},
             "tree": self.partition.tree,
         }
         if not any(s.refers for s in shards):
             return Manifest(shards=shards, **fields)
-        parts = [IncrementalShard(s.name, s.length, s.index, s.refers) for s in shards]
-        return IncrementalManifest(shards=parts, chain=chain, **fields)
+        incremental = [IncrementalShard(s.name, s.length, s.index, s.refers) for s in shards]
+        return IncrementalManifest(shards=incremental, chain=chain, **fields)

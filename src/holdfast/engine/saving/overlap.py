@@ -1,10 +1,11 @@
-"""Staging beside the training: what holds still is copied while the next step is being computed.
+"""Overlapped staging: copy stable tensors in the background while the next step is computed.
 
-Parameters and slots change only when an optimizer steps (``steady``). So a save may leave them
-where they are, return, and copy them during the next forward and backward pass; a hook on the
-optimizers waits for it. (The idea is that of DataStates-LLM, Maurya et al., 2024.)
+Parameters and optimizer slots change only when an optimizer steps (``step_hooks``). A save can
+therefore return before it copies them, and copy them during the next forward and backward pass. A
+hook on the optimizers waits for the copies. The idea is from DataStates-LLM (Maurya et al., 2024).
 
-Experimental, and off by default: on a CPU it is tested, on an accelerator it has never run.
+This feature is experimental and off by default. It is tested on CPUs and has never run on an
+accelerator.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from holdfast.lazy_torch import torch_or_none
 
 
 class DeferredStaging:
-    """The pieces of a save that are still to be staged, by a thread beside the training.
+    """The pieces of a save that a background thread still has to stage.
 
-    ``done`` is set once no more is read of the live state, whatever became of it.
+    ``done`` is set once the save no longer reads the live state, even if the copy failed.
     """
 
     def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
@@ -39,66 +40,71 @@ class DeferredStaging:
             self.release()
 
     def stage(self, pool: BufferPool, threads: int) -> list[str]:
-        """Copy them now, and let go of the live state. Returns the keys of the leaves that were
-        changed meanwhile, as far as PyTorch counts changes: it sees none through ``p.data``, nor
-        one that is still being made. Their copies are worthless."""
+        """Copy the pieces and release the live state.
+
+        Return the keys of the leaves that changed meanwhile; their copies are invalid. Changes are
+        detected by PyTorch's version counters, which miss changes through ``p.data`` and changes
+        that are still in progress.
+        """
         try:
             if self.done.is_set():
                 return []
             stage_pieces(self._image, self._pieces, pool, threads, self._streams)
-            pairs = zip(
+            versions = zip(
                 self._leaf_indices, self._tensor_versions, self._read_tensor_versions(), strict=True
             )
-            return [self._image.leaf_boxes[i].key for i, was, now in pairs if was != now]
+            return [self._image.leaf_boxes[i].key for i, old, new in versions if old != new]
         finally:
             self.release()
 
     def release(self) -> None:
-        """Read no more of the live state."""
-        self._image.sources.clear()  # temporaries of the live state may go
+        """Drop the references to the live state, and set ``done``."""
+        self._image.sources.clear()  # frees temporary copies
         self.done.set()
 
     def _read_tensor_versions(self) -> list[tuple[int, int]]:
-        """Of each leaf where it is, and how often it was changed."""
+        """Return, for each leaf, its address and PyTorch's count of changes to it."""
         sources = [self._image.sources[i] for i in self._leaf_indices]
         return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in sources]
 
 
 def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:
-    """The leaves that have bytes in the pieces, which are in order."""
+    """Return the indices of the boxes that have bytes in the pieces. ``pieces`` is sorted by
+    offset."""
     stops = [p.stop for p in pieces]
-    found = []
+    indices = []
     for i, (a, b) in enumerate(zip(image.box_starts, image.box_ends, strict=True)):
         first = bisect_right(stops, a)
         if first < len(pieces) and pieces[first].start < b and b > a:
-            found.append(i)
-    return found
+            indices.append(i)
+    return indices
 
 
 def split_pieces(
     image: Image, pieces: Sequence[Piece], stable_keys: Collection[str]
 ) -> tuple[list[Piece], list[Piece]]:
-    """The pieces that are to be staged now, and those of whose bytes all hold still (``still``:
-    the keys of such leaves)."""
-    moving = [
+    """Split the pieces into those to stage now and those to stage later. The later ones hold only
+    leaves that do not change until an optimizer steps (``stable_keys``)."""
+    unstable = [
         (a, b)
         for h, a, b in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
         if h.key not in stable_keys and b > a
     ]
     now: list[Piece] = []
     later: list[Piece] = []
-    at = 0
+    i = 0
     for piece in pieces:
-        while at < len(moving) and moving[at][1] <= piece.start:
-            at += 1
-        waits = at == len(moving) or moving[at][0] >= piece.stop
-        (later if waits and stable_keys and piece.start >= len(image.header) else now).append(piece)
+        while i < len(unstable) and unstable[i][1] <= piece.start:
+            i += 1
+        stable = i == len(unstable) or unstable[i][0] >= piece.stop
+        can_wait = stable and stable_keys and piece.start >= len(image.header)
+        (later if can_wait else now).append(piece)
     return now, later
 
 
 def pin_memory(buffer: Buffer) -> None:
-    """Lock a buffer's memory for copies from CUDA devices, for as long as it lives. Where the
-    driver refuses it stays as it is: copies are then slower, not wrong."""
+    """Page-lock a buffer's memory for copies from CUDA devices, for the lifetime of the buffer. If
+    the driver refuses, the memory stays pageable: copies are then slower, but correct."""
     torch = torch_or_none()
     if torch is None or not torch.cuda.is_available():
         return
@@ -108,8 +114,9 @@ def pin_memory(buffer: Buffer) -> None:
 
 
 class _ThreadStreams:
-    """A CUDA stream of its own for each thread that copies, so that copies run beside what the
-    training computes; nothing where nothing lies on such a device."""
+    """Makes a context in which the calling thread uses its own CUDA stream on each device, so that
+    copies overlap the computation of the training. Without CUDA devices, the context does
+    nothing."""
 
     def __init__(self, devices: Collection[Any]) -> None:
         self._devices = devices

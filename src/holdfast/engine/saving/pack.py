@@ -1,4 +1,5 @@
-"""Writing an incremental shard: what its base lacks, gathered out of the image and checked anew."""
+"""Write an incremental shard: collect the chunks that the base lacks from the image, and check
+their digests again."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from holdfast.types import BLOCK_SIZE
 
 
 class ImageChunks:
-    """The chunks of an image: in staged pieces, of which one chunk may touch two, or else still in
-    the live state."""
+    """The chunks of an image. A chunk lies either in staged pieces (it may touch two of them) or
+    still in the live state."""
 
     def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
         self.image = image
@@ -27,25 +28,26 @@ class ImageChunks:
         self._piece_starts = [p.start for p in pieces]
 
     def staged_spans(self, chunk: int, first: int, last: int) -> list[tuple[Buffer, int, int]]:
-        """Where bytes ``first`` to ``last`` of a chunk lie, in order: a buffer, and from where to
-        where in it. Nothing if they are not staged."""
+        """Return the buffers that hold bytes ``first`` to ``last`` of a chunk, in order, each with
+        the start and stop offsets in it. The list is empty if the chunk is not staged."""
         start, stop = self.cuts[chunk - 1] + first, self.cuts[chunk - 1] + last
-        found = []
+        spans = []
         for i in range(bisect_right(self._piece_starts, start) - 1, len(self._pieces)):
             piece = self._pieces[i]
             if start >= stop or piece.buffer is None:
                 break
             end = min(stop, piece.stop)
-            found.append((piece.buffer, start - piece.start, end - piece.start))
+            spans.append((piece.buffer, start - piece.start, end - piece.start))
             start = end
-        return found
+        return spans
 
     def length(self, chunk: int) -> int:
-        """Bytes of a chunk."""
+        """Return the length of a chunk, in bytes."""
         return int(self.cuts[chunk] - self.cuts[chunk - 1])
 
     def copy_live(self, chunk: int, buffer: Buffer, buffer_offset: int) -> memoryview:
-        """Copy a chunk out of the live state to the buffer's byte ``at``; its bytes there."""
+        """Copy a chunk from the live state into the buffer at ``buffer_offset``, and return the
+        chunk's bytes there."""
         self.image.copy_range(self.cuts[chunk - 1], self.cuts[chunk], buffer, buffer_offset)
         return buffer.view[buffer_offset : buffer_offset + self.length(chunk)]
 
@@ -57,12 +59,12 @@ def digest_chunks(
     threads: int,
     advance: Callable[[], object] = bool,
 ) -> list[str]:
-    """The digest of every chunk; what is not staged is copied for it, and not kept. ``advance`` is
-    called after each."""
+    """Return the digest of every chunk. A chunk that is not staged is copied into a temporary
+    buffer. ``advance`` is called after each chunk."""
     chunks = ImageChunks(image, pieces)
     digests = [digest(image.header)] + [""] * (len(chunks.cuts) - 1)
 
-    def look(chunk: int) -> None:
+    def digest_chunk(chunk: int) -> None:
         staged = chunks.staged_spans(chunk, 0, chunks.length(chunk))
         if staged:
             digests[chunk] = digest_parts(b.view[first:last] for b, first, last in staged)
@@ -73,7 +75,7 @@ def digest_chunks(
         finally:
             pool.release(buffer)
 
-    in_parallel(range(1, len(digests)), look, min(threads, len(digests)), advance)
+    in_parallel(range(1, len(digests)), digest_chunk, min(threads, len(digests)), advance)
     return digests
 
 
@@ -86,16 +88,18 @@ def write_incremental_shard(
     threads: int,
     advance: Callable[[], object] = bool,
 ) -> None:
-    """Write the shard, calling ``advance`` after each part of it. Raises ``StoreError``, or
-    ``CommitError`` if the state has changed since its digests were made; then there is no such
-    shard."""
-    gather = _ShardAssembler(location, layout, pieces)
+    """Write the shard, and call ``advance`` after each part of it.
+
+    Raises ``StoreError``, or ``CommitError`` if the state changed after its digests were computed.
+    If it raises, no shard was created.
+    """
+    assembler = _ShardAssembler(location, layout, pieces)
     header = layout.header
     spans = [
         (a, min(a + pool.buffer_size, len(header))) for a in range(0, len(header), pool.buffer_size)
     ]
-    data = range(len(header), layout.length, pool.buffer_size)
-    spans += [(a, min(a + pool.buffer_size, layout.length)) for a in data]
+    data_starts = range(len(header), layout.length, pool.buffer_size)
+    spans += [(a, min(a + pool.buffer_size, layout.length)) for a in data_starts]
 
     def write(span: tuple[int, int]) -> None:
         start, stop = span
@@ -104,7 +108,7 @@ def write_incremental_shard(
             if start < len(header):
                 buffer.view[: stop - start] = header[start:stop]
             else:
-                gather.fill(start, stop, buffer)
+                assembler.fill(start, stop, buffer)
             upload.write_at(start, buffer.view[: stop - start])
         finally:
             pool.release(buffer)
@@ -116,7 +120,7 @@ def write_incremental_shard(
 
 
 class _ShardAssembler:
-    """Brings parts of the image together as they follow one another in the shard."""
+    """Copies chunks of the image in the order in which the shard holds them."""
 
     def __init__(
         self, location: Location, layout: IncrementalLayout, pieces: Sequence[Piece]
@@ -128,16 +132,17 @@ class _ShardAssembler:
         self._spare_buffers: list[Buffer] = []
 
     def fill(self, start: int, stop: int, buffer: Buffer) -> None:
-        """Copy the shard's bytes from ``start`` to ``stop`` to the buffer's beginning."""
+        """Copy bytes ``start`` to ``stop`` of the shard to the start of the buffer."""
         for chunk, first, last, at in self._chunk_spans(start, stop):
             self._copy_chunk(chunk, first, last, buffer, at - start)
 
     def _chunk_spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """What lies there: the number of a chunk, which of its bytes, and where in the shard."""
-        packing, cuts = self._layout, self._chunks.cuts
-        for i in range(bisect_right(packing.shard_offsets, start) - 1, len(packing.shard_offsets)):
-            shift = packing.shard_offsets[i] - packing.starts[i]
-            a, b = max(start - shift, packing.starts[i]), min(stop - shift, packing.stops[i])
+        """Yield the parts of chunks in bytes ``start`` to ``stop`` of the shard: the number of the
+        chunk, the first byte and the end in the chunk, and the offset in the shard."""
+        layout, cuts = self._layout, self._chunks.cuts
+        for i in range(bisect_right(layout.shard_offsets, start) - 1, len(layout.shard_offsets)):
+            shift = layout.shard_offsets[i] - layout.starts[i]
+            a, b = max(start - shift, layout.starts[i]), min(stop - shift, layout.stops[i])
             if a >= b:
                 break
             for c in range(bisect_right(cuts, a), bisect_left(cuts, b) + 1):
@@ -147,14 +152,14 @@ class _ShardAssembler:
     def _copy_chunk(
         self, chunk: int, first: int, last: int, buffer: Buffer, buffer_offset: int
     ) -> None:
-        """Bytes ``first`` to ``last`` of a chunk to the buffer's byte ``at``. The chunk is checked
-        as a whole, wherever its other bytes go."""
+        """Copy bytes ``first`` to ``last`` of a chunk into the buffer at ``buffer_offset``. Check
+        the digest of the whole chunk, even if its other bytes belong elsewhere."""
         chunks, length = self._chunks, self._chunks.length(chunk)
         staged = chunks.staged_spans(chunk, first, last)
         if staged:
-            if not self._verified[chunk]:  # what is staged stays as it is
-                whole = chunks.staged_spans(chunk, 0, length)
-                self._check_digest(chunk, digest_parts(b.view[i:j] for b, i, j in whole))
+            if not self._verified[chunk]:  # staged bytes do not change, so one check is enough
+                spans = chunks.staged_spans(chunk, 0, length)
+                self._check_digest(chunk, digest_parts(b.view[i:j] for b, i, j in spans))
                 self._verified[chunk] = 1
             for source, i, j in staged:
                 ctypes.memmove(buffer.address + buffer_offset, source.address + i, j - i)
@@ -165,7 +170,7 @@ class _ShardAssembler:
             try:
                 spare = self._spare_buffers.pop()
             except IndexError:
-                spare = Buffer(BLOCK_SIZE)  # no chunk of ours is longer
+                spare = Buffer(BLOCK_SIZE)  # no chunk of an image is longer
             self._check_digest(chunk, digest(chunks.copy_live(chunk, spare, 0)))
             ctypes.memmove(buffer.address + buffer_offset, spare.address + first, last - first)
             self._spare_buffers.append(spare)
@@ -175,12 +180,12 @@ class _ShardAssembler:
         if found != expected:
             image = self._layout.image
             start = self._chunks.cuts[chunk - 1]
-            holding = image.leaf_boxes[bisect_right(image.box_starts, start) - 1]
+            key = image.leaf_boxes[bisect_right(image.box_starts, start) - 1].key
             raise CommitError(
-                f"Nothing was committed to {self._url}: {holding.key} changed while it was saved",
+                f"Nothing was committed to {self._url}: {key} changed while it was saved",
                 expected=f"digest {expected}",
                 found=found,
-                todo="Change nothing in the state until the save returns; if nothing did, suspect"
+                todo="Do not change the state until the save returns. If nothing changed it, test"
                 " the machine's memory",
-                leaf=holding.key,
+                leaf=key,
             )

@@ -1,9 +1,11 @@
-"""Who writes what, agreed among the ranks: one round of digests where nothing has changed, the
-boxes and trees themselves where something has.
+"""Partition: the ranks agree on which rank writes which boxes.
 
-1. Each rank tells digests: of its boxes, its tree, and the elements that others may have too. 2.
-Rank 0 asks for what it does not know yet, from one rank of each kind. 3. It merges the trees, deals
-the boxes out, and tells each rank which of its own to write.
+The ranks exchange digests. They exchange boxes and trees only if something changed:
+
+1. Each rank sends digests of its boxes, of its tree, and of the elements that other ranks may also
+   hold.
+2. Rank 0 requests what it does not know yet, from one rank for each distinct digest.
+3. Rank 0 merges the trees, assigns the boxes, and sends each rank a mask of its boxes to write.
 """
 
 from __future__ import annotations
@@ -34,16 +36,21 @@ from holdfast.types import MIB, Box
 T = TypeVar("T")
 
 MAX_BOX_BYTES = 16 * MIB
-"""Bytes of the largest box that ranks write as one."""
+"""Largest box that is not split across ranks, in bytes."""
 
 _MAX_CACHED_PLANS = 4
-"""Plans that are remembered: a training that saves several states by turns has one for each."""
+"""Largest number of cached plans. A training that alternates between several states has one plan
+for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What was agreed. ``leaves``: those boxes of this rank that it writes, with their
-    ``holdings``; ``tree``: that of the snapshot, on rank 0."""
+    """The result of the agreement.
+
+    ``leaves``: the boxes that this rank writes, described by ``leaf_boxes``; ``tree``: the
+    snapshot's tree, on rank 0 only; ``plan``: the plan for all ranks, on rank 0 only, or None if
+    one process writes whole leaves.
+    """
 
     attempt: str
     leaves: list[LocalLeaf]
@@ -53,9 +60,13 @@ class Partition:
 
 
 class RankSummary(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells first. ``structure``: digest of its boxes; ``tree``: of its tree; ``alike``
-    and ``values``: of the keys and of the elements of what nobody has said to be the same; ``own``:
-    nodes of its own values, as JSON; ``plans``: those that it remembers its part of."""
+    """A rank's first message.
+
+    ``structure``: the digest of its boxes; ``tree_digest``: the digest of its tree;
+    ``unverified_keys`` and ``unverified_values``: the digests of the keys and of the elements of
+    the leaves that are not declared to be replicated; ``per_rank_nodes``: the nodes of its per-rank
+    values, as JSON; ``known_plans``: the ids of the plans for which it has cached its mask.
+    """
 
     structure: bytes
     tree_digest: bytes
@@ -66,9 +77,12 @@ class RankSummary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DetailRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's answer: the attempt, and the ranks that are to send their boxes, their tree, and
-    the digest of each of their elements. ``plan``: a number for the plan; ``deal``: whether each
-    rank is told its part of it, since not all know it from before."""
+    """Rank 0's reply: the attempt, and the ranks that must send details.
+
+    ``plan_id``: the id of the plan; ``send_masks``: True if rank 0 sends the masks because not
+    every rank has cached its mask; ``local_plan_ranks``, ``tree_ranks``, and ``value_ranks``: the
+    ranks that must send their boxes, their tree, and a digest for each of their unverified leaves.
+    """
 
     attempt: str
     plan_id: bytes
@@ -83,7 +97,7 @@ class DetailRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank that was asked sends."""
+    """A rank's reply to a ``DetailRequest``; empty fields were not requested."""
 
     local_plan: bytes = b""
     tree: bytes = b""
@@ -91,7 +105,7 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CommonTree(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a ``Flat`` that ranks have in common, on its way."""
+    """The part of a ``FlatState`` that the ranks have in common, as it is sent."""
 
     tree: Any
     merged_lists: list[str]
@@ -100,58 +114,64 @@ class CommonTree(msgspec.Struct, frozen=True, array_like=True):
 def partition_state(
     collective: Collective, group: Group, flat: FlatState, pool: BufferPool, threads: int
 ) -> Partition:
-    """Agree on who writes what of a state. Raises ``PlanError`` where the ranks do not fit:
-    values, shapes or elements that differ, boxes that overlap or leave gaps."""
+    """Agree with the other ranks on which rank writes which boxes of a state.
+
+    Raises ``PlanError`` if the states of the ranks do not fit together: values, shapes, or elements
+    differ, or boxes overlap or leave gaps.
+    """
     if collective.size == 1:
         return _partition_locally(flat)
     masks: dict[bytes, Any] = group.cache.setdefault("masks", {})
     leaves = [part for leaf in flat.leaves for part in _split_leaf(leaf)]
-    mine = _LocalRank(flat, leaves, pool, threads)
-    headers = collective.gather(mine.make_summary(list(masks)), RankSummary)
-    chair = None if headers is None else _Coordinator(headers, mine, group.cache)
-    asked = collective.broadcast(None if chair is None else chair.make_request(), DetailRequest)
-    if asked.has_requests:
-        details = collective.gather(mine.make_details(asked, collective.rank), Details)
-        if chair is not None and details is not None:
-            chair.collect(asked, details)
-    tree = None if chair is None else chair.merge_trees()
-    if asked.send_masks:
-        dealt = None if chair is None else chair.encode_masks()
-        _add_to_cache(
-            masks, asked.plan_id, _unpack_mask(collective.scatter(dealt, bytes), len(leaves))
-        )
-    elif asked.has_requests:
-        collective.broadcast(True if chair is not None else None, bool)  # all is well
-    chosen = masks[asked.plan_id].nonzero()[0].tolist()
+    local = _LocalRank(flat, leaves, pool, threads)
+    summaries = collective.gather(local.make_summary(list(masks)), RankSummary)
+    coordinator = None if summaries is None else _Coordinator(summaries, local, group.cache)
+    request = collective.broadcast(
+        None if coordinator is None else coordinator.make_request(), DetailRequest
+    )
+    if request.has_requests:
+        details = collective.gather(local.make_details(request, collective.rank), Details)
+        if coordinator is not None and details is not None:
+            coordinator.collect(request, details)
+    tree = None if coordinator is None else coordinator.merge_trees()
+    if request.send_masks:
+        encoded_masks = None if coordinator is None else coordinator.encode_masks()
+        mask = _unpack_mask(collective.scatter(encoded_masks, bytes), len(leaves))
+        _add_to_cache(masks, request.plan_id, mask)
+    elif request.has_requests:
+        # wait until rank 0 has accepted the details: it raises if they conflict
+        collective.broadcast(None if coordinator is None else True, bool)
+    chosen = masks[request.plan_id].nonzero()[0].tolist()
     return Partition(
-        asked.attempt,
+        request.attempt,
         [leaves[i] for i in chosen],
-        [mine.leaf_boxes[i] for i in chosen],
+        [local.leaf_boxes[i] for i in chosen],
         tree,
-        None if chair is None else chair.plan,
+        None if coordinator is None else coordinator.plan,
     )
 
 
 def _partition_locally(flat: FlatState) -> Partition:
-    """One process writes all that it has, which must be everything."""
-    holdings = [make_leaf_box(leaf) for leaf in flat.leaves]
+    """Return the partition of one process, which writes all of its boxes. They must cover every
+    leaf; raises ``PlanError``."""
+    leaf_boxes = [make_leaf_box(leaf) for leaf in flat.leaves]
     plan = None
     if any(leaf.box.sizes != leaf.shape for leaf in flat.leaves):
-        plan = make_global_plan([make_local_plan(holdings)])
+        plan = make_global_plan([make_local_plan(leaf_boxes)])
     tree = flat.tree
     if flat.per_rank or flat.from_first:
-        own = {key: {0: node} for key, node in flat.per_rank.items()}
-        tree = merge([(tree, (0,))], RankNodes(own, flat.from_first))
-    return Partition(new_attempt(), flat.leaves, holdings, tree, plan)
+        per_rank = {key: {0: node} for key, node in flat.per_rank.items()}
+        tree = merge([(tree, (0,))], RankNodes(per_rank, flat.from_first))
+    return Partition(new_attempt(), flat.leaves, leaf_boxes, tree, plan)
 
 
 def make_leaf_box(leaf: LocalLeaf) -> LeafBox:
-    """What a process holds of a leaf."""
+    """Return the description of the box that this process holds of a leaf."""
     return LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box)
 
 
 def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:
-    """A large box in several, so that ranks which hold the same can share the work."""
+    """Split a large box into parts, so that ranks that hold the same box can share the work."""
     box, source = leaf.box, leaf.source
     d = next((d for d, n in enumerate(box.sizes) if n > 1), None)
     if d is None or source.nbytes <= MAX_BOX_BYTES:
@@ -167,7 +187,7 @@ def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:
 
 
 class _LocalRank:
-    """What this rank has to tell, made when it is asked for."""
+    """The messages of this rank, made on request."""
 
     def __init__(
         self, flat: FlatState, leaves: Sequence[LocalLeaf], pool: BufferPool, threads: int
@@ -187,11 +207,11 @@ class _LocalRank:
 
     def make_summary(self, known_plans: list[bytes]) -> RankSummary:
         common = msgspec.msgpack.encode(CommonTree(self.flat.tree, self.flat.merged_lists))
-        alike = [(leaf.key, leaf.dtype, leaf.shape) for leaf in self._unverified]
+        unverified = [(leaf.key, leaf.dtype, leaf.shape) for leaf in self._unverified]
         return RankSummary(
             self.structure,
             xxh3_128_digest(common),
-            xxh3_128_digest(msgspec.msgpack.encode(alike)),
+            xxh3_128_digest(msgspec.msgpack.encode(unverified)),
             xxh3_128_digest(b"".join(self._value_digests)),
             msgspec.json.encode(self.flat.per_rank),
             known_plans,
@@ -218,14 +238,14 @@ class _LocalRank:
 
 
 class _Coordinator:
-    """Rank 0, who decides."""
+    """Rank 0's part of the agreement: it makes every decision."""
 
     def __init__(
         self, summaries: Sequence[RankSummary], local: _LocalRank, cache: dict[str, Any]
     ) -> None:
         self._summaries = summaries
         self._cached_plans: dict[bytes, GlobalPlan] = cache.setdefault("plans", {})
-        self._plan_id = xxh3_128_digest(b"".join(h.structure for h in summaries))
+        self._plan_id = xxh3_128_digest(b"".join(s.structure for s in summaries))
         self._trees: dict[bytes, Any] = {
             summaries[0].tree_digest: [local.flat.tree, local.flat.from_first]
         }
@@ -233,79 +253,81 @@ class _Coordinator:
         self.plan: GlobalPlan | None = self._cached_plans.get(self._plan_id)
 
     def make_request(self) -> DetailRequest:
-        headers = self._summaries
-        known = can_reuse_plan([h.structure for h in headers], self.plan)
-        values: list[int] = []
-        kinds = _first_ranks((h.unverified_keys, h.unverified_values) for h in headers)
-        if len(kinds) > 1:  # also where their keys differ: some of these may be the same
-            values = list(kinds.values())[
-                : max(MAX_SHOWN, len({h.unverified_keys for h in headers}))
-            ]
+        summaries = self._summaries
+        known = can_reuse_plan([s.structure for s in summaries], self.plan)
+        value_ranks: list[int] = []
+        distinct = _first_ranks((s.unverified_keys, s.unverified_values) for s in summaries)
+        if len(distinct) > 1:  # also if the keys differ, because some keys may be the same
+            count = max(MAX_SHOWN, len({s.unverified_keys for s in summaries}))
+            value_ranks = list(distinct.values())[:count]
         return DetailRequest(
             new_attempt(),
             self._plan_id,
-            not (known and all(self._plan_id in h.known_plans for h in headers)),
-            [] if known else list(_first_ranks(h.structure for h in headers).values()),
-            [r for r in _first_ranks(h.tree_digest for h in headers).values() if r],
-            values,
+            not (known and all(self._plan_id in s.known_plans for s in summaries)),
+            [] if known else list(_first_ranks(s.structure for s in summaries).values()),
+            [r for r in _first_ranks(s.tree_digest for s in summaries).values() if r],
+            value_ranks,
         )
 
     def collect(self, request: DetailRequest, details: Sequence[Details]) -> None:
-        """Take in what was asked for. Raises ``PlanError``."""
-        headers = self._summaries
+        """Process the requested details. Raises ``PlanError``."""
+        summaries = self._summaries
         for r in request.tree_ranks:
-            told = msgspec.msgpack.decode(details[r].tree, type=CommonTree)
-            self._trees[headers[r].tree_digest] = told.tree
-            self._merged_lists.update(told.merged_lists)
-        if request.local_plan_ranks:  # first: where shapes differ, elements do too
-            kinds = {
-                headers[r].structure: LocalPlan.from_bytes(details[r].local_plan)
+            common = msgspec.msgpack.decode(details[r].tree, type=CommonTree)
+            self._trees[summaries[r].tree_digest] = common.tree
+            self._merged_lists.update(common.merged_lists)
+        # before the values are compared: if shapes differ, elements differ too
+        if request.local_plan_ranks:
+            local_plans = {
+                summaries[r].structure: LocalPlan.from_bytes(details[r].local_plan)
                 for r in request.local_plan_ranks
             }
-            self.plan = make_global_plan([kinds[h.structure] for h in headers])
+            self.plan = make_global_plan([local_plans[s.structure] for s in summaries])
         if request.value_ranks:
             self._compare_values({r: details[r].values for r in request.value_ranks})
         if request.local_plan_ranks and self.plan is not None:
             _add_to_cache(self._cached_plans, self._plan_id, self.plan)
 
     def _compare_values(self, encoded_values: Mapping[int, bytes]) -> None:
-        """Raise for elements that are not the same on all ranks that have them."""
-        said: dict[str, dict[bytes, list[int]]] = {}
+        """Raise ``PlanError`` for leaves whose elements differ between the ranks that have them."""
+        ranks_by_digest: dict[str, dict[bytes, list[int]]] = {}
         for r, raw in encoded_values.items():
             same = (self._summaries[r].unverified_keys, self._summaries[r].unverified_values)
             ranks = [
                 i
-                for i, h in enumerate(self._summaries)
-                if (h.unverified_keys, h.unverified_values) == same
+                for i, s in enumerate(self._summaries)
+                if (s.unverified_keys, s.unverified_values) == same
             ]
-            for key, value in msgspec.msgpack.decode(raw, type=list[tuple[str, bytes]]):
-                said.setdefault(key, {}).setdefault(value, []).extend(ranks)
-        torn = {key: sides for key, sides in said.items() if len(sides) > 1}
-        if torn:
-            raise _replica_mismatch_error(torn)
+            for key, digest in msgspec.msgpack.decode(raw, type=list[tuple[str, bytes]]):
+                ranks_by_digest.setdefault(key, {}).setdefault(digest, []).extend(ranks)
+        mismatches = {key: ranks for key, ranks in ranks_by_digest.items() if len(ranks) > 1}
+        if mismatches:
+            raise _replica_mismatch_error(mismatches)
 
     def merge_trees(self) -> Any:
-        """The tree of the snapshot. Raises ``PlanError``."""
-        headers, first = self._summaries, {}
-        own: dict[str, dict[int, Any]] = {}
-        for rank, header in enumerate(headers):
-            if header.per_rank_nodes != b"{}":
-                for key, node in msgspec.json.decode(header.per_rank_nodes).items():
-                    own.setdefault(key, {})[rank] = node
+        """Return the tree of the snapshot. Raises ``PlanError``."""
+        summaries, from_first = self._summaries, {}
+        per_rank: dict[str, dict[int, Any]] = {}
+        for rank, summary in enumerate(summaries):
+            if summary.per_rank_nodes != b"{}":
+                for key, node in msgspec.json.decode(summary.per_rank_nodes).items():
+                    per_rank.setdefault(key, {})[rank] = node
         trees = []
-        for kind in _first_ranks(h.tree_digest for h in headers):
-            tree, theirs = self._trees[kind]
-            first.update({key: node for key, node in theirs.items() if key not in first})
-            trees.append((tree, tuple(r for r, h in enumerate(headers) if h.tree_digest == kind)))
-        if len(trees) == 1 and not own and not first:
+        for digest in _first_ranks(s.tree_digest for s in summaries):
+            tree, nodes = self._trees[digest]
+            from_first.update({key: n for key, n in nodes.items() if key not in from_first})
+            trees.append(
+                (tree, tuple(r for r, s in enumerate(summaries) if s.tree_digest == digest))
+            )
+        if len(trees) == 1 and not per_rank and not from_first:
             return trees[0][0]
-        return merge(trees, RankNodes(own, first, frozenset(self._merged_lists)))
+        return merge(trees, RankNodes(per_rank, from_first, frozenset(self._merged_lists)))
 
     def encode_masks(self) -> list[bytes]:
-        """For each rank which of its boxes it writes."""
+        """Return, for each rank, a bit mask of the boxes that it writes."""
         plan = self.plan
         if plan is None:
-            raise ValueError("nobody has sent boxes")
+            raise ValueError("no rank has sent its boxes")
         return [np.packbits(plan.write_mask(r)).tobytes() for r in range(len(self._summaries))]
 
 
@@ -314,15 +336,15 @@ def _unpack_mask(raw: bytes, count: int) -> Any:
 
 
 def _first_ranks(values: Iterable[T]) -> dict[T, int]:
-    """The first rank with each value."""
-    found: dict[T, int] = {}
+    """Return the first rank with each distinct value."""
+    first_ranks: dict[T, int] = {}
     for rank, value in enumerate(values):
-        found.setdefault(value, rank)
-    return found
+        first_ranks.setdefault(value, rank)
+    return first_ranks
 
 
 def _add_to_cache(cache: dict[bytes, T], key: bytes, value: T) -> None:
-    """Keep a value, and of those before it only the latest."""
+    """Add a value, and remove the oldest values beyond ``_MAX_CACHED_PLANS``."""
     cache[key] = value
     while len(cache) > _MAX_CACHED_PLANS:
         del cache[next(iter(cache))]
@@ -333,11 +355,13 @@ _MAX_LISTED = 5
 
 def _replica_mismatch_error(mismatches: Mapping[str, Mapping[bytes, list[int]]]) -> PlanError:
     lines = []
-    for key, sides in list(mismatches.items())[:_MAX_LISTED]:
-        several = [format_ranks(sorted(ranks)) for ranks in sides.values()]
-        alone = len(sides) > 2 and all(len(ranks) == 1 for ranks in sides.values())
-        differ = "on each rank another" if alone else " unlike ".join(several[:3])
-        lines.append(f"{key} ({differ})")
+    for key, ranks_by_digest in list(mismatches.items())[:_MAX_LISTED]:
+        sides = list(ranks_by_digest.values())
+        if len(sides) > 2 and all(len(ranks) == 1 for ranks in sides):
+            difference = "different on every rank"
+        else:
+            difference = " vs. ".join(format_ranks(sorted(ranks)) for ranks in sides[:3])
+        lines.append(f"{key} ({difference})")
     more = len(mismatches) - len(lines)
     what = (
         "A tensor of the state is"
@@ -346,11 +370,12 @@ def _replica_mismatch_error(mismatches: Mapping[str, Mapping[bytes, list[int]]])
     )
     return PlanError(
         f"{what} not the same on all ranks",
-        expected="the same elements on every rank that has a tensor, or a DTensor",
+        expected="the same elements on every rank that has the tensor, or a DTensor",
         found="; ".join(lines) + (f"; and {more} more" if more else ""),
-        todo="Are the models seeded alike? A model in DistributedDataParallel goes into the state"
-        " with its wrapper. Where they do differ: holdfast.Replicated(model) takes the first rank's"
-        " of what is not a DTensor (BatchNorm's buffers, say), holdfast.PerRank keeps each rank's,"
-        " holdfast.Boxed says which part of a larger tensor it is",
+        todo="Check that every rank initializes the model from the same seed, and put a"
+        " DistributedDataParallel model into the state with its wrapper. For tensors that differ on"
+        " purpose, use holdfast.Replicated(model) to save the first rank's values of everything"
+        " that is not a DTensor (such as BatchNorm buffers), holdfast.PerRank to save every rank's"
+        " values, or holdfast.Boxed to state which part of a larger tensor each rank has",
         leaves=tuple(mismatches),
     )

@@ -21,9 +21,9 @@ _finalizer_pid: int | None = None
 
 
 class Pending:
-    """A save that goes on in the background, on a thread of its own.
+    """A save that runs in the background on its own thread.
 
-    The thread is no daemon: a process that leaves normally finishes the save first.
+    The thread is not a daemon: a process that exits normally finishes the save first.
     """
 
     def __init__(
@@ -41,20 +41,25 @@ class Pending:
         self._error: BaseException | None = None
         self._pid = os.getpid()
         self._start_failed = False
-        # Not Thread.join: before Python 3.13 a join that Ctrl-C interrupts takes the thread for
-        # ended, and then the process no longer waits for it when it leaves.
+        # Not Thread.join: before Python 3.13, a join that Ctrl-C interrupts marks the thread as
+        # ended, and the process then does not wait for it at exit.
         self._ended = Event()
         self._thread = Thread(target=self._run, name="holdfast-save")
-        self._start_lock = Lock()  # taken once: by the thread, or by who gave up starting it
+        # acquired once: by the thread, or by the caller that gave up starting it
+        self._start_lock = Lock()
 
     @property
     def begun(self) -> bool:
-        """Whether the save has been left to the thread. If not, it will never begin."""
+        """Return True if the thread has taken over the save. Otherwise, the save will never
+        begin."""
         return self._start_lock.locked() and not self._start_failed
 
     def start(self) -> None:
-        """Start the thread. Raises ``CommitError`` if there is none to be had. If this is
-        interrupted, the save either goes on (``begun``), or will never begin."""
+        """Start the thread. Raises ``CommitError`` if no thread can be started.
+
+        If this call is interrupted, the save either continues (``begun`` is True) or will never
+        begin.
+        """
         _unawaited.add(self)
         _register_worker_finalizer()
         try:
@@ -73,33 +78,36 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether the save has been committed or has failed."""
+        """Return True if the save was committed or failed."""
         return self._ended.is_set()
 
     def wait_staged(self) -> None:
-        """Return when all of the state may be changed, parameters and slots too."""
+        """Wait until all of the state may change, including parameters and optimizer slots."""
         if self._staged is not None and self._pid == os.getpid():
             self._staged.wait()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """The committed snapshot. Raises what made the save fail, or ``TimeoutError`` after
-        ``timeout`` seconds; the save then still goes on."""
+        """Wait for the save and return the committed snapshot.
+
+        Raises the error with which the save failed, or ``TimeoutError`` after ``timeout`` seconds;
+        in that case the save continues.
+        """
         if self._pid != os.getpid():
             raise HoldfastError(
-                f"The save to {self.url} goes on in the process that this one was forked from",
-                todo="Wait for it there",
+                f"The save to {self.url} runs in the process from which this one was forked",
+                todo="Wait for the save in that process",
             )
         if current_thread() is self._thread:
             raise HoldfastError(
                 f"The save to {self.url} cannot wait for itself",
-                expected="a wait in another thread",
-                found="one in the save's own, by a sink of events",
-                todo="Leave it to the training to wait",
+                expected="a call to wait() from another thread",
+                found="a call from the save's own thread, by an event sink",
+                todo="Call wait() in the training thread",
             )
         if self._ended.wait(timeout):
             self._thread.join()
         else:
-            raise TimeoutError(f"The save to {self.url} is not done after {timeout} s")
+            raise TimeoutError(f"The save to {self.url} did not finish within {timeout} s")
         _unawaited.discard(self)
         if self._error is not None:
             raise self._error
@@ -120,40 +128,44 @@ class Pending:
         except BaseException as e:  # noqa: BLE001  (top of a thread: raised by wait)
             self._error = e
         finally:
-            # the closure holds the whole state's copy
+            # the closure refers to the copy of the whole state
             del self._finish, self._after
             self._ended.set()
 
 
 class _ExitOnDelete:
-    """Ends the process with code 1 when it is deleted. Kept in ``sys``, which the interpreter
-    takes apart last: an exit from a handler of ``atexit`` would keep the other handlers (logs
-    that are flushed, children that are ended) from running, and an exception there is ignored."""
+    """An object that ends the process with code 1 when it is deleted.
 
-    def __del__(self, end: Callable[[int], object] = os._exit) -> None:
-        end(1)
+    It is stored in ``sys``, which the interpreter clears last. An exit from an ``atexit`` handler
+    would prevent the other handlers from running (those that flush logs or end child processes),
+    and Python ignores an exception in an ``atexit`` handler.
+    """
+
+    def __del__(self, exit_process: Callable[[int], object] = os._exit) -> None:
+        exit_process(1)
 
 
 def _report_unawaited() -> bool:
-    """Tell of failed saves that nobody waited for; whether there were any."""
+    """Print the failed saves that nothing waited for. Return True if there were any."""
     failed = [p for p in _unawaited if p.done and p._error is not None]
     for pending in failed:
         _unawaited.discard(pending)
-        with suppress(Exception):  # there may be no stderr: the exit code tells it all the same
+        with suppress(Exception):  # without a stderr, the exit code still reports the failure
             sys.stderr.write(f"holdfast: the save to {pending.url} failed:\n")
             traceback.print_exception(pending._error)
     return bool(failed)
 
 
 def _at_exit() -> None:
-    """A failed save that nobody waited for must not look like success to whoever started us."""
+    """Make the process exit with code 1 if a save failed and nothing waited for it. Otherwise the
+    failure would look like success to the parent process."""
     if _report_unawaited():
         vars(sys)["_holdfast_exit"] = _ExitOnDelete()
 
 
 def _register_worker_finalizer() -> None:
-    """The same in a worker of ``multiprocessing``: a forked one runs no ``atexit``, but finalizers
-    of that module's, which are told at the end, and its exit code is settled after them."""
+    """Register the same check in a ``multiprocessing`` worker. A forked worker runs no ``atexit``
+    handlers. It runs the finalizers of ``multiprocessing`` and sets its exit code after them."""
     global _finalizer_pid
     util = sys.modules.get("multiprocessing.util")
     if (
@@ -173,5 +185,5 @@ def _finish_worker() -> None:
 
 
 atexit.register(_at_exit)
-# in a forked child the saves are its parent's
+# the saves belong to the parent of a forked child
 os.register_at_fork(after_in_child=_unawaited.clear)

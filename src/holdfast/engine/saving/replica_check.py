@@ -1,8 +1,9 @@
-"""Whether what several ranks hold is the same, told by digests of it.
+"""Digests that show whether several ranks hold the same tensors.
 
-Of a tensor that nobody has declared to be replicated each rank digests all it has, at every save:
-one that is not would otherwise be lost but for one rank's. On the CPU that is XXH3-128, at the
-speed of memory; on accelerators two sums of the words, each times a number made of its place.
+At every save, each rank digests its tensors that are not declared to be replicated. Otherwise, if
+such tensors differed, all ranks' values but one would be lost. On the CPU, the digest is XXH3-128,
+which runs at memory speed. On an accelerator, it consists of two sums of the tensor's 64-bit words,
+each word multiplied by a number derived from its position.
 """
 
 from __future__ import annotations
@@ -24,40 +25,42 @@ _INLINE_BYTES = 4096
 
 
 def digest_values(leaves: Sequence[LocalLeaf], pool: BufferPool, threads: int) -> list[bytes]:
-    """A digest (16 bytes) of the elements of each leaf, of which all boxes are whole."""
-    made: list[bytes] = [b""] * len(leaves)
-    jobs: list[tuple[int, int, int]] = []
-    parts: dict[int, list[bytes]] = {}
+    """Return a 16-byte digest of the elements of each leaf. The box of every leaf is the whole
+    leaf."""
+    digests: list[bytes] = [b""] * len(leaves)
+    blocks: list[tuple[int, int, int]] = []
+    block_digests: dict[int, list[bytes]] = {}
     for i, leaf in enumerate(leaves):
         source = leaf.source
         nbytes = int(source.nbytes)
         if getattr(source, "is_cpu", True):
             cuts = range(0, nbytes, BLOCK_SIZE)
-            parts[i] = [b""] * len(cuts)
+            block_digests[i] = [b""] * len(cuts)
             if nbytes <= _INLINE_BYTES:
-                parts[i][:] = [
+                block_digests[i][:] = [
                     _digest_range(source, a, min(a + BLOCK_SIZE, nbytes), pool) for a in cuts
                 ]
             else:
-                jobs += [(i, n, a) for n, a in enumerate(cuts)]
+                blocks += [(i, n, a) for n, a in enumerate(cuts)]
         else:
-            parts[i] = [digest_on_device(source)]
+            block_digests[i] = [digest_on_device(source)]
 
-    def look(job: tuple[int, int, int]) -> None:
-        i, n, start = job
+    def digest_block(block: tuple[int, int, int]) -> None:
+        i, n, start = block
         source = leaves[i].source
-        parts[i][n] = _digest_range(
+        block_digests[i][n] = _digest_range(
             source, start, min(start + BLOCK_SIZE, int(source.nbytes)), pool
         )
 
-    in_parallel(jobs, look, min(threads, len(jobs)))
-    for i, several in parts.items():
-        made[i] = several[0] if len(several) == 1 else xxh3_128_digest(b"".join(several))
-    return made
+    in_parallel(blocks, digest_block, min(threads, len(blocks)))
+    for i, parts in block_digests.items():
+        digests[i] = parts[0] if len(parts) == 1 else xxh3_128_digest(b"".join(parts))
+    return digests
 
 
 def _digest_range(source: Any, start: int, stop: int, pool: BufferPool) -> bytes:
-    """Of bytes ``start`` to ``stop`` of a row-major array on the CPU."""
+    """Return the digest of bytes ``start`` to ``stop`` of an array on the CPU, in row-major
+    order."""
     address = 0
     if isinstance(source, np.ndarray):
         if source.flags.c_contiguous:
@@ -80,21 +83,22 @@ _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64))
 
 
 def digest_on_device(tensor: Any) -> bytes:
-    """Of a tensor wherever it is, made there: only 16 bytes come to the CPU."""
+    """Return the digest of a tensor, computed on the tensor's own device. Only 16 bytes are copied
+    to the CPU."""
     import torch
 
     raw = tensor.contiguous().view(-1)
     raw = torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw
     raw = raw.view(torch.uint8)
-    rest = raw.numel() % 8
-    if rest:
-        raw = torch.cat([raw, raw.new_zeros(8 - rest)])
+    remainder = raw.numel() % 8
+    if remainder:
+        raw = torch.cat([raw, raw.new_zeros(8 - remainder)])
     words = raw.view(torch.int64)
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for at in range(0, words.numel(), _WORDS_PER_STEP):
-        some = words[at : at + _WORDS_PER_STEP]
-        place = torch.arange(at + 1, at + 1 + some.numel(), device=words.device)
-        for i, odd in enumerate(_MULTIPLIERS):
-            mixed = (some ^ (some >> 29)) * (place * odd | 1)
+        block = words[at : at + _WORDS_PER_STEP]
+        positions = torch.arange(at + 1, at + 1 + block.numel(), device=words.device)
+        for i, multiplier in enumerate(_MULTIPLIERS):
+            mixed = (block ^ (block >> 29)) * (positions * multiplier | 1)
             sums[i] += (mixed ^ (mixed >> 32)).sum()
     return bytes(sums.cpu().numpy().tobytes())

@@ -1,9 +1,10 @@
-"""Saving: the recipe. Read it from top to bottom; every step is called from here and returns here.
+"""The save recipe. Read it from top to bottom; it calls every step, and each step returns to it.
 
-1. ``flatten`` the state, and deal out among the ranks who writes which boxes. 2. Stage: make the
-shard's image, and for an asynchronous save fill it now, so that training may go on. 3. Write the
-shard (only what its base lacks, if it has one), then its index. 4. Gather the receipts, check, and
-commit.
+1. Flatten the state, and agree with the other ranks on which rank writes which boxes.
+2. Stage: make the shard's image. An asynchronous save copies it into buffers now, so that training
+   can continue.
+3. Write the shard (with a base version, only the chunks that the base lacks), then its index.
+4. Gather the receipts, check them, and commit.
 """
 
 from __future__ import annotations
@@ -47,22 +48,25 @@ def save(
     note: Mapping[str, Any] = {},
     group: GroupSpec = None,
 ) -> Snapshot:
-    """Save ``state`` as the snapshot at ``url`` and return it once it is committed.
+    """Save ``state`` as the snapshot at ``url``, and return the snapshot once it is committed.
 
     ``state``: a dict of tensors, arrays, plain values, dicts and lists of those, modules,
-    optimizers, and objects with ``state_dict()`` and ``load_state_dict()``. ``step`` is read from
-    a name like ``version_120`` if it is not given; ``note`` holds plain values for ``metadata``.
+    optimizers, and objects with ``state_dict()`` and ``load_state_dict()``. ``step``: if it is not
+    given, it is read from a folder name such as ``version_120``. ``note``: plain values for the
+    snapshot's ``metadata``.
 
-    Under torch.distributed all ranks make this call, and the snapshot is one, of what all of them
-    have: ``group="alone"`` saves what this process has, a ``ProcessGroup`` what its ranks have.
+    Under torch.distributed, all ranks make this call, and one snapshot holds the state of all of
+    them. ``group="alone"`` saves the state of this process only; a ``ProcessGroup`` saves the state
+    of its ranks.
 
-    Uses at most 256 MiB of memory beyond the state. Raises ``AlreadyExists`` if there is such a
-    snapshot, ``Unsupported`` for what cannot be kept faithfully, ``StoreError`` or ``CommitError``;
-    whenever it raises, nothing was committed, unless the error's ``outcome`` is "unknown".
+    The save uses at most 256 MiB of memory beyond the state. Raises ``AlreadyExists`` if the
+    snapshot exists, ``Unsupported`` for a value that cannot be stored faithfully, ``StoreError``,
+    or ``CommitError``. If it raises, nothing was committed, unless the error's ``outcome`` is
+    "unknown".
     """
-    label = VersionMetadata(step=step, note=note)
+    metadata = VersionMetadata(step=step, note=note)
     with use_group(saving_group(group)):
-        return finish_save(begin_save(locate(url), state, label, shared_pool(), stage_now=False))
+        return finish_save(begin_save(locate(url), state, metadata, shared_pool(), stage_now=False))
 
 
 def save_async(
@@ -73,18 +77,18 @@ def save_async(
     note: Mapping[str, Any] = {},
     group: GroupSpec = None,
 ) -> Pending:
-    """Copy ``state`` aside and return; what is left is done in the background.
+    """Copy ``state`` into host buffers and return; a background thread finishes the save.
 
-    As ``save``, but the state may be changed as soon as this returns. Memory: one copy of the
-    state and 256 MiB. ``wait()`` on the result returns the snapshot or raises what went wrong;
-    a failure that nobody has waited for ends the process with code 1.
+    Like ``save``, but the state may change as soon as this returns. The save uses memory for one
+    copy of the state plus 256 MiB. ``wait()`` on the result returns the snapshot or raises the
+    error of the save. If a save fails and nothing waits for it, the process exits with code 1.
     """
-    label = VersionMetadata(step=step, note=note)
+    metadata = VersionMetadata(step=step, note=note)
     pool = BufferPool(1 << 50)
     try:
         with use_group(saving_group(group)):
-            draft = begin_save(locate(url), state, label, pool, stage_now=True)
-        return finish_in_background(draft, finish_save, after=pool.close)
+            job = begin_save(locate(url), state, metadata, pool, stage_now=True)
+        return finish_in_background(job, finish_save, after=pool.close)
     except BaseException:
         pool.close()
         raise
@@ -93,19 +97,20 @@ def save_async(
 def finish_in_background(
     job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], None] | None = None
 ) -> Pending:
-    """The second half of a staged save, on a thread. Raises ``CommitError`` if there is none."""
+    """Run the second half of a staged save on a background thread. Raises ``CommitError`` if no
+    thread can be started."""
     pending = None
     try:
-        done = None if job.deferred is None else job.deferred.done
-        pending = Pending(lambda: finish(job), job.location.url, after, done)
+        staged = None if job.deferred is None else job.deferred.done
+        pending = Pending(lambda: finish(job), job.location.url, after, staged)
         pending.start()
     except BaseException:
         if pending is None or not pending.begun:
             try:
-                with job.collective:  # it tells the other ranks
+                with job.collective:  # reports the error to the other ranks
                     raise
             finally:
-                release_job(job)  # no optimizer may wait for what never comes
+                release_job(job)  # otherwise an optimizer would wait forever
         raise
     return pending
 
@@ -120,66 +125,82 @@ def begin_save(
     base: Snapshot | None = None,
     overlap: bool = False,
 ) -> SaveJob:
-    """The half that needs the live state to hold still: agree on who writes what, and stage if
-    ``ahead``. ``base``: a version of the same run; what it has already is then referred to instead
-    of written. ``beside``: what holds still until an optimizer steps is left to ``finish``, and no
-    optimizer may step before ``rest.done``. ``state`` may be taken apart already."""
-    began = time.perf_counter()
+    """Run the first half of a save, during which the live state must not change: agree on which
+    rank writes what, and stage if ``stage_now``.
+
+    ``base``: a version of the same run; the save refers to the chunks that the base already holds
+    instead of writing them. ``overlap``: leave parameters and optimizer slots, which change only
+    when an optimizer steps, to ``finish_save``; no optimizer may then step before ``deferred.done``
+    of the returned job is set. ``state`` may already be flattened.
+    """
+    started_at = time.perf_counter()
     group, threads = current_group(), read_settings().threads
-    meeting = group.collective(f"the save of {location.url}")
-    with meeting:
+    collective = group.collective(f"the save of {location.url}")
+    with collective:
         if group.rank == 0:
             raise_if_exists(location)
-        about = metadata.to_node()
+        metadata_node = metadata.to_node()
         with gc_paused():
             flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
             synchronize_streams([leaf.source for leaf in flat.leaves])
-            dealt = partition_state(meeting, group, flat, pool, threads)
-            image = make_image(dealt.leaves, dealt.leaf_boxes)
+            partition = partition_state(collective, group, flat, pool, threads)
+            image = make_image(partition.leaves, partition.leaf_boxes)
         pieces = image.pieces()
-        draft = SaveJob(location, metadata, base, meeting, about, dealt, image, pieces, pool, began)
+        job = SaveJob(
+            location,
+            metadata,
+            base,
+            collective,
+            metadata_node,
+            partition,
+            image,
+            pieces,
+            pool,
+            started_at,
+        )
         try:
             if stage_now:
                 now, later = split_pieces(
                     image, pieces, find_stable_leaves(state, flat) if overlap else ()
                 )
                 stage_pieces(image, now, pool, threads)
-                draft.deferred = DeferredStaging(image, later)
-            draft.staged_at = time.perf_counter()
-            seconds = draft.staged_at - began
+                job.deferred = DeferredStaging(image, later)
+            job.staged_at = time.perf_counter()
+            seconds = job.staged_at - started_at
             events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
         except BaseException as e:
             release_buffers(pieces, pool)
-            if meeting.size == 1 or not stage_now or not isinstance(e, Exception):
+            if collective.size == 1 or not stage_now or not isinstance(e, Exception):
                 raise
-            draft.staging_error = (
-                e  # the others have gone on to train: all raise at the end of the save
-            )
-    return draft
+            # The other ranks already continue training, so all ranks raise at the end of the save.
+            job.staging_error = e
+    return job
 
 
 def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
-    """The half that runs beside the training: write, gather, commit. ``fence`` is called on rank 0
-    right before the commit, and raises if there is to be none."""
-    place, meeting = job.location, job.collective
+    """Run the second half of a save, which may run in the background: write, gather, and commit.
+
+    Rank 0 calls ``fence`` right before the commit; ``fence`` raises to prevent the commit.
+    """
+    location, collective = job.location, job.collective
     try:
-        with meeting:
+        with collective:
             if job.staging_error is not None:
                 raise job.staging_error
             if job.deferred is not None:
                 _stage_deferred(job, job.deferred)
-            with pinned_base(place, job.attempt, job.base, meeting) as base:
+            with pinned_base(location, job.attempt, job.base, collective) as base:
                 receipt = write_local_shard(job, base)
 
                 def commit(receipts: list[Receipt]) -> Snapshot:
-                    shards = check_receipts(place, receipts, meeting.size)
+                    shards = check_receipts(location, receipts, collective.size)
                     manifest = job.build_manifest(shards, 1 if base is None else base.chain + 1)
                     fence()
-                    meeting.begin_commit()  # a rank that failed before this prevents it
-                    return put_manifest(place, manifest, job.partition.plan)
+                    collective.begin_commit()  # raises if another rank failed before
+                    return put_manifest(location, manifest, job.partition.plan)
 
                 snapshot, job.result = commit_collectively(
-                    place, job.attempt, meeting, receipt, commit
+                    location, job.attempt, collective, receipt, commit
                 )
     finally:
         release_job(job)
@@ -189,21 +210,21 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
 
 
 def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
-    """Stage what was left to be staged beside the training. Raises ``CommitError`` if the training
-    has changed it meanwhile."""
+    """Stage the deferred pieces. Raises ``CommitError`` if the training changed their leaves
+    meanwhile."""
     changed = deferred.stage(job.pool, read_settings().threads)
     if changed:
         more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise CommitError(
             f"Nothing was committed to {job.location.url}: {', '.join(changed[:3])}{more} changed"
-            " while being copied beside the training",
-            todo="Change it in an optimizer's step only, or use overlap=False",
+            " during the copy in the background",
+            todo="Change these tensors only in an optimizer's step, or use overlap=False",
             leaves=changed,
         )
 
 
 def release_job(job: SaveJob) -> None:
-    """Give the buffers of a save back, and let go of the live state."""
+    """Release the save's buffers and its references to the live state, and leave its collective."""
     if job.deferred is not None:
         job.deferred.release()
     release_buffers(job.pieces, job.pool)

@@ -1,7 +1,7 @@
-"""The image of a shard before it is a file, and copying it out of the live state.
+"""Staging: copy a shard's image from the live state into host buffers.
 
-The image is never in memory as a whole: any piece of it can be filled on demand into a buffer,
-from whatever thread. Filling pieces ahead, before the save returns, is what makes it asynchronous.
+The whole image need not be in memory at once: any thread can copy any piece of it into a buffer on
+demand. An asynchronous save copies pieces before it returns.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from holdfast.threads import in_parallel
 
 
 def cuda_devices(sources: Sequence[Any]) -> set[Any]:
-    """The CUDA devices on which sources lie."""
+    """Return the CUDA devices that hold sources."""
     return {s.device for s in sources if getattr(s, "is_cuda", False)}
 
 
 def synchronize_streams(sources: Sequence[Any]) -> None:
-    """Wait until all is done that this thread's streams have queued by now on devices where sources
-    lie. Other threads copy on streams of their own, which do not wait for it by themselves."""
+    """Wait for the work that is queued on this thread's current CUDA streams, on every device that
+    holds sources. Other threads copy on their own streams, which do not wait for that work."""
     for device in cuda_devices(sources):
         import torch
 
@@ -36,8 +36,11 @@ def stage_pieces(
     threads: int,
     make_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Fill all pieces now; when this returns, the live state may change. Each is filled within a
-    context that ``lane`` makes."""
+    """Copy all pieces into buffers. After this returns, the live state may change.
+
+    Each copy runs within a context made by ``make_context``. If a copy fails, release all buffers
+    and raise its error.
+    """
 
     def fill(piece: Piece) -> None:
         buffer = pool.acquire()
@@ -57,7 +60,7 @@ def stage_pieces(
 
 
 def release_buffers(pieces: Sequence[Piece], pool: BufferPool) -> None:
-    """Give the buffers of all staged pieces back."""
+    """Return the buffers of all staged pieces to the pool."""
     for piece in pieces:
         if piece.buffer is not None:
             pool.release(piece.buffer)

@@ -1,4 +1,4 @@
-"""A shard's image into a store: digests made on the way, pieces written by several threads."""
+"""Write a shard's image to a store. Several threads write pieces and compute digests on the way."""
 
 from __future__ import annotations
 
@@ -29,30 +29,33 @@ from holdfast.threads import in_parallel
 
 
 def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
-    """Write this rank's shard and index, in full or what ``base`` lacks; nothing if there is
-    nothing to write. Raises ``StoreError``."""
-    place, meeting, image, attempt = job.location, job.collective, job.image, job.attempt
+    """Write this rank's shard and index, and return the receipt.
+
+    The shard is full, or holds only the chunks that ``base`` lacks. A rank other than rank 0 that
+    has no boxes writes nothing. Raises ``StoreError``, or ``CommitError`` if the state changed.
+    """
+    location, collective, image = job.location, job.collective, job.image
+    rank, advance = collective.rank, collective.advance
     pieces, pool, threads = job.pieces, job.pool, read_settings().threads
-    if meeting.rank and not image.leaf_boxes:
-        return Receipt(meeting.rank, None)
-    shard = names.shard_name(meeting.rank, meeting.size, attempt)
-    index = names.index_name(meeting.rank, meeting.size, attempt)
-    packing = None
+    if rank and not image.leaf_boxes:
+        return Receipt(rank, None)
+    shard_name = names.shard_name(rank, collective.size, job.attempt)
+    index_name = names.index_name(rank, collective.size, job.attempt)
+    layout = None
     if base is not None and base.shards:
-        cut = align_chunks(image, base)
-        digests = digest_chunks(cut, pieces, pool, threads, meeting.advance)
-        packing = make_incremental_layout(base, cut, digests)
-    if packing is None:
-        digests = write_shard(place, shard, image, pieces, pool, threads, meeting.advance)
-        vouched = write_index(place, index, shard, image, digests)
-        return Receipt(
-            meeting.rank, IncrementalShard(shard, image.length, vouched, []), image.length
-        )
-    release_buffers(packing.unneeded_pieces(pieces), pool)
-    write_incremental_shard(place, shard, packing, pieces, pool, threads, meeting.advance)
-    vouched = write_index(place, index, shard, packing.image, packing.digests, packing)
-    increment = IncrementalShard(shard, packing.length, vouched, packing.refers)
-    return Receipt(meeting.rank, increment, packing.length)
+        aligned = align_chunks(image, base)
+        digests = digest_chunks(aligned, pieces, pool, threads, advance)
+        layout = make_incremental_layout(base, aligned, digests)
+    if layout is None:
+        digests = write_shard(location, shard_name, image, pieces, pool, threads, advance)
+        index = write_index(location, index_name, shard_name, image, digests)
+        shard = IncrementalShard(shard_name, image.length, index, [])
+        return Receipt(rank, shard, image.length)
+    release_buffers(layout.unneeded_pieces(pieces), pool)
+    write_incremental_shard(location, shard_name, layout, pieces, pool, threads, advance)
+    index = write_index(location, index_name, shard_name, layout.image, layout.digests, layout)
+    shard = IncrementalShard(shard_name, layout.length, index, layout.refers)
+    return Receipt(rank, shard, layout.length)
 
 
 def write_shard(
@@ -64,9 +67,11 @@ def write_shard(
     threads: int,
     advance: Callable[[], object] = bool,
 ) -> list[str]:
-    """Write all pieces, staged or not, and return the digest of every chunk once the shard is
-    durable. ``advance`` is called after each piece. Raises ``StoreError``; then there is no such
-    shard, and pieces that were not reached still have their buffers."""
+    """Write all pieces, staged or not. Return the digest of every chunk once the shard is durable.
+
+    ``advance`` is called after each piece. Raises ``StoreError``; then no shard was created, and
+    the pieces that were not yet written keep their buffers.
+    """
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
 
@@ -80,7 +85,7 @@ def write_shard(
                 image.copy_piece(piece, buffer)
             view = buffer.view[: piece.stop - piece.start]
             if piece.start >= cuts[0]:
-                # every multiple of UNIT is a cut, so chunks begin and end with their piece
+                # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
                 first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
                 for c in range(first, last + 1):
                     a, b = cuts[c - 1] - piece.start, cuts[c] - piece.start
@@ -104,10 +109,10 @@ def write_index(
     digests: list[str],
     layout: IncrementalLayout | None = None,
 ) -> FileEntry:
-    """Write the index of a shard, durably; with a ``packing`` one of number 2. Raises
-    ``StoreError``."""
+    """Write the index of a shard durably, and return its manifest entry. With a ``layout``, the
+    index has format number 2. Raises ``StoreError``."""
     header = image.header if layout is None else layout.header
-    # boxes and cuts are counted from the beginning of the file, headers have lengths of their own
+    # Offsets count from the start of the file, and the headers have different lengths.
     shift = len(header) - len(image.header)
     leaves: dict[str, IndexLeaf] = {}
     for h, at in zip(image.leaf_boxes, image.box_starts, strict=True):
