@@ -388,7 +388,7 @@ def decode_any(raw: bytes) -> None:
 
 def test_a_later_format_says_so(files: Files) -> None:
     raw = seal(sealed_content(files[manifest_key(files)]), format_number=3)
-    with pytest.raises(FormatTooNew, match="newer Holdfast"):
+    with pytest.raises(FormatTooNew, match="newer version of Holdfast"):
         decode_manifest(raw, "manifest.json")
 
 

@@ -1,4 +1,4 @@
-"""Where the chunks of an incremental shard lie: in the shard, or in files of earlier versions."""
+"""The locations of the chunks of an incremental shard: in the shard or in earlier versions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from holdfast.ragged import Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRefs:
-    """For each chunk the number of its file (0: the shard itself, from 1 on: the files that it
-    refers to), and its offset in that file."""
+    """The file number and the offset in that file of each chunk.
+
+    File 0 is the shard itself; files 1 and up are the files that the shard refers to.
+    """
 
     files: Ints
     offsets: Ints
 
     def is_contiguous_with_next(self, cuts: Ints) -> npt.NDArray[np.bool_]:
-        """For each chunk but the last, whether the next one follows it in the same file."""
+        """Return, for each chunk but the last, whether the next chunk follows it in its file."""
         lengths = np.diff(cuts, prepend=0)
-        same: npt.NDArray[np.bool_] = self.files[1:] == self.files[:-1]
-        follows: npt.NDArray[np.bool_] = self.offsets[1:] == (self.offsets + lengths)[:-1]
-        return same & follows
+        same_file: npt.NDArray[np.bool_] = self.files[1:] == self.files[:-1]
+        adjacent: npt.NDArray[np.bool_] = self.offsets[1:] == (self.offsets + lengths)[:-1]
+        return same_file & adjacent
 
 
 def expand_runs(
@@ -36,45 +38,49 @@ def expand_runs(
     refers: Sequence[ShardReference],
     make_error: Callable[[str, object], ManifestInvalid],
 ) -> ChunkRefs:
-    """The places of all chunks, from the runs of an index.
+    """Return the locations of all chunks, from the runs of an index.
 
-    Raises what ``broken`` makes unless the runs name every chunk but the header once, the shard's
-    own ones tile its ``length`` bytes behind the header, and the others lie within their files,
-    none on another, of every file as many bytes as the manifest says.
+    Raises the error that ``make_error`` returns unless all of the following hold:
+
+    - The runs contain every chunk except the header exactly once.
+    - The runs in the shard itself cover its ``length`` bytes after the header without gaps.
+    - The other runs lie within their files and do not overlap.
+    - The runs use as many bytes of each file as the manifest lists.
     """
     try:
-        table = np.array(runs, np.int64).reshape(-1, 3)
+        runs_array = np.array(runs, np.int64).reshape(-1, 3)
     except OverflowError as e:
-        raise make_error("numbers of 64 bits", str(e)) from e
-    first, file, at = table.T
-    sound = (
+        raise make_error("64-bit numbers", str(e)) from e
+    first, files, offsets = runs_array.T
+    valid = (
         len(first) > 0
         and first[0] == 1
         and first[-1] < len(cuts)
         and bool((np.diff(first) > 0).all())
-        and file.min() >= 0
-        and file.max() <= len(refers)
-        and at.min() >= 0
-        and at.max() < 1 << 62
+        and files.min() >= 0
+        and files.max() <= len(refers)
+        and offsets.min() >= 0
+        and offsets.max() < 1 << 62
     )
-    if not sound:
+    if not valid:
         raise make_error(
-            f"runs of chunks 1 to {len(cuts) - 1}, in order, in files 0 to {len(refers)}", runs[:20]
+            f"runs with chunks 1 to {len(cuts) - 1}, in order, in files 0 to {len(refers)}",
+            runs[:20],
         )
     starts = cuts[first - 1]
     stops = np.append(starts[1:], cuts[-1])
     _check_run_overlap(
-        file, at, stops - starts, [length, *(r.length for r in refers)], cuts[0], make_error
+        files, offsets, stops - starts, [length, *(r.length for r in refers)], cuts[0], make_error
     )
     used = np.zeros(len(refers) + 1, np.int64)
-    np.add.at(used, file, stops - starts)
-    told = [r.bytes for r in refers]
-    if used[1:].tolist() != told:
-        raise make_error(f"{told} bytes of the files that the manifest lists", used[1:].tolist())
+    np.add.at(used, files, stops - starts)
+    listed = [r.bytes for r in refers]
+    if used[1:].tolist() != listed:
+        raise make_error(f"{listed} bytes of the files that the manifest lists", used[1:].tolist())
     counts = np.append(first[1:], len(cuts)) - first
-    shift = np.repeat(at - starts, counts)
+    shift = np.repeat(offsets - starts, counts)
     return ChunkRefs(
-        np.concatenate([[0], np.repeat(file, counts)]),
+        np.concatenate([[0], np.repeat(files, counts)]),
         np.concatenate([[0], cuts[:-1] + shift]),
     )
 
@@ -87,24 +93,25 @@ def _check_run_overlap(
     header_length: int,
     make_error: Callable[[str, object], ManifestInvalid],
 ) -> None:
-    """Raise unless no two runs share a byte, and those of file 0 tile it behind its header."""
+    """Raise unless the runs do not overlap and those in file 0 cover it without gaps."""
     files = np.concatenate([[0], files])
     offsets = np.concatenate([[0], offsets])
-    stop = offsets + np.concatenate([[header_length], lengths])
+    stops = offsets + np.concatenate([[header_length], lengths])
     order = np.lexsort((offsets, files))
-    files, offsets, stop = files[order], offsets[order], stop[order]
-    same = files[1:] == files[:-1]
-    gap = offsets[1:] - stop[:-1]
-    wrong = same & ((gap < 0) | ((files[1:] == 0) & (gap != 0)))
+    files, offsets, stops = files[order], offsets[order], stops[order]
+    same_file = files[1:] == files[:-1]
+    gaps = offsets[1:] - stops[:-1]
+    wrong = same_file & ((gaps < 0) | ((files[1:] == 0) & (gaps != 0)))
     if wrong.any():
         i = int(wrong.argmax())
         raise make_error(
-            f"runs that touch no other: one at {stop[i]} of file {files[i]}", offsets[i + 1]
+            f"runs without overlap: the next run at {stops[i]} of file {files[i]}", offsets[i + 1]
         )
-    last = np.append(~same, True)
-    ends = stop[last].tolist()
+    last = np.append(~same_file, True)
+    ends = stops[last].tolist()
     for number, end in zip(files[last].tolist(), ends, strict=True):
         if end > file_lengths[number] or (number == 0 and end < file_lengths[0]):
             raise make_error(
-                f"runs up to {file_lengths[number]} bytes of file {number}", f"one to {end}"
+                f"runs up to byte {file_lengths[number]} of file {number}",
+                f"a run that ends at {end}",
             )

@@ -1,11 +1,12 @@
-"""The index of a shard: which boxes of which leaves lie where, and the digest of every byte.
+"""The index of a shard: the location of each box of each leaf, and the digest of every byte.
 
-The file is tiled by chunks: ``cuts`` are their ends, the first chunk is exactly the safetensors
-header, the last ends with the file, and none is longer than 16 MiB. A chunk never ends inside an
-element. So every byte of a shard, header and padding included, has exactly one digest.
+Chunks cover the file without gaps. ``cuts`` are the ends of the chunks. The first chunk is exactly
+the safetensors header, the last chunk ends at the end of the file, and no other chunk is longer
+than 16 MiB. A chunk never ends inside an element. Every byte of a shard, including its header and
+padding, therefore has exactly one digest.
 
-In number 2 the boxes and chunks are those of the shard as it would be if it held everything, and
-``runs`` tell where its chunks lie: in the shard itself, or in files of earlier versions.
+In format 2, the boxes and chunks describe the shard as if it contained all of its data. ``runs``
+list the locations of the chunks: in the shard itself or in files of earlier versions.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MAX_CHUNK = 16 * MIB
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What stands in an index file. ``header`` and ``length`` are bytes of the shard."""
+    """The content of an index file. ``header`` and ``length`` are sizes in bytes of the shard."""
 
     format: int
     shard: str
@@ -52,17 +53,25 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IncrementalIndex(Index, frozen=True, forbid_unknown_fields=True):
-    """An index of number 2. ``length`` is that of the file, the last cut that of the whole. A run:
-    the number of its first chunk, the number of a file (0: this shard, from 1 on: what the
-    manifest says that it refers to), and the offset there. Chunk 0, the header, is in none."""
+    """An index of format 2.
+
+    ``length`` is the length of the file; the last cut is the length of the full shard. A run
+    consists of the number of its first chunk, a file number, and the offset in that file. File 0 is
+    this shard; files 1 and up are the files that the shard refers to, as listed in the manifest. No
+    run contains chunk 0, the header.
+    """
 
     runs: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """A checked index, ready to plan with. ``cuts`` as int64, ``digests`` one per cut, of 16 bytes
-    each; ``places``: where its chunks lie, if not all in the shard."""
+    """A checked index, ready for planning.
+
+    ``cuts`` is an int64 array. ``digests`` contains 16 bytes per chunk. ``chunk_refs`` holds the
+    locations of the chunks, or None if all are in the shard. ``refers`` lists the files of earlier
+    versions that the shard refers to.
+    """
 
     shard: str
     length: int
@@ -77,7 +86,7 @@ class ShardIndex:
         return self.digests[16 * chunk : 16 * chunk + 16].hex()
 
     def locate_chunk(self, chunk: int) -> tuple[str, int]:
-        """The file in which a chunk lies, as a path from the snapshot's folder, and where in it."""
+        """Return the file of a chunk, as a path from the snapshot's folder, and its offset."""
         if self.chunk_refs is None:
             return self.shard, int(self.cuts[chunk - 1]) if chunk else 0
         file = int(self.chunk_refs.files[chunk])
@@ -96,19 +105,21 @@ def decode_index(
     refers: Sequence[ShardReference] = (),
     schema_cache: SchemaCache | None = None,
 ) -> ShardIndex:
-    """The index, totally checked: boxes within their leaves tile the data, chunks tile the file.
+    """Decode and fully check an index.
 
-    ``refers``: what the manifest says that the shard refers to; with any, it is of number 2.
-    ``alike``: of the other indexes of the snapshot.
-    Raises ``ManifestInvalid`` naming ``file`` and, where one is to blame, the leaf.
+    The boxes lie within their leaves and cover the data without gaps, and the chunks cover the
+    file without gaps. ``refers``: the files that the shard refers to, as listed in the manifest; if
+    there are any, the index has format 2. ``schema_cache``: shared by the indexes of one snapshot.
+
+    Raises ``ManifestInvalid``, which names ``file`` and, if one leaf is at fault, the leaf.
     """
     index = decode_struct(raw, IncrementalIndex if refers else Index, file)
     number = 2 if refers else 1
 
-    def broken(expected: str, found: object, leaf: str | None = None) -> ManifestInvalid:
-        where = "" if leaf is None else f" at leaf {leaf[:200]!r}"
+    def make_error(expected: str, found: object, leaf: str | None = None) -> ManifestInvalid:
+        position = "" if leaf is None else f" at leaf {leaf[:200]!r}"
         return ManifestInvalid(
-            f"{file} breaks the format{where}",
+            f"{file} violates the format{position}",
             expected=expected,
             found=str(found)[:300],
             file=file,
@@ -116,33 +127,36 @@ def decode_index(
         )
 
     if index.format != number:
-        raise broken(f"format {number}", index.format)
+        raise make_error(f"format {number}", index.format)
     if not (8 <= index.header <= min(index.length, 8 + MAX_HEADER) and index.length < 1 << 62):
-        raise broken(
+        raise make_error(
             f"a header of 8 to {8 + MAX_HEADER} bytes within the shard",
             (index.header, index.length),
         )
-    whole = index.cuts[-1] if refers and index.cuts else index.length
-    if not index.header <= whole < 1 << 62:
-        raise broken("chunks of fewer than 2**62 bytes", whole)
-    kinds = _check_schema(
-        index.leaves, SchemaCache() if schema_cache is None else schema_cache, broken
+    full_length = index.cuts[-1] if refers and index.cuts else index.length
+    if not index.header <= full_length < 1 << 62:
+        raise make_error("chunks with fewer than 2**62 bytes in total", full_length)
+    schema = _check_schema(
+        index.leaves, SchemaCache() if schema_cache is None else schema_cache, make_error
     )
     try:
         cuts = int_array(index.cuts)
-        columns, spans = _check_boxes(index.leaves, kinds, whole, broken)
+        columns, spans = _check_boxes(index.leaves, schema, full_length, make_error)
     except OverflowError as e:
-        raise broken("numbers of 64 bits", str(e)) from e
+        raise make_error("64-bit numbers", str(e)) from e
     ends = np.concatenate([np.array([index.header]), spans.stops])
-    begins = np.concatenate([spans.starts, np.array([whole])])
-    wrong = ends != begins
+    starts = np.concatenate([spans.starts, np.array([full_length])])
+    wrong = ends != starts
     if wrong.any():
         i = int(wrong.argmax())
-        raise broken(f"boxes packed without holes up to {whole}: one at {ends[i]}", begins[i])
-    digests = _check_chunks(index, whole, cuts, spans, broken)
-    places = None
+        raise make_error(
+            f"boxes without gaps or overlap up to {full_length}: the next box at {ends[i]}",
+            starts[i],
+        )
+    digests = _check_chunks(index, full_length, cuts, spans, make_error)
+    chunk_refs = None
     if isinstance(index, IncrementalIndex):
-        places = expand_runs(index.runs, cuts, index.length, refers, broken)
+        chunk_refs = expand_runs(index.runs, cuts, index.length, refers, make_error)
     return ShardIndex(
         index.shard,
         index.length,
@@ -150,13 +164,13 @@ def decode_index(
         columns,
         cuts,
         digests,
-        places,
+        chunk_refs,
         tuple(refers),
     )
 
 
 class _Spans(NamedTuple):
-    """Where boxes begin and stop in the file, and the bytes of their elements, in file order."""
+    """The starts, stops, and element sizes in bytes of boxes, in file order."""
 
     starts: Ints
     stops: Ints
@@ -166,71 +180,78 @@ class _Spans(NamedTuple):
 def _check_schema(
     leaves: Sequence[IndexLeaf], schema_cache: SchemaCache, make_error: ErrorFactory
 ) -> LeafSchema:
-    """Keys, dtypes and shapes: checked, unless another index had just these."""
+    """Check keys, dtypes, and shapes, unless another index with the same ones was checked."""
     keys = tuple([leaf.key for leaf in leaves])
     dtypes = tuple([leaf.dtype for leaf in leaves])
     shapes = tuple([leaf.shape for leaf in leaves])
-    known = schema_cache.schemas.get((keys, dtypes, shapes))
-    if known is not None:
-        return known
+    cached = schema_cache.schemas.get((keys, dtypes, shapes))
+    if cached is not None:
+        return cached
     seen: set[str] = set()
     for leaf in leaves:
         if leaf.dtype not in DTYPES or leaf.key in seen or len(leaf.shape) > MAX_DIMENSIONS:
             found = f"{leaf.dtype}, {len(leaf.shape)} dimensions"
             raise make_error(
                 f"every leaf once, with a known dtype and at most {MAX_DIMENSIONS} dimensions",
-                found if leaf.key not in seen else "it stands twice",
+                found if leaf.key not in seen else "it occurs twice",
                 leaf.key,
             )
         seen.add(leaf.key)
     try:
         return schema_cache.add(keys, dtypes, shapes)
     except OverflowError as e:
-        raise make_error("numbers of 64 bits", str(e)) from e
+        raise make_error("64-bit numbers", str(e)) from e
 
 
 def _check_boxes(
     leaves: Sequence[IndexLeaf], schema: LeafSchema, full_length: int, make_error: ErrorFactory
 ) -> tuple[LeafColumns, _Spans]:
-    """The columns, and the spans of all boxes, each found to lie within its leaf. Few loops go over
-    the boxes: of these there may be millions, and every rank checks them at every load."""
+    """Check that each box lies within its leaf; return the columns and the spans of all boxes.
+
+    Most of the work is vectorized: there may be millions of boxes, and every rank checks them at
+    every load.
+    """
     boxes = [box for leaf in leaves for box in leaf.boxes]
     columns = build_columns(leaves, schema)
-    of, sizes = columns.leaf_numbers, columns.sizes
-    dims = schema.ndims[of]
-    wrong = int_array([len(b.offsets) for b in boxes]) != dims
-    wrong |= int_array([len(b.sizes) for b in boxes]) != dims
-    if not wrong.any():
-        limits = schema.flat_shapes[ranges(exclusive_cumsum(schema.ndims)[of], dims)]
+    leaf_numbers, sizes = columns.leaf_numbers, columns.sizes
+    ndims = schema.ndims[leaf_numbers]
+    invalid = int_array([len(b.offsets) for b in boxes]) != ndims
+    invalid |= int_array([len(b.sizes) for b in boxes]) != ndims
+    if not invalid.any():
+        limits = schema.flat_shapes[ranges(exclusive_cumsum(schema.ndims)[leaf_numbers], ndims)]
         offsets = columns.offsets
         outside = (offsets < 0) | (sizes < 0) | (sizes > limits) | (offsets > limits - sizes)
         if outside.any():
-            wrong[np.repeat(np.arange(len(boxes)), dims)[outside]] = True
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise make_error(f"a box within {leaves[of[i]].shape}", boxes[i], leaves[of[i]].key)
-    widths = schema.itemsizes[of]
-    # the product in floats tells whether that in integers is exact
+            invalid[np.repeat(np.arange(len(boxes)), ndims)[outside]] = True
+    if invalid.any():
+        i = int(invalid.argmax())
+        raise make_error(
+            f"a box within {leaves[leaf_numbers[i]].shape}", boxes[i], leaves[leaf_numbers[i]].key
+        )
+    itemsizes = schema.itemsizes[leaf_numbers]
+    # the float product shows whether the integer product overflows
     with np.errstate(over="ignore", invalid="ignore"):
-        large = row_products(sizes.astype(np.float64), dims) * widths > full_length
-    if large.any():
-        i = int(large.argmax())
-        raise make_error(f"a box of at most {full_length} bytes", boxes[i], leaves[of[i]].key)
-    lengths = columns.numels * widths
+        too_large = row_products(sizes.astype(np.float64), ndims) * itemsizes > full_length
+    if too_large.any():
+        i = int(too_large.argmax())
+        raise make_error(
+            f"a box of at most {full_length} bytes", boxes[i], leaves[leaf_numbers[i]].key
+        )
+    lengths = columns.numels * itemsizes
     order = np.lexsort((lengths, columns.file_offsets))
-    begins = columns.file_offsets[order]
-    return columns, _Spans(begins, begins + lengths[order], widths[order])
+    starts = columns.file_offsets[order]
+    return columns, _Spans(starts, starts + lengths[order], itemsizes[order])
 
 
 def _check_chunks(
     index: Index, full_length: int, cuts: Ints, spans: _Spans, make_error: ErrorFactory
 ) -> bytes:
-    """The digests; raises unless the chunks tile the file and fall between elements."""
+    """Check that the chunks cover the file and end between elements; return their digests."""
     lengths = np.diff(cuts, prepend=0)
-    tiles = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == full_length
-    if not tiles or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:
+    covers_file = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == full_length
+    if not covers_file or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:
         raise make_error(
-            f"chunks of 1 to {MAX_CHUNK} bytes, the first the header, the last to the end",
+            f"chunks of 1 to {MAX_CHUNK} bytes, from the header to the end of the shard",
             index.cuts[:20],
         )
     digests = pack_digests(index.digests)
@@ -238,10 +259,10 @@ def _check_chunks(
         raise make_error(f"{len(cuts)} digests of 32 hex digits", f"{len(index.digests)} digests")
     filled = spans.stops > spans.starts
     if filled.any():
-        starts, widths = spans.starts[filled], spans.itemsizes[filled]
-        inner = cuts[:-1]
-        inner = inner[inner >= starts[0]]
-        box = np.searchsorted(starts, inner, side="right") - 1
-        if ((inner - starts[box]) % widths[box]).any():
+        starts, itemsizes = spans.starts[filled], spans.itemsizes[filled]
+        inner_cuts = cuts[:-1]
+        inner_cuts = inner_cuts[inner_cuts >= starts[0]]
+        box = np.searchsorted(starts, inner_cuts, side="right") - 1
+        if ((inner_cuts - starts[box]) % itemsizes[box]).any():
             raise make_error("chunks that end between elements", index.cuts[:20])
     return digests

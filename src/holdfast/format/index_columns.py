@@ -1,7 +1,7 @@
-"""The leaves of an index as columns: a million boxes take 40 MiB so, as objects 600.
+"""The leaves of an index as columns: a million boxes take 40 MiB as columns, 600 MiB as objects.
 
-The shards of a snapshot mostly have the same leaves, each another box of them; keys, dtypes and
-shapes are then kept once for all of them.
+The shards of a snapshot usually have the same leaves, each with a different box of them. Keys,
+dtypes, and shapes are then stored only once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.types import DTYPES
 
 
 class IndexBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A rectangle of a leaf and the offset in the shard at which its bytes begin."""
+    """A rectangle of a leaf, and the offset ``at`` in the shard at which its bytes begin."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -26,7 +26,7 @@ class IndexBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 class IndexLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A leaf: dtype and global shape, and those of its boxes that lie in this shard."""
+    """A leaf: its dtype, its global shape, and its boxes in this shard."""
 
     key: str
     dtype: str
@@ -36,8 +36,11 @@ class IndexLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafSchema:
-    """Key, dtype and global shape of leaves. ``limits``: the shapes one after the other, each of
-    ``dims`` numbers; ``widths``: bytes of an element."""
+    """The keys, dtypes, and global shapes of leaves.
+
+    ``ndims``: the number of dimensions of each leaf. ``flat_shapes``: all shapes, concatenated.
+    ``itemsizes``: the element size of each leaf in bytes.
+    """
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -49,7 +52,7 @@ class LeafSchema:
 
 @dataclass(slots=True)
 class SchemaCache:
-    """What several indexes have in common, each thing of it once."""
+    """The schemas and strings that several indexes share, each stored once."""
 
     schemas: dict[tuple[tuple[object, ...], ...], LeafSchema] = field(default_factory=dict)
     interned: dict[Any, Any] = field(default_factory=dict)
@@ -60,10 +63,13 @@ class SchemaCache:
         dtypes: tuple[str, ...],
         shapes: tuple[tuple[int, ...], ...],
     ) -> LeafSchema:
-        """The kinds of leaves that no index before had together. Raises ``OverflowError``."""
-        one = self.interned.setdefault
-        keys, dtypes, shapes = (tuple(map(one, c, c)) for c in (keys, dtypes, shapes))
-        made = self.schemas[keys, dtypes, shapes] = LeafSchema(
+        """Create and cache the schema of these leaves.
+
+        Raises ``OverflowError`` if a size has more than 64 bits.
+        """
+        intern = self.interned.setdefault
+        keys, dtypes, shapes = (tuple(map(intern, c, c)) for c in (keys, dtypes, shapes))
+        schema = self.schemas[keys, dtypes, shapes] = LeafSchema(
             keys,
             dtypes,
             shapes,
@@ -71,15 +77,16 @@ class SchemaCache:
             flatten_rows(shapes),
             int_array([DTYPES[dtype].itemsize for dtype in dtypes]),
         )
-        return made
+        return schema
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafColumns:
-    """The leaves, each made when it is asked for.
+    """The leaves of an index. Iteration creates each ``IndexLeaf`` when it is needed.
 
-    ``counts``: for each leaf how many boxes it has; ``at``: where the boxes begin in the shard;
-    ``elements``: theirs; ``offsets`` and ``sizes``: of all boxes, one after the other.
+    ``box_counts``: the number of boxes of each leaf. ``file_offsets``: the offset of each box in
+    the shard. ``numels``: the number of elements of each box. ``offsets`` and ``sizes``: those of
+    all boxes, concatenated.
     """
 
     schema: LeafSchema
@@ -91,38 +98,40 @@ class LeafColumns:
 
     @property
     def leaf_numbers(self) -> Ints:
-        """For each box the number of its leaf."""
+        """The number of the leaf of each box."""
         return np.repeat(np.arange(len(self.box_counts)), self.box_counts)
 
     @property
     def dim_starts(self) -> Ints:
-        """For each box where its own ``offsets`` and ``sizes`` begin."""
+        """The position at which each box's row begins in ``offsets`` and ``sizes``."""
         return exclusive_cumsum(self.schema.ndims[self.leaf_numbers])
 
     def stored_numels(self) -> Ints:
-        """For each leaf the elements of all its boxes."""
+        """Return the total number of elements in the boxes of each leaf."""
         sums = np.zeros(len(self.file_offsets) + 1, np.int64)
-        np.cumsum(self.numels, out=sums[1:])  # boxes of a shard do not overlap: less than 2**62
+        np.cumsum(self.numels, out=sums[1:])  # below 2**62: boxes do not overlap
         first = exclusive_cumsum(self.box_counts)
-        made: Ints = sums[first + self.box_counts] - sums[first]
-        return made
+        numels: Ints = sums[first + self.box_counts] - sums[first]
+        return numels
 
     def __len__(self) -> int:
         return len(self.box_counts)
 
     def __iter__(self) -> Iterator[IndexLeaf]:
         offsets, sizes = self.offsets.tolist(), self.sizes.tolist()
-        at, counts = self.file_offsets.tolist(), self.box_counts.tolist()
+        file_offsets, counts = self.file_offsets.tolist(), self.box_counts.tolist()
         first = begin = 0
-        kinds = self.schema
+        schema = self.schema
         for key, dtype, shape, count in zip(
-            kinds.keys, kinds.dtypes, kinds.shapes, counts, strict=True
+            schema.keys, schema.dtypes, schema.shapes, counts, strict=True
         ):
             boxes = []
             for box in range(first, first + count):
                 stop = begin + len(shape)
-                row = IndexBox(tuple(offsets[begin:stop]), tuple(sizes[begin:stop]), at[box])
-                boxes.append(row)
+                index_box = IndexBox(
+                    tuple(offsets[begin:stop]), tuple(sizes[begin:stop]), file_offsets[box]
+                )
+                boxes.append(index_box)
                 begin = stop
             first += count
             yield IndexLeaf(key, dtype, shape, boxes)
@@ -134,11 +143,15 @@ class LeafColumns:
 
 
 def build_columns(leaves: Sequence[IndexLeaf], schema: LeafSchema) -> LeafColumns:
-    """Leaves of these kinds as columns. Raises ``OverflowError`` for a number beyond 64 bits."""
+    """Convert leaves of this schema to columns.
+
+    Raises ``OverflowError`` for a number of more than 64 bits.
+    """
     boxes = [box for leaf in leaves for box in leaf.boxes]
     counts = int_array([len(leaf.boxes) for leaf in leaves])
-    given = [box.sizes for box in boxes]
-    sizes = flatten_rows(given)
-    elements = row_products(sizes, int_array([*map(len, given)]))
-    at, offsets = int_array([box.at for box in boxes]), flatten_rows([box.offsets for box in boxes])
-    return LeafColumns(schema, counts, at, elements, offsets, sizes)
+    size_rows = [box.sizes for box in boxes]
+    sizes = flatten_rows(size_rows)
+    numels = row_products(sizes, int_array([*map(len, size_rows)]))
+    file_offsets = int_array([box.at for box in boxes])
+    offsets = flatten_rows([box.offsets for box in boxes])
+    return LeafColumns(schema, counts, file_offsets, numels, offsets, sizes)

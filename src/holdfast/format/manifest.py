@@ -1,7 +1,8 @@
-"""The manifest: what it holds, and total validation.
+"""The manifest of a snapshot: its content and its complete validation.
 
-A manifest is the commit of a snapshot. It holds the tree of the state with every plain value,
-and names the shards and their indexes by length and digest. See ``docs/format.md``.
+Writing the manifest commits a snapshot. The manifest contains the tree of the state with every
+plain value, and lists the shards and their indexes with lengths and digests. See
+``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from holdfast.format.digest import is_digest
 from holdfast.format.sealed import is_utc_time, make_require, seal, unseal
 
 MAX_MANIFEST = 1 << 30
-"""A longer manifest or index is refused before it is read."""
+"""The maximum size of a manifest or index in bytes. A longer one is rejected before it is read."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file that the manifest vouches for."""
+    """A file that the manifest lists with its length in bytes and its digest."""
 
     name: str
     length: int
@@ -28,7 +29,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A shard by name and length in bytes, and its index, whose digests cover the shard."""
+    """The name and length in bytes of a shard, and its index, whose digests cover the shard."""
 
     name: str
     length: int
@@ -36,13 +37,16 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def refers(self) -> Sequence[ShardReference]:
-        """The files of earlier versions that hold a part of it; none in number 1."""
+        """The files of earlier versions that hold a part of the shard; none in format 1."""
         return ()
 
 
 class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A shard of an earlier version: its path from this version's folder, its length, and how many
-    of its bytes are referred to."""
+    """A shard of an earlier version that a shard refers to.
+
+    ``path``: its path from this version's folder. ``length``: its length in bytes. ``bytes``: the
+    number of its bytes that the shard uses.
+    """
 
     path: str
     length: int
@@ -50,20 +54,20 @@ class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IncrementalShard(Shard, frozen=True, forbid_unknown_fields=True):
-    """A shard of number 2: what is not in it lies in the files that it ``refers`` to."""
+    """A shard of format 2: the data that it does not contain is in the files of ``refers``."""
 
     refers: Sequence[ShardReference]
 
 
 class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The snapshot that training had been resumed from, or that was saved just before."""
+    """The previous snapshot: the one that training saved or resumed before this one."""
 
     version: str
     digest: str
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a snapshot is. ``tree`` and ``metadata`` are nodes as ``format/tree.py`` has them."""
+    """The content of a snapshot. ``tree`` and ``metadata`` are nodes; see ``format/tree.py``."""
 
     attempt: str
     created: str
@@ -77,72 +81,72 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def chain(self) -> int:
-        """How many versions lie between it and a full one: 0 for a full one."""
+        """The number of versions since the last full version; 0 for a full version."""
         return 0
 
 
 class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
-    """A manifest of number 2: of a snapshot that refers to files of earlier versions."""
+    """A manifest of format 2: its snapshot refers to files of earlier versions."""
 
     shards: Sequence[IncrementalShard]
     chain: int
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
-    """The file's bytes and its digest."""
+    """Return the bytes of the file and its digest."""
     return seal(manifest, 2 if isinstance(manifest, IncrementalManifest) else 1)
 
 
 def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
-    """The manifest and its digest, every field but the tree checked.
+    """Return the manifest and its digest. Every field except the tree is checked.
 
-    Raises ``ManifestInvalid``, ``DigestMismatch`` or ``FormatTooNew``, naming ``file``.
+    Raises ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``.
     """
-    manifest, made = unseal(raw, Manifest, file, {2: IncrementalManifest})
+    manifest, manifest_digest = unseal(raw, Manifest, file, {2: IncrementalManifest})
     _check(manifest, file)
-    return manifest, made
+    return manifest, manifest_digest
 
 
 def _check(manifest: Manifest, file: str) -> None:
-    demand = make_require(file)
-    demand(names.is_attempt(manifest.attempt), "an attempt of 12 hex digits", manifest.attempt)
-    demand(is_utc_time(manifest.created), "a time of day in UTC", manifest.created)
+    require = make_require(file)
+    require(names.is_attempt(manifest.attempt), "an attempt of 12 hex digits", manifest.attempt)
+    require(is_utc_time(manifest.created), "a time in UTC", manifest.created)
     step, branch = manifest.step, manifest.branch
-    demand(step is None or 0 <= step < 10**18, "a step below 10**18", step)
-    demand(0 <= branch < 10**9, "a branch below 10**9", branch)
+    require(step is None or 0 <= step < 10**18, "a step below 10**18", step)
+    require(0 <= branch < 10**9, "a branch below 10**9", branch)
     if manifest.parent is not None:
         version = names.parse_version(manifest.parent.version)
-        demand(version is not None, "a version", manifest.parent.version)
-        demand(is_digest(manifest.parent.digest), "a digest", manifest.parent.digest)
+        require(version is not None, "a version", manifest.parent.version)
+        require(is_digest(manifest.parent.digest), "a digest", manifest.parent.digest)
     seen: set[str] = set()
     for shard in manifest.shards:
         index = shard.index
-        demand(names.is_shard_name(shard.name), "the name of a shard", shard.name)
-        beside = shard.name.removesuffix(".safetensors") + ".index.json"
-        demand(index.name == beside, f"an index called {beside}", index.name)
-        demand(is_digest(index.digest), "a digest of 32 hex digits", index.digest)
-        demand(0 <= shard.length < 1 << 62, "a length in bytes", shard.length)
-        demand(0 <= index.length <= MAX_MANIFEST, "a length in bytes", index.length)
-        demand(shard.name not in seen, "every file once", shard.name)
+        require(names.is_shard_name(shard.name), "a shard name", shard.name)
+        index_name = shard.name.removesuffix(".safetensors") + ".index.json"
+        require(index.name == index_name, f"an index named {index_name}", index.name)
+        require(is_digest(index.digest), "a digest of 32 hex digits", index.digest)
+        require(0 <= shard.length < 1 << 62, "a length in bytes", shard.length)
+        require(0 <= index.length <= MAX_MANIFEST, "a length in bytes", index.length)
+        require(shard.name not in seen, "each shard only once", shard.name)
         seen.add(shard.name)
-        for referred in shard.refers:
-            _check_reference(referred, manifest, demand)
+        for reference in shard.refers:
+            _check_reference(reference, manifest, require)
         paths = [r.path for r in shard.refers]
-        demand(len(set(paths)) == len(paths), "every file that is referred to once", paths)
+        require(len(set(paths)) == len(paths), "each reference only once", paths)
     if isinstance(manifest, IncrementalManifest):
-        demand(0 < manifest.chain < 1 << 31, "a chain of 1 or more", manifest.chain)
-        refers = any(shard.refers for shard in manifest.shards)
-        demand(refers, "a shard that refers to another version", "none")
+        require(0 < manifest.chain < 1 << 31, "a chain of 1 or more", manifest.chain)
+        any_reference = any(shard.refers for shard in manifest.shards)
+        require(any_reference, "a shard that refers to another version", "none")
 
 
 def _check_reference(
     reference: ShardReference, manifest: Manifest, require: Callable[[bool, str, object], None]
 ) -> None:
-    found = names.parse_reference(reference.path)
-    other = found is not None and (found[0].step, found[0].branch) != (
+    target = names.parse_reference(reference.path)
+    other_version = target is not None and (target[0].step, target[0].branch) != (
         manifest.step,
         manifest.branch,
     )
-    require(other, "a path to another version, like ../version_1/shard-...", reference.path)
+    require(other_version, "a path to another version, like ../version_1/shard-...", reference.path)
     require(0 < reference.length < 1 << 62, "a length in bytes", reference.length)
     require(0 < reference.bytes <= reference.length, "1 byte to the file's length", reference.bytes)

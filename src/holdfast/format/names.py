@@ -1,4 +1,4 @@
-"""Names of files and leaves: how they are made and how they are recognised."""
+"""Names of files and leaves: how to build them and how to recognize them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVALUATION = re.compile(r"eval-([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.([0-9a-f]{12})
 
 
 def new_attempt() -> str:
-    """A fresh attempt id: 12 hexadecimal digits that no other attempt will draw."""
+    """Return a new attempt id: 12 random hexadecimal digits."""
     return secrets.token_hex(6)
 
 
@@ -31,7 +31,7 @@ def is_attempt(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """A version's name: the step after which it was saved, and the branch (0: the first)."""
+    """The name of a version: the step after which it was saved, and its branch (0: the first)."""
 
     step: int
     branch: int = 0
@@ -41,13 +41,13 @@ class Version:
 
 
 def parse_version(folder: str) -> Version | None:
-    """``version_120`` or ``version_120.2``; None for any other name."""
+    """Parse ``version_120`` or ``version_120.2``. Return None for any other name."""
     match = _VERSION.fullmatch(folder)
     return None if match is None else Version(int(match[1]), int(match[2] or 0))
 
 
 def split_address(text: str) -> tuple[str, str | None]:
-    """``RUN@120`` as the run and what is behind the ``@``; None if it is no such address."""
+    """Split ``RUN@120`` into the run and the text after ``@``, or None if there is no such text."""
     match = _ADDRESS.fullmatch(text)
     return (text, None) if match is None else (match[1], match[2])
 
@@ -61,7 +61,7 @@ def index_name(rank: int, world_size: int, attempt: str) -> str:
 
 
 def parse_attempt(name: str) -> str | None:
-    """The attempt that wrote a shard or an index of that name; None for any other name."""
+    """Return the attempt in the name of a shard or an index, or None for any other name."""
     match = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
     return None if match is None else match[3]
 
@@ -71,13 +71,15 @@ def is_shard_name(name: str) -> bool:
 
 
 def reference_path(folder: str, shard: str) -> str:
-    """The path from one version's folder to a shard in another version's."""
+    """Return the path from the folder of one version to a shard of another version."""
     return f"../{folder}/{shard}"
 
 
 def parse_reference(path: str) -> tuple[Version, str] | None:
-    """Version and name of the shard that a path like ``../version_100/shard-...`` leads to; None
-    for any other path, so that none leaves the run."""
+    """Return the version and the shard name in a path like ``../version_100/shard-...``.
+
+    Return None for any other path, so that no path leaves the run.
+    """
     up, _, rest = path.partition("/")
     folder, _, shard = rest.partition("/")
     version = parse_version(folder)
@@ -103,7 +105,7 @@ def parse_pin(name: str) -> str | None:
 
 
 def parse_lasting_pin(name: str) -> Version | None:
-    """The version that a lasting pin is for, from its file's name."""
+    """Return the version in the file name of a lasting pin, or None for any other name."""
     match = _LASTING_PIN.fullmatch(name)
     return None if match is None else parse_version(match[1])
 
@@ -113,19 +115,22 @@ def evaluation_name(name: str, attempt: str) -> str:
 
 
 def parse_evaluation(file: str) -> tuple[str, str] | None:
-    """Name and attempt of an evaluation, from its file's name."""
+    """Return the name and attempt in the file name of an evaluation; None for any other name."""
     match = _EVALUATION.fullmatch(file)
     return None if match is None else (match[1], match[2])
 
 
 def escape_level(level: str) -> str:
-    """One level of a leaf's key; ``~`` and ``/`` are escaped as in JSON Pointer (RFC 6901), and
-    the empty name is ``~``, so that no level is empty."""
+    """Escape one level of a leaf's key.
+
+    ``~`` and ``/`` are escaped as in JSON Pointer (RFC 6901). The empty name becomes ``~``, so that
+    no level is empty.
+    """
     if "~" in level or "/" in level:
         return level.replace("~", "~0").replace("/", "~1")
     return level or "~"
 
 
 def join_key(parent: str, level: str) -> str:
-    """The key of a child: the parent's key (``None``-like empty at the top), then its level."""
+    """Return the key of a child: the parent's key (empty at the top), then the child's level."""
     return f"{parent}/{level}" if parent else level

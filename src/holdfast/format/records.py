@@ -1,5 +1,4 @@
-"""The small records of a run beside its manifests, with total validation: branches, pins,
-evaluations.
+"""The small records of a run, with complete validation: branches, pins, and evaluations.
 
 See ``docs/format.md``.
 """
@@ -18,7 +17,7 @@ from holdfast.format.digest import is_digest
 from holdfast.format.sealed import is_utc_time, make_require, seal, unseal
 
 MAX_RECORD = 1 << 20
-"""Bytes; a longer record is refused before it is read."""
+"""The maximum size of a record in bytes. A longer record is rejected before it is read."""
 
 _PROCESS = re.compile(r"[0-9]{1,10}:([0-9]{1,20}|gone)")
 _INT64_LIMIT = 1 << 63
@@ -26,7 +25,7 @@ _FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
 
 
 class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From which version training went on, and why not from the newest (``reason``)."""
+    """The version from which training continued, and why it was not the newest (``reason``)."""
 
     number: int
     from_version: str
@@ -36,10 +35,10 @@ class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keeps ``sweep`` and retention off: the files of an attempt under way, or a version.
+    """Protects the files of an attempt in progress, or a version, from ``sweep`` and retention.
 
-    ``host``, ``boot`` and ``process`` (pid and start time) tell on the same machine whether the
-    one who holds it still lives, whatever the clock says.
+    ``host``, ``boot``, and ``process`` (pid and start time) identify the owner. On the same machine
+    they show whether the owner is still alive, independent of the clock.
     """
 
     attempt: str
@@ -51,15 +50,18 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LastingPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keeps a version until the pin is taken away, whoever lives."""
+    """Protects a version until the pin is removed, independent of any process."""
 
     version: str
     created: str
 
 
 class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one attempt to evaluate a version found: ``metrics``, numbers by name, of exactly the
-    snapshot whose manifest has that digest."""
+    """The result of one attempt to evaluate a version.
+
+    ``metrics`` contains numbers by name. They apply only to the snapshot whose manifest has the
+    digest ``manifest_digest``.
+    """
 
     name: str
     attempt: str
@@ -69,7 +71,10 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: Mapping[str, Any]
 
     def decoded_metrics(self) -> dict[str, float]:
-        """The metrics as numbers; what JSON has no word for is ``{"float": "nan"}`` in a file."""
+        """Return the metrics as numbers.
+
+        In a file, a number that JSON cannot represent has the form ``{"float": "nan"}``.
+        """
         return {
             name: _FLOATS[value["float"]] if isinstance(value, dict) else value
             for name, value in self.metrics.items()
@@ -81,15 +86,18 @@ def encode_branch(branch: Branch) -> bytes:
 
 
 def decode_branch(raw: bytes, file: str) -> Branch:
-    """The record of a branch, every field checked. Raises as ``decode_manifest`` does."""
+    """Return the record of a branch. Every field is checked.
+
+    Raises the same errors as ``decode_manifest``.
+    """
     branch = unseal(raw, Branch, file)[0]
-    demand = make_require(file)
-    demand(
+    require = make_require(file)
+    require(
         names.parse_branch(names.branch_name(branch.number)) is not None, "a branch", branch.number
     )
-    demand(names.parse_version(branch.from_version) is not None, "a version", branch.from_version)
-    demand(is_digest(branch.from_digest), "a digest of 32 hex digits", branch.from_digest)
-    demand(is_utc_time(branch.created), "a time of day in UTC", branch.created)
+    require(names.parse_version(branch.from_version) is not None, "a version", branch.from_version)
+    require(is_digest(branch.from_digest), "a digest of 32 hex digits", branch.from_digest)
+    require(is_utc_time(branch.created), "a time in UTC", branch.created)
     return branch
 
 
@@ -98,14 +106,14 @@ def encode_pin(pin: Pin) -> bytes:
 
 
 def decode_pin(raw: bytes, file: str) -> Pin:
-    """A pin, every field checked. Raises as ``decode_manifest`` does."""
+    """Return a pin. Every field is checked. Raises the same errors as ``decode_manifest``."""
     pin = unseal(raw, Pin, file)[0]
-    demand = make_require(file)
-    demand(names.is_attempt(pin.attempt), "an attempt of 12 hex digits", pin.attempt)
-    version = pin.version is None or names.parse_version(pin.version) is not None
-    demand(version, "a version or null", pin.version)
-    demand(is_utc_time(pin.created), "a time of day in UTC", pin.created)
-    demand(_PROCESS.fullmatch(pin.process) is not None, "a process as pid:start", pin.process)
+    require = make_require(file)
+    require(names.is_attempt(pin.attempt), "an attempt of 12 hex digits", pin.attempt)
+    valid_version = pin.version is None or names.parse_version(pin.version) is not None
+    require(valid_version, "a version or null", pin.version)
+    require(is_utc_time(pin.created), "a time in UTC", pin.created)
+    require(_PROCESS.fullmatch(pin.process) is not None, "a process as pid:start", pin.process)
     return pin
 
 
@@ -114,16 +122,19 @@ def encode_lasting_pin(pin: LastingPin) -> bytes:
 
 
 def decode_lasting_pin(raw: bytes, file: str) -> LastingPin:
-    """A lasting pin, every field checked. Raises as ``decode_manifest`` does."""
+    """Return a lasting pin. Every field is checked.
+
+    Raises the same errors as ``decode_manifest``.
+    """
     pin = unseal(raw, LastingPin, file)[0]
-    demand = make_require(file)
-    demand(names.parse_version(pin.version) is not None, "a version", pin.version)
-    demand(is_utc_time(pin.created), "a time of day in UTC", pin.created)
+    require = make_require(file)
+    require(names.parse_version(pin.version) is not None, "a version", pin.version)
+    require(is_utc_time(pin.created), "a time in UTC", pin.created)
     return pin
 
 
 def encode_evaluation(evaluation: Evaluation) -> bytes:
-    """``evaluation``, whose metrics are ints and floats, as a file."""
+    """Return the file content of an evaluation whose metrics are ints and floats."""
     metrics = {
         name: {"float": repr(value)} if isinstance(value, float) and not isfinite(value) else value
         for name, value in evaluation.metrics.items()
@@ -132,17 +143,25 @@ def encode_evaluation(evaluation: Evaluation) -> bytes:
 
 
 def decode_evaluation(raw: bytes, file: str) -> Evaluation:
-    """An evaluation, every field checked. Raises as ``decode_manifest`` does."""
-    found = unseal(raw, Evaluation, file)[0]
-    demand = make_require(file)
-    good = names.parse_evaluation(names.evaluation_name(found.name, found.attempt)) is not None
-    demand(good, "a name and an attempt", f"{found.name}, {found.attempt}")
-    demand(names.parse_version(found.version) is not None, "a version", found.version)
-    demand(is_digest(found.manifest_digest), "a digest of 32 hex digits", found.manifest_digest)
-    demand(is_utc_time(found.created), "a time of day in UTC", found.created)
-    for name, value in found.metrics.items():
-        demand(_is_number(value), f"a number for {name[:80]!r}", value)
-    return found
+    """Return an evaluation. Every field is checked.
+
+    Raises the same errors as ``decode_manifest``.
+    """
+    evaluation = unseal(raw, Evaluation, file)[0]
+    require = make_require(file)
+    file_name = names.evaluation_name(evaluation.name, evaluation.attempt)
+    valid_name = names.parse_evaluation(file_name) is not None
+    require(valid_name, "a name and an attempt", f"{evaluation.name}, {evaluation.attempt}")
+    require(names.parse_version(evaluation.version) is not None, "a version", evaluation.version)
+    require(
+        is_digest(evaluation.manifest_digest),
+        "a digest of 32 hex digits",
+        evaluation.manifest_digest,
+    )
+    require(is_utc_time(evaluation.created), "a time in UTC", evaluation.created)
+    for name, value in evaluation.metrics.items():
+        require(_is_number(value), f"a number for {name[:80]!r}", value)
+    return evaluation
 
 
 def _is_number(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Small JSON files that carry their own digest: manifests, branches, pins.
+"""Small JSON files that contain their own digest: manifests, branches, pins, and evaluations.
 
-A sealed file is one JSON object whose first two members are, byte for byte,
-``{"format":N,"digest":"<32 hex digits>",``. The digest is over the whole file with the 32 digits
-replaced by zeros, compared exactly: a file that was changed in any byte does not open.
+A sealed file is one JSON object that begins with exactly
+``{"format":N,"digest":"<32 hex digits>",``. The digest covers the whole file with the 32 digits
+replaced by zeros. Digests are compared exactly, so a file with any changed byte is rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.errors import DigestMismatch, FormatTooNew, ManifestInvalid
 from holdfast.format.digest import HEX_LENGTH, digest
 
 FORMAT = 2
-"""The newest format number that this build writes and reads."""
+"""The newest format number that this version of Holdfast writes and reads."""
 
 _HEAD = re.compile(rb'\{"format":([1-9][0-9]{0,8}),"digest":"([0-9a-f]{32})",')
 
@@ -28,21 +28,24 @@ _encoder = msgspec.json.Encoder()
 
 
 def seal(content: msgspec.Struct, format_number: int = 1) -> tuple[bytes, str]:
-    """``content`` as a sealed file of a format number, and its digest."""
+    """Return ``content`` as a sealed file with this format number, and the digest of the file."""
     body = _encoder.encode(content)[1:]
     head = b'{"format":%d,"digest":"' % format_number
-    made = digest(b"".join((head, b"0" * HEX_LENGTH, b'",', body)))
-    return b"".join((head, made.encode(), b'",', body)), made
+    file_digest = digest(b"".join((head, b"0" * HEX_LENGTH, b'",', body)))
+    return b"".join((head, file_digest.encode(), b'",', body)), file_digest
 
 
 def unseal(
     raw: bytes, struct_type: type[T], file: str, newer_types: Mapping[int, type[T]] = {}
 ) -> tuple[T, str]:
-    """The content of a sealed file and its digest, fully checked.
+    """Check a sealed file, and return its content and its digest.
 
-    ``kind``: what it is in number 1; ``later``: in other numbers, where there are any. Raises
-    ``ManifestInvalid`` if the file is not of the form, ``DigestMismatch`` if a byte is not as it
-    was written, ``FormatTooNew`` if it is of a later format. ``file`` names it in messages.
+    ``struct_type``: the type of the content in format 1. ``newer_types``: the types in other
+    formats, by format number. ``file``: the name of the file for messages.
+
+    Raises ``ManifestInvalid`` if the file does not have the form of a sealed file,
+    ``DigestMismatch`` if it was changed after it was written, and ``FormatTooNew`` if its format
+    number is newer than ``FORMAT``.
     """
     head = _HEAD.match(raw)
     if head is None:
@@ -50,7 +53,7 @@ def unseal(
             f"{file} is damaged",
             expected='a file that begins with {"format":N,"digest":"..."',
             found=repr(raw[:40]),
-            todo="Take another version; `holdfast verify` shows which are intact",
+            todo="Load another version; `holdfast verify` shows which versions are intact",
             file=file,
             offset=0,
         )
@@ -62,53 +65,53 @@ def unseal(
             f"{file} is damaged",
             expected=f"digest {claimed}",
             found=found,
-            todo="Take another version; `holdfast verify` shows which are intact",
+            todo="Load another version; `holdfast verify` shows which versions are intact",
             file=file,
             offset=0,
         )
     number = int(head.group(1))
     if number > FORMAT:
         raise FormatTooNew(
-            f"{file} was written by a later Holdfast",
+            f"{file} was written by a newer version of Holdfast",
             expected=f"format {FORMAT} or earlier",
             found=f"format {number}",
-            todo="Install a newer Holdfast to read it",
+            todo="Install a newer version of Holdfast to read it",
             file=file,
         )
-    kinds = {1: struct_type, **newer_types}
+    types = {1: struct_type, **newer_types}
     make_require(file)(
-        number in kinds, f"format {' or '.join(map(str, kinds))}", f"format {number}"
+        number in types, f"format {' or '.join(map(str, types))}", f"format {number}"
     )
-    return decode_struct(b"{" + raw[head.end() :], kinds[number], file), claimed
+    return decode_struct(b"{" + raw[head.end() :], types[number], file), claimed
 
 
 def decode_struct(raw: bytes, struct_type: type[T], file: str) -> T:
-    """JSON bytes as a struct of ``kind``. Raises ``ManifestInvalid``."""
+    """Decode JSON bytes as a ``struct_type``. Raises ``ManifestInvalid``."""
     try:
         return msgspec.json.decode(raw, type=struct_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ManifestInvalid(
-            f"{file} breaks the format",
-            expected="the fields that docs/format.md has",
+            f"{file} violates the format",
+            expected="the fields that docs/format.md specifies",
             found=str(e),
             file=file,
         ) from e
 
 
 def make_require(file: str) -> Callable[[bool, str, object], None]:
-    """A check for the fields of a file: raises ``ManifestInvalid`` unless ``good``."""
+    """Return a function that raises ``ManifestInvalid`` for ``file`` if a condition is false."""
 
-    def demand(good: bool, expected: str, found: object) -> None:
-        if not good:
+    def require(condition: bool, expected: str, found: object) -> None:
+        if not condition:
             raise ManifestInvalid(
-                f"{file} breaks the format", expected=expected, found=str(found)[:300], file=file
+                f"{file} violates the format", expected=expected, found=str(found)[:300], file=file
             )
 
-    return demand
+    return require
 
 
 def is_utc_time(text: str) -> bool:
-    """Whether it is a time of day in UTC, as ISO 8601 has it."""
+    """Return True if ``text`` is a date and time in UTC in the form of ISO 8601."""
     try:
         return len(text) < 40 and datetime.fromisoformat(text).utcoffset() == timedelta(0)
     except ValueError:

@@ -1,22 +1,22 @@
-"""The tree of a state as JSON: every plain value with its type, and where the leaves hang.
+"""The tree of a state as JSON: every plain value with its type, and the positions of the leaves.
 
-A *node* is ``null``, ``true``, ``false``, a string, an integer of 64 bits, a finite float, or an
-object with one member whose name says what it is:
+A *node* is ``null``, ``true``, ``false``, a string, a 64-bit integer, a finite float, or an object
+whose first member is a tag that names its type:
 
 ==================  =========================================================================
-``dict``            members by name; ``ordered`` the same for an OrderedDict
-``items``           a dict whose keys are not all strings: ``[[key, value], ...]``, ``of`` which
+``dict``            members by name; ``ordered`` is the same for an OrderedDict
+``items``           a dict with other keys than strings: ``[[key, value], ...]``; ``of``: its type
 ``list`` ``tuple`` ``set`` ``frozenset``   the elements
-``int`` ``float``   what JSON cannot say: long integers in hexadecimal; ``nan inf -inf``
+``int`` ``float``   numbers that JSON lacks: long integers in hexadecimal; ``nan inf -inf``
 ``complex`` ``bytes`` ``bytearray`` ``scalar``   numbers as pairs; bytes in base64; NumPy scalars
 ``tensor`` ``array`` ``blob``   a leaf: its bytes are in the shards, under the node's own key
-``tied``            the same tensor as the leaf whose key it holds
+``tied``            the same tensor as the leaf with this key
 ``sparse``          a sparse tensor: its parts are leaves under the node's key
 ==================  =========================================================================
 
-A key is the path to a node: levels joined by ``/``. What is none of these is refused by name, at
-save time: nothing is pickled, and nothing comes back as something else. ``format/validate.py``
-checks a tree that comes from outside; ``decode`` and ``walk`` are for one that was checked.
+A key is the path to a node: levels joined by ``/``. A value of any other type is rejected by key at
+save time: nothing is pickled, and no value changes its type. ``format/validate.py`` checks a tree
+from outside; ``decode`` and ``walk`` expect a checked tree.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from holdfast.types import DTYPES
 
 Node = Any
 EncodeOther = Callable[[Any, str, int], Node]
-"""Makes the node of a value that is not plain, from value, key and depth."""
+"""Returns the node of a value that is not plain, from value, key, and depth."""
 DecodeLeaf = Callable[[Node, str], Any]
-"""Gives the value of a leaf, from node and key."""
+"""Returns the value of a leaf, from node and key."""
 
 MAX_DEPTH = 100
 MAX_DIMENSIONS = 64
-"""NumPy's own limit."""
+"""The limit of NumPy."""
 
 LEAF_TAGS = ("tensor", "array", "blob")
 _INT64_LIMIT = 1 << 63
@@ -63,17 +63,20 @@ _DICT_TYPES: dict[str, Callable[[], Any]] = {n: t for t, n in _DICT_TAGS.items()
 
 
 def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> Node:
-    """``value`` as a node. ``other(value, key, depth)`` is asked for all that is not plain; it
-    returns a node or raises ``Unsupported``."""
+    """Return ``value`` as a node.
+
+    ``encode_other(value, key, depth)`` encodes all values that are not plain: it returns a node or
+    raises ``Unsupported``.
+    """
     kind = type(value)
     if depth > MAX_DEPTH:
-        raise unsupported(value, key, f"nested deeper than {MAX_DEPTH} levels, or within itself")
-    if kind not in _PLAIN:
-        return (
-            _encode_scalar(value, key)
-            if isinstance(value, np.generic)
-            else encode_other(value, key, depth)
+        raise unsupported(
+            value, key, f"it is nested deeper than {MAX_DEPTH} levels, or contains itself"
         )
+    if kind not in _PLAIN:
+        if isinstance(value, np.generic):
+            return _encode_scalar(value, key)
+        return encode_other(value, key, depth)
     if kind is str:
         return _check_text(value, key)
     if value is None or kind is bool:
@@ -97,11 +100,11 @@ def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) ->
     name = _DICT_TAGS[type(value)]
     extra = {k: v for k, v in getattr(value, "__dict__", {}).items() if k != "_metadata"}
     if extra:
-        raise unsupported(value, key, f"it carries the attributes {sorted(extra)}")
+        raise unsupported(value, key, f"it has the attributes {sorted(extra)}")
     try:
         levels = child_keys(list(value), key)
     except ValueError as e:
-        raise unsupported(value, key, f"a key of it has no text: {e}") from e
+        raise unsupported(value, key, f"one of its keys cannot be converted to text: {e}") from e
     children = [
         encode(v, k, encode_other, depth + 1) for k, v in zip(levels, value.values(), strict=True)
     ]
@@ -114,7 +117,7 @@ def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) ->
         node = {"items": [list(pair) for pair in zip(keys, children, strict=True)], "of": name}
     metadata = getattr(value, "_metadata", None)
     if metadata is not None:
-        # module.state_dict() hangs its version numbers on the dict; load_state_dict reads them
+        # module.state_dict() attaches version numbers to the dict; load_state_dict reads them
         node["metadata"] = encode(metadata, join_key(key, "~metadata"), reject_value, depth + 1)
     return node
 
@@ -126,11 +129,8 @@ def _encode_sequence(value: Any, key: str, encode_other: EncodeOther, depth: int
         return {name: sorted(nodes, key=repr)}
     if all(type(v) is int and is_int64(v) for v in value):
         return {name: list(value)}
-    return {
-        name: [
-            encode(v, join_key(key, str(i)), encode_other, depth + 1) for i, v in enumerate(value)
-        ]
-    }
+    children = enumerate(value)
+    return {name: [encode(v, join_key(key, str(i)), encode_other, depth + 1) for i, v in children]}
 
 
 def _encode_scalar(value: np.generic, key: str) -> Node:
@@ -138,7 +138,7 @@ def _encode_scalar(value: np.generic, key: str) -> Node:
         descr = to_descr(value.dtype)
     except ValueError as e:
         raise unsupported(value, key, str(e)) from e
-    raw = value.tobytes()[: value.dtype.itemsize]  # NumPy gives a byte for an empty text
+    raw = value.tobytes()[: value.dtype.itemsize]  # NumPy returns one byte for an empty string
     return {"scalar": [descr, base64.b64encode(raw).decode()]}
 
 
@@ -150,50 +150,52 @@ def _check_text(text: str, key: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise unsupported(text, key, "its text has lone surrogates, which UTF-8 lacks") from e
+        raise unsupported(
+            text, key, "its text contains lone surrogates, which UTF-8 cannot encode"
+        ) from e
     return text
 
 
 def unsupported(value: Any, key: str, why: str) -> Unsupported:
-    """The refusal of one value, by its key and type."""
+    """Return the error for a value that cannot be saved; it names the key and the type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return Unsupported(
-        f"{key[:300] or 'The state'!r} is {with_article(kind)} that cannot be kept faithfully:"
+        f"{key[:300] or 'The state'!r} is {with_article(kind)} that cannot be saved faithfully:"
         f" {why}",
-        todo="Turn it into tensors, arrays, numbers, strings, lists and dicts, or give the object"
-        " state_dict() and load_state_dict()",
+        todo="Convert it to tensors, arrays, numbers, strings, lists, and dicts, or give the"
+        " object state_dict() and load_state_dict()",
         leaf=key,
     )
 
 
 def is_int64(value: int) -> bool:
-    """Whether an integer stands as itself: one of 64 bits, signed."""
+    """Return True if an integer fits into 64 bits, signed, so that its node is the number."""
     return -_INT64_LIMIT <= value < _INT64_LIMIT
 
 
 def reject_value(value: Any, key: str, depth: int = 0) -> Node:
-    """For ``encode``: where there may be plain values only."""
-    raise unsupported(value, key, "only plain values can stand here")
+    """Reject a value: an ``encode_other`` for places where only plain values are allowed."""
+    raise unsupported(value, key, "only plain values are allowed here")
 
 
 def child_keys(keys: list[Any], parent: str) -> list[str]:
-    """The leaf keys of a dict's members, in its order. Dict keys that are equal as text (1 and
-    "1") are told apart by ``~2``, ``~3`` ..., which no escaped text contains."""
+    """Return the leaf keys of a dict's members, in order. Dict keys with equal text (1 and "1") get
+    the suffixes ``~2``, ``~3``, and so on, which no escaped text contains."""
     prefix = f"{parent}/" if parent else ""
-    made = [prefix + escape_level(k if type(k) is str else _key_text(k)) for k in keys]
-    if len(set(made)) < len(made):
+    result = [prefix + escape_level(k if type(k) is str else _key_text(k)) for k in keys]
+    if len(set(result)) < len(result):
         seen: Counter[str] = Counter()
-        for i, k in enumerate(made):
+        for i, k in enumerate(result):
             seen[k] += 1
-            made[i] = k if seen[k] == 1 else f"{k}~{seen[k]}"
-    return made
+            result[i] = k if seen[k] == 1 else f"{k}~{seen[k]}"
+    return result
 
 
 def _key_text(key: Any) -> str:
-    """A key of a dict as text, the same in every process and with every NumPy."""
+    """Return a key of a dict as text, the same in every process and with every NumPy version."""
     if type(key) is tuple:
-        several = [repr(v) if type(v) is str else _key_text(v) for v in key]
-        return f"({', '.join(several)}{',' * (len(key) == 1)})"
+        texts = [repr(v) if type(v) is str else _key_text(v) for v in key]
+        return f"({', '.join(texts)}{',' * (len(key) == 1)})"
     if type(key) is frozenset:
         return f"{{{', '.join(sorted(map(_key_text, key)))}}}"
     return str(key)
@@ -203,16 +205,17 @@ def _key_text(key: Any) -> str:
 
 
 def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any:
-    """The value of a node. ``leaf(node, key)`` is asked for tensors, arrays, blobs and the like.
+    """Return the value of a node. ``decode_leaf(node, key)`` decodes leaves and tied and sparse
+    tensors.
 
-    Raises ``ManifestInvalid`` for a node that is none of those above.
+    Raises ``ManifestInvalid`` for an unknown or malformed node.
     """
     if type(node) is not dict:
         if type(node) is list:
             raise invalid_node(node, key)
         return node
     if depth > MAX_DEPTH:
-        raise invalid_node("nodes nested too deep", key)
+        raise invalid_node("nodes that are nested too deeply", key)
     tag = next(iter(node), "")
     body: Any = node.get(tag)
     try:
@@ -234,24 +237,24 @@ def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any
 def _decode_sequence(tag: str, body: Any, key: str, decode_leaf: DecodeLeaf, depth: int) -> Any:
     if type(body) is not list:
         raise invalid_node({tag: body}, key)
-    made = _SEQUENCE_TYPES[tag](
+    value = _SEQUENCE_TYPES[tag](
         decode(n, join_key(key, str(i)), decode_leaf, depth + 1) for i, n in enumerate(body)
     )
-    if len(made) < len(body):
+    if len(value) < len(body):
         raise invalid_node({tag: body}, key)
-    return made
+    return value
 
 
 def _decode_int(body: Any) -> int:
-    if not _HEX.fullmatch(body) or is_int64(made := int(body, 16)):
-        raise ValueError("no long integer")
-    return made
+    if not _HEX.fullmatch(body) or is_int64(value := int(body, 16)):
+        raise ValueError("not a long integer")
+    return value
 
 
 def _decode_complex(body: Any) -> complex:
     real, imag = (decode(n, "", reject_leaf) for n in body)
     if type(real) is not float or type(imag) is not float:
-        raise TypeError("no two floats")
+        raise TypeError("not two floats")
     return complex(real, imag)
 
 
@@ -263,7 +266,7 @@ def _decode_scalar(body: Any) -> Any:
     descr, text = body
     dtype, raw = from_descr(descr), _decode_bytes(text)
     if dtype.itemsize != len(raw):
-        raise ValueError("bytes of another length")
+        raise ValueError("wrong number of bytes")
     return np.ndarray((), dtype, bytearray(raw))[()]
 
 
@@ -278,18 +281,18 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _decode_dict(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int) -> Any:
-    made = _DICT_TYPES[node["of"] if "items" in node else next(iter(node))]()
+    value = _DICT_TYPES[node["of"] if "items" in node else next(iter(node))]()
     for name, child, k in children(node, key):
-        made[name] = decode(child, k, decode_leaf, depth + 1)
+        value[name] = decode(child, k, decode_leaf, depth + 1)
     if "metadata" in node:
-        made._metadata = decode(
+        value._metadata = decode(
             node["metadata"], join_key(key, "~metadata"), decode_leaf, depth + 1
         )
-    return made
+    return value
 
 
 def children(node: Node, key: str) -> list[tuple[Any, Node, str]]:
-    """The members of a dict's node: key in the dict, node, key of the leaf."""
+    """Return the members of a dict's node, each as (key in the dict, node, leaf key)."""
     if "items" in node:
         names = [decode(k, key, reject_leaf) for k, _ in node["items"]]
         nodes = [n for _, n in node["items"]]
@@ -300,7 +303,7 @@ def children(node: Node, key: str) -> list[tuple[Any, Node, str]]:
 
 
 def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
-    """Every node that is not a container, with its key, in order: leaves and plain values."""
+    """Yield every leaf and plain value with its key, in the order of the tree."""
     tag = next(iter(node), None) if type(node) is dict else None
     if tag in ("dict", "ordered", "items"):
         for _, child, k in children(node, key):
@@ -316,12 +319,12 @@ def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def is_valid_shape(dtype: str, shape: Sequence[Any]) -> bool:
-    """Whether a leaf can have this dtype and shape: at most 64 dimensions and, each empty one
-    taken as 1, fewer than 2**62 bytes, so that no library's arithmetic overflows."""
-    known = DTYPES.get(dtype)
-    if known is None or len(shape) > MAX_DIMENSIONS:
+    """Return True if a leaf can have this dtype and shape: at most 64 dimensions and, if empty
+    dimensions count as 1, fewer than 2**62 bytes, so that no library's arithmetic overflows."""
+    entry = DTYPES.get(dtype)
+    if entry is None or len(shape) > MAX_DIMENSIONS:
         return False
-    size = known.itemsize
+    size = entry.itemsize
     for n in shape:
         if type(n) is not int or n < 0:
             return False
@@ -330,44 +333,44 @@ def is_valid_shape(dtype: str, shape: Sequence[Any]) -> bool:
 
 
 def to_descr(dtype: np.dtype[Any]) -> Any:
-    """A NumPy dtype as JSON. Raises ``ValueError`` for one that would not come back the same."""
+    """Return a NumPy dtype as JSON. Raises ``ValueError`` if it would not survive a round trip."""
     if dtype.hasobject or dtype.isbuiltin == 2 or _has_metadata(dtype):
-        raise ValueError(f"the dtype {dtype} has no bytes that can be written")
+        raise ValueError(f"the elements of dtype {dtype} are not plain bytes")
 
-    def lists(descr: Any) -> Any:
-        return [lists(d) for d in descr] if isinstance(descr, list | tuple) else descr
+    def to_lists(descr: Any) -> Any:
+        return [to_lists(d) for d in descr] if isinstance(descr, list | tuple) else descr
 
-    descr = lists(np.lib.format.dtype_to_descr(dtype))
-    back = from_descr(descr)
-    if back != dtype or back.type is not dtype.type:
-        raise ValueError(f"the dtype {dtype} cannot be written down")
+    descr = to_lists(np.lib.format.dtype_to_descr(dtype))
+    decoded = from_descr(descr)
+    if decoded != dtype or decoded.type is not dtype.type:
+        raise ValueError(f"the dtype {dtype} cannot be represented in JSON")
     return descr
 
 
 def _has_metadata(dtype: np.dtype[Any]) -> bool:
-    """Whether the dtype, or one within it, carries what ``.npy`` headers do not say."""
+    """Return True if the dtype or a dtype in it has metadata, which ``.npy`` headers omit."""
     inner = [f[0] for f in (dtype.fields or {}).values()]
     inner += [dtype.subdtype[0]] if dtype.subdtype else []
     return bool(dtype.metadata) or any(map(_has_metadata, inner))
 
 
 def from_descr(descr: Any) -> np.dtype[Any]:
-    """The way back. Raises ``ValueError`` or ``TypeError`` for what is no plain dtype."""
+    """Return the dtype of a ``to_descr``. Raises ``ValueError`` or ``TypeError`` if malformed."""
 
-    def plain(d: Any, depth: int) -> Any:
+    def check(d: Any, depth: int) -> Any:
         if type(d) is str and _DESCR.fullmatch(d):
             return d
         if type(d) is not list or depth > 16:
-            raise ValueError("no dtype that NumPy writes")
+            raise ValueError("not a dtype that NumPy writes")
         fields = []
         for name, inner, *shape in d:
             title = tuple(name) if type(name) is list else name
-            fields.append((title, plain(inner, depth + 1), *map(tuple, shape)))
+            fields.append((title, check(inner, depth + 1), *map(tuple, shape)))
         return fields
 
-    dtype = np.lib.format.descr_to_dtype(plain(descr, 0))
+    dtype = np.lib.format.descr_to_dtype(check(descr, 0))
     if dtype.hasobject or dtype.subdtype is not None:
-        raise ValueError("a dtype with objects is never loaded")
+        raise ValueError("a dtype with objects or a subarray is never loaded")
     return dtype
 
 
@@ -376,19 +379,19 @@ def reject_leaf(node: Node, key: str) -> Any:
 
 
 def invalid_node(node: Node, key: str, file: str | None = None) -> ManifestInvalid:
-    """The error for what is no node of a tree, by its key."""
+    """Return the error for an invalid node of a tree; it names the key."""
     return ManifestInvalid(
-        f"The tree of {file or 'the manifest'} breaks the format at {key[:300]!r}",
-        expected="a node as docs/format.md has them",
+        f"The tree of {file or 'the manifest'} violates the format at {key[:300]!r}",
+        expected="a node as specified in docs/format.md",
         found=describe_node(node),
-        todo="Take another version; this one was not written by a correct Holdfast",
+        todo="Load another version; a correct Holdfast did not write this one",
         file=file,
         leaf=key,
     )
 
 
 def describe_node(node: Node) -> str:
-    """A node for a message: short, whatever it is."""
+    """Return a short description of any node for a message."""
     if type(node) in (dict, list):
         first = ", ".join(str(n)[:20] for n in list(node)[:3] if type(n) in (str, int))
         return f"{type(node).__name__} of {len(node)}: {first}"

@@ -1,7 +1,8 @@
-"""The tree of a manifest, totally checked, before anything is made of it.
+"""Complete validation of the tree of a manifest, before anything is created from it.
 
-What passes here can be decoded, and asks for no more memory than its leaves' bytes; what does not
-is a ``ManifestInvalid`` that names file and key. ``format/tree.py`` says what the nodes mean.
+A tree that passes can be decoded, and decoding needs no more memory than the bytes of its leaves. A
+tree that fails raises ``ManifestInvalid``, which names the file and the key. ``format/tree.py``
+defines the nodes.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ LeafSpecs = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def check_tree(node: Node, file: str) -> LeafSpecs:
-    """All leaves with bytes in the shards: key to dtype and global shape.
+    """Check a tree, and return the dtype and global shape of each leaf in the shards, by key.
 
-    Raises ``ManifestInvalid`` for whatever ``format/tree.py`` does not write: an unknown node or
-    dtype, a bad shape, a key that stands twice, a tied leaf whose other half is not there.
+    Raises ``ManifestInvalid`` for anything that ``format/tree.py`` does not write: an unknown node
+    or dtype, an invalid shape, a duplicate key, or a tied leaf without its target.
     """
     checker = _Checker(file)
     if type(node) is not dict or next(iter(node), None) not in ("dict", "items"):
@@ -59,7 +60,7 @@ def check_tree(node: Node, file: str) -> LeafSpecs:
 
 
 def check_plain(node: Node, key: str, file: str) -> None:
-    """As ``check_tree``, for a dict that holds plain values only."""
+    """Check a dict that may contain only plain values, like ``check_tree``."""
     checker = _Checker(file)
     if type(node) is not dict or next(iter(node), None) != "dict":
         raise invalid_node(node, key, file)
@@ -70,7 +71,7 @@ def check_plain(node: Node, key: str, file: str) -> None:
 
 @dataclass(slots=True)
 class _Checker:
-    """One check under way."""
+    """The state of one validation."""
 
     file: str
     leaves: LeafSpecs = field(default_factory=dict)
@@ -83,20 +84,20 @@ class _Checker:
                 raise invalid_node(node, key, self.file)
             return
         if depth > MAX_DEPTH:
-            raise invalid_node("nodes nested too deep", key, self.file)
+            raise invalid_node("nodes that are nested too deeply", key, self.file)
         try:
-            good = self._check_object(node, next(iter(node), None), key, depth)
+            valid = self._check_object(node, next(iter(node), None), key, depth)
         except _MALFORMED as e:
             raise invalid_node(node, key, self.file) from e
         except ManifestInvalid as e:
             if e.fields.get("file") is not None:
                 raise
             raise invalid_node(node, key, self.file) from e
-        if not good:
+        if not valid:
             raise invalid_node(node, key, self.file)
 
     def _check_object(self, node: Node, tag: Any, key: str, depth: int) -> bool:
-        """Whether a node that is an object is well formed; any error of ``_MALFORMED`` is a no."""
+        """Return True if an object node is well formed. Any error in ``_MALFORMED`` means False."""
         body = node[tag]
         if tag in _DICT_FIELDS:
             return node.keys() <= _DICT_FIELDS[tag] and self._check_dict(node, key, depth)
@@ -114,7 +115,7 @@ class _Checker:
             return True
         if tag == "sparse":
             return self._check_sparse(body, key)
-        # all others hold no leaves: what can be decoded is well formed
+        # no other node contains leaves, and it is well formed if it can be decoded
         decode(node, key, reject_leaf, depth)
         return True
 

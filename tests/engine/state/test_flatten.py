@@ -284,7 +284,7 @@ def test_arrays(name):
 def test_arrays_that_are_refused():
     refused(np.array([object()]), "dtype object")
     refused(np.array([None]), "dtype object")
-    refused(np.zeros(2, [("a", "i4"), ("b", "O")]), "cannot be kept")
+    refused(np.zeros(2, [("a", "i4"), ("b", "O")]), "cannot be saved faithfully")
     refused(np.ma.masked_array([1, 2], [0, 1]), "MaskedArray")
     refused(np.rec.array([(1, 2.0)]), "recarray")
     with warnings.catch_warnings():
@@ -295,8 +295,8 @@ def test_arrays_that_are_refused():
     refused(np.zeros(2, overlap), "dtype")
     refused(np.zeros(2, np.dtype("f8", metadata={"unit": "m"})), "dtype float64")
     inner = np.dtype("f8", metadata={"unit": "m"})
-    refused(np.zeros(2, [("a", inner)]), "no bytes that can be written")
-    refused(np.zeros(2, [("a", inner, (2,))]), "no bytes that can be written")
+    refused(np.zeros(2, [("a", inner)]), "are not plain bytes")
+    refused(np.zeros(2, [("a", inner, (2,))]), "are not plain bytes")
 
 
 def test_a_memmap_is_refused_by_name(tmp_path):
@@ -561,13 +561,13 @@ def test_dicts_with_attributes_of_their_own_are_refused():
 def test_what_contains_itself_is_refused():
     one = []
     one.append(one)
-    refused(one, "within itself")
+    refused(one, "or contains itself")
     two = []
     two += [two, two]
-    refused(two, "within itself")
+    refused(two, "or contains itself")
     three = {"x": {}}
     three["x"]["up"] = [three, three]
-    refused(three, "within itself")
+    refused(three, "or contains itself")
 
     class Own:
         def state_dict(self):
@@ -601,7 +601,7 @@ DEEP = "loader/_snapshot/_worker_snapshots/worker_0/dataset_state"
         (
             {"file": object()},
             "/file",
-            "an object that cannot be kept faithfully: it is not a tensor",
+            "an object that cannot be saved faithfully: it is not a tensor",
         ),
         ({"seen": {(1, object())}}, "/seen/1", "a member of a set must be a plain value"),
         (torch.ones(2, device="meta"), "", "a meta tensor has no data"),
