@@ -88,7 +88,7 @@ def test_a_version_where_a_run_is_meant(folder: Path) -> None:
 
 @pytest.mark.parametrize("address", ["@best", "@version_2", "@", "/2", "@-1", "/best"])
 def test_what_is_almost_an_address(folder: Path, address: str) -> None:
-    forms = "RUN/version_120, RUN@120 (of branch 1: RUN@120.1) or RUN@latest."
+    forms = "RUN/version_120, RUN@120 (on branch 1: RUN@120.1), or RUN@latest."
     one_line(run_cli("show", f"runs/a{address}"), 4, f"no snapshot at runs/a{address}. ", forms)
     one_line(run_cli("show", f"memory://never-made{address}"), 4, forms)
 

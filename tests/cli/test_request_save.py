@@ -77,7 +77,8 @@ def test_nobody_answers(store: MemoryStore, never: None, more: list[str]) -> Non
     answer = run_cli("request-save", store.url, "--timeout", "0", *more)
     assert answer.code == 10
     assert answer.err.count("\n") == 1
-    for part in ("Nobody answered", store.url, "taken back", "training is running", "this folder"):
+    parts = ("No training answered", store.url, "withdrawn", "training is running", "this folder")
+    for part in parts:
         assert part in answer.err
     assert read_request(store) is None
     if more:

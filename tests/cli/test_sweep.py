@@ -60,7 +60,7 @@ def test_a_save_under_way_is_kept_and_said(store: MemoryStore) -> None:
     key = orphan(store, attempt)
     pins.create_pin(Location(store, "version_80"), attempt)
     answer = run_cli("sweep", store.url, "--grace", "0")
-    assert "a save is under way" in answer.out
+    assert "a save is in progress" in answer.out
     assert key in keys(store)
 
 
@@ -110,7 +110,7 @@ def test_versions_that_cannot_be_told_are_no_file(store: MemoryStore) -> None:
     raw["parent"] = None
     store.put_if_absent("version_60.1/manifest.json", seal(raw, 1))
     out = run_cli("sweep", store.url, "--abandoned").out
-    assert "kept     all abandoned versions (branch-1.json cannot be read" in out
+    assert "kept     all abandoned versions (branch-1.json is unreadable" in out
     assert out.endswith("\nRemoved nothing\n")
 
 

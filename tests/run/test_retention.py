@@ -204,11 +204,13 @@ def test_beside_a_pin_that_cannot_be_read_nothing_is_deleted_for_a_week(
     with events.attach(lambda name, fields: heard.append(f"{name} {fields.get('version')}")):
         assert run.retain(KeepLast(1)) == []
     assert f"skipped {key}" in heard
-    with pytest.raises(HoldfastError, match=f"{key} cannot be read, and may be for anything"):
+    with pytest.raises(HoldfastError, match=f"{key} is unreadable and may protect any version"):
         run.delete(Version(20))
     swept = run.sweep(grace=0, abandoned=True)
     assert swept.removed == []
-    assert dict(swept.kept) == dict.fromkeys(keys, f"{key} cannot be read, and may be for anything")
+    assert dict(swept.kept) == dict.fromkeys(
+        keys, f"{key} is unreadable and may protect any version"
+    )
     later = run.sweep(now=time.time() + 8 * DAY)
     assert sorted(later.removed) == sorted([*keys, key])
     assert run.retain(KeepLast(1)) == [Version(20)]
@@ -244,7 +246,7 @@ def test_a_pin_that_cannot_be_read_keeps_what_is_on_its_way(store: MemoryStore) 
     ahead = time.time() + 61
     swept = run.sweep(grace=0, now=ahead)
     assert swept.removed == []
-    assert {why for _, why in swept.kept} == {f"{key} cannot be read, and may be for anything"}
+    assert {why for _, why in swept.kept} == {f"{key} is unreadable and may protect any version"}
     assert len(swept.kept) == 5  # two partial files, two files of version_20 and its lasting pin
     store.delete(key)
     assert len(run.sweep(grace=0, now=ahead).removed) == 5
@@ -262,10 +264,12 @@ def test_what_is_not_there_is_not_pinned_and_what_is_not_pinned_not_unpinned(
 ) -> None:
     with pytest.raises(NotFound, match=r"no version of step 30.*version_20, version_40"):
         Run(store).pin(30)
-    with pytest.raises(NotFound, match=r"version_40 of .* is not pinned\. Pinned are: none at all"):
+    with pytest.raises(NotFound, match=r"version_40 of .* is not pinned\. Pinned versions: none"):
         Run(store).unpin(40)
     Run(store).pin(20)
-    with pytest.raises(NotFound, match=r"version_40 of .* is not pinned\. Pinned are: version_20"):
+    with pytest.raises(
+        NotFound, match=r"version_40 of .* is not pinned\. Pinned versions: version_20"
+    ):
         Run(store).unpin(40)
     Run(store).unpin(20)
     with pytest.raises(NotFound, match="no version of step 30"):
@@ -832,7 +836,7 @@ def test_sweep_keeps_what_a_manifest_that_cannot_be_read_may_refer_to(store: Mem
     flip_bit(store, f"version_60/{MANIFEST}")  # it mentions version_40
     swept = Run(store).sweep(now=time.time() + YEAR)
     assert swept.removed == []
-    assert {(k, "a manifest that cannot be read may refer to it") for k in keys} <= set(swept.kept)
+    assert {(k, "an unreadable manifest may refer to it") for k in keys} <= set(swept.kept)
 
 
 def test_sweep_keeps_what_a_process_still_reads_of_a_deleted_version(store: MemoryStore) -> None:
@@ -894,7 +898,7 @@ def test_a_small_file_on_its_way_is_left_alone_for_a_moment(tmp_path: Any) -> No
 
 
 def test_retention_is_a_rule_over_records(store: MemoryStore) -> None:
-    """What a policy is given: intact versions on the line, oldest first, with their metrics."""
+    """What a policy is given: intact versions on the lineage, oldest first, with their metrics."""
     seen: list[Iterable[Record]] = []
 
     class Look(KeepPolicy):

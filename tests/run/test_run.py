@@ -114,14 +114,14 @@ def test_a_version_of_a_later_format_is_never_passed_over(store: MemoryStore) ->
     made = digest(raw[:start] + b"0" * 32 + raw[start + 32 :])
     store.delete(key)
     store.put_if_absent(key, raw[:start] + made.encode() + raw[start + 32 :])
-    with pytest.raises(FormatTooNew, match="newer Holdfast"):
+    with pytest.raises(FormatTooNew, match="newer version of Holdfast"):
         Run(store).latest()
 
 
 def test_a_version_in_the_folder_of_another_is_damaged(store: MemoryStore) -> None:
     for stat in list(store.list("version_60")):
         store.put_if_absent(stat.key.replace("_60", "_80"), store.get(stat.key, 1 << 30))
-    with pytest.raises(ManifestInvalid, match="not where it was saved"):
+    with pytest.raises(ManifestInvalid, match=r"folder name of .* does not match its manifest"):
         Run(store).open(Version(80))
     latest = Run(store).latest()
     assert latest is not None
@@ -285,10 +285,10 @@ def test_a_snapshot_whose_name_has_an_at_goes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "branch", "said"),
     [
-        (60, None, r"of step 60 on the line .*version_60 on another branch\. Name the branch as"
+        (60, None, r"of step 60 on the .*lineage.*version_60 on another branch\. Name the branch as"
                    r" well: branch=0 in Python, 60\.0 in a command"),
         (60, 1, r"version_60 on another branch.*branch=0 in Python"),
-        (30, None, r"found version_20, version_40\.1\. `holdfast ls RUN` shows"),
+        (30, None, r"found version_20, version_40\.1\. `holdfast ls RUN` lists"),
         (-5, None, r"no version of step -5 .*found version_20, version_40\.1\. `holdfast ls"),
     ],
 )  # fmt: skip
@@ -304,7 +304,7 @@ def test_what_is_elsewhere_is_named(
 
 @pytest.mark.parametrize("at", [5, -5, 0])
 def test_a_step_of_a_run_without_versions(at: int) -> None:
-    with pytest.raises(NoSnapshot, match=rf"has no versions\..*of step {at},.*Leave out at="):
+    with pytest.raises(NoSnapshot, match=rf"has no versions\..*of step {at},.*Omit at="):
         Run(MemoryStore()).newest(lambda s: None, at=at)
 
 
@@ -312,7 +312,9 @@ def test_an_abandoned_line_of_which_all_is_gone(store: MemoryStore) -> None:
     branch_off(store, at=20, to=40)
     for version in (Version(20), Version(40, 1)):
         Run(store).delete(version)
-    with pytest.raises(NoSnapshot, match=r"no version on the line .*found version_40, version_60"):
+    with pytest.raises(
+        NoSnapshot, match=r"no version on the .*lineage.*found version_40, version_60"
+    ):
         Run(store).latest()
 
 
@@ -320,10 +322,10 @@ def test_an_address_where_nothing_is_says_what_was_meant(tmp_path: Path) -> None
     holdfast.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
     for address in ("@80", "@80.1", "@latest"):
         with pytest.raises(
-            NotFound, match=r"bigg is no run with versions\. Perhaps .*/runs/big is"
+            NotFound, match=r"bigg is not a run with versions\. Perhaps you meant .*/runs/big"
         ):
             open_version(f"{tmp_path}/runs/bigg{address}")
-        with pytest.raises(NotFound, match=r"zzz is no run with versions\. Check the path"):
+        with pytest.raises(NotFound, match=r"zzz is not a run with versions\. Check the path"):
             open_version(f"{tmp_path}/runs/zzz{address}")
         (tmp_path / "runs" / "empty").mkdir(exist_ok=True)
         with pytest.raises(NotFound, match="Check the path"):
@@ -331,7 +333,7 @@ def test_an_address_where_nothing_is_says_what_was_meant(tmp_path: Path) -> None
         with pytest.raises(NotFound, match="Check the path"):
             open_version(f"memory://never-made{address}")
     for address in ("@best", "@version_80", "/80"):
-        with pytest.raises(NotFound, match=r"RUN@120 \(of branch 1: RUN@120\.1\) or RUN@latest"):
+        with pytest.raises(NotFound, match=r"RUN@120 \(on branch 1: RUN@120\.1\), or RUN@latest"):
             open_version(f"{tmp_path}/runs/big{address}")
 
 
@@ -391,7 +393,7 @@ def test_sweep_keeps_what_a_living_process_holds_whatever_the_clock_says(
     upload = store.put(f"version_80/{index_name(0, 1, attempt)}", 5)
     swept = Run(store).sweep(now=time.time() + 365 * DAY)
     assert swept.removed == []
-    assert {why for _, why in swept.kept} == {"a save is under way"}
+    assert {why for _, why in swept.kept} == {"a save is in progress"}
     upload.abort()
     pins.remove_pin(Location(store, "version_80"), key)
     assert Run(store).sweep(now=time.time() + 365 * DAY).removed == [shard]

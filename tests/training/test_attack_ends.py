@@ -757,7 +757,7 @@ def test_a_bad_metric_does_not_uncount_the_step_that_was_made() -> None:
     store = MemoryStore()
     state, step = network(1000)
     with (
-        pytest.raises(HoldfastError, match="'grad_norm' is no number"),
+        pytest.raises(HoldfastError, match="'grad_norm' is not a number"),
         Checkpointer(store, state, save=OnException()) as ckpt,
     ):
         for number in range(1, 4):
@@ -806,7 +806,7 @@ def test_what_a_step_takes_a_save_can_keep(name: str, value: Any, good: bool) ->
             ckpt.step({name: value})
             assert ckpt.save().metadata["metrics"] == {name: float(value)}
         else:
-            with pytest.raises(HoldfastError, match="is no number"):
+            with pytest.raises(HoldfastError, match="is not a number"):
                 ckpt.step({name: value})
 
 

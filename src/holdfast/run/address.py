@@ -1,4 +1,4 @@
-"""RUN@120 and the like."""
+"""Addresses of versions, such as ``RUN@120``."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from holdfast.errors import NotFound
 from holdfast.format.names import Version, split_address
 from holdfast.run.run import Run
 
-ADDRESS_FORMS = "A version is RUN/version_120, RUN@120 (of branch 1: RUN@120.1) or RUN@latest"
+ADDRESS_FORMS = (
+    "The address of a version is RUN/version_120, RUN@120 (on branch 1: RUN@120.1), or RUN@latest"
+)
 
 
 def open_version(address: str | os.PathLike[str]) -> Snapshot:
-    """The snapshot at an address: ``RUN@120`` (step 120 on the line that training is on),
-    ``RUN@120.1`` (step 120 of branch 1), ``RUN@latest`` (the newest intact), or a snapshot's own.
+    """Open the snapshot at an address.
 
-    A snapshot whose own address it is goes first. Raises ``NotFound``, ``NoSnapshot``,
-    ``FormatError``.
+    An address is ``RUN@120`` (step 120 on the current lineage), ``RUN@120.1`` (step 120 of branch
+    1), ``RUN@latest`` (the newest intact version), or the URL of a snapshot. If a snapshot exists
+    at the literal address, that snapshot is opened.
+
+    Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``.
     """
-    place, version = split_address(os.fspath(address))
+    url, version = split_address(os.fspath(address))
     try:
         return open_snapshot(address)
     except NotFound as e:
         if version is None:
             raise e.with_advice(ADDRESS_FORMS) from e
-    run = Run(place)
+    run = Run(url)
     snapshot = run.latest() if version == "latest" else None
     if snapshot is not None:
         return snapshot
     if version == "latest" or not run.listing().versions:
-        close = suggest_similar_path(place)
+        similar = suggest_similar_path(url)
         raise NotFound(
-            f"{run.url} is no run with versions",
-            todo="Check the path" if close is None else f"Perhaps {close} is meant",
+            f"{run.url} is not a run with versions",
+            todo="Check the path" if similar is None else f"Perhaps you meant {similar}",
             key=os.fspath(address),
             store=run.url,
         )

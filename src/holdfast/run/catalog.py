@@ -1,6 +1,8 @@
-"""What is known of the versions of a run, so that deciding about a thousand of them after every
-save does not read a thousand manifests: manifests and evaluations never change, so each is read
-once in the life of a ``Run``, and the little that decisions need of it is kept.
+"""A cache of the facts about a run's versions that retention and selection need.
+
+Manifests and evaluations never change. A ``Run`` therefore reads each of them once and keeps only
+the few facts that decisions need. Without the cache, retention would read a thousand manifests
+after every save of a run with a thousand versions.
 """
 
 from __future__ import annotations
@@ -35,8 +37,12 @@ _VERSION = re.compile(rb"version_[0-9]{1,18}(?:\.[1-9][0-9]{0,8})?")
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One look at a run's store: objects by version folder, the numbers of branches, pins of
-    processes, and the versions that lasting pins are for."""
+    """One listing of a run's store.
+
+    ``folders`` maps each version to the objects in its folder. ``branches`` holds the numbers of
+    the recorded branches in ascending order. ``process_pins`` holds the pins of processes.
+    ``lasting_pins`` maps each version that has a lasting pin to that pin.
+    """
 
     folders: Mapping[Version, Sequence[Stat]]
     branches: list[int]
@@ -45,12 +51,12 @@ class Listing:
 
     @property
     def versions(self) -> list[Version]:
-        """Versions with a manifest, that is: all that exist; oldest first."""
+        """The versions that have a manifest, oldest first. No other version exists."""
         return sorted(v for v, files in self.folders.items() if find_manifest(files) is not None)
 
 
 def parse_listing(stats: Iterable[Stat]) -> Listing:
-    """Group the objects of a run's store by what their names say."""
+    """Group the objects of a run's store by their names."""
     folders: dict[Version, list[Stat]] = defaultdict(list)
     branches, pins, lasting = [], [], {}
     for stat in stats:
@@ -68,34 +74,41 @@ def parse_listing(stats: Iterable[Stat]) -> Listing:
 
 
 def find_manifest(files: Iterable[Stat]) -> Stat | None:
-    """The manifest among the files of a version's folder."""
+    """Return the manifest among the files of a version's folder, or None."""
     return next((f for f in files if f.key.endswith("/" + names.MANIFEST)), None)
 
 
 def find_orphans(
     listing: Listing, version_records: Mapping[Version, VersionRecord]
 ) -> list[tuple[Version, Stat]]:
-    """The files in versions' folders that no manifest names or refers to: shards and indexes, and
-    evaluations where there is no manifest. None beside a manifest that cannot be read: it may
-    name them."""
-    named = {key for k in version_records.values() for key in k.files}
-    found = []
+    """Return the files in version folders that no manifest names or refers to.
+
+    These are shards and indexes, and evaluations in folders without a manifest. A folder with an
+    unreadable manifest contributes no files, because that manifest may name them.
+    """
+    referenced = {key for r in version_records.values() for key in r.files}
+    orphans = []
     for version, files in listing.folders.items():
-        manifest = version_records.get(version)
-        if manifest is None or manifest.digest:
+        record = version_records.get(version)
+        if record is None or record.digest:
             for stat in files:
                 name = stat.key.rpartition("/")[2]
-                evaluates = manifest is None and names.parse_evaluation(name) is not None
-                if evaluates or (names.parse_attempt(name) is not None and stat.key not in named):
-                    found.append((version, stat))
-    return found
+                is_evaluation = record is None and names.parse_evaluation(name) is not None
+                is_attempt_file = names.parse_attempt(name) is not None
+                if is_evaluation or (is_attempt_file and stat.key not in referenced):
+                    orphans.append((version, stat))
+    return orphans
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """Of one version. ``files``: keys in the run and lengths of all that its manifest names or
-    refers to. A manifest that is damaged has no ``digest`` and names nothing; whatever versions
-    its bytes mention count as its ``bases`` then."""
+    """The facts about one version that retention and selection need.
+
+    ``files`` maps the key of every file that the manifest names or refers to, relative to the run,
+    to the file's length in bytes. ``bases`` holds the versions that this version refers to. If the
+    manifest is damaged, ``digest`` is empty, ``files`` is empty, and ``bases`` holds every version
+    whose name occurs in the manifest's bytes.
+    """
 
     digest: str = ""
     files: Mapping[str, int] = field(default_factory=dict)
@@ -103,20 +116,26 @@ class VersionRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def is_intact(self, lengths: Mapping[str, int]) -> bool:
-        """Whether the manifest is sound and every file is there in full length."""
+        """Return True if the manifest is valid and every file exists with its full length.
+
+        ``lengths`` maps keys to lengths in bytes.
+        """
         return self.digest != "" and all(lengths.get(k) == n for k, n in self.files.items())
 
 
 class Catalog:
-    """Reads what is to be known of versions, each file once. Raises ``StoreError`` where the
-    store fails: what a manifest says cannot be told then, and nothing may be deleted."""
+    """A cached reader of manifests and evaluations.
+
+    The catalog reads each file once. If the store fails, its methods raise ``StoreError``: the
+    content of a manifest is then unknown, and nothing may be deleted.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._version_records: dict[Stat, VersionRecord] = {}
         self._evaluations: dict[tuple[Stat, str], tuple[Evaluation, ...]] = {}
         self.half_deleted: dict[Version, list[Stat]] = {}
-        """Files of versions whose manifest this process has deleted, and which are still there."""
+        """Remaining files of versions whose manifest this process has deleted."""
 
     @property
     def url(self) -> str:
@@ -126,10 +145,13 @@ class Catalog:
         return Location(self.store, str(version))
 
     def open(self, version: Version) -> Snapshot:
-        """Open one version. Raises ``NotFound``, or ``FormatError``, also for a manifest that names
-        another version than its folder."""
+        """Open one version.
+
+        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
+        than that of its folder.
+        """
         snapshot = open_location(self.location(version))
-        _ = snapshot.version
+        _ = snapshot.version  # reads the manifest and compares its version with the folder's name
         return snapshot
 
     def listing(self) -> Listing:
@@ -142,27 +164,33 @@ class Catalog:
         return decode_branch(self.store.get(file, MAX_RECORD), file)
 
     def read_versions(self, listing: Listing) -> dict[Version, VersionRecord]:
-        """All versions that exist; one that is deleted meanwhile is left out."""
-        found = {}
+        """Return the record of every version that exists.
+
+        A version that another process deletes during the call is omitted.
+        """
+        records = {}
         for version in listing.versions:
-            known = self.read_version(version, listing.folders[version])
-            if known is not None:
-                found[version] = known
+            record = self.read_version(version, listing.folders[version])
+            if record is not None:
+                records[version] = record
         self._evict_deleted(listing)
-        return found
+        return records
 
     def read_version(self, version: Version, files: Sequence[Stat]) -> VersionRecord | None:
-        """One version, by the files of its folder; None if it is gone."""
+        """Return the record of one version, or None if the version no longer exists.
+
+        ``files`` are the files of the version's folder.
+        """
         manifest = find_manifest(files)
         if manifest is None:
             return None
-        known = self._version_records.get(manifest)
-        if known is None:
+        record = self._version_records.get(manifest)
+        if record is None:
             try:
-                known = self._version_records[manifest] = self._read_manifest(version, manifest)
+                record = self._version_records[manifest] = self._read_manifest(version, manifest)
             except NotFound:
                 return None
-        return known
+        return record
 
     def _read_manifest(self, version: Version, manifest: Stat) -> VersionRecord:
         try:
@@ -179,7 +207,7 @@ class Catalog:
         listing: Listing,
         version_records: Mapping[Version, VersionRecord],
     ) -> list[Record]:
-        """The intact versions of a line, oldest first, with their metrics."""
+        """Return the intact versions of a lineage with their metrics, oldest first."""
         lengths = {s.key: s.length for files in listing.folders.values() for s in files}
         return [
             Record(v, self.metrics(v, version_records[v], listing.folders[v]))
@@ -190,76 +218,93 @@ class Catalog:
     def metrics(
         self, version: Version, version_record: VersionRecord, files: Sequence[Stat]
     ) -> dict[str, float]:
-        """The metrics of the save and of evaluations; of a metric that several have the newest."""
-        found = dict(version_record.metrics)
+        """Return the metrics of the save, updated with those of the evaluations, oldest first."""
+        metrics = dict(version_record.metrics)
         for evaluation in self.evaluations(version, version_record.digest, files):
-            found.update(evaluation.decoded_metrics())
-        return found
+            metrics.update(evaluation.decoded_metrics())
+        return metrics
 
     def evaluations(self, version: Version, digest: str, files: Sequence[Stat]) -> list[Evaluation]:
-        """The evaluations of the snapshot with that manifest, oldest first; what is damaged or
-        of another snapshot is skipped, with an event."""
-        found: list[Evaluation] = []
+        """Return the evaluations of the snapshot whose manifest has ``digest``, oldest first.
+
+        For each evaluation that is damaged or of another snapshot, the catalog emits the event
+        ``skipped`` and omits the evaluation.
+        """
+        evaluations: list[Evaluation] = []
         for stat in files:
-            name = names.parse_evaluation(stat.key.rpartition("/")[2])
-            if name is not None:
-                found += self._cached_evaluation(stat, (*name, str(version), digest))
-        return sorted(found, key=_creation_key)
+            name_and_attempt = names.parse_evaluation(stat.key.rpartition("/")[2])
+            if name_and_attempt is not None:
+                expected = (*name_and_attempt, str(version), digest)
+                evaluations += self._cached_evaluation(stat, expected)
+        return sorted(evaluations, key=_creation_key)
 
     def _cached_evaluation(self, stat: Stat, expected: tuple[str, ...]) -> tuple[Evaluation, ...]:
-        """The evaluation in a file; none if it is damaged or not what is expected."""
-        read = self._evaluations.get((stat, expected[-1]))
-        if read is None:
+        """Return the evaluation in a file as a tuple of one, or an empty tuple.
+
+        The tuple is empty if the file is missing, damaged, or not of the ``expected`` name,
+        attempt, version, and manifest digest.
+        """
+        cached = self._evaluations.get((stat, expected[-1]))
+        if cached is None:
             try:
-                read = (self._read_evaluation(stat.key, expected),)
+                cached = (self._read_evaluation(stat.key, expected),)
             except NotFound:
                 return ()
             except FormatError as e:
                 events.emit("skipped", version=stat.key, error=e)
-                read = ()
-            self._evaluations[stat, expected[-1]] = read
-        return read
+                cached = ()
+            self._evaluations[stat, expected[-1]] = cached
+        return cached
 
     def _read_evaluation(self, key: str, expected: tuple[str, ...]) -> Evaluation:
-        found = decode_evaluation(self.store.get(key, MAX_RECORD), key)
-        said = (found.name, found.attempt, found.version, found.manifest_digest)
-        if said != expected:
+        evaluation = decode_evaluation(self.store.get(key, MAX_RECORD), key)
+        found = (
+            evaluation.name,
+            evaluation.attempt,
+            evaluation.version,
+            evaluation.manifest_digest,
+        )
+        if found != expected:
             raise ManifestInvalid(
-                f"{key} evaluates another snapshot, or has the name of another",
+                f"{key} is an evaluation of another snapshot, or has the file name of another"
+                " evaluation",
                 expected=", ".join(expected),
-                found=", ".join(said),
+                found=", ".join(found),
                 file=key,
             )
-        return found
+        return evaluation
 
     def _evict_deleted(self, listing: Listing) -> None:
-        there = {stat for files in listing.folders.values() for stat in files}
+        existing = {stat for files in listing.folders.values() for stat in files}
         for stat in list(self._version_records):
-            if stat not in there:
+            if stat not in existing:
                 self._version_records.pop(stat, None)
-        for pair in list(self._evaluations):
-            if pair[0] not in there:
-                self._evaluations.pop(pair, None)
+        for stat, digest in list(self._evaluations):
+            if stat not in existing:
+                self._evaluations.pop((stat, digest), None)
 
 
 def make_version_record(snapshot: Snapshot) -> VersionRecord:
-    """What is known of an open snapshot."""
+    """Return the record of an open snapshot."""
     files = {}
     for shard in snapshot.manifest.shards:
         files[snapshot.location.key(shard.name)] = shard.length
         files[snapshot.location.key(shard.index.name)] = shard.index.length
-        for other in shard.refers:
-            files[snapshot.location.run_key(other.path.removeprefix("../"))] = other.length
+        for reference in shard.refers:
+            key = snapshot.location.run_key(reference.path.removeprefix("../"))
+            files[key] = reference.length
     return VersionRecord(
         snapshot.digest, files, snapshot.bases, select_numbers(snapshot.metadata.get("metrics"))
     )
 
 
 def read_training_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
-    """What a version notes of its training for the services, which another writer may have left
-    out."""
-    found = snapshot.metadata.get("training")
-    return found if isinstance(found, dict) else {}
+    """Return the state of early stopping and goodput that a version stores.
+
+    The result is empty if the writer of the version left this metadata out.
+    """
+    training = snapshot.metadata.get("training")
+    return training if isinstance(training, dict) else {}
 
 
 def new_evaluation(
@@ -269,17 +314,21 @@ def new_evaluation(
     metrics: Mapping[str, Any],
     earlier: Iterable[Evaluation],
 ) -> Evaluation:
-    """An attempt that is newer than all ``earlier`` ones, also where the clock has jumped: of
-    which the newest is told by its time alone. Raises ``HoldfastError`` for what cannot be kept."""
+    """Return an evaluation that is newer than every evaluation in ``earlier``.
+
+    Only the creation time orders evaluations. If the clock is behind, the new time is therefore
+    one second after the newest earlier one. Raises ``HoldfastError`` for an invalid name or
+    metric.
+    """
     attempt = names.new_attempt()
     if names.parse_evaluation(names.evaluation_name(name, attempt)) is None:
         raise HoldfastError(
-            f"No evaluation can be called {str(name)[:80]!r}",
-            expected="1 to 64 of the characters a-z, A-Z, 0-9, - and _",
+            f"{str(name)[:80]!r} is not a valid name for an evaluation",
+            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
             found=repr(name)[:80],
         )
-    past = [datetime.fromisoformat(e.created) + timedelta(seconds=1) for e in earlier]
-    created = max([datetime.now(UTC), *past]).isoformat(timespec="seconds")
+    after_earlier = [datetime.fromisoformat(e.created) + timedelta(seconds=1) for e in earlier]
+    created = max([datetime.now(UTC), *after_earlier]).isoformat(timespec="seconds")
     return Evaluation(
         name, attempt, str(version), digest, created, to_numbers(check_metrics(metrics))
     )

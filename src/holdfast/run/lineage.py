@@ -1,4 +1,4 @@
-"""The line: the versions of a run that count, from the first to the newest, across branches."""
+"""The lineage: the versions of a run that count, oldest first, across branches."""
 
 from __future__ import annotations
 
@@ -24,60 +24,80 @@ from holdfast.format.records import MAX_RECORD
 from holdfast.run.catalog import Catalog, Listing
 
 _MAX_LISTINGS = 10
-"""Most looks for two that agree; a training that saves faster than that is looked at as it is."""
+"""Maximum number of further listings made to get two consecutive ones that agree.
+
+If a training saves so fast that none agree, the last listing is used.
+"""
 
 
 def lineage_of(catalog: Catalog, listing: Listing, number: int) -> list[Version]:
-    """The versions of a branch, and before them those of the branches that it came from, up to
-    where it left each; oldest first. Raises ``NotFound`` if there is no such branch."""
+    """Return the lineage of a branch, oldest first.
+
+    The lineage holds the versions of the branch and, before them, those of each ancestor branch up
+    to the version at which its descendant started. Raises ``NotFound`` if there is no such branch.
+    """
     versions = listing.versions
-    known = _branch_numbers(listing)
-    if number not in known:
+    existing = _branch_numbers(listing)
+    if number not in existing:
         raise NotFound(
             f"{catalog.url} has no branch {number}",
-            expected=f"one of {', '.join(map(str, sorted(known)))}",
+            expected=f"one of {', '.join(map(str, sorted(existing)))}",
             found=number,
             key=names.branch_name(number),
             store=catalog.url,
         )
-    found: list[Version] = []
-    limit = None
+    lineage: list[Version] = []
+    last_step = None
     while True:
-        own = [v for v in versions if v.branch == number and (limit is None or v.step <= limit)]
-        found = own + found
-        left = None if number == 0 else branch_origin(catalog, number, versions)
-        if left is None:
-            return found
-        number, limit = left.branch, left.step
+        on_branch = [
+            v for v in versions if v.branch == number and (last_step is None or v.step <= last_step)
+        ]
+        lineage = on_branch + lineage
+        origin = None if number == 0 else branch_origin(catalog, number, versions)
+        if origin is None:
+            return lineage
+        number, last_step = origin.branch, origin.step
 
 
 def current_lineage(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
-    """``lineage_of`` a branch, by default of the newest one."""
+    """Return the lineage of ``branch``, or of the newest branch if ``branch`` is None."""
     number = newest_branch(catalog, listing) if branch is None else branch
     return lineage_of(catalog, listing, number)
 
 
 def newest_branch(catalog: Catalog, listing: Listing) -> int:
-    """The highest number that has versions, or of which is known where it left from."""
+    """Return the number of the newest branch that has versions or a known origin."""
     versions = listing.versions
-    held = {v.branch for v in versions}
-    for number in sorted({*listing.branches, *held}, reverse=True):
-        if number == 0 or number in held or branch_origin(catalog, number, versions) is not None:
+    with_versions = {v.branch for v in versions}
+    for number in sorted({*listing.branches, *with_versions}, reverse=True):
+        if (
+            number == 0
+            or number in with_versions
+            or branch_origin(catalog, number, versions) is not None
+        ):
             return number
     return 0
 
 
 def branches_of_unknown_origin(catalog: Catalog, listing: Listing) -> list[int]:
-    """The branches with versions of which cannot be told where they left from, so that what came
-    before them cannot be told from what was abandoned."""
+    """Return the branches that have versions but no known origin, in ascending order.
+
+    The lineage before such a branch is unknown, so abandoned versions cannot be recognized.
+    """
     versions = listing.versions
-    held = {v.branch for v in versions} - {0}
-    return sorted(n for n in held if branch_origin(catalog, n, versions) is None)
+    with_versions = {v.branch for v in versions} - {0}
+    return sorted(n for n in with_versions if branch_origin(catalog, n, versions) is None)
 
 
 def branch_origin(catalog: Catalog, number: int, versions: Iterable[Version]) -> Version | None:
-    """The version that a branch left from: by its record, or, should that be damaged, by the
-    parent of its first version. None if neither tells: the line then begins with the branch."""
+    """Return the version at which a branch started.
+
+    The origin comes from the record of the branch. If the record is missing or damaged, the origin
+    is the parent of the oldest version of the branch that names a parent on an earlier branch. If
+    there is none either, the result is None, and the lineage begins with the branch. Raises
+    ``ManifestInvalid`` if the record names a version that is not on an earlier branch, and
+    ``FormatTooNew`` if a later format wrote it.
+    """
     file = names.branch_name(number)
     try:
         version = names.parse_version(catalog.read_branch(number).from_version)
@@ -88,8 +108,8 @@ def branch_origin(catalog: Catalog, number: int, versions: Iterable[Version]) ->
         version = _origin_from_parents(catalog, number, versions)
     if version is not None and version.branch >= number:
         raise ManifestInvalid(
-            f"{file} of {catalog.url} breaks the format",
-            expected=f"a branch that left from one before {number}",
+            f"{file} of {catalog.url} violates the format",
+            expected=f"an origin on a branch before {number}",
             found=str(version),
             file=file,
         )
@@ -101,21 +121,24 @@ def _origin_from_parents(
 ) -> Version | None:
     for version in sorted(v for v in versions if v.branch == number):
         parent = _read_parent(catalog, version)
-        found = None if parent is None else names.parse_version(parent.version)
-        if found is not None and found.branch < number:
-            return found
+        origin = None if parent is None else names.parse_version(parent.version)
+        if origin is not None and origin.branch < number:
+            return origin
     return None
 
 
 def _read_parent(catalog: Catalog, version: Version) -> Parent | None:
-    """What was saved or resumed just before; None if there is nothing such, or that is not told."""
+    """Return the parent that a version's manifest names.
+
+    The result is None if the manifest names no parent, is missing, or is damaged.
+    """
     try:
         return catalog.open(version).manifest.parent
     except (FormatError, NotFound):
         return None
 
 
-# -- the newest ----------------------------------------------------------------------------------
+# -- the newest version --------------------------------------------------------------------------
 
 
 def find_newest(
@@ -126,8 +149,8 @@ def find_newest(
     deleted: dict[Version, HoldfastError] = {}
     while True:
         listing = stable_listing(catalog)
-        versions = current_lineage(catalog, listing, branch)
-        for version in reversed([v for v in versions if at is None or v.step == at]):
+        lineage = current_lineage(catalog, listing, branch)
+        for version in reversed([v for v in lineage if at is None or v.step == at]):
             try:
                 snapshot = catalog.open(version)
                 use(snapshot)
@@ -136,7 +159,7 @@ def find_newest(
             except (FormatError, StoreError) as e:
                 if isinstance(e, NotFound) and version not in catalog.listing().versions:
                     deleted[version] = e
-                    break  # it is no damage, and its writer has saved a newer one by then
+                    break  # deleted, not damaged: list again, since its writer saved a newer one
                 events.emit("skipped", version=str(version), error=e)
                 skipped[version] = e
             else:
@@ -150,61 +173,70 @@ def find_newest(
                     iter(failed.values())
                 )
             if at is not None or listing.versions:
-                raise _no_such_version_error(catalog.url, at, versions, listing.versions)
+                raise _no_such_version_error(catalog.url, at, lineage, listing.versions)
             return None, []
 
 
 def stable_listing(catalog: Catalog) -> Listing:
-    """A look that shows the same versions as the one before. No list is of one moment: of a version
-    that is committed and an older one that is deleted meanwhile it may show neither."""
+    """List the store until two consecutive listings show the same versions; return the last one.
+
+    A listing is not atomic. If one version is committed and an older one is deleted during a
+    listing, the listing may show neither.
+    """
     listing = catalog.listing()
     for _ in range(_MAX_LISTINGS):
-        before, listing = listing, catalog.listing()
-        if before.versions == listing.versions:
+        previous, listing = listing, catalog.listing()
+        if previous.versions == listing.versions:
             break
     return listing
 
 
 def is_stale(catalog: Catalog, listing: Listing) -> bool:
-    """Whether a version of that look is gone by now, or there was none and now is: what was looked
-    for in vain may have been there all the time."""
-    now = catalog.listing().versions
-    return not set(listing.versions) <= set(now) or (not listing.versions and bool(now))
+    """Return True if a failed search of ``listing`` proves nothing, because the run has changed.
+
+    This is the case if a version in the listing no longer exists, or if the listing is empty and
+    the run now has versions.
+    """
+    versions = catalog.listing().versions
+    return not set(listing.versions) <= set(versions) or (not listing.versions and bool(versions))
 
 
 def _no_intact_version_error(
     url: str, at: int | None, failed: Mapping[Version, HoldfastError]
 ) -> NoSnapshot:
     wanted = "version" if at is None else f"version of step {at}"
-    overwritten = [e for e in failed.values() if e.fields.get("live_state")]
+    state_invalid = any(e.fields.get("live_state") for e in failed.values())
     return NoSnapshot(
-        f"{url} has no intact {wanted} on the line that is asked for",
+        f"{url} has no intact {wanted} on the requested lineage",
         expected=f"an intact {wanted}",
         found="; ".join(f"{v}: {e.what}" for v, e in failed.items()),
-        todo="`holdfast ls RUN` shows all, those of other branches too (resume(branch=...)), and"
-        " `holdfast verify RUN` what is damaged; copy an intact version back, or begin anew in"
-        " another folder",
+        todo="`holdfast ls RUN` lists all versions, including those of other branches"
+        " (resume(branch=...)). `holdfast verify RUN` shows what is damaged. Copy an intact version"
+        " back, or start again in another folder",
         skipped=tuple(map(str, failed)),
-        **({"live_state": "not valid"} if overwritten else {}),
+        **({"live_state": "not valid"} if state_invalid else {}),
     )
 
 
 def _no_such_version_error(
     url: str, at: int | None, lineage: list[Version], versions: list[Version]
 ) -> NoSnapshot:
-    """There is nothing damaged, but nothing of that step, or nothing on that line."""
+    """Return the error for a lineage that has no version, or none of step ``at``.
+
+    No version is damaged in this case.
+    """
     if not versions:
         return NoSnapshot(
             f"{url} has no versions",
-            expected=f"one of step {at}",
-            found="none at all",
-            todo="Leave out at= to begin a training",
+            expected=f"a version of step {at}",
+            found="none",
+            todo="Omit at= to start a new training",
             skipped=(),
         )
     wanted = "version" if at is None else f"version of step {at}"
     found, todo = alternatives(at, lineage, versions)
     return NoSnapshot(
-        f"{url} has no {wanted} on the line that is asked for",
+        f"{url} has no {wanted} on the requested lineage",
         expected=f"a {wanted}",
         found=found,
         todo=todo,
@@ -215,57 +247,67 @@ def _no_such_version_error(
 def alternatives(
     step: int | None, lineage: Sequence[Version], versions: Sequence[Version]
 ) -> tuple[str, str]:
-    """What there is where a line has no version of a step (None: no version), and what to do."""
-    others = [v for v in versions if v.step == step]
-    if others:
-        branch = others[-1].branch
+    """Return ``found`` and ``todo`` for the error that a lineage has no version of a step.
+
+    ``step`` is None if the lineage has no version at all. ``versions`` are all versions of the run.
+    """
+    on_other_branches = [v for v in versions if v.step == step]
+    if on_other_branches:
+        branch = on_other_branches[-1].branch
         return (
-            f"{', '.join(map(str, others))} on another branch",
+            f"{', '.join(map(str, on_other_branches))} on another branch",
             f"Name the branch as well: branch={branch} in Python, {step}.{branch} in a command or"
             " an address",
         )
     if step is None:
         branch = versions[-1].branch
-        return ", ".join(map(str, versions[-3:])), f"resume(branch={branch}) goes on from there"
-    near = sorted(lineage, key=lambda v: abs(v.step - step))[:3]
+        return ", ".join(map(str, versions[-3:])), f"resume(branch={branch}) continues from there"
+    nearest = sorted(lineage, key=lambda v: abs(v.step - step))[:3]
     return (
-        ", ".join(map(str, sorted(near))) or "none",
-        "`holdfast ls RUN` shows all versions, those on other branches too",
+        ", ".join(map(str, sorted(nearest))) or "none",
+        "`holdfast ls RUN` lists all versions, including those on other branches",
     )
 
 
-# -- two runs ------------------------------------------------------------------------------------
+# -- comparing two runs --------------------------------------------------------------------------
 
 
 def find_divergence(
     catalog: Catalog, listing: Listing, other: Catalog, other_listing: Listing
 ) -> str | None:
-    """What ``other`` has that ``one`` never had, if both have gone on since one was copied from
-    the other; None if nothing shows that.
+    """Return evidence that training continued in two runs after one was copied from the other.
 
-    A copy lacks what is new and keeps what its original has deleted, so each may well have
-    versions that the other lacks. But nothing was ever between a version and its parent on their
-    branch, nor another version in the place of the parent; and whoever left a branch had the newest
-    version of it, which only a sweep of what is abandoned deletes.
+    The result names a file, branch, or version that only one history contains. It is None if there
+    is no evidence.
+
+    A copy lacks the new versions of its original and keeps those that the original has deleted.
+    Each run may therefore have versions that the other lacks. Three facts hold within one history:
+
+    - No version is between a version and its parent on their branch.
+    - No other snapshot has the name of the parent.
+    - A run that starts a branch holds the newest version of the branch before it, and only
+      ``sweep(abandoned=True)`` deletes that version.
     """
     for number in sorted({*listing.branches} & {*other_listing.branches}):
         file = names.branch_name(number)
         if catalog.store.get(file, MAX_RECORD) != other.store.get(file, MAX_RECORD):
             return f"another {file}"
-    branch, its_branch = (max(_branch_numbers(each)) for each in (listing, other_listing))
-    if branch < its_branch and _newest_step(listing, branch) > _newest_step(other_listing, branch):
-        return f"branch {its_branch}"
-    if branch > its_branch and _newest_step(other_listing, its_branch) > _newest_step(
-        listing, its_branch
+    branch, other_branch = max(_branch_numbers(listing)), max(_branch_numbers(other_listing))
+    if branch < other_branch and _newest_step(listing, branch) > _newest_step(
+        other_listing, branch
     ):
-        return str(Version(_newest_step(other_listing, its_branch), its_branch))
-    mine, its = set(listing.versions), set(other_listing.versions)
-    for version in sorted(mine - its):
-        stranger = _find_conflict(catalog, version, other, mine, its)
-        if stranger is not None:
-            return str(stranger)
-    for version in sorted(its - mine):
-        if _find_conflict(other, version, catalog, its, mine) is not None:
+        return f"branch {other_branch}"
+    if branch > other_branch and _newest_step(other_listing, other_branch) > _newest_step(
+        listing, other_branch
+    ):
+        return str(Version(_newest_step(other_listing, other_branch), other_branch))
+    versions, other_versions = set(listing.versions), set(other_listing.versions)
+    for version in sorted(versions - other_versions):
+        conflict = _find_conflict(catalog, version, other, versions, other_versions)
+        if conflict is not None:
+            return str(conflict)
+    for version in sorted(other_versions - versions):
+        if _find_conflict(other, version, catalog, other_versions, versions) is not None:
             return str(version)
     return None
 
@@ -277,25 +319,29 @@ def _find_conflict(
     versions: set[Version],
     other_versions: set[Version],
 ) -> Version | None:
-    """What the other run has between a version and its parent, on its branch, or as another
-    snapshot in the parent's place. ``mine``, ``its``: the versions of this run and of the other."""
+    """Return a version of the other run that contradicts ``version`` and its parent.
+
+    Such a version is on the branch of ``version`` between it and its parent, or is another
+    snapshot with the name of the parent. ``versions`` and ``other_versions`` are the versions of
+    the two runs.
+    """
     parent = _read_parent(catalog, version)
-    named = None if parent is None else names.parse_version(parent.version)
-    if parent is None or named is None:
+    parent_version = None if parent is None else names.parse_version(parent.version)
+    if parent is None or parent_version is None:
         return None
-    steps = range(named.step + 1, version.step)
+    steps = range(parent_version.step + 1, version.step)
     between = [
         v for v in other_versions - versions if v.branch == version.branch and v.step in steps
     ]
-    if between or named not in other_versions:
+    if between or parent_version not in other_versions:
         return min(between, default=None)
     try:
-        found = other.open(named)
+        snapshot = other.open(parent_version)
     except (FormatError, NotFound):
         return None
-    # the full copy of an incremental one, which has another digest, is known by its attempt
-    copied = found.manifest.attempt == parent.digest[:12] or found.bases
-    return None if copied or found.digest == parent.digest else named
+    # a full copy of an incremental version has another digest; its attempt identifies it
+    is_copy = snapshot.manifest.attempt == parent.digest[:12] or snapshot.bases
+    return None if is_copy or snapshot.digest == parent.digest else parent_version
 
 
 def _branch_numbers(listing: Listing) -> set[int]:
@@ -303,5 +349,5 @@ def _branch_numbers(listing: Listing) -> set[int]:
 
 
 def _newest_step(listing: Listing, branch: int) -> int:
-    """The newest step on a branch; -1 if there is none."""
+    """Return the newest step on a branch, or -1 if the branch has no versions."""
     return max((v.step for v in listing.versions if v.branch == branch), default=-1)

@@ -1,4 +1,4 @@
-"""What a metric may be: one rule for what is given to ``step`` and what evaluations add."""
+"""The rule for valid metrics, shared by ``Checkpointer.step`` and ``Run.add_metrics``."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ _INT64_LIMIT = 1 << 63
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metrics as a dict of their own, of copies, if all are numbers. What lies on a device is
-    not read: that would hold training up at every step. Raises ``PlanError``."""
+    """Return a copy of the metrics if every value is a number.
+
+    Values on a device are not read, because a read would block training at every step. Raises
+    ``PlanError`` if ``metrics`` is not a mapping from names to numbers.
+    """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
         raise PlanError(
-            "Metrics are numbers by name",
+            "The metrics are not a mapping from names to numbers",
             expected='a dict such as {"loss": loss}',
             found=with_article(type(metrics).__name__),
         )
     for name, value in metrics.items():
         if not _is_name(name) or not _is_number(value):
-            many = getattr(value, "shape", None)
+            shape = getattr(value, "shape", None)
+            shape_text = f" of shape {tuple(shape)}" if shape else ""
             raise PlanError(
-                f"The metric {name!r} is no number",
-                expected="an int of 64 bits, a float, or a real tensor or array of one element",
-                found=with_article(type(value).__name__) + (f" of {tuple(many)}" if many else ""),
-                todo="Give its mean, or leave it out",
+                f"The metric {name!r} is not a number",
+                expected="a 64-bit int, a float, or a real tensor or array of one element",
+                found=with_article(type(value).__name__) + shape_text,
+                todo="Pass its mean, or omit the metric",
             )
     return {name: _copy_value(value) for name, value in metrics.items()}
 
 
 def _copy_value(value: Any) -> Any:
-    """The value as it is now, whatever becomes of a tensor that is used again."""
+    """Copy a value, so that a later in-place change of a tensor does not affect it."""
     if hasattr(value, "detach"):
         return value.detach().clone()
     return value.copy() if hasattr(value, "copy") else value
@@ -44,7 +48,7 @@ def _copy_value(value: Any) -> Any:
 def _is_name(name: object) -> bool:
     try:
         return isinstance(name, str) and name.encode() is not None
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # an unpaired surrogate
         return False
 
 
@@ -54,27 +58,28 @@ def _is_number(value: Any) -> bool:
         return isinstance(value, float) or (
             type(value) is int and -_INT64_LIMIT <= value < _INT64_LIMIT
         )
-    # a tensor of one element knows item() too, but to call it would wait for its device
-    elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
-    real = ("float", "bfloat", "int", "uint")
-    there = not getattr(value, "is_meta", False)
-    return there and elements == 1 and str(dtype).removeprefix("torch.").startswith(real)
+    # item() would also reject more than one element, but it waits for the device
+    element_count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
+    is_real = str(dtype).removeprefix("torch.").startswith(("float", "bfloat", "int", "uint"))
+    has_data = not getattr(value, "is_meta", False)
+    return has_data and element_count == 1 and is_real
 
 
 def to_number(value: Any) -> int | float:
-    """A metric that was checked, read: an int of 64 bits or a float. Waits for its device."""
-    found = value.item() if hasattr(value, "item") else value
-    whole = isinstance(found, int) and -_INT64_LIMIT <= found < _INT64_LIMIT
-    return int(found) if whole else float(found)  # a large uint64, NumPy's long double
+    """Return a checked metric as a 64-bit int or a float. Waits for the metric's device."""
+    number = value.item() if hasattr(value, "item") else value
+    fits_int64 = isinstance(number, int) and -_INT64_LIMIT <= number < _INT64_LIMIT
+    # float() also converts a uint64 above the int64 range and NumPy's long double
+    return int(number) if fits_int64 else float(number)
 
 
 def to_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
-    """Metrics that were checked, read."""
+    """Return checked metrics as 64-bit ints and floats. Waits for their devices."""
     return {name: to_number(value) for name, value in metrics.items()}
 
 
 def select_numbers(metrics: Any) -> dict[str, float]:
-    """The members of ``metrics`` that are numbers."""
+    """Return the entries of ``metrics`` whose values are numbers."""
     if not isinstance(metrics, dict):
         return {}
     return {

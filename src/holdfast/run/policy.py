@@ -1,7 +1,9 @@
-"""When to save, what to keep, when to stop: frozen, pure; saving and keeping combined with ``|``.
+"""Policies: when to save, what to keep, and when to stop.
 
-A policy looks at records and answers; it never reads a clock, a store or a model itself, so a
-table tests it. (The shape is Orbax's ``save_decision_policy`` and ``preservation_policy``.)
+Policies are frozen and pure. A policy decides from its arguments alone and never reads a clock, a
+store, or a model. A table of inputs and results therefore tests it. Save policies combine with
+``|``, and so do keep policies. (The design follows Orbax's ``save_decision_policy`` and
+``preservation_policy``.)
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
-    """What a save policy may look at: now, and what was at the last save (or at the start of the
-    training where nothing has been saved since). Seconds are of a monotonic clock; epochs are
-    those that are completed."""
+    """The input of a save policy: the current counts and those at the last save.
+
+    If nothing has been saved yet, the ``last_`` values are those at the start of the training.
+    Seconds are those of a monotonic clock. Epochs are completed epochs.
+    """
 
     step: int
     seconds: float
@@ -36,20 +40,23 @@ class PolicyInput:
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """When a save is due. ``a | b`` is due when either is."""
+    """Base class of the policies that decide when to save.
+
+    ``a | b`` saves when ``a`` or ``b`` does. The base class never saves.
+    """
 
     def due(self, now: PolicyInput) -> bool:
-        """Whether the state after step ``now.step`` is to be saved."""
+        """Return True if the state after step ``now.step`` must be saved."""
         return False
 
     @property
     def on_exception(self) -> bool:
-        """Whether the state before a step that raised is to be saved."""
+        """True if an exception in a step saves the state before that step."""
         return False
 
     @property
     def wants_epochs(self) -> bool:
-        """Whether it can fire only where epochs are counted."""
+        """True if the policy can fire only when epochs are counted."""
         return False
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
@@ -80,7 +87,7 @@ class _SaveUnion(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(SavePolicy):
-    """Save at every multiple of ``steps``, whatever was saved in between."""
+    """Save at every multiple of ``steps``, regardless of other saves in between."""
 
     steps: int
 
@@ -93,13 +100,14 @@ class EverySteps(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds(SavePolicy):
-    """Save at the first step that ends ``seconds`` or more after the last save."""
+    """Save at the first step that ends at least ``seconds`` seconds after the last save."""
 
     seconds: float
 
     def __post_init__(self) -> None:
-        good = _is_number(self.seconds) and 0 < self.seconds < inf
-        _require("EverySeconds", good, "seconds above 0", self.seconds, "EverySeconds(600)")
+        valid = _is_number(self.seconds) and 0 < self.seconds < inf
+        expected = "a finite number of seconds above 0"
+        _require("EverySeconds", valid, expected, self.seconds, "EverySeconds(600)")
 
     def due(self, now: PolicyInput) -> bool:
         return now.seconds - now.last_seconds >= self.seconds
@@ -107,7 +115,7 @@ class EverySeconds(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class EveryEpoch(SavePolicy):
-    """Save at the step that completes an epoch, of every ``epochs`` epochs once."""
+    """Save at the step that completes an epoch, once every ``epochs`` epochs."""
 
     epochs: int = 1
 
@@ -124,7 +132,7 @@ class EveryEpoch(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class OnException(SavePolicy):
-    """Save when the training ends with an exception: the state before the step that raised."""
+    """Save the state before the step that raised, when an exception ends the training."""
 
     @property
     def on_exception(self) -> bool:
@@ -136,8 +144,10 @@ class OnException(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a keep policy sees of a version: its metrics are those of the save, overridden by
-    those of later evaluations."""
+    """The input of a keep policy for one version.
+
+    ``metrics`` holds the metrics of the save, overridden by those of later evaluations.
+    """
 
     version: Version
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -145,16 +155,21 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class KeepPolicy:
-    """Which versions to keep. ``a | b`` keeps what either keeps."""
+    """Base class of the policies that decide which versions to keep.
+
+    ``a | b`` keeps every version that ``a`` or ``b`` keeps. The base class keeps all versions.
+    """
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
-        """Of committed, intact versions on the line that training is on, oldest first, those to
-        keep."""
+        """Return the versions to keep.
+
+        ``records`` are the committed, intact versions on the current lineage, oldest first.
+        """
         return frozenset(r.version for r in records)
 
     @property
     def metrics(self) -> frozenset[str]:
-        """Names of the metrics that it chooses by."""
+        """The names of the metrics that the policy uses."""
         return frozenset()
 
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
@@ -194,9 +209,9 @@ class KeepLast(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepEvery(KeepPolicy):
-    """Keep the first version at or after each multiple of ``steps``, from the first multiple on.
+    """Keep the first version at or after each positive multiple of ``steps``.
 
-    It is the same version however often retention has run before.
+    The choice does not depend on how often retention has run before.
     """
 
     steps: int
@@ -214,10 +229,12 @@ class KeepEvery(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepBest(KeepPolicy):
-    """Keep the ``count`` versions with the smallest (``mode="max"``: largest) ``metric``.
+    """Keep the ``count`` versions with the best value of ``metric``.
 
-    A version that has no such metric, or NaN, is not among them; of equal ones the newer is the
-    better. A version that is evaluated later must be kept by another policy until then.
+    The best value is the smallest with ``mode="min"`` and the largest with ``mode="max"``. Of
+    versions with equal values, the newer one is better. This policy does not keep a version
+    without the metric or with NaN. If versions are evaluated after they are saved, another policy
+    must keep them until then.
     """
 
     count: int
@@ -238,16 +255,19 @@ class KeepBest(KeepPolicy):
 
 
 def best_first(records: Sequence[Record], metric: str, mode: Mode = "min") -> list[Version]:
-    """The versions that have the metric, from the best to the worst; of equal ones the newer
-    first. NaN is left out."""
-    found = [
+    """Return the versions that have the metric, from the best to the worst.
+
+    Versions with equal values are in order from the newest to the oldest. Versions with NaN are
+    omitted.
+    """
+    values = [
         (r.metrics[metric], r.version)
         for r in reversed(records)
         if metric in r.metrics and not _is_nan(r.metrics[metric])
     ]
-    # sort is stable, also in reverse: equal ones stay newest first
-    found.sort(key=lambda pair: pair[0], reverse=mode == "max")
-    return [version for _, version in found]
+    # sort is stable even with reverse=True, so equal values stay in order from the newest
+    values.sort(key=lambda pair: pair[0], reverse=mode == "max")
+    return [version for _, version in values]
 
 
 # -- when to stop --------------------------------------------------------------------------------
@@ -255,8 +275,11 @@ def best_first(records: Sequence[Record], metric: str, mode: Mode = "min") -> li
 
 @dataclass(frozen=True, slots=True)
 class StopState:
-    """How far a ``StopWhen`` is: the best value so far, and the values since that were no better
-    (``misses``). It lies in the snapshot, so that a restart does not begin to wait anew."""
+    """The progress of a ``StopWhen``.
+
+    ``best`` is the best value so far, and ``misses`` is the number of values since then that were
+    not better. Each snapshot stores this state, so that a restart does not reset the patience.
+    """
 
     best: float | None = None
     misses: int = 0
@@ -265,10 +288,10 @@ class StopState:
 
 @dataclass(frozen=True, slots=True)
 class StopWhen:
-    """Stop when ``metric`` has not become better ``patience`` times in a row.
+    """Stop when ``patience`` consecutive values of ``metric`` are not better than the best so far.
 
-    Better: by more than ``min_delta`` below (``mode="max"``: above) the best so far. NaN is never
-    better. (Keras' ``EarlyStopping``, but for NaN.)
+    A value is better if it is below the best value (above it with ``mode="max"``) by more than
+    ``min_delta``. NaN is never better. (Keras's ``EarlyStopping``, except for NaN.)
     """
 
     metric: str
@@ -279,12 +302,12 @@ class StopWhen:
     def __post_init__(self) -> None:
         example = 'StopWhen("val_loss", patience=3, mode="min")'
         _check_metric("StopWhen", self.metric, self.mode, example)
-        _check_count("StopWhen", self.patience, "values as patience", example)
-        good = _is_number(self.min_delta) and 0 <= self.min_delta < inf
-        _require("StopWhen", good, "a min_delta of 0 or more", self.min_delta, example)
+        _check_count("StopWhen", self.patience, "values (patience)", example)
+        valid = _is_number(self.min_delta) and 0 <= self.min_delta < inf
+        _require("StopWhen", valid, "a finite min_delta of 0 or more", self.min_delta, example)
 
     def observe(self, state: StopState, value: float) -> StopState:
-        """The state after one more value of the metric."""
+        """Return the state after one more value of the metric."""
         if _is_nan(value):
             better = False
         elif state.best is None:
@@ -299,7 +322,7 @@ class StopWhen:
         return StopState(state.best, misses, misses >= self.patience)
 
     def to_plain(self, state: StopState) -> dict[str, Any]:
-        """``state`` as plain values, with what it is the state of."""
+        """Return ``state`` as plain values, together with the metric and the mode."""
         return {
             "metric": self.metric,
             "mode": self.mode,
@@ -308,31 +331,35 @@ class StopWhen:
         }
 
     def from_plain(self, plain: object) -> StopState:
-        """What ``to_plain`` made, seen with this patience. Anything else, the state of another
-        metric or mode included, is a fresh start."""
+        """Return the state from the result of ``to_plain``, judged by this policy's patience.
+
+        For any other value, or for another metric or mode, the result is a new state.
+        """
         if not isinstance(plain, dict):
             return StopState()
         best, misses = plain.get("best"), plain.get("misses")
-        same = (plain.get("metric"), plain.get("mode")) == (self.metric, self.mode)
-        if not same or not isinstance(misses, int) or not (best is None or _is_number(best)):
+        matches = (plain.get("metric"), plain.get("mode")) == (self.metric, self.mode)
+        if not matches or not isinstance(misses, int) or not (best is None or _is_number(best)):
             return StopState()
         return StopState(best, misses, misses >= self.patience)
 
 
 def check_can_fire(policy: SavePolicy, epochs_known: bool) -> None:
-    """Raise ``HoldfastError`` for a policy that can never fire in this training. ``epochs_end``:
-    whether it is known at a step that it completes an epoch."""
+    """Raise ``HoldfastError`` for a policy that can never fire in this training.
+
+    ``epochs_known`` is True if it is known at each step whether the step completes an epoch.
+    """
     if policy.wants_epochs and not epochs_known:
         raise HoldfastError(
-            "EveryEpoch can never fire: nothing in the state tells which step completes an epoch",
+            "EveryEpoch can never fire: nothing in the state shows which step completes an epoch",
             expected="a holdfast.ElasticSampler in the state",
             found="none",
-            todo="Put the sampler of the loader into the state; with another loader call"
-            " ckpt.save() when an epoch is over",
+            todo="Add the loader's sampler to the state. With another kind of sampler, call"
+            " ckpt.save() at the end of each epoch",
         )
 
 
-# -- what can never fire is refused --------------------------------------------------------------
+# -- checks of arguments -------------------------------------------------------------------------
 
 
 def _is_number(value: object) -> bool:
@@ -344,21 +371,21 @@ def _is_nan(value: float) -> bool:
 
 
 def _check_count(name: str, value: object, unit: str, example: str) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    _require(name, good, f"1 or more {unit}, a whole number", value, example)
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    _require(name, valid, f"a whole number of {unit}, 1 or more", value, example)
 
 
 def _check_metric(name: str, metric: object, mode: object, example: str) -> None:
-    named = isinstance(metric, str) and metric != ""
-    _require(name, named, "the name of a metric", metric, example)
-    _require(name, mode in ("min", "max"), 'mode "min" or "max"', mode, example)
+    valid = isinstance(metric, str) and metric != ""
+    _require(name, valid, "the name of a metric", metric, example)
+    _require(name, mode in ("min", "max"), 'mode="min" or mode="max"', mode, example)
 
 
 def _require(name: str, valid: bool, expected: str, found: object, example: str) -> None:
     if not valid:
         raise HoldfastError(
-            f"{name} can never fire so",
+            f"Invalid argument to {name}",
             expected=expected,
             found=repr(found)[:200],
-            todo=f"Write for example {example}",
+            todo=f"For example, write {example}",
         )

@@ -1,7 +1,7 @@
-"""The versions of one run: which there are, which count, the newest intact, the best, what is
-pinned. ``run/sweep.py`` deletes.
+"""``Run``: lists, selects, pins, evaluates, and deletes the versions of one run.
 
-Everything is computed from what lies in the store; there is no pointer file to lie.
+Every answer is computed from the contents of the store. There is no pointer file that could be
+wrong. ``run/sweep.py`` implements deletion.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from holdfast.storage.store import Stat
 
 
 class Run:
-    """A place that holds the snapshots of one training, and its branches.
+    """A location that holds the snapshots of one training, and its branches.
 
-    Nothing is read when it is made, and every call looks at the store afresh; but manifests and
-    evaluations, which never change, are read once.
+    The constructor reads nothing. Every call lists the store again. Manifests and evaluations
+    never change, and each is read only once. The *current lineage* is the lineage of the newest
+    branch, which is the one that training is on.
     """
 
     def __init__(self, url: Url) -> None:
@@ -56,8 +57,11 @@ class Run:
         return self.catalog.location(version)
 
     def open(self, version: Version) -> Snapshot:
-        """Open one version. Raises ``NotFound``, or ``FormatError``, also for a manifest that names
-        another version than its folder."""
+        """Open one version.
+
+        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
+        than that of its folder.
+        """
         return self.catalog.open(version)
 
     def listing(self) -> Listing:
@@ -65,21 +69,24 @@ class Run:
         return self.catalog.listing()
 
     def snapshots(self) -> list[Snapshot]:
-        """The versions on the line that training is on, oldest first; damaged ones left out
-        (``holdfast ls`` shows them too)."""
-        found = []
+        """Return the versions on the current lineage, oldest first.
+
+        Versions with a damaged manifest are omitted. (``holdfast ls`` shows them too.)
+        """
+        snapshots = []
         for version in self.line():
             try:
-                found.append(self.open(version))
+                snapshots.append(self.open(version))
             except (FormatError, NotFound) as e:
                 events.emit("skipped", version=str(version), error=e)
-        return found
+        return snapshots
 
     def latest(self) -> Snapshot | None:
-        """The newest version whose manifest is sound and whose files are there in full length;
-        their bytes are checked when they are read. None on an empty or absent run.
+        """Return the newest intact version, or None if the run is empty or absent.
 
-        Raises ``NoSnapshot`` if there are versions, but none such.
+        A version is intact if its manifest is valid and all of its files exist with their full
+        length. The bytes of the files are checked when they are read. Raises ``NoSnapshot`` if
+        there are versions but none is intact.
         """
         return self.newest(lambda snapshot: snapshot.check_files())[0]
 
@@ -89,77 +96,85 @@ class Run:
         at: int | None = None,
         branch: int | None = None,
     ) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
-        """The newest version that ``use`` accepts, and those that were skipped, with reasons.
+        """Return the newest version that ``use`` accepts, and the skipped versions with reasons.
 
-        ``use`` refuses a damaged version by raising ``FormatError`` or ``StoreError``. A store
-        that refuses us or does not answer is no damage, nor is a version of a later format: going
-        back a version for that would lose steps silently, so it is raised. ``at``: only versions
-        of that step. ``branch``: along its line, not that which training is on. Raises
-        ``NoSnapshot``, and ``NotFound`` for a branch that is not there.
+        ``use`` rejects a damaged version by raising ``FormatError`` or ``StoreError``. ``at``
+        restricts the search to versions of that step. ``branch`` selects the lineage of that
+        branch instead of the current one. On an empty or absent run the version is None, unless
+        ``at`` is given.
+
+        A store that denies access or does not answer (``Denied``, ``Unavailable``) and a version
+        of a later format (``FormatTooNew``) are not damage, and the error is raised. To fall back
+        to an older version would silently lose steps.
+
+        Raises ``NoSnapshot`` if no version qualifies, and ``NotFound`` if there is no such branch.
         """
         return lineage.find_newest(self.catalog, use, at, branch)
 
     def find(self, step: int, branch: int | None = None) -> Version:
-        """The version of that step on the line that training is on, or on that of ``branch``.
-        Raises ``NotFound``."""
+        """Return the version of a step on the current lineage, or on that of ``branch``.
+
+        Raises ``NotFound`` if there is no such version or branch, and ``HoldfastError`` if
+        ``step`` or ``branch`` is not a whole number.
+        """
         step = _to_int(step, "a step, a whole number")
         branch = None if branch is None else _to_int(branch, "a branch, a whole number")
         listing = self.listing()
-        line = self.line(listing, branch)
-        found = [v for v in line if v.step == step]
-        if not found:
-            where = "the line that training is on" if branch is None else f"branch {branch}"
-            there, todo = lineage.alternatives(step, line, listing.versions)
+        versions = self.line(listing, branch)
+        matches = [v for v in versions if v.step == step]
+        if not matches:
+            where = "the current lineage" if branch is None else f"the lineage of branch {branch}"
+            found, todo = lineage.alternatives(step, versions, listing.versions)
             raise NotFound(
                 f"{self.url} has no version of step {step} on {where}",
                 expected=f"a version of step {step}",
-                found=there,
+                found=found,
                 todo=todo,
                 key=str(Version(step, branch or 0)),
                 store=self.url,
             )
-        return found[-1]
+        return matches[-1]
 
     # -- branches ------------------------------------------------------------------------------
 
     def line(self, listing: Listing | None = None, branch: int | None = None) -> list[Version]:
-        """The versions that count, oldest first: those of the newest branch, and before it those
-        of the branches that it came from, up to where it left each.
+        """Return the current lineage, or the lineage of ``branch``, oldest first.
 
-        ``branch``: those of that branch instead. Raises ``NotFound`` if there is none such.
+        The lineage of a branch holds its versions and, before them, those of each ancestor branch
+        up to the version at which its descendant started. ``listing`` is the listing to use; by
+        default the store is listed. Raises ``NotFound`` if there is no such branch.
         """
         listing = self.listing() if listing is None else listing
         return lineage.current_lineage(self.catalog, listing, branch)
 
     def branch(self, listing: Listing | None = None) -> int:
-        """The number of the branch that training is on; 0 is the first."""
+        """Return the number of the branch that training is on. The first branch is 0."""
         listing = self.listing() if listing is None else listing
         return lineage.newest_branch(self.catalog, listing)
 
     def read_branch(self, number: int) -> Branch:
-        """The record of a branch. Raises ``NotFound`` or ``FormatError``."""
+        """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
         return self.catalog.read_branch(number)
 
     def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
-        """Start a branch at a version, durably, and return its number."""
+        """Durably start a branch at a version and return the number of the branch."""
         while True:
             listing = self.listing()
-            taken = [0, *listing.branches, *(v.branch for v in listing.versions)]
-            number = max(taken) + 1
+            number = max([0, *listing.branches, *(v.branch for v in listing.versions)]) + 1
             record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
             try:
                 self.store.put_if_absent(names.branch_name(number), encode_branch(record))
             except AlreadyExists:
-                continue  # another process left at the same moment; the next number is ours
+                continue  # another process started a branch at the same time: try the next number
             return number
 
     # -- metrics -------------------------------------------------------------------------------
 
     def metrics(self, at: Snapshot | Version | int) -> dict[str, float]:
-        """The metrics of a snapshot, version or step: those of the save, overridden by
-        evaluations'.
+        """Return the metrics of a snapshot, version, or step.
 
-        Of a metric that several have the newest counts. Raises ``NotFound`` or ``FormatError``.
+        Metrics of evaluations override those of the save, and newer evaluations override older
+        ones. Raises ``NotFound`` or ``FormatError``.
         """
         version = self._resolve_version(at)
         return self.catalog.metrics(version, *self._read_version(version))
@@ -167,51 +182,62 @@ class Run:
     def add_metrics(
         self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = "evaluation"
     ) -> None:
-        """Write down what an evaluation of a snapshot, version or step found: numbers by name.
+        """Store the results of an evaluation of a snapshot, version, or step.
 
-        What is written is never changed: to correct a metric add it once more. ``name``: that
-        of the file, for people. Raises ``NotFound`` if the version is gone, and ``FormatError`` if
-        ``at`` is a snapshot and another one has taken its place.
+        ``metrics`` maps names to numbers. ``name`` becomes a part of the file's name. A stored
+        evaluation never changes. To correct a metric, add it again.
+
+        Raises ``NotFound`` if the version no longer exists, ``FormatError`` if ``at`` is a
+        snapshot and another snapshot has replaced it, ``PlanError`` if a metric is not a number,
+        and ``HoldfastError`` if ``name`` is invalid.
         """
         version = self._resolve_version(at)
-        known, files = self._read_version(version)
-        if isinstance(at, Snapshot) and at.digest != known.digest:
+        record, files = self._read_version(version)
+        if isinstance(at, Snapshot) and at.digest != record.digest:
             raise FormatError(
                 f"{version} of {self.url} is not the snapshot that was evaluated",
-                expected=f"a manifest of digest {at.digest}",
-                found=known.digest,
-                todo="Evaluate the one that is there now",
+                expected=f"a manifest with digest {at.digest}",
+                found=record.digest,
+                todo="Evaluate the snapshot that is there now",
                 file=self.location(version).key(names.MANIFEST),
             )
-        earlier = self.catalog.evaluations(version, known.digest, files)
-        record = new_evaluation(name, version, known.digest, metrics, earlier)
-        file = names.evaluation_name(name, record.attempt)
-        self.store.put_if_absent(self.location(version).key(file), encode_evaluation(record))
+        earlier = self.catalog.evaluations(version, record.digest, files)
+        evaluation = new_evaluation(name, version, record.digest, metrics, earlier)
+        file = names.evaluation_name(name, evaluation.attempt)
+        self.store.put_if_absent(self.location(version).key(file), encode_evaluation(evaluation))
 
     def records(self) -> list[Record]:
-        """The intact versions on the line that training is on, oldest first, with their metrics:
-        what keep policies look at."""
+        """Return the intact versions on the current lineage with their metrics, oldest first.
+
+        These records are the input of keep policies.
+        """
         return self._records(self.listing())
 
     def _records(self, listing: Listing) -> list[Record]:
-        known = self.catalog.read_versions(listing)
-        return self.catalog.intact_records(self.line(listing), listing, known)
+        version_records = self.catalog.read_versions(listing)
+        return self.catalog.intact_records(self.line(listing), listing, version_records)
 
     def best(self, metric: str, mode: Mode = "min") -> Snapshot | None:
-        """The intact version on the line with the smallest (``mode="max"``: largest) ``metric``;
-        of equal ones the newest; None if no version has it. NaN is never the best."""
+        """Return the intact version on the current lineage with the best value of ``metric``.
+
+        The best value is the smallest with ``mode="min"`` and the largest with ``mode="max"``.
+        NaN is never the best. Of versions with equal values, the newest is returned. The result is
+        None if no version has the metric. Raises ``HoldfastError`` for another ``mode``.
+        """
         if mode not in ("min", "max"):
-            raise HoldfastError("No best can be told", expected='mode "min" or "max"', found=mode)
+            raise HoldfastError(
+                "Invalid argument to Run.best", expected='mode="min" or mode="max"', found=mode
+            )
         while True:
             listing = lineage.stable_listing(self.catalog)
-            found = None
+            best = None
             for version in best_first(self._records(listing), metric, mode):
                 with suppress(NotFound):
-                    found = self.open(version)
+                    best = self.open(version)
                     break
-            # else one may have been deleted in favor of a better one
+            # a stale listing may lack a better version, for which retention deleted a listed one
             if not lineage.is_stale(self.catalog, listing):
-                return found
+                return best
 
     def _resolve_version(self, at: Snapshot | Version | int) -> Version:
         if isinstance(at, Version):
@@ -221,22 +247,27 @@ class Run:
         return self.find(_to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
     def _read_version(self, version: Version) -> tuple[VersionRecord, Sequence[Stat]]:
-        """What is known of a version whose manifest is sound, and the files of its folder."""
+        """Return the record of a version and the files of its folder.
+
+        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged.
+        """
         files = list(self.store.list(str(version)))
-        known = self.catalog.read_version(version, files)
-        if known is None or not known.digest:
-            self.open(version)  # raises what is wrong with it
+        record = self.catalog.read_version(version, files)
+        if record is None or not record.digest:
+            self.open(version)  # raises the error in the manifest
             raise NotFound(f"There is no {version} in {self.url}", store=self.url)
-        return known, files
+        return record, files
 
     # -- pins ----------------------------------------------------------------------------------
 
     def pin(self, step: int, branch: int | None = None) -> Version:
-        """Keep a version from retention and ``sweep`` until it is unpinned. Pinned already:
-        nothing happens. Raises ``NotFound``."""
+        """Protect a version from retention and ``sweep`` until it is unpinned.
+
+        If the version is already pinned, nothing changes. Raises ``NotFound``.
+        """
         version = self.find(step, branch)
-        place = self.location(version)
-        key = place.run_key(names.pin_name(str(version)))
+        location = self.location(version)
+        key = location.run_key(names.pin_name(str(version)))
         try:
             self.store.put_if_absent(
                 key, encode_lasting_pin(LastingPin(str(version), machine.utc_now()))
@@ -244,28 +275,32 @@ class Run:
         except AlreadyExists:
             return version
         try:
-            pins.require_manifest(place)
+            pins.require_manifest(location)
         except NotFound:
             self.store.delete(key)
             raise
         return version
 
     def unpin(self, step: int, branch: int | None = None) -> Version:
-        """Take a lasting pin away: of the version on the line that training is on (or on that of
-        ``branch``), or, if that has none of ``step``, of the only one that is pinned elsewhere.
-        Raises ``NotFound`` if it is not pinned."""
+        """Remove the lasting pin of a version.
+
+        The version is the one of ``step`` on the current lineage, or on that of ``branch``. If
+        ``branch`` is None and the current lineage has no version of ``step``, it is the only
+        pinned version of ``step`` on any other branch. Raises ``NotFound`` if the version does
+        not exist or is not pinned.
+        """
         pinned = self.pins()
         try:
             version = self.find(step, branch)
         except NotFound:
-            others = [v for v in pinned if v.step == step]
-            if branch is not None or len(others) != 1:
+            pinned_at_step = [v for v in pinned if v.step == step]
+            if branch is not None or len(pinned_at_step) != 1:
                 raise
-            version = others[0]
+            version = pinned_at_step[0]
         if version not in pinned:
             raise NotFound(
                 f"{version} of {self.url} is not pinned",
-                todo=f"Pinned are: {', '.join(map(str, pinned)) or 'none at all'}",
+                todo=f"Pinned versions: {', '.join(map(str, pinned)) or 'none'}",
                 key=names.pin_name(str(version)),
                 store=self.url,
             )
@@ -273,25 +308,26 @@ class Run:
         return version
 
     def pins(self) -> list[Version]:
-        """The versions with a lasting pin, oldest first."""
+        """Return the versions that have a lasting pin, oldest first."""
         return sorted(self.listing().lasting_pins)
 
     # -- deleting ------------------------------------------------------------------------------
 
     def delete(self, version: Version) -> int:
-        """Delete a version, manifest first, and return the bytes that this freed.
+        """Delete a version, manifest first, and return the number of bytes that this freed.
 
-        Raises ``NotFound``, and ``HoldfastError`` if it is pinned, being read, or another version
-        refers to it.
+        Raises ``NotFound``, and ``HoldfastError`` if the version is pinned, if a process is
+        reading it, or if another version refers to it.
         """
         return sweep.delete(self.catalog, version)
 
     def retain(self, policy: KeepPolicy) -> list[Version]:
-        """Delete what ``policy`` does not keep of the intact versions on the line; those deleted.
+        """Delete the versions that ``policy`` does not keep, and return them, oldest first.
 
-        The newest intact one always stays, and so does what is pinned, being read, or referred to
-        by a version that stays; damaged versions and other branches are not touched. Raises
-        ``StoreError``; what it left undone is done by the next call.
+        Only intact versions on the current lineage are deleted. The newest intact version is never
+        deleted, and neither is a version that is pinned, that a process is reading, or that a
+        remaining version refers to. Damaged versions and other branches do not change. Raises
+        ``StoreError``; the next call then completes the deletion.
         """
         return sweep.retain(self.catalog, policy)
 
@@ -303,20 +339,28 @@ class Run:
         dry_run: bool = False,
         now: float | None = None,
     ) -> SweepResult:
-        """Remove what no manifest names: leftovers of saves that were never committed.
+        """Remove orphans: files of saves that were never committed.
 
-        Nothing younger than ``grace`` seconds, nothing of an attempt whose process lives, nothing
-        that a manifest refers to, and nothing beside a manifest that cannot be read.
-        ``abandoned``: also delete the versions on branches that training has left, but for those
-        that are pinned or referred to. ``dry_run``: only tell.
+        Four kinds of files are not removed: files younger than ``grace`` seconds, files of an
+        attempt whose process is alive, files that a manifest refers to, and files in a folder
+        whose manifest is unreadable.
+
+        ``abandoned=True`` also deletes the versions that are not on the current lineage, except
+        those that are pinned or that another version refers to. ``dry_run=True`` only reports what
+        would be removed. ``now`` replaces the current time, in seconds since the epoch.
         """
         now = time.time() if now is None else now
         return sweep.sweep(self.catalog, SweepOptions(grace, abandoned, dry_run, now))
 
 
 def _to_int(number: Any, expected: str) -> int:
-    """A whole number of whatever type, NumPy's too. Raises ``HoldfastError``."""
+    """Return a whole number of any integer type, such as NumPy's, as an int.
+
+    Raises ``HoldfastError`` for any other value.
+    """
     if not isinstance(number, bool):
         with suppress(TypeError):
             return operator.index(number)
-    raise HoldfastError("There is no such version", expected=expected, found=repr(number)[:80])
+    raise HoldfastError(
+        "The argument does not identify a version", expected=expected, found=repr(number)[:80]
+    )

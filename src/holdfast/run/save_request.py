@@ -1,11 +1,13 @@
-"""A save on request from outside the training: a file in the run, or a signal.
+"""Save requests from outside the training: a file in the run, or a signal.
 
-The one who asks (``ask``, ``holdfast request-save``) writes ``request-save.json`` into the run, if
-it is not there already, and waits until it is gone and a new version has come. The training looks
-for it (``Watcher``), saves at its next step, and removes it after the commit. Nothing depends on
-clocks, and a request whose author has died costs one save.
+The requester (``request_and_wait``, ``holdfast request-save``) writes ``request-save.json`` into
+the run, unless the file exists already. It then waits until the file is gone and a new version
+exists. The training polls for the file (``RequestWatcher``), saves at its next step, and removes
+the file after the commit. The protocol does not depend on clocks. A request whose requester has
+died costs one save.
 
-Any file of that name is a request, whatever is in it: ``touch RUN/request-save.json`` will do.
+Any file of that name is a request, regardless of its contents. ``touch RUN/request-save.json``
+therefore also works.
 """
 
 from __future__ import annotations
@@ -38,13 +40,16 @@ from holdfast.run.run import Run
 from holdfast.storage.store import Store
 
 SIGNAL = "signal"
-"""What ``Watcher.wanted`` says when it was a signal that asked."""
+"""The value of ``RequestWatcher.pending_request`` if a signal made the request."""
 
 _MAX_BYTES = 1 << 16
 
 
 class SaveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file: who asked for a save, and when. ``id`` is drawn anew for every request."""
+    """The contents of the request file: who requested the save, and when.
+
+    ``id`` is unique to each request.
+    """
 
     id: str
     created: str
@@ -52,51 +57,59 @@ class SaveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process: str
 
 
-# -- the one who asks ----------------------------------------------------------------------------
+# -- the requester -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedSave:
-    """The version that came of a request. ``joined``: another's request was there already."""
+    """The version that answers a request.
+
+    ``joined`` is True if another requester's request was already pending and answered by it.
+    """
 
     version: Version
     joined: bool
 
 
 def put_request(store: Store, request_id: str) -> str:
-    """Ask for a save under the id ``mine``, and return the id of the request that stands: another's
-    if there is one already. Raises ``StoreError``."""
+    """Request a save under ``request_id``, and return the id of the pending request.
+
+    The returned id is that of another request if one is already pending. Raises ``StoreError``.
+    """
     host, _, process = machine.process_identity()
     record = seal(SaveRequest(request_id, machine.utc_now(), host, process))[0]
     while True:
         try:
             store.put_if_absent(SAVE_REQUEST, record)
         except AlreadyExists:
-            standing = read_request(store)
-            if standing is None:
-                continue  # it was answered at this moment
-            return standing
+            pending_id = read_request(store)
+            if pending_id is None:
+                continue  # the training answered it in the meantime
+            return pending_id
         return request_id
 
 
 def read_request(store: Store) -> str | None:
-    """The id of the request that stands in a run; of a damaged one an id made of its bytes."""
+    """Return the id of the pending request of a run, or None.
+
+    If the file has no valid id, the id is derived from its bytes. Raises ``StoreError``.
+    """
     try:
         raw = store.get(SAVE_REQUEST, _MAX_BYTES)
     except NotFound:
         return None
     try:
-        found = unseal(raw, SaveRequest, SAVE_REQUEST)[0].id
+        request_id = unseal(raw, SaveRequest, SAVE_REQUEST)[0].id
     except FormatError:
-        found = ""
-    return found if is_attempt(found) else digest(raw)[:12]
+        request_id = ""
+    return request_id if is_attempt(request_id) else digest(raw)[:12]
 
 
 def remove_request(store: Store, request_id: str) -> None:
-    """Remove the request if it is still the one of that id.
+    """Remove the pending request if it still has the given id.
 
-    A new one that takes its place between the look and the deletion goes with it; the one who
-    wrote it sees that nothing came of it, and asks again.
+    If a new request replaces it between the read and the deletion, the deletion removes the new
+    one. Its requester then finds no new version and requests a save again.
     """
     if read_request(store) == request_id:
         store.delete(SAVE_REQUEST)
@@ -110,38 +123,41 @@ def request_and_wait(
     clock: Callable[[], float] = time.monotonic,
     interval: float = 1.0,
 ) -> RequestedSave:
-    """Ask the training that writes to ``run`` to save at its next step, and wait for the version.
+    """Request a save from the training that writes to ``run``, and wait for the version.
 
-    What is returned was committed after the call. If this ends by an error or is interrupted,
-    the request is taken back. ``timeout``, ``interval``: seconds, by ``clock``; ``wait`` waits.
+    The training saves at its next step. The returned version was committed after the call. If an
+    error or an interrupt ends the call, the request is withdrawn. ``timeout`` and ``interval`` are
+    in seconds of ``clock``. ``wait`` sleeps for a number of seconds.
 
-    Raises ``DeadlinePassed`` if nobody answered in time, and ``StoreError``.
+    Raises ``DeadlinePassed`` if no training answered within ``timeout``, and ``StoreError``.
     """
     deadline = clock() + timeout
     before = frozenset(run.listing().versions)
-    mine = new_attempt()
+    request_id = new_attempt()
     try:
-        joined = (standing := put_request(run.store, mine)) != mine
+        pending_id = put_request(run.store, request_id)
         while True:
-            if read_request(run.store) != standing:
+            if read_request(run.store) != pending_id:
                 version = _find_new_version(run, before)
                 if version is not None:
-                    return RequestedSave(version, joined)
-                # answered with what was there before us, or removed by hand: we still want one
-                joined = (standing := put_request(run.store, mine)) != mine
-            left = deadline - clock()
-            if left <= 0:
+                    return RequestedSave(version, joined=pending_id != request_id)
+                # the answer was a version from before this call, or the file was removed by hand
+                pending_id = put_request(run.store, request_id)
+            remaining = deadline - clock()
+            if remaining <= 0:
                 raise _unanswered_error(run, timeout, _find_new_version(run, before))
-            wait(min(interval, left))
+            wait(min(interval, remaining))
     except BaseException:
-        with suppress(StoreError):  # one that is left behind costs a save, and nothing else
-            remove_request(run.store, mine)
+        with suppress(StoreError):  # a request that is left behind costs only one save
+            remove_request(run.store, request_id)
         raise
 
 
 def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
-    """Of the versions that came since, the newest that was saved on request; if none says so,
-    the newest."""
+    """Return the newest version that is not in ``before`` and was saved on request.
+
+    If none was saved on request, return the newest version that is not in ``before``, or None.
+    """
     newest = None
     for version in reversed([v for v in run.line() if v not in before]):
         try:
@@ -156,13 +172,16 @@ def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
 
 def _unanswered_error(run: Run, timeout: float, new_version: Version | None) -> DeadlinePassed:
     if new_version is None:
-        found, todo = "none", "Look whether a training is running, and whether it saves to this"
-        todo += " folder; if it does, its log tells of a save that failed. --timeout waits longer"
+        found = "none"
+        todo = (
+            "Check that a training is running and saves to this folder. If it does, its log shows"
+            " the save that failed. Use --timeout to wait longer"
+        )
     else:
-        found = f"{new_version}, which did not answer it"
-        todo = "A training writes to this folder: wait longer with --timeout, or look at its log"
+        found = f"{new_version}, which does not answer the request"
+        todo = "A training writes to this folder. Wait longer with --timeout, or check its log"
     return DeadlinePassed(
-        f"Nobody answered the request to save {run.url}; it was taken back",
+        f"No training answered the request to save {run.url}; the request was withdrawn",
         expected=f"a version within {timeout:g} s",
         found=found,
         todo=todo,
@@ -174,15 +193,16 @@ def _unanswered_error(run: Run, timeout: float, new_version: Version | None) -> 
 
 
 class RequestWatcher:
-    """Looks for requests in a run, on a thread of its own, so that the training need not.
+    """Polls a run for save requests on its own thread, so that training does not block.
 
-    The training tests ``wanted`` at each step. If it is set: ``take()`` when the save begins, then
-    ``done(id)`` after the commit, or ``failed(id)``. Of the process that it was made in; in a
-    forked one it does nothing. A store that fails is told once per outage by the event
-    ``request_unseen``, and raises nothing here.
+    The training checks ``pending_request`` at each step. If a request is pending, the training
+    calls ``accept()`` when the save begins, and then ``mark_done(id)`` after the commit or
+    ``mark_failed(id)``. The watcher belongs to the process that created it and does nothing in a
+    forked process. If the store fails, the watcher raises nothing and emits the event
+    ``request_unseen`` once per outage.
 
-    ``interval``: seconds between two looks, each one small read. ``wait(seconds)``: returns True
-    when the thread is to end; for tests.
+    ``interval`` is the number of seconds between two polls. Each poll is one small read.
+    ``wait(seconds)`` returns True when the thread must end; tests replace it.
     """
 
     def __init__(
@@ -196,7 +216,8 @@ class RequestWatcher:
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._lock = Lock()
-        self._generation = 0  # a look that take, done or failed overtook has seen the past
+        # accept, mark_done, and mark_failed increase it; a poll that overlaps one has stale results
+        self._generation = 0
         self._pending: str | None = None
         self._accepted: str | None = None
         self._to_remove: str | None = None  # saved, but its file could not be removed yet
@@ -206,11 +227,15 @@ class RequestWatcher:
 
     @property
     def pending_request(self) -> str | None:
-        """The id of the request that waits for a save; ``SIGNAL`` if it was a signal; or None."""
+        """The id of the request that waits for a save, ``SIGNAL`` for a signal, or None."""
         return self._pending or (SIGNAL if self._signalled else None)
 
     def start(self) -> None:
-        """Begin to look. Where no thread can be started requests stay unseen, which is told."""
+        """Start to poll.
+
+        If no thread can be started, request files have no effect, and the event
+        ``request_unseen`` is emitted.
+        """
         thread = Thread(target=self._poll_loop, name="holdfast-request", daemon=True)
         try:
             thread.start()
@@ -220,8 +245,11 @@ class RequestWatcher:
             self._thread = thread
 
     def accept(self) -> str | None:
-        """What is wanted, if the save that begins now is to answer it; it is wanted no more. A
-        signal that came beside it is answered as well."""
+        """Accept the pending request for the save that begins now, and return its id or None.
+
+        The request is then no longer pending. The save also answers a signal that arrived in
+        addition to a request file.
+        """
         if self._pid != os.getpid():
             return None
         with self._lock:
@@ -233,14 +261,18 @@ class RequestWatcher:
         return request
 
     def accept_with_callback(self) -> Callable[[bool], None]:
-        """Take what is wanted for the save that begins now. What is returned is to be told
-        whether that was committed."""
-        request = self.accept()
-        return lambda committed: (self.mark_done if committed else self.mark_failed)(request)
+        """Accept the pending request for the save that begins now, and return a callback.
+
+        The caller calls the callback with True if the save was committed, and with False if not.
+        """
+        request_id = self.accept()
+        return lambda committed: (self.mark_done if committed else self.mark_failed)(request_id)
 
     def mark_done(self, request_id: str | None) -> None:
-        """The save that answers the request is committed: remove its file. If the store fails,
-        that is tried again at each look."""
+        """Remove the request's file, because the save that answers the request is committed.
+
+        If the store fails, each poll tries the removal again.
+        """
         if request_id is None or request_id == SIGNAL or self._pid != os.getpid():
             return
         with self._lock:
@@ -249,8 +281,10 @@ class RequestWatcher:
         self._remove_file(request_id)
 
     def mark_failed(self, request_id: str | None) -> None:
-        """The save that was to answer the request failed. One that stands in a file is wanted
-        again from the next look on; a signal is not."""
+        """Reopen the request, because the save that was to answer it failed.
+
+        A request file is pending again after the next poll. A signal is not.
+        """
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -259,63 +293,68 @@ class RequestWatcher:
             self._generation += 1
 
     def poll(self) -> None:
-        """Look once; the thread does it. A store that fails is told, not raised."""
-        turn = self._generation
+        """Poll the run once. The thread calls this method.
+
+        If the store fails, an event reports it and nothing is raised.
+        """
+        generation = self._generation
         try:
-            found = read_request(self._store)
+            request_id = read_request(self._store)
         except StoreError as e:
             self._report_outage(e)
             return
         self._outage = False
         with self._lock:
-            if turn != self._generation:
+            if generation != self._generation:
                 return
-            self._pending = None if found == self._accepted else found
-            answered = self._to_remove
-        if answered is not None:
-            self._remove_file(answered)
+            self._pending = None if request_id == self._accepted else request_id
+            to_remove = self._to_remove
+        if to_remove is not None:
+            self._remove_file(to_remove)
 
     def install_signal_handler(self, number: int) -> None:
-        """Let a signal such as ``signal.SIGUSR1`` ask for a save too, until ``close``.
+        """Make a signal such as ``signal.SIGUSR1`` request a save, until ``close``.
 
-        The handler only takes a note, and calls the one that was there before it. Raises
-        ``HoldfastError`` for what is no signal or cannot be handled (``SIGKILL``), and outside of
-        the main thread, where Python allows no handlers.
+        The handler sets a flag and then calls the previous handler. Raises ``HoldfastError`` if
+        ``number`` is not a signal or cannot be handled (``SIGKILL``), and outside the main thread,
+        where Python allows no handlers.
         """
 
         def handler(received: int, frame: FrameType | None) -> None:
             self._signalled = True
-            if callable(before):
-                before(received, frame)
+            if callable(previous):
+                previous(received, frame)
 
         try:
-            before = signal.getsignal(number)
+            previous = signal.getsignal(number)
             signal.signal(number, handler)
         except (OSError, TypeError, ValueError) as e:
-            at_home = current_thread() is main_thread()
+            in_main_thread = current_thread() is main_thread()
             raise HoldfastError(
-                f"Signal {number!r} cannot be made to ask for a save",
+                f"No handler could be installed for signal {number!r}",
                 found=str(e),
-                todo="Give a signal that can be handled, such as signal.SIGUSR1"
-                if at_home
+                todo="Use a signal that can be handled, such as signal.SIGUSR1"
+                if in_main_thread
                 else "Call save_on_signal from the main thread of the program",
             ) from e
-        self._installed_handlers.append((number, handler, before))
+        self._installed_handlers.append((number, handler, previous))
 
     def close(self) -> None:
-        """End the thread and give signals back to who had them. Raises what ended the thread
-        before, if something did (a sink of events, for one)."""
+        """Stop the thread and restore the previous signal handlers.
+
+        If an exception ended the thread before, for example one from an event sink, raise it.
+        """
         if self._pid != os.getpid():
             return
         while self._installed_handlers:
-            number, handler, before = self._installed_handlers.pop()
-            # not if another has put its own in front, or from a thread that may not
-            if signal.getsignal(number) is handler and before is not None:
-                with suppress(ValueError):
-                    signal.signal(number, before)
+            number, handler, previous = self._installed_handlers.pop()
+            # leave a handler that someone installed over this one
+            if signal.getsignal(number) is handler and previous is not None:
+                with suppress(ValueError):  # outside the main thread
+                    signal.signal(number, previous)
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(10)  # a daemon: a store that hangs holds nobody up for longer
+            self._thread.join(10)  # a daemon thread: a store that hangs delays close only this long
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
@@ -326,7 +365,7 @@ class RequestWatcher:
             self.poll()
             while not self._wait(self._interval):
                 self.poll()
-        except Exception as e:  # noqa: BLE001  (top of a thread: raised by close)
+        except Exception as e:  # noqa: BLE001  (top-level function of a thread: close raises it)
             self._error = e
 
     def _remove_file(self, request_id: str) -> None:
@@ -342,8 +381,8 @@ class RequestWatcher:
             self._generation += 1
 
     def _report_outage(self, error: Exception) -> None:
-        """Once per outage, from whichever thread sees it first."""
+        """Emit ``request_unseen`` once per outage, from the thread that sees it first."""
         with self._lock:
-            first, self._outage = not self._outage, True
-        if first:
+            is_first, self._outage = not self._outage, True
+        if is_first:
             events.emit("request_unseen", store=self._store.url, error=str(error))

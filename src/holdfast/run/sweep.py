@@ -1,15 +1,18 @@
-"""What deletes: versions, retention, and the sweep of what nothing names.
+"""Garbage collection: the deletion of versions, retention, and the sweep of orphans.
 
-A version is deleted so that a reader, or a save that is to refer to it, is safe at every moment:
+Deletion is safe at every moment for a reader, and for a save that is about to refer to the
+version. It has four steps:
 
-1. It is not touched if a pin names it or a manifest refers to it. 2. Its manifest is deleted.
-3. The pins are looked at again, then the manifests: what a pin or a manifest has come to speak for
-since is left alone. 4. The other files are deleted.
+1. Keep the version if a pin names it or a manifest refers to it.
+2. Delete its manifest.
+3. Read the pins again, and then the manifests. Keep the files that a pin or a manifest now
+   protects.
+4. Delete the other files.
 
-The other side pins first and then looks whether the manifest is there
-(``engine/snapshot/pins.py``), and commits its own manifest before it takes the pin away. So pins
-are always looked at before manifests: whoever has neither a pin at the first look nor a manifest
-at the second one looks for the deleted manifest only after it is gone.
+A reader or a save first pins a version and then checks that its manifest exists
+(``engine/snapshot/pins.py``). A save commits its own manifest before it removes its pin. Deletion
+therefore always reads pins before manifests. If a save has no pin when the pins are read and no
+manifest when the manifests are read, it checks for the deleted manifest only after the deletion.
 """
 
 from __future__ import annotations
@@ -31,28 +34,34 @@ from holdfast.run.policy import KeepPolicy
 from holdfast.storage.store import Stat
 
 GRACE = 24 * 3600.0
-"""Seconds that a file which no manifest names is left alone."""
+"""Default minimum age, in seconds, at which ``sweep`` removes a file that no manifest names."""
 
 MIN_GRACE = 60.0
-"""Seconds that a small file may take on its way; nothing speaks for one, such as a pin."""
+"""Minimum age, in seconds, at which ``sweep`` removes a partial file that names no attempt.
+
+It is the time allowed for the upload of a small file such as a pin, which no pin protects.
+"""
 
 REMOTE_PIN_TTL = 7 * GRACE
-"""Seconds after which a pin of another machine, whose life cannot be seen, counts no more, nor one
-that cannot be read."""
+"""Age, in seconds, at which a pin expires if it is unreadable or its process cannot be checked.
+
+A process on another machine cannot be checked.
+"""
 
 ALL_ABANDONED = "all abandoned versions"
-"""What stands for them among what was kept, where it cannot be told which they are."""
+"""The entry in ``SweepResult.kept`` if the abandoned versions cannot be determined."""
 
 _ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
 
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What speaks for versions and files, by one look at a run.
+    """The garbage-collection roots of a run: what protects a version or file from deletion.
 
-    ``pinned``: versions that may not go, with why. ``attempts``: those under way. ``dead``: pins
-    that count no more. ``blind``: why nothing at all may go. ``files``: keys that a manifest names
-    or refers to.
+    ``pinned`` maps each pinned version to the reason. ``active_attempts`` holds the attempts of
+    saves in progress. ``stale_pins`` holds the pins that no longer protect anything. If
+    ``block_reason`` is not None, nothing may be deleted, for this reason. ``referenced_files``
+    holds the keys of the files that a manifest names or refers to.
     """
 
     pinned: dict[Version, str]
@@ -66,60 +75,67 @@ class Roots:
     def select_deletable(
         self, candidates: Collection[Version]
     ) -> tuple[set[Version], dict[Version, str]]:
-        """Which of the wanted versions can be deleted together, and why the others cannot."""
+        """Return the candidates that can be deleted together, and why the others cannot."""
         if self.block_reason is not None:
             return set(), dict.fromkeys(candidates, self.block_reason)
-        gone = {v for v in candidates if v not in self.pinned}
-        stay = {v: self.pinned[v] for v in candidates if v not in gone}
-        left = [v for v in self.version_records if v not in gone]
-        while left:
-            version = left.pop()
-            for base in self.version_records[version].bases & gone:
-                gone.remove(base)
-                stay[base] = f"{version} refers to it"
-                left.append(base)
-        return gone, stay
+        deletable = {v for v in candidates if v not in self.pinned}
+        kept = {v: self.pinned[v] for v in candidates if v not in deletable}
+        remaining = [v for v in self.version_records if v not in deletable]
+        while remaining:
+            version = remaining.pop()
+            for base in self.version_records[version].bases & deletable:
+                deletable.remove(base)
+                kept[base] = f"{version} refers to it"
+                remaining.append(base)
+        return deletable, kept
 
     def reason_to_keep(self, version: Version, stat: Stat) -> str | None:
-        """Why a file that no manifest of its own version names is to be left alone."""
+        """Return why a file must be kept although its version's manifest does not name it.
+
+        The result is None if nothing protects the file.
+        """
         if version in self.pinned and version not in self.version_records:
             return self.pinned[version]
         if stat.key in self.referenced_files:
             return "an incremental version refers to it"
-        if any(not k.digest and version in k.bases for k in self.version_records.values()):
-            return "a manifest that cannot be read may refer to it"
+        if any(not r.digest and version in r.bases for r in self.version_records.values()):
+            return "an unreadable manifest may refer to it"
         if names.parse_attempt(stat.key.rpartition("/")[2]) in self.active_attempts:
-            return "a save is under way"
+            return "a save is in progress"
         return self.block_reason
 
 
 def find_roots(catalog: Catalog, now: float | None = None) -> Roots:
-    """Look at the pins of a run, and then at its manifests."""
+    """Read the pins of a run, and then its manifests.
+
+    ``now`` replaces the current time, in seconds since the epoch.
+    """
     now = time.time() if now is None else now
+    # process pins sort before "pin.", so the listing can stop there
     files = takewhile(lambda stat: stat.key < "pin.", catalog.store.list(""))
     pinned: dict[Version, str] = {}
     attempts: set[str] = set()
-    dead: list[Stat] = []
-    blind = None
+    stale: list[Stat] = []
+    block_reason = None
     for stat, record in pins.read_process_pins(catalog.store, list(files)):
-        lives = None if isinstance(record, FormatError) else pins.is_holder_alive(record)
-        if lives is False or (lives is None and now - stat.modified >= REMOTE_PIN_TTL):
-            dead.append(stat)
+        alive = None if isinstance(record, FormatError) else pins.is_holder_alive(record)
+        if alive is False or (alive is None and now - stat.modified >= REMOTE_PIN_TTL):
+            stale.append(stat)
         elif isinstance(record, FormatError):
             events.emit("skipped", version=stat.key, error=record)
-            blind = f"{stat.key} cannot be read, and may be for anything"
+            block_reason = f"{stat.key} is unreadable and may protect any version"
         else:
             attempts.add(record.attempt)
             version = names.parse_version(record.version or "")
             if version is not None:
                 pinned[version] = "a process is using it"
     listing = catalog.listing()
-    # what has no manifest is no version: a lasting pin keeps nothing of it
+    # a folder without a manifest is not a version, so a lasting pin protects nothing in it
     lasting = listing.lasting_pins.keys() & {*listing.versions}
     pinned.update(dict.fromkeys(lasting, "it is pinned"))
-    known = catalog.read_versions(listing)
-    referenced = {key for k in known.values() for key in k.files}
-    return Roots(pinned, attempts, dead, blind, listing, known, referenced)
+    version_records = catalog.read_versions(listing)
+    referenced = {key for r in version_records.values() for key in r.files}
+    return Roots(pinned, attempts, stale, block_reason, listing, version_records, referenced)
 
 
 # -- deleting ------------------------------------------------------------------------------------
@@ -127,43 +143,47 @@ def find_roots(catalog: Catalog, now: float | None = None) -> Roots:
 
 def delete(catalog: Catalog, version: Version) -> int:
     """See ``Run.delete``."""
-    claims = find_roots(catalog)
-    if version not in claims.listing.versions:
+    roots = find_roots(catalog)
+    if version not in roots.listing.versions:
         raise NotFound(
             f"There is no {version} in {catalog.url}",
             key=catalog.location(version).key(names.MANIFEST),
             store=catalog.url,
         )
-    gone, stay = claims.select_deletable([version])
-    if not gone:
+    deletable, kept = roots.select_deletable([version])
+    if not deletable:
         raise HoldfastError(
-            f"{version} of {catalog.url} is not deleted: {stay[version]}",
-            todo="Delete what refers to it first; `holdfast pin RUN STEP --remove` unpins it",
+            f"{version} of {catalog.url} was not deleted: {kept[version]}",
+            todo="Delete the versions that refer to it first. `holdfast pin RUN STEP --remove`"
+            " removes a pin",
             version=str(version),
         )
-    return sum(s.length for s in _delete_versions(catalog, gone, claims.listing))
+    return sum(s.length for s in _delete_versions(catalog, deletable, roots.listing))
 
 
 def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
     """See ``Run.retain``."""
     if type(policy) is KeepPolicy and not catalog.half_deleted:
         return []
-    claims = find_roots(catalog)
+    roots = find_roots(catalog)
     if catalog.half_deleted:
-        _finish_deletions(catalog, claims)
+        _finish_deletions(catalog, roots)
     records = catalog.intact_records(
-        current_lineage(catalog, claims.listing), claims.listing, claims.version_records
+        current_lineage(catalog, roots.listing), roots.listing, roots.version_records
     )
-    kept = {*policy.keep(records), *(r.version for r in records[-1:])}
-    gone, _ = claims.select_deletable([r.version for r in records if r.version not in kept])
-    if gone:
-        _delete_versions(catalog, gone, claims.listing)
-    return sorted(gone)
+    to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
+    deletable, _ = roots.select_deletable([r.version for r in records if r.version not in to_keep])
+    if deletable:
+        _delete_versions(catalog, deletable, roots.listing)
+    return sorted(deletable)
 
 
 def _delete_versions(catalog: Catalog, versions: Iterable[Version], listing: Listing) -> list[Stat]:
-    """Steps 2 to 4, of versions that may go. Newest first, so that whenever this ends no manifest
-    refers to a version that is gone."""
+    """Perform steps 2 to 4 for deletable versions, and return the deleted files.
+
+    Manifests are deleted from the newest to the oldest. No manifest therefore refers to a deleted
+    version, even if the process ends in between.
+    """
     removed = []
     for version in sorted(versions, reverse=True):
         files = listing.folders[version]
@@ -177,20 +197,23 @@ def _delete_versions(catalog: Catalog, versions: Iterable[Version], listing: Lis
 
 
 def _finish_deletions(catalog: Catalog, roots: Roots) -> list[Stat]:
-    """Steps 3 and 4. What is spoken for, or could not be deleted, is tried again when retention
-    runs the next time; after a restart it is an orphan for ``sweep``."""
+    """Perform steps 3 and 4 for all half-deleted versions, and return the deleted files.
+
+    Retention tries again the next time it runs for files that are protected or could not be
+    deleted. After a restart, these files are orphans that ``sweep`` removes.
+    """
     removed = []
     for version, files in list(catalog.half_deleted.items()):
-        if version in roots.listing.versions:  # not deleted after all, or saved anew
+        if version in roots.listing.versions:  # the deletion failed, or the step was saved again
             del catalog.half_deleted[version]
             continue
-        left = [s for s in files if roots.reason_to_keep(version, s) is not None]
+        kept = [s for s in files if roots.reason_to_keep(version, s) is not None]
         for stat in files:
-            if stat not in left:
+            if stat not in kept:
                 catalog.store.delete(stat.key)
                 removed.append(stat)
-        if left:
-            catalog.half_deleted[version] = left
+        if kept:
+            catalog.half_deleted[version] = kept
         else:
             del catalog.half_deleted[version]
     return removed
@@ -201,8 +224,11 @@ def _finish_deletions(catalog: Catalog, roots: Roots) -> list[Stat]:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What ``sweep`` removed (or would): keys and bytes; and what it left alone, files by key and
-    versions by name, with why."""
+    """The result of a sweep, or of a dry run.
+
+    ``removed`` holds the keys of the removed files, and ``nbytes`` their total length in bytes.
+    ``kept`` holds pairs of a file's key or a version's name and the reason why it was kept.
+    """
 
     removed: list[str] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
@@ -211,7 +237,7 @@ class SweepResult:
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """What a sweep was asked for."""
+    """The arguments of ``Run.sweep``."""
 
     grace: float
     abandoned: bool
@@ -222,38 +248,38 @@ class SweepOptions:
 def sweep(catalog: Catalog, options: SweepOptions) -> SweepResult:
     """See ``Run.sweep``."""
     listing, partials = catalog.listing(), list(catalog.store.partials(""))
-    # Looked at last: a save that has begun since has none of the files that were listed, and one
-    # that has ended since has its manifest.
-    claims = find_roots(catalog, options.now)
-    work = _Sweep(catalog, options, claims)
-    for stat in claims.stale_pins:
-        work.remove(Stat(stat.key, 0, 0.0))
-    for version, known in claims.version_records.items():
-        if not known.digest:
-            why = "beside a manifest that cannot be read"
-            work.kept += [(s.key, why) for s in listing.folders.get(version, ())]
-    for version, stat in find_orphans(listing, claims.version_records):
-        work.remove_orphan(stat, claims.reason_to_keep(version, stat))
+    # The roots are read after the listing. A save that has begun since then has none of the listed
+    # files, and a save that has ended since then has a manifest.
+    roots = find_roots(catalog, options.now)
+    state = _Sweep(catalog, options, roots)
+    for stat in roots.stale_pins:
+        state.remove(Stat(stat.key, 0, 0.0))
+    for version, record in roots.version_records.items():
+        if not record.digest:
+            reason = "the manifest in its folder is unreadable"
+            state.kept += [(s.key, reason) for s in listing.folders.get(version, ())]
+    for version, stat in find_orphans(listing, roots.version_records):
+        state.remove_orphan(stat, roots.reason_to_keep(version, stat))
     for version, stat in listing.lasting_pins.items():
-        if version not in claims.version_records:
-            work.remove_orphan(stat, None)
+        if version not in roots.version_records:
+            state.remove_orphan(stat, None)
     for stat in partials:
         match = _ATTEMPT.search(stat.key)
         attempt = match[1] if match else None
-        # what names no attempt (a manifest on its way) may be of any that is under way
-        under_way = attempt in claims.active_attempts or (
-            attempt is None and claims.active_attempts
+        # a partial file that names no attempt, such as a manifest, may belong to any active save
+        in_progress = attempt in roots.active_attempts or (
+            attempt is None and roots.active_attempts
         )
         grace = options.grace if attempt else max(options.grace, MIN_GRACE)
-        work.remove_orphan(stat, "a save is under way" if under_way else None, grace)
+        state.remove_orphan(stat, "a save is in progress" if in_progress else None, grace)
     if options.abandoned:
-        work.delete_abandoned()
-    return SweepResult(work.removed, work.kept, work.nbytes)
+        state.delete_abandoned()
+    return SweepResult(state.removed, state.kept, state.nbytes)
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """One sweep under way."""
+    """The state of one sweep in progress."""
 
     catalog: Catalog
     options: SweepOptions
@@ -263,27 +289,34 @@ class _Sweep:
     nbytes: int = 0
 
     def delete_abandoned(self) -> None:
-        """Delete the versions that are not on the line."""
+        """Delete the versions that are not on the current lineage."""
         listing = self.roots.listing
         unknown = branches_of_unknown_origin(self.catalog, listing)
         if unknown:
-            why = f"{names.branch_name(unknown[-1])} cannot be read, and no version tells the same"
-            self.kept.append((ALL_ABANDONED, why))
+            reason = (
+                f"{names.branch_name(unknown[-1])} is unreadable, and no version of the branch"
+                " names its origin"
+            )
+            self.kept.append((ALL_ABANDONED, reason))
             return
-        line = set(current_lineage(self.catalog, listing))
-        gone, stay = self.roots.select_deletable([v for v in listing.versions if v not in line])
-        self.kept += [(str(v), why) for v, why in sorted(stay.items())]
+        lineage = set(current_lineage(self.catalog, listing))
+        abandoned = [v for v in listing.versions if v not in lineage]
+        deletable, kept = self.roots.select_deletable(abandoned)
+        self.kept += [(str(v), reason) for v, reason in sorted(kept.items())]
         if self.options.dry_run:
-            stats = [s for v in sorted(gone) for s in listing.folders[v]]
+            stats = [s for v in sorted(deletable) for s in listing.folders[v]]
         else:
-            stats = _delete_versions(self.catalog, gone, listing)
+            stats = _delete_versions(self.catalog, deletable, listing)
         self.removed += [s.key for s in stats]
         self.nbytes += sum(s.length for s in stats)
 
     def remove_orphan(
         self, stat: Stat, keep_reason: str | None, grace: float | None = None
     ) -> None:
-        """Remove an orphan, unless something speaks for it."""
+        """Remove an orphan, unless something protects it or it is younger than ``grace`` seconds.
+
+        ``keep_reason`` says what protects it, if anything.
+        """
         keep_reason = keep_reason or self.roots.block_reason
         grace = self.options.grace if grace is None else grace
         if keep_reason is not None:

@@ -1,10 +1,11 @@
-"""Who writes to a run: one training at a time.
+"""The writer lock of a run: one training writes at a time.
 
-At its first step a training puts ``writer.json`` into its run, and takes it away at its end.
-Another one is refused as long as the process that put it lives on this machine. A process that
-cannot be seen from here may be gone for good, with its machine: it is succeeded, and should it
-live after all, it finds at its next save that the file is no longer its own, and saves nothing
-more. No clock is asked. (Fencing, as in M. Kleppmann, "How to do distributed locking", 2016.)
+At its first step, a training writes ``writer.json`` into its run. It removes the file when it
+ends. Another training on the same machine is refused while the process that wrote the file is
+alive. A process on another machine cannot be checked and may be gone together with its machine.
+The other training therefore takes the lock over. If the previous process is still alive, it finds
+at its next save that it no longer owns the file, and it saves nothing more. The protocol uses no
+clock. (Fencing, as in M. Kleppmann, "How to do distributed locking", 2016.)
 """
 
 from __future__ import annotations
@@ -29,72 +30,87 @@ from holdfast.storage.store import Store
 
 
 class WriterLock:
-    """The right of one Checkpointer to save into a run."""
+    """The exclusive right of one Checkpointer to save into a run."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._id: str | None = None
 
     def acquire(self) -> None:
-        """Become the writer. Raises ``HoldfastError`` if another process of this machine is it and
-        lives, ``FormatTooNew`` if that cannot be told, and ``StoreError`` if the run cannot be
-        written to."""
-        found = None if self._id is None else self._read_owner()
-        if found is not None and found.attempt == self._id:
+        """Acquire the lock.
+
+        Raises ``HoldfastError`` if another live process on this machine holds the lock,
+        ``FormatTooNew`` if a later format wrote the file, so that its owner is unknown, and
+        ``StoreError`` if the run is not writable.
+        """
+        owner = None if self._id is None else self._read_owner()
+        if owner is not None and owner.attempt == self._id:
             return
         host, boot, process = machine.process_identity()
-        mine = Pin(new_attempt(), None, machine.utc_now(), host, boot, process)
-        other = None
+        lock = Pin(new_attempt(), None, machine.utc_now(), host, boot, process)
+        previous = None
         while True:
             try:
-                self._store.put_if_absent(WRITER_LOCK, encode_pin(mine))
+                self._store.put_if_absent(WRITER_LOCK, encode_pin(lock))
             except AlreadyExists:
-                other = self._read_owner()
-                if other is not None and other.process != process and pins.is_holder_alive(other):
-                    raise self._lock_error(other, "Another training writes to this run") from None
+                previous = self._read_owner()
+                if (
+                    previous is not None
+                    and previous.process != process
+                    and pins.is_holder_alive(previous)
+                ):
+                    raise self._lock_error(
+                        previous, "Another training writes to this run"
+                    ) from None
                 self._store.delete(WRITER_LOCK)
             else:
-                self._id = mine.attempt
-                if other is not None:
-                    self._release_pins_of(other)
+                self._id = lock.attempt
+                if previous is not None:
+                    self._release_pins_of(previous)
                 return
 
-    def _release_pins_of(self, predecessor: Pin) -> None:
-        """Take away the pins of a predecessor in another process: it commits nothing more, and
-        nobody else could tell for days that it is gone. Those days pass where the store fails."""
-        theirs = (predecessor.host, predecessor.boot, predecessor.process)
-        if theirs != machine.process_identity():
+    def _release_pins_of(self, previous: Pin) -> None:
+        """Remove the pins of the previous writer, if it was another process.
+
+        That process commits nothing more. Without this, its pins would stay for days, until they
+        expire. That also happens if the store fails here.
+        """
+        identity = (previous.host, previous.boot, previous.process)
+        if identity != machine.process_identity():
             with suppress(StoreError):
-                for stat, found in pins.read_process_pins(self._store, self._store.list("")):
-                    if isinstance(found, Pin) and (found.host, found.boot, found.process) == theirs:
+                for stat, pin in pins.read_process_pins(self._store, self._store.list("")):
+                    if isinstance(pin, Pin) and (pin.host, pin.boot, pin.process) == identity:
                         pins.remove_pin(Location(self._store, ""), stat.key)
 
     def check(self) -> None:
-        """See that this is still the writer; once released, a save in flight may still end. Raises
-        ``HoldfastError`` if another has taken over."""
+        """Raise ``HoldfastError`` if another training has taken the lock over.
+
+        After ``release``, the check always passes, so that a save in flight can complete.
+        """
         if self._id is None:
             return
-        other = self._read_owner()
-        if other is None:  # removed by hand, or damaged: nobody else is it
+        owner = self._read_owner()
+        if owner is None:  # removed by hand, or damaged: no other training holds the lock
             self.acquire()
             return
-        if other.attempt != self._id:
-            raise self._lock_error(other, "Another training has taken this run over")
+        if owner.attempt != self._id:
+            raise self._lock_error(owner, "Another training has taken this run over")
 
     def release(self) -> None:
-        """Be it no more. A store that fails here does no harm: the process ends."""
-        mine, self._id = self._id, None
+        """Release the lock. Errors of the store are ignored, because the process is ending."""
+        lock_id, self._id = self._id, None
+        if lock_id is None:
+            return
         with suppress(StoreError, FormatTooNew):
-            if (
-                mine is not None
-                and (found := self._read_owner()) is not None
-                and found.attempt == mine
-            ):
+            owner = self._read_owner()
+            if owner is not None and owner.attempt == lock_id:
                 self._store.delete(WRITER_LOCK)
 
     def _read_owner(self) -> Pin | None:
-        """Who is the writer; None for nobody, or for a record that is damaged. One of a later
-        format is somebody: raises ``FormatTooNew``."""
+        """Return the owner of the lock, or None if the file is missing or damaged.
+
+        Raises ``FormatTooNew`` if a later format wrote the file, because it then has an owner.
+        """
         try:
             return decode_pin(self._store.get(WRITER_LOCK, MAX_RECORD), WRITER_LOCK)
         except FormatTooNew:
@@ -102,14 +118,16 @@ class WriterLock:
         except (NotFound, FormatError):
             return None
 
-    def _lock_error(self, other: Pin, what: str) -> HoldfastError:
-        here = "this process" if other.process == machine.process_identity()[2] else "process"
-        number = other.process.partition(":")[0]
+    def _lock_error(self, owner: Pin, what: str) -> HoldfastError:
+        is_own_process = owner.process == machine.process_identity()[2]
+        process = "this process" if is_own_process else "process"
+        pid = owner.process.partition(":")[0]
         return HoldfastError(
             f"{what}: {self._store.url}",
             expected=f"one training at a time (this one is process {os.getpid()})",
-            found=f"{here} {number} on {other.host.split()[0]}, since {other.created}",
-            todo="End one of them, or give each a run of its own; one that died blocks nobody",
-            process=other.process,
-            host=other.host,
+            found=f"{process} {pid} on {owner.host.split()[0]}, since {owner.created}",
+            todo="End one of the two, or give each its own run. A training that has died does not"
+            " block others",
+            process=owner.process,
+            host=owner.host,
         )

@@ -209,7 +209,7 @@ def test_a_sweep_at_any_moment_of_a_save_removes_nothing_of_it() -> None:
         assert Run(LocalStore("/run", fs=inner)).open(names.Version(1)).verify().ok
     else:
         pytest.fail("no end to the calls")
-    assert kept == {"a save is under way"}
+    assert kept == {"a save is in progress"}
     # The only file that no pin speaks for is the pin itself, before it has its name.
     assert failed
     assert all("pin-" in key for key in failed)
@@ -281,7 +281,7 @@ def test_a_pin_protects_while_its_process_lives_and_no_longer(tmp_path: Path) ->
             assert process.stdout.readline() == b"held\n"
             swept = Run(store).sweep(grace=0, now=time.time() + YEAR)
             assert swept.removed == []
-            assert {why for _, why in swept.kept} == {"a save is under way"}
+            assert {why for _, why in swept.kept} == {"a save is in progress"}
         finally:
             process.kill()
     assert len(keys(store)) == 2
