@@ -98,7 +98,7 @@ def test_an_unchanged_structure_is_neither_told_nor_planned_again(
     counted(partition, "make_global_plan")
     counted(partition._Coordinator, "encode_masks")
     size = 4
-    everything = Counter(offer=size, plan_write=1, masks=1)
+    everything = Counter(make_local_plan=size, make_global_plan=1, encode_masks=1)
     with FakeGroup(size, UNHURRIED) as group:
         for leaves, expected in (
             (30, everything),
@@ -109,7 +109,7 @@ def test_an_unchanged_structure_is_neither_told_nor_planned_again(
         ):
             made.clear()
             save(group, leaves)
-            del made["tree"]  # each has its own random generators in it: only these differ
+            del made["encode_tree"]  # each has its own random generators in it: only these differ
             assert made == expected, leaves
 
 

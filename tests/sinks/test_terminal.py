@@ -187,13 +187,13 @@ def test_a_save_s_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width:
     monkeypatch.setenv("COLUMNS", str(width))
     wide = {**SAVED, "metrics": {"\u640d\u5931": 0.25, "\u7cbe\u5ea6" * 9: 0.5}, "referred": 1}
     told = [("deleted", EVENTS["deleted"]), ("saved", wide), ("saved", SAVED)]
-    for line in lines(*told, terminal=True):
+    for line in lines(*told, is_terminal=True):
         shown = ANSI.sub("", line)
         base = "saved step  1300  1.31 GiB in  2.31 s"
         assert shown.startswith(base)
         assert cell_len(shown) <= max(width, len(base))
         assert ("blocked 12.3 ms" in shown) == (width >= 55)
-    (failed,) = lines(("save_failed", EVENTS["save_failed"]), terminal=True)
+    (failed,) = lines(("save_failed", EVENTS["save_failed"]), is_terminal=True)
     assert "Free space." in failed  # a failure is never cut
     (piped,) = lines(("saved", SAVED))
     assert piped == LINE
@@ -201,19 +201,19 @@ def test_a_save_s_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width:
 
 def test_metrics_are_cut_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "84")
-    (line,) = lines(("saved", SAVED), terminal=True)
+    (line,) = lines(("saved", SAVED), is_terminal=True)
     assert ANSI.sub("", line) == LINE[:82] + ".."
 
 
 def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "\x1b[32msaved" in lines(("saved", SAVED), terminal=True)[0]
-    assert "\x1b[1;31m" in lines(("save_failed", EVENTS["save_failed"]), terminal=True)[0]
+    assert "\x1b[32msaved" in lines(("saved", SAVED), is_terminal=True)[0]
+    assert "\x1b[1;31m" in lines(("save_failed", EVENTS["save_failed"]), is_terminal=True)[0]
     assert "\x1b" not in lines(("saved", SAVED))[0]
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[32m" not in lines(("saved", SAVED), terminal=True)[0]
+    assert "\x1b[32m" not in lines(("saved", SAVED), is_terminal=True)[0]
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert "\x1b" not in lines(("saved", SAVED), terminal=True)[0]
+    assert "\x1b" not in lines(("saved", SAVED), is_terminal=True)[0]
 
 
 def test_a_terminal_of_ascii_shows_the_rest_escaped() -> None:

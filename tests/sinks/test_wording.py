@@ -82,7 +82,7 @@ def test_every_value_can_be_said_in_json(value: Any) -> None:
         (OSError(28, "No space"), "OSError: [Errno 28] No space"),
         (ValueError(), "ValueError"),
         ({1: (2, {3})}, {"1": [2, [3]]}),
-        (BrokenRepr(), "<Odd of shape (3,)>"),
+        (BrokenRepr(), "<BrokenRepr of shape (3,)>"),
         (torch.empty(1, device="meta"), "<Tensor>"),
     ],
 )

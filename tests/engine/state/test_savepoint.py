@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.engine.state.flatten import FlatState, flatten
-from holdfast.engine.state.savepoint import Savepoint, _map_containers
+from holdfast.engine.state.savepoint import Savepoint
+from holdfast.engine.state.walk import map_containers
 from holdfast.errors import Unsupported
 from tests.engine.states import TORCH_DTYPES, random_tensor, save_state, tensor_bytes
 
@@ -664,16 +665,16 @@ def _tuple_within_itself() -> Any:
 def test_what_contains_itself_is_walked_once_and_refused(make: Callable[[], Any]) -> None:
     met: list[int] = []
     value = make()
-    _map_containers(value, lambda v, _: met.append(id(v)), {})
+    map_containers(value, lambda v, _: met.append(id(v)), {})
     assert len(met) == len(set(met)) <= 1
     held = Savepoint({"x": value})
     # not found_in and flatten, which are walks of their own
     held._memo = {}
-    _map_containers(value, held._capture_value, held._memo)
+    map_containers(value, held._capture_value, held._memo)
     assert len(held._memo) < 500
     if make is not _each_within_all:  # live._modules walks every way through those
         with pytest.raises(Unsupported):
-            flatten({"x": _map_containers(value, lambda v, _: v, {})})
+            flatten({"x": map_containers(value, lambda v, _: v, {})})
 
 
 def test_containers_that_are_shared_are_walked_once() -> None:
@@ -681,7 +682,7 @@ def test_containers_that_are_shared_are_walked_once() -> None:
     for _ in range(60):
         value = [value, (value, {"a": value})]
     met: list[int] = []
-    made = _map_containers(value, lambda v, _: met.append(id(v)), {})
+    made = map_containers(value, lambda v, _: met.append(id(v)), {})
     assert len(met) == 1
     assert made[0] is made[1][0] is made[1][1]["a"]
     assert made is not value

@@ -8,8 +8,7 @@ stable parameters and slots (see ``step_hooks``), and it flattens the state only
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,16 @@ import numpy as np
 from holdfast import lazy_torch
 from holdfast.engine.distributed.group import current_group
 from holdfast.engine.state import modules, optimizers
+from holdfast.engine.state.copy_pool import CopyPool
 from holdfast.engine.state.fingerprint import Fingerprint
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.engine.state.replication import PerRank, Replicated, keeps_per_rank
-from holdfast.engine.state.sharding import Boxed, is_distributed_tensor
+from holdfast.engine.state.sharding import Boxed
 from holdfast.engine.state.step_hooks import StepPreHook
 from holdfast.engine.state.walk import (
+    Memo,
     find_stable_storages,
+    map_containers,
     modules_in,
     optimizers_in,
     parameters_and_slots,
@@ -33,7 +35,6 @@ from holdfast.engine.state.walk import (
     storage_address,
     to_local,
 )
-from holdfast.format.tree import MAX_DEPTH
 from holdfast.threads import gc_paused
 
 if TYPE_CHECKING:
@@ -41,15 +42,6 @@ if TYPE_CHECKING:
 
 PrefixedModules = list[tuple[str, Any]]
 """Submodules, each with the prefix of its members' names."""
-
-AllocationKey = tuple[Any, Any, Any]
-"""Shape, dtype, and device. A copy can reuse the memory of another copy with the same key."""
-
-Memo = dict[int, tuple[Any, Any]]
-"""By ``id``: an object that a walk visited, and its result. Keeping the object alive keeps its id
-from being reused."""
-
-_IMMUTABLE_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
 _NO_SAVEPOINT = "no step has been completed yet"
@@ -84,7 +76,7 @@ class Savepoint:
         self._captured: Any = None
         self._invalid_reason: str | None = _NO_SAVEPOINT
         self._memo: Memo = {}
-        self._copies = _CopyPool()
+        self._copies = CopyPool()
         self._step_hook = StepPreHook((), self._on_step_begin)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._modules: list[torch.nn.Module] = []
@@ -122,7 +114,7 @@ class Savepoint:
         self._fingerprint.record()
         self._copies.recycle()
         self._memo = {}
-        self._captured = _map_containers(self._state, self._capture_value, self._memo)
+        self._captured = map_containers(self._state, self._capture_value, self._memo)
         self._memo = {}
         self._invalid_reason = None
 
@@ -154,7 +146,7 @@ class Savepoint:
         self._step_hook.remove()
         self._optimizers = []
         self._invalid_reason = self._invalid_reason or _NO_SAVEPOINT
-        self._captured, self._copies, self._fingerprint = None, _CopyPool(), Fingerprint(())
+        self._captured, self._copies, self._fingerprint = None, CopyPool(), Fingerprint(())
 
     def _on_step_begin(self) -> None:
         self._invalid_reason = self._invalid_reason or _STEP_BEGAN
@@ -210,7 +202,7 @@ class Savepoint:
             return copy(value)
         if isinstance(value, PerRank | Replicated):
             return type(value)(
-                _map_containers(value.value, self._capture_value, self._memo, depth + 1)
+                map_containers(value.value, self._capture_value, self._memo, depth + 1)
             )
         if isinstance(value, Boxed):
             tensor = self._capture_value(value.tensor, depth)
@@ -220,7 +212,7 @@ class Savepoint:
         if optimizers.is_standard_optimizer(value):
             if id(value) not in self._stable_optimizer_ids:
                 names = modules.parameter_names(self._state)
-                return _map_containers(
+                return map_containers(
                     optimizers.optimizer_state(value, names, ""),
                     self._capture_value,
                     self._memo,
@@ -228,24 +220,24 @@ class Savepoint:
                 )
             groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
             return _CapturedOptimizer(
-                value, _map_containers(groups, self._capture_value, self._memo, depth)
+                value, map_containers(groups, self._capture_value, self._memo, depth)
             )
         if modules.is_stateful(value) and not isinstance(value, type):
-            state = _map_containers(value.state_dict(), self._capture_value, self._memo, depth + 1)
+            state = map_containers(value.state_dict(), self._capture_value, self._memo, depth + 1)
             return PerRank(state) if keeps_per_rank(value) else state
         return value
 
     def _capture_module(self, module: torch.nn.Module, depth: int) -> Any:
         mutable_members = self._mutable_members.get(id(module))
         if mutable_members is None:
-            return _map_containers(
+            return map_containers(
                 modules.module_state(module, ""), self._capture_value, self._memo, depth
             )
         members: dict[str, Any] = {}
         for prefix, sub in mutable_members:
             sub._save_to_state_dict(members, prefix, False)
         captured = {
-            name: _map_containers(v, self._capture_value, self._memo, depth)
+            name: map_containers(v, self._capture_value, self._memo, depth)
             for name, v in members.items()
         }
         return _CapturedModule(module, captured, self._stable_storages)
@@ -299,7 +291,7 @@ def _merge_live_state(captured: Any, names: dict[int, str]) -> Any:
             return value.merge_live_state()
         return value.merge_live_state(names) if isinstance(value, _CapturedOptimizer) else value
 
-    return _map_containers(captured, merge, {})
+    return map_containers(captured, merge, {})
 
 
 def _mutable_members(
@@ -355,92 +347,3 @@ def _read_version_counters(tensors: Sequence[torch.Tensor]) -> list[int]:
     incrementing them.
     """
     return [t._version for t in tensors]
-
-
-def _map_containers(
-    value: Any, map_value: Callable[[Any, int], Any], memo: Memo, depth: int = 0
-) -> Any:
-    """Copy nested dicts, lists, and tuples, and pass every other value through ``map_value``.
-
-    An object that occurs again, also inside itself, gets the same result, so the time of a walk is
-    proportional to the number of values. A value that is too deep for ``flatten`` is not copied;
-    ``flatten`` reports it later.
-    """
-    cls = type(value)
-    if depth > 2 * MAX_DEPTH:
-        return value
-    if id(value) in memo:
-        return memo[id(value)][1]
-    mapped: Any = value  # the result for an object whose state contains itself; flatten rejects it
-    if cls in (dict, OrderedDict, Counter, list):
-        mapped = copy(value)  # keeps the attributes that PyTorch sets on a state dict
-    memo[id(value)] = value, mapped
-    if cls in (list, tuple):
-        members = [
-            m if type(m) in _IMMUTABLE_TYPES else _map_containers(m, map_value, memo, depth + 1)
-            for m in value
-        ]
-        if cls is tuple:
-            mapped = tuple(members)
-        else:
-            mapped[:] = members
-    elif mapped is value:
-        mapped = map_value(value, depth)
-    else:
-        for name, member in value.items():
-            if type(member) not in _IMMUTABLE_TYPES:
-                mapped[name] = _map_containers(member, map_value, memo, depth + 1)
-    memo[id(value)] = value, mapped
-    return mapped
-
-
-class _CopyPool:
-    """The copies of one capture, which reuse memory of the copies of the capture before it."""
-
-    def __init__(self) -> None:
-        self._in_use: dict[tuple[Any, AllocationKey], Any] = {}
-        self._free: dict[AllocationKey, list[Any]] = {}
-
-    def recycle(self) -> None:
-        """Make the memory of all copies available for new copies."""
-        self._free = defaultdict(list)
-        for (_, allocation_key), tensor in self._in_use.items():
-            self._free[allocation_key].append(tensor)
-        self._in_use = {}
-
-    def copy_tensor(self, t: Any) -> Any:
-        """Return a copy of a tensor, the same copy for tied tensors, so that they stay tied.
-
-        ``t`` must stay alive until the capture is done. Otherwise, another tensor at the same
-        address would be mistaken for it.
-        """
-        torch = lazy_torch.torch_or_none()
-        if is_distributed_tensor(t):
-            return t.detach().clone()
-        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            return t  # flatten rejects it and names it
-        t = t.detach()
-        if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
-            return t.clone()
-        allocation_key = (t.shape, t.dtype, t.device)
-        memory_key = ((t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()), allocation_key)
-        if memory_key not in self._in_use:
-            target = self._allocate(
-                allocation_key, lambda: torch.empty(t.shape, dtype=t.dtype, device=t.device)
-            )
-            self._in_use[memory_key] = target.copy_(t)
-        return self._in_use[memory_key]
-
-    def copy_array(self, a: np.ndarray[Any, Any]) -> Any:
-        """Return a copy of an array."""
-        if a.dtype.isbuiltin != 1 or a.dtype.metadata or a.dtype.hasobject:
-            return a.copy()
-        allocation_key = (a.shape, a.dtype, "array")
-        target = self._allocate(allocation_key, lambda: np.empty(a.shape, a.dtype))
-        np.copyto(target, a)
-        self._in_use[len(self._in_use), allocation_key] = target
-        return target
-
-    def _allocate(self, key: AllocationKey, allocate: Callable[[], Any]) -> Any:
-        free = self._free.get(key)
-        return free.pop() if free else allocate()

@@ -1,8 +1,10 @@
-"""Finds the optimizers and modules in the containers of a state, and the memory they use."""
+"""Walks over the containers of a state: find and copy members, and the memory that they use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from holdfast import lazy_torch
@@ -10,6 +12,12 @@ from holdfast.format.tree import MAX_DEPTH
 
 if TYPE_CHECKING:
     import torch
+
+Memo = dict[int, tuple[Any, Any]]
+"""By ``id``: an object that a walk visited, and its result. Keeping the object alive keeps its id
+from being reused."""
+
+IMMUTABLE_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
 def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
@@ -103,3 +111,40 @@ def find_instances(value: Any, kind: type[Any]) -> Iterator[Any]:
                 yield from walk(member, depth + 1)
 
     return walk(value, 0)
+
+
+def map_containers(
+    value: Any, map_value: Callable[[Any, int], Any], memo: Memo, depth: int = 0
+) -> Any:
+    """Copy nested dicts, lists, and tuples, and pass every other value through ``map_value``.
+
+    An object that occurs again, also inside itself, gets the same result, so the time of a walk is
+    proportional to the number of values. A value that is too deep for ``flatten`` is not copied;
+    ``flatten`` reports it later.
+    """
+    cls = type(value)
+    if depth > 2 * MAX_DEPTH:
+        return value
+    if id(value) in memo:
+        return memo[id(value)][1]
+    mapped: Any = value  # the result for an object whose state contains itself; flatten rejects it
+    if cls in (dict, OrderedDict, Counter, list):
+        mapped = copy(value)  # keeps the attributes that PyTorch sets on a state dict
+    memo[id(value)] = value, mapped
+    if cls in (list, tuple):
+        members = [
+            m if type(m) in IMMUTABLE_TYPES else map_containers(m, map_value, memo, depth + 1)
+            for m in value
+        ]
+        if cls is tuple:
+            mapped = tuple(members)
+        else:
+            mapped[:] = members
+    elif mapped is value:
+        mapped = map_value(value, depth)
+    else:
+        for name, member in value.items():
+            if type(member) not in IMMUTABLE_TYPES:
+                mapped[name] = map_containers(member, map_value, memo, depth + 1)
+    memo[id(value)] = value, mapped
+    return mapped

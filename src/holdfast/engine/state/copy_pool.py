@@ -1,0 +1,67 @@
+"""Copies of tensors and arrays for a ``Savepoint``, in memory that is reused from step to step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from holdfast import lazy_torch
+from holdfast.engine.state.sharding import is_distributed_tensor
+
+AllocationKey = tuple[Any, Any, Any]
+"""Shape, dtype, and device. A copy can reuse the memory of another copy with the same key."""
+
+
+class CopyPool:
+    """The copies of one capture, which reuse memory of the copies of the capture before it."""
+
+    def __init__(self) -> None:
+        self._in_use: dict[tuple[Any, AllocationKey], Any] = {}
+        self._free: dict[AllocationKey, list[Any]] = {}
+
+    def recycle(self) -> None:
+        """Make the memory of all copies available for new copies."""
+        self._free = defaultdict(list)
+        for (_, allocation_key), tensor in self._in_use.items():
+            self._free[allocation_key].append(tensor)
+        self._in_use = {}
+
+    def copy_tensor(self, t: Any) -> Any:
+        """Return a copy of a tensor, the same copy for tied tensors, so that they stay tied.
+
+        ``t`` must stay alive until the capture is done. Otherwise, another tensor at the same
+        address would be mistaken for it.
+        """
+        torch = lazy_torch.torch_or_none()
+        if is_distributed_tensor(t):
+            return t.detach().clone()
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            return t  # flatten rejects it and names it
+        t = t.detach()
+        if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
+            return t.clone()
+        allocation_key = (t.shape, t.dtype, t.device)
+        memory_key = ((t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()), allocation_key)
+        if memory_key not in self._in_use:
+            target = self._allocate(
+                allocation_key, lambda: torch.empty(t.shape, dtype=t.dtype, device=t.device)
+            )
+            self._in_use[memory_key] = target.copy_(t)
+        return self._in_use[memory_key]
+
+    def copy_array(self, a: np.ndarray[Any, Any]) -> Any:
+        """Return a copy of an array."""
+        if a.dtype.isbuiltin != 1 or a.dtype.metadata or a.dtype.hasobject:
+            return a.copy()
+        allocation_key = (a.shape, a.dtype, "array")
+        target = self._allocate(allocation_key, lambda: np.empty(a.shape, a.dtype))
+        np.copyto(target, a)
+        self._in_use[len(self._in_use), allocation_key] = target
+        return target
+
+    def _allocate(self, key: AllocationKey, allocate: Callable[[], Any]) -> Any:
+        free = self._free.get(key)
+        return free.pop() if free else allocate()
