@@ -656,6 +656,6 @@ def test_a_cached_plan_saves_again_and_after_a_failure(tmp_path):
 
 
 def test_a_store_error_says_what_to_do():
-    with pytest.raises(StoreError, match="Nothing is known of stores"):
+    with pytest.raises(StoreError, match="Unsupported kind of store"):
         StorageReader("abc://x/y").read_metadata()
     assert not isinstance(BytesStorageMetadata(), TensorStorageMetadata)

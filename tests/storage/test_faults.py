@@ -208,7 +208,7 @@ def test_a_length_that_the_file_system_does_not_confirm_is_an_error(tmp_path):
         def fstat(self, fd):
             return super().fstat(fd)._replace(size=SIZE - 1)
 
-    with pytest.raises(StoreError, match="another length"):
+    with pytest.raises(StoreError, match="differs from the bytes written"):
         put_in_pieces(LocalStore(tmp_path, fs=Cut()), "a")
     assert os.listdir(tmp_path) == []
 

@@ -201,7 +201,7 @@ def test_commit_while_a_write_is_in_flight_is_refused(tmp_path):
         thread = threading.Thread(target=upload.write_at, args=(0, memoryview(b"ab")))
         thread.start()
         inside.wait(10)
-        with pytest.raises(StoreError, match="running"):
+        with pytest.raises(StoreError, match="active writes: 1"):
             upload.commit()
         go.set()
         thread.join(10)

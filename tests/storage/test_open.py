@@ -41,9 +41,9 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch, make):
     (tmp_path / "home" / "snap").rename(tmp_path / "home" / "moved")
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "moved"))
     assert holdfast.load(make("~"))["n"] == 1  # the home directory itself is one
-    with pytest.raises(StoreError, match="No home directory is known for ~no-such-user/x"):
+    with pytest.raises(StoreError, match="The home directory in ~no-such-user/x is unknown"):
         open_store(make("~no-such-user/x"))
-    with pytest.raises(StoreError, match=r"Write the whole path, or \./~no-such-user for"):
+    with pytest.raises(StoreError, match=r"Write the full path, or \./~no-such-user for"):
         holdfast.save(make("~no-such-user"), {"n": 1})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a~", "home", "~"]
 

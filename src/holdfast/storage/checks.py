@@ -1,4 +1,4 @@
-"""Checks on pieces of an object that every store makes in the same words."""
+"""Checks and errors that all stores share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from holdfast.errors import StoreError
 
 
 class WrittenRanges:
-    """The pieces of an object of ``length`` bytes that have been written.
+    """The ranges of an object of ``length`` bytes that have been written.
 
-    ``add`` is one append, so that many threads may call it.
+    Many threads may call ``add``, because it is a single append to a list.
     """
 
     def __init__(self, key: str, store: str, length: int) -> None:
@@ -16,14 +16,14 @@ class WrittenRanges:
         self._length = length
         self._ranges: list[tuple[int, int]] = []
         if length < 0:
-            raise StoreError(f"An object of {length} bytes cannot be written", **self._fields)
+            raise StoreError(f"Cannot write an object of {length} bytes", **self._fields)
 
     def check_bounds(self, offset: int, size: int) -> None:
-        """Raises ``StoreError`` if such a piece lies outside the object."""
+        """Raise ``StoreError`` if this range does not lie within the object."""
         if offset < 0 or offset + size > self._length:
             raise StoreError(
-                f"A piece of {self._fields['key']} lies outside the object",
-                expected=f"bytes within 0 to {self._length}",
+                f"A write to {self._fields['key']} is outside the object",
+                expected=f"bytes between 0 and {self._length}",
                 found=f"bytes {offset} to {offset + size}",
                 offset=offset,
                 **self._fields,
@@ -34,13 +34,16 @@ class WrittenRanges:
             self._ranges.append((offset, size))
 
     def require_complete(self) -> None:
-        """Raises ``StoreError`` naming the first byte that was written never or twice."""
+        """Raise ``StoreError`` unless each byte was written exactly once.
+
+        The error names the first byte that was not written or was written twice.
+        """
         end = 0
         for offset, size in [*sorted(self._ranges), (self._length, 0)]:
             if offset != end:
                 twice = offset < end
                 raise StoreError(
-                    f"{self._fields['key']} cannot be committed",
+                    f"Cannot commit {self._fields['key']}",
                     expected=f"each of its {self._length} bytes written exactly once",
                     found=f"byte {min(offset, end)} written {'twice' if twice else 'never'}",
                     offset=min(offset, end),
@@ -50,12 +53,12 @@ class WrittenRanges:
 
 
 def check_range(key: str, store: str, offset: int, length: int, capacity: int) -> None:
-    """Raises ``StoreError`` for a range that no object can have, or that ``into`` cannot hold."""
+    """Raise ``StoreError`` if a range is negative or does not fit into ``capacity`` bytes."""
     if offset < 0 or length < 0 or length > capacity:
         raise StoreError(
-            f"{key} in {store} cannot be read so",
-            expected=f"an offset from 0 on and at most the {capacity} bytes that there is room for",
-            found=f"{length} bytes from {offset}",
+            f"Invalid range for reading {key} in {store}",
+            expected=f"an offset of 0 or more, and at most the {capacity} bytes of the buffer",
+            found=f"{length} bytes from offset {offset}",
             key=key,
             store=store,
             offset=offset,
@@ -64,10 +67,10 @@ def check_range(key: str, store: str, offset: int, length: int, capacity: int) -
 
 def short_read_error(key: str, store: str, offset: int, length: int, found: int) -> StoreError:
     return StoreError(
-        f"{key} in {store} ends too early, read from byte {offset}",
+        f"{key} in {store} is too short for a read from byte {offset}",
         expected=f"{length} bytes",
         found=f"{found} bytes",
-        todo="The object is cut short or is another one: use an earlier version",
+        todo="The object was truncated or replaced: load an earlier version",
         key=key,
         store=store,
         offset=offset,
@@ -76,7 +79,7 @@ def short_read_error(key: str, store: str, offset: int, length: int, found: int)
 
 def too_long_error(key: str, store: str, limit: int, found: int) -> StoreError:
     return StoreError(
-        f"{key} in {store} is longer than it may be",
+        f"{key} in {store} is too long",
         expected=f"at most {limit} bytes",
         found=f"{found} bytes",
         key=key,

@@ -1,4 +1,4 @@
-"""The files of a ``LocalStore``: paths, reads, folders, and errors of the operating system."""
+"""The files of a ``LocalStore``: paths, reads, folders, and operating system errors."""
 
 from __future__ import annotations
 
@@ -20,59 +20,68 @@ _ERROR_TYPES: dict[int, tuple[type[StoreError], str | None]] = {
     errno.ENOENT: (NotFound, None),
     errno.ENOTDIR: (NotFound, None),
     errno.EISDIR: (NotFound, None),
-    errno.ELOOP: (NotFound, "Symbolic links are not followed: give the folder they point to"),
+    errno.ELOOP: (
+        NotFound,
+        "Symbolic links are not followed: use the folder that the link points to",
+    ),
     errno.EEXIST: (AlreadyExists, None),
-    errno.EACCES: (Denied, "Check owner and permissions of the folder"),
-    errno.EPERM: (Denied, "Check owner and permissions of the folder"),
-    errno.EROFS: (Denied, "The file system is read-only: see why in the system's log"),
-    errno.ENOSPC: (NoSpace, "Free space or inodes, or save elsewhere"),
-    errno.EDQUOT: (NoSpace, "Free space under the quota, or save elsewhere"),
-    errno.EFBIG: (NoSpace, "Raise the limit on file size (ulimit -f)"),
+    errno.EACCES: (Denied, "Check the owner and the permissions of the folder"),
+    errno.EPERM: (Denied, "Check the owner and the permissions of the folder"),
+    errno.EROFS: (Denied, "The file system is read-only: look for the cause in the system log"),
+    errno.ENOSPC: (NoSpace, "Free disk space or inodes, or save to another place"),
+    errno.EDQUOT: (NoSpace, "Free space under the quota, or save to another place"),
+    errno.EFBIG: (NoSpace, "Increase the file size limit (ulimit -f)"),
     errno.ETIMEDOUT: (Unavailable, None),
     errno.ESTALE: (Unavailable, None),
     errno.EAGAIN: (Unavailable, None),
     errno.EBUSY: (Unavailable, None),
-    errno.ENOTCONN: (Unavailable, "The file system's server or daemon is gone: mount it again"),
+    errno.ENOTCONN: (
+        Unavailable,
+        "The server or daemon of the file system is gone: mount it again",
+    ),
     errno.EHOSTDOWN: (Unavailable, None),
     errno.EHOSTUNREACH: (Unavailable, None),
-    errno.EMFILE: (Unavailable, "Raise the limit on open files (ulimit -n)"),
+    errno.EMFILE: (Unavailable, "Increase the limit on open files (ulimit -n)"),
     errno.ENFILE: (Unavailable, "The system has too many open files"),
-    errno.ENOMEM: (Unavailable, "The system has no memory left"),
+    errno.ENOMEM: (Unavailable, "The system is out of memory"),
 }
 DIRECT_MIN_BYTES = MIB
-"""Fewer bytes than this go through the page cache: there is too little to gain, and what was
-just written is often read next."""
+"""Transfers of fewer bytes use the page cache: direct I/O gains too little, and recently written
+data is often read soon."""
 
 
 class LocalFiles:
-    """What ``LocalStore`` and ``LocalUpload`` share: everything but writing and listing objects."""
+    """The operations that ``LocalStore`` and ``LocalUpload`` share.
+
+    They are all operations except writing and listing objects.
+    """
 
     def __init__(self, root: str | os.PathLike[str], *, fs: Fs | None, direct: bool) -> None:
         self.url = os.fspath(root)
         self.fs = Fs() if fs is None else fs
         self._root = os.path.abspath(self.url)
         self._direct = direct
-        self._root_synced = False  # the names of the root and of all above it were seen durable
+        self._root_synced = False  # the names of the root and its parents are durable
 
     def stat(self, key: str) -> Stat:
-        with self.translate_errors("look at", key):
-            found = self.fs.stat(self.path(key))
-        if found.kind != "file":
+        with self.translate_errors("look up", key):
+            file_stat = self.fs.stat(self.path(key))
+        if file_stat.kind != "file":
             raise NotFound(
                 f"There is no {key} in {self.url}",
                 expected="a file",
-                found="a folder" if found.kind == "folder" else "a link or a device",
+                found="a folder" if file_stat.kind == "folder" else "a symbolic link or a device",
                 key=key,
                 store=self.url,
             )
-        return Stat(key, found.size, found.modified)
+        return Stat(key, file_stat.size, file_stat.modified)
 
     def get(self, key: str, limit: int) -> bytes:
-        found = self.stat(key).length
-        if found > limit:
-            raise too_long_error(key, self.url, limit, found)
-        data = bytearray(found)
-        self.get_range(key, 0, found, memoryview(data))
+        length = self.stat(key).length
+        if length > limit:
+            raise too_long_error(key, self.url, limit, length)
+        data = bytearray(length)
+        self.get_range(key, 0, length, memoryview(data))
         return bytes(data)
 
     def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
@@ -84,8 +93,8 @@ class LocalFiles:
         path = self.path(key)
         done = 0
         with self.translate_errors("read", key):
-            big = self._direct and length >= DIRECT_MIN_BYTES
-            if big and direct_io_length(offset, address_of(into), length, len(into)):
+            direct = self._direct and length >= DIRECT_MIN_BYTES
+            if direct and direct_io_length(offset, address_of(into), length, len(into)):
                 done = self._read_direct(path, offset, length, into)
             if done < length:
                 done += self._read(path, offset + done, length - done, into[done:])
@@ -93,7 +102,7 @@ class LocalFiles:
             raise short_read_error(key, self.url, offset, length, done)
 
     def path(self, key: str) -> str:
-        """The file of a key. Raises ``StoreError`` if it cannot be one."""
+        """Return the path of a key's file. Raises ``StoreError`` if the key is not a valid path."""
         check_key(key, self.url)
         try:
             os.fsencode(key)
@@ -113,34 +122,34 @@ class LocalFiles:
                 self.fs.mkdir(folder)
 
     def sync_folders(self, folder: str) -> None:
-        """Make the names durable on the way from the root's own to that of a file in ``folder``.
+        """Make all folder names from the root down to ``folder`` durable, and the names in it.
 
-        Above the root the whole way is walked once: which part of it is new is not known, since
-        another process may just have made it. A folder there that may not be read is skipped.
+        The first call also syncs all parents of the root, because another process may have created
+        any of them recently. Parents of the root that this process may not read are skipped.
         """
         self._sync_folder(folder)
         while folder != self._root:
             folder = os.path.dirname(folder)
             self._sync_folder(folder)
         while not self._root_synced:
-            above = os.path.dirname(folder)
-            if above == folder:
+            parent = os.path.dirname(folder)
+            if parent == folder:
                 self._root_synced = True
             else:
                 with suppress(PermissionError):
-                    self._sync_folder(above)
-                folder = above
+                    self._sync_folder(parent)
+                folder = parent
 
     def remove_empty_folders(self, folder: str) -> None:
-        """Remove the folder and those above it, below the root, as far as they are empty."""
-        with suppress(OSError):  # not empty, or gone: an empty folder is no object
+        """Remove the folder and its parents below the root, up to the first that is not empty."""
+        with suppress(OSError):  # not empty, or already removed
             while folder != self._root:
                 self.fs.rmdir(folder)
                 folder = os.path.dirname(folder)
 
     @contextmanager
     def translate_errors(self, action: str, key: str, *, writing: bool = False) -> Iterator[None]:
-        """Turns every ``OSError`` into the ``StoreError`` that names what was done to what."""
+        """Convert an ``OSError`` to a ``StoreError`` that names the action and the key."""
         try:
             yield
         except OSError as error:
@@ -149,10 +158,10 @@ class LocalFiles:
     def raise_store_error(
         self, action: str, key: str, error: OSError, *, writing: bool = False
     ) -> NoReturn:
-        kind, todo = _ERROR_TYPES.get(error.errno or 0, (StoreError, None))
-        if writing and kind is NotFound:
-            kind = StoreError  # a folder was removed under us, or is a file
-        raise kind(
+        error_type, todo = _ERROR_TYPES.get(error.errno or 0, (StoreError, None))
+        if writing and error_type is NotFound:
+            error_type = StoreError  # a parent folder was removed, or is a file
+        raise error_type(
             f"Cannot {action} {key} in {self.url}: {error.strerror or error}",
             todo=todo,
             key=key,
@@ -165,22 +174,22 @@ class LocalFiles:
             self.fs.stat(path)
         except FileNotFoundError:
             return False
-        return True  # if it is a file, the next step says so
+        return True  # if it is a file, the next operation raises
 
     def _sync_folder(self, folder: str) -> None:
         fd = self.fs.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self.fs.fsync(fd)
         except OSError as error:
-            # EINVAL: this file system has no fsync for folders; names are as durable as it
-            # makes them.
+            # EINVAL: this file system has no fsync for folders, so it determines how durable
+            # names are.
             if error.errno != errno.EINVAL:
                 raise
         finally:
             self.fs.close(fd)
 
     def _read_direct(self, path: str, offset: int, length: int, into: memoryview) -> int:
-        """Bytes read directly: fewer than ``length`` where the rest must be read otherwise."""
+        """Read with direct I/O. Return the number of bytes read; the caller reads the rest."""
         try:
             return self._read(path, offset, length, into, flag=os.O_DIRECT)
         except OSError as error:
@@ -198,7 +207,7 @@ class LocalFiles:
                 if flag:
                     span = direct_io_length(offset + done, address + done, span, len(into) - done)
                 count = span and self.fs.preadv(fd, into[done : done + span], offset + done)
-                if not count:  # the end of the file, or of what can be read directly
+                if not count:  # the end of the file or of the aligned part
                     break
                 done = min(done + count, length)
         finally:

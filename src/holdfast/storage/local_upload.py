@@ -1,4 +1,4 @@
-"""One file on its way into a ``LocalStore``."""
+"""Writes one file to a ``LocalStore``."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _DIRECT_UNSUPPORTED = UNSUPPORTED | {errno.EINVAL}
 
 
 def is_partial(name: str) -> bool:
-    """Whether a file of that name is an unfinished upload."""
+    """Return True if a file with this name is an unfinished upload."""
     return name.startswith(".") and name.endswith(".partial")
 
 
 class LocalUpload:
-    """A temporary file in the object's own folder, until ``commit`` gives it the object's name.
+    """A temporary file in the object's folder, until ``commit`` gives it the object's name.
 
-    Two descriptors: ``_fd`` goes through the page cache, takes what is not aligned, and is the
-    one that is synced; ``_direct_fd`` takes the rest.
+    The upload uses two file descriptors. ``_fd`` uses the page cache, writes the data that is not
+    aligned, and is synced. ``_direct_fd`` writes the rest.
     """
 
     def __init__(self, files: LocalFiles, key: str, length: int, *, direct: bool) -> None:
@@ -45,13 +45,13 @@ class LocalUpload:
         self._folder, name = os.path.split(self._path)
         if is_partial(name):
             raise StoreError(
-                f"{key} cannot be put into {files.url}: such names are those of unfinished uploads",
+                f"Cannot write {key} to {files.url}: the name is reserved for unfinished uploads",
                 key=key,
                 store=files.url,
             )
         self._temp_path = f"{self._folder}/.{name[:48]}.{secrets.token_hex(8)}.partial"
         self._lock = Lock()
-        self._closed = False  # to new calls; the descriptors stay until the last one has left
+        self._closed = False  # for new calls; active calls may still use the descriptors
         self._active_calls = 0
         self._fds: list[int] = []
         self._direct_fd: int | None = None
@@ -79,8 +79,10 @@ class LocalUpload:
             self._written.add(offset, len(data))
 
     def commit(self, *, accept_existing: bytes | None = None) -> Stat:
-        """As the Store protocol has it. ``same``: an object that holds exactly these bytes is as
-        good as ours."""
+        """Commit as specified in the ``Upload`` protocol.
+
+        ``accept_existing``: succeed if an object with exactly these bytes already exists.
+        """
         with self._using_descriptors("commit", last=True):
             try:
                 self._written.require_complete()
@@ -89,13 +91,13 @@ class LocalUpload:
             except BaseException:
                 self._remove_temp()
                 raise
-        with suppress(OSError):  # the object stands; a second name for it is left to sweep
+        with suppress(OSError):  # the object is complete; sweep removes its second name
             self._fs.unlink(self._temp_path)
         try:
             self._files.sync_folders(self._folder)
         except OSError as error:
-            # Neither is the object sure to stay, nor would removing it now be sure to last.
-            raise self._unknown_outcome("its folder cannot be synced", error) from error
+            # The object may not be durable, and its removal may not be durable either.
+            raise self._unknown_outcome("syncing its folder failed", error) from error
         return Stat(self._key, self._length, modified)
 
     def abort(self) -> None:
@@ -115,16 +117,18 @@ class LocalUpload:
 
     @contextmanager
     def _using_descriptors(self, action: str, *, last: bool = False) -> Iterator[None]:
-        """Keeps the descriptors open while a thread uses them: a number closed too early may
-        already be another file's. ``last``: no other call may run now or begin later."""
+        """Keep the descriptors open while a thread uses them.
+
+        A descriptor that is closed too early may already refer to another file. ``last``: no other
+        call may be active now or begin later.
+        """
         with self._lock:
             if self._closed or (last and self._active_calls):
+                active = f"active writes: {self._active_calls}"
                 raise StoreError(
-                    f"Cannot {action} {self._key}: its upload is over or in use",
-                    expected="neither committed nor aborted, and commit after the last write",
-                    found="already over"
-                    if self._closed
-                    else f"{self._active_calls} writes running",
+                    f"Cannot {action} {self._key}: its upload is finished or in use",
+                    expected="an upload that is not committed or aborted, without active writes",
+                    found="a finished upload" if self._closed else active,
                     key=self._key,
                     store=self._files.url,
                 )
@@ -142,10 +146,10 @@ class LocalUpload:
 
     def _create(self) -> int:
         for _ in range(_MAX_TRIES):
-            with suppress(FileNotFoundError):  # a delete has just removed the folder, empty
+            with suppress(FileNotFoundError):  # a delete removed the empty folder
                 self._files.make_folders(self._folder)
                 return self._fs.open(self._temp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        raise FileNotFoundError(errno.ENOENT, "its folder is removed again and again")
+        raise FileNotFoundError(errno.ENOENT, "its folder was removed repeatedly")
 
     def _open_direct(self) -> int | None:
         try:
@@ -158,7 +162,7 @@ class LocalUpload:
         return fd
 
     def _write(self, offset: int, data: memoryview, address: int) -> int:
-        """Bytes written: at least one."""
+        """Write at least one byte, and return the number of bytes written."""
         fd, span = self._direct_fd, direct_io_length(offset, address, len(data), len(data))
         if fd is None or not span:
             count = self._fs.pwrite(self._fd, data, offset)
@@ -168,39 +172,39 @@ class LocalUpload:
             except OSError as error:
                 if error.errno not in _DIRECT_UNSUPPORTED:
                     raise
-                self._direct_fd = None  # opened, yet refused: from now on through the page cache
+                self._direct_fd = None  # opened, but it cannot write: use the page cache
                 count = self._fs.pwrite(self._fd, data, offset)
         if count <= 0:
-            raise OSError(errno.EIO, "a write wrote nothing")
+            raise OSError(errno.EIO, "a write transferred no bytes")
         return count
 
     def _sync(self) -> float:
-        """Make the bytes durable, and close the file; the time that it was last written.
+        """Make the data durable, close the file, and return its modification time.
 
-        A failed fsync is final: the kernel may have dropped the pages and would report success
-        the next time.
+        A failed fsync is final: the kernel may have dropped the pages, and a second fsync would
+        then report success.
         """
         self._fs.fsync(self._fd)
-        found = self._fs.fstat(self._fd)
-        if found.size != self._length:
+        file_stat = self._fs.fstat(self._fd)
+        if file_stat.size != self._length:
             raise StoreError(
-                f"{self._key} in {self._files.url} has another length than was written",
+                f"The length of {self._key} in {self._files.url} differs from the bytes written",
                 expected=f"{self._length} bytes",
-                found=f"{found.size} bytes",
+                found=f"{file_stat.size} bytes",
                 key=self._key,
                 store=self._files.url,
             )
         while self._fds:
             self._fs.close(self._fds.pop())
-        return found.modified
+        return file_stat.modified
 
     def _publish(self, accept_existing: bytes | None) -> None:
-        """Give the file its name, unless the name is taken by another."""
+        """Give the file its final name, unless another object has that name."""
         try:
             self._link_or_rename()
         except OSError as error:
-            # The reply may have been lost and the call repeated by the client of a network file
-            # system: what stands there now decides, not the error.
+            # The client of a network file system may have lost the reply and repeated the call.
+            # Therefore the current file decides, not the error.
             if self._is_published(error):
                 return
             if (
@@ -219,17 +223,17 @@ class LocalUpload:
                 raise
             try:
                 self._fs.rename_noreplace(self._temp_path, self._path)
-            except OSError as refusal:
-                if refusal.errno not in _RENAME_UNSUPPORTED:
+            except OSError as rename_error:
+                if rename_error.errno not in _RENAME_UNSUPPORTED:
                     raise
                 raise StoreError(
-                    f"{self._key} cannot be committed to {self._files.url}",
-                    expected="a file system with hard links or with renameat2(RENAME_NOREPLACE)",
-                    found=f"neither ({error.strerror}; {refusal.strerror})",
-                    todo="Save to another file system: on this one two writers could both win",
+                    f"Cannot commit {self._key} to {self._files.url}",
+                    expected="a file system with hard links or renameat2(RENAME_NOREPLACE)",
+                    found=f"neither ({error.strerror}; {rename_error.strerror})",
+                    todo="Save to another file system: on this one, two writers could both succeed",
                     key=self._key,
                     store=self._files.url,
-                ) from refusal
+                ) from rename_error
 
     def _is_published(self, error: OSError) -> bool:
         try:
@@ -237,21 +241,21 @@ class LocalUpload:
         except FileNotFoundError:
             return False
         except OSError:
-            raise self._unknown_outcome("it cannot be looked at", error) from error
+            raise self._unknown_outcome("looking up the object failed", error) from error
 
     def _object_equals(self, data: bytes) -> bool:
         try:
             if self._files.stat(self._key).length != len(data):
                 return False
             return self._files.get(self._key, len(data)) == data
-        except NotFound:  # a folder, or deleted since
+        except NotFound:  # a folder, or deleted in the meantime
             return False
 
     def _unknown_outcome(self, why: str, error: OSError) -> StoreError:
         return StoreError(
-            f"Whether {self._key} was committed to {self._files.url} is unknown:"
+            f"It is unknown whether {self._key} was committed to {self._files.url}:"
             f" {why}: {error.strerror or error}",
-            todo="See the system's log; look for the object when the file system is well",
+            todo="Check the system log; check for the object when the file system works again",
             key=self._key,
             store=self._files.url,
             outcome="unknown",
@@ -259,10 +263,10 @@ class LocalUpload:
 
     def _close(self) -> None:
         while self._fds:
-            with suppress(OSError):  # the upload has failed already, or was synced before
+            with suppress(OSError):  # the upload has failed, or its data is already synced
                 self._fs.close(self._fds.pop())
 
     def _remove_temp(self) -> None:
-        with suppress(OSError):  # sweep finds what stays
+        with suppress(OSError):  # sweep removes a file that remains
             self._fs.unlink(self._temp_path)
         self._files.remove_empty_folders(self._folder)

@@ -1,4 +1,4 @@
-"""Objects in this process's memory: the reference for every other store."""
+"""A store in the memory of this process, and the reference implementation for other stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Objects = dict[str, tuple[bytes, float]]
 
 
 class _SharedObjects:
-    """What all views of one memory store share."""
+    """The data that all views of one memory store share."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -25,7 +25,7 @@ class _SharedObjects:
 
 
 class MemoryStore:
-    """Keeps objects as bytes. ``at(folder)`` is the same store, seen from a folder in it."""
+    """A store that keeps objects as bytes. ``at(folder)`` returns a view of a folder."""
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name
@@ -33,7 +33,7 @@ class MemoryStore:
         self._shared = _SharedObjects()
 
     def at(self, folder: str) -> MemoryStore:
-        """The store whose keys are those below ``folder``; the objects are shared."""
+        """Return a store for the keys below ``folder``. It shares the objects."""
         view = MemoryStore(self._name)
         view._folder = self._folder + check_key(folder, self.url) + "/"
         view._shared = self._shared
@@ -62,10 +62,10 @@ class MemoryStore:
     def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
         into = as_byte_view(into)
         check_range(key, self.url, offset, length, len(into))
-        found = self._find(key)[0][offset : offset + length]
-        if len(found) < length:
-            raise short_read_error(key, self.url, offset, length, len(found))
-        into[:length] = found
+        data = self._find(key)[0][offset : offset + length]
+        if len(data) < length:
+            raise short_read_error(key, self.url, offset, length, len(data))
+        into[:length] = data
 
     def stat(self, key: str) -> Stat:
         data, modified = self._find(key)
@@ -86,41 +86,44 @@ class MemoryStore:
     def _find(self, key: str) -> tuple[bytes, float]:
         path = self._folder + check_key(key, self.url)
         with self._shared.lock:
-            found = self._shared.objects.get(path)
-        if found is None:
+            entry = self._shared.objects.get(path)
+        if entry is None:
             raise NotFound(f"There is no {key} in {self.url}", key=key, store=self.url)
-        return found
+        return entry
 
     def _list_prefix(self, prefix: str, objects: Objects) -> Iterator[Stat]:
         start = self._folder + (check_key(prefix, self.url) + "/" if prefix else "")
         skip = len(self._folder)
         with self._shared.lock:
-            found = [
+            stats = [
                 Stat(path[skip:], len(data), modified)
                 for path, (data, modified) in objects.items()
                 if path.startswith(start)
             ]
-        return iter(sorted(found, key=lambda stat: stat.key))
+        return iter(sorted(stats, key=lambda stat: stat.key))
 
     def _put_object(
         self, key: str, data: bytes, *, accept_existing: bool, partial_key: str | None = None
     ) -> Stat:
-        """Add an object, whole. ``same``: equal bytes under the key are as good. ``partial``:
-        the upload that it comes from, which must still be there, and is removed."""
+        """Add an object atomically.
+
+        ``accept_existing``: succeed if the key already holds equal bytes. ``partial_key``: the key
+        of the unfinished upload, which must exist and is removed.
+        """
         path = self._folder + key
         with self._shared.lock:
             if partial_key is not None and self._shared.partials.pop(partial_key, None) is None:
                 raise StoreError(f"The upload of {key} was removed", key=key, store=self.url)
-            found = self._shared.objects.get(path)
-            if found is not None and not (accept_existing and found[0] == data):
+            existing = self._shared.objects.get(path)
+            if existing is not None and not (accept_existing and existing[0] == data):
                 raise AlreadyExists(
                     f"{key} is already in {self.url}; nothing was changed",
                     key=key,
                     store=self.url,
                 )
-            if found is None:
-                found = self._shared.objects[path] = (data, time.time())
-        return Stat(key, len(data), found[1])
+            if existing is None:
+                existing = self._shared.objects[path] = (data, time.time())
+        return Stat(key, len(data), existing[1])
 
 
 class _MemoryUpload:
@@ -171,7 +174,7 @@ class _MemoryUpload:
     def _require_open(self) -> None:
         if not self._is_open:
             raise StoreError(
-                f"The upload of {self._key} is over: it was committed or aborted",
+                f"The upload of {self._key} is finished: it was committed or aborted",
                 key=self._key,
                 store=self._store.url,
             )

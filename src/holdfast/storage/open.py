@@ -1,4 +1,4 @@
-"""From what the user wrote to a store."""
+"""Opens the store at a URL or path."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ _lock = Lock()
 
 
 def open_store(url: str | os.PathLike[str] | Store) -> Store:
-    """The store at ``url``; a store is returned as it is. Nothing is read or made yet.
+    """Return the store at ``url``. This neither reads nor creates anything.
 
-    A path (see ``expand``) or ``file:///path`` is a local folder. ``memory://NAME`` is one store
-    per name in this process, ``memory://NAME/folder`` the same one seen from a folder in it.
+    A path (see ``expand_home``) or ``file:///path`` is a local folder. ``memory://NAME`` is one
+    store per name in this process, and ``memory://NAME/folder`` is a view of a folder in it. A
+    ``Store`` object is returned unchanged.
 
     Raises ``StoreError`` for anything else.
     """
     if not isinstance(url, str | os.PathLike):
         if hasattr(url, "put_if_absent"):
             return url
-        raise StoreError("This is no store", expected=f"{_SUPPORTED}, or a Store", found=repr(url))
+        raise StoreError(
+            "The argument is not a store", expected=f"{_SUPPORTED}, or a Store", found=repr(url)
+        )
     text = os.fspath(url)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text) if isinstance(url, str) else None
     if scheme is None:
@@ -37,30 +40,35 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
     if scheme[1] == "file":
         host, slash, path = text.removeprefix("file://").partition("/")
         if host not in ("", "localhost"):
-            raise StoreError(f"{text} names another machine", expected="file:///path", found=host)
+            raise StoreError(
+                f"The URL {text} names another machine", expected="file:///path", found=host
+            )
         return _open_local(unquote(slash + path), text)
     if scheme[1] == "memory":
         return _open_memory(text.removeprefix("memory://").strip("/"), text)
     raise StoreError(
-        f"Nothing is known of stores like {text}", expected=_SUPPORTED, found=f"{scheme[1]}://"
+        f"Unsupported kind of store: {text}", expected=_SUPPORTED, found=f"{scheme[1]}://"
     )
 
 
 def expand_home(path: str) -> str:
-    """``~`` and ``~user`` at the beginning of a path become the home directory, as a shell does it
-    (though not in ``--out=~/runs``). Raises ``StoreError`` where none is known."""
-    made = os.path.expanduser(path)
-    if made.startswith("~"):
+    """Replace ``~`` or ``~user`` at the beginning of a path with the home directory.
+
+    Shells do the same, but not in arguments such as ``--out=~/runs``. Raises ``StoreError`` if the
+    home directory is unknown.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
         raise StoreError(
-            f"No home directory is known for {path}",
-            todo=f"Write the whole path, or ./{path} for what is called so",
+            f"The home directory in {path} is unknown",
+            todo=f"Write the full path, or ./{path} for a folder with this name",
         )
-    return made
+    return expanded
 
 
 def _open_local(path: str, url: str) -> LocalStore:
     if not path:
-        raise StoreError("No folder is named", expected=_SUPPORTED, found=repr(url))
+        raise StoreError("The URL does not name a folder", expected=_SUPPORTED, found=repr(url))
     return LocalStore(path, direct=read_settings().direct)
 
 

@@ -1,8 +1,8 @@
-"""The few calls to the operating system that ``LocalStore`` makes, each one method.
+"""The system calls of ``LocalStore``, one method for each.
 
-A test replaces them: ``holdfast.testing.FaultFs`` fails one of them, ``CrashFs`` cuts the power
-between two. Every failure is an ``OSError`` with its errno. Python itself repeats what a signal
-interrupted (EINTR), except for the calls made through libc.
+Tests replace them: ``holdfast.testing.FaultFs`` makes one call fail, and ``CrashFs`` simulates a
+power failure between two calls. Every failure is an ``OSError`` with its errno. Python repeats
+calls that a signal interrupts (EINTR), except for the calls through libc.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
-"""What a file system answers to a call that it does not know."""
+"""The errors of a call that the file system does not support."""
 
 
 class FileStat(NamedTuple):
-    """``kind`` is "file", "folder" or "other"; ``size`` in bytes, ``modified`` in seconds since
-    1970, ``inode`` the pair (device, inode) that tells two files apart."""
+    """The status of a file.
+
+    ``kind`` is "file", "folder", or "other". ``size`` is in bytes, and ``modified`` in seconds
+    since 1970. ``inode`` is the pair (device, inode), which is unique for each file.
+    """
 
     kind: str
     size: int
@@ -41,18 +44,21 @@ class Fs:
         os.close(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """Bytes written: possibly fewer than given."""
+        """Write, and return the number of bytes written, which may be less than requested."""
         return os.pwrite(fd, data, offset)
 
     def preadv(self, fd: int, into: memoryview, offset: int) -> int:
-        """Bytes read: possibly fewer than asked; 0 at the end of the file."""
+        """Read, and return the number of bytes read.
+
+        It may be less than requested, and it is 0 at the end of the file.
+        """
         return os.preadv(fd, [into], offset)
 
     def fallocate(self, fd: int, length: int) -> bool:
-        """Reserve ``length`` bytes and set the size; False where the file system cannot.
+        """Reserve ``length`` bytes and set the file size.
 
-        The system call, not ``posix_fallocate``: where the former is missing, that one writes
-        zeros over the whole file.
+        Return False if the file system does not support it. This uses the system call and not
+        ``posix_fallocate``, which writes zeros to the whole file if the call is not supported.
         """
         while True:
             try:
@@ -72,14 +78,18 @@ class Fs:
         return _file_stat(os.fstat(fd))
 
     def stat(self, path: str) -> FileStat:
-        """Of the path itself: a symbolic link is "other"."""
+        """Return the status of the path itself: a symbolic link is "other"."""
         return _file_stat(os.lstat(path))
 
     def link(self, source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
 
     def rename_noreplace(self, source: str, target: str) -> None:
-        """Rename, or EEXIST; EINVAL, ENOSYS or EOPNOTSUPP where the file system cannot."""
+        """Rename without replacing an existing file.
+
+        Raises ``OSError`` with EEXIST if the target exists, and with EINVAL, ENOSYS, or EOPNOTSUPP
+        if the file system does not support the call.
+        """
         _libc_call(
             "renameat2",
             _AT_FDCWD,
@@ -99,8 +109,10 @@ class Fs:
         os.rmdir(path)
 
     def scandir(self, path: str) -> list[tuple[str, bool]]:
-        """Names in a folder, each with whether it is a folder; only files and folders, so that
-        neither symbolic links nor devices are followed."""
+        """Return the files and folders in a folder, each as (name, is a folder).
+
+        Symbolic links and devices are omitted, so that they are never followed.
+        """
         with os.scandir(path) as entries:
             return [
                 (entry.name, entry.is_dir(follow_symlinks=False))
@@ -114,13 +126,13 @@ def _libc_call(name: str, *arguments: object) -> None:
     if function is None:
         raise OSError(errno.ENOSYS, f"{name}: {os.strerror(errno.ENOSYS)}")
     if function(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
 
 
-def _file_stat(found: os.stat_result) -> FileStat:
-    if stat.S_ISREG(found.st_mode):
+def _file_stat(result: os.stat_result) -> FileStat:
+    if stat.S_ISREG(result.st_mode):
         kind = "file"
     else:
-        kind = "folder" if stat.S_ISDIR(found.st_mode) else "other"
-    return FileStat(kind, found.st_size, found.st_mtime, (found.st_dev, found.st_ino))
+        kind = "folder" if stat.S_ISDIR(result.st_mode) else "other"
+    return FileStat(kind, result.st_size, result.st_mtime, (result.st_dev, result.st_ino))

@@ -1,11 +1,12 @@
-"""The Store protocol: bytes at keys. Every place that Holdfast writes to speaks it.
+"""The Store protocol: bytes under keys. Holdfast accesses every storage through it.
 
-A key is a relative path of segments joined by ``/`` (``version_120/manifest.json``). Every
-method may be called from any thread. Every failure is a ``StoreError`` that names key and store;
-only ``Unavailable`` is worth trying again.
+A key is a relative path of segments joined by ``/`` (``version_120/manifest.json``). Any thread may
+call any method. Every failure is a ``StoreError`` that names the key and the store; only
+``Unavailable`` is worth retrying.
 
-``holdfast.testing.StoreContract`` is the same contract as tests; ``MemoryStore`` is the
-reference. (One small interface with its MUSTs in writing, as restic's ``backend.go`` has it.)
+``holdfast.testing.StoreContract`` tests this contract, and ``MemoryStore`` is the reference
+implementation. (The model is restic's ``backend.go``: one small interface with its MUSTs in
+writing.)
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from holdfast.errors import StoreError
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the layers above must know of a store, as data.
+    """The properties of a store that other layers need.
 
-    ``alignment``: offsets that are multiples of it are written and read fastest (bytes).
-    ``durable``: what it holds survives the death of the machine, not only of the process.
+    ``alignment``: reads and writes are fastest at offsets that are multiples of it, in bytes.
+    ``durable``: the objects survive a crash of the machine, not only the end of the process.
     """
 
     name: str
@@ -32,9 +33,9 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """An object: its key, its length in bytes, and when it was written.
+    """The status of an object: its key, its length in bytes, and the time when it was written.
 
-    ``modified`` is in seconds since 1970 by the store's own clock, which may jump.
+    ``modified`` is in seconds since 1970 by the clock of the store, which may jump.
     """
 
     key: str
@@ -43,30 +44,30 @@ class Stat:
 
 
 class Upload(Protocol):
-    """One object on its way into a store; invisible until ``commit`` has returned.
+    """An object that is being written. It is invisible until ``commit`` returns.
 
-    Used as a context: leaving it without ``commit`` aborts.
+    An upload is a context manager: leaving the context without ``commit`` aborts the upload.
     """
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset``.
 
-        May be called from many threads at once, in any order; every byte of the object MUST be
-        written exactly once. ``data`` MUST NOT change until the call has returned.
+        Many threads may call this at once, in any order. Every byte of the object MUST be written
+        exactly once. ``data`` MUST NOT change until the call returns.
         """
         ...
 
     def commit(self) -> Stat:
-        """Make the object durable, then visible, whole.
+        """Make the whole object durable, then visible.
 
-        Raises ``StoreError`` if its length is not the announced one, if a write was lost, or if
-        another object has the key (``AlreadyExists``). After an error the object is not visible,
-        unless the error says that the outcome is unknown.
+        Raises ``StoreError`` if the length differs from the announced length or if a write was
+        lost, and ``AlreadyExists`` if another object has the key. After an error, the object is not
+        visible, unless the error says that the outcome is unknown.
         """
         ...
 
     def abort(self) -> None:
-        """Give up and remove what was written. May be called at any time, also twice."""
+        """Abort the upload and remove the written data. May be called at any time, also twice."""
         ...
 
     def __enter__(self) -> Upload: ...
@@ -75,71 +76,79 @@ class Upload(Protocol):
 
 
 class Store(Protocol):
-    """A place for bytes at keys."""
+    """A place that holds bytes under keys."""
 
     @property
     def traits(self) -> Traits: ...
 
     @property
     def url(self) -> str:
-        """Where this is, as the user would write it."""
+        """The location of the store, as a user would write it."""
         ...
 
     def put(self, key: str, length: int) -> Upload:
-        """Begin to write an object of ``length`` bytes under a key that is new.
+        """Begin to write an object of ``length`` bytes under a new key.
 
-        For the large files. The caller makes keys unique (names carry an attempt), so a store
-        that cannot tell need not look.
+        This method is for large files. The caller makes keys unique (names contain an attempt), so
+        a store does not have to check whether the key exists.
         """
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
-        """Write a small object whole, durably, if and only if the key is free.
+        """Write a small object atomically and durably, if and only if the key does not exist.
 
-        Of any number of concurrent calls with different bytes exactly one returns; the others
-        raise ``AlreadyExists``. An unknown outcome is settled here: the object is read back,
-        and if it holds exactly ``data``, the call has succeeded.
+        Of any number of concurrent calls with different bytes, exactly one returns; the others
+        raise ``AlreadyExists``. This method resolves an unknown outcome: it reads the object back,
+        and succeeds if the object contains exactly ``data``.
         """
         ...
 
     def get(self, key: str, limit: int) -> bytes:
-        """The whole object. Raises ``NotFound``; ``StoreError`` if it is longer than ``limit``."""
+        """Return the whole object.
+
+        Raises ``NotFound``, and ``StoreError`` if the object is longer than ``limit`` bytes.
+        """
         ...
 
     def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
         """Read exactly ``length`` bytes from ``offset`` into the beginning of ``into``.
 
-        ``into`` may be longer; what stands behind ``length`` afterwards is undefined. Fewer
-        bytes than asked for is a ``StoreError``, never a short read.
+        ``into`` may be longer; its content after the first ``length`` bytes is then undefined.
+        Raises ``StoreError`` if the object has fewer bytes; a short read never succeeds.
         """
         ...
 
     def stat(self, key: str) -> Stat:
-        """Raises ``NotFound``."""
+        """Return the status of an object. Raises ``NotFound``."""
         ...
 
     def list(self, prefix: str) -> Iterator[Stat]:
-        """Every committed object whose key begins with the folder ``prefix`` (``""``: all), in
-        order of keys. An unfinished upload is not among them. No such folder: nothing."""
+        """Yield every committed object under the folder ``prefix`` (``""``: all), ordered by key.
+
+        Unfinished uploads are not included. If the folder does not exist, nothing is yielded.
+        """
         ...
 
     def partials(self, prefix: str) -> Iterator[Stat]:
-        """What unfinished uploads left behind under the folder ``prefix``, for ``sweep`` alone.
-        Their keys may be given to ``delete``."""
+        """Yield the files of unfinished uploads under the folder ``prefix``.
+
+        Only ``sweep`` uses this. ``delete`` accepts their keys.
+        """
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object, durably. No such object: nothing happens."""
+        """Delete the object durably. If the object does not exist, nothing happens."""
         ...
 
 
 def check_key(key: str, store: str) -> str:
-    """The key itself, if it can name an object in every store; else ``StoreError``."""
+    """Return the key if it is valid in every store. Raises ``StoreError`` otherwise."""
     segments = key.split("/")
     if not key or len(key) > 900 or any(s in ("", ".", "..") or "\0" in s for s in segments):
         raise StoreError(
-            f"The key {key[:200]!r} cannot be used in {store}",
-            expected="segments joined by '/', none empty, '.', '..' or with NUL, 900 characters",
+            f"Invalid key {key[:200]!r} for {store}",
+            expected="at most 900 characters: segments joined by '/', none of them empty, '.',"
+            " '..', or with a NUL character",
             found=repr(key[:200]),
             key=key,
             store=store,
