@@ -105,7 +105,7 @@ def test_a_shard_of_another_length_is_told(tmp_path: Path) -> None:
     hf.save(tmp_path / "snap", {"a": np.zeros(10)})
     [shard] = (tmp_path / "snap").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert "another length" in run_cli("show", tmp_path / "snap").out
+    assert "has the wrong length" in run_cli("show", tmp_path / "snap").out
     assert run_cli("show", tmp_path / "snap", "--json").json["intact"] is False
 
 

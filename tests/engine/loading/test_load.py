@@ -374,16 +374,20 @@ def test_leaves_seen_without_reading():
     assert bytes(snapshot["blob"][256:260]) == bytes(range(4))
     assert list(snapshot) == snapshot.keys() == list(state)
     with pytest.raises(
-        KeyError, match=r"nothing is neither a leaf nor .*; there are t, .*, \.\.\."
+        KeyError, match=r"nothing is neither a leaf nor .*; the keys are t, .*, \.\.\."
     ):
         snapshot["nothing"]
 
 
 def test_a_container_is_no_leaf_and_says_what_is_below_it():
     snapshot = holdfast.open(save_state({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
-    with pytest.raises(KeyError, match=r"model is neither .*; below it are model/a, model/b'"):
+    with pytest.raises(
+        KeyError, match=r"model is neither .*; the keys below it are model/a, model/b'"
+    ):
         snapshot["model"]
-    with pytest.raises(KeyError, match=r"mod is neither .*; there are model/a, model/b, models'"):
+    with pytest.raises(
+        KeyError, match=r"mod is neither .*; the keys are model/a, model/b, models'"
+    ):
         snapshot["mod"]
     with pytest.raises(KeyError):
         snapshot[3]

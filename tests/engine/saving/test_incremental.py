@@ -570,7 +570,7 @@ def test_a_base_whose_file_is_not_what_it_was(small: None, what: str) -> None:
 def test_opened_apart_from_its_run_it_says_so(small: None) -> None:
     store = MemoryStore()
     save(store, 1, frozen(1), save(store, 0, frozen(), None))
-    with pytest.raises(FormatError, match="cannot be reached from here"):
+    with pytest.raises(FormatError, match="which is outside of the store"):
         holdfast.load(store.at("version_1"))
 
 

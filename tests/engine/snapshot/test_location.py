@@ -87,7 +87,7 @@ def test_a_run_that_is_a_snapshot_as_well_is_loaded(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "a", STATE)
     holdfast.save(tmp_path / "a/version_1", {"y": 1})
     assert list(holdfast.load(tmp_path / "a")) == ["x"]
-    with pytest.raises(AlreadyExists, match="There is a snapshot"):
+    with pytest.raises(AlreadyExists, match="A snapshot already exists"):
         holdfast.save(tmp_path / "a", STATE)
 
 

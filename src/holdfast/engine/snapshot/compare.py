@@ -1,7 +1,8 @@
-"""Whether leaves of two snapshots hold the same bytes, and how far apart their numbers are.
+"""Compares leaves of two snapshots: whether their bytes are equal, and how much elements differ.
 
-Digests decide first: where both snapshots cut a leaf alike, equal digests of all its chunks need no
-reading. What is left is read in pieces, so that memory stays bounded whatever a leaf's size.
+Digests are compared first. If both snapshots divide a leaf into the same boxes and chunks, equal
+chunk digests prove equality without a read. The remaining leaves are read in batches, so memory is
+bounded for any leaf size.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.types import DTYPES, MIB, Box
 
 BATCH_BYTES = 32 * MIB
-"""Bytes of each snapshot that are compared at a time."""
+"""Bytes of each snapshot that one batch compares."""
 
 Bytes = NDArray[np.uint8]
 Chunks = tuple[tuple[int, int, str], ...]
 LeafPair = tuple[str, str]
-"""The key of a leaf in the one snapshot, and of the one to compare it with in the other."""
+"""The key of a leaf in the first snapshot, and the key of its counterpart in the second."""
 
 
 @dataclass(slots=True)
 class LeafDifference:
-    """How two leaves of one dtype and shape differ. ``largest``: the largest absolute difference
-    of two elements, NaN if one of them is; None for a dtype that NumPy cannot count with."""
+    """How two leaves of the same dtype and shape differ.
+
+    ``elements``: the number of elements. ``differing``: the number of elements whose bytes differ.
+    ``largest``: the largest absolute difference of two elements, or NaN if one of them is NaN. It
+    is None if no element differs, and for a dtype that NumPy cannot compute with.
+    """
 
     elements: int
     differing: int = 0
@@ -41,20 +46,26 @@ class LeafDifference:
     def add(self, differing: int, largest: float | None) -> None:
         self.differing += differing
         if largest is not None:
-            known = largest if self.largest is None else self.largest
-            self.largest = float(np.maximum(known, largest))
+            previous = largest if self.largest is None else self.largest
+            self.largest = float(np.maximum(previous, largest))
 
 
 def find_equal_by_digest(a: Snapshot, b: Snapshot, pairs: Iterable[LeafPair]) -> set[LeafPair]:
-    """Those pairs of leaves whose digests tell that their bytes are the same. Reads the indexes.
-    The others may be the same nevertheless."""
-    ours, theirs = _chunks_by_leaf(a), _chunks_by_leaf(b)
-    return {(k, other) for k, other in pairs if k in ours and ours[k] == theirs.get(other)}
+    """Return the pairs of leaves whose digests prove that their bytes are equal.
+
+    Reads only the indexes. The other pairs may be equal as well.
+    """
+    chunks_a, chunks_b = _chunks_by_leaf(a), _chunks_by_leaf(b)
+    return {
+        (key_a, key_b)
+        for key_a, key_b in pairs
+        if key_a in chunks_a and chunks_a[key_a] == chunks_b.get(key_b)
+    }
 
 
 def _chunks_by_leaf(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
-    """For each leaf its boxes, each with the chunks that hold it, placed relative to it."""
-    found: dict[str, list[tuple[Any, ...]]] = {}
+    """Return, for each leaf, its boxes with their chunks at offsets relative to the box."""
+    boxes_by_leaf: dict[str, list[tuple[Any, ...]]] = {}
     for index in snapshot.indexes():
         cuts = [0, *index.cuts.tolist()]
         for leaf in index.leaves:
@@ -69,8 +80,8 @@ def _chunks_by_leaf(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
                     (cuts[c] - box.at, cuts[c + 1] - box.at, index.chunk_digest(c))
                     for c in range(i, j + 1)
                 )
-                found.setdefault(leaf.key, []).append((box.offsets, box.sizes, chunks))
-    return {key: sorted(boxes) for key, boxes in found.items()}
+                boxes_by_leaf.setdefault(leaf.key, []).append((box.offsets, box.sizes, chunks))
+    return {key: sorted(boxes) for key, boxes in boxes_by_leaf.items()}
 
 
 def compare_bytes(
@@ -81,57 +92,57 @@ def compare_bytes(
 ) -> dict[LeafPair, LeafDifference]:
     """Read pairs of leaves of equal dtype and shape, and compare them.
 
-    Uses 64 MiB and what reading needs. ``progress(nbytes)`` counts the bytes of one side.
-    Raises ``FormatError`` for bytes that are damaged, ``StoreError``.
+    Uses 64 MiB in addition to the memory of the reads. ``progress(nbytes)`` counts the bytes of one
+    snapshot. Raises ``FormatError`` for damaged bytes, and ``StoreError``.
     """
-    found = {pair: LeafDifference(prod(a.leaves[pair[0]][1])) for pair in pairs}
+    differences = {pair: LeafDifference(prod(a.leaves[pair[0]][1])) for pair in pairs}
     for batch in _batches(a, pairs):
-        ours = _read_parts(a, [(key, box) for key, _, box in batch])
-        theirs = _read_parts(b, [(other, box) for _, other, box in batch])
-        for (key, other, box), x, y in zip(batch, ours, theirs, strict=True):
-            dtype = a.leaves[key][0]
-            found[key, other].add(*_compare_elements(x, y, dtype))
+        bytes_a = _read_parts(a, [(key_a, box) for key_a, _, box in batch])
+        bytes_b = _read_parts(b, [(key_b, box) for _, key_b, box in batch])
+        for (key_a, key_b, box), x, y in zip(batch, bytes_a, bytes_b, strict=True):
+            dtype = a.leaves[key_a][0]
+            differences[key_a, key_b].add(*_compare_elements(x, y, dtype))
             if progress is not None:
                 progress(box.numel * DTYPES[dtype].itemsize)
-    return found
+    return differences
 
 
 def _batches(snapshot: Snapshot, pairs: Sequence[LeafPair]) -> Iterator[list[tuple[str, str, Box]]]:
-    """What to read at a time: many small leaves, or a part of a large one."""
+    """Yield batches of boxes to read: many small leaves, or a part of a large one."""
     batch: list[tuple[str, str, Box]] = []
-    room = BATCH_BYTES
-    for key, other in pairs:
-        dtype, shape = snapshot.leaves[key]
+    remaining = BATCH_BYTES
+    for key_a, key_b in pairs:
+        dtype, shape = snapshot.leaves[key_a]
         size = DTYPES[dtype].itemsize
         done, total = 0, prod(shape)
         while done < total:
-            step = min(total - done, max(1, room // size))
-            batch += [(key, other, box) for box in contiguous_boxes(shape, done, done + step)]
+            step = min(total - done, max(1, remaining // size))
+            batch += [(key_a, key_b, box) for box in contiguous_boxes(shape, done, done + step)]
             done += step
-            room -= step * size
-            if room < size:
+            remaining -= step * size
+            if remaining < size:
                 yield batch
-                batch, room = [], BATCH_BYTES
+                batch, remaining = [], BATCH_BYTES
     if batch:
         yield batch
 
 
 def _read_parts(snapshot: Snapshot, parts: list[tuple[str, Box]]) -> list[Bytes]:
-    """Parts of leaves as bytes, one row for each element."""
-    wants, targets, made = [], [], []
+    """Read boxes of leaves as bytes, one row for each element."""
+    requests, targets, parts_as_rows = [], [], []
     for key, box in parts:
         dtype = snapshot.leaves[key][0]
         into = np.empty(box.sizes, f"V{DTYPES[dtype].itemsize}")
-        wants.append(ReadRequest(key, box))
-        # raw bytes whatever the dtype, so NumPy need not know it
+        requests.append(ReadRequest(key, box))
+        # opaque bytes for every dtype, because NumPy does not know all of them
         targets.append(Target(dtype, box.sizes, into, into.__array_interface__["data"][0]))
-        made.append(into.reshape(-1).view(np.uint8).reshape(box.numel, -1))
-    snapshot.read(wants, targets)
-    return made
+        parts_as_rows.append(into.reshape(-1).view(np.uint8).reshape(box.numel, -1))
+    snapshot.read(requests, targets)
+    return parts_as_rows
 
 
 def _compare_elements(a: Bytes, b: Bytes, dtype: str) -> tuple[int, float | None]:
-    """How many elements differ, and the largest difference."""
+    """Return the number of elements that differ, and the largest difference."""
     if np.array_equal(a, b):
         return 0, None
     rows = (a != b).any(axis=1)
@@ -146,7 +157,7 @@ def _largest_difference(a: Bytes, b: Bytes, dtype: str) -> float | None:
     else:
         x, y = (np.ascontiguousarray(v).reshape(-1).view(dtype) for v in (a, b))
     if x.dtype.kind in "iu":
-        # exact: a difference of signed integers fits the unsigned ones of the same width
+        # exact: the difference of two signed integers fits an unsigned integer of the same width
         unsigned = f"u{x.dtype.itemsize}"
         return float((np.maximum(x, y).view(unsigned) - np.minimum(x, y).view(unsigned)).max())
     wide = np.complex128 if x.dtype.kind == "c" else np.float64

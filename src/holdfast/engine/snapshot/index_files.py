@@ -1,4 +1,4 @@
-"""The files of a snapshot, held against what its manifest says of them."""
+"""Reads the indexes of a snapshot, and checks its files against its manifest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from holdfast.format.manifest import MAX_MANIFEST, Shard
 def read_index(
     location: Location, shard: Shard, schema_cache: SchemaCache | None = None
 ) -> ShardIndex:
-    """The index of a shard, its bytes and its claims checked against the manifest. ``alike``: of
-    the snapshot's other indexes."""
+    """Read the index of a shard, and check its length, digest, and content against the manifest.
+
+    ``schema_cache``: shared by all indexes of the snapshot. Raises ``FormatError`` or
+    ``StoreError``.
+    """
     file = location.key(shard.index.name)
     check_length(location, shard.index.name, shard.index.length)
     return parse_index(location, shard, location.store.get(file, MAX_MANIFEST), schema_cache)
@@ -23,15 +26,15 @@ def read_index(
 def parse_index(
     location: Location, shard: Shard, raw: bytes, schema_cache: SchemaCache | None = None
 ) -> ShardIndex:
-    """As ``read_index``, of bytes that are there."""
+    """Do the same as ``read_index`` for bytes that were already read."""
     file = location.key(shard.index.name)
-    found = digest(raw)
-    if found != shard.index.digest:
+    actual = digest(raw)
+    if actual != shard.index.digest:
         raise DigestMismatch(
             f"{location.url}/{shard.index.name} is damaged",
             expected=f"digest {shard.index.digest}",
-            found=found,
-            todo="Take another version; `holdfast verify` shows which are intact",
+            found=actual,
+            todo="Load another version; `holdfast verify` shows which versions are intact",
             file=file,
             offset=0,
         )
@@ -47,42 +50,44 @@ def parse_index(
 
 
 def file_key(location: Location, path: str) -> str:
-    """The key of a file by its path from the snapshot's folder."""
+    """Return the key of a file whose path is relative to the snapshot's folder."""
     return location.run_key(path[3:]) if path.startswith("../") else location.key(path)
 
 
 def check_length(location: Location, name: str, length: int) -> None:
-    """See that a file is there, with its length. Raises ``FormatError`` or ``StoreError``.
+    """Check that a file exists and has the expected length, in bytes.
 
-    ``name``: its path from the snapshot's folder.
+    ``name``: the path of the file relative to the snapshot's folder. Raises ``FormatError`` if the
+    file is missing, has another length, or is outside of the store, and ``StoreError``.
     """
     file = file_key(location, name)
     if not location.folder and file != name:
         raise FormatError(
-            f"{location.url} refers to {name}, which cannot be reached from here",
-            expected="a snapshot opened within its run",
-            found="a store that ends at the snapshot's own folder",
-            todo="Open it as RUN/version_N; `holdfast copy` makes it self-contained",
+            f"{location.url} refers to {name}, which is outside of the store",
+            expected="a snapshot that is opened as part of its run",
+            found="a store whose root is the snapshot's folder",
+            todo="Open the snapshot as RUN/version_N, or make a self-contained copy with"
+            " `holdfast copy`",
             file=file,
             offset=0,
         )
     try:
-        found = location.store.stat(file).length
+        actual = location.store.stat(file).length
     except NotFound as e:
         raise FormatError(
             f"{location.url} is damaged: {name} is missing",
             expected=f"{length} bytes",
             found="no such file",
-            todo="Take another version; `holdfast verify` shows which are intact",
+            todo="Load another version; `holdfast verify` shows which versions are intact",
             file=file,
             offset=0,
         ) from e
-    if found != length:
+    if actual != length:
         raise FormatError(
-            f"{location.url} is damaged: {name} has another length",
+            f"{location.url} is damaged: {name} has the wrong length",
             expected=f"{length} bytes",
-            found=f"{found} bytes",
-            todo="Take another version; `holdfast verify` shows which are intact",
+            found=f"{actual} bytes",
+            todo="Load another version; `holdfast verify` shows which versions are intact",
             file=file,
-            offset=min(found, length),
+            offset=min(actual, length),
         )

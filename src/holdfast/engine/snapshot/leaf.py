@@ -1,4 +1,4 @@
-"""Leaves that are read when they are asked for, and room for what is read."""
+"""Lazily read leaves of a snapshot, and the allocation of memory for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LeafReader(Protocol):
 
 
 class LeafView:
-    """A leaf that has not been read. Indexing reads the chunks that cover it, and checks them."""
+    """A tensor or array of a snapshot. Indexing reads and checks the chunks that cover the part."""
 
     def __init__(self, snapshot: LeafReader, key: str, node: Any) -> None:
         self.snapshot = snapshot
@@ -49,13 +49,14 @@ class LeafView:
         return Box.whole(self.shape).numel * size.itemsize
 
     def __getitem__(self, index: TensorIndex | tuple[TensorIndex, ...]) -> Any:
-        """A part, as a tensor (an array for what was an array), on the CPU.
+        """Return a part as a tensor on the CPU, or as an array if the leaf was saved from an array.
 
-        Integers, slices of step 1 and ``...``; anything else is an ``IndexError``.
+        ``index``: integers, slices of step 1, and ``...``. Raises ``IndexError`` for another index,
+        ``FormatError`` for damaged data, and ``StoreError``.
         """
-        box, drop = box_from_index(index, self.shape)
-        self.snapshot.indexes()  # nothing is allocated for a shape that is a lie
-        sizes = [n for d, n in enumerate(box.sizes) if d not in drop]
+        box, dropped_dims = box_from_index(index, self.shape)
+        self.snapshot.indexes()  # checks the shape before memory is allocated for it
+        sizes = [n for dim, n in enumerate(box.sizes) if dim not in dropped_dims]
         if self._record_dtype is not None:  # stored as rows of bytes
             box = Box((*box.offsets, 0), (*box.sizes, self._record_dtype.itemsize))
         into = allocate(self._node, self._source_key, self._stored_dtype, box.sizes)
@@ -64,22 +65,26 @@ class LeafView:
                 [ReadRequest(self._source_key, box)],
                 [Target.from_tensor(self._stored_dtype, box.sizes, into)],
             )
-        return (
-            into if self._record_dtype is None else as_records(into, self._record_dtype)
-        ).reshape(sizes)
+        if self._record_dtype is not None:
+            into = as_records(into, self._record_dtype)
+        return into.reshape(sizes)
 
     def read(self) -> Any:
-        """The whole leaf."""
+        """Return the whole leaf."""
         return self[...]
 
 
 def as_records(rows: Any, dtype: np.dtype[Any]) -> Any:
-    """Rows of bytes as a flat array of a dtype that shards do not know."""
+    """Return rows of bytes as an array of ``dtype``, which has no name in the format."""
     return rows.reshape(-1).view(dtype) if rows.size else np.empty(rows.shape[:-1], dtype)
 
 
 def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: Any = None) -> Any:
-    """Empty room for elements of a leaf: an array for arrays and blobs, else a torch tensor."""
+    """Allocate uninitialized memory for elements of a leaf.
+
+    The result is an array for arrays and blobs, and a torch tensor for tensors. Raises
+    ``HoldfastError`` if torch is not installed or does not know the dtype.
+    """
     if "tensor" not in node:
         return np.empty(sizes, dtype)
     try:
@@ -87,13 +92,13 @@ def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: An
     except ImportError as e:
         raise HoldfastError(
             f"The leaf {key!r} is a torch tensor",
-            todo='Install it: pip install "holdfast[torch]"',
+            todo='Install torch: pip install "holdfast[torch]"',
             leaf=key,
         ) from e
     if not hasattr(torch, dtype):
         raise HoldfastError(
-            f"The leaf {key!r} is of dtype {dtype}, which torch {torch.__version__} lacks",
-            todo="Install a newer torch, or leave it out with keys=",
+            f"The leaf {key!r} has dtype {dtype}, which torch {torch.__version__} does not support",
+            todo="Install a newer version of torch, or exclude the leaf with keys=",
             leaf=key,
         )
     return torch.empty(sizes, dtype=getattr(torch, dtype), device=device)

@@ -1,4 +1,4 @@
-"""Where a snapshot is: a store and a folder in it."""
+"""The location of a snapshot: a store and a folder in it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Url = str | os.PathLike[str] | Store
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A snapshot's folder within a store; ``""`` where the store's root is the snapshot."""
+    """A snapshot's folder in a store. The folder is ``""`` if the store's root is the snapshot."""
 
     store: Store
     folder: str
 
     def key(self, name: str) -> str:
-        """The key of a file of the snapshot."""
+        """Return the key of a file of the snapshot."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def run_key(self, name: str) -> str:
-        """The key of a file of the run, beside the snapshot's folder."""
+        """Return the key of a file in the run's folder, which contains the snapshot's folder."""
         return "/".join([*self.folder.split("/")[:-1], name])
 
     @property
@@ -37,39 +37,45 @@ class Location:
 
 
 def locate(url: Url) -> Location:
-    """The location of one snapshot. The last level of a URL is its folder, what is before it is
-    the run's place, so that files beside the snapshot can be reached."""
+    """Return the location of one snapshot.
+
+    The last level of a URL is the snapshot's folder. The levels before it are the root of the
+    store, so that files in the run's folder are accessible. Raises ``StoreError`` for a URL without
+    a folder.
+    """
     if not isinstance(url, str | os.PathLike):
         return Location(open_store(url), "")
     text = expand_home(os.fspath(url)).rstrip("/")
-    scheme, mark, path = text.rpartition("://")
+    scheme, separator, path = text.rpartition("://")
     root, _, folder = path.rpartition("/")
     if scheme == "memory" and not root:
         return Location(open_store(text), "")
     if folder in ("", ".", ".."):
-        raise StoreError(f"{os.fspath(url)!r} names no snapshot", expected="RUN/version_120")
+        raise StoreError(
+            f"{os.fspath(url)!r} is not the URL of a snapshot", expected="RUN/version_120"
+        )
     if not scheme:
         root = root or ("/" if text.startswith("/") else ".")
-    return Location(open_store(f"{scheme}{mark}{root}"), folder)
+    return Location(open_store(f"{scheme}{separator}{root}"), folder)
 
 
 def versions_in(location: Location) -> list[Version]:
-    """The versions that lie right in a place, oldest first: it is a run's folder if there are any.
+    """Return the versions whose folders are directly in a folder, oldest first.
 
-    A place that is called like a version holds none. Of a local folder only that one is listed,
-    since what lies below it may be a whole disk.
+    If there are any, the folder is a run. A folder that is named like a version has none. In a
+    local store, only one level is listed, because the subfolders may contain a whole disk.
     """
     if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
     if isinstance(location.store, LocalStore):
         return _versions_in_folder(location.store, location)
-    found = []
+    versions = []
     for stat in location.store.list(location.folder):
         folder, _, name = stat.key.removeprefix(location.key("")).partition("/")
         version = parse_version(folder)
         if version is not None and name == MANIFEST:
-            found.append(version)
-    return sorted(found)
+            versions.append(version)
+    return sorted(versions)
 
 
 def _versions_in_folder(store: LocalStore, location: Location) -> list[Version]:
@@ -88,7 +94,7 @@ def _versions_in_folder(store: LocalStore, location: Location) -> list[Version]:
 
 
 def is_snapshot(location: Location) -> bool:
-    """Whether there is a manifest, damaged or not."""
+    """Return True if there is a manifest, which may be damaged."""
     try:
         location.store.stat(location.key(MANIFEST))
     except NotFound:
@@ -97,14 +103,14 @@ def is_snapshot(location: Location) -> bool:
 
 
 def suggest_similar_path(path: str) -> str | None:
-    """What is beside a local path that is not there, and called almost like it."""
+    """Return an existing path with a name similar to that of a missing local path, or None."""
     folder, name = os.path.split(os.path.abspath(path))
     if os.path.lexists(path) or not os.path.isdir(folder):
         return None
-    close = difflib.get_close_matches(name, sorted(os.listdir(folder)), n=1)
-    return os.path.join(os.path.dirname(path), close[0]) if close else None
+    matches = difflib.get_close_matches(name, sorted(os.listdir(folder)), n=1)
+    return os.path.join(os.path.dirname(path), matches[0]) if matches else None
 
 
 def describe_run(versions: Sequence[Version]) -> str:
-    """What a place with these versions is, in words."""
+    """Describe a run that has these versions, for error messages."""
     return f"a run of {len(versions):,} version{'' if len(versions) == 1 else 's'}"

@@ -1,8 +1,8 @@
-"""Pins: while one is held, nothing deletes the files of that attempt, or of that version.
+"""Pins: while a pin exists, no process deletes the files of its attempt or of its version.
 
-Whoever is to rely on a version that another process may delete pins it first and then looks
-whether its manifest is (still) there; whoever deletes takes the manifest first and then looks for
-pins. So one of the two always sees the other.
+A process that depends on a version first pins the version and then checks that its manifest still
+exists. A process that deletes a version first deletes the manifest and then checks for pins. So at
+least one of the two processes detects the other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from holdfast.storage.store import Stat, Store
 from holdfast.types import MIB
 
 MIN_PINNED_BYTES = 64 * MIB
-"""Bytes from which on reading them takes long enough to be pinned: fewer are read in less time
-than a deletion takes to come to them."""
+"""The smallest read, in bytes, that pins its version. A smaller read finishes before a deletion
+reaches its files."""
 
 
 def create_pin(location: Location, attempt: str, version: Version | None = None) -> str:
-    """Pin the files of an attempt, and a version, for as long as this process lives; returns the
-    pin's key. ``place``: of any version of the run."""
+    """Pin the files of an attempt, and optionally a version; return the pin's key.
+
+    The pin is valid while this process lives. ``location``: the location of any version of the run.
+    Raises ``StoreError`` if the pin cannot be written.
+    """
     host, boot, process = process_identity()
     name = None if version is None else str(version)
     pin = Pin(attempt, name, utc_now(), host, boot, process)
@@ -34,16 +37,16 @@ def create_pin(location: Location, attempt: str, version: Version | None = None)
     try:
         location.store.put_if_absent(key, encode_pin(pin))
     except Denied:
-        raise  # so nothing was written, and to delete would be denied as well
+        raise  # nothing was written, and a deletion would be denied too
     except StoreError:
-        remove_pin(location, key)  # it may be there although its put failed
+        remove_pin(location, key)  # the pin may exist although the write failed
         raise
     return key
 
 
 @contextmanager
 def hold_pin(location: Location, attempt: str, version: Version | None = None) -> Iterator[str]:
-    """Holds a pin for the time of a ``with`` block; gives its key."""
+    """Hold a pin during a ``with`` block, which receives the pin's key."""
     key = create_pin(location, attempt, version)
     try:
         yield key
@@ -55,19 +58,21 @@ def hold_pin(location: Location, attempt: str, version: Version | None = None) -
 def pin_while_reading(
     location: Location, nbytes: int, bases: Iterable[Version] = ()
 ) -> Iterator[None]:
-    """Pins the version at ``place`` and its ``bases`` while ``nbytes`` of them are read, if that
-    is worth a pin. Raises ``NotFound`` if it was deleted before the pin was there.
+    """Pin the version at ``location`` and its ``bases`` during a read of ``nbytes`` bytes.
 
-    No pin where none can be written (a read-only folder, a full disk): the reader checks every
-    byte, so that a version which is deleted under it costs it an error, never wrong data.
+    A read of less than ``MIN_PINNED_BYTES`` creates no pin. If the store refuses the pin (a
+    read-only folder, a full disk), the read continues without one: every byte is checked, so the
+    deletion of the version during the read causes an error, not wrong data.
+
+    Raises ``NotFound`` if the version was deleted before the pin existed.
     """
     version = parse_version(location.folder.rpartition("/")[2])
     with ExitStack() as pins:
         if version is not None and nbytes >= MIN_PINNED_BYTES:
             attempt, pinned = new_attempt(), False
             with suppress(StoreError):
-                for each in (version, *bases):
-                    pins.enter_context(hold_pin(location, attempt, each))
+                for pinned_version in (version, *bases):
+                    pins.enter_context(hold_pin(location, attempt, pinned_version))
                 pinned = True
             if pinned:
                 require_manifest(location)
@@ -75,21 +80,24 @@ def pin_while_reading(
 
 
 def require_manifest(location: Location) -> None:
-    """Look whether a version that was just pinned is still there. Raises ``NotFound``."""
+    """Check that a version still exists after it was pinned. Raises ``NotFound`` if it does not."""
     try:
         location.store.stat(location.key(MANIFEST))
     except NotFound as e:
         raise NotFound(
             f"{location.url} was deleted before it could be pinned",
-            todo="Take another version; `holdfast pin RUN STEP` keeps one for good",
+            todo="Load another version; `holdfast pin RUN STEP` prevents the deletion of a version",
             key=location.key(MANIFEST),
             store=location.store.url,
         ) from e
 
 
 def remove_pin(location: Location, key: str) -> None:
-    """Take the pin away. What was saved is committed or not without it, so a store that fails
-    here fails no save: the pin ends with this process, and ``sweep`` removes it."""
+    """Remove a pin.
+
+    An error of the store does not fail the save, because the commit does not depend on the pin. A
+    pin that remains is invalid when this process ends, and ``sweep`` removes it.
+    """
     try:
         location.store.delete(key)
     except StoreError as e:
@@ -99,8 +107,11 @@ def remove_pin(location: Location, key: str) -> None:
 def read_process_pins(
     store: Store, stats: Iterable[Stat]
 ) -> Iterator[tuple[Stat, Pin | FormatError]]:
-    """The pins of processes among objects of a run, each with its record, or what is wrong with
-    it. One that is taken away meanwhile is left out."""
+    """Yield the pins of processes among the objects of a run, with their records.
+
+    If a record is damaged, the error takes its place. A pin that is removed during the iteration is
+    skipped.
+    """
     for stat in stats:
         if parse_pin(stat.key) is not None:
             try:
@@ -112,7 +123,7 @@ def read_process_pins(
 
 
 def is_holder_alive(pin: Pin) -> bool | None:
-    """Whether the process that holds the pin lives; None if it is on another machine."""
+    """Return True if the process that holds the pin is alive; None if it is on another machine."""
     host, boot, _ = process_identity()
     if pin.host != host:
         return None

@@ -1,6 +1,6 @@
-"""Chunks out of a store into their targets: read by several threads, checked, copied.
+"""Executes a read plan: several threads read chunks from a store, check them, and copy them.
 
-Nothing is copied out of a chunk whose digest is not the one that the index holds.
+Nothing is copied from a chunk whose digest does not match the index.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast.types import DTYPES
 
 
 class MemoryRegion(Protocol):
-    """Bytes, and where in memory they begin."""
+    """Bytes in memory, and the address of the first byte."""
 
     @property
     def view(self) -> memoryview: ...
@@ -39,10 +39,11 @@ class MemoryRegion(Protocol):
 
 @dataclass(slots=True)
 class Target:
-    """Room for a part of a leaf: ``sizes`` elements of the stored ``dtype``.
+    """The destination of a part of a leaf: ``sizes`` elements of the stored ``dtype``.
 
-    ``into`` is a torch tensor or NumPy array of that shape. Where its memory is on the CPU,
-    row-major and of the stored dtype, bytes go there directly (``address``; else 0).
+    ``into`` is a torch tensor or a NumPy array of that shape. If its memory is on the CPU,
+    row-major, and of the stored dtype, ``address`` is its address and bytes are copied there
+    directly. Otherwise, ``address`` is 0.
     """
 
     dtype: str
@@ -52,7 +53,7 @@ class Target:
 
     @classmethod
     def from_tensor(cls, dtype: str, sizes: tuple[int, ...], into: Any) -> Target:
-        """A target for ``sizes`` elements of ``dtype``; another dtype of ``into`` is cast to."""
+        """Return a target; elements of ``dtype`` are cast if ``into`` has another dtype."""
         address = 0
         if isinstance(into, np.ndarray):
             direct = into.flags.c_contiguous and into.flags.writeable
@@ -72,40 +73,43 @@ def execute_read_plan(
     threads: int,
     advance: Callable[[], object] = bool,
 ) -> None:
-    """Carry out a plan whose wants are ``targets``, in their order; ``advance`` is called after
-    each of its items.
+    """Execute a plan whose requests belong to ``targets``, in the same order.
 
-    Raises ``DigestMismatch`` or ``StoreError`` naming file, offset and leaves; targets may then
-    have been written in part, but never with bytes that failed their check. Either way PyTorch's
-    counts of changes of the tensors (``_version``) have gone up.
+    ``advance`` is called after each item of the plan. Raises ``DigestMismatch`` or ``StoreError``,
+    which name the file, the offset, and the leaves. In that case, targets may be partially written,
+    but never with bytes that failed their check. In any case, PyTorch's version counters of the
+    tensors (``_version``) are incremented.
     """
 
-    def work(item: ReadItem) -> None:
+    def read_item(item: ReadItem) -> None:
         with read_verified_chunks(location, indexes[item.shard], item, pool) as (buffer, base):
             copy_to_targets(item, targets, buffer, base)
 
     increment_tensor_versions(targets)
-    in_parallel(plan.items, work, min(threads, len(plan.items)), advance)
+    in_parallel(plan.items, read_item, min(threads, len(plan.items)), advance)
 
 
 def increment_tensor_versions(targets: Sequence[Target]) -> None:
-    """Have PyTorch count the change of what is about to be written behind its back, so that a
-    backward pass that needs the old values is refused. Before it is written: a load that fails
-    half-way has changed it too."""
+    """Increment the version counters of the tensors that are written through their address.
+
+    PyTorch does not see such a write. With the increment, a backward pass that needs the old values
+    raises an error. The increment comes before the write, because a load that fails partway has
+    changed tensors too.
+    """
     tensors = [t.into for t in targets if t.address and not isinstance(t.into, np.ndarray)]
     if tensors:
         import torch
 
-        for tensor in tensors:  # torch 2.6 takes one at a time
+        for tensor in tensors:  # torch 2.6 accepts only one tensor per call
             torch.autograd.graph.increment_version(tensor)
 
 
 def copy_to_targets(
     item: ReadItem, targets: Sequence[Target], memory: MemoryRegion, buffer_start: int
 ) -> None:
-    """Make the item's copies, from memory that begins at offset ``base`` of the shard."""
-    for number, offset, at, size in item.linear_copies.tolist():
-        _copy_span(targets[number], at, memory, offset - buffer_start, size)
+    """Make the item's copies from memory that starts at offset ``buffer_start`` of the shard."""
+    for request_id, file_offset, target_offset, size in item.linear_copies.tolist():
+        _copy_span(targets[request_id], target_offset, memory, file_offset - buffer_start, size)
     for slab in item.strided_copies:
         _copy_slab(targets[slab.request_id], slab, memory.view[slab.file_offset - buffer_start :])
 
@@ -114,42 +118,46 @@ def copy_to_targets(
 def read_verified_chunks(
     location: Location, index: ShardIndex, item: ReadItem, pool: BufferPool
 ) -> Iterator[tuple[Buffer, int]]:
-    """The item's chunks, read and checked: a buffer, and which offset of the shard it begins at.
+    """Read and check the item's chunks; yield a buffer and its start offset in the shard.
 
-    For an incremental shard, offsets are those in the whole that it is a part of. Raises
-    ``DigestMismatch`` or ``StoreError`` naming file, offset and leaves.
+    For an incremental shard, offsets refer to the image, of which the shard has a part. Raises
+    ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
     """
-    # so much before the chunk that the read is aligned in its file, if it fits into a buffer
-    before = index.locate_chunk(item.first_chunk)[1] % location.store.traits.alignment
+    # start the read before the chunk, aligned in its file, if that fits into a buffer
+    leading_bytes = index.locate_chunk(item.first_chunk)[1] % location.store.traits.alignment
     length = item.stop - item.start
-    if length <= pool.buffer_size < before + length:
-        before = 0
-    # our own chunks never need more than a pool's buffer; another writer's may
-    pooled = before + length <= pool.buffer_size
-    buffer = pool.acquire() if pooled else Buffer(before + length)
+    if length <= pool.buffer_size < leading_bytes + length:
+        leading_bytes = 0
+    # the chunks of Holdfast's writer fit into a pooled buffer; those of another writer may not
+    is_pooled = leading_bytes + length <= pool.buffer_size
+    buffer = pool.acquire() if is_pooled else Buffer(leading_bytes + length)
     try:
-        read_chunks_into(location, index, item, before, buffer.view)
-        yield buffer, item.start - before
+        read_chunks_into(location, index, item, leading_bytes, buffer.view)
+        yield buffer, item.start - leading_bytes
     finally:
-        if pooled:
+        if is_pooled:
             pool.release(buffer)
 
 
 def read_chunks_into(
     location: Location, index: ShardIndex, item: ReadItem, leading_bytes: int, view: memoryview
 ) -> None:
-    """Read the item's chunks, from ``before`` bytes before them on, and check them. Raises as
-    ``checked``."""
-    path, at = index.locate_chunk(item.first_chunk)
+    """Read the item's chunks, with ``leading_bytes`` bytes before them, and check them.
+
+    Raises the same errors as ``read_verified_chunks``.
+    """
+    path, offset = index.locate_chunk(item.first_chunk)
     key = file_key(location, path)
     try:
         location.store.get_range(
-            key, at - leading_bytes, leading_bytes + item.stop - item.start, view
+            key, offset - leading_bytes, leading_bytes + item.stop - item.start, view
         )
     except StoreError as e:
         leaves = leaves_between(index, item.start, item.stop)
-        told = f"Needed for {', '.join(leaves[:5])}"
-        raise e.with_advice(told, file=key, offset=at, leaf=leaves[0] if leaves else None) from e
+        advice = f"The bytes belong to {', '.join(leaves[:5]) or 'the header'}"
+        raise e.with_advice(
+            advice, file=key, offset=offset, leaf=leaves[0] if leaves else None
+        ) from e
     _verify_digests(location, index, item, item.start - leading_bytes, view)
 
 
@@ -159,21 +167,21 @@ def _verify_digests(
     start = item.start
     for c in range(item.first_chunk, item.end_chunk):
         stop = int(index.cuts[c])
-        found = digest(view[start - buffer_start : stop - buffer_start])
-        if found != index.chunk_digest(c):
-            raise make_damage_error(location, index, c, found)
+        actual = digest(view[start - buffer_start : stop - buffer_start])
+        if actual != index.chunk_digest(c):
+            raise make_damage_error(location, index, c, actual)
         start = stop
 
 
 def make_damage_error(
     location: Location, index: ShardIndex, chunk: int, found: str
 ) -> DigestMismatch:
-    """The error for a chunk whose bytes are not those that were written."""
+    """Return the error for a chunk whose bytes have the digest ``found``."""
     start, stop = int(index.cuts[chunk - 1]) if chunk else 0, int(index.cuts[chunk])
-    path, at = index.locate_chunk(chunk)
+    path, offset = index.locate_chunk(chunk)
     leaves = leaves_between(index, start, stop)
     names = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
-    where = f"between bytes {at} and {at + stop - start} ({names or 'its header'})"
+    where = f"between bytes {offset} and {offset + stop - start} ({names or 'its header'})"
     reference = parse_reference(path)
     return DigestMismatch(
         f"{location.url}/{path} is damaged {where}"
@@ -181,9 +189,9 @@ def make_damage_error(
         else f"{location.url} refers to {path}, which is damaged {where}",
         expected=f"digest {index.chunk_digest(chunk)}",
         found=found,
-        todo="Take another version; `holdfast verify` shows which are intact",
+        todo="Load another version; `holdfast verify` shows which versions are intact",
         file=file_key(location, path),
-        offset=at,
+        offset=offset,
         leaf=leaves[0] if leaves else None,
         leaves=tuple(leaves),
         base=None if reference is None else str(reference[0]),
@@ -191,7 +199,7 @@ def make_damage_error(
 
 
 def leaves_between(index: ShardIndex, start: int, stop: int) -> list[str]:
-    """The leaves with bytes between two offsets of a shard."""
+    """Return the keys of the leaves with bytes between two offsets of a shard."""
     return [
         leaf.key
         for leaf in index.leaves
@@ -205,25 +213,23 @@ def leaves_between(index: ShardIndex, start: int, stop: int) -> list[str]:
 def _copy_span(
     target: Target, target_offset: int, buffer: MemoryRegion, buffer_offset: int, size: int
 ) -> None:
-    """``size`` bytes of the buffer to byte ``at`` of the row-major target."""
+    """Copy ``size`` bytes of the buffer to byte ``target_offset`` of the row-major target."""
     if target.address:
         ctypes.memmove(target.address + target_offset, buffer.address + buffer_offset, size)
         return
-    item = DTYPES[target.dtype].itemsize
-    done = buffer_offset
-    for box in contiguous_boxes(
-        target.sizes, target_offset // item, (target_offset + size) // item
-    ):
-        part = _view_elements(target, box.sizes, buffer.view, done)
+    itemsize = DTYPES[target.dtype].itemsize
+    first, end = target_offset // itemsize, (target_offset + size) // itemsize
+    for box in contiguous_boxes(target.sizes, first, end):
+        part = _view_elements(target, box.sizes, buffer.view, buffer_offset)
         target.into[box.slices((0,) * len(target.sizes))] = part
-        done += box.numel * item
+        buffer_offset += box.numel * itemsize
 
 
 def _copy_slab(target: Target, slab: StridedCopy, view: memoryview) -> None:
     part = _view_elements(target, slab.shape, view, 0)[slab.source]
     into = target.into
     if target.address and not isinstance(into, np.ndarray):
-        # dtypes that torch itself may not copy elementwise: as opaque elements of one size
+        # as opaque elements, because torch cannot copy every dtype elementwise
         raw = (ctypes.c_char * into.nbytes).from_address(target.address)
         whole = np.ndarray(target.sizes, f"V{slab.itemsize}", raw)
         whole[slab.target] = np.ndarray(slab.shape, f"V{slab.itemsize}", view)[slab.source]
@@ -232,7 +238,7 @@ def _copy_slab(target: Target, slab: StridedCopy, view: memoryview) -> None:
 
 
 def _view_elements(target: Target, shape: tuple[int, ...], view: memoryview, offset: int) -> Any:
-    """Stored elements in a buffer as an array of the target's kind, without a copy."""
+    """Return stored elements in a buffer as a tensor or array like the target, without a copy."""
     if isinstance(target.into, np.ndarray):
         return np.ndarray(shape, target.dtype, view, offset)
     import torch

@@ -1,4 +1,4 @@
-"""A committed snapshot, looked at lazily: the manifest at first, all else when asked for."""
+"""A committed snapshot that is read lazily: the manifest first, everything else on request."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from holdfast.threads import gc_paused
 
 
 def open_snapshot(url: Url) -> Snapshot:
-    """The snapshot at ``url``; only its manifest is read.
+    """Return the snapshot at ``url``. Only its manifest is read.
 
-    Raises ``NotFound`` if there is none, ``FormatError`` if its manifest is damaged.
+    Raises ``NotFound`` if there is no snapshot, and ``FormatError`` if its manifest is damaged.
     """
     return open_location(locate(url))
 
 
 @gc_paused()
 def open_location(location: Location) -> Snapshot:
-    """As ``open_snapshot``, for a location."""
+    """Do the same as ``open_snapshot`` for a location."""
     file = location.key(MANIFEST)
     try:
         raw = location.store.get(file, MAX_MANIFEST)
@@ -65,27 +65,28 @@ def open_location(location: Location) -> Snapshot:
 
 
 def _missing_snapshot_advice(url: str) -> str:
-    """What to do where there is no snapshot at ``url``."""
+    """Return the advice for the error that there is no snapshot at ``url``."""
     run, version = split_address(url)
     if version is None:
         return (
-            "`holdfast ls RUN` shows the versions of a run; a folder without a manifest is a save"
-            " that was never committed"
+            "`holdfast ls RUN` lists the versions of a run; a folder without a manifest is from a"
+            " save that was never committed"
         )
     step, _, branch = version.partition(".")
-    found = f"run.open(run.find({step}{f', branch={branch}' if branch else ''}))"
     if version == "latest":
-        found = "run.latest()"
+        expression = "run.latest()"
+    else:
+        expression = f"run.open(run.find({step}{f', branch={branch}' if branch else ''}))"
     return (
-        f"Ask the run for it: run = holdfast.Run({run!r}), then {found}, whose url holdfast.load"
-        " takes"
+        f"Get the snapshot from its run: run = holdfast.Run({run!r}), then {expression}; pass its"
+        " url to holdfast.load"
     )
 
 
 class Snapshot:
-    """An immutable, committed state. Made by ``holdfast.open``, ``save`` and ``Run``.
+    """An immutable, committed state. ``holdfast.open``, ``holdfast.save``, and ``Run`` return it.
 
-    Without a ``manifest``, that of ``digest`` is read when it is asked for.
+    If ``manifest`` is None, the manifest with the digest ``digest`` is read on first use.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Snapshot:
         self.digest = digest
         self._manifest = manifest
         self._leaves = leaves
-        if manifest is not None and leaves is None:  # not checked by who has just committed it
+        if manifest is not None and leaves is None:  # a caller that committed it passes its leaves
             self._leaves = self._check_manifest(manifest)
         self._nodes: dict[str, Any] | None = None
         self._indexes: list[ShardIndex] | None = None
@@ -109,24 +110,27 @@ class Snapshot:
 
     @property
     def manifest(self) -> Manifest:
-        """What the commit has written. Raises ``FormatError``, ``StoreError`` if it has still to be
-        read: another rank has committed it."""
+        """The manifest that the commit wrote.
+
+        If another rank committed the snapshot, the first use reads the manifest and may raise
+        ``FormatError`` or ``StoreError``.
+        """
         if self._manifest is None:
-            there = open_location(self.location)
-            if there.digest != self.digest:
+            stored = open_location(self.location)
+            if stored.digest != self.digest:
                 raise DigestMismatch(
-                    f"{self.url} is not what was committed there",
+                    f"The manifest of {self.url} is not the one that was committed",
                     expected=f"digest {self.digest}",
-                    found=there.digest,
+                    found=stored.digest,
                     todo="Look for a second job that writes to the same run",
                     file=self.location.key(MANIFEST),
                 )
-            self._manifest, self._leaves = there.manifest, there.leaves
+            self._manifest, self._leaves = stored.manifest, stored.leaves
         return self._manifest
 
     @property
     def leaves(self) -> LeafSpecs:
-        """Leaves with bytes: key to (dtype name, global shape)."""
+        """The leaves that have bytes: a mapping from key to (dtype name, global shape)."""
         if self._leaves is None:
             self._leaves = self._check_manifest(self.manifest)
         return self._leaves
@@ -142,68 +146,73 @@ class Snapshot:
 
     @property
     def step(self) -> int | None:
-        """The training step after which it was saved."""
+        """The training step after which the snapshot was saved."""
         return self.manifest.step
 
     @property
     def version(self) -> Version:
-        """Step and branch, as the folder's name has them. Raises ``ManifestInvalid`` if it is
-        not named like a version of a run, or if its manifest says another step or branch."""
+        """The step and the branch in the folder's name.
+
+        Raises ``ManifestInvalid`` if the name is not that of a version, or if the manifest has
+        another step or branch.
+        """
         name = parse_version(self.location.folder.rpartition("/")[2])
-        said = (self.manifest.step, self.manifest.branch)
-        if name is None or (name.step, name.branch) != said:
+        step, branch = self.manifest.step, self.manifest.branch
+        if name is None or (name.step, name.branch) != (step, branch):
             raise ManifestInvalid(
-                f"{self.url} is not where it was saved",
-                expected="a folder whose name is version_STEP or version_STEP.BRANCH",
-                found=f"a manifest of step {said[0]} on branch {said[1]}",
-                todo="Give the folder its name back",
+                f"The folder name of {self.url} does not match its manifest",
+                expected="a folder with the name version_STEP or version_STEP.BRANCH",
+                found=f"a manifest of step {step} on branch {branch}",
+                todo="Restore the original name of the folder",
                 file=self.location.key(MANIFEST),
             )
         return name
 
     @property
     def created(self) -> str:
-        """The time of day (UTC, ISO 8601) by the clock of the machine that saved it."""
+        """The time of the save (UTC, ISO 8601), by the clock of the machine that saved it."""
         return self.manifest.created
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """``reason``, ``metrics``, ``note`` and ``statistics`` of the save."""
-        made: dict[str, Any] = tree.decode(self.manifest.metadata, "metadata", tree.reject_value)
-        return made
+        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save."""
+        metadata: dict[str, Any] = tree.decode(
+            self.manifest.metadata, "metadata", tree.reject_value
+        )
+        return metadata
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own shards."""
+        """The total size of the snapshot's own shards, in bytes."""
         return sum(s.length for s in self.manifest.shards)
 
     @property
     def bases(self) -> frozenset[Version]:
-        """The versions whose files it refers to; empty for a full one."""
-        paths = [parse_reference(f.path) for f in self._referred_files()]
-        return frozenset(p[0] for p in paths if p is not None)
+        """The base versions, whose files this one refers to; empty for a full version."""
+        references = [parse_reference(f.path) for f in self._referred_files()]
+        return frozenset(r[0] for r in references if r is not None)
 
     @property
     def referred_bytes(self) -> int:
-        """Bytes that it refers to in files of its bases."""
+        """The number of bytes in files of base versions that this version refers to."""
         return sum(f.bytes for f in self._referred_files())
 
     @property
     def chain(self) -> int:
-        """How many versions lie between it and a full one: 0 for a full one."""
+        """The number of versions from this one back to a full version; 0 for a full version."""
         return self.manifest.chain
 
     def _referred_files(self) -> list[ShardReference]:
         return [f for s in self.manifest.shards for f in s.refers]
 
     def nodes(self) -> dict[str, Any]:
-        """The tree's leaves and plain values by key, in order, as ``format/tree.py`` has them."""
+        """Return the tree's nodes of leaves and plain values by key, in the state's order."""
         if self._nodes is None:
             self._nodes = dict(tree.walk(self.manifest.tree))
         return self._nodes
 
     def keys(self) -> list[str]:
-        """The keys of all leaves and plain values, in the state's order."""
+        """Return the keys of all leaves and plain values, in the state's order."""
         return list(self.nodes())
 
     def __iter__(self) -> Iterator[str]:
@@ -213,23 +222,23 @@ class Snapshot:
         return key in self.nodes()
 
     def __getitem__(self, key: str) -> Any:
-        """A plain value, or a ``LeafView`` of a tensor or array. Raises ``KeyError``."""
+        """Return a plain value, or a ``LeafView`` of a tensor or array. Raises ``KeyError``."""
         if key not in self.nodes():
             below = [k for k in self.nodes() if k.startswith(f"{key}/")]
-            near = below or list(self.nodes())
-            more = ", ..." if len(near) > 5 else ""
-            found = f"{'below it are' if below else 'there are'} {', '.join(near[:5])}{more}"
-            raise KeyError(f"{key} is neither a leaf nor a plain value; {found}")
+            known = below or list(self.nodes())
+            names = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
+            label = "the keys below it are" if below else "the keys are"
+            raise KeyError(f"{key} is neither a leaf nor a plain value; {label} {names}")
         node = self.nodes()[key]
         if type(node) is dict and next(iter(node)) in (*tree.LEAF_TAGS, "tied"):
             return LeafView(self, key, node)
         return tree.decode(node, key, tree.reject_value)
 
     def indexes(self) -> list[ShardIndex]:
-        """The indexes of all shards, read once, checked against manifest and tree.
+        """Return the indexes of all shards, checked against the manifest and the tree.
 
-        The files' lengths are checked first. Raises ``FormatError`` or ``StoreError``:
-        ``NotFound`` if it has been deleted.
+        They are read once. The lengths of the files are checked first. Raises ``FormatError`` or
+        ``StoreError``: ``NotFound`` if the snapshot was deleted.
         """
         if self._indexes is None:
             with self.not_found_if_deleted():
@@ -238,67 +247,69 @@ class Snapshot:
 
     @gc_paused()
     def read_indexes(self) -> list[ShardIndex]:
-        """As ``indexes``, read anew; also before there is a manifest."""
+        """Do the same as ``indexes``, but read them again and do not keep them."""
         self.check_lengths(self.manifest.shards)
-        alike = SchemaCache()
-        indexes = [read_index(self.location, s, alike) for s in self.manifest.shards]
+        schema_cache = SchemaCache()
+        indexes = [read_index(self.location, s, schema_cache) for s in self.manifest.shards]
         self._check_indexes(indexes)
         return indexes
 
     @gc_paused()
     def set_indexes(self, indexes: list[ShardIndex]) -> None:
-        """Check and keep the indexes of all shards, which another way has brought here."""
+        """Check and keep the indexes of all shards, which the caller received in another way."""
         self._check_indexes(indexes)
         self._indexes = indexes
 
     def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
-        leaves, sums = self.leaves, dict[LeafSchema, Ints]()
+        leaves, numels_by_schema = self.leaves, dict[LeafSchema, Ints]()
         for index in indexes:
-            kinds, have = index.leaves.schema, index.leaves.stored_numels()
-            if kinds in sums:
-                have = np.minimum(have + sums[kinds], 1 << 62)  # the next sum has 64 bits too
-            else:  # shards that have the same leaves need one look at them
-                for key, *kind in zip(kinds.keys, kinds.dtypes, kinds.shapes, strict=True):
-                    if leaves.get(key) != tuple(kind):
+            schema, numels = index.leaves.schema, index.leaves.stored_numels()
+            if schema in numels_by_schema:
+                # clipped, so that the next sum does not overflow 64 bits
+                numels = np.minimum(numels + numels_by_schema[schema], 1 << 62)
+            else:  # shards that share a schema need only one check of its leaves
+                for key, *spec in zip(schema.keys, schema.dtypes, schema.shapes, strict=True):
+                    if leaves.get(key) != tuple(spec):
                         raise self._contradiction_error(
                             f"leaf {key} as {leaves.get(key)}",
-                            f"{tuple(kind)} in the index of {index.shard}",
+                            f"{tuple(spec)} in the index of {index.shard}",
                             key,
                         )
-            sums[kinds] = have
+            numels_by_schema[schema] = numels
         stored: Counter[str] = Counter()
-        for kinds, have in sums.items():
-            for key, elements in zip(kinds.keys, have.tolist(), strict=True):
-                stored[key] += elements
+        for schema, numels in numels_by_schema.items():
+            for key, numel in zip(schema.keys, numels.tolist(), strict=True):
+                stored[key] += numel
         for key, (_, shape) in leaves.items():
-            # so a shape asks for no more memory than there are bytes behind it
+            # every element of a shape has stored bytes, so a shape cannot demand too much memory
             if key not in stored or stored[key] < prod(shape):
-                found = f"{stored[key]} in the indexes"
                 raise self._contradiction_error(
-                    f"{prod(shape)} elements of leaf {key[:200]!r}", found, key
+                    f"{prod(shape)} elements of leaf {key[:200]!r}",
+                    f"{stored[key]} in the indexes",
+                    key,
                 )
 
     def _contradiction_error(self, expected: str, found: str, leaf: str) -> ManifestInvalid:
         return ManifestInvalid(
-            f"Manifest and indexes of {self.url} contradict each other",
+            f"The manifest and the indexes of {self.url} contradict each other",
             expected=expected,
             found=found,
-            todo="Take another version; this one was not written by a correct Holdfast",
+            todo="Load another version; this one was not written by a correct Holdfast",
             file=self.location.key(MANIFEST),
             leaf=leaf,
         )
 
     def check_files(self) -> None:
-        """See that every file, of its bases too, is there with its length, without reading it.
+        """Check that every file, including those of base versions, has the expected length.
 
-        Raises ``FormatError`` for a file that is missing or has another length, ``NotFound`` if
-        the version has been deleted.
+        The files are not read. Raises ``FormatError`` for a file that is missing or has the wrong
+        length, and ``NotFound`` if the snapshot was deleted.
         """
         with self.not_found_if_deleted():
             self.check_lengths(self.manifest.shards)
 
     def check_lengths(self, shards: Sequence[Shard]) -> None:
-        """As ``check_files``, of some shards."""
+        """Check the lengths of some shards' files. Raises ``FormatError`` or ``StoreError``."""
         for shard in shards:
             for name, length in (
                 (shard.name, shard.length),
@@ -313,8 +324,11 @@ class Snapshot:
         targets: Sequence[Target],
         advance: Callable[[], object] = bool,
     ) -> None:
-        """Fill the targets with what is wanted, checked, calling ``advance`` after each part.
-        Raises ``FormatError``, ``StoreError``: ``NotFound`` if it has been deleted."""
+        """Read the boxes that ``wants`` requests, check them, and copy each into its target.
+
+        ``advance`` is called after each part. Raises ``FormatError`` or ``StoreError``:
+        ``NotFound`` if the snapshot was deleted.
+        """
         indexes = self.indexes()
         with gc_paused():
             plan = make_read_plan(indexes, wants)
@@ -327,11 +341,11 @@ class Snapshot:
     def verify(
         self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None
     ) -> Report:
-        """Read every byte of every file, and all that it refers to, and compare it with its digest.
+        """Read every byte of every file, and every byte referred to, and check all digests.
 
-        ``seen``: chunks that were read for other versions; they are not read again. Never raises
-        for damage: the report names all of it. ``progress(nbytes)`` is called as bytes are done,
-        from several threads. Raises ``NotFound`` if it has been deleted.
+        ``seen``: chunks that were read for other versions. They are not read again. Damage does not
+        raise an error; the report lists all of it. ``progress(nbytes)`` is called from several
+        threads as bytes are checked. Raises ``NotFound`` if the snapshot was deleted.
         """
         with self.pin_while_reading():
             report = verify(self.location, self.manifest, self.leaves, self.indexes, progress, seen)
@@ -341,7 +355,10 @@ class Snapshot:
 
     @contextmanager
     def not_found_if_deleted(self) -> Iterator[None]:
-        """Files of a version that is being deleted are missing, but it is not damaged."""
+        """Replace an error in the ``with`` block by ``NotFound`` if the snapshot was deleted.
+
+        The files of a version that is being deleted are missing, but the version is not damaged.
+        """
         try:
             yield
         except (FormatError, NotFound):
@@ -349,18 +366,22 @@ class Snapshot:
             raise
 
     def _raise_if_deleted(self) -> None:
-        """Raise ``NotFound`` if the manifest, which goes first, is gone."""
+        """Raise ``NotFound`` if the manifest, which is deleted first, does not exist."""
         file = self.location.key(MANIFEST)
         try:
             self.location.store.stat(file)
         except NotFound as e:
             raise NotFound(
-                f"{self.url} was deleted while it was read",
-                todo="Take another version; `holdfast pin RUN STEP` keeps one for good",
+                f"{self.url} was deleted during the read",
+                todo="Load another version; `holdfast pin RUN STEP` prevents the deletion of a"
+                " version",
                 key=file,
                 store=self.location.store.url,
             ) from e
 
     def pin_while_reading(self) -> AbstractContextManager[None]:
-        """Keeps it from being deleted while it is read, if it is large. Raises ``NotFound``."""
+        """Pin a large snapshot during a ``with`` block that reads it.
+
+        Raises ``NotFound`` if the snapshot was deleted.
+        """
         return pins.pin_while_reading(self.location, self.nbytes + self.referred_bytes, self.bases)

@@ -1,4 +1,4 @@
-"""Verification: every byte of every file of a snapshot read, and compared with its digest."""
+"""Verification: reads every byte of every file of a snapshot, and checks all digests."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from holdfast.threads import in_parallel
 from holdfast.types import Box
 
 CheckedChunks = dict[tuple[str, int, str], HoldfastError | None]
-"""Chunks that were read: file, offset, and digest expected there; and what was wrong."""
+"""The result of each chunk that was read: (file, offset, expected digest) to its error, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a snapshot: file, offset in bytes, leaves, and the error."""
+    """One problem of a snapshot: the file, the offset in bytes, the leaves, and the error."""
 
     file: str
     offset: int | None
@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ``verify`` found: bytes that were checked, seconds it took, and every problem."""
+    """The result of ``verify``: the number of bytes checked, the duration, and all problems."""
 
     url: str
     nbytes: int
@@ -68,28 +68,28 @@ def verify(
     progress: Callable[[int], None] | None,
     checked_chunks: CheckedChunks | None,
 ) -> Report:
-    """See ``Snapshot.verify``. ``indexes`` reads and checks all of them, or raises."""
+    """See ``Snapshot.verify``. ``get_indexes`` returns all indexes, checked, or raises an error."""
     checked_chunks = {} if checked_chunks is None else checked_chunks
-    began = time.perf_counter()
+    start = time.perf_counter()
     problems: list[Problem] = []
-    done: list[int] = []
+    checked: list[int] = []
 
-    def tell(nbytes: int) -> None:
-        done.append(nbytes)
+    def advance(nbytes: int) -> None:
+        checked.append(nbytes)
         if progress is not None:
             progress(nbytes)
 
     for shard in manifest.shards:
-        _verify_shard(location, shard, problems, tell, checked_chunks)
+        _verify_shard(location, shard, problems, advance, checked_chunks)
     if not problems:
         try:
-            # every leaf whole, by the same plan that a load makes
-            wants = [ReadRequest(k, Box.whole(s)) for k, (_, s) in leaves.items()]
-            make_read_plan(get_indexes(), wants)
+            # the plan of a load of all leaves finds missing elements
+            requests = [ReadRequest(k, Box.whole(s)) for k, (_, s) in leaves.items()]
+            make_read_plan(get_indexes(), requests)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, location.key(MANIFEST)))
     problems.sort(key=lambda p: (p.file, p.offset or 0))
-    return Report(location.url, sum(done), time.perf_counter() - began, tuple(problems))
+    return Report(location.url, sum(checked), time.perf_counter() - start, tuple(problems))
 
 
 def _as_problem(error: HoldfastError, file: str) -> Problem:
@@ -105,7 +105,7 @@ def _verify_shard(
     advance: Callable[[int], None],
     checked_chunks: CheckedChunks,
 ) -> None:
-    """Add to ``problems`` all that is wrong with one shard, its index, and what it refers to."""
+    """Add all problems of one shard, its index, and the files it refers to, to ``problems``."""
     file = location.key(shard.name)
     try:
         index = read_index(location, shard)
@@ -114,39 +114,39 @@ def _verify_shard(
     except (FormatError, StoreError) as e:
         problems.append(_as_problem(e, file))
         return
-    lost = set()
+    unusable_paths = set()
     for referred in shard.refers:
         try:
             check_length(location, referred.path, referred.length)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, file))
-            lost.add(referred.path)
+            unusable_paths.add(referred.path)
     pool = shared_pool()
 
     def check(item: ReadItem) -> None:
-        path, at = index.locate_chunk(item.first_chunk)
-        if path in lost:
+        path, offset = index.locate_chunk(item.first_chunk)
+        if path in unusable_paths:
             return
-        known = (file_key(location, path), at, index.chunk_digest(item.first_chunk))
-        error = checked_chunks.get(known)
-        if known not in checked_chunks:
+        chunk = (file_key(location, path), offset, index.chunk_digest(item.first_chunk))
+        error = checked_chunks.get(chunk)
+        if chunk not in checked_chunks:
             try:
                 with read_verified_chunks(location, index, item, pool):
                     pass
             except (FormatError, StoreError) as e:
                 error = e
-            checked_chunks[known] = error
+            checked_chunks[chunk] = error
             advance(item.stop - item.start)
         elif isinstance(error, DigestMismatch):
             error = make_damage_error(location, index, item.first_chunk, str(error.found))
         if error is not None:
             problems.append(_as_problem(error, file))
 
-    # one chunk an item, so that every damaged one is named
+    # one chunk per item, so that every damaged chunk is reported
     items = [
-        i
-        for part in chunk_read_items(0, index.cuts, index.chunk_refs)
-        for i in _split_by_chunk(part, index)
+        chunk_item
+        for item in chunk_read_items(0, index.cuts, index.chunk_refs)
+        for chunk_item in _split_by_chunk(item, index)
     ]
     in_parallel(items, check, min(read_settings().threads, len(items)))
     if not any(p.file == file for p in problems):
@@ -157,39 +157,46 @@ def _verify_shard(
 
 
 def _split_by_chunk(item: ReadItem, index: ShardIndex) -> list[ReadItem]:
+    """Return one read item for each chunk of an item."""
     cuts = [item.start, *index.cuts[item.first_chunk : item.end_chunk].tolist()]
     return [
         replace(
             item,
             first_chunk=item.first_chunk + i,
             end_chunk=item.first_chunk + i + 1,
-            start=a,
-            stop=b,
+            start=start,
+            stop=stop,
         )
-        for i, (a, b) in enumerate(pairwise(cuts))
+        for i, (start, stop) in enumerate(pairwise(cuts))
     ]
 
 
 def _check_header(location: Location, index: ShardIndex) -> None:
-    """The safetensors header must say the same as the index, for those who read it alone."""
+    """Check that the safetensors header and the index list the same tensors.
+
+    Other programs read only the header. Raises ``FormatError`` or ``StoreError``.
+    """
     file = location.key(index.shard)
     raw = bytearray(index.header)
     location.store.get_range(file, 0, index.header, memoryview(raw))
     header_length(bytes(raw[:8]), index.length, file)
-    begin, entries = parse_header(bytes(raw), index.length, file)
-    told = [(e.name.rstrip("~"), e.dtype, e.shape, begin + e.start) for e in entries]
-    holdings, begins = leaf_boxes_from_index(index)
+    data_start, entries = parse_header(bytes(raw), index.length, file)
+    in_header = [(e.name.rstrip("~"), e.dtype, e.shape, data_start + e.start) for e in entries]
+    leaf_boxes, image_offsets = leaf_boxes_from_index(index)
     rows = (
-        full_shard_entries(holdings)
+        full_shard_entries(leaf_boxes)
         if index.chunk_refs is None
-        else partial_shard_entries(holdings, begins, own_spans(index))
+        else partial_shard_entries(leaf_boxes, image_offsets, own_spans(index))
     )
-    boxes = [(name.rstrip("~"), dtype, shape, begin + at) for name, dtype, shape, at, _ in rows]
-    if sorted(told, key=repr) != sorted(boxes, key=repr):
+    in_index = [
+        (name.rstrip("~"), dtype, shape, data_start + offset)
+        for name, dtype, shape, offset, _ in rows
+    ]
+    if sorted(in_header, key=repr) != sorted(in_index, key=repr):
         raise ManifestInvalid(
-            f"{file}: its header and its index contradict each other",
+            f"The header and the index of {file} contradict each other",
             expected="the same tensors in both",
-            found=f"{len(told)} in the header, {len(boxes)} in the index",
+            found=f"{len(in_header)} in the header, {len(in_index)} in the index",
             file=file,
             offset=0,
         )
