@@ -74,7 +74,7 @@ def test_each_rank_gets_its_own_back_and_new_ones_keep_what_they_have(ranks, lat
     lives = for_each_rank(later, lambda r: own(r, -1 if r < ranks else 99))
     for live in lives[:ranks]:  # lists take the length that they had
         live["place"].value.at = 0
-    with other(ranks, later, r"t, nested/0, place \(saved by \d, loaded by \d\): "):
+    with other(ranks, later, r"t, nested/0, place \(saved by \d ranks?, loaded by \d\): "):
         load_on_ranks(store, *lives)
     for rank, live in enumerate(lives):
         assert_same(told(own(rank, None if rank < ranks else 99)), told(live))
@@ -92,7 +92,9 @@ def test_without_a_live_state_they_are_told_by_the_numbers_of_ranks():
 
 def test_the_values_of_ranks_that_are_gone_are_not_unexpected_and_those_that_differ_are_errors():
     store = save_on_ranks(*for_each_rank(3, lambda r: {"a": PerRank(floats(*range(r + 1)))}))
-    with other(3, 1, r"a \(saved by 3, loaded by 1\): what ranks 1, 2 had is passed over\. If"):
+    with other(
+        3, 1, r"a \(saved by 3 ranks, loaded by 1\): the values of ranks 1, 2 are ignored\. If"
+    ):
         load_on_ranks(store, {"a": PerRank(floats(9))})
     lives = for_each_rank(2, lambda r: {"a": PerRank(floats(9))})
     for e in load_errors(store, ShapeMismatch, *lives):
@@ -121,7 +123,9 @@ def seen(store, *lives, **options):
         load_on_ranks(store, *lives, **options)
     assert {w.category for w in caught} <= {RanksChanged}
     assert {w.filename for w in caught} <= {acting.__file__}  # the line that loads
-    return [str(w.message).partition(" load it: ")[2].partition(". If it")[0] for w in caught]
+    return [
+        str(w.message).partition(" load them: ")[2].partition(". If a value")[0] for w in caught
+    ]
 
 
 def test_that_values_of_ranks_do_not_fit_is_told_once_for_all_of_them():
@@ -129,12 +133,12 @@ def test_that_values_of_ranks_do_not_fit_is_told_once_for_all_of_them():
         return {"loader": PerRank({"at": 1, "x": floats(r)}), "a": [PerRank(r)], "w": floats(1)}
 
     store = save_on_ranks(*for_each_rank(4, state))
-    both = "loader, a/0 (saved by 4, loaded by {}): {}"
+    both = "loader, a/0 (saved by 4 ranks, loaded by {}): {}"
     for later, end in (
-        (1, "what ranks 1, 2, 3 had is passed over"),
-        (3, "what rank 3 had is passed over"),
-        (5, "rank 4 keeps what was there"),
-        (6, "ranks 4, 5 keep what was there"),
+        (1, "the values of ranks 1, 2, 3 are ignored"),
+        (3, "the value of rank 3 is ignored"),
+        (5, "rank 4 keeps its current value"),
+        (6, "ranks 4, 5 keep their current values"),
     ):
         assert seen(store, *for_each_rank(later, state)) == [both.format(later, end)]
     assert seen(store, *for_each_rank(4, state)) == []
@@ -146,8 +150,9 @@ def test_only_what_is_asked_for_is_told_of():
     )
     lives = for_each_rank(2, lambda r: {"a": PerRank(0), "b": PerRank(0), "w": floats(0)})
     assert seen(store, *lives, keys="w") == []
-    assert seen(store, *lives, keys="b") == ["b (saved by 3, loaded by 2): what rank 2 had is"
-                                             " passed over"]  # fmt: skip
+    assert seen(store, *lives, keys="b") == [
+        "b (saved by 3 ranks, loaded by 2): the value of rank 2 is ignored"
+    ]
     lives = for_each_rank(2, lambda r: {"w": floats(0)})
     assert seen(store, *lives, unexpected="ignore") == []
 
@@ -159,10 +164,11 @@ def test_values_of_some_ranks_fit_as_long_as_these_have_them():
     store = save_on_ranks(*for_each_rank(4, lambda r: state(r, 1, 3)))
     assert seen(store, *for_each_rank(5, lambda r: state(r, 1, 3))) == []
     assert seen(store, *for_each_rank(4, lambda r: state(r, 0, 1))) == [
-        "a (saved by 2, loaded by 2): rank 0 keeps what was there, what rank 3 had is passed over"
+        "a (saved by 2 ranks, loaded by 2): rank 0 keeps its current value,"
+        " the value of rank 3 is ignored"
     ]
     assert seen(store, *for_each_rank(2, lambda r: state(r, 1))) == [
-        "a (saved by 2, loaded by 1): what rank 3 had is passed over"
+        "a (saved by 2 ranks, loaded by 1): the value of rank 3 is ignored"
     ]
 
 

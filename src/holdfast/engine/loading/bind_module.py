@@ -1,4 +1,5 @@
-"""Loading a module: its own parameters and buffers in place, all else by ``load_state_dict``."""
+"""Load a module: fill its parameters and buffers in place, and pass everything else to its
+``load_state_dict``."""
 
 from __future__ import annotations
 
@@ -14,52 +15,53 @@ from holdfast.format.names import escape_level, join_key
 def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     """Bind every member of the module's state dict.
 
-    Whatever is not the memory of a parameter or buffer (extra state, what a hook made, lazy
-    parameters) goes through the module's own code, and so does everything where the module has
-    code that wants to know of a load.
+    A member that is not the memory of a parameter or buffer (extra state, a tensor made by a hook,
+    a lazy parameter) is loaded by the module's own code. If the module has custom code for loading,
+    that code runs for every member.
     """
     members = binding.dict_members(module, node, key)
     if members is None:
         return lambda: module
     state = module.state_dict()
-    own = {_memory_key(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
-    given: dict[str, Finalize] = {}
-    for raw, plain in zip(
+    in_place = {_memory_key(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
+    fresh: dict[str, Finalize] = {}
+    for name, plain_name in zip(
         state, modules.strip_wrapper_names(module, list(state), key), strict=True
     ):
-        value = state[raw]
-        child, k = members.pop(plain, (ABSENT, join_key(key, escape_level(plain))))
+        value = state[name]
+        child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
         if not binding.selected(k):
             continue
         if child is ABSENT:
             binding.differences.missing.append(k)
-        elif not _is_dense(value) or raw.rpartition(".")[2] == modules.EXTRA_STATE:
-            given[raw] = binding.targets.add_fresh(child, k)
+        elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
+            fresh[name] = binding.targets.add_fresh(child, k)
         elif (source := binding.tensor_source(value, child, k)) is None:
             continue
-        elif value.numel() == 0 or _memory_key(value) in own:
+        elif value.numel() == 0 or _memory_key(value) in in_place:
             binding.add_tensor(value, source, k)
         else:
-            given[raw] = binding.targets.add_fresh(child, k)
+            fresh[name] = binding.targets.add_fresh(child, k)
     binding.note_unexpected(members)
 
-    def settle() -> Any:
-        if given or _has_custom_load(module):
-            state.update({raw: make() for raw, make in given.items()})
+    def finalize() -> Any:
+        if fresh or _has_custom_load(module):
+            state.update({name: finalize_value() for name, finalize_value in fresh.items()})
             module.load_state_dict(state)
         return module
 
-    return settle
+    return finalize
 
 
 def _memory_key(value: Any) -> object:
-    """What a tensor's memory is known by: its address, or the storage of what this rank has."""
-    parts = sharding.get_local_boxes(value, "")
-    return value.data_ptr() if parts is None else parts.tie_key
+    """Return a key that identifies a tensor's memory: its address, or for a distributed tensor the
+    storage of the boxes that this rank has."""
+    boxes = sharding.get_local_boxes(value, "")
+    return value.data_ptr() if boxes is None else boxes.tie_key
 
 
 def _is_dense(value: Any) -> bool:
-    """Whether it is a tensor with memory that bytes can be written to."""
+    """Return True for a tensor with memory that bytes can be written to."""
     import torch
 
     return (
@@ -70,14 +72,15 @@ def _is_dense(value: Any) -> bool:
 
 
 def _has_custom_load(module: Any) -> bool:
-    """Whether code of the user's runs when the module's state is loaded: hooks, or methods that
-    replace PyTorch's. Those of PyTorch's own layers only look at old versions of their state."""
+    """Return True if user code runs when the module's state is loaded: hooks, or methods that
+    override those of PyTorch. The overrides in PyTorch's own layers do not count, because they only
+    handle old versions of their state."""
     import torch
 
-    def replaced(m: Any) -> bool:
+    def is_overridden(m: Any) -> bool:
         return not type(m)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
 
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
-        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks or replaced(m)
+        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks or is_overridden(m)
         for m in module.modules()
     )

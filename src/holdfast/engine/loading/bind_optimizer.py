@@ -1,4 +1,4 @@
-"""Loading an optimizer: its state becomes exactly the snapshot's, slot by slot, by name."""
+"""Load an optimizer: its state becomes exactly the snapshot's, slot by slot, matched by name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _MIN_DIFFERING_OPTIONS = 2
 def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
     """Bind an optimizer's slots and options.
 
-    Slots that do not exist yet (before the first step) are made; slots of parameters that had
-    none when the snapshot was saved are removed, so that resuming goes on as if never stopped.
+    Slots that do not exist yet (before the first step) are created. If a parameter had no slots
+    when the snapshot was saved, its live slots are removed, so that training continues as if it had
+    never stopped.
     """
     if node is ABSENT:
         if binding.selected(key) or binding.selected(f"{key}/state"):
@@ -35,7 +36,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     for group, names in zip(optimizer.param_groups, grouped, strict=True):
         for name, parameter in zip(names, group["params"], strict=True):
             params[name], options[name] = parameter, group
-    settles: dict[str, dict[str, Finalize]] = {}
+    finalizers: dict[str, dict[str, Finalize]] = {}
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
     for name, slots, k in tree.children(saved, state_key):
@@ -44,39 +45,38 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         if parameter is None:
             binding.note_unexpected({name: (slots, k)})
             continue
-        settles[name] = {}
+        finalizers[name] = {}
         for slot, child, slot_key in tree.children(slots, k):
             if binding.selected(slot_key):
-                old = optimizer.state.get(parameter, {}).get(slot)
-                if old is None:
-                    old = _empty_slot_like(binding, parameter, child, slot_key)
+                live = optimizer.state.get(parameter, {}).get(slot)
+                if live is None:
+                    live = _empty_slot_like(binding, parameter, child, slot_key)
                 device = _slot_device(parameter, options[name], slot)
-                made = _bind_slot(binding, old, child, slot_key, device)
-                settles[name][slot] = made
+                finalizers[name][slot] = _bind_slot(binding, live, child, slot_key, device)
     groups = _bind_groups(binding, optimizer, grouped, *members["groups"])
 
-    def settle() -> Any:
+    def finalize() -> Any:
         if exact:
             for name, parameter in params.items():
-                if name not in settles:
+                if name not in finalizers:
                     optimizer.state.pop(parameter, None)
-        for name, slots in settles.items():
-            made = {slot: s() for slot, s in slots.items()}
+        for name, slot_finalizers in finalizers.items():
+            slots = {slot: finalize_slot() for slot, finalize_slot in slot_finalizers.items()}
             if exact:
-                optimizer.state[params[name]] = made
-            elif made:
-                optimizer.state[params[name]].update(made)
+                optimizer.state[params[name]] = slots
+            elif slots:
+                optimizer.state[params[name]].update(slots)
         for group, values in groups:
-            group.update({option: s() for option, s in values.items()})
+            group.update({option: finalize_value() for option, finalize_value in values.items()})
         return optimizer
 
-    return settle
+    return finalize
 
 
 def _note_other_object(
     binding: Binding, optimizer: Any, members: dict[Any, tuple[Any, str]], node: Any, key: str
 ) -> bool:
-    """Whether something else was saved than an optimizer of this class, which is noted."""
+    """If the saved value is not an optimizer of this class, record a difference and return True."""
     if _is_optimizer_node(members):
         return _note_other_class(binding, optimizer, *members["groups"], key)
     if binding.selected(key):
@@ -85,7 +85,8 @@ def _note_other_object(
 
 
 def _is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
-    """Whether a node is what ``live.optimizer_state`` makes, not a ``state_dict`` of PyTorch's."""
+    """Return True if a node was made by ``optimizers.optimizer_state``. A PyTorch ``state_dict`` of
+    an optimizer has a different structure."""
 
     def kind(node: Any) -> Any:
         return next(iter(node), None) if type(node) is dict else None
@@ -106,53 +107,60 @@ def _is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
 def _note_other_class(
     binding: Binding, optimizer: Any, node: Any, groups_key: str, key: str
 ) -> bool:
-    """Whether an optimizer of another class was saved, which is noted as a difference of kind.
+    """If an optimizer of another class was saved, record a difference of kind and return True.
 
-    The class is not in a snapshot, but each has several options that the other lacks, for most
-    pairs of classes (not for those where one only has more, such as Adam and RAdam). From one
-    version of PyTorch to the next options only come, and one may get another name.
+    A snapshot does not store the class. For most pairs of classes, each class has several options
+    that the other lacks. (This fails if one class has only additional options, such as Adam and
+    RAdam.) Between two versions of PyTorch, by contrast, options are only added, and one may be
+    renamed.
     """
     saved = {option for group in node["list"] for option in group["dict"]}
-    own = {option for group in optimizer.param_groups for option in group}
-    gone = sorted(option for option in saved - own if not _is_added_later(option))
-    new = sorted((set(optimizer.defaults) & own) - saved)
-    if len(gone) < _MIN_DIFFERING_OPTIONS or len(new) < _MIN_DIFFERING_OPTIONS:
+    live = {option for group in optimizer.param_groups for option in group}
+    saved_only = sorted(option for option in saved - live if not _is_added_later(option))
+    live_only = sorted((set(optimizer.defaults) & live) - saved)
+    if min(len(saved_only), len(live_only)) < _MIN_DIFFERING_OPTIONS:
         return False
-    chosen = (join_key(join_key(groups_key, str(i)), gone[0]) for i in range(len(node["list"])))
-    if any(map(binding.selected, chosen)):
+    groups = range(len(node["list"]))
+    keys = (join_key(join_key(groups_key, str(i)), saved_only[0]) for i in groups)
+    if any(map(binding.selected, keys)):
         binding.differences.kinds[key] = (
-            f"saved with {', '.join(gone)}, live {type(optimizer).__name__} with {', '.join(new)}"
+            f"saved with {', '.join(saved_only)}, live {type(optimizer).__name__} with"
+            f" {', '.join(live_only)}"
         )
         return True
     return False
 
 
 def _rename_parameter(name: Any, binding: Binding) -> Any:
-    """A parameter's name after ``rename``: the path in the state, with dots."""
+    """Apply ``rename`` to a parameter's name. A parameter's name is its path in the state, with
+    dots."""
     for old, new in binding.renames.items():
-        start = old.replace("/", ".")
-        if name == start or name.startswith(start + "."):
-            return new.replace("/", ".") + name[len(start) :]
+        prefix = old.replace("/", ".")
+        if name == prefix or name.startswith(prefix + "."):
+            return new.replace("/", ".") + name[len(prefix) :]
     return name
 
 
-def _bind_slot(binding: Binding, old: Any, node: Any, key: str, device: Any) -> Finalize:
-    """In place where the live slot has the same shape and dtype, else into fresh memory."""
+def _bind_slot(binding: Binding, live: Any, node: Any, key: str, device: Any) -> Finalize:
+    """Fill the live slot in place if it has the saved shape and dtype and is on ``device``;
+    otherwise, load the slot into fresh memory."""
     torch = lazy_torch.torch_or_none()
-    if isinstance(old, torch.Tensor) and type(node) is dict and "tensor" in node:
+    if isinstance(live, torch.Tensor) and type(node) is dict and "tensor" in node:
         source, _ = binding.targets.resolve_leaf(node, key)
         stored = binding.targets.snapshot.leaves[source]
-        same = (str(old.dtype).removeprefix("torch."), tuple(old.shape)) == stored
-        if same and old.layout is torch.strided and old.device == torch.device(device):
-            binding.add_tensor(old, source, key)
-            return lambda: old
+        same = (str(live.dtype).removeprefix("torch."), tuple(live.shape)) == stored
+        if same and live.layout is torch.strided and live.device == torch.device(device):
+            binding.add_tensor(live, source, key)
+            return lambda: live
     return binding.targets.add_fresh(node, key, device)
 
 
 def _empty_slot_like(binding: Binding, parameter: Any, node: Any, key: str) -> Any:
-    """Memory for a slot that does not exist yet, of a parameter that is spread over ranks: it is
-    spread alike. None where one tensor is enough, and (with a difference) for a slot of another
-    shape, of which nobody but the optimizer knows how it is spread."""
+    """Allocate a slot that does not exist yet, distributed over the ranks like its parameter.
+
+    Return None if the parameter is not distributed. Also return None, and record a difference, for
+    a slot of another shape, because only the optimizer knows how to distribute it.
+    """
     if not (type(node) is dict and "tensor" in node and sharding.is_distributed_tensor(parameter)):
         return None
     torch = lazy_torch.torch_or_none()
@@ -161,16 +169,17 @@ def _empty_slot_like(binding: Binding, parameter: Any, node: Any, key: str) -> A
         return sharding.empty_like(parameter, getattr(torch, name))
     if len(shape) and prod(shape) > 1:
         binding.differences.kinds[key] = (
-            f"a slot of shape {list(shape)}, live none yet for a parameter of shape"
-            f" {list(parameter.shape)} that is spread over ranks (let the optimizer step once"
-            " before)"
+            f"a slot of shape {list(shape)}, live no slot yet for a parameter of shape"
+            f" {list(parameter.shape)} that is distributed over ranks (let the optimizer step once"
+            " before the load)"
         )
     return None
 
 
 def _slot_device(parameter: Any, group: dict[str, Any], slot: str) -> Any:
-    """Where PyTorch keeps a slot: with its parameter, but step counters on the CPU unless the
-    optimizer runs wholly on the device (torch/optim/optimizer.py, load_state_dict)."""
+    """Return the device on which PyTorch keeps a slot: that of its parameter, or the CPU for a step
+    counter unless the optimizer is capturable or fused (see ``load_state_dict`` in
+    torch/optim/optimizer.py)."""
     if slot == "step" and not (group.get("capturable") or group.get("fused")):
         return "cpu"
     return parameter.device
@@ -179,8 +188,8 @@ def _slot_device(parameter: Any, group: dict[str, Any], slot: str) -> Any:
 def _bind_groups(
     binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
 ) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
-    """The options of each group. A group is recognised by its place; its parameters must be the
-    same."""
+    """Bind the options of each group. Groups are matched by position and must have the same
+    parameters."""
     saved = node["list"]
     bound = []
     for i in range(max(len(saved), len(grouped))):
@@ -197,15 +206,16 @@ def _bind_groups(
             _rename_parameter(n, binding)
             for n in tree.decode(members.pop("params"), k, tree.reject_value)
         ]
-        for side, several in (
+        for side, one_sided in (
             (binding.differences.missing, [n for n in grouped[i] if n not in set(names)]),
             (binding.differences.unexpected, [n for n in names if n not in set(grouped[i])]),
         ):
-            side += [s for n in several if binding.selected(s := f"{k}/params/{escape_level(n)}")]
+            keys = [f"{k}/params/{escape_level(n)}" for n in one_sided]
+            side += filter(binding.selected, keys)
         group, values = optimizer.param_groups[i], {}
         for option, child in members.items():
             if option not in group and not _is_added_later(option):
-                # another kind of optimizer, most likely, or one from a later PyTorch
+                # probably another class of optimizer, or an optimizer from a later PyTorch
                 binding.note_unexpected({option: (child, join_key(k, option))})
             elif binding.selected(join_key(k, option)):
                 values[option] = binding.targets.add_fresh(child, join_key(k, option), "cpu")
@@ -214,7 +224,8 @@ def _bind_groups(
 
 
 def _is_added_later(option: str) -> bool:
-    """Whether a scheduler adds the option to the groups, which may be made after the load, or an
-    optimizer at its first step (those of timm and apex count their steps there)."""
+    """Return True for an option that is added to the groups after the optimizer is created: by a
+    scheduler, which may be created after the load, or by the optimizer in its first step (those of
+    timm and apex count their steps in the groups)."""
     names = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "step")
     return option.startswith("initial_") or option in names

@@ -1,4 +1,4 @@
-"""Loading what each rank keeps of its own."""
+"""Load per-rank values."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ Bind = Callable[[Any, Any, str], Finalize]
 def bind_wrapped(
     binding: Binding, bind: Bind, value: PerRank[Any] | Replicated[Any], node: Any, key: str
 ) -> Finalize:
-    """Bind what is wrapped; all in it is of the rank then, or of all of them."""
-    before, binding.inside_wrapper = binding.inside_wrapper, True
+    """Bind the wrapped value. Values within a wrapper are not treated as per-rank again."""
+    outer, binding.inside_wrapper = binding.inside_wrapper, True
     try:
-        made = bind(value.value, node, key)
+        finalize_inner = bind(value.value, node, key)
     finally:
-        binding.inside_wrapper = before
+        binding.inside_wrapper = outer
 
-    def settle() -> Any:
-        value.value = made()
+    def finalize() -> Any:
+        value.value = finalize_inner()
         return value
 
-    return settle
+    return finalize
 
 
 def bind_per_rank(binding: Binding, bind: Bind, value: Any, node: Any, key: str) -> Finalize:
-    """Each rank takes its own. One that the snapshot lacks keeps what it has, or, if the value can
-    do that (``derive``), makes something of its own of rank 0's."""
+    """Bind this rank's own saved value.
+
+    If the snapshot has no value of this rank, the rank keeps its current value. If the value has a
+    ``derive`` method, the rank instead loads the value of the lowest saved rank and derives its own
+    value from it.
+    """
     saved = {} if node is ABSENT else _nodes_by_rank(binding, node, key)
     if not saved:
         return binding.bind_stateful(value, ABSENT, key)
@@ -48,19 +52,19 @@ def bind_per_rank(binding: Binding, bind: Bind, value: Any, node: Any, key: str)
         return bind_node(*saved[binding.rank])
     if not hasattr(value, "derive"):
         return lambda: value
-    made = bind_node(*saved[min(saved)])
+    finalize_first = bind_node(*saved[min(saved)])
 
-    def settle() -> Any:
-        made()
+    def finalize() -> Any:
+        finalize_first()
         value.derive(binding.rank)
         return value
 
-    return settle
+    return finalize
 
 
 def _nodes_by_rank(binding: Binding, node: Any, key: str) -> dict[int, tuple[Any, str]]:
-    """The nodes of the ranks, each with its key. What was saved before there were ranks is rank
-    0's."""
+    """Return the node of each rank, with its key. A value that was saved without ranks counts as
+    the value of rank 0."""
     members = binding.dict_members({}, node, key) or {}
     if members and all(type(name) is str and name.isdecimal() for name in members):
         return {int(name): member for name, member in members.items()}

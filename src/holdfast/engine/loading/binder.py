@@ -1,8 +1,9 @@
-"""Where loaded bytes go: into live objects in place, or into fresh tensors for the caller.
+"""Binding: find the target of each leaf, in the live objects or in fresh memory.
 
-Binding compares a snapshot's tree with the live state, collects every difference, and decides
-for each leaf its target. Nothing of the live state is touched before all differences are known;
-``settle`` sets values and calls ``load_state_dict`` once the bytes are in place.
+Binding compares a snapshot's tree with the live state, collects every difference, and chooses a
+target for each leaf. Nothing in the live state changes before all differences are known. Each
+binding returns a ``Finalize`` function that sets values and calls ``load_state_dict`` after the
+bytes are read.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _NON_VALUE_TAGS = frozenset(
 class Binder(Binding):
     """Binds a live state to the nodes of a snapshot's tree.
 
-    Every ``bind`` returns a function that gives the value which then belongs in the live
-    state's place: the live object itself wherever it could be filled in place.
+    Every binding method returns a function to call after the bytes are read. That function returns
+    the value for the live state: the live object itself, if it could be filled in place.
     """
 
     def bind(self, value: Any, node: Any, key: str) -> Finalize:
         torch = self.torch
-        # tensors first: there are many of them, and asking them for attributes is slow
+        # tensors first: there are many of them, and attribute lookups on tensors are slow
         if torch is not None and isinstance(value, torch.Tensor):
             return self._bind_leaf(self._bind_tensor, value, node, key)
         if isinstance(value, np.ndarray):
@@ -66,7 +67,7 @@ class Binder(Binding):
     def _bind_leaf(
         self, bind: Callable[[Any, Any, str], Finalize], value: Any, node: Any, key: str
     ) -> Finalize:
-        """Bind one leaf or plain value, if it is selected and there."""
+        """Bind one leaf or plain value if it is selected and the snapshot has it."""
         if node is not ABSENT and self.selected(key):
             return bind(value, node, key)
         if node is ABSENT and self.selected(key):
@@ -74,7 +75,8 @@ class Binder(Binding):
         return lambda: value
 
     def _bind_value(self, value: Any, node: Any, key: str) -> Finalize:
-        """A plain value is replaced by another one; None, where there is nothing yet, by all."""
+        """Replace a plain value by the saved plain value. A live None accepts a saved value of any
+        kind."""
         if value is not None and type(node) is dict and next(iter(node)) in _NON_VALUE_TAGS:
             self.note_other_kind(type(value).__name__, node, key)
             return lambda: value
@@ -86,19 +88,19 @@ class Binder(Binding):
         members = self.dict_members(value, node, key)
         if members is None:
             return lambda: value
-        settles = {}
-        for name, own in zip(value, tree.child_keys(list(value), key), strict=True):
-            # the snapshot's own key: where two names are equal as text, it tells which is which
-            child, k = members.pop(name, (ABSENT, own))
-            settles[name] = self.bind(value[name], child, k)
+        finalizers = {}
+        for name, live_key in zip(value, tree.child_keys(list(value), key), strict=True):
+            # prefer the snapshot's key, which is unique even if two names have the same text
+            child, k = members.pop(name, (ABSENT, live_key))
+            finalizers[name] = self.bind(value[name], child, k)
         self.note_unexpected(members)
 
-        def settle() -> Any:
-            for name, s in settles.items():
-                value[name] = s()
+        def finalize() -> Any:
+            for name, finalize_member in finalizers.items():
+                value[name] = finalize_member()
             return value
 
-        return settle
+        return finalize
 
     def _bind_sequence(self, value: Any, node: Any, key: str) -> Finalize:
         tag = next(iter(node), None) if type(node) is dict else None
@@ -113,37 +115,38 @@ class Binder(Binding):
             and not any(map(_is_filled_in_place, value))
         ):
             return self._bind_resized(value, node, key)
-        settles = [
+        finalizers = [
             self.bind(v, nodes[i] if nodes and i < len(nodes) else ABSENT, join_key(key, str(i)))
             for i, v in enumerate(value)
         ]
-        more = (nodes or ())[len(value) :]
+        surplus = (nodes or ())[len(value) :]
         self.note_unexpected(
-            {i: (n, join_key(key, str(i))) for i, n in enumerate(more, len(value))}
+            {i: (n, join_key(key, str(i))) for i, n in enumerate(surplus, len(value))}
         )
 
-        def settle() -> Any:
-            made = [s() for s in settles]
+        def finalize() -> Any:
+            loaded = [finalize_element() for finalize_element in finalizers]
             if type(value) is list:
-                value[:] = made
+                value[:] = loaded
                 return value
-            return tuple(made)
+            return tuple(loaded)
 
-        return settle
+        return finalize
 
     def _bind_resized(self, value: Any, node: Any, key: str) -> Finalize:
-        """A list of plain values (a history, say) takes the length that it was saved with."""
+        """Replace all elements of a list of plain values, such as a history, which takes its saved
+        length."""
         if not self.is_any_selected(node, key):
             return lambda: value
-        make = self.targets.add_fresh(node, key)
+        finalize_fresh = self.targets.add_fresh(node, key)
 
-        def settle() -> Any:
+        def finalize() -> Any:
             if type(value) is list:
-                value[:] = make()
+                value[:] = finalize_fresh()
                 return value
-            return make()
+            return finalize_fresh()
 
-        return settle
+        return finalize
 
     # -- leaves --------------------------------------------------------------------------------
 
@@ -156,17 +159,16 @@ class Binder(Binding):
         return lambda: value
 
     def _bind_boxed(self, value: Boxed, node: Any, key: str) -> Finalize:
-        local = value.tensor
-        array = isinstance(local, np.ndarray)
-        source = self.leaf_source(node, key, "array" if array else "tensor")
+        kind = "array" if isinstance(value.tensor, np.ndarray) else "tensor"
+        source = self.leaf_source(node, key, kind)
         if source is None:
-            self.note_other_kind("array" if array else "tensor", node, key)
-        elif self.check_fits(local, source, key, value.shape):
+            self.note_other_kind(kind, node, key)
+        elif self.check_fits(value.tensor, source, key, value.shape):
             self.add_tensor(value, source, key)
         return lambda: value
 
     def _bind_sparse(self, value: Any, node: Any, key: str) -> Finalize:
-        """A sparse tensor is replaced: the number of its elements is its own."""
+        """Replace a sparse tensor, because the saved one may have another number of elements."""
         body = node["sparse"]
         shape, layout = list(value.shape), str(value.layout).removeprefix("torch.")
         source = self.targets.resolve_leaf(body["parts"]["values"], join_key(key, "values"))[0]
@@ -194,28 +196,27 @@ class Binder(Binding):
         elif value.flags.writeable and not descr:
             self.targets.add(source, value)
         else:
-            make = self.targets.add_fresh(node, key)
-            return lambda: _assign(value, make())
+            finalize = self.targets.add_fresh(node, key)
+            return lambda: _assign(value, finalize())
         return lambda: value
-
-    # -- objects -------------------------------------------------------------------------------
 
 
 def _can_cast_array(stored: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """As ``_can_cast``, for arrays."""
+    """Return True if ``cast=True`` allows this conversion of an array's elements."""
     return {stored.kind, dtype.kind} <= set("biufc") and np.can_cast(stored, dtype, "same_kind")
 
 
-def _assign(value: np.ndarray[Any, Any], made: Any) -> Any:
-    """The live array with new elements; the new one where the live one may not be written."""
+def _assign(value: np.ndarray[Any, Any], loaded: Any) -> Any:
+    """Copy the loaded elements into the live array and return it. Return the loaded array if the
+    live one is read-only."""
     if not value.flags.writeable:
-        return made
-    value[...] = made
+        return loaded
+    value[...] = loaded
     return value
 
 
 def _is_filled_in_place(value: Any) -> bool:
-    """Whether a live value is filled in place rather than replaced."""
+    """Return True if a live value is filled in place rather than replaced."""
     torch = lazy_torch.torch_or_none()
     if torch is not None and isinstance(value, torch.Tensor):
         return True

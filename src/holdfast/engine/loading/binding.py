@@ -1,4 +1,4 @@
-"""What all binders of a load share: the options, the differences, and how a leaf gets a target."""
+"""The part that all binders of a load share: options, differences, and targets of leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.types import Box
 
 @dataclass(frozen=True, slots=True)
 class Leniency:
-    """What a load may overlook; nothing, unless it is asked for by name."""
+    """The differences that a load tolerates: none, unless the caller requests them by option."""
 
     missing: Literal["error", "keep"] = "error"
     unexpected: Literal["error", "ignore"] = "error"
@@ -31,19 +31,20 @@ class Leniency:
     def __post_init__(self) -> None:
         if self.missing not in ("error", "keep") or self.unexpected not in ("error", "ignore"):
             raise PlanError(
-                "This leniency is not known",
+                "Invalid value for missing= or unexpected=",
                 expected='missing="error" or "keep", unexpected="error" or "ignore"',
                 found=f"missing={self.missing!r}, unexpected={self.unexpected!r}",
             )
 
 
 STRICT = Leniency()
-"""Nothing is overlooked."""
+"""No difference is tolerated."""
 
 
 @dataclass(slots=True)
 class Binding:
-    """One binding of a live state to the nodes of a snapshot's tree, and what it has found."""
+    """One binding of a live state to the nodes of a snapshot's tree, and the differences between
+    the two."""
 
     targets: LoadTargets
     selected: KeyFilter
@@ -57,8 +58,8 @@ class Binding:
     inside_wrapper: bool = False
 
     def dict_members(self, value: Any, node: Any, key: str) -> dict[Any, tuple[Any, str]] | None:
-        """The members of a dict's node by name, each with its key; None (and a difference) if it
-        is no dict."""
+        """Return the members of a dict's node by name, each with its key. Return None, and record a
+        difference, if the node is not a dict."""
         if node is ABSENT:
             return {}
         tag = next(iter(node), None) if type(node) is dict else None
@@ -69,16 +70,17 @@ class Binding:
         return {name: (child, k) for name, child, k in tree.children(node, key)}
 
     def note_unexpected(self, members: dict[Any, tuple[Any, str]]) -> None:
-        """Note members of the snapshot that the live state lacks."""
+        """Record members of the snapshot that the live state lacks."""
         for child, key in members.values():
             self.differences.unexpected += [k for k, _ in tree.walk(child, key) if self.selected(k)]
 
     def is_any_selected(self, node: Any, key: str) -> bool:
-        """Whether something of a node is selected."""
+        """Return True if any part of a node is selected."""
         return self.selected(key) or any(self.selected(k) for k, _ in tree.walk(node, key))
 
     def tensor_source(self, value: Any, node: Any, key: str) -> str | None:
-        """The key of the bytes for a live tensor; None (and a difference) if they do not fit."""
+        """Return the key of the bytes for a live tensor. Return None, and record a difference, if
+        the bytes do not fit the tensor."""
         source = self.leaf_source(node, key, "tensor")
         if source is None or value.layout is not self.torch.strided:
             self.note_other_kind(str(value.layout).replace("torch.", "tensor "), node, key)
@@ -86,20 +88,21 @@ class Binding:
         return source if self.check_fits(value, source, key) else None
 
     def leaf_source(self, node: Any, key: str, tag: str) -> str | None:
-        """The key under which the leaf's bytes are stored; None if it is no leaf of that kind."""
+        """Return the key under which the leaf's bytes are stored, or None if the node is not a leaf
+        of the kind ``tag``."""
         if not _is_leaf(node):
             return None
         source, leaf = self.targets.resolve_leaf(node, key)
         return source if tag in leaf else None
 
     def add_tensor(self, value: Any, source: str, key: str) -> None:
-        """Have a live tensor of the right shape filled in place; of one that is spread over ranks
-        what this rank has."""
-        parts = sharding.get_local_boxes(value, key)
-        if parts is None:
+        """Make a live tensor of the right shape a target. For a tensor that is distributed over
+        ranks, the targets are the boxes that this rank has."""
+        boxes = sharding.get_local_boxes(value, key)
+        if boxes is None:
             self._add_target(value.detach() if value.requires_grad else value, source, key)
         else:
-            for box, part in parts.box_tensors:
+            for box, part in boxes.box_tensors:
                 if isinstance(part, np.ndarray):
                     self.targets.add(source, part, box)
                 else:
@@ -109,8 +112,8 @@ class Binding:
         stride = () if value.is_contiguous() else value.stride()
         if 0 in stride and any(n > 1 and s == 0 for n, s in zip(value.shape, stride, strict=True)):
             raise PlanError(
-                f"The live tensor {key!r} is expanded: many of its elements share one place",
-                todo="Give the live state a tensor with memory of its own: tensor.contiguous()",
+                f"The live tensor {key!r} is expanded: several of its elements share memory",
+                todo="Put a tensor with its own memory into the live state: tensor.contiguous()",
                 leaf=key,
             )
         if pointer := value.data_ptr():
@@ -119,17 +122,19 @@ class Binding:
             )
             if first != source:
                 raise PlanError(
-                    f"The live tensor {key!r} is tied to another, but the snapshot holds two",
-                    expected=f"one leaf for both, {first}",
+                    f"The live tensor {key!r} is tied to another tensor, but the snapshot holds two"
+                    " leaves",
+                    expected=f"one leaf for both tensors, {first}",
                     found=f"{first} and {source}",
-                    todo="Untie them in the live state, or leave one out with keys=",
+                    todo="Untie the tensors in the live state, or exclude one of them with keys=",
                     leaf=key,
                 )
         elif value.numel():
             raise PlanError(
-                f"The live tensor {key!r} has no memory that could be filled",
-                found=f"a tensor on {value.device} whose memory was freed or never made",
-                todo="A module on the meta device gets memory by module.to_empty(device=...)",
+                f"The live tensor {key!r} has no memory to load into",
+                found=f"a tensor on {value.device} whose memory was freed or never allocated",
+                todo="If the module is on the meta device, allocate its memory with"
+                " module.to_empty(device=...)",
                 leaf=key,
             )
         self.targets.add(source, value, box)
@@ -137,48 +142,52 @@ class Binding:
     def check_fits(
         self, value: Any, source: str, key: str, global_shape: tuple[int, ...] | None = None
     ) -> bool:
-        """Whether a leaf's shape and dtype are those of a live tensor (of the global one, of which
-        ``whole`` is the shape); notes what differs."""
+        """Return True if a leaf has the shape and dtype of a live tensor. Otherwise, record the
+        difference. ``global_shape``: the shape of the global tensor that ``value`` is a part of."""
         stored, shape = self.targets.snapshot.leaves[source]
-        own = value.shape if global_shape is None else global_shape
-        if own != shape:
-            self.differences.shapes[key] = f"{list(shape)}, live {list(own)}"
+        live_shape = value.shape if global_shape is None else global_shape
+        if live_shape != shape:
+            self.differences.shapes[key] = f"{list(shape)}, live {list(live_shape)}"
             return False
-        array = isinstance(value, np.ndarray)
-        name = value.dtype.name if array else dtype_name(value.dtype)
-        if name == stored or (self.cast and not array and _can_cast(stored, value.dtype)):
+        is_array = isinstance(value, np.ndarray)
+        name = value.dtype.name if is_array else dtype_name(value.dtype)
+        if name == stored or (self.cast and not is_array and _can_cast(stored, value.dtype)):
             return True
         self.differences.dtypes[key] = f"{stored}, live {name or value.dtype}"
         return False
 
     def note_other_kind(self, expected: str, node: Any, key: str) -> None:
+        """Record that the node is of another kind than the live value."""
         tag = next(iter(node), "nothing") if type(node) is dict else type(node).__name__
         self.differences.kinds[key] = f"{tag}, live {expected}"
 
     def bind_stateful(self, value: Any, node: Any, key: str) -> Finalize:
-        """An object takes its state when the bytes are in. One that has ``check_state_dict`` is
-        given it now already, to refuse while nothing is changed, if it is of plain values."""
+        """Bind an object by its ``load_state_dict``, which is called after the bytes are read.
+
+        If the object has ``check_state_dict`` and its saved state consists of plain values, that
+        method is called now, so that the object can reject the state before anything changes.
+        """
         if node is ABSENT:
             if self.selected(key):
                 self.differences.missing.append(key)
             return lambda: value
         if not self.is_any_selected(node, key):
             return lambda: value
-        made = self.targets.add_fresh(node, key, "cpu")
+        finalize_state = self.targets.add_fresh(node, key, "cpu")
         check = getattr(value, "check_state_dict", None)
         if check is not None and not any(_is_leaf(n) for _, n in tree.walk(node, key)):
-            check(made())
+            check(finalize_state())
 
-        def settle() -> Any:
-            value.load_state_dict(made())
+        def finalize() -> Any:
+            value.load_state_dict(finalize_state())
             return value
 
-        return settle
+        return finalize
 
 
 def _can_cast(stored: str, dtype: Any) -> bool:
-    """Whether elements become others of the same kind: no imaginary part is thrown away, no
-    fraction, and what is packed is not unpacked."""
+    """Return True if ``cast=True`` allows this conversion of a tensor's elements. It discards no
+    imaginary part and no fraction, and does not convert to or from a packed dtype."""
     import torch
 
     packed = "float4_e2m1fn_x2"

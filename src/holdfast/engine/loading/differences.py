@@ -1,4 +1,4 @@
-"""How a snapshot differs from the live state that it is to be loaded into, told at once."""
+"""The differences between a snapshot and the live state, reported all at once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ _MAX_SUGGESTED_KEYS = 5
 
 @dataclass(slots=True)
 class Differences:
-    """``missing``: keys of the live state that the snapshot lacks; ``unexpected``: keys of the
-    snapshot that the live state lacks; ``shapes``, ``dtypes`` and ``kinds``: both sides in words,
-    by key; ``ranks``: those whose state it is, if not all. An error that is raised for them has the
-    keys as fields: ``missing``, ``unexpected``, and ``misfits`` for the rest.
+    """The differences between a snapshot and the live state into which it is loaded.
 
-    ``own``: by the key of what each rank keeps of its own the ranks that saved it, and ``heirs``
-    those that load it, where they are others: it is no error, but ``moved`` tells of it."""
+    ``missing``: keys of the live state that the snapshot lacks; ``unexpected``: keys of the
+    snapshot that the live state lacks; ``shapes``, ``dtypes``, and ``kinds``: a description of both
+    sides, by key; ``ranks``: the ranks whose states differ, or an empty list if all do. The error
+    that ``raise_if_any`` raises has the keys as fields: ``missing``, ``unexpected``, and
+    ``misfits`` for the rest.
+
+    ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
+    it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
+    not an error, but ``describe_reassigned`` describes it.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -40,69 +45,70 @@ class Differences:
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
 
     def combine_ranks(self, collective: Collective) -> None:
-        """Make them those of all ranks, so that all raise the same or none does, before any reads.
+        """Replace these differences with those of all ranks, so that either all ranks raise the
+        same error or none raises, before any rank reads.
 
-        Unexpected is only what no rank expects: where stages hold different layers, what one lacks
-        is another's. Missing and misfit is what is so on any rank; ``ranks`` are those."""
+        A key is unexpected only if no rank expects it: with pipeline stages, a layer that one rank
+        lacks belongs to another. A key is missing, or has a different shape, dtype, or kind, if it
+        does on any rank; ``ranks`` lists those ranks.
+        """
         if collective.size == 1:
             self._keep_reassigned([(self, [collective.rank])])
             return
-        told = collective.gather(self._encode(), bytes)
-        common = None if told is None else self._combine(told)
-        left = msgspec.json.decode(
-            zlib.decompress(collective.broadcast(common, bytes)), type=Differences
+        encoded = collective.gather(self._encode(), bytes)
+        combined = None if encoded is None else self._combine(encoded)
+        result = msgspec.json.decode(
+            zlib.decompress(collective.broadcast(combined, bytes)), type=Differences
         )
         for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(left, name))
+            setattr(self, name, getattr(result, name))
 
     def _encode(self) -> bytes:
         return zlib.compress(msgspec.json.encode(self))
 
     def _combine(self, encoded: Sequence[bytes]) -> bytes:
-        made, expected = Differences(), list(self.unexpected)
-        several = [
+        combined, unexpected = Differences(), list(self.unexpected)
+        groups = [
             (msgspec.json.decode(zlib.decompress(raw), type=Differences), ranks)
             for raw, ranks in _group_ranks(encoded).items()
         ]
-        made._keep_reassigned(several)
-        for one, ranks in several:
-            surplus = set(one.unexpected)
-            expected = [key for key in expected if key in surplus]
-            known = set(made.missing)
-            made.missing += [key for key in one.missing if key not in known]
+        combined._keep_reassigned(groups)
+        for one, ranks in groups:
+            unexpected_here = set(one.unexpected)
+            unexpected = [key for key in unexpected if key in unexpected_here]
+            known = set(combined.missing)
+            combined.missing += [key for key in one.missing if key not in known]
             for name in ("shapes", "dtypes", "kinds"):
-                sides = getattr(one, name)
-                setattr(made, name, sides | getattr(made, name))
+                setattr(combined, name, getattr(one, name) | getattr(combined, name))
             if one.missing or one.shapes or one.dtypes or one.kinds:
-                made.ranks += ranks
-        made.unexpected = expected
-        made.ranks = sorted(made.ranks) if len(made.ranks) < len(encoded) else []
-        return made._encode()
+                combined.ranks += ranks
+        combined.unexpected = unexpected
+        combined.ranks = sorted(combined.ranks) if len(combined.ranks) < len(encoded) else []
+        return combined._encode()
 
-    def _keep_reassigned(self, by_ranks: Sequence[tuple[Differences, list[int]]]) -> None:
-        """Keep of what ranks have of their own that which other ranks have saved."""
-        own: dict[str, list[int]] = {}
-        heirs: dict[str, list[int]] = {}
-        for one, ranks in by_ranks:
-            own |= one.saved_ranks
+    def _keep_reassigned(self, groups: Sequence[tuple[Differences, list[int]]]) -> None:
+        """Keep only the per-rank values that are loaded by other ranks than saved them. ``groups``:
+        the differences of all ranks, each with the ranks that have them."""
+        saved_ranks: dict[str, list[int]] = {}
+        loaded_ranks: dict[str, list[int]] = {}
+        for one, ranks in groups:
+            saved_ranks |= one.saved_ranks
             for key in one.saved_ranks:
-                heirs[key] = sorted([*heirs.get(key, ()), *ranks])
-        self.saved_ranks = {key: saved for key, saved in own.items() if saved != heirs[key]}
-        self.loaded_ranks = {key: heirs[key] for key in self.saved_ranks}
+                loaded_ranks[key] = sorted([*loaded_ranks.get(key, ()), *ranks])
+        self.saved_ranks = {
+            k: saved for k, saved in saved_ranks.items() if saved != loaded_ranks[k]
+        }
+        self.loaded_ranks = {key: loaded_ranks[key] for key in self.saved_ranks}
 
     def describe_reassigned(self) -> str:
-        """In words what ranks have of their own that others have saved; empty if there is none."""
-        alike: dict[str, list[tuple[str, int]]] = {}
+        """Describe the per-rank values that are loaded by other ranks than saved them. Return an
+        empty string if there are none."""
+        keys_by_text: dict[str, list[tuple[str, int]]] = {}
         for key, saved in self.saved_ranks.items():
-            live = self.loaded_ranks[key]
-            new, gone = sorted({*live} - {*saved}), sorted({*saved} - {*live})
-            ends = (
-                [f"{format_ranks(new)} keep{'s' * (len(new) == 1)} what was there"] if new else []
-            )
-            ends += [f"what {format_ranks(gone)} had is passed over"] if gone else []
-            said = f"(saved by {len(saved)}, loaded by {len(live)}): {', '.join(ends)}"
-            alike.setdefault(said, []).append((key, 1))
-        return "; ".join(f"{_format_keys(keys)} {said}" for said, keys in alike.items())
+            loaded = self.loaded_ranks[key]
+            text = _describe_reassignment(saved, loaded)
+            keys_by_text.setdefault(text, []).append((key, 1))
+        return "; ".join(f"{_format_keys(keys)} {text}" for text, keys in keys_by_text.items())
 
     def raise_if_any(
         self,
@@ -115,84 +121,107 @@ class Differences:
     ) -> None:
         """Raise one error that lists all differences, of the narrowest class that fits them.
 
-        ``node``: the snapshot's tree, of which what is ``selected`` is to be loaded; ``missing``,
-        ``unexpected``: whether these are errors.
+        ``node``: the snapshot's tree; ``selected``: a filter for the leaves to load; ``missing``
+        and ``unexpected``: False if such keys are not errors.
         """
-        lacked, surplus = self.missing * missing, self.unexpected * unexpected
+        lacking, surplus = self.missing * missing, self.unexpected * unexpected
         misfits = [*self.shapes, *self.dtypes, *self.kinds]
-        if not (lacked or surplus or misfits):
+        if not (lacking or surplus or misfits):
             return
         saved = [key for key, _ in tree.walk(node)]
         live = [*(set(saved) - set(self.unexpected)), *self.missing]
         kinds: list[tuple[type[PlanError], str, str]] = [
-            (MissingLeaf, "missing in the snapshot", _format_keys(fold_keys(lacked, saved))),
+            (MissingLeaf, "missing in the snapshot", _format_keys(fold_keys(lacking, saved))),
             (UnexpectedLeaf, "unexpected in the snapshot", _format_keys(fold_keys(surplus, live))),
-            (ShapeMismatch, "of another shape", _format_mismatches(self.shapes)),
+            (ShapeMismatch, "with a different shape", _format_mismatches(self.shapes)),
             (
                 DTypeMismatch,
-                "of another dtype or kind",
+                "with a different dtype or kind",
                 _format_mismatches(self.dtypes | self.kinds),
             ),
         ]
-        counts = (len(lacked), len(surplus), len(self.shapes), len(self.dtypes) + len(self.kinds))
-        found = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
-        kind = found[0][1] if len(found) == 1 else PlanError
-        members = "" if lacked else _suggest_keys(filter(selected, saved), surplus)
-        ways = (
+        counts = (len(lacking), len(surplus), len(self.shapes), len(self.dtypes) + len(self.kinds))
+        present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
+        error_class = present[0][1] if len(present) == 1 else PlanError
+        members = "" if lacking else _suggest_keys(filter(selected, saved), surplus)
+        options = (
             (f"keys={members}", members),
-            ('missing="keep"', lacked),
+            ('missing="keep"', lacking),
             ('unexpected="ignore"', surplus),
-            ("rename={...}", lacked and surplus),
+            ("rename={...}", lacking and surplus),
             ("cast=True (of holdfast.load)", self.dtypes),
-            ("keys=[...] without what does not fit and without its optimizer", misfits),
+            ("keys=[...] without the keys that do not fit and without their optimizer", misfits),
         )
-        todo = ", ".join(way for way, needed in ways if needed)
-        where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacked or misfits) else ""
-        raise kind(
+        advice = ", ".join(option for option, needed in options if needed)
+        where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
+        raise error_class(
             f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
-            + ". ".join(f"{n} {said}: {several}" for n, _, said, several in found),
-            todo=f"Load into the same state as was saved, or ask for leniency by name: {todo}",
-            missing=tuple(lacked),
+            + ". ".join(f"{n} {text}: {listing}" for n, _, text, listing in present),
+            todo=f"Load into the same state that was saved, or use options as needed: {advice}",
+            missing=tuple(lacking),
             unexpected=tuple(surplus),
             misfits=tuple(misfits),
         )
 
 
+def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
+    """Describe how the ranks that saved a per-rank value differ from those that load it."""
+    new, gone = sorted({*loaded} - {*saved}), sorted({*saved} - {*loaded})
+    effects = []
+    if new:
+        keeps = "keeps its current value" if len(new) == 1 else "keep their current values"
+        effects.append(f"{format_ranks(new)} {keeps}")
+    if gone:
+        ignored = "value of {} is ignored" if len(gone) == 1 else "values of {} are ignored"
+        effects.append(f"the {ignored.format(format_ranks(gone))}")
+    savers = f"{len(saved)} rank{'s' * (len(saved) != 1)}"
+    return f"(saved by {savers}, loaded by {len(loaded)}): {', '.join(effects)}"
+
+
 def _group_ranks(encoded: Sequence[bytes]) -> dict[bytes, list[int]]:
-    """Those who told the same."""
-    found: dict[bytes, list[int]] = {}
+    """Return the ranks that sent each distinct message."""
+    groups: dict[bytes, list[int]] = {}
     for rank, raw in enumerate(encoded):
-        found.setdefault(raw, []).append(rank)
-    return found
+        groups.setdefault(raw, []).append(rank)
+    return groups
 
 
 def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
-    """Keys that a side lacks, which has ``others``: in place of all below a level of which it has
-    nothing that level, each with the number of leaves that it stands for."""
-    there = {level for key in present for level in _key_prefixes(key)}
+    """Fold keys that one side lacks into as few keys as possible.
+
+    ``present``: the keys that this side has. If it has no key below some level, that level replaces
+    all keys below it. Return each key or level with the number of leaves that it represents.
+    """
+    present_levels = {level for key in present for level in _key_prefixes(key)}
     below: dict[str, list[str]] = {}
     for key in keys:
-        highest = next((level for level in _key_prefixes(key) if level not in there), key)
+        highest = next((level for level in _key_prefixes(key) if level not in present_levels), key)
         below.setdefault(highest, []).append(key)
     return [(h if len(k) > 1 else k[0], len(k)) for h, k in below.items()]
 
 
 def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
-    """What a load that passes over the surplus takes, each with all below it, as it asks for it;
-    empty if that is nothing or much, or the surplus is a part of a model rather than a member."""
+    """Return a value for ``keys=`` that selects everything except the surplus.
+
+    Return an empty string if nothing or too much would have to be selected, or if the surplus is a
+    part of a model rather than a member of the state.
+    """
     unexpected = set(surplus)
     common = [key for key in saved if key not in unexpected] if surplus else []
-    found, more = fold_keys(common, surplus), fold_keys(surplus, common)
-    one, other = ({key.rpartition("/")[0] for key, n in s if n == 1} for s in (found, more))
-    patterns = any(c in key for key, _ in found for c in "*?")
-    if not 0 < len(found) <= _MAX_SUGGESTED_KEYS or patterns or (one & other) - {""}:
+    selected, excluded = fold_keys(common, surplus), fold_keys(surplus, common)
+    parents, excluded_parents = (
+        {key.rpartition("/")[0] for key, n in folded if n == 1} for folded in (selected, excluded)
+    )
+    has_wildcards = any(c in key for key, _ in selected for c in "*?")
+    too_many = not 0 < len(selected) <= _MAX_SUGGESTED_KEYS
+    if too_many or has_wildcards or (parents & excluded_parents) - {""}:
         return ""
-    said = ", ".join(f'"{key}"' for key, _ in found)
-    return said if len(found) == 1 else f"[{said}]"
+    quoted = ", ".join(f'"{key}"' for key, _ in selected)
+    return quoted if len(selected) == 1 else f"[{quoted}]"
 
 
 def _key_prefixes(key: str) -> Iterator[str]:
-    """``a``, ``a/b`` and ``a/b/c`` for ``a/b/c``."""
+    """Yield the key of each level: ``a``, ``a/b``, and ``a/b/c`` for ``a/b/c``."""
     end = key.find("/")
     while end >= 0:
         yield key[:end]
@@ -207,6 +236,6 @@ def _format_keys(folded: Sequence[tuple[str, int]]) -> str:
 
 
 def _format_mismatches(mismatches: Mapping[str, str]) -> str:
-    shown = [f"{key} {both}" for key, both in islice(mismatches.items(), _MAX_MISMATCHES_SHOWN)]
+    shown = [f"{key} {text}" for key, text in islice(mismatches.items(), _MAX_MISMATCHES_SHOWN)]
     more = len(mismatches) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,8 +1,10 @@
-"""Loading: the recipe. Read it from top to bottom; every step is called from here and returns here.
+"""The load recipe. Read it from top to bottom; it calls every step, and each step returns to it.
 
-1. The manifest, totally validated. 2. Bind: the snapshot's tree against what is wanted; all
-differences at once, or a target for every leaf. 3. Plan the reads, read, check, copy. 4. Settle:
-plain values, options, ``load_state_dict``.
+1. Open the manifest, which is validated completely.
+2. Bind: match the snapshot's tree with the live state. This raises an error that lists all
+   differences, or gives every leaf a target.
+3. Plan the reads, read, check the digests, and copy.
+4. Finalize: set plain values and options, and call ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -42,26 +44,27 @@ def load(  # noqa: PLR0913  (the public face)
     group: GroupSpec = None,
     share: bool = False,
 ) -> Any:
-    """Load the snapshot at ``url``; every byte is checked.
+    """Load the snapshot at ``url`` and check every byte that is read.
 
-    Without ``into``: a new dict of tensors on ``device`` (the CPU if None), arrays and plain
-    values. With ``into``: a dict like the one that was saved, filled in place and returned.
-    ``keys``: only leaves whose key matches: ``"model"`` is that leaf or all below it; ``*``
-    stands for anything within a level, ``**`` across levels.
+    Without ``into``, return a new dict of tensors on ``device`` (the CPU if None), arrays, and
+    plain values. With ``into``, a dict like the one that was saved, fill that dict in place and
+    return it. ``keys``: load only leaves whose key matches. ``"model"`` selects that leaf or all
+    leaves below it; ``*`` matches within a level, ``**`` across levels.
 
-    Strict unless asked otherwise: ``missing="keep"`` leaves live what the snapshot lacks,
-    ``unexpected="ignore"`` passes over what the live state lacks, ``cast=True`` converts dtypes,
-    ``rename={"model/old": "model/new"}`` gives members of the snapshot, each with all below it,
-    the names of the live state first.
+    The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
+    ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
+    dtypes. ``rename={"model/old": "model/new"}`` renames members of the snapshot, with everything
+    below them, before they are matched with the live state.
 
-    Under torch.distributed all ranks load ``into`` their live states together, whatever layout the
-    snapshot was saved with: each reads what it needs, and all succeed or all raise.
-    ``group="alone"`` loads in this process only, as a load without ``into`` always does.
-    ``share=True``: what several ranks of one host need, one of them reads from the store, and
-    passes on through shared memory (256 MiB for each host). All ranks must ask for it.
+    Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
+    snapshot was saved with. Each rank reads what it needs, and either all ranks succeed or all
+    raise. ``group="alone"`` loads in this process only, as does every load without
+    ``into``. ``share=True``: if several ranks of a host need the same data, one of them reads it
+    from the store and shares it through shared memory (256 MiB per host). All ranks must pass the
+    same value.
 
     Raises ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists every
-    difference; before any of the last kind nothing of ``into`` has been changed.
+    difference. If it raises a ``PlanError``, nothing in ``into`` was changed.
     """
     leniency = Leniency(missing, unexpected, cast, rename or {})
     with use_group(current_group(group)):
@@ -76,27 +79,27 @@ def load_snapshot(
     leniency: Leniency = STRICT,
     share: bool = False,
 ) -> Any:
-    """``load``, of a snapshot that is open."""
+    """Load an open snapshot, as ``load`` does."""
     group = current_group("alone" if into is None else None)
-    meeting = group.collective(f"the {'shared ' if share else ''}load of {snapshot.url}")
+    collective = group.collective(f"the {'shared ' if share else ''}load of {snapshot.url}")
+    targets = LoadTargets(snapshot, device)
     try:
-        # one pin is enough, if nobody reads before it is there
-        with meeting, snapshot.pin_while_reading() if group.rank == 0 else nullcontext():
-            meeting.broadcast(True if group.rank == 0 else None, bool)
-            together = share and group.size > 1
+        # One pin protects all ranks, because no rank reads before the broadcast.
+        with collective, snapshot.pin_while_reading() if group.rank == 0 else nullcontext():
+            collective.broadcast(True if group.rank == 0 else None, bool)
             with (
-                open_shared_reader(snapshot, meeting)
-                if together
-                else nullcontext(snapshot) as source
+                open_shared_reader(snapshot, collective)
+                if share and group.size > 1
+                else nullcontext(snapshot) as reader
             ):
-                return _load(source, into, keys, LoadTargets(snapshot, device), leniency, meeting)
+                return _load(reader, into, keys, targets, leniency, collective)
     finally:
-        meeting.close()
+        collective.close()
 
 
 _STATE_INVALID = (
-    "The live state may have been overwritten in part and is not valid: load an intact version into"
-    " it before going on"
+    "The live state may be partly overwritten and is not valid; load an intact version into it"
+    " before training continues"
 )
 
 
@@ -108,18 +111,19 @@ def _load(
     leniency: Leniency,
     collective: Collective,
 ) -> Any:
-    reader.indexes()  # before any memory is taken: the bytes behind the shapes are there
+    # before any memory is allocated: the indexes prove that the bytes for the shapes exist
+    reader.indexes()
     try:
-        settle, moved = _bind(targets, into, keys, leniency, collective)
+        finalize, reassigned = _bind(targets, into, keys, leniency, collective)
     except RankFailed as e:
         if e.fields.get("live_state") or isinstance(e.__cause__, HoldfastError):
-            raise  # it says of itself whether that rank had read already
+            raise  # the error already states whether the other rank had begun to read
         raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
-    if moved and collective.rank == 0:
-        _warn_reassigned(targets.snapshot.url, moved)
+    if reassigned and collective.rank == 0:
+        _warn_reassigned(targets.snapshot.url, reassigned)
     try:
         reader.read(targets.requests, targets.targets, collective.advance)
-        loaded = settle()
+        loaded = finalize()
         collective.gather(True, bool)
         collective.broadcast(True if collective.rank == 0 else None, bool)
     except BaseException as e:
@@ -141,10 +145,10 @@ def _bind(
     leniency: Leniency,
     collective: Collective,
 ) -> tuple[Finalize, str]:
-    """Give every leaf that is wanted a target, live or fresh; nothing live is touched.
+    """Give every requested leaf a target, live or fresh, without changing the live state.
 
-    Returns what gives the loaded state once the bytes are in, and what of single ranks goes to
-    others, in words. Raises ``PlanError``.
+    Return a function that returns the loaded state after the bytes are read, and a description of
+    the per-rank values that other ranks load than saved them. Raises ``PlanError``.
     """
     snapshot, selected = targets.snapshot, make_key_filter(keys)
     tree = snapshot.manifest.tree
@@ -163,7 +167,7 @@ def _bind(
         )
     names = modules.parameter_names(into)
     binder = Binder(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
-    settle = binder.bind(into, tree, "")
+    finalize = binder.bind(into, tree, "")
     binder.differences.combine_ranks(collective)
     binder.differences.raise_if_any(
         snapshot.url,
@@ -174,19 +178,19 @@ def _bind(
     )
     if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
         raise _no_match_error(snapshot, keys)
-    return settle, binder.differences.describe_reassigned()
+    return finalize, binder.differences.describe_reassigned()
 
 
 def _warn_reassigned(url: str, reassigned: str) -> None:
-    """Warn at the program's own line: there are more or fewer calls of ours above it."""
+    """Emit the warning at the line of the program that called Holdfast. The number of frames in
+    between varies."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
         frame, level = frame.f_back, level + 1
     warnings.warn(
-        f"What each rank keeps of its own in {url} does not fit the ranks that load it:"
-        f" {reassigned}. If it counts what one rank has seen of the data, some will come twice and"
-        " some never;"
-        " holdfast.ElasticSampler goes on with any number of ranks.",
+        f"The per-rank values in {url} do not match the ranks that load them: {reassigned}. If a"
+        " value counts the data that one rank has seen, some samples will be repeated and some"
+        " skipped; holdfast.ElasticSampler continues with any number of ranks.",
         RanksChanged,
         stacklevel=level,
     )
@@ -197,6 +201,6 @@ def _no_match_error(snapshot: Snapshot, keys: Any) -> MissingLeaf:
         f"No leaf of {snapshot.url} matches",
         expected=f"keys like {keys!r}",
         found=", ".join(snapshot.keys()[:10]),
-        todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * stays within a level, **"
-        " crosses levels",
+        todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
+        " across levels",
     )

@@ -1,7 +1,7 @@
-"""What several ranks of one host want of a snapshot is read once, by one of them, and passed on.
+"""Shared reads: one rank of a host reads each chunk that several ranks of the host need.
 
-Whoever reads a chunk checks it. What is passed on are the chunks' bytes, so the ranks may want
-different parts of them; what only one rank wants it reads itself, as ever.
+The rank that reads a chunk checks it, and shares the chunk's bytes with the other ranks, which may
+need different parts of them. A rank reads a chunk that only it needs by itself.
 """
 
 from __future__ import annotations
@@ -48,59 +48,62 @@ from holdfast.threads import gc_paused
 from holdfast.types import ALIGNMENT, BLOCK_SIZE
 
 RankMasks = npt.NDArray[np.uint64]
-"""Sets of ranks: bit r for the r-th of a host."""
+"""Sets of ranks, one per chunk: bit ``r`` represents the ``r``-th rank of a host."""
 
 
 @contextmanager
 def open_shared_reader(
     snapshot: Snapshot, collective: Collective
 ) -> Iterator[Snapshot | SharedReader]:
-    """The snapshot, as the ranks of this host read it together; itself where there is no other
-    rank, or none that can share."""
-    with connect_host_peers(collective, snapshot.url) as near:
-        yield snapshot if near is None else SharedReader(snapshot, near)
+    """Yield a reader with which the ranks of this host read the snapshot together. Yield the
+    snapshot itself if this host has no other rank, or if its ranks cannot share memory."""
+    with connect_host_peers(collective, snapshot.url) as peers:
+        yield snapshot if peers is None else SharedReader(snapshot, peers)
 
 
 class SharedReader:
-    """A snapshot, read by several ranks of one host together; all of them make the same calls."""
+    """A snapshot that several ranks of one host read together. All of them make the same calls in
+    the same order."""
 
     def __init__(self, snapshot: Snapshot, peers: HostPeers) -> None:
         self._snapshot = snapshot
         self._peers = peers
 
     def indexes(self) -> list[ShardIndex]:
-        """As ``Snapshot.indexes``; each file is read by one of the ranks."""
-        near, snapshot, shards = self._peers, self._snapshot, self._snapshot.manifest.shards
-        parts = [
+        """Return the indexes of all shards, as ``Snapshot.indexes`` does. One rank reads each block
+        of an index file."""
+        peers, snapshot, shards = self._peers, self._snapshot, self._snapshot.manifest.shards
+        blocks = [
             (i, at, min(BLOCK_SIZE, shard.index.length - at))
             for i, shard in enumerate(shards)
             for at in range(0, max(1, shard.index.length), BLOCK_SIZE)
         ]
-        missing = Counter(i for i, _, _ in parts)
-        came: list[dict[int, bytes]] = [{} for _ in shards]
-        made: dict[int, ShardIndex] = {}
-        lock, alike = Lock(), SchemaCache()
+        missing_blocks = Counter(i for i, _, _ in blocks)
+        received: list[dict[int, bytes]] = [{} for _ in shards]
+        indexes: dict[int, ShardIndex] = {}
+        lock, schema_cache = Lock(), SchemaCache()
 
         def fill(number: int, into: WindowSlice) -> None:
-            i, at, size = parts[number]
+            i, at, size = blocks[number]
             key = snapshot.location.key(shards[i].index.name)
             snapshot.location.store.get_range(key, at, size, into.view)
 
-        def take(number: int, span: WindowSlice) -> None:
-            i, at, size = parts[number]
+        def consume(number: int, span: WindowSlice) -> None:
+            i, at, size = blocks[number]
             with lock:
-                came[i][at] = bytes(span.view[:size])
-                missing[i] -= 1
-                last = not missing[i]
-            if last:
-                raw = b"".join(part for _, part in sorted(came[i].items()))
-                came[i].clear()
-                made[i] = parse_index(snapshot.location, shards[i], raw, alike)
+                received[i][at] = bytes(span.view[:size])
+                missing_blocks[i] -= 1
+                is_last = not missing_blocks[i]
+            if is_last:
+                raw = b"".join(block for _, block in sorted(received[i].items()))
+                received[i].clear()
+                indexes[i] = parse_index(snapshot.location, shards[i], raw, schema_cache)
 
         with snapshot.not_found_if_deleted(), gc_paused():
-            snapshot.check_lengths(shards[near.peer_index :: len(near.ranks)])
-            near.exchange(assign_reads([size for _, _, size in parts], len(near.ranks)), fill, take)
-            snapshot.set_indexes([made[i] for i in range(len(shards))])
+            snapshot.check_lengths(shards[peers.peer_index :: len(peers.ranks)])
+            rounds = assign_reads([size for _, _, size in blocks], len(peers.ranks))
+            peers.exchange(rounds, fill, consume)
+            snapshot.set_indexes([indexes[i] for i in range(len(shards))])
         return snapshot.indexes()
 
     def read(
@@ -109,98 +112,104 @@ class SharedReader:
         targets: Sequence[Target],
         advance: Callable[[], object] = bool,
     ) -> None:
-        """As ``Snapshot.read``; a chunk that several ranks want is read by one of them."""
-        place, indexes = self._snapshot.location, self._snapshot.indexes()
+        """Read the requests into the targets, as ``Snapshot.read`` does. One rank reads each chunk
+        that several ranks request."""
+        location, indexes = self._snapshot.location, self._snapshot.indexes()
         with gc_paused():
             plan = make_read_plan(indexes, requests)
         keys = [(item.shard, item.first_chunk) for item in plan.items]
 
         def fill(number: int, into: WindowSlice) -> None:
-            run = runs[number]
-            before = min(leads[number], _file_offset(indexes, run) % place.store.traits.alignment)
-            read_chunks_into(
-                place, indexes[run.shard], run, before, into.view[leads[number] - before :]
-            )
+            run, padding = runs[number], paddings[number]
+            # bytes that the store's alignment makes the read include before the run
+            extra = min(padding, _file_offset(indexes, run) % location.store.traits.alignment)
+            view = into.view[padding - extra :]
+            read_chunks_into(location, indexes[run.shard], run, extra, view)
 
-        def take(number: int, span: WindowSlice) -> None:
+        def consume(number: int, span: WindowSlice) -> None:
             run = runs[number]
             i = bisect_right(keys, (run.shard, run.first_chunk)) - 1
             if i >= 0 and plan.items[i].shard == run.shard:
                 copies = _narrow(plan.items[i], run)
-                copy_to_targets(copies, targets, span, run.start - leads[number])
+                copy_to_targets(copies, targets, span, run.start - paddings[number])
 
         with self._snapshot.not_found_if_deleted():
-            runs, alone = _split_shared(plan, indexes, self._wanting_ranks(plan, indexes))
-            # in a window they lie as in their file, so that any rank can read them past its cache
-            leads = [_file_offset(indexes, run) % ALIGNMENT for run in runs]
-            sizes = [n + run.stop - run.start for n, run in zip(leads, runs, strict=True)]
+            runs, unshared = _split_shared(plan, indexes, self._wanting_ranks(plan, indexes))
+            # Runs have the same alignment in a window as in their file, which allows direct I/O.
+            paddings = [_file_offset(indexes, run) % ALIGNMENT for run in runs]
+            sizes = [n + run.stop - run.start for n, run in zip(paddings, runs, strict=True)]
             increment_tensor_versions(targets)
-            self._peers.exchange(assign_reads(sizes, len(self._peers.ranks)), fill, take)
-            rest = ReadPlan(plan.shards, tuple(alone), sum(i.stop - i.start for i in alone))
+            self._peers.exchange(assign_reads(sizes, len(self._peers.ranks)), fill, consume)
+            own_plan = ReadPlan(
+                plan.shards, tuple(unshared), sum(i.stop - i.start for i in unshared)
+            )
             threads = read_settings().threads
-            execute_read_plan(place, rest, indexes, targets, shared_pool(), threads, advance)
+            execute_read_plan(location, own_plan, indexes, targets, shared_pool(), threads, advance)
 
     def _wanting_ranks(self, plan: ReadPlan, indexes: Sequence[ShardIndex]) -> list[RankMasks]:
-        """For each shard, who wants each of its chunks."""
-        begins = np.cumsum([0, *(len(index.cuts) for index in indexes)])
-        mine = np.zeros(begins[-1], bool)
+        """Return, for each shard, the ranks that need each of its chunks."""
+        starts = np.cumsum([0, *(len(index.cuts) for index in indexes)])
+        own_chunks = np.zeros(starts[-1], bool)
         for item in plan.items:
-            mine[begins[item.shard] + item.first_chunk : begins[item.shard] + item.end_chunk] = True
-        packed = np.packbits(mine).tobytes()
-        of_each = [np.zeros(0, np.uint64)] * len(self._peers.ranks)
+            start = starts[item.shard]
+            own_chunks[start + item.first_chunk : start + item.end_chunk] = True
+        packed = np.packbits(own_chunks).tobytes()
+        chunks_by_rank = [np.zeros(0, np.uint64)] * len(self._peers.ranks)
 
         def fill(number: int, into: WindowSlice) -> None:
             into.view[: len(packed)] = packed
 
-        def take(number: int, span: WindowSlice) -> None:
+        def consume(number: int, span: WindowSlice) -> None:
             bits = np.frombuffer(span.view, np.uint8, len(packed))
-            of_each[number] = np.unpackbits(bits, count=len(mine)).astype(np.uint64)
+            unpacked = np.unpackbits(bits, count=len(own_chunks))
+            chunks_by_rank[number] = unpacked.astype(np.uint64)
 
-        self._peers.exchange(
-            [[ReadAssignment(r, r, 0, len(packed)) for r in range(len(of_each))]], fill, take
-        )
-        wanted = np.zeros(len(mine), np.uint64)
-        for number, bits in enumerate(of_each):
-            wanted |= bits << np.uint64(number)
-        return np.split(wanted, begins[1:-1])
+        assignments = [ReadAssignment(r, r, 0, len(packed)) for r in range(len(chunks_by_rank))]
+        self._peers.exchange([assignments], fill, consume)
+        masks = np.zeros(len(own_chunks), np.uint64)
+        for number, chunks in enumerate(chunks_by_rank):
+            masks |= chunks << np.uint64(number)
+        return np.split(masks, starts[1:-1])
 
 
 def _file_offset(indexes: Sequence[ShardIndex], item: ReadItem) -> int:
-    """Where the item's bytes begin in their file."""
+    """Return the offset of the item's bytes in their file."""
     return indexes[item.shard].locate_chunk(item.first_chunk)[1]
 
 
 def _split_shared(
     plan: ReadPlan, indexes: Sequence[ShardIndex], wanting_ranks: Sequence[RankMasks]
 ) -> tuple[list[ReadItem], list[ReadItem]]:
-    """The chunks that several ranks want, in runs of which each of them wants all or nothing; and
-    of the plan what this rank alone wants."""
-    several = [who & (who - np.uint64(1)) != 0 for who in wanting_ranks]
+    """Return the chunks that several ranks need, and the part of the plan that only this rank
+    needs. The shared chunks are split into runs, so that each rank needs all of a run or none."""
+    is_shared = [masks & (masks - np.uint64(1)) != 0 for masks in wanting_ranks]
     runs: list[ReadItem] = []
-    for shard, (index, who, shared) in enumerate(zip(indexes, wanting_ranks, several, strict=True)):
-        found: list[ReadItem] = []
-        for ranks in np.unique(who[shared]):
-            chunks = np.flatnonzero(who == ranks)
-            found += chunk_read_items(shard, index.cuts, index.chunk_refs, chunks)
-        runs += sorted(found, key=lambda run: run.first_chunk)
-    alone: list[ReadItem] = []
+    for shard, (index, masks, shared) in enumerate(
+        zip(indexes, wanting_ranks, is_shared, strict=True)
+    ):
+        shard_runs: list[ReadItem] = []
+        for mask in np.unique(masks[shared]):
+            chunks = np.flatnonzero(masks == mask)
+            shard_runs += chunk_read_items(shard, index.cuts, index.chunk_refs, chunks)
+        runs += sorted(shard_runs, key=lambda run: run.first_chunk)
+    unshared: list[ReadItem] = []
     for item in plan.items:
         chunks = item.first_chunk + np.flatnonzero(
-            ~several[item.shard][item.first_chunk : item.end_chunk]
+            ~is_shared[item.shard][item.first_chunk : item.end_chunk]
         )
         if len(chunks) == item.end_chunk - item.first_chunk:
-            alone.append(item)
+            unshared.append(item)
         elif len(chunks):
             index = indexes[item.shard]
             parts = chunk_read_items(item.shard, index.cuts, index.chunk_refs, chunks)
-            alone += [_narrow(item, part) for part in parts]
-    return runs, alone
+            unshared += [_narrow(item, part) for part in parts]
+    return runs, unshared
 
 
 def _narrow(item: ReadItem, part: ReadItem) -> ReadItem:
-    """A part of the item's chunks, with the copies that are made from these."""
-    want, offset, at, size = item.linear_copies.T
-    begin, end = np.maximum(offset, part.start), np.minimum(offset + size, part.stop)
-    rows = np.column_stack([want, begin, at + begin - offset, end - begin])[end > begin]
-    slabs = tuple(s for s in item.strided_copies if part.start <= s.file_offset < part.stop)
-    return replace(part, linear_copies=rows, strided_copies=slabs)
+    """Return ``part``, some of the item's chunks, with the item's copies from these chunks."""
+    request_id, offset, at, size = item.linear_copies.T
+    start, stop = np.maximum(offset, part.start), np.minimum(offset + size, part.stop)
+    rows = np.column_stack([request_id, start, at + start - offset, stop - start])[stop > start]
+    strided = tuple(s for s in item.strided_copies if part.start <= s.file_offset < part.stop)
+    return replace(part, linear_copies=rows, strided_copies=strided)

@@ -1,4 +1,4 @@
-"""The targets of one load: live memory that is to be filled, and fresh memory for all else."""
+"""The targets of one load: live memory to fill, and fresh memory for all other leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.format.names import MANIFEST, join_key
 from holdfast.types import Box
 
 Finalize = Callable[[], Any]
-"""Gives the value that belongs in the state, once the bytes are in."""
+"""A function to call after the bytes are read. It returns the value for the loaded state."""
 
 LEAF_NODE_TAGS = frozenset(tree.LEAF_TAGS)
 BYTE_TAGS = frozenset({*tree.LEAF_TAGS, "tied"})
@@ -23,7 +23,7 @@ BYTE_TAGS = frozenset({*tree.LEAF_TAGS, "tied"})
 
 @dataclass(slots=True)
 class LoadTargets:
-    """All targets of one load. Leaves that have no live place get fresh memory here."""
+    """All targets of one load. ``fresh`` holds the memory of leaves that have no live memory."""
 
     snapshot: Snapshot
     device: Any = None
@@ -32,14 +32,14 @@ class LoadTargets:
     fresh: dict[str, Any] = field(default_factory=dict)
 
     def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
-        """The key under which a leaf's bytes are stored, and the node that says what it is."""
+        """Return the key under which a leaf's bytes are stored, and the node that describes it."""
         source = node.get("tied", key)
         if not LEAF_NODE_TAGS.isdisjoint(node):
             return source, node
         return source, self.snapshot.nodes()[source]
 
     def add(self, source: str, into: Any, box: Box | None = None) -> None:
-        """Have the leaf, or a box of it, read into ``into``."""
+        """Request that the leaf, or a box of it, is read into ``into``."""
         dtype, shape = self.snapshot.leaves[source]
         box = Box.whole(shape) if box is None else box
         if 0 not in box.sizes:
@@ -47,30 +47,31 @@ class LoadTargets:
             self.targets.append(Target.from_tensor(dtype, box.sizes, into))
 
     def add_fresh(self, node: Any, key: str, device: Any = None) -> Finalize:
-        """Fresh memory for all leaves of a node; the result gives the node's value, later."""
+        """Allocate memory for all leaves of a node, and request them. Return the ``Finalize``
+        function that decodes the node's value."""
         for k, n in tree.walk(node, key):
             if type(n) is dict and not BYTE_TAGS.isdisjoint(n):
                 source, leaf = self.resolve_leaf(n, k)
                 if source not in self.fresh:
                     dtype, shape = self.snapshot.leaves[source]
-                    at = self.device if device is None else device
-                    self.fresh[source] = allocate(leaf, k, dtype, shape, at)
+                    leaf_device = self.device if device is None else device
+                    self.fresh[source] = allocate(leaf, k, dtype, shape, leaf_device)
                     self.add(source, self.fresh[source])
         return lambda: tree.decode(node, key, self.decode_leaf)
 
     def decode_leaf(self, node: Any, key: str) -> Any:
-        """For ``tree.decode``: the value of a leaf whose bytes are in."""
+        """Return the value of a leaf whose bytes are read. Callback for ``tree.decode``."""
         if "sparse" in node:
             file = self.snapshot.location.key(MANIFEST)
             return _make_sparse(node["sparse"], key, self.decode_leaf, file)
         source, leaf = self.resolve_leaf(node, key)
-        made = self.fresh[source]
+        loaded = self.fresh[source]
         if "blob" in leaf:
-            return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](made.data)
+            return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](loaded.data)
         if "array" in leaf and len(leaf["array"]) == 3:
-            records = as_records(made, tree.from_descr(leaf["array"][2]))
-            return records.reshape(made.shape[:-1])
-        return made
+            records = as_records(loaded, tree.from_descr(leaf["array"][2]))
+            return records.reshape(loaded.shape[:-1])
+        return loaded
 
 
 def _make_sparse(body: Any, key: str, decode_leaf: Callable[[Any, str], Any], file: str) -> Any:
@@ -80,10 +81,10 @@ def _make_sparse(body: Any, key: str, decode_leaf: Callable[[Any, str], Any], fi
     shape = tuple(body["shape"])
     try:
         if body["layout"] == "sparse_coo":
-            made = torch.sparse_coo_tensor(
+            tensor = torch.sparse_coo_tensor(
                 parts["indices"], parts["values"], shape, check_invariants=True
             )
-            return made._coalesced_(body["coalesced"])
+            return tensor._coalesced_(body["coalesced"])
         compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
         return torch.sparse_compressed_tensor(
             parts[compressed],
