@@ -1,7 +1,9 @@
-"""Helpers for the text of messages."""
+"""The text of messages, and warnings at the user's own line."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 
@@ -10,9 +12,26 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
 
 
+def format_list(
+    items: Sequence[object], limit: int, separator: str = ", ", total: int | None = None
+) -> str:
+    """Return at most ``limit`` items as text: ``a, b`` or ``a, b, and 4 more``.
+
+    ``total`` is the number of all items, if ``items`` holds only the first ones.
+    """
+    shown = [str(item) for item in items[:limit]]
+    more = (len(items) if total is None else total) - len(shown)
+    return separator.join([*shown, f"and {more} more"] if more else shown)
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks as text: ``rank 3``, ``ranks 0, 1, 2``. At most 8 ranks are listed."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(r) for r in ranks[:8])
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) != 1 else ''} {format_list(ranks, 8)}"
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the line that called into Holdfast, however many of its own calls lie in between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -174,4 +174,4 @@ def test_values_of_ranks_and_of_the_first_take_their_places() -> None:
 
 def test_names_of_ranks() -> None:
     assert format_ranks([3]) == "rank 3"
-    assert format_ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert format_ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, and 4 more"

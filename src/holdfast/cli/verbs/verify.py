@@ -20,6 +20,7 @@ from holdfast.format.names import MANIFEST, branch_name, is_shard_name, parse_ev
 from holdfast.format.records import MAX_RECORD, decode_branch, decode_evaluation, decode_lasting_pin
 from holdfast.run.catalog import Listing
 from holdfast.run.run import Run
+from holdfast.text import format_list
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -239,8 +240,7 @@ def render(results: list[VerifyResult], seconds: float, console: Console) -> Non
         console.print(styled_text(location, "red"), soft_wrap=True)
         console.print(styled_text(format_error_brief(p.error), "dim"), soft_wrap=True)
         if p.leaves and not isinstance(p.error, DigestMismatch):  # its message names them
-            more = f" and {len(p.leaves) - 8} more" if len(p.leaves) > 8 else ""
-            leaves = f"leaves: {', '.join(p.leaves[:8])}{more}"
+            leaves = f"leaves: {format_list(p.leaves, 8)}"
             console.print(styled_text(leaves, "dim"), soft_wrap=True)
         if others:
             console.print(styled_text(f"also affects {', '.join(others)}", "dim"), soft_wrap=True)

@@ -17,6 +17,7 @@ from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import LeafSchema
 from holdfast.ragged import Ints, exclusive_cumsum, flatten_rows, int_array, ranges, row_products
+from holdfast.text import format_list
 from holdfast.types import Box
 
 MAX_SHOWN = 20
@@ -180,7 +181,7 @@ class OverlapSearch:
         if missing:
             raise MissingLeaf(
                 f"The snapshot lacks {len(missing)} of the requested leaves",
-                expected=summarize_names(missing),
+                expected=format_list(missing, MAX_SHOWN),
                 found="none of their boxes in any shard",
                 todo="Do not request these leaves, or load a version that has them",
                 leaves=tuple(missing),
@@ -208,9 +209,3 @@ def _type_conflict(
         file=file,
         leaf=key,
     )
-
-
-def summarize_names(names: Sequence[str]) -> str:
-    """Return the first names, separated by commas, and the number of further names."""
-    more = len(names) - MAX_SHOWN
-    return ", ".join(names[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")

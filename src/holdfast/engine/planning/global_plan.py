@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from holdfast.engine.planning.local_plan import Hashes, LocalPlan, describe_type, splitmix64
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
 from holdfast.ragged import Ints
-from holdfast.text import format_ranks
+from holdfast.text import format_list, format_ranks
 
 MAX_SHOWN = 20
 """The maximum number of leaves that one error message names."""
@@ -230,12 +230,11 @@ def _consistency_error(
         else:
             lines.append(f"{key}: {_describe_tiling(covered_bytes[key_hash], total[key_hash])}")
     count = len(mistyped) + len(untiled)
-    more = count - len(shown)
     error_class = error_classes.pop() if len(error_classes) == 1 else PlanError
     return error_class(
         f"The boxes of the ranks are inconsistent in {count} {'leaf' if count == 1 else 'leaves'}",
         expected="one dtype and shape per leaf on all ranks, and boxes that tile the leaf",
-        found="; ".join(lines) + (f"; and {more} more" if more else ""),
+        found=format_list(lines, len(lines), "; ", count),
         todo="Pass the same global tensors on every rank; wrap what differs by rank in PerRank",
         leaves=tuple(names),
     )

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.format.names import join_key
-from holdfast.text import format_ranks
+from holdfast.text import format_list, format_ranks
 
 MAX_SHOWN = 20
 """The maximum number of keys that one error message names."""
@@ -171,13 +171,12 @@ def _difference_error(differences: Mapping[str, list[NodeVariant]]) -> PlanError
         lines.append(
             f"{key}: " + ", ".join(descriptions) + (", ..." if len(ranks_by_node) > 4 else "")
         )
-    more = len(differences) - len(lines)
     return PlanError(
         "The ranks disagree about "
         + ("a value" if len(differences) == 1 else f"{len(differences)} values")
         + " of the state",
         expected="the same value on every rank that has it",
-        found="; ".join(lines) + (f"; and {more} more" if more else ""),
+        found=format_list(lines, MAX_SHOWN, "; ", len(differences)),
         todo="Wrap values that differ by rank in holdfast.PerRank; to save the first rank's value"
         " for all ranks, wrap it in holdfast.Replicated",
         leaves=tuple(differences),

@@ -16,11 +16,12 @@ import numpy as np
 
 from holdfast.engine.planning.boxes import contiguous_boxes, flat_range
 from holdfast.engine.planning.cover_boxes import ShardCopies, StridedOverlap, cover_box
-from holdfast.engine.planning.find_boxes import DAMAGED_ADVICE, OverlapSearch, summarize_names
+from holdfast.engine.planning.find_boxes import DAMAGED_ADVICE, MAX_SHOWN, OverlapSearch
 from holdfast.errors import ManifestInvalid
 from holdfast.format.chunk_refs import ChunkRefs
 from holdfast.format.index import ShardIndex
 from holdfast.ragged import Ints, ranges
+from holdfast.text import format_list
 from holdfast.types import BLOCK_SIZE, Box
 
 ChunkMap = tuple[Ints, ChunkRefs | None]
@@ -137,7 +138,7 @@ def _coverage_error(uncovered: list[tuple[ReadRequest, Box]]) -> ManifestInvalid
     return ManifestInvalid(
         f"The shards lack parts of {len(uncovered)} requested boxes",
         expected="stored boxes that cover every leaf",
-        found="no stored data for " + summarize_names(parts),
+        found="no stored data for " + format_list(parts, MAX_SHOWN),
         todo=DAMAGED_ADVICE,
         leaves=tuple(request.key for request, _ in uncovered),
     )

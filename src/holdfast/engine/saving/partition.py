@@ -30,7 +30,7 @@ from holdfast.engine.state.flatten import FlatState, LocalLeaf
 from holdfast.engine.state.replication import Replication
 from holdfast.errors import PlanError
 from holdfast.format.names import new_attempt
-from holdfast.text import format_ranks
+from holdfast.text import format_list, format_ranks
 from holdfast.types import MIB, Box
 
 T = TypeVar("T")
@@ -362,7 +362,6 @@ def _replica_mismatch_error(mismatches: Mapping[str, Mapping[bytes, list[int]]])
         else:
             difference = " vs. ".join(format_ranks(sorted(ranks)) for ranks in sides[:3])
         lines.append(f"{key} ({difference})")
-    more = len(mismatches) - len(lines)
     what = (
         "A tensor of the state is"
         if len(mismatches) == 1
@@ -371,7 +370,7 @@ def _replica_mismatch_error(mismatches: Mapping[str, Mapping[bytes, list[int]]])
     return PlanError(
         f"{what} not the same on all ranks",
         expected="the same elements on every rank that has the tensor, or a DTensor",
-        found="; ".join(lines) + (f"; and {more} more" if more else ""),
+        found=format_list(lines, _MAX_LISTED, "; ", len(mismatches)),
         todo="Check that every rank initializes the model from the same seed, and put a"
         " DistributedDataParallel model into the state with its wrapper. For tensors that differ on"
         " purpose, use holdfast.Replicated(model) to save the first rank's values of everything"

@@ -37,6 +37,7 @@ from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.engine.state.step_hooks import find_stable_leaves
 from holdfast.errors import CommitError
 from holdfast.settings import read_settings
+from holdfast.text import format_list
 from holdfast.threads import gc_paused
 
 
@@ -214,9 +215,8 @@ def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
     meanwhile."""
     changed = deferred.stage(job.pool, read_settings().threads)
     if changed:
-        more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise CommitError(
-            f"Nothing was committed to {job.location.url}: {', '.join(changed[:3])}{more} changed"
+            f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"
             " during the copy in the background",
             todo="Change these tensors only in an optimizer's step, or use overlap=False",
             leaves=changed,

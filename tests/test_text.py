@@ -1,0 +1,60 @@
+"""Lists and ranks in messages, and the line that a warning names."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import SaveFailed
+from holdfast.text import format_list, format_ranks, warn_user, with_article
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["a", "b", "c"], "a, b, c"),
+        (["a", "b", "c", "d"], "a, b, c, and 1 more"),
+        (range(2000), "0, 1, 2, and 1997 more"),
+    ],
+)
+def test_a_list_is_cut_and_counted(items: list[str], expected: str) -> None:
+    assert format_list(items, 3) == expected
+    assert format_list(items, 3, "; ") == expected.replace(", ", "; ")
+
+
+def test_ranks() -> None:
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([0, 2]) == "ranks 0, 2"
+    assert format_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
+
+
+def test_articles() -> None:
+    assert [with_article(n) for n in ("dict", "int", "Tensor", "ndarray")] == [
+        "a dict",
+        "an int",
+        "a Tensor",
+        "a ndarray",
+    ]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_a_warning_names_the_line_that_called_holdfast(depth: int) -> None:
+    """However deep in the package it is made: the frames above it belong to ``holdfast.x``."""
+    inside: dict[str, object] = {"__name__": "holdfast.x", "warn_user": warn_user}
+    exec(
+        "def call(depth, category):\n"
+        "    if depth:\n"
+        "        call(depth - 1, category)\n"
+        "    else:\n"
+        "        warn_user('text', category)\n",
+        inside,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        inside["call"](depth, SaveFailed)  # type: ignore[operator]
+    assert [(w.filename, str(w.message)) for w in caught] == [(__file__, "text")]
+    assert "inside[" in Path(__file__).read_text().splitlines()[caught[0].lineno - 1]
