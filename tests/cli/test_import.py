@@ -145,7 +145,7 @@ def test_a_step_that_nothing_tells(folder: Path) -> None:
 
 def test_a_version_that_is_there_is_not_touched(folder: Path) -> None:
     hf.save("runs/a/version_7", {"x": np.arange(3)})
-    one_line(run_cli("import", "step_7.pt", "runs/a"), 8, "version_7 already")
+    one_line(run_cli("import", "step_7.pt", "runs/a"), 8, "already exists at runs/a/version_7")
     assert list(hf.load("runs/a/version_7")) == ["x"]
 
 
@@ -166,7 +166,7 @@ def test_a_run_is_a_folder_of_versions(folder: Path) -> None:
 
 
 def test_places_that_are_not_there(folder: Path) -> None:
-    one_line(run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "step_7.pt is meant")
+    one_line(run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "you meant step_7.pt")
     one_line(run_cli("import", "s3://b/x.pt", "run"), 6, "not on a local disk")
     one_line(run_cli("import", "", "run"), 4)
     assert run_cli("import", "step_7.pt").code == 2
@@ -179,7 +179,7 @@ class Evil:
 
 def test_what_would_be_run_is_refused_in_one_line(folder: Path) -> None:
     torch.save({"w": Evil()}, "step_9.pt")
-    one_line(run_cli("import", "step_9.pt", "run"), 6, "wants to run posix.system")
+    one_line(run_cli("import", "step_9.pt", "run"), 6, "refers to posix.system")
     answer = run_cli("import", "step_9.pt", "run", "--json")
     assert answer.json["exit"] == 6
     assert answer.json["error"]["fields"]["classes"] == ["posix.system"]
@@ -193,7 +193,7 @@ def test_damage_and_what_is_no_checkpoint(folder: Path) -> None:
     Path("step_8.pt").write_bytes(raw[: len(raw) // 2])
     one_line(run_cli("import", "step_8.pt", "run"), 3, "step_8.pt is damaged")
     Path("step_8.pt").write_text("hello")
-    one_line(run_cli("import", "step_8.pt", "run"), 6, "is no checkpoint", "b'hello'")
+    one_line(run_cli("import", "step_8.pt", "run"), 6, "is not a checkpoint", "b'hello'")
     os.mkdir("empty")
     one_line(run_cli("import", "empty", "run", "--step", 1), 6, "an empty folder")
     torch.save({"a": {"size": torch.Size([1])}}, "step_8.pt")
@@ -249,4 +249,4 @@ def test_the_bars_are_told_of_every_byte(folder: Path, monkeypatch: pytest.Monke
 
 def test_the_torch_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
-    one_line(run_cli("import", "step_7.pt", "run"), 1, "read with PyTorch")
+    one_line(run_cli("import", "step_7.pt", "run"), 1, "needs PyTorch")

@@ -202,10 +202,10 @@ def test_what_is_not_there_is_named(training: Snapshot) -> None:
             with pytest.raises(MissingLeaf, match=f"nothing below {root}"):
                 plan_export(training, "torch", root=root)
     for kind in ("safetensors", "hf", "torch"):
-        with pytest.raises(MissingLeaf, match="is chosen"):
+        with pytest.raises(MissingLeaf, match="selection contains nothing"):
             plan_export(training, kind, keys=["zzz/**"])
     only_values = holdfast.open(save_state({"n": 1}))
-    with pytest.raises(MissingLeaf, match="is chosen"):
+    with pytest.raises(MissingLeaf, match="selection contains nothing"):
         plan_export(only_values, "safetensors")
     assert plan_export(only_values, "torch").tensor_count == 0
 
@@ -534,7 +534,7 @@ def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         export(snapshot, "torch", to)  # type: ignore[arg-type]
         assert torch.load(to, weights_only=True)
     for to in ("", "/"):
-        with pytest.raises(StoreError, match="names no folder"):
+        with pytest.raises(StoreError, match="does not name a folder"):
             locate_export(to, "hf")
     assert not list(tmp_path.rglob("*.partial"))
 
@@ -555,7 +555,7 @@ def test_nothing_that_is_there_is_touched(tmp_path: Path) -> None:
         out = tmp_path / f"{name}-{kind}-out"
         out.mkdir()
         (out / name).write_text("mine")
-        with pytest.raises(AlreadyExists, match=f"There is {name}"):
+        with pytest.raises(AlreadyExists, match=f"There is already a file {name}"):
             export(snapshot, kind, out, **({"max_shard_size": 8} if "0000" in name else {}))
         assert os.listdir(out) == [name]
         assert (out / name).read_text() == "mine"

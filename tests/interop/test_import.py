@@ -453,7 +453,7 @@ def test_what_the_index_does_not_mention_comes_too(tmp_path):
 def test_an_index_leads_nowhere_else(tmp_path, place):
     index = {"weight_map": {"a": place}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError, match="files beside it"):
+    with pytest.raises(FormatError, match="files in the same folder"):
         read_foreign_checkpoint(str(tmp_path))
 
 
@@ -521,7 +521,7 @@ def test_folders_that_are_no_checkpoint(tmp_path):
         read_foreign_checkpoint(str(tmp_path))
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "consolidated.00.pth").write_text("x")
-    with pytest.raises(Unsupported, match=r"found consolidated.*Name a file in it: .*00\.pth"):
+    with pytest.raises(Unsupported, match=r"found consolidated.*Import a file in it: .*00\.pth"):
         read_foreign_checkpoint(str(tmp_path))
 
 
@@ -535,7 +535,7 @@ def test_two_in_one_folder(tmp_path):
 def test_what_is_ours_already(tmp_path):
     made = holdfast.save(tmp_path / "run" / "version_1", {"x": torch.ones(2)})
     for path in (tmp_path / "run", tmp_path / "run" / "version_1"):
-        with pytest.raises(Unsupported, match="of Holdfast already"):
+        with pytest.raises(Unsupported, match="already a Holdfast"):
             read_foreign_checkpoint(str(path))
     shard = tmp_path / "run" / "version_1" / made.manifest.shards[0].name
     with pytest.raises(Unsupported, match="a shard of a Holdfast"):
@@ -544,7 +544,7 @@ def test_what_is_ours_already(tmp_path):
 
 def test_places_that_are_not_there(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
-    with pytest.raises(NotFound, match=r"Perhaps .*/model\.pt is meant"):
+    with pytest.raises(NotFound, match=r"Perhaps you meant .*/model\.pt"):
         read_foreign_checkpoint(str(tmp_path / "modell.pt"))
     with pytest.raises(Unsupported, match="not on a local disk"):
         read_foreign_checkpoint("s3://bucket/model.pt")
@@ -552,7 +552,7 @@ def test_places_that_are_not_there(tmp_path):
     with pytest.raises(NotFound):
         read_foreign_checkpoint(str(tmp_path / "gone"))
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(Unsupported, match="no plain file"):
+    with pytest.raises(Unsupported, match="not a regular file"):
         read_foreign_checkpoint(str(tmp_path / "pipe"))
 
 

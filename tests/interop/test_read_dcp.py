@@ -255,7 +255,7 @@ def test_a_list_that_would_run_something(tmp_path, canary, protocol):
     good(tmp_path / "x")
     evil = pickle.dumps(MaliciousPickle(canary), protocol=protocol)
     (tmp_path / "x" / ".metadata").write_bytes(evil)
-    refused(tmp_path / "x", ".metadata wants to run posix.system")
+    refused(tmp_path / "x", ".metadata refers to posix.system")
 
 
 def test_a_list_with_something_in_it(tmp_path, canary):
@@ -453,7 +453,7 @@ def test_any_flipped_bit(tmp_path, file):
 def test_a_missing_file(tmp_path):
     good(tmp_path / "x")
     os.remove(tmp_path / "x" / "__0_0.distcp")
-    with pytest.raises(FormatError, match=r"the file __0_0\.distcp beside it, found no such file"):
+    with pytest.raises(FormatError, match=r"the file __0_0\.distcp in the same folder, found no such file"):
         read_foreign_checkpoint(str(tmp_path / "x"))
     os.remove(tmp_path / "x" / ".metadata")
     with pytest.raises(Unsupported, match="an empty folder"):

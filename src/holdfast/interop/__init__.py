@@ -1,4 +1,6 @@
-"""Imports and exports checkpoints of other libraries. Nothing in them is ever executed.
+"""Import and export of the checkpoint formats of other libraries. No code in a file is executed.
+
+A *foreign* checkpoint is one that another library wrote.
 
 May import: the root modules, ``format``, ``storage``, and ``engine``, but not ``run``.
 """

@@ -1,8 +1,11 @@
-"""Exporting: a snapshot's tensors as files that others read, every digest checked on the way.
+"""Export: write the tensors of a snapshot in another format, and check every digest.
 
-1. Choose: what of the tree is wanted. 2. Plan: which files, and where in them each leaf lies; what
-the target cannot express is refused by name. 3. Write: each file aside, filled in pieces, synced,
-then named. The memory used is that of ``pour``, whatever the sizes.
+1. Select the part of the tree to export.
+2. Plan the files, and the offset of each leaf in them. Values that the format cannot represent are
+   refused, and the error names all of them.
+3. Write each file under a temporary name in pieces, sync it, then give it its name.
+
+Memory use is that of ``stream_leaves``, and does not depend on the size of the snapshot.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ SUFFIXES = {
     "torch": (".pt", ".pth", ".bin", ".ckpt"),
     "hf": (),
 }
-"""What can be exported to; and what a file is called, rather than the folder that it will be in."""
+"""The export formats, each with the suffixes that make the target a file name, not a folder."""
 
 MODEL_KEY = "model"
-"""The part of a state that is exported to ``safetensors`` and ``hf`` unless another is named."""
+"""The part of a state that is exported to ``safetensors`` and ``hf`` by default."""
 
 MAX_SHARD_SIZE = 5 * 10**9
-"""Most bytes of tensors in one file of a Hugging Face checkpoint, as its libraries have it."""
+"""Maximum bytes of tensors in one Hugging Face file: the default of its libraries."""
 
 MAX_LISTED = 20
 
@@ -54,8 +57,12 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What is to be written. ``root``: the key below which it is; ``nbytes``: of its ``tensors``;
-    ``left_out``: how many plain values the target has no place for."""
+    """The files to write.
+
+    ``root``: the key below which everything is exported. ``tensor_count`` and ``nbytes``: the
+    number of tensors, and the bytes of their elements. ``left_out``: the number of plain values
+    that the format cannot represent.
+    """
 
     kind: str
     root: str
@@ -74,18 +81,19 @@ def plan_export(
     max_shard_size: int = MAX_SHARD_SIZE,
     file_name: str | None = None,
 ) -> ExportPlan:
-    """What an export to ``kind`` (one of ``SUFFIXES``) would write; only the manifest is read.
+    """Plan an export to ``kind``, one of ``SUFFIXES``. Only the manifest is read.
 
-    ``root``: the key of what is exported, ``"/"`` for all. None: ``model`` where there is one and
-    no ``keys`` are given, except to ``torch``; else all. ``keys``: only leaves that match one of
-    these patterns. ``name``: of the file, where it is one.
+    ``root``: the key below which everything is exported; ``"/"`` exports all. None means ``model``
+    if there is one, no ``keys`` are given, and ``kind`` is not ``torch``; otherwise all. ``keys``:
+    patterns; only leaves that match one of them are exported. ``file_name``: the name of the file,
+    if the export is a single one.
 
-    Raises ``MissingLeaf`` if nothing is chosen, ``Unsupported`` naming all that ``kind`` cannot
-    express.
+    Raises ``MissingLeaf`` if nothing is selected, and ``Unsupported``, which names everything that
+    ``kind`` cannot represent.
     """
     if root is None:
-        top = any(k == MODEL_KEY for _, k in _members(snapshot.manifest.tree, "") or ())
-        root = MODEL_KEY if top and not keys and kind != "torch" else ""
+        has_model = any(k == MODEL_KEY for _, k in _members(snapshot.manifest.tree, "") or ())
+        root = MODEL_KEY if has_model and not keys and kind != "torch" else ""
     root = root.strip("/")
     node = _find_container(snapshot, root)
     selected = make_key_filter(list(keys)) if keys else match_all
@@ -104,14 +112,17 @@ def plan_export(
 
 
 def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
-    """The folder to export to, and the name of the file if ``to`` is one. Raises ``StoreError``."""
+    """Return the folder to export to, and the name of the file if ``to`` names one (else None).
+
+    Raises ``StoreError``.
+    """
     folder, slash, last = to.rpartition("/")
     name = None
     if last.endswith(SUFFIXES[kind]):
         to, name = folder or slash or ".", last
     if "://" not in to and os.path.basename(to.rstrip("/")) in ("", ".", ".."):
         if not to.strip("/"):
-            raise StoreError(f"{to!r} names no folder to export to")
+            raise StoreError(f"{to!r} does not name a folder to export to")
         to = os.path.abspath(to)
     return locate(to), name
 
@@ -119,30 +130,30 @@ def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
 def write_export(
     snapshot: Snapshot, plan: ExportPlan, location: Location, advance: Advance | None = None
 ) -> None:
-    """Write the files into the folder ``place``; whenever this raises, none of them is there.
+    """Write the files into the folder ``location``. If this function raises, none of them remains.
 
-    ``progress(nbytes)`` is called as bytes of tensors are done, from several threads. Raises
-    ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, ``StoreError``.
+    ``advance(nbytes)`` is called from several threads as bytes of tensors are written. Raises
+    ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, and ``StoreError``.
     """
     _refuse_existing(location, plan)
-    made: list[str] = []
+    written: list[str] = []
     try:
         with snapshot.pin_while_reading():
             for file in plan.files:
                 _write_file(snapshot, file, location, advance)
-                made.append(location.key(file.name))
+                written.append(location.key(file.name))
     except BaseException:
-        for key in made:
-            with suppress(StoreError):  # the first error is told
+        for key in written:
+            with suppress(StoreError):  # report the first error
                 location.store.delete(key)
         raise
 
 
-# -- choosing -------------------------------------------------------------------------------------
+# -- selecting ------------------------------------------------------------------------------------
 
 
 def _members(node: Any, key: str) -> list[tuple[Any, str]] | None:
-    """Node and key of all that is right in a container; None for what is none."""
+    """Return node and key of each direct member of a container; None if it is not a container."""
     tag = next(iter(node), None) if type(node) is dict else None
     if tag in ("dict", "ordered", "items"):
         return [(child, k) for _, child, k in tree.children(node, key)]
@@ -152,13 +163,13 @@ def _members(node: Any, key: str) -> list[tuple[Any, str]] | None:
 
 
 def _find_container(snapshot: Snapshot, root: str) -> Any:
-    """The node of the key ``root``, which must be a container. Raises ``MissingLeaf``."""
+    """Return the node at the key ``root``, which must be a container. Raises ``MissingLeaf``."""
     node, key = snapshot.manifest.tree, ""
     while (members := _members(node, key)) is not None and key != root:
-        found = [(c, k) for c, k in members if f"{root}/".startswith(f"{k}/")]
-        if not found:
+        matches = [(c, k) for c, k in members if f"{root}/".startswith(f"{k}/")]
+        if not matches:
             break
-        node, key = found[0]
+        node, key = matches[0]
     if members is None or key != root:
         raise MissingLeaf(
             f"{snapshot.url} has nothing below {root}",
@@ -171,7 +182,7 @@ def _find_container(snapshot: Snapshot, root: str) -> Any:
 
 
 def _walk_leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """As ``tree.walk``, but a sparse tensor is one."""
+    """Yield key and node of each leaf and plain value; a sparse tensor is one leaf."""
     members = _members(node, key)
     if members is None:
         yield key, node
@@ -182,8 +193,8 @@ def _walk_leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _select_tensors(
     snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter
 ) -> tuple[list[OutputTensor], int]:
-    """The chosen tensors and arrays in order of the tree, and how many plain values there are."""
-    made: dict[str, OutputTensor] = {}
+    """Return the selected tensors and arrays in tree order, and the number of plain values."""
+    tensors: dict[str, OutputTensor] = {}
     refused: dict[str, str] = {}
     left_out = 0
     for key, leaf in _walk_leaves(node, root):
@@ -201,20 +212,20 @@ def _select_tensors(
             refused[key] = dtype
         else:
             tensor = OutputTensor(_tensor_name(key, root), source, *snapshot.leaves[source])
-            if tensor.name in made or tensor.name == "__metadata__":
+            if tensor.name in tensors or tensor.name == "__metadata__":
                 refused[key] = f"its name {tensor.name} is taken"
-            made[tensor.name] = tensor
+            tensors[tensor.name] = tensor
     _raise_if_refused(snapshot, refused, "safetensors")
-    if not made:
+    if not tensors:
         raise _nothing_selected_error(snapshot, root)
-    return list(made.values()), left_out
+    return list(tensors.values()), left_out
 
 
 def _tensor_name(key: str, root: str) -> str:
-    """The key below the root, with the names in it as they were before they were escaped."""
-    plain = {"~0": "~", "~1": "/"}
+    """Return the key below the root, with its names unescaped."""
+    escapes = {"~0": "~", "~1": "/"}
     return "/".join(
-        "" if level == "~" else re.sub("~[01]", lambda found: plain[found[0]], level)
+        "" if level == "~" else re.sub("~[01]", lambda match: escapes[match[0]], level)
         for level in key.removeprefix(f"{root}/").split("/")
     )
 
@@ -222,36 +233,36 @@ def _tensor_name(key: str, root: str) -> str:
 def _plan_torch(
     snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter, file_name: str
 ) -> tuple[OutputFile, list[OutputTensor]]:
-    """The tree as it is, arrays as tensors. Tied tensors share their memory."""
-    chosen = node if is_selected is match_all else prune(node, is_selected, root)
-    if chosen is ABSENT:
+    """Plan a file with the selected tree. Arrays become tensors; tied tensors share a record."""
+    selected = node if is_selected is match_all else prune(node, is_selected, root)
+    if selected is ABSENT:
         raise _nothing_selected_error(snapshot, root)
-    made = build_torch_pickle(snapshot, chosen, root)
-    _raise_if_refused(snapshot, made.refused, "torch.load(weights_only=True)")
-    tensors = [OutputTensor(key, key, *snapshot.leaves[key]) for key in made.tensors]
-    return plan_torch_file(file_name, made.to_bytes(), tensors), tensors
+    pickled = build_torch_pickle(snapshot, selected, root)
+    _raise_if_refused(snapshot, pickled.refused, "torch.load(weights_only=True)")
+    tensors = [OutputTensor(key, key, *snapshot.leaves[key]) for key in pickled.tensors]
+    return plan_torch_file(file_name, pickled.to_bytes(), tensors), tensors
 
 
 def _raise_if_refused(snapshot: Snapshot, refused: dict[str, str], target: str) -> None:
     if not refused:
         return
-    several = [f"{key} ({why})" for key, why in list(refused.items())[:MAX_LISTED]]
+    listed = [f"{key} ({why})" for key, why in list(refused.items())[:MAX_LISTED]]
     more = f" and {len(refused) - MAX_LISTED} more" if len(refused) > MAX_LISTED else ""
     raise Unsupported(
-        f"{snapshot.url} has leaves that {target} cannot express",
-        found=", ".join(several) + more,
-        todo="Choose what is exported by --root KEY or --keys PATTERN, such as --keys 'model/**'",
+        f"{snapshot.url} has leaves that {target} cannot represent",
+        found=", ".join(listed) + more,
+        todo="Select other leaves with --root KEY or --keys PATTERN, such as --keys 'model/**'",
         leaves=tuple(refused),
     )
 
 
 def _nothing_selected_error(snapshot: Snapshot, root: str) -> MissingLeaf:
     return MissingLeaf(
-        f"Nothing that can be exported is chosen of {snapshot.url}",
+        f"The selection contains nothing of {snapshot.url} that can be exported",
         expected=f"tensors or arrays below {root}" if root else "tensors or arrays",
         found=", ".join(snapshot.keys()[:10]),
-        todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * stays within a level, **"
-        " crosses levels",
+        todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
+        " across levels",
     )
 
 
@@ -263,18 +274,18 @@ def _refuse_existing(location: Location, plan: ExportPlan) -> None:
     if is_snapshot(location) or versions_in(location):
         raise AlreadyExists(
             f"{location.url} is a snapshot or a run; nothing was exported into it",
-            todo="Name a folder of its own",
+            todo="Export to another folder",
             key=location.folder,
             store=location.store.url,
         )
     names = {file.name for file in plan.files}
-    if plan.kind == "hf":  # which readers would take instead of what is to be written
+    if plan.kind == "hf":  # readers would use these instead of the new files
         names |= {SINGLE_FILE, INDEX_FILE}
     for name in sorted(names):
         with suppress(NotFound):
             location.store.stat(location.key(name))
             raise AlreadyExists(
-                f"There is {name} in {location.url} already; nothing was changed",
+                f"There is already a file {name} in {location.url}; nothing was changed",
                 todo="Export to another folder, or delete that file first",
                 key=location.key(name),
                 store=location.store.url,
@@ -284,22 +295,22 @@ def _refuse_existing(location: Location, plan: ExportPlan) -> None:
 def _write_file(
     snapshot: Snapshot, file: OutputFile, location: Location, advance: Advance | None
 ) -> None:
-    """Write one file: the leaves, then what is around them. Raises as ``write_export``."""
-    sums: list[list[tuple[int, int, int]]] = [[] for _ in file.keys]
+    """Write one file: the leaves, then all other bytes. Raises as ``write_export`` does."""
+    checksums: list[list[tuple[int, int, int]]] = [[] for _ in file.keys]
 
     def write(number: int, at: int, data: memoryview) -> None:
         upload.write_at(file.offsets[number] + at, data)
         if file.needs_crc:
-            sums[number].append((at, len(data), zlib.crc32(data)))
+            checksums[number].append((at, len(data), zlib.crc32(data)))
         if advance is not None:
             advance(len(data))
 
     with location.store.put(location.key(file.name), file.length) as upload:
         if file.keys:
             stream_leaves(snapshot, file.keys, write)
-        whole = [
-            torchzip.combine_crc32((n, crc) for _, n, crc in sorted(several)) for several in sums
+        leaf_checksums = [
+            torchzip.combine_crc32((n, crc) for _, n, crc in sorted(parts)) for parts in checksums
         ]
-        for at, raw in file.build_framing(whole):
+        for at, raw in file.build_framing(leaf_checksums):
             upload.write_at(at, memoryview(raw))
         upload.commit()

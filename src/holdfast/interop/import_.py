@@ -1,7 +1,7 @@
-"""Checkpoints that others wrote: recognised by what is in them, and saved as snapshots.
+"""Import: read a foreign checkpoint and save it as a snapshot.
 
-Nothing of them is run. Their tensors are mapped, so that memory stays bounded however large they
-are; what is digested and committed is done by the engine's own save.
+A checkpoint is recognized by its content. No code in it is run. Its tensors are mapped into memory,
+so memory use does not depend on their size. The engine's own save computes the digests and commits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from holdfast.interop.read_torch import (
 from holdfast.storage.store import Store, Upload
 
 SUPPORTED_FORMATS = (
-    "a file of torch.save, Lightning or safetensors, a folder of Hugging Face"
+    "a file of torch.save, Lightning, or safetensors, a folder of Hugging Face"
     f" ({read_safetensors.SAFE_WEIGHTS_NAME}, {read_safetensors.WEIGHTS_NAME}, or their"
     f" {read_safetensors.INDEX_SUFFIX}), or a"
     f" folder of torch.distributed.checkpoint ({read_dcp.METADATA_FILE})"
@@ -48,7 +48,7 @@ _LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
 _TRAINER_STATE_FILE = "trainer_state.json"
 _MAGIC_BYTES = (
     (b"PK\3\4", "a zip file without data.pkl"),
-    (b"\x80", "a bare pickle, which may run whatever it likes"),
+    (b"\x80", "a bare pickle, which can run any code"),
     (b"\x89HDF", "an HDF5 file"),
     (b"\x93NUMPY", "a NumPy file"),
     (b"\x1f\x8b", "a gzip file"),
@@ -58,10 +58,13 @@ _MAGIC_BYTES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignCheckpoint:
-    """What was read. ``kind``: ``torch``, ``lightning``, ``safetensors``, ``huggingface`` or
-    ``dcp``; ``value``: what it holds, its tensors mapped unless ``mapped`` is False; ``step``:
-    after which it was saved, if that is known; ``left_out``: weights beside it in its folder that
-    are not part of it."""
+    """A checkpoint that was read.
+
+    ``kind``: ``torch``, ``lightning``, ``safetensors``, ``huggingface``, or ``dcp``. ``value``: the
+    content, with mapped tensors unless ``mapped`` is False. ``step``: the step of the checkpoint,
+    if known. ``left_out``: files with weights in the same folder that are not part of the
+    checkpoint.
+    """
 
     path: str
     kind: str
@@ -72,7 +75,7 @@ class ForeignCheckpoint:
 
 
 def size_on_disk(path: str) -> int:
-    """Bytes of a file, or of the files right in a folder: what reading it may take."""
+    """Return the bytes of a file, or of the files directly in a folder."""
     if not os.path.isdir(path):
         return os.path.getsize(path) if os.path.exists(path) else 0
     with os.scandir(path) as entries:
@@ -80,31 +83,38 @@ def size_on_disk(path: str) -> int:
 
 
 def read_foreign_checkpoint(path: str, advance: Advance = bool) -> ForeignCheckpoint:
-    """Read the checkpoint that is the file or folder ``path``. ``tell`` is told of bytes that were
-    read to be checked, up to ``size_on_disk``, from several threads.
+    """Read the checkpoint in the file or folder ``path``.
 
-    Raises ``NotFound``; ``Unsupported`` for what is none of those known, and for whatever would
-    have to be run; ``FormatError`` for what is damaged or not complete; ``OSError``.
+    ``advance(nbytes)`` is called from several threads as bytes are read and checked, up to
+    ``size_on_disk`` in total.
+
+    Raises ``NotFound``; ``Unsupported`` for an unknown format and for a file that would have to run
+    code; ``FormatError`` for a damaged or incomplete checkpoint; ``OSError``; and ``HoldfastError``
+    if PyTorch is not installed.
     """
     try:
         import torch  # noqa: F401
     except ImportError as e:
-        raise HoldfastError("Checkpoints of others are read with PyTorch", found="none") from e
+        raise HoldfastError("Importing a checkpoint needs PyTorch", found="no torch package") from e
     path = path.rstrip("/") or path
     if "://" in path:
         raise Unsupported(
-            f"{path} is not on a local disk", todo="Copy it to one first: it is mapped into memory"
+            f"{path} is not on a local disk",
+            todo="Copy it to a local disk first, because import maps files into memory",
         )
     if not os.path.lexists(path):
-        close = suggest_similar_path(path)
-        todo = "Check the path" if close is None else f"Perhaps {close} is meant"
+        similar = suggest_similar_path(path)
+        todo = "Check the path" if similar is None else f"Perhaps you meant {similar}"
         raise NotFound(f"There is nothing at {path}", todo=todo, key=path)
-    made = _read_folder(path, advance) if os.path.isdir(path) else _read_file(path, advance)
-    if made.step is not None:
-        return made
-    above, name = os.path.split(os.path.abspath(path))
+    read = _read_folder if os.path.isdir(path) else _read_file
+    checkpoint = read(path, advance)
+    if checkpoint.step is not None:
+        return checkpoint
+    parent, name = os.path.split(os.path.abspath(path))
     step = step_from_name(name)
-    return replace(made, step=step_from_name(os.path.basename(above)) if step is None else step)
+    return replace(
+        checkpoint, step=step_from_name(os.path.basename(parent)) if step is None else step
+    )
 
 
 def _read_file(path: str, advance: Advance) -> ForeignCheckpoint:
@@ -119,10 +129,12 @@ def _read_file(path: str, advance: Advance) -> ForeignCheckpoint:
         return ForeignCheckpoint(path, "safetensors", load_safetensors(file))
     records = read_torch_records(file) if head[:4] == ZIP_MAGIC else None
     if records is None and not is_legacy(head):
-        known = (what for begin, what in _MAGIC_BYTES if head.startswith(begin))
-        found = next(known, f"a file that begins with {head[:16]!r}" if head else "an empty file")
+        formats = (name for magic, name in _MAGIC_BYTES if head.startswith(magic))
+        found = next(formats, f"a file that begins with {head[:16]!r}" if head else "an empty file")
         raise Unsupported(
-            f"{path} is no checkpoint that can be imported", expected=SUPPORTED_FORMATS, found=found
+            f"{path} is not a checkpoint that can be imported",
+            expected=SUPPORTED_FORMATS,
+            found=found,
         )
     value = load_legacy(path) if records is None else load_zip(file, records, advance)
     lightning = isinstance(value, dict) and _LIGHTNING_VERSION_KEY in value
@@ -135,64 +147,67 @@ def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
     model = read_safetensors.find_model_file(set(names))
     if MANIFEST in names or any(map(parse_version, names)):
         raise Unsupported(
-            f"{path} is of Holdfast already", todo="`holdfast copy` copies snapshots and runs"
+            f"{path} is already a Holdfast snapshot or run",
+            todo="`holdfast copy` copies snapshots and runs",
         )
     if read_dcp.METADATA_FILE in names and model is not None:
         raise Unsupported(
-            f"{path} may be two checkpoints",
-            expected="one",
+            f"{path} may contain two checkpoints",
+            expected="one checkpoint",
             found=f"{read_dcp.METADATA_FILE} of torch.distributed.checkpoint, and {model}",
-            todo=f"Move one of them elsewhere, or name the file: {os.path.join(path, model)}",
+            todo=f"Move one of them elsewhere, or import the file: {os.path.join(path, model)}",
         )
     if read_dcp.METADATA_FILE in names:
         value = load_dcp(path, advance)
-        rest = [n for n in names if n.endswith(_WEIGHT_SUFFIXES) and not n.endswith(".distcp")]
-        return ForeignCheckpoint(path, "dcp", value, step_from_state(value), left_out=tuple(rest))
+        other = [n for n in names if n.endswith(_WEIGHT_SUFFIXES) and not n.endswith(".distcp")]
+        return ForeignCheckpoint(path, "dcp", value, step_from_state(value), left_out=tuple(other))
     if model is None:
         files = [n for n in names if n.endswith(_WEIGHT_SUFFIXES)]
         raise Unsupported(
-            f"{path} is no checkpoint that can be imported",
+            f"{path} is not a checkpoint that can be imported",
             expected=SUPPORTED_FORMATS,
             found=f"{', '.join(names[:5])}{' ...' if names[5:] else ''}" or "an empty folder",
-            todo=f"Name a file in it: {os.path.join(path, files[0])}" if files else None,
+            todo=f"Import a file in it: {os.path.join(path, files[0])}" if files else None,
         )
     value, files, mapped = load_huggingface_folder(path, model, advance)
-    rest = [n for n in names if n.endswith(_WEIGHT_SUFFIXES) and n not in files]
+    other = [n for n in names if n.endswith(_WEIGHT_SUFFIXES) and n not in files]
     return ForeignCheckpoint(
-        path, "huggingface", value, _read_trainer_step(path), mapped, tuple(rest)
+        path, "huggingface", value, _read_trainer_step(path), mapped, tuple(other)
     )
 
 
 def _read_trainer_step(folder: str) -> int | None:
-    """The step that the Trainer of Transformers has left beside the model."""
+    """Return the step that the Trainer of Transformers recorded next to the model, if any."""
     path = os.path.join(folder, _TRAINER_STATE_FILE)
     with suppress(OSError, ValueError, RecursionError), open(path, "rb") as opened:
         return step_from_state(json.load(opened))
     return None
 
 
-# -- saving it -----------------------------------------------------------------------------------
+# -- saving --------------------------------------------------------------------------------------
 
 
 def flatten_foreign_state(state: dict[Any, Any]) -> FlatState:
-    """The tree and the leaves of a state that was read: a tensor of which there are parts becomes
-    as many boxes, so that it is never put together. Raises ``Unsupported`` by key for what cannot
-    be kept."""
-    parted: dict[int, tuple[Any, TensorBoxes]] = {}
-    flat = flatten(_insert_placeholders(state, parted))
+    """Flatten a state that was read into a tree and its leaves.
+
+    A tensor that was read as several boxes stays several boxes and is never assembled. Raises
+    ``Unsupported``, with the key, for a value that cannot be saved.
+    """
+    placeholders: dict[int, tuple[Any, TensorBoxes]] = {}
+    flat = flatten(_insert_placeholders(state, placeholders))
     leaves = []
     for leaf in flat.leaves:
-        _, found = parted.get(id(leaf.source), (None, None))
-        if found is None:
+        _, tensor = placeholders.get(id(leaf.source), (None, None))
+        if tensor is None:
             leaves.append(leaf)
         else:
-            leaves += [structs.replace(leaf, source=p.tensor, box=p.box) for p in found.boxes]
+            leaves += [structs.replace(leaf, source=b.tensor, box=b.box) for b in tensor.boxes]
     flat.leaves[:] = leaves
     return flat
 
 
 def _insert_placeholders(value: Any, placeholders: dict[int, tuple[Any, TensorBoxes]]) -> Any:
-    """The value with a tensor of one element, spread out, for each that is in parts."""
+    """Replace each ``TensorBoxes`` by a tensor of its shape that stores a single element."""
     if type(value) is dict:
         return {k: _insert_placeholders(v, placeholders) for k, v in value.items()}
     if type(value) is list:
@@ -201,9 +216,12 @@ def _insert_placeholders(value: Any, placeholders: dict[int, tuple[Any, TensorBo
         return value
     import torch
 
-    made = torch.empty((), dtype=getattr(torch, value.dtype)).expand(value.shape)
-    placeholders[id(made)] = made, value
-    return made
+    placeholder = torch.empty((), dtype=getattr(torch, value.dtype)).expand(value.shape)
+    placeholders[id(placeholder)] = (
+        placeholder,
+        value,
+    )  # keeps it alive, so that its id stays unique
+    return placeholder
 
 
 def save_foreign_checkpoint(
@@ -214,21 +232,21 @@ def save_foreign_checkpoint(
     branch: int = 0,
     advance: Advance = bool,
 ) -> Snapshot:
-    """Save what ``take_apart`` made of a checkpoint as the snapshot at ``place``, which says in its
-    note where it is from. ``tell`` is told of bytes written.
+    """Save a checkpoint, flattened by ``flatten_foreign_state``, as the snapshot at ``location``.
 
-    Raises as ``holdfast.save`` does; whenever it raises, nothing was committed.
+    The note of the snapshot records the origin. ``advance(nbytes)`` is called as bytes are written.
+    Raises as ``holdfast.save`` does; if it raises, nothing was committed.
     """
     note = {"imported_from": {"path": os.path.abspath(checkpoint.path), "kind": checkpoint.kind}}
-    label = VersionMetadata(step=step, branch=branch, reason="import", note=note)
-    told = Location(cast(Store, _ProgressStore(location.store, advance)), location.folder)
+    metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
+    monitored = Location(cast(Store, _ProgressStore(location.store, advance)), location.folder)
     with use_group(current_group("alone")):
-        finish_save(begin_save(told, flat, label, shared_pool(), stage_now=False))
+        finish_save(begin_save(monitored, flat, metadata, shared_pool(), stage_now=False))
     return open_location(location)
 
 
 class _ProgressStore:
-    """A store that tells of the bytes that its uploads are given."""
+    """A store that reports the bytes that are written to its uploads."""
 
     def __init__(self, store: Store, advance: Advance) -> None:
         self._store, self._advance = store, advance

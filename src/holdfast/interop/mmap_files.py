@@ -1,8 +1,9 @@
-"""Files of others, mapped: their bytes are read when they are looked at, and never written.
+"""Read-only memory maps of foreign files. The kernel reads bytes when they are accessed.
 
-Python's ``mmap`` keeps a file descriptor for each mapping, and a checkpoint may have thousands of
-files; a private mapping that can be written to, as ``torch.load(mmap=True)`` makes it, is refused
-for a file larger than memory. So the system's own call is made, shared and read-only.
+This module calls the system's ``mmap`` with a shared, read-only mapping, for two reasons. Python's
+``mmap`` keeps a file descriptor per mapping, and a checkpoint may have thousands of files. The
+kernel refuses a private, writable mapping, as ``torch.load(mmap=True)`` makes it, if the file is
+larger than memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from holdfast.text import with_article
 from holdfast.types import MIB
 
 Advance = Callable[[int], object]
-"""Is told of bytes done, from any thread."""
+"""Called with a number of bytes that were processed, from any thread."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -38,9 +39,10 @@ _COMPRESSED_RECORDS = "its records are compressed, which PyTorch does not do"
 
 
 class MappedFile:
-    """A file in memory; ``view`` is all of it, read-only. Unmapped when nothing refers to it.
+    """A memory-mapped file of ``length`` bytes; ``view`` is its content, read-only.
 
-    Raises ``NotFound``, ``Unsupported`` for what is no plain file, and ``OSError``.
+    The file is unmapped when nothing refers to its memory. Raises ``NotFound``, ``Unsupported`` if
+    the path is not a regular file, and ``OSError``.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,10 +52,10 @@ class MappedFile:
         except FileNotFoundError as e:
             raise NotFound(f"There is no file {path}", todo="Check the path", key=path) from e
         try:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode):
-                raise Unsupported(f"{path} is no plain file", todo="Name a file or a folder")
-            self.length = about.st_size
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise Unsupported(f"{path} is not a regular file", todo="Give a file or a folder")
+            self.length = status.st_size
             self._memory: Any = (
                 _mmap_readonly(fd, self.length) if self.length else (ctypes.c_ubyte * 0)()
             )
@@ -62,23 +64,26 @@ class MappedFile:
         self.view = memoryview(self._memory).cast("B").toreadonly()
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
-        """The row-major tensor whose bytes begin at ``start``, which need not be aligned. Nothing
-        may be written to it. The caller has seen that it lies within the file."""
+        """Return the row-major tensor whose bytes begin at offset ``start``.
+
+        ``start`` need not be aligned. The tensor must not be written to. The caller has checked
+        that the tensor is within the file.
+        """
         import torch
 
-        kind = getattr(torch, dtype)
+        torch_dtype = getattr(torch, dtype)
         if 0 in shape:
-            return torch.empty(shape, dtype=kind)
-        flat = torch.frombuffer(self._memory, dtype=kind, count=prod(shape), offset=start)
+            return torch.empty(shape, dtype=torch_dtype)
+        flat = torch.frombuffer(self._memory, dtype=torch_dtype, count=prod(shape), offset=start)
         return flat.view(shape)
 
     def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError:
-        """The error for what is not as its format has it."""
+        """Return the error for content that violates the format of the file."""
         return FormatError(
-            f"{self.path} is damaged, or not what it seems, at offset {offset}",
+            f"{self.path} is damaged or has another format, at offset {offset}",
             expected=expected,
             found=found[:300],
-            todo="Take another copy of it",
+            todo="Use another copy of the file",
             file=self.path,
             offset=offset,
         )
@@ -95,7 +100,7 @@ def _mmap_readonly(fd: int, length: int) -> Any:
 
 
 class _MemoryViewIO(io.RawIOBase):
-    """A part of a mapped file as a file of its own."""
+    """A file object over a part of a mapped file."""
 
     def __init__(self, view: memoryview) -> None:
         self._view, self._position = view, 0
@@ -109,7 +114,7 @@ class _MemoryViewIO(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
         if begin + offset < 0:
-            raise OSError("before the beginning")
+            raise OSError("negative position")
         self._position = begin + offset
         return self._position
 
@@ -125,8 +130,10 @@ class _MemoryViewIO(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """A record of a zip file as ``torch.save`` writes it: bytes ``start`` to ``stop`` of the mapped
-    file, as they are; ``crc`` is 0 where none was made (``set_crc32_options(False)``)."""
+    """An uncompressed record of a zip file: bytes ``start`` to ``stop`` of the mapped file.
+
+    ``crc`` is 0 if ``torch.save`` wrote none (``torch.serialization.set_crc32_options(False)``).
+    """
 
     name: str
     start: int
@@ -137,28 +144,31 @@ class ZipRecord:
 def read_zip_records(
     file: MappedFile, start: int = 0, stop: int | None = None
 ) -> dict[str, ZipRecord]:
-    """The records of the zip file that lies from ``start`` to ``stop``, by their names below its
-    top folder. Raises ``FormatError``, and ``Unsupported`` if they are compressed."""
+    """Return the records of the zip file at bytes ``start`` to ``stop`` (None: end of the file).
+
+    The keys are the names of the records without the top folder. Raises ``FormatError``, and
+    ``Unsupported`` if a record is compressed or encrypted.
+    """
     window = file.view[start : file.length if stop is None else stop]
     try:
-        with zipfile.ZipFile(_MemoryViewIO(window)) as opened:
-            found = opened.infolist()
+        with zipfile.ZipFile(_MemoryViewIO(window)) as archive:
+            entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError) as e:
         raise file.format_error(
-            "a whole zip file", str(e) or with_article(type(e).__name__), start
+            "a complete zip file", str(e) or with_article(type(e).__name__), start
         ) from e
     records = {}
-    for entry in found:
+    for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise Unsupported(
                 f"{file.path} cannot be imported: {_COMPRESSED_RECORDS}", found=entry.filename
             )
-        at = entry.header_offset
-        header = bytes(window[at : at + _LOCAL_HEADER_SIZE])
+        offset = entry.header_offset
+        header = bytes(window[offset : offset + _LOCAL_HEADER_SIZE])
         if len(header) < _LOCAL_HEADER_SIZE or header[:4] != b"PK\3\4":
-            raise file.format_error("a record", f"{header[:4]!r}", start + at)
+            raise file.format_error("a record", f"{header[:4]!r}", start + offset)
         skipped = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        begin = start + at + _LOCAL_HEADER_SIZE + skipped
+        begin = start + offset + _LOCAL_HEADER_SIZE + skipped
         end = begin + entry.file_size
         if end > start + len(window):
             raise file.format_error(
@@ -170,8 +180,10 @@ def read_zip_records(
 
 
 def check_crc(file: MappedFile, record: ZipRecord, advance: Advance) -> None:
-    """Read a record and compare its CRC, which PyTorch makes and never looks at. Raises
-    ``FormatError``."""
+    """Read a record and compare its CRC, which PyTorch writes but never checks.
+
+    Raises ``FormatError``.
+    """
     crc = 0
     for at in range(record.start, record.stop, 16 * MIB):
         part = file.view[at : min(at + 16 * MIB, record.stop)]
@@ -179,5 +191,5 @@ def check_crc(file: MappedFile, record: ZipRecord, advance: Advance) -> None:
         advance(len(part))
     if record.crc not in (0, crc):
         raise file.format_error(
-            f"bytes of CRC {record.crc:08x}", f"{crc:08x} in {record.name}", record.start
+            f"bytes with CRC {record.crc:08x}", f"{crc:08x} in {record.name}", record.start
         )

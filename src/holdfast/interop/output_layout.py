@@ -1,6 +1,7 @@
-"""The files of other formats, laid out before there are any bytes: inert, and no I/O.
+"""Layouts of the files that an export writes: inert plans, no I/O.
 
-A safetensors file, a Hugging Face checkpoint of several of them, a file for ``torch.load``.
+Formats: a safetensors file, a Hugging Face checkpoint of one or more safetensors files, and a file
+for ``torch.load``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ SINGLE_FILE = "model.safetensors"
 BuildFraming = Callable[[Sequence[int]], list[tuple[int, bytes]]]
 
 UNSUPPORTED_DTYPES = ("complex32", "complex128")
-"""The dtypes that safetensors has no name for."""
+"""The dtypes that safetensors has no code for."""
 
-# What its own library writes for those that our shards store under the names of others.
+# Codes of the safetensors library for dtypes that Holdfast's shards store as another dtype.
 _DTYPE_CODES = {
     "complex64": "C64",
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -35,7 +36,7 @@ _DTYPE_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor on its way out: its ``name`` there, and the ``key`` of the leaf with its bytes."""
+    """A tensor to export: its ``name`` in the file, and the ``key`` of the leaf with its bytes."""
 
     name: str
     key: str
@@ -49,10 +50,10 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file as it will be: ``length`` bytes; the leaf ``keys[i]`` begins at ``begins[i]``.
+    """The layout of a file of ``length`` bytes, in which leaf ``keys[i]`` begins at ``offsets[i]``.
 
-    ``frame`` gives all other bytes, as pieces and their offsets: from the CRC-32 of each leaf if
-    ``summed``, else from nothing.
+    ``build_framing`` returns all other bytes as pairs of an offset and a piece. If ``needs_crc`` is
+    True, it needs the CRC-32 of each leaf; otherwise it ignores its argument.
     """
 
     name: str
@@ -64,37 +65,35 @@ class OutputFile:
 
 
 def plan_safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """A safetensors file: larger elements first, so that all are aligned in it.
+    """Plan a safetensors file. Larger elements come first, so that all tensors are aligned.
 
-    Raises ``Unsupported`` for so many tensors that the library would refuse the header.
+    Raises ``Unsupported`` if there are so many tensors that the library would refuse the header.
     """
     ordered = sorted(tensors, key=lambda t: (-DTYPES[t.dtype].itemsize, t.name))
     rows, at = [], 0
     for tensor in ordered:
-        dtype, shape = (
-            _DTYPE_CODES.get(tensor.dtype, DTYPES[tensor.dtype].stored_dtype),
-            tensor.shape,
-        )
-        if dtype == "F4":  # two elements in a byte
+        code = _DTYPE_CODES.get(tensor.dtype, DTYPES[tensor.dtype].stored_dtype)
+        shape = tensor.shape
+        if code == "F4":  # two elements per byte
             shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
-        rows.append((tensor.name, dtype, shape, at, at + tensor.nbytes))
+        rows.append((tensor.name, code, shape, at, at + tensor.nbytes))
         at += tensor.nbytes
     header = build_header(rows)
-    begins = tuple(len(header) + row[3] for row in rows)
+    offsets = tuple(len(header) + row[3] for row in rows)
     keys = tuple(t.key for t in ordered)
-    return OutputFile(name, len(header) + at, keys, begins, lambda _: [(0, header)])
+    return OutputFile(name, len(header) + at, keys, offsets, lambda _: [(0, header)])
 
 
 def plan_hf_files(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[OutputFile]:
-    """The files of a Hugging Face checkpoint; with several the index that names them, last."""
+    """Plan the files of a Hugging Face checkpoint; if there are several, the index comes last."""
     shards = list(_split_into_files(tensors, max_shard_size))
     if len(shards) == 1:
         return [plan_safetensors_file(SINGLE_FILE, shards[0])]
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    where = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+    file_of = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
     index = {
         "metadata": {"total_size": sum(t.nbytes for t in tensors)},
-        "weight_map": {t.name: where[t.name] for t in tensors},
+        "weight_map": {t.name: file_of[t.name] for t in tensors},
     }
     raw = (json.dumps(index, indent=2) + "\n").encode()
     files = [plan_safetensors_file(name, shard) for name, shard in zip(names, shards, strict=True)]
@@ -104,8 +103,10 @@ def plan_hf_files(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[
 def _split_into_files(
     tensors: Sequence[OutputTensor], max_shard_size: int
 ) -> Iterator[list[OutputTensor]]:
-    """In the order of the state; a tensor that is larger than a shard may be has one alone. (As
-    ``huggingface_hub`` splits a state dict.)"""
+    """Split tensors into files, in the order of the state, as ``huggingface_hub`` does.
+
+    A tensor that is larger than ``max_shard_size`` gets its own file.
+    """
     shard: list[OutputTensor] = []
     used = 0
     for tensor in tensors:
@@ -122,18 +123,18 @@ def _split_into_files(
 
 
 def plan_torch_file(name: str, data_pkl: bytes, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """A file for ``torch.load``: the pickled object, and of each tensor in it the bytes."""
+    """Plan a file for ``torch.load``: the pickled object, and the bytes of each tensor in it."""
     small = [("data.pkl", data_pkl), ("byteorder", b"little"), ("version", b"3\n")]
     records = [(n, len(raw)) for n, raw in small]
     records += [(f"data/{i}", t.nbytes) for i, t in enumerate(tensors)]
     archive = torchzip.plan_archive(records)
 
-    def frame(sums: Sequence[int]) -> list[tuple[int, bytes]]:
-        begins = archive.data_offsets[: len(small)]
-        texts = [(at, raw) for at, (_, raw) in zip(begins, small, strict=True)]
-        return texts + archive.encode_headers([*(zlib.crc32(raw) for _, raw in small), *sums])
+    def build_framing(checksums: Sequence[int]) -> list[tuple[int, bytes]]:
+        offsets = archive.data_offsets[: len(small)]
+        contents = [(at, raw) for at, (_, raw) in zip(offsets, small, strict=True)]
+        small_checksums = (zlib.crc32(raw) for _, raw in small)
+        return contents + archive.encode_headers([*small_checksums, *checksums])
 
     keys = tuple(t.key for t in tensors)
-    return OutputFile(
-        name, archive.length, keys, archive.data_offsets[len(small) :], frame, needs_crc=True
-    )
+    offsets = archive.data_offsets[len(small) :]
+    return OutputFile(name, archive.length, keys, offsets, build_framing, needs_crc=True)

@@ -1,9 +1,9 @@
-"""Folders of ``torch.distributed.checkpoint`` (DCP), read without it.
+"""Read folders of ``torch.distributed.checkpoint`` (DCP) without using DCP.
 
-``.metadata`` is a pickle, and PyTorch unpickles it freely. Here the few names that DCP writes
-into it stand for records that do nothing, made anew for each file; any other name is refused, so
-that nothing is run. A part of a tensor is a ``torch.save`` of its own within a ``.distcp`` file;
-its bytes are mapped where they lie. Nothing is ever put together in memory.
+``.metadata`` is a pickle, which PyTorch unpickles without restrictions. Here a restricted unpickler
+maps the few class names that DCP writes to inert classes, created anew for each pickle, and refuses
+every other name, so no code is run. Each part of a tensor is a separate ``torch.save`` within a
+``.distcp`` file. Its bytes are mapped where they are; tensors are never assembled in memory.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _MALFORMED_ERRORS = (
 
 
 class _InertObject:
-    """What a pickle says of an object: what it was called with, and its state. Does nothing."""
+    """The arguments and the state of a pickled object. It has no behavior."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -98,7 +98,7 @@ class _InertObject:
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Makes records of the names that DCP writes, and refuses all others."""
+    """Unpickles inert objects for the names that DCP writes, and refuses all other names."""
 
     def __init__(self, data: bytes, name: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -106,32 +106,36 @@ class _RestrictedUnpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        at = (module, name)
-        if at in _SUBSTITUTES:
-            return _SUBSTITUTES[at]
+        qualified = (module, name)
+        if qualified in _SUBSTITUTES:
+            return _SUBSTITUTES[qualified]
         if module == "torch" and name in _STORAGE_DTYPES:
             return _STORAGE_DTYPES[name]
-        if at not in _INERT_CLASSES:
+        if qualified not in _INERT_CLASSES:
             raise Unsupported(
-                f"{self._name} wants to run {module}.{name}, and nothing in it was run",
-                expected="only what torch.distributed.checkpoint writes itself",
-                todo="If you trust where it comes from, load it with torch.distributed.checkpoint,"
-                " and give what you need of it to holdfast.save",
+                f"{self._name} refers to {module}.{name}, which could run code; nothing was run",
+                expected="only names that torch.distributed.checkpoint itself writes",
+                todo="If you trust the origin of the file, load it with"
+                " torch.distributed.checkpoint, and pass what you need to holdfast.save",
                 classes=(f"{module}.{name}",),
             )
-        return self._classes.setdefault(at, type(name, (_InertObject,), {}))
+        return self._classes.setdefault(qualified, type(name, (_InertObject,), {}))
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage: ``("storage", dtype, key, device, elements)``."""
+        """Return dtype, key, and elements of ``("storage", dtype, key, device, elements)``."""
         kind, dtype, key, _, elements = pid
         if kind != "storage" or dtype not in DTYPES or type(elements) is not int:
-            raise ValueError(f"a storage {pid!r:.100}")
+            raise ValueError(f"invalid storage {pid!r:.100}")
         return dtype, str(key), elements
 
 
 @dataclass(slots=True)
 class _StoredBox:
-    """A box of a tensor: where its ``torch.save`` lies, and, once that is read, the tensor."""
+    """A box of a tensor.
+
+    ``file_span``: the file of its ``torch.save``, and the first and past-the-last byte there.
+    ``tensor``: the mapped tensor, once it was read.
+    """
 
     key: str
     dtype: str
@@ -142,7 +146,7 @@ class _StoredBox:
 
 @dataclass(slots=True)
 class TensorBoxes:
-    """A tensor of which a file has boxes, each mapped."""
+    """A tensor that is stored as several boxes, each of them mapped."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -150,7 +154,7 @@ class TensorBoxes:
 
 
 class _DcpFolder:
-    """One folder while it is read: its files, mapped once each, and where DCP says things lie."""
+    """A folder that is being read: its mapped files, and the locations that DCP recorded."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -166,37 +170,39 @@ class _DcpFolder:
             }
             self.planner_data = getattr(self.metadata, "planner_data", None)
         except _MALFORMED_ERRORS as e:
-            raise self.format_error("a list of tensors and where they lie", e) from e
+            raise self.format_error("a list of tensors and their locations", e) from e
 
     def format_error(self, expected: str, found: object) -> FormatError:
-        what = (
-            f"{found}" if not isinstance(found, Exception) else f"{type(found).__name__}: {found}"
-        )
-        return self.metadata_file.format_error(expected, what)
+        if isinstance(found, Exception):
+            found = f"{type(found).__name__}: {found}"
+        return self.metadata_file.format_error(expected, str(found))
 
     def find_span(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
-        """File, first and past-the-last byte of a value."""
+        """Return the file, the first byte, and the past-the-last byte of a value.
+
+        Raises ``FormatError`` and ``Unsupported``.
+        """
         info = self.storage_infos.get((fqn, offset))
         if info is None and not any(offset or ()):
             info = self.storage_infos.get((fqn, None))
         if info is None:
-            raise self.format_error(f"where {fqn} at {offset} lies", "nothing")
+            raise self.format_error(f"the location of {fqn} at {offset}", "nothing")
         name, start, length = info.relative_path, info.offset, info.length
         if getattr(info, "transform_descriptors", None):
             raise Unsupported(
                 f"{self.path} cannot be imported: {fqn} was transformed when it was written",
                 found=f"{info.transform_descriptors!r:.100}",
-                todo="Load it with torch.distributed.checkpoint and its extensions, and save that",
+                todo="Load it with torch.distributed.checkpoint and its extensions, then save it",
             )
         if type(name) is not str or not name or ".." in name.split("/") or name[0] == "/":
             raise self.format_error("a file in the folder", f"{name!r:.100}")
         if type(start) is not int or type(length) is not int or min(start, length) < 0:
-            raise self.format_error(f"where {fqn} lies in {name}", f"{start!r:.50}, {length!r:.50}")
+            raise self.format_error(f"a range of {fqn} in {name}", f"{start!r:.50}, {length!r:.50}")
         file = self.files.get(name)
         if file is None:
             path = os.path.join(self.path, name)
             if not os.path.isfile(path):
-                raise self.format_error(f"the file {name} beside it", "no such file")
+                raise self.format_error(f"the file {name} in the same folder", "no such file")
             file = self.files[name] = MappedFile(path)
         if start + length > file.length:
             raise file.format_error(
@@ -206,19 +212,19 @@ class _DcpFolder:
 
 
 def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
-    """The state in a DCP folder, nested as it was saved. A tensor is mapped if it lies in one
-    piece, else a ``Parted``.
+    """Return the state in a DCP folder, nested as it was saved.
 
-    Raises ``FormatError`` if anything is missing or not as the list has it, and ``Unsupported``.
+    A tensor that is stored in one piece is mapped; any other tensor is a ``TensorBoxes``. Raises
+    ``FormatError`` if anything is missing or differs from the metadata, and ``Unsupported``.
     """
     opened = _DcpFolder(folder)
     values: dict[str, Any] = {}
-    parts: list[_StoredBox] = []
+    boxes: list[_StoredBox] = []
     try:
-        for fqn, about in opened.metadata.state_dict_metadata.items():
-            if hasattr(about, "chunks"):
-                values[fqn] = _parse_tensor_metadata(opened, fqn, about)
-                parts += values[fqn].boxes
+        for fqn, metadata in opened.metadata.state_dict_metadata.items():
+            if hasattr(metadata, "chunks"):
+                values[fqn] = _parse_tensor_metadata(opened, fqn, metadata)
+                boxes += values[fqn].boxes
             else:
                 name, start, stop = opened.find_span(fqn, None)
                 file = opened.files[name]
@@ -226,9 +232,9 @@ def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
                 values[fqn] = load_bytes(bytes(file.view[start:stop]), f"{file.path} ({fqn})")
         _check_coverage(opened, values)
     except _MALFORMED_ERRORS as e:
-        raise opened.format_error("a list of tensors and where they lie", e) from e
-    threads = min(read_settings().threads, len(parts))
-    in_parallel(parts, lambda part: _map_box(opened, part, advance), threads)
+        raise opened.format_error("a list of tensors and their locations", e) from e
+    threads = min(read_settings().threads, len(boxes))
+    in_parallel(boxes, lambda box: _map_box(opened, box, advance), threads)
     for fqn, value in values.items():
         if isinstance(value, TensorBoxes) and value.boxes[0].box == Box.whole(value.shape):
             values[fqn] = value.boxes[0].tensor
@@ -236,43 +242,41 @@ def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
 
 
 def _parse_tensor_metadata(folder: _DcpFolder, fqn: str, metadata: Any) -> TensorBoxes:
-    """What the list says of a tensor, checked."""
+    """Return a tensor without mapped boxes. Raises ``FormatError`` if its metadata is invalid."""
     properties, shape = metadata.properties, tuple(metadata.size)
     dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
     if type(fqn) is not str or dtype not in DTYPES or not is_valid_shape(dtype, shape):
-        raise folder.format_error(
-            "a tensor of a dtype and shape that can be", f"{dtype!r}, {shape!r}"
-        )
-    made = TensorBoxes(dtype, shape)
+        raise folder.format_error("a tensor of a valid dtype and shape", f"{dtype!r}, {shape!r}")
+    tensor = TensorBoxes(dtype, shape)
     for chunk in metadata.chunks:
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if not all(type(n) is int for n in (*box.offsets, *box.sizes)) or not box.is_within(shape):
             raise folder.format_error(f"parts of {fqn} within {shape}", f"{box}")
-        if box.numel or 0 in shape:  # a rank that has nothing may say so, or not
-            made.boxes.append(_StoredBox(fqn, dtype, box, folder.find_span(fqn, box.offsets)))
-    if not made.boxes:
+        if box.numel or 0 in shape:  # ranks without elements may have recorded empty boxes
+            tensor.boxes.append(_StoredBox(fqn, dtype, box, folder.find_span(fqn, box.offsets)))
+    if not tensor.boxes:
         raise folder.format_error(f"parts of {fqn}", "none")
-    return made
+    return tensor
 
 
 def _check_coverage(folder: _DcpFolder, values: dict[str, Any]) -> None:
-    """Whether the parts of every tensor make it up, each element once."""
-    holdings = [
-        LeafBox(fqn, value.dtype, value.shape, part.box)
+    """Raise ``FormatError`` unless the boxes of each tensor cover every element exactly once."""
+    leaf_boxes = [
+        LeafBox(fqn, value.dtype, value.shape, stored.box)
         for fqn, value in values.items()
         if isinstance(value, TensorBoxes)
-        for part in value.boxes
+        for stored in value.boxes
     ]
     try:
-        make_global_plan([make_local_plan(holdings)])
+        make_global_plan([make_local_plan(leaf_boxes)])
     except PlanError as e:
-        raise folder.format_error("parts that make up every tensor", e.found) from e
+        raise folder.format_error("parts that cover every tensor exactly once", e.found) from e
 
 
 def _read_checked_records(
     file: MappedFile, fqn: str, start: int, stop: int, advance: Advance
 ) -> dict[str, ZipRecord]:
-    """The records of the zip file that lies there, the CRC of each compared."""
+    """Return the records of the zip file at bytes ``start`` to ``stop``, and check their CRCs."""
     if bytes(file.view[start : start + 4]) != ZIP_MAGIC:
         raise file.format_error(f"{fqn} as torch.save writes it", "something else", start)
     records = read_zip_records(file, start, stop)
@@ -282,32 +286,32 @@ def _read_checked_records(
 
 
 def _map_box(folder: _DcpFolder, stored_box: _StoredBox, advance: Advance) -> None:
-    """Map one part of a tensor."""
+    """Map one box of a tensor. Raises ``FormatError`` if it differs from the metadata."""
     name, start, stop = stored_box.file_span
     file = folder.files[name]
     records = _read_checked_records(file, stored_box.key, start, stop, advance)
     try:
-        about = _RestrictedUnpickler(
+        pickled = _RestrictedUnpickler(
             _record_bytes(file, records["data.pkl"]), f"{file.path} ({stored_box.key})"
         ).load()
-        (dtype, key, _), offset, size, stride = about.args[:4]
-        if type(about).__name__ == "_rebuild_tensor_v3":
-            dtype, metadata = about.args[6], about.args[7:]
+        (dtype, key, _), offset, size, stride = pickled.args[:4]
+        if type(pickled).__name__ == "_rebuild_tensor_v3":
+            dtype, metadata = pickled.args[6], pickled.args[7:]
         else:
-            metadata = about.args[6:]
+            metadata = pickled.args[6:]
         order = _record_bytes(file, records["byteorder"]) if "byteorder" in records else b"little"
         data = records[f"data/{key}"]
-        item = DTYPES[dtype].itemsize
-        fits = (dtype, tuple(size)) == (stored_box.dtype, stored_box.box.sizes)
-        sound = all(type(n) is int and n >= 0 for n in (offset, *size, *stride))
+        itemsize = DTYPES[dtype].itemsize
+        matches = (dtype, tuple(size)) == (stored_box.dtype, stored_box.box.sizes)
+        valid = all(type(n) is int and n >= 0 for n in (offset, *size, *stride))
         end = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
-        inside = stored_box.box.numel == 0 or end * item <= data.stop - data.start
+        inside = stored_box.box.numel == 0 or end * itemsize <= data.stop - data.start
     except _MALFORMED_ERRORS as e:
         raise file.format_error(f"{stored_box.key} as torch.save writes it", str(e), start) from e
-    if not fits or not sound or not inside or order != b"little" or any(metadata):
+    if not (matches and valid and inside) or order != b"little" or any(metadata):
         raise file.format_error(
             f"{stored_box.key} of {stored_box.dtype} {stored_box.box.sizes}, little-endian",
-            f"{dtype} {size!r:.80} of stride {stride!r:.80} at {offset}, {order!r}",
+            f"{dtype} {size!r:.80} with stride {stride!r:.80} at {offset}, {order!r}",
             start,
         )
     if stored_box.box.numel == 0:
@@ -321,12 +325,15 @@ def _record_bytes(file: MappedFile, record: ZipRecord) -> bytes:
     return bytes(file.view[record.start : record.stop])
 
 
-# -- the nesting ---------------------------------------------------------------------------------
+# -- nesting -------------------------------------------------------------------------------------
 
 
 def _unflatten(folder: _DcpFolder, values: dict[str, Any]) -> dict[Any, Any]:
-    """DCP flattens nested dicts and lists, and keeps the path of each value: levels as text, places
-    in a list as integers. A name without a path stands as it is."""
+    """Return the nested state.
+
+    DCP flattens nested dicts and lists, and records the path of each value, with keys as text and
+    list positions as integers. A name without a recorded path stays at the top level.
+    """
     paths = folder.planner_data if isinstance(folder.planner_data, dict) else {}
     root = _ContainerBuilder()
     for fqn, value in values.items():
@@ -344,15 +351,15 @@ def _unflatten(folder: _DcpFolder, values: dict[str, Any]) -> dict[Any, Any]:
                 raise folder.format_error(f"a dict or list at {path}", "a value")
         if level.members.setdefault(path[-1], value) is not value:
             raise folder.format_error(f"one value at {path}", "two")
-    made = root.build(folder)
-    if not isinstance(made, dict):
-        raise folder.format_error("a dict of values", type(made).__name__)
-    return made
+    state = root.build(folder)
+    if not isinstance(state, dict):
+        raise folder.format_error("a dict of values", type(state).__name__)
+    return state
 
 
 @dataclass(slots=True)
 class _ContainerBuilder:
-    """A dict or list while its members come in."""
+    """A dict or list whose members are being collected."""
 
     members: dict[Any, Any] = field(default_factory=dict)
 
@@ -361,10 +368,10 @@ class _ContainerBuilder:
             k: v.build(folder) if isinstance(v, _ContainerBuilder) else v
             for k, v in self.members.items()
         }
-        places = [k for k in values if type(k) is int]
-        if not places:
+        positions = [k for k in values if type(k) is int]
+        if not positions:
             return values
-        # what a list held besides, such as an empty dict, DCP has not kept
-        if len(places) < len(values) or min(places) < 0 or max(places) > _MAX_LIST_LENGTH:
-            raise folder.format_error("a list's places as numbers", f"{list(values)[:5]!r:.100}")
-        return [values.get(i) for i in range(max(places) + 1)]
+        if len(positions) < len(values) or min(positions) < 0 or max(positions) > _MAX_LIST_LENGTH:
+            raise folder.format_error("positions in a list", f"{list(values)[:5]!r:.100}")
+        # DCP does not save members such as an empty dict; they become None
+        return [values.get(i) for i in range(max(positions) + 1)]

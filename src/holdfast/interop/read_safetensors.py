@@ -1,4 +1,4 @@
-"""Files and folders of safetensors and of Hugging Face: names to tensors, mapped."""
+"""Read safetensors files and Hugging Face folders as mapped tensors by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_p
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-"""What safetensors calls a dtype, and what we call it."""
+"""The names of dtypes by their safetensors codes."""
 
 
 class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,24 +42,26 @@ class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def is_safetensors(head: bytes, length: int) -> bool:
-    """Whether a file of that length begins as a safetensors file does."""
+    """Return True if a file of ``length`` bytes begins like a safetensors file."""
     size = int.from_bytes(head[:8], "little")
     return len(head) > 8 and head[8:9] == b"{" and 2 <= size <= min(MAX_HEADER, length - 8)
 
 
 def load_safetensors(file: MappedFile) -> dict[str, Any]:
-    """The tensors by name, in the order of the file. It has no digests: what is damaged in the
-    data cannot be told. Raises ``FormatError``, and ``Unsupported`` for dtypes that are not ours.
+    """Return the tensors by name, in the order of the header.
+
+    The format has no digests, so damage in the data cannot be detected. Raises ``FormatError``, and
+    ``Unsupported`` for dtypes that Holdfast does not support.
     """
     entries, begin = _read_header(file)
-    odd = sorted({t.dtype for t in entries.values()} - _DTYPES_BY_CODE.keys())
-    if odd:
+    unsupported = sorted({t.dtype for t in entries.values()} - _DTYPES_BY_CODE.keys())
+    if unsupported:
         raise Unsupported(
-            f"{file.path} has tensors of dtype {', '.join(odd)}, which cannot be kept",
+            f"{file.path} has tensors of dtype {', '.join(unsupported)}, which cannot be imported",
             expected=f"one of {', '.join(sorted(_DTYPES_BY_CODE))}",
-            found=next(n for n, t in entries.items() if t.dtype in odd),
+            found=next(n for n, t in entries.items() if t.dtype in unsupported),
         )
-    at, made = 0, {}
+    at, tensors = 0, {}
     for name, t in sorted(entries.items(), key=lambda e: e[1].data_offsets):
         dtype, (start, stop) = _DTYPES_BY_CODE[t.dtype], t.data_offsets
         fits = (
@@ -68,47 +70,52 @@ def load_safetensors(file: MappedFile) -> dict[str, Any]:
         )
         if start != at or not fits or begin + stop > file.length:
             raise file.format_error(
-                f"{name} from byte {at} of the data, in full", f"{t}", begin + at
+                f"tensor {name} from byte {at} of the data, in full",
+                f"{t.dtype} of shape {t.shape} at bytes {start} to {stop}",
+                begin + at,
             )
-        made[name] = file.tensor(dtype, t.shape, begin + start)
+        tensors[name] = file.tensor(dtype, t.shape, begin + start)
         at = stop
     if begin + at != file.length:
         raise file.format_error(f"a file of {begin + at} bytes", f"{file.length} bytes", begin + at)
-    return {name: made[name] for name in entries}
+    return {name: tensors[name] for name in entries}
 
 
 def _read_header(file: MappedFile) -> tuple[dict[str, _TensorEntry], int]:
-    """The entries of a safetensors file by name, and where its data begins."""
+    """Return the entries of a safetensors file by name, and the offset of its data."""
     head = bytes(file.view[:9])
     if not is_safetensors(head, file.length):
-        raise file.format_error("a header within the file, as safetensors has it", f"{head!r}")
+        raise file.format_error("a safetensors header within the file", f"{head!r}")
     begin = 8 + int.from_bytes(head[:8], "little")
     try:
         raw = msgspec.json.decode(bytes(file.view[8:begin]), type=dict[str, msgspec.Raw])
-        about = raw.pop("__metadata__", None)
-        notes = {} if about is None else msgspec.json.decode(about, type=dict[str, str])
+        encoded = raw.pop("__metadata__", None)
+        metadata = {} if encoded is None else msgspec.json.decode(encoded, type=dict[str, str])
         entries = {n: msgspec.json.decode(r, type=_TensorEntry) for n, r in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise file.format_error("a JSON header as safetensors has it", str(e), 8) from e
-    _refuse_rank_files(file, notes)
+        raise file.format_error("a JSON header of safetensors", str(e), 8) from e
+    _refuse_rank_files(file, metadata)
     return entries, begin
 
 
 def _refuse_rank_files(file: MappedFile, metadata: dict[str, str]) -> None:
-    """PyTorch's DCP can write the parts of each rank as safetensors files, whose tensors have the
-    names of the whole ones: one such file looks like a checkpoint and is none."""
-    told = metadata.get("DCP_SHARDING_INFO")
-    if told is None:
+    """Raise ``Unsupported`` for a file that contains the parts of one rank.
+
+    PyTorch's DCP can write the parts of each rank as a safetensors file. The tensors in it have the
+    names of whole tensors, so the file looks like a checkpoint, but is not one.
+    """
+    encoded = metadata.get("DCP_SHARDING_INFO")
+    if encoded is None:
         return
     try:
-        found = msgspec.json.decode(told, type=dict[str, dict[str, list[int]]])
+        sharding = msgspec.json.decode(encoded, type=dict[str, dict[str, list[int]]])
     except msgspec.DecodeError as e:
-        raise file.format_error("a note of where parts begin", str(e), 8) from e
-    moved = any(any(p.get("saved_offsets", ())) for p in found.values())
-    if moved or os.path.basename(file.path).startswith("shard-"):
+        raise file.format_error("the offsets of parts in DCP_SHARDING_INFO", str(e), 8) from e
+    has_offset = any(any(p.get("saved_offsets", ())) for p in sharding.values())
+    if has_offset or os.path.basename(file.path).startswith("shard-"):
         raise Unsupported(
-            f"{file.path} holds the parts of one rank, not whole tensors",
-            todo="Put the parts together first, with"
+            f"{file.path} contains the parts of one rank, not whole tensors",
+            todo="Assemble the parts first, with"
             " torch.distributed.checkpoint's consolidate_safetensors_files",
         )
 
@@ -117,8 +124,10 @@ def _refuse_rank_files(file: MappedFile, metadata: dict[str, str]) -> None:
 
 
 def find_model_file(names: set[str]) -> str | None:
-    """The file by which Transformers would find the model in a folder with these names, in its
-    order; None if there is none."""
+    """Return the file from which Transformers would load a model in a folder with these file names.
+
+    The order of preference is that of Transformers. Returns None if there is no such file.
+    """
     order = (
         SAFE_WEIGHTS_NAME,
         SAFE_WEIGHTS_NAME + INDEX_SUFFIX,
@@ -131,30 +140,32 @@ def find_model_file(names: set[str]) -> str | None:
 def load_huggingface_folder(
     folder: str, name: str, advance: Advance
 ) -> tuple[dict[str, Any], list[str], bool]:
-    """The tensors of the model in a folder by ``name``, its file or index; the files that they are
-    from; and whether all of them are mapped.
+    """Load the model in a folder. ``name`` is its file or its index.
 
-    Raises ``FormatError`` if a part is missing or lacks what the index says is in it.
+    Returns the tensors by name, the files that were read, and True if all tensors are mapped.
+    Raises ``FormatError`` if a part is missing, or lacks a tensor that the index lists for it.
     """
     if not name.endswith(INDEX_SUFFIX):
         value, mapped = _load_weights(os.path.join(folder, name), advance)
         return value, [name], mapped
-    places = _read_index(os.path.join(folder, name))
-    made: dict[str, Any] = {}
-    mapped = True
-    parts = sorted(set(places.values()))
+    weight_map = _read_index(os.path.join(folder, name))
+    tensors: dict[str, Any] = {}
+    all_mapped = True
+    parts = sorted(set(weight_map.values()))
     for part in parts:
         path = os.path.join(folder, part)
         if not os.path.isfile(path):
             raise _incomplete_error(folder, name, f"the part {part}", "no such file")
-        found, whole = _load_weights(path, advance)
-        mapped = mapped and whole
-        lacks = [n for n, p in places.items() if p == part and n not in found]
-        if lacks:
-            raise _incomplete_error(folder, name, f"{lacks[0]} in {part}", f"{len(found)} others")
-        # what the index does not mention is of the model too: so Transformers takes it
-        made.update((n, v) for n, v in found.items() if places.get(n, part) == part)
-    return made, [name, *parts], mapped
+        values, mapped = _load_weights(path, advance)
+        all_mapped = all_mapped and mapped
+        missing = [n for n, p in weight_map.items() if p == part and n not in values]
+        if missing:
+            raise _incomplete_error(
+                folder, name, f"{missing[0]} in {part}", f"{len(values)} other tensors"
+            )
+        # as in Transformers, tensors that the index does not list also belong to the model
+        tensors.update((n, v) for n, v in values.items() if weight_map.get(n, part) == part)
+    return tensors, [name, *parts], all_mapped
 
 
 def _load_weights(path: str, advance: Advance) -> tuple[dict[str, Any], bool]:
@@ -164,7 +175,7 @@ def _load_weights(path: str, advance: Advance) -> tuple[dict[str, Any], bool]:
         return load_safetensors(file), True
     records = read_torch_records(file) if head[:4] == ZIP_MAGIC else None
     if records is None and not is_legacy(head):
-        raise file.format_error("a safetensors file, or one of torch.save", repr(head))
+        raise file.format_error("a safetensors file, or a file of torch.save", repr(head))
     value = load_legacy(path) if records is None else load_zip(file, records, advance)
     if not isinstance(value, dict):
         raise file.format_error("a dict of tensors by name", type(value).__name__)
@@ -172,8 +183,10 @@ def _load_weights(path: str, advance: Advance) -> tuple[dict[str, Any], bool]:
 
 
 def _read_index(path: str) -> dict[str, str]:
-    """Which part holds which tensor. Parts lie beside the index: a name that leads elsewhere is
-    refused."""
+    """Return the part of each tensor by name.
+
+    Parts are in the same folder as the index. Raises ``FormatError`` for a name outside of it.
+    """
 
     class Index(msgspec.Struct):
         weight_map: dict[str, str]
@@ -182,20 +195,20 @@ def _read_index(path: str) -> dict[str, str]:
     try:
         if file.length > _MAX_INDEX_SIZE:
             raise ValueError(f"{file.length} bytes")
-        places = msgspec.json.decode(bytes(file.view), type=Index).weight_map
-        for part in places.values():
+        weight_map = msgspec.json.decode(bytes(file.view), type=Index).weight_map
+        for part in weight_map.values():
             if part in ("", ".", "..") or "/" in part or "\0" in part:
-                raise ValueError(f"a part called {part!r}")
+                raise ValueError(f"a part named {part!r}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:
-        raise file.format_error("an index of tensors and the files beside it", str(e)) from e
-    return places
+        raise file.format_error("an index of tensors and files in the same folder", str(e)) from e
+    return weight_map
 
 
 def _incomplete_error(folder: str, name: str, expected: str, found: str) -> FormatError:
     return FormatError(
-        f"{folder} is not complete, or {name} is of another model",
+        f"{folder} is not complete, or {name} belongs to another model",
         expected=expected,
         found=found,
-        todo="Take another copy of it",
+        todo="Use another copy of the folder",
         file=os.path.join(folder, name),
     )

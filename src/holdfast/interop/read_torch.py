@@ -1,7 +1,8 @@
-"""Files of ``torch.save``, read without running anything that is in them.
+"""Read files of ``torch.save`` without running any code in them.
 
-Only ever by ``torch.load(weights_only=True)``. What it refuses is refused here, with the name of
-what the file wants to run; there is no option to unpickle.
+Every file is read with ``torch.load(weights_only=True)``. A file that PyTorch refuses is refused
+here as well, with the names of the classes and functions that it refers to. There is no option to
+unpickle without restrictions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holdfast.threads import in_parallel
 
 ZIP_MAGIC = b"PK\3\4"
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
-"""What files of PyTorch before 1.6 begin with, as a pickled integer."""
+"""The magic number of files before PyTorch 1.6, which begin with it as a pickled integer."""
 
 _GLOBAL_PATTERNS = (
     re.compile(r"GLOBAL (\S+) was not an allowed global"),
@@ -31,8 +32,8 @@ _GLOBAL_PATTERNS = (
     re.compile(r"for unrecognized function (.+)"),
 )
 _ADVICE = (
-    "If you trust where it comes from, load it in Python with torch.load(weights_only=False), and"
-    " give what you need of it to holdfast.save"
+    "If you trust the origin of the file, load it in Python with torch.load(weights_only=False),"
+    " and pass what you need to holdfast.save"
 )
 _LOAD_ERRORS = (
     RuntimeError,
@@ -47,49 +48,49 @@ _LOAD_ERRORS = (
     MemoryError,
     struct.error,
 )
-"""What ``torch.load`` raises for bytes that it did not write."""
+"""The exceptions that ``torch.load`` raises for invalid files."""
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file begins as ``torch.save`` wrote it before PyTorch 1.6."""
+    """Return True if a file begins like a ``torch.save`` file from before PyTorch 1.6."""
     return head[:1] == b"\x80" and _LEGACY_MAGIC in head[:16]
 
 
 def read_torch_records(file: MappedFile) -> dict[str, ZipRecord] | None:
-    """The records of a zip file of ``torch.save``; None if it is another zip file. Raises
-    ``Unsupported`` for a TorchScript archive."""
+    """Return the records of a zip file of ``torch.save``; None for any other zip file.
+
+    Raises ``FormatError``, and ``Unsupported`` for a TorchScript archive.
+    """
     records = read_zip_records(file)
     if "data.pkl" not in records:
         return None
     if "constants.pkl" in records:
         raise Unsupported(
             f"{file.path} is a program (TorchScript), not a checkpoint",
-            todo="Load it with torch.jit.load, and give its state_dict() to holdfast.save",
+            todo="Load it with torch.jit.load, and pass its state_dict() to holdfast.save",
         )
     return records
 
 
 def load_zip(file: MappedFile, records: dict[str, ZipRecord], advance: Advance) -> Any:
-    """What is in a zip file of ``torch.save``, its tensors mapped; every CRC is compared first."""
-    todo = list(records.values())
-    in_parallel(
-        todo, lambda r: check_crc(file, r, advance), min(read_settings().threads, len(todo))
-    )
-    # torch.load takes a path that ends in .safetensors for one such, whatever is in it
+    """Load a zip file of ``torch.save`` with mapped tensors, after checking every CRC."""
+    threads = min(read_settings().threads, len(records))
+    in_parallel(list(records.values()), lambda record: check_crc(file, record, advance), threads)
+    # torch.load reads any path that ends in .safetensors as that format, so hide the suffix
     with open(file.path, "rb") as opened:
-        odd = file.path.endswith(".safetensors")
-        path = f"/proc/self/fd/{opened.fileno()}" if odd else file.path
+        misleading = file.path.endswith(".safetensors")
+        path = f"/proc/self/fd/{opened.fileno()}" if misleading else file.path
         return _torch_load(path, file.path, mmap=True)
 
 
 def load_legacy(path: str) -> Any:
-    """What is in a file of the old format. It cannot be mapped: all of it is read into memory."""
+    """Load a file of the format before PyTorch 1.6 into memory; it cannot be mapped."""
     with open(path, "rb") as opened:
         return _torch_load(opened, path, mmap=False)
 
 
 def load_bytes(data: bytes, name: str) -> Any:
-    """What ``torch.save`` wrote into these bytes; ``name`` says where they are from."""
+    """Load what ``torch.save`` wrote into ``data``; ``name`` describes its origin in errors."""
     return _torch_load(io.BytesIO(data), name, mmap=False)
 
 
@@ -98,50 +99,50 @@ def _torch_load(file: Any, name: str, *, mmap: bool) -> Any:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other protocols, and of deprecated storages
+            warnings.simplefilter("ignore")  # about pickle protocols and deprecated storages
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as e:
         raise _unsafe_pickle_error(file, name, str(e)) from e
     except _LOAD_ERRORS as e:
         if "unable to mmap" in str(e):
             raise HoldfastError(
-                f"{name} is larger than the memory that the system promises for it",
+                f"{name} cannot be mapped: it is larger than the memory that the system commits",
                 expected=f"{os.path.getsize(name)} bytes of memory and swap",
-                todo="Let it promise more (sysctl vm.overcommit_memory=1): they are not used",
+                todo="Allow overcommit (sysctl vm.overcommit_memory=1); this memory is never used",
             ) from e
-        told = str(e).strip().partition("\n")[0] or type(e).__name__
+        message = str(e).strip().partition("\n")[0] or type(e).__name__
         raise FormatError(
-            f"{name} is damaged, or not what it seems",
+            f"{name} is damaged or has another format",
             expected="a file that torch.save wrote",
-            found=told[:300],
-            todo="Take another copy of it",
+            found=message[:300],
+            todo="Use another copy of the file",
             file=name,
         ) from e
 
 
 def _unsafe_pickle_error(file: Any, name: str, message: str) -> Unsupported:
-    """The refusal of a pickle, by the names of what it wants to have run or made."""
+    """Return the error for a refused pickle, with the names of the classes that it refers to."""
     names: list[str] = []
     for pattern in _GLOBAL_PATTERNS:
         names += [m[1].strip() for m in pattern.finditer(message)]
-    with suppress(Exception):  # only more names are lost
+    with suppress(Exception):  # this only adds names to the error
         import torch
 
         if isinstance(file, io.IOBase):
             file.seek(0)
-        listed = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        names += sorted(n for n in listed if n not in names)
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        names += sorted(n for n in unsafe if n not in names)
     if not names:
         lines = [line.strip() for line in message.splitlines() if line.strip()]
         return Unsupported(
-            f"{name} cannot be read without running what is in it",
+            f"{name} cannot be read without running code in it",
             expected="tensors, numbers, text, lists and dicts",
-            found=(lines[-2:] or ["nothing that can be told"])[0][:300],
+            found=(lines[-2:] or ["an unknown cause"])[0][:300],
             todo=_ADVICE,
         )
     more = f", and {len(names) - 5} more" if len(names) > 5 else ""
     return Unsupported(
-        f"{name} wants to run {', '.join(names[:5])}{more}, and nothing in it was run",
+        f"{name} refers to {', '.join(names[:5])}{more}, which could run code; nothing was run",
         expected="tensors, numbers, text, lists and dicts",
         todo=_ADVICE,
         classes=tuple(names),

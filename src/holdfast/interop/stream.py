@@ -1,8 +1,8 @@
-"""Whole leaves out of a snapshot, as runs of bytes: checked, in bounded memory, in any order.
+"""Stream whole leaves out of a snapshot as checked byte ranges, in bounded memory and in any order.
 
-Most stored boxes are one run of bytes in their leaf (a whole leaf, rows of it): what is in a chunk
-is handed on right out of the buffer that it was read into. Of leaves that were cut otherwise
-(columns, say) a window at a time is put together in memory.
+Most stored boxes are contiguous in their leaf (a whole leaf, or rows of it). Their bytes are passed
+on directly from the buffer that a chunk was read into. Leaves that are stored in other boxes (such
+as columns) are assembled in memory, one window at a time.
 """
 
 from __future__ import annotations
@@ -24,26 +24,29 @@ from holdfast.threads import in_parallel
 from holdfast.types import BLOCK_SIZE, DTYPES, MIB, Box
 
 WINDOW = 64 * MIB
-"""Most bytes that are put together in memory. A chunk on the border of two windows is read twice,
-so a larger window reads less."""
+"""Maximum bytes that are assembled in memory. A chunk that crosses the border of two windows is
+read twice, so a larger window reads less."""
 
 WriteLeafBytes = Callable[[int, int, memoryview], None]
-"""Takes bytes of the n-th leaf from its byte ``at`` on, row-major. They are lost when it returns.
-Called by several threads, in any order, for every byte once."""
+"""Called as ``write(n, offset, data)`` with row-major bytes of the n-th leaf, from byte ``offset``.
+
+``data`` is valid only during the call. Several threads call it, in any order, and pass each byte
+exactly once.
+"""
 
 
 def stream_leaves(snapshot: Snapshot, keys: Sequence[str], write: WriteLeafBytes) -> None:
-    """Hand every byte of the leaves ``keys`` to ``write``. A key may stand there twice.
+    """Pass every byte of the leaves ``keys`` to ``write``. A key may occur more than once.
 
-    Uses ``WINDOW`` bytes and a buffer for each thread. Raises ``FormatError`` or ``StoreError``
-    (``NotFound`` if it has been deleted), and what ``write`` raises.
+    Uses at most ``WINDOW`` bytes, plus one buffer per thread. Raises ``FormatError``,
+    ``StoreError`` (``NotFound`` if the snapshot was deleted), and any exception of ``write``.
     """
     indexes = snapshot.indexes()
     threads, pool = read_settings().threads, shared_pool()
     plan = make_read_plan(indexes, [ReadRequest(k, Box.whole(snapshot.leaves[k][1])) for k in keys])
     scattered = {slab.request_id for item in plan.items for slab in item.strided_copies}
 
-    def hand_on(item: ReadItem) -> None:
+    def write_contiguous(item: ReadItem) -> None:
         rows = [row for row in item.linear_copies.tolist() if row[0] not in scattered]
         if rows:
             with read_verified_chunks(snapshot.location, indexes[item.shard], item, pool) as (
@@ -54,13 +57,13 @@ def stream_leaves(snapshot: Snapshot, keys: Sequence[str], write: WriteLeafBytes
                     write(number, at, buffer.view[offset - base : offset - base + size])
 
     with snapshot.not_found_if_deleted():
-        in_parallel(plan.items, hand_on, min(threads, len(plan.items)))
+        in_parallel(plan.items, write_contiguous, min(threads, len(plan.items)))
         if scattered:
             _stream_by_window(snapshot, keys, sorted(scattered), write)
 
 
 class _ContiguousBox(NamedTuple):
-    """A rectangle of the n-th leaf that is one run of bytes in it, from byte ``at`` on."""
+    """A box of the n-th leaf that is contiguous in it: ``nbytes`` bytes from byte ``offset``."""
 
     leaf_number: int
     box: Box
@@ -71,7 +74,7 @@ class _ContiguousBox(NamedTuple):
 def _stream_by_window(
     snapshot: Snapshot, keys: Sequence[str], leaf_numbers: Sequence[int], write: WriteLeafBytes
 ) -> None:
-    """Put leaves together, window by window, and hand these on."""
+    """Assemble leaves one window at a time, and pass each window to ``write``."""
     stored: dict[str, list[ShardIndex]] = {keys[n]: [] for n in leaf_numbers}
     for index in snapshot.indexes():
         for key in stored.keys() & index.leaves.schema.keys:
@@ -81,45 +84,48 @@ def _stream_by_window(
         for d, shape in (snapshot.leaves[keys[n]] for n in leaf_numbers)
     ]
     window = Buffer(min(sum(sizes), WINDOW))
-    for parts in _plan_windows(snapshot, keys, leaf_numbers):
-        concerned = {i.shard: i for p in parts for i in stored[keys[p.leaf_number]]}
-        _read_window(snapshot, keys, parts, list(concerned.values()), window)
-        _write_window(parts, window.view, write)
+    for boxes in _plan_windows(snapshot, keys, leaf_numbers):
+        indexes = {i.shard: i for box in boxes for i in stored[keys[box.leaf_number]]}
+        _read_window(snapshot, keys, boxes, list(indexes.values()), window)
+        _write_window(boxes, window.view, write)
 
 
 def _plan_windows(
     snapshot: Snapshot, keys: Sequence[str], leaf_numbers: Sequence[int]
 ) -> Iterator[list[_ContiguousBox]]:
-    """All of the leaves in parts, as many at a time as fit into a window."""
-    parts: list[_ContiguousBox] = []
+    """Split the leaves into boxes, and yield as many at a time as fit into a window."""
+    boxes: list[_ContiguousBox] = []
     used = 0
     for n in leaf_numbers:
         dtype, shape = snapshot.leaves[keys[n]]
-        for part in _split_leaf(n, DTYPES[dtype].itemsize, shape):
-            if used + part.nbytes > WINDOW:
-                yield parts
-                parts, used = [], 0
-            parts.append(part)
-            used += part.nbytes
-    yield parts
+        for box in _split_leaf(n, DTYPES[dtype].itemsize, shape):
+            if used + box.nbytes > WINDOW:
+                yield boxes
+                boxes, used = [], 0
+            boxes.append(box)
+            used += box.nbytes
+    yield boxes
 
 
 def _split_leaf(
     leaf_number: int, itemsize: int, shape: tuple[int, ...]
 ) -> Iterator[_ContiguousBox]:
-    """A leaf in parts of at most a window: whole rows, of the outermost dimension that fits."""
-    most, row = WINDOW // itemsize, 1
+    """Split a leaf into boxes of at most ``WINDOW`` bytes.
+
+    A box is a range of whole rows of the outermost dimension whose rows fit into a window.
+    """
+    max_elements, row = WINDOW // itemsize, 1
     for n in reversed(shape):
-        if row * n > most:
+        if row * n > max_elements:
             break
         row *= n
-    step, whole = most // row * row, prod(shape)
-    at = 0
-    for start in range(0, whole, step):
-        for box in contiguous_boxes(shape, start, min(start + step, whole)):
+    step, total = max_elements // row * row, prod(shape)
+    offset = 0
+    for start in range(0, total, step):
+        for box in contiguous_boxes(shape, start, min(start + step, total)):
             nbytes = box.numel * itemsize
-            yield _ContiguousBox(leaf_number, box, at, nbytes)
-            at += nbytes
+            yield _ContiguousBox(leaf_number, box, offset, nbytes)
+            offset += nbytes
 
 
 def _read_window(
@@ -129,29 +135,29 @@ def _read_window(
     indexes: Sequence[ShardIndex],
     window: Buffer,
 ) -> None:
-    """Read the parts into the window, one behind the other."""
-    wants = [ReadRequest(keys[p.leaf_number], p.box) for p in boxes]
+    """Read the boxes into the window, one after another."""
+    requests = [ReadRequest(keys[b.leaf_number], b.box) for b in boxes]
     targets, at = [], 0
-    for part in boxes:
-        # as opaque elements of one size: every bit pattern of every dtype passes unchanged
-        opaque = f"V{part.nbytes // part.box.numel}"
+    for b in boxes:
+        # opaque elements of the same size, so that no bit pattern of any dtype changes
+        opaque = f"V{b.nbytes // b.box.numel}"
         into: np.ndarray[tuple[int, ...], np.dtype[np.void]]
-        into = np.ndarray(part.box.sizes, opaque, window.view, at)
-        targets.append(Target(opaque, part.box.sizes, into, window.address + at))
-        at += part.nbytes
-    plan = make_read_plan(indexes, wants)
+        into = np.ndarray(b.box.sizes, opaque, window.view, at)
+        targets.append(Target(opaque, b.box.sizes, into, window.address + at))
+        at += b.nbytes
+    plan = make_read_plan(indexes, requests)
     execute_read_plan(
         snapshot.location, plan, indexes, targets, shared_pool(), read_settings().threads
     )
 
 
 def _write_window(boxes: Sequence[_ContiguousBox], view: memoryview, write: WriteLeafBytes) -> None:
-    """Hand the window's bytes on, by several threads."""
-    runs, at = [], 0
-    for part in boxes:
-        for a in range(0, part.nbytes, BLOCK_SIZE):
-            b = min(a + BLOCK_SIZE, part.nbytes)
-            runs.append((part.leaf_number, part.offset + a, at + a, at + b))
-        at += part.nbytes
-    threads = min(read_settings().threads, len(runs))
-    in_parallel(runs, lambda run: write(run[0], run[1], view[run[2] : run[3]]), threads)
+    """Pass the bytes of the window to ``write``, in several threads."""
+    blocks, at = [], 0
+    for box in boxes:
+        for start in range(0, box.nbytes, BLOCK_SIZE):
+            stop = min(start + BLOCK_SIZE, box.nbytes)
+            blocks.append((box.leaf_number, box.offset + start, at + start, at + stop))
+        at += box.nbytes
+    threads = min(read_settings().threads, len(blocks))
+    in_parallel(blocks, lambda b: write(b[0], b[1], view[b[2] : b[3]]), threads)

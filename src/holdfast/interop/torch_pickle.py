@@ -1,7 +1,7 @@
-"""A snapshot's tree as ``torch.save`` pickles it, with tensors whose bytes are elsewhere.
+"""Pickle the tree of a snapshot as ``torch.save`` does, with the bytes of tensors in other records.
 
-Only what ``torch.load(weights_only=True)`` accepts is written, by torch 2.6 and later. Nothing is
-ever unpickled here.
+The pickle contains only what ``torch.load(weights_only=True)`` of torch 2.6 and later accepts. This
+module never unpickles anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.types import DTYPES
 
 _PROTOCOL = 2
 _MAX_INT_BITS = 255 * 8 - 1
-"""Bits of the longest integer that ``weights_only`` reads."""
+"""Bits of the longest integer that ``weights_only`` accepts."""
 
 _STORAGE_CLASSES = {
     "bool": "BoolStorage",
@@ -42,10 +42,10 @@ _STORAGE_CLASSES = {
     "complex64": "ComplexFloatStorage",
     "complex128": "ComplexDoubleStorage",
 }
-"""Dtypes that had a storage class of their own; tensors of the others name their dtype."""
+"""Dtypes with their own storage class; a tensor of another dtype is pickled with its dtype."""
 
 _SPARSE_PARTS = ("indices", "crow", "ccol", "col", "row", "values")
-"""The parts of sparse tensors in the order in which they are made from them."""
+"""The parts of sparse tensors, in the order of the arguments that rebuild them."""
 
 _PLAIN_TYPES = frozenset({type(None), str, bool, int, float, complex, bytes, bytearray})
 
@@ -54,7 +54,7 @@ _DICT_TYPES = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StorageStub:
-    """Stands for the bytes of a leaf: the n-th record of data."""
+    """Represents the bytes of a leaf: the data record ``record_number``."""
 
     record_number: int
     dtype: str
@@ -63,7 +63,7 @@ class _StorageStub:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TensorStub:
-    """Stands for a tensor that is all of its storage, row-major."""
+    """Represents a row-major tensor that spans its whole storage."""
 
     storage: _StorageStub
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class _TensorStub:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SparseStub:
-    """Stands for a sparse tensor: its layout, and what it is made from."""
+    """Represents a sparse tensor: its layout, and the arguments that rebuild it."""
 
     layout: str
     args: tuple[Any, ...]
@@ -79,13 +79,17 @@ class _SparseStub:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _EmptyBytesStub:
-    """Stands for ``b""``, which the usual pickle makes by a call that is refused."""
+    """Represents ``b""``, which pickle encodes as a call that ``weights_only`` refuses."""
 
 
 @dataclass(slots=True)
 class TorchPickle:
-    """A tree taken to what can be pickled. ``sources``: the key of the leaf whose bytes are the
-    n-th record of data; ``refused``: keys of what cannot be written, each with what it is."""
+    """A tree converted to values that can be pickled.
+
+    ``tensors``: the tensors by the key of their leaf, in the order of the data records.
+    ``refused``: the keys of values that cannot be written, each with a description. ``value``: the
+    root of the converted tree.
+    """
 
     snapshot: Snapshot
     torch: Any
@@ -94,25 +98,24 @@ class TorchPickle:
     value: Any = None
 
     def to_bytes(self) -> bytes:
-        """The record ``data.pkl``."""
+        """Return the content of the record ``data.pkl``."""
         out = io.BytesIO()
         _Pickler(out, self.torch).dump(self.value)
         return out.getvalue()
 
     def build(self, node: Any, key: str) -> Any:
-        """The value of a node."""
+        """Return the value for a node of the tree."""
         tag = next(iter(node), "") if type(node) is dict else ""
         if tag in ("dict", "ordered", "items"):
-            made = _DICT_TYPES[node["of"] if tag == "items" else tag]()
+            members = _DICT_TYPES[node["of"] if tag == "items" else tag]()
             for name, child, k in tree.children(node, key):
-                made[self._build_plain(name, k)] = self.build(child, k)
+                members[self._build_plain(name, k)] = self.build(child, k)
             if "metadata" in node:
-                where = join_key(key, "~metadata")
-                made._metadata = self.build(node["metadata"], where)
-            return made
+                members._metadata = self.build(node["metadata"], join_key(key, "~metadata"))
+            return members
         if tag in ("list", "tuple"):
-            several = [self.build(n, join_key(key, str(i))) for i, n in enumerate(node[tag])]
-            return several if tag == "list" else tuple(several)
+            values = [self.build(n, join_key(key, str(i))) for i, n in enumerate(node[tag])]
+            return values if tag == "list" else tuple(values)
         if tag == "sparse":
             return self._build_sparse(node["sparse"], key)
         if tag == "tied" or tag in LEAF_NODE_TAGS:
@@ -125,28 +128,28 @@ class TorchPickle:
         if "blob" in leaf or len(leaf.get("array", ())) == 3:
             self.refused[key] = "long bytes" if "blob" in leaf else "an array of another dtype"
             return None
-        made = self.tensors.get(source)
-        if made is None:
+        tensor = self.tensors.get(source)
+        if tensor is None:
             dtype, shape = self.snapshot.leaves[source]
             if not hasattr(self.torch, dtype):
                 self.refused[key] = f"{dtype}, which torch {self.torch.__version__} lacks"
                 return None
             storage = _StorageStub(len(self.tensors), dtype, prod(shape))
-            made = self.tensors[source] = _TensorStub(storage, shape)
-        return made
+            tensor = self.tensors[source] = _TensorStub(storage, shape)
+        return tensor
 
     def _build_sparse(self, body: Any, key: str) -> _SparseStub:
         names = sorted(body["parts"], key=_SPARSE_PARTS.index)
         parts = [self._build_tensor(body["parts"][name], join_key(key, name)) for name in names]
-        made_from = (*parts, self.torch.Size(body["shape"]))
+        args = (*parts, self.torch.Size(body["shape"]))
         if body["layout"] == "sparse_coo":
-            made_from = (*made_from, body["coalesced"])
-        return _SparseStub(body["layout"], made_from)
+            args = (*args, body["coalesced"])
+        return _SparseStub(body["layout"], args)
 
     def _build_plain(self, value: Any, key: str) -> Any:
-        """A plain value, or what stands for it."""
+        """Return a plain value, or its stub; record it in ``refused`` if it cannot be written."""
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-            value = value.item()  # a long double stays what it is, and is refused
+            value = value.item()  # returns a long double unchanged, which is then refused
         if value == b"" and type(value) is bytes:
             return _EmptyBytesStub()
         refused = _unsupported_reason(value)
@@ -156,33 +159,35 @@ class TorchPickle:
 
 
 def build_torch_pickle(snapshot: Snapshot, node: Any, key: str) -> TorchPickle:
-    """The tree below ``node``. Raises ``HoldfastError`` where torch is not installed."""
+    """Convert the tree below ``node``. Raises ``HoldfastError`` if torch is not installed."""
     try:
         import torch
     except ImportError as e:
         raise HoldfastError(
-            "A file for torch.load cannot be made without torch",
+            "Writing a file for torch.load needs torch",
             todo='Install it: pip install "holdfast[torch]"; or export to safetensors',
         ) from e
-    made = TorchPickle(snapshot, torch)
-    made.value = made.build(node, key)
-    return made
+    pickled = TorchPickle(snapshot, torch)
+    pickled.value = pickled.build(node, key)
+    return pickled
 
 
 def _unsupported_reason(value: Any) -> str | None:
-    """What a plain value is, if ``weights_only`` refuses it."""
+    """Return what a plain value is if ``weights_only`` refuses it, else None."""
     if type(value) in (set, tuple):
         return next((r for r in map(_unsupported_reason, value) if r is not None), None)
     if type(value) is int and value.bit_length() > _MAX_INT_BITS:
-        return "an integer of over 2,000 bits"
+        return "an integer of more than 2,000 bits"
     if value == b"" and type(value) is bytes:
         return "empty bytes within a set or a tuple"
     return None if type(value) in _PLAIN_TYPES else with_article(type(value).__name__)
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what stands for tensors as tensors. The functions that make a tensor again, and what
-    they are given, are the format of ``torch.save`` itself: every such file names them."""
+    """Pickles stubs as the tensors that they represent.
+
+    The functions that rebuild a tensor, and their arguments, are those of ``torch.save`` itself.
+    """
 
     def __init__(self, out: io.BytesIO, torch: Any) -> None:
         super().__init__(out, _PROTOCOL)
@@ -201,10 +206,10 @@ class _Pickler(pickle.Pickler):
         if type(value) is _TensorStub:
             dtype, shape = value.storage.dtype, value.shape
             strides = tuple(prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
-            made_from: tuple[Any, ...] = (value.storage, 0, shape, strides, False, OrderedDict())
+            args: tuple[Any, ...] = (value.storage, 0, shape, strides, False, OrderedDict())
             if dtype in _STORAGE_CLASSES:
-                return torch._utils._rebuild_tensor_v2, made_from
-            return torch._utils._rebuild_tensor_v3, (*made_from, getattr(torch, dtype))
+                return torch._utils._rebuild_tensor_v2, args
+            return torch._utils._rebuild_tensor_v3, (*args, getattr(torch, dtype))
         if type(value) is _SparseStub:
             layout = getattr(torch, value.layout)
             return torch._utils._rebuild_sparse_tensor, (layout, value.args)
