@@ -1,4 +1,4 @@
-"""Snapshots for tests that are damaged or lie: files as bytes, changed and sealed anew."""
+"""Build damaged and malicious snapshots for tests: files as bytes, changed and sealed again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TORCH_DTYPES = _DTYPES.split()
 
 
 def small_state() -> dict[str, Any]:
-    """A state with every kind of node, small enough for thousands of loads."""
+    """Return a state with every kind of node that is small enough for thousands of loads."""
     weight = torch.arange(6, dtype=torch.float32).view(2, 3)
     return {
         "weight": weight,
@@ -50,7 +50,7 @@ def small_state() -> dict[str, Any]:
 
 
 def plain_values() -> dict[str, Any]:
-    """Every kind of plain value."""
+    """Return every kind of plain value."""
     return {
         "none": None,
         "yes": True,
@@ -90,22 +90,22 @@ def store_of(files: Files) -> MemoryStore:
 
 
 def save_to_files(state: dict[str, Any], folder: str = FOLDER) -> Files:
-    """The files of a snapshot of ``state``."""
+    """Save ``state`` and return the files of the snapshot."""
     store = MemoryStore()
     holdfast.save(store.at(folder), state, step=7, note={"by": "test"})
     return files_of(store)
 
 
 def seal(content: dict[str, Any], format_number: int = 1) -> bytes:
-    """A sealed file with a correct digest, whatever it says."""
+    """Return a sealed file with a correct digest. The content can be invalid."""
     body = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
     return seal_body(body.encode()[1:], format_number)
 
 
 def seal_body(body: bytes, format_number: int = 1) -> bytes:
     head = b'{"format":%d,"digest":"' % format_number
-    made = digest(head + b"0" * 32 + b'",' + body)
-    return head + made.encode() + b'",' + body
+    body_digest = digest(head + b"0" * 32 + b'",' + body)
+    return head + body_digest.encode() + b'",' + body
 
 
 def sealed_content(raw: bytes) -> dict[str, Any]:
@@ -134,8 +134,10 @@ def forge(
     folder: str = "",
     format_number: int = 1,
 ) -> Files:
-    """The files with a changed manifest or index, of the version in ``folder`` and of that format
-    number; every digest is right again."""
+    """Return the files with a changed manifest or index and with all digests recomputed.
+
+    ``folder`` selects the version. ``format_number`` is the format number of its new manifest.
+    """
     files = dict(files)
     content = sealed_content(files[manifest_key(files, folder)])
     if index is not None:
@@ -143,8 +145,8 @@ def forge(
         changed = json.loads(files[key])
         index(changed)
         files[key] = json.dumps(changed).encode()
-        vouched = content["shards"][0]["index"]
-        vouched["length"], vouched["digest"] = len(files[key]), digest(files[key])
+        entry = content["shards"][0]["index"]
+        entry["length"], entry["digest"] = len(files[key]), digest(files[key])
     if manifest is not None:
         manifest(content)
     files[manifest_key(files, folder)] = seal(content, format_number)
@@ -152,7 +154,7 @@ def forge(
 
 
 def json_paths(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all parts of a JSON value."""
+    """Yield the paths of all parts of a JSON value."""
     pairs: Any = ()
     if isinstance(value, dict):
         pairs = value.items()
@@ -174,20 +176,21 @@ def set_at(value: Json, path: tuple[Any, ...], new: Json) -> None:
 
 
 def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
-    """Use a snapshot in every way; the ways that refused it, each with a proper error.
+    """Use a snapshot in every way, and return the uses that refuse it with a proper error.
 
-    ``load``, ``into``, ``verify`` (its report not ok counts as refused).
+    The uses are ``load``, ``verify`` and, if ``into`` is given, ``into``. ``verify`` counts as
+    refused if its report is not ok.
     """
     store = store_of(files)
-    place = store.at(next(iter(files)).partition("/")[0])
+    location = store.at(next(iter(files)).partition("/")[0])
     refused = []
     try:
-        holdfast.load(place)
+        holdfast.load(location)
     except (FormatError, StoreError) as e:
         assert_names_file(e)
         refused.append("load")
     try:
-        snapshot = holdfast.open(place)
+        snapshot = holdfast.open(location)
         _ = snapshot.metadata, snapshot.keys()
         report = snapshot.verify()
     except (FormatError, StoreError) as e:
@@ -199,7 +202,7 @@ def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
         refused += [] if report.ok else ["verify"]
     if into is not None:
         try:
-            holdfast.load(place, into=into)
+            holdfast.load(location, into=into)
         except (FormatError, StoreError) as e:
             assert_names_file(e)
             refused.append("into")
@@ -209,7 +212,7 @@ def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
 
 
 def assert_names_file(error: Exception) -> None:
-    """An error about bytes names the file that they are in."""
+    """Assert that an error about bytes names the file that contains them."""
     assert isinstance(error, FormatError | StoreError)
     file = error.fields.get("file") or error.fields.get("key")
     assert file, error
@@ -217,7 +220,7 @@ def assert_names_file(error: Exception) -> None:
 
 
 def values_equal(a: Any, b: Any) -> bool:
-    """Equal in type and value, to the bit."""
+    """Return True if two values have the same type and are equal bit for bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -241,7 +244,7 @@ def values_equal(a: Any, b: Any) -> bool:
 
 
 def _member_repr(value: Any) -> str:
-    """A member of a set, so that NaN is NaN and -0.0 is not 0.0."""
+    """Return text for a member of a set: equal for two NaN, different for -0.0 and 0.0."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_member_repr, value))})"
     if isinstance(value, tuple):

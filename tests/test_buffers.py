@@ -1,4 +1,4 @@
-"""Buffers and their pool."""
+"""Test buffers and their pool."""
 
 import ctypes
 import mmap
@@ -21,16 +21,16 @@ UNIT = 64 * 1024
 
 
 @contextmanager
-def blocked(pool, count=1):
-    """Threads that wait in ``acquire``; yields their futures."""
+def blocked_acquires(pool, count=1):
+    """Start threads that wait in ``acquire``, and yield their futures."""
     with ThreadPoolExecutor(count) as threads:
-        waits = [threads.submit(pool.acquire, 10) for _ in range(count)]
+        futures = [threads.submit(pool.acquire, 10) for _ in range(count)]
         time.sleep(0.05)
-        assert not any(wait.done() for wait in waits)
-        yield waits
+        assert not any(future.done() for future in futures)
+        yield futures
 
 
-def test_a_buffer_is_aligned_writable_and_says_where_it_is():
+def test_buffer_is_aligned_and_writable_and_reports_its_address():
     buffer = Buffer(UNIT)
     assert buffer.address % mmap.PAGESIZE == 0
     assert address_of(buffer.view) == buffer.address
@@ -41,18 +41,19 @@ def test_a_buffer_is_aligned_writable_and_says_where_it_is():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize(("advice", "wiped"), [(buffers._MADV_WIPEONFORK, True), (9999, False)])
-def test_no_fork_turns_a_buffer_copy_on_write(monkeypatch, advice, wiped):
-    """Else its pages, under a direct write as well, would move at the next touch: a fault each. A
-    kernel that cannot wipe memory gets shared memory."""
+def test_fork_does_not_make_a_buffer_copy_on_write(monkeypatch, advice, wiped):
+    """If a fork made the pages copy-on-write, the parent's next write to each page would cause a
+    fault and move the page, even under a direct write. The second case is a kernel that cannot
+    wipe memory on fork; the buffer is then shared memory."""
     monkeypatch.setattr(buffers, "_MADV_WIPEONFORK", advice)
-    size = 1 << 20  # less than a huge page
+    size = 1 << 20  # smaller than a huge page
     buffer = Buffer(size)
     buffer.view[:] = b"p" * size
-    done, begin = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
-        os.close(begin)
-        os.read(done, 1)  # until the parent has touched all
+        os.close(write_end)
+        os.read(read_end, 1)  # returns when the parent has written to all pages
         found = bytes(buffer.view[:3])
         buffer.view[0] = ord("c")
         del buffer
@@ -60,14 +61,14 @@ def test_no_fork_turns_a_buffer_copy_on_write(monkeypatch, advice, wiped):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     ctypes.memset(buffer.address, ord("q"), size)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    os.close(begin)
-    os.close(done)
+    os.close(write_end)
+    os.close(read_end)
     assert os.waitpid(child, 0)[1] == 0
     assert bytes(buffer.view[:2]) == (b"qq" if wiped else b"cq")
     assert faults < size // mmap.PAGESIZE // 4
 
 
-def test_the_last_buffer_in_is_the_first_out():
+def test_acquire_returns_the_most_recently_released_buffer():
     pool = BufferPool(3 * UNIT, UNIT)
     a, b = pool.acquire(), pool.acquire()
     assert (pool.allocated_bytes, pool.free_bytes, pool.budget) == (2 * UNIT, 0, 3 * UNIT)
@@ -80,21 +81,21 @@ def test_the_last_buffer_in_is_the_first_out():
 def test_acquire_waits_for_a_release():
     pool = BufferPool(UNIT, UNIT)
     held = pool.acquire()
-    with blocked(pool) as (wait,):
+    with blocked_acquires(pool) as (future,):
         pool.release(held)
-        assert wait.result(5) is held
+        assert future.result(5) is held
 
 
 def test_acquire_waits_for_a_larger_budget():
     pool = BufferPool(UNIT, UNIT)
     pool.acquire()
-    with blocked(pool, 2) as waits:
+    with blocked_acquires(pool, 2) as futures:
         pool.budget = 3 * UNIT
-        assert len({id(wait.result(5)) for wait in waits}) == 2
+        assert len({id(future.result(5)) for future in futures}) == 2
     assert pool.allocated_bytes == 3 * UNIT
 
 
-def test_a_smaller_budget_takes_effect_as_buffers_come_back():
+def test_smaller_budget_takes_effect_as_buffers_are_released():
     pool = BufferPool(3 * UNIT, UNIT)
     held = [pool.acquire() for _ in range(3)]
     pool.budget = UNIT
@@ -103,7 +104,7 @@ def test_a_smaller_budget_takes_effect_as_buffers_come_back():
     assert (pool.allocated_bytes, pool.free_bytes) == (UNIT, UNIT)
 
 
-def test_acquire_gives_up_in_time():
+def test_acquire_raises_after_its_timeout():
     pool = BufferPool(UNIT, UNIT)
     pool.acquire()
     with pytest.raises(StoreError, match="Timed out while waiting for a free buffer"):
@@ -112,7 +113,7 @@ def test_acquire_gives_up_in_time():
         pool.acquire(timeout=0)
 
 
-def test_close_wakes_who_waits_and_gives_the_memory_back():
+def test_close_wakes_waiters_and_frees_the_memory():
     pool = BufferPool(2 * UNIT, UNIT)
     pool.release(pool.acquire())
     held = [pool.acquire(), pool.acquire()]
@@ -125,28 +126,28 @@ def test_close_wakes_who_waits_and_gives_the_memory_back():
     assert pool.allocated_bytes == 0
     pool = BufferPool(UNIT, UNIT)
     pool.acquire()
-    with blocked(pool, 3) as waits:
+    with blocked_acquires(pool, 3) as futures:
         pool.close()
-        for wait in waits:
-            assert isinstance(wait.exception(5), StoreError)
+        for future in futures:
+            assert isinstance(future.exception(5), StoreError)
 
 
-def test_reserve_makes_buffers_ahead_and_never_too_many():
-    made = []
-    pool = BufferPool(4 * UNIT, UNIT, made.append)
+def test_preallocate_creates_buffers_within_the_budget():
+    created = []
+    pool = BufferPool(4 * UNIT, UNIT, created.append)
     held = pool.acquire()
     pool.preallocate(2 * UNIT + 1)
     assert (pool.allocated_bytes, pool.free_bytes) == (3 * UNIT, 2 * UNIT)
     pool.preallocate(UNIT)
     pool.preallocate(100 * UNIT)
-    assert (pool.allocated_bytes, len(made)) == (4 * UNIT, 4)
+    assert (pool.allocated_bytes, len(created)) == (4 * UNIT, 4)
     pool.release(held)
     pool.close()
     pool.preallocate(100 * UNIT)
     assert pool.allocated_bytes == 0
 
 
-def test_trim_keeps_as_much_as_is_said():
+def test_trim_keeps_the_requested_number_of_bytes():
     pool = BufferPool(4 * UNIT, UNIT)
     held = [pool.acquire() for _ in range(4)]
     for buffer in held[:3]:
@@ -159,7 +160,7 @@ def test_trim_keeps_as_much_as_is_said():
     assert len({buffer.address for buffer in again}) == 3
 
 
-def test_trimmed_memory_stays_while_a_view_of_it_is_held():
+def test_trimmed_memory_stays_valid_while_a_view_refers_to_it():
     pool = BufferPool(UNIT, UNIT)
     buffer = pool.acquire()
     view = buffer.view[10:20]
@@ -170,7 +171,7 @@ def test_trimmed_memory_stays_while_a_view_of_it_is_held():
     assert bytes(view) == b"still here"
 
 
-def test_a_buffer_is_released_once():
+def test_releasing_a_buffer_twice_raises():
     pool = BufferPool(UNIT, UNIT)
     buffer = pool.acquire()
     pool.release(buffer)
@@ -179,12 +180,12 @@ def test_a_buffer_is_released_once():
 
 
 @pytest.mark.parametrize("budget", [0, UNIT - 1, -1])
-def test_a_budget_for_no_buffer_is_an_error(budget):
+def test_budget_smaller_than_one_buffer_raises(budget):
     with pytest.raises(HoldfastError):
         BufferPool(budget, UNIT)
 
 
-def test_memory_that_cannot_be_had_is_not_counted(monkeypatch):
+def test_failed_allocation_does_not_count_toward_the_budget(monkeypatch):
     pool = BufferPool(UNIT, UNIT)
 
     def refuse(size):
@@ -198,20 +199,20 @@ def test_memory_that_cannot_be_had_is_not_counted(monkeypatch):
 
 
 def test_many_threads_share_few_buffers():
-    pool, held, most = BufferPool(3 * UNIT, UNIT), set(), []
+    pool, held, held_counts = BufferPool(3 * UNIT, UNIT), set(), []
 
     def work(_):
         for _ in range(50):
             buffer = pool.acquire(10)
             assert id(buffer) not in held
             held.add(id(buffer))
-            most.append(len(held))
+            held_counts.append(len(held))
             held.remove(id(buffer))
             pool.release(buffer)
 
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(work, range(12)))
-    assert max(most) <= 3
+    assert max(held_counts) <= 3
     assert pool.allocated_bytes <= 3 * UNIT
 
 
@@ -230,11 +231,13 @@ def test_many_threads_share_few_buffers():
         (0, 0, 0, 4096, 0),
     ],
 )
-def test_what_may_be_asked_for_directly(offset, address, length, capacity, span):
+def test_direct_io_length_depends_on_alignment_and_capacity(
+    offset, address, length, capacity, span
+):
     assert direct_io_length(offset, address, length, capacity) == span
 
 
-def test_flat_gives_single_bytes_of_the_same_memory():
+def test_as_byte_view_returns_the_single_bytes_of_the_same_memory():
     data = bytearray(48)
     view = as_byte_view(memoryview(data).cast("d", (2, 3)))
     view[0] = 1
@@ -245,9 +248,10 @@ def test_flat_gives_single_bytes_of_the_same_memory():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_that_forks_while_a_write_is_in_flight_harms_nothing(tmp_path):
-    """The fork comes between the two halves of a direct write; both sides then touch the buffer's
-    memory. With a private mapping the kernel could hand the device a copy of the wrong side."""
+def test_fork_during_a_direct_write_does_not_corrupt_the_file(tmp_path):
+    """The process forks between the two halves of a direct write. Then both processes write to the
+    buffer's memory. With a copy-on-write mapping, the kernel could pass a page of the wrong process
+    to the device."""
     forked, go = threading.Event(), threading.Event()
 
     class Slow(Fs):
@@ -275,7 +279,7 @@ def test_a_process_that_forks_while_a_write_is_in_flight_harms_nothing(tmp_path)
     if not child:
         buffer.view[0] = buffer.view[-1] = ord("c")
         os._exit(0)
-    buffer.view[-4096:] = b"b" * 4096  # the second half, not yet given to the kernel
+    buffer.view[-4096:] = b"b" * 4096  # the second half, which the kernel does not have yet
     forked.set()
     thread.join(10)
     assert os.waitpid(child, 0)[1] == 0

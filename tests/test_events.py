@@ -1,4 +1,4 @@
-"""The one call of telemetry: sinks come, go and fail at any moment, and cost no save."""
+"""Test ``events.emit``. Sinks can attach, detach, or fail at any time without failing a save."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TABLE = re.compile(r"^\| `(\w+)` \| .* \| (.*) \|$", re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    """No sink is left attached by another test, nor by this one."""
+def no_attached_sinks():
+    """Assert that no other test left a sink attached, and detach the sinks of this test."""
     assert not events._attached
     yield
     events._attached.clear()
@@ -35,7 +35,7 @@ def documented() -> dict[str, set[str]]:
 
 
 def emitted() -> list[tuple[str, set[str], str]]:
-    """Every call of ``emit`` in the sources: event, fields, where."""
+    """Return the event, the fields, and the source line of every ``emit`` call in the sources."""
     found = []
     for file in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -45,42 +45,42 @@ def emitted() -> list[tuple[str, set[str], str]]:
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
             if name == "emit":
                 event, where = node.args[0], f"{file.name}:{node.lineno}"
-                assert isinstance(event, ast.Constant), f"{where}: no plain name"
+                assert isinstance(event, ast.Constant), f"{where}: the event name is not a literal"
                 assert all(k.arg for k in node.keywords), f"{where}: ** hides the fields"
                 found.append((event.value, {str(k.arg) for k in node.keywords}, where))
     return found
 
 
-def test_the_table_of_events_is_what_the_code_emits() -> None:
+def test_event_table_matches_the_emitted_events() -> None:
     table = documented()
     for event, fields, where in emitted():
-        assert table.get(event) == fields, f"docs/events.md tells another {event} than {where}"
+        assert table.get(event) == fields, f"docs/events.md and {where} differ on {event}"
     assert set(table) == {event for event, _, _ in emitted()}
 
 
-# -- coming and going --------------------------------------------------------------------------
+# -- attaching and detaching -------------------------------------------------------------------
 
 
-class Told(list):  # type: ignore[type-arg]
-    """A sink that keeps what it is told."""
+class RecordingSink(list):  # type: ignore[type-arg]
+    """A sink that records the events it receives."""
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         self.append((name, fields))
 
 
-def test_a_sink_is_told_while_its_context_lasts() -> None:
-    told = Told()
+def test_sink_receives_events_only_inside_its_context() -> None:
+    received = RecordingSink()
     events.emit("before")
-    with holdfast.attach(told):
+    with holdfast.attach(received):
         events.emit("within", step=1)
     events.emit("after")
-    assert told == [("within", {"step": 1})]
+    assert received == [("within", {"step": 1})]
 
 
-def test_what_is_no_sink_is_refused_at_once() -> None:
+def test_attach_refuses_values_that_are_not_sinks() -> None:
     wrong: list[tuple[Any, str]] = [
         (holdfast.sinks.Terminal, "Terminal is not a sink"),
-        (Told, "found a class. Call it: attach(Told())."),
+        (RecordingSink, "found a class. Call it: attach(RecordingSink())."),
         (None, "None is not a sink. Expected a callable: sink(name, fields)."),
         ("events.jsonl", "'events.jsonl' is not a sink"),
     ]
@@ -91,126 +91,129 @@ def test_what_is_no_sink_is_refused_at_once() -> None:
     assert not events._attached
 
 
-def test_close_detaches_as_well_and_twice_is_once() -> None:
-    told = Told()
-    attached = holdfast.attach(told)
+def test_close_detaches_and_can_be_called_twice() -> None:
+    received = RecordingSink()
+    attached = holdfast.attach(received)
     events.emit("a")
     attached.close()
     attached.close()
     events.emit("b")
-    assert [name for name, _ in told] == ["a"]
+    assert [name for name, _ in received] == ["a"]
 
 
-def test_a_sink_that_is_attached_twice_is_told_twice_until_one_leaves() -> None:
-    told = Told()
-    with holdfast.attach(told):
-        with holdfast.attach(told):
+def test_sink_attached_twice_receives_each_event_twice_until_one_detaches() -> None:
+    received = RecordingSink()
+    with holdfast.attach(received):
+        with holdfast.attach(received):
             events.emit("a")
         events.emit("b")
-    assert [name for name, _ in told] == ["a", "a", "b"]
+    assert [name for name, _ in received] == ["a", "a", "b"]
 
 
-def test_the_block_s_own_error_comes_through() -> None:
-    with pytest.raises(ZeroDivisionError), holdfast.attach(Told()):
+def test_exception_in_the_block_propagates_and_detaches_the_sink() -> None:
+    with pytest.raises(ZeroDivisionError), holdfast.attach(RecordingSink()):
         raise ZeroDivisionError
     assert not events._attached
 
 
-def test_each_sink_has_its_own_fields() -> None:
-    told = Told()
-    with holdfast.attach(lambda name, fields: fields.clear()), holdfast.attach(told):
+def test_each_sink_receives_its_own_copy_of_the_fields() -> None:
+    received = RecordingSink()
+    with holdfast.attach(lambda name, fields: fields.clear()), holdfast.attach(received):
         events.emit("a", step=1)
-    assert told == [("a", {"step": 1})]
+    assert received == [("a", {"step": 1})]
 
 
-def test_a_sink_may_attach_another_and_detach_itself() -> None:
-    told = Told()
+def test_sink_can_attach_another_sink_and_detach_itself() -> None:
+    received = RecordingSink()
 
-    def first(name: str, fields: dict[str, Any]) -> None:
-        itself.close()
-        holdfast.attach(told)
+    def sink(name: str, fields: dict[str, Any]) -> None:
+        attached.close()
+        holdfast.attach(received)
 
-    itself = holdfast.attach(first)
+    attached = holdfast.attach(sink)
     events.emit("a")
     events.emit("b")
-    assert [name for name, _ in told] == ["b"]
+    assert [name for name, _ in received] == ["b"]
 
 
-# -- failing -----------------------------------------------------------------------------------
+# -- sinks that fail ---------------------------------------------------------------------------
 
 
-def broken(name: str, fields: dict[str, Any]) -> None:
+def failing_sink(name: str, fields: dict[str, Any]) -> None:
     raise OSError(28, "No space left on device", "events.jsonl")
 
 
-def test_a_sink_that_raises_is_detached_and_told_once_and_the_others_go_on() -> None:
-    told = Told()
-    with holdfast.attach(broken), holdfast.attach(told):
-        with pytest.warns(SinkFailed, match=r"broken was detached.*'a' \(OSError.*No space") as seen:
+def test_failing_sink_is_detached_with_one_warning_and_other_sinks_continue() -> None:
+    received = RecordingSink()
+    with holdfast.attach(failing_sink), holdfast.attach(received):
+        match = r"failing_sink was detached.*'a' \(OSError.*No space"
+        with pytest.warns(SinkFailed, match=match) as seen:
             events.emit("a")
         events.emit("b")
-    assert [name for name, _ in told] == ["a", "b"]
-    # it shows the sink's own line
+    assert [name for name, _ in received] == ["a", "b"]
+    # the warning shows the line in the sink
     assert [(w.filename, w.lineno) for w in seen] == [
-        (__file__, broken.__code__.co_firstlineno + 1)
+        (__file__, failing_sink.__code__.co_firstlineno + 1)
     ]
 
 
-def test_a_sink_that_fails_a_second_time_is_told_again() -> None:
+def test_sink_that_fails_again_after_a_new_attach_warns_again() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         for _ in range(2):
-            with holdfast.attach(broken):
+            with holdfast.attach(failing_sink):
                 events.emit("a")
     assert len(seen) == 2
 
 
 @pytest.mark.parametrize("sink", [[].append, type("Odd", (), {"__call__": None})()])
-def test_what_is_no_sink_is_told_too(sink: Any) -> None:
+def test_callable_with_the_wrong_signature_warns(sink: Any) -> None:
     with holdfast.attach(sink), pytest.warns(SinkFailed, match="TypeError"):
         events.emit("a")
 
 
-def test_where_warnings_are_errors_the_hook_of_threads_is_called(
+def test_threading_excepthook_is_called_if_warnings_are_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hooked: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", hooked.append)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with holdfast.attach(broken):
+        with holdfast.attach(failing_sink):
             events.emit("a")
     (args,) = hooked
     assert args.exc_type is SinkFailed
     assert isinstance(args.exc_value.__cause__, OSError)
 
 
-def test_nothing_is_raised_where_it_cannot_even_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emit_does_not_raise_if_the_warning_cannot_be_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def closed(*args: object, **kwargs: object) -> None:
         raise ValueError("I/O operation on closed file")
 
     monkeypatch.setattr(warnings, "showwarning", closed)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        with holdfast.attach(broken):
+        with holdfast.attach(failing_sink):
             events.emit("a")
             assert not events._attached
 
 
-class Unsayable(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("no words")
+        raise RuntimeError("no text")
 
 
-def test_an_error_without_words_is_told() -> None:
+def test_error_whose_str_raises_is_reported() -> None:
     def sink(name: str, fields: dict[str, Any]) -> None:
-        raise Unsayable
+        raise UnprintableError
 
-    with holdfast.attach(sink), pytest.warns(SinkFailed, match="Unsayable"):
+    with holdfast.attach(sink), pytest.warns(SinkFailed, match="UnprintableError"):
         events.emit("a")
 
 
-def test_ctrl_c_comes_through_and_the_sink_stays() -> None:
+def test_keyboard_interrupt_propagates_and_the_sink_stays_attached() -> None:
     calls: list[str] = []
 
     def interrupted(name: str, fields: dict[str, Any]) -> None:
@@ -224,7 +227,7 @@ def test_ctrl_c_comes_through_and_the_sink_stays() -> None:
     assert calls == ["a", "a"]
 
 
-def test_a_sink_that_fails_on_two_threads_at_once_is_told_once() -> None:
+def test_sink_that_fails_on_two_threads_at_once_warns_once() -> None:
     both = threading.Barrier(2)
 
     def sink(name: str, fields: dict[str, Any]) -> None:
@@ -241,50 +244,50 @@ def test_a_sink_that_fails_on_two_threads_at_once_is_told_once() -> None:
     assert len(seen) == 1
 
 
-def test_eight_threads_emit_while_sinks_come_and_go() -> None:
-    told = Told()
+def test_threads_emit_while_other_threads_attach_and_detach_sinks() -> None:
+    received = RecordingSink()
     start = threading.Barrier(10)
     failures: list[BaseException] = []
-    shaky: list[int] = []
+    short_lived: list[int] = []
 
-    def failing(name: str, fields: dict[str, Any]) -> None:
+    def fail(name: str, fields: dict[str, Any]) -> None:
         raise OSError("full")
 
-    def run(body: Any) -> None:
+    def run(function: Any) -> None:
         try:
             start.wait()
             for _ in range(300):
-                body()
+                function()
         except BaseException as e:
             failures.append(e)
 
-    def come_and_go() -> None:
-        with holdfast.attach(lambda name, fields: shaky.append(1)):
+    def attach_and_detach() -> None:
+        with holdfast.attach(lambda name, fields: short_lived.append(1)):
             events.emit("mine")
 
-    with warnings.catch_warnings(record=True) as seen, holdfast.attach(told):
+    with warnings.catch_warnings(record=True) as seen, holdfast.attach(received):
         warnings.simplefilter("always")
-        holdfast.attach(failing)
-        bodies = [lambda: events.emit("a", x=1)] * 8 + [come_and_go] * 2
-        threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+        holdfast.attach(fail)
+        functions = [lambda: events.emit("a", x=1)] * 8 + [attach_and_detach] * 2
+        threads = [threading.Thread(target=run, args=(function,)) for function in functions]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert not failures
     assert [w.category for w in seen] == [SinkFailed]
-    assert sum(name == "a" for name, _ in told) == 8 * 300
-    assert len(shaky) >= 600
+    assert sum(name == "a" for name, _ in received) == 8 * 300
+    assert len(short_lived) >= 600
     assert not events._attached
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_sink_that_fails_at_any_event_costs_no_save(background: bool) -> None:
-    names = Told()
-    with holdfast.attach(names):
+def test_sink_that_fails_at_any_event_does_not_fail_the_save(background: bool) -> None:
+    recorded = RecordingSink()
+    with holdfast.attach(recorded):
         holdfast.save(MemoryStore(), {"x": np.arange(10)}, step=1)
-    assert len(names) == 2
-    for at in range(len(names)):
+    assert len(recorded) == 2
+    for at in range(len(recorded)):
         calls = iter(range(99))
 
         def sink(name: str, fields: dict[str, Any], at: int = at, calls: Any = calls) -> None:
@@ -294,7 +297,7 @@ def test_a_sink_that_fails_at_any_event_costs_no_save(background: bool) -> None:
         save = holdfast.save_async if background else holdfast.save
         with warnings.catch_warnings(record=True) as seen, holdfast.attach(sink):
             warnings.simplefilter("always")
-            made = save(MemoryStore(), {"x": np.arange(10)}, step=1)
-            snapshot = made.wait() if isinstance(made, holdfast.Pending) else made
+            result = save(MemoryStore(), {"x": np.arange(10)}, step=1)
+            snapshot = result.wait() if isinstance(result, holdfast.Pending) else result
         assert snapshot.verify().ok
         assert [w.category for w in seen] == [SinkFailed]

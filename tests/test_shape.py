@@ -1,4 +1,4 @@
-"""The package's own shape: public names, what importing costs, limits on size, no leftovers."""
+"""The shape of the package: public names, import cost, size limits, and no leftovers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(holdfast.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 
-def test_public_names_are_sorted_and_all_there() -> None:
+def test_public_names_are_sorted_and_exist() -> None:
     assert holdfast.__all__ == sorted(holdfast.__all__)
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None
@@ -25,12 +25,12 @@ def test_public_names_are_sorted_and_all_there() -> None:
         _ = holdfast.Manager
 
 
-def test_the_table_of_homes_is_the_list_of_names() -> None:
+def test_lazy_names_are_the_public_names() -> None:
     assert sorted(holdfast._LAZY_NAMES) == holdfast.__all__
 
 
-def fresh(code: str) -> str:
-    """What a new interpreter prints."""
+def run_in_new_interpreter(code: str) -> str:
+    """Run ``code`` in a new interpreter and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -39,20 +39,20 @@ def test_importing_holdfast_loads_neither_torch_nor_rich() -> None:
     code = (
         "import sys, holdfast; print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     )
-    assert fresh(code) == "[]"
+    assert run_in_new_interpreter(code) == "[]"
 
 
-def test_saving_arrays_needs_no_torch() -> None:
+def test_saving_arrays_does_not_import_torch() -> None:
     code = (
         "import sys, holdfast, numpy as np\n"
         "holdfast.save('memory://m/version_1', {'x': np.arange(3), 'n': 1})\n"
         "assert holdfast.load('memory://m/version_1')['x'].tolist() == [0, 1, 2]\n"
         "print([m for m in ('torch', 'rich', 'click') if m in sys.modules])"
     )
-    assert fresh(code) == "[]"
+    assert run_in_new_interpreter(code) == "[]"
 
 
-def test_every_error_is_in_the_tree_that_its_module_draws() -> None:
+def test_every_error_is_in_the_tree_of_the_module_docstring() -> None:
     errors = holdfast.errors
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -75,9 +75,9 @@ def test_files_and_functions_stay_small(file: Path) -> None:
 
 def test_only_settings_reads_the_environment() -> None:
     readers = {f.name for f in FILES if re.search(r"\bos\.(environ|getenv)\b", f.read_text())}
-    assert readers <= {"settings.py", "console.py"}  # the width that a terminal tells
+    assert readers <= {"settings.py", "console.py"}  # console.py reads the terminal width
 
 
-def test_the_recipes_fit_on_a_page() -> None:
+def test_save_and_load_recipes_stay_short() -> None:
     for name, limit in (("saving/save.py", 250), ("loading/load.py", 200)):
         assert (ROOT / "engine" / name).read_text().count("\n") <= limit

@@ -1,4 +1,4 @@
-"""The cycle collector is on again after every way out."""
+"""``gc_paused`` re-enables the garbage collector however its block ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from holdfast.threads import gc_paused
 
 
 @pytest.fixture(autouse=True)
-def _on_again() -> Iterator[None]:
+def _reenable_gc() -> Iterator[None]:
     yield
     gc.enable()
 
 
-def test_it_is_off_within_and_on_after() -> None:
+def test_gc_is_disabled_in_the_block_and_enabled_after_it() -> None:
     with gc_paused():
         assert not gc.isenabled()
         with gc_paused():
@@ -32,26 +32,26 @@ def test_it_is_off_within_and_on_after() -> None:
     assert gc.isenabled()
 
 
-def test_where_it_was_off_it_stays_off() -> None:
+def test_gc_stays_disabled_if_it_was_disabled_before() -> None:
     gc.disable()
     with gc_paused():
         pass
     assert not gc.isenabled()
 
 
-LINES, FIRST = inspect.getsourcelines(threads.gc_paused.__wrapped__)
-AFTER = next(i for i, line in enumerate(LINES) if line.strip() == "try:")
+SOURCE_LINES, FIRST_LINE = inspect.getsourcelines(threads.gc_paused.__wrapped__)
+TRY_INDEX = next(i for i, line in enumerate(SOURCE_LINES) if line.strip() == "try:")
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        FIRST + i
-        for i, line in enumerate(LINES)
-        if i > AFTER and line.strip() in ("gc.disable()", "yield", "gc.enable()")
+        FIRST_LINE + i
+        for i, line in enumerate(SOURCE_LINES)
+        if i > TRY_INDEX and line.strip() in ("gc.disable()", "yield", "gc.enable()")
     ],
 )
-def test_interrupted_before_any_line_it_is_on_after(line: int) -> None:
+def test_gc_is_enabled_after_an_interrupt_before_any_line(line: int) -> None:
     def trace(frame: Any, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename != threads.__file__:
             return None
@@ -60,12 +60,12 @@ def test_interrupted_before_any_line_it_is_on_after(line: int) -> None:
             raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    previous_trace = sys.gettrace()
     with pytest.raises(KeyboardInterrupt):
         sys.settrace(trace)
         try:
             with gc_paused():
                 pass
         finally:
-            sys.settrace(before)
+            sys.settrace(previous_trace)
     assert gc.isenabled()

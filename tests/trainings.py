@@ -1,4 +1,4 @@
-"""A tiny training for tests: every step changes the whole state, and it is exactly repeatable."""
+"""A tiny deterministic training for tests. Every step changes the whole state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.storage.store import Store
 
 
 def initial_state() -> dict[str, Any]:
-    """A state before its first step."""
+    """Return the state before the first step."""
     return {
         "weights": np.zeros(1000, np.float32),
         "small": {"bias": np.ones(3, np.float64)},
@@ -25,7 +25,7 @@ def initial_state() -> dict[str, Any]:
 
 
 def train_step(state: dict[str, Any]) -> float:
-    """One step, which depends on everything before it."""
+    """Compute one step, which depends on all earlier steps, and return its loss."""
     step = state["progress"].step + 1
     state["weights"] += np.float32(step) * state["small"]["bias"][0].astype(np.float32)
     state["small"]["bias"] *= 1.001
@@ -35,7 +35,7 @@ def train_step(state: dict[str, Any]) -> float:
 
 
 def state_after(steps: int) -> dict[str, Any]:
-    """The state of a training that was never interrupted."""
+    """Return the state after ``steps`` steps without an interruption."""
     state = initial_state()
     for _ in range(steps):
         train_step(state)
@@ -44,7 +44,7 @@ def state_after(steps: int) -> dict[str, Any]:
 
 
 def states_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two states are equal bit for bit."""
+    """Return True if two states are equal bit for bit."""
     return (
         a["weights"].tobytes() == b["weights"].tobytes()
         and a["small"]["bias"].tobytes() == b["small"]["bias"].tobytes()
@@ -63,13 +63,16 @@ def training(
 
 
 def train(state: dict[str, Any], ckpt: holdfast.Checkpointer, last_step: int) -> None:
-    """Steps until ``to`` are done."""
+    """Train until ``last_step`` steps are done."""
     while state["progress"].step < last_step:
         ckpt.step({"loss": train_step(state)})
 
 
 def trained_run(last_step: int = 60, every: int = 20) -> MemoryStore:
-    """A run of versions 20, 40, 60, each with the metric ``loss``."""
+    """Return the store of a run with a version, and its metric ``loss``, every ``every`` steps.
+
+    The default versions are 20, 40, and 60.
+    """
     store = MemoryStore()
     with training(store, EverySteps(every)) as (state, ckpt):
         train(state, ckpt, last_step)
@@ -77,7 +80,7 @@ def trained_run(last_step: int = 60, every: int = 20) -> MemoryStore:
 
 
 def flip_bit(store: Store, key: str, byte: int = -1, bit: int = 0) -> None:
-    """Flip one bit of an object, as a bad disk would."""
+    """Flip one bit of an object, as a faulty disk could."""
     raw = bytearray(store.get(key, 1 << 30))
     raw[byte] ^= 1 << bit
     store.delete(key)
@@ -85,6 +88,6 @@ def flip_bit(store: Store, key: str, byte: int = -1, bit: int = 0) -> None:
 
 
 def shard_of(store: Store, folder: str) -> str:
-    """The key of the only shard of a version."""
+    """Return the key of the only shard of a version."""
     [key] = [s.key for s in store.list(folder) if s.key.endswith(".safetensors")]
     return key
