@@ -54,8 +54,8 @@ def test_where_all_raise_the_first_is_told_to_the_others_and_by_the_version() ->
         warnings.simplefilter("error")
         made = outcomes(crew, {0: closed(), 1: closed(), 2: odd()})
         assert [getattr(e, "__notes__", None) for e in made] == [
-            ["Rank 2 has raised first: ValueError: NaN in the loss"],
-            ["Rank 2 has raised first: ValueError: NaN in the loss"],
+            ["Rank 2 raised first: ValueError: NaN in the loss"],
+            ["Rank 2 raised first: ValueError: NaN in the loss"],
             None,
         ]
         [version] = Run(crew.inner).snapshots()
@@ -84,7 +84,7 @@ def test_where_one_hangs_it_is_told_what_the_first_has_raised() -> None:
             with m.make_checkpointer(save=EverySteps(100) | OnException()):
                 m.train_steps(7)
                 if m.rank == 0:
-                    wait_for(crew, b"does not take part")
+                    wait_for(crew, b"did not join")
                     return
                 if m.rank == 1:
                     wait_for(crew, b"NaN in the loss")
@@ -93,15 +93,15 @@ def test_where_one_hangs_it_is_told_what_the_first_has_raised() -> None:
         made = crew.outcomes(work)
         [one], [two] = made[1].__notes__, made[2].__notes__
         said = (
-            "Besides, the state after step 7 was not saved: Rank 0 does not take part in the"
-            " save after an exception. Expected it within 0.5 s, found that it has not come."
+            "In addition, the state after step 7 was not saved: Rank 0 did not join the save after an"
+            " exception. Expected it to arrive within 0.5 s, found that it has not arrived."
         )
         assert two == said
-        assert one == f"{two} Rank 2 has raised first: ValueError: NaN in the loss"
+        assert one == f"{two} Rank 2 raised first: ValueError: NaN in the loss"
         told = sorted(str(w.message) for w in seen if w.category is SaveFailed)
         assert told == [
-            f"The training ended by RuntimeError. {one}",
-            f"The training ended by ValueError. {two}",
+            f"The training ended with RuntimeError. {one}",
+            f"The training ended with ValueError. {two}",
         ]
         assert crew.versions == []
 
@@ -137,8 +137,8 @@ def test_who_does_something_else_hears_what_has_been_raised(first: int) -> None:
 def test_a_warning_names_the_rank_that_has_told_the_error() -> None:
     told = decode_error(encode_error(CommitError("x changed"), 3, "the save", False), 0, "the save")
     assert str(told) == "x changed."
-    assert format_with_notes(told) == "x changed. Told by rank 3."
-    with pytest.warns(SaveFailed, match=r"since step 5: x changed\. Told by rank 3\.$"):
+    assert format_with_notes(told) == "x changed. Reported by rank 3."
+    with pytest.warns(SaveFailed, match=r"since step 5: x changed\. Reported by rank 3\.$"):
         warn_save_failed(told, 5, 2)
     assert format_with_notes(CommitError("x changed")) == "x changed."
 

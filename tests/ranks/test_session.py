@@ -140,7 +140,7 @@ def test_a_store_that_fails_before_the_session_is_there(start: Start, rank: int)
     view.disconnect()
     board = start.board(view, rank, 2)
     began = time.monotonic()
-    with pytest.raises(RankFailed, match="does not answer") as caught:
+    with pytest.raises(RankFailed, match="does not respond") as caught:
         board.has_all(["a"])
     assert caught.value.rank is None
     assert time.monotonic() - began < SOON.silent

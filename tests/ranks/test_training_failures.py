@@ -385,11 +385,11 @@ def test_retention_that_fails_is_told_on_all(on_error: str) -> None:
             made = crew.run(work)
         if on_error == "warn":
             assert [w.category for w in told] == [SaveFailed] * 3
-            assert all("Old versions pile up" in str(w.message) for w in told)
-            assert not any("came to nothing" in str(w.message) for w in told)
+            assert all("Old versions accumulate" in str(w.message) for w in told)
+            assert not any("nothing was committed" in str(w.message) for w in told)
         else:
             assert {committed for committed, _ in made} == {"version_10"}
-            assert all("version_10 is saved" in told for _, told in made)
+            assert all("version_10 was saved" in told for _, told in made)
         assert crew.versions == [20]  # and what was left undone is made up for
 
 
@@ -464,7 +464,7 @@ def test_a_rank_that_does_not_resume_is_told_at_once() -> None:
         made = crew.outcomes(work)
         assert time.monotonic() - began < SHORT_TIMEOUTS.silent
         assert all(isinstance(o, RankFailed) for o in made), made
-        assert all("do different things at the same time" in str(o) for o in made)
+        assert all("run different operations at the same time" in str(o) for o in made)
 
 
 def test_a_rank_that_saves_alone_is_told_when_the_others_save() -> None:
@@ -554,7 +554,7 @@ def test_where_ranks_raise_in_different_steps() -> None:
         for outcome in made:
             [note] = outcome.__notes__
             assert "The ranks did not raise in the same step" in note
-            assert "step 8 behind rank 2" in note
+            assert "found step 8 on rank 2" in note
         assert crew.versions == []
 
 

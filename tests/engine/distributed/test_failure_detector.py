@@ -142,16 +142,16 @@ def test_within_less_than_that_it_is_an_error_that_names_all(scene: Scene) -> No
     assert scene.told == []
     assert e.value.rank == 2
     assert e.value.what == (
-        f"Rank 2 on h does not take part in {WHAT}, nor do ranks 3, 4, 6, 7, 8, 9, 10, 11"
+        f"Rank 2 on h did not join {WHAT} (nor did ranks 3, 4, 6, 7, 8, 9, 10, 11)"
     )
-    assert "Expected it within 20 s, found that it has not come" in str(e.value)
+    assert "Expected it to arrive within 20 s, found that it has not arrived" in str(e.value)
 
 
 def test_before_it_is_an_error_it_is_told_with_the_end(scene: Scene) -> None:
     scene.acts = lambda now: [scene.pulse(rank) for rank in range(1, 12)]
     with pytest.raises(RankFailed, match="some progress within 600 s") as e:
         scene.meet().gather(0, int)
-    assert e.value.what.endswith("nor do ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more")
+    assert e.value.what.endswith("(nor did ranks 2, 3, 4, 5, 6, 7, 8, 9, and 2 more)")
     assert 600 < scene.now < 605
     assert len(scene.told) == 1
 
@@ -208,15 +208,14 @@ def missed(ages: dict[int, float], came: tuple[int, ...] = ()) -> RankFailed | N
     ("ages", "came", "said"),
     [
         ({1: 60, 2: 60}, (), None),
-        ({1: 61, 2: 29}, (), "Rank 1 on h does not take part in it"),
-        ({1: 61, 2: 59}, (), "Rank 1 on h does not take part in it, nor does rank 2"),
-        ({1: 59, 2: 61}, (), "Rank 2 on h does not take part in it, nor does rank 1"),
-        ({1: 59, 2: 61, 3: 0, 4: 60}, (), "Rank 2 on h does not take part in it, nor do ranks 1,"
-                                          " 4"),
+        ({1: 61, 2: 29}, (), "Rank 1 on h did not join it"),
+        ({1: 61, 2: 59}, (), "Rank 1 on h did not join it (nor did rank 2)"),
+        ({1: 59, 2: 61}, (), "Rank 2 on h did not join it (nor did rank 1)"),
+        ({1: 59, 2: 61, 3: 0, 4: 60}, (), "Rank 2 on h did not join it (nor did ranks 1, 4)"),
         ({1: 61, 2: 59}, (1,), None),
-        ({1: 61, 2: 61, 3: 61}, (1, 3), "Rank 2 on h does not take part in it"),
-        (dict.fromkeys(range(1, 12), 61), (), "Rank 1 on h does not take part in it, nor do ranks"
-                                              " 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"),
+        ({1: 61, 2: 61, 3: 61}, (1, 3), "Rank 2 on h did not join it"),
+        (dict.fromkeys(range(1, 12), 61), (), "Rank 1 on h did not join it (nor did ranks"
+                                              " 2, 3, 4, 5, 6, 7, 8, 9, and 2 more)"),
     ],
 )  # fmt: skip
 def test_who_is_missed_is_named_with_all_that_died_with_it(

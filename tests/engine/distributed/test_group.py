@@ -26,7 +26,7 @@ def test_a_save_before_torch_distributed_is_refused(started: None, tmp_path: Pat
         lambda: holdfast.save_async(tmp_path / "a", state),
         lambda: holdfast.Checkpointer(tmp_path / "run", state),
     ):
-        with pytest.raises(HoldfastError, match="torchrun has started 4 processes") as e:
+        with pytest.raises(HoldfastError, match="torchrun started 4 processes") as e:
             call()
         assert "init_process_group" in str(e.value)
     assert list(tmp_path.iterdir()) == []

@@ -127,7 +127,7 @@ def test_what_ends_the_waiting_at_a_gate(end: Callable[[StepGate], object], expe
 def test_a_watcher_that_never_answers_is_raised_once_and_the_training_goes_on() -> None:
     gate = StepGate(0.01)
     gate.arm(1)
-    with pytest.raises(RankFailed, match="does not answer"):
+    with pytest.raises(RankFailed, match="does not respond"):
         gate.step()
     assert [gate.step() for _ in range(10)] == [NO_ACTIONS] * 10
 

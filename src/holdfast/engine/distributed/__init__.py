@@ -1,6 +1,6 @@
-"""Coordinates ranks over the key-value store of their job, without collectives of torch.
+"""Coordinate ranks over the key-value store of their job, without torch collectives.
 
-Terms: a *group* is a set of ranks that act together; a *collective* is one operation of all of
-them.
+Terms: a *group* is a set of ranks that act together; a *collective* is one operation that all
+ranks of a group perform.
 May import: the root modules and ``format``. It handles neither tensors, snapshots, nor stores.
 """

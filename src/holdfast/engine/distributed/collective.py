@@ -1,8 +1,9 @@
-"""What all ranks do together once, such as a save: values gathered, shared, and dealt out.
+"""Operations that all ranks perform together, such as a save, with gather, scatter, and broadcast.
 
-Rank 0 gathers and decides. A rank that fails tells the others, who raise then too; one that dies or
-hangs is missed by rank 0, and rank 0 by the others, within the bounds of ``Patience``. No
-collective of the training's process group is ever called, so a meeting may go on in any thread.
+Rank 0 is the coordinator. A rank that fails notifies the others, which then raise an error too. If
+a rank dies or hangs, rank 0 detects it, and the other ranks detect a failure of rank 0, both within
+the bounds of ``Timeouts``. No collective of the training process group is ever called, so a
+collective may continue in any thread.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ T = TypeVar("T")
 
 
 class Collective(Protocol):
-    """All ranks call the same methods in the same order. Used as a context, also several times: an
-    error in it is told to the others, and closes it."""
+    """A collective operation. All ranks call the same methods in the same order.
+
+    It is a context manager that may be entered several times. An error within the context is sent
+    to the other ranks and closes the collective.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -38,46 +42,55 @@ class Collective(Protocol):
     def size(self) -> int: ...
     @property
     def first_arrival(self) -> Arrival:
-        """Who came first."""
+        """The first rank that joined."""
         ...
 
     def gather(self, value: T, value_type: type[T]) -> list[T] | None:
-        """On rank 0 the values of all ranks, in order of ranks; None on the others."""
+        """Return the values of all ranks in rank order on rank 0, and None on other ranks."""
         ...
 
     def scatter(self, values: Sequence[T] | None, value_type: type[T]) -> T:
-        """Rank 0 gives one value for each rank; every rank gets its own."""
+        """Return this rank's value of the ``values`` that rank 0 passes, one for each rank."""
         ...
 
     def broadcast(self, value: T | None, value_type: type[T]) -> T:
-        """Rank 0 gives a value, and every rank gets it."""
+        """Return the value that rank 0 passes."""
         ...
 
     def wait_for_ranks(self, pending_ranks: Callable[[], Sequence[int]], wait_number: int) -> None:
-        """Wait until ``lacking`` names no rank any more of which something is wanted that can be
-        seen elsewhere. ``number``: of such waits, growing."""
+        """Wait until ``pending_ranks`` returns no ranks.
+
+        Use this for a condition outside the store. ``wait_number``: the number of the wait, which
+        increases with each such wait.
+        """
         ...
 
     def begin_commit(self) -> None:
-        """On rank 0, right before what cannot be taken back. Raises what another rank has failed
-        by; none that fails from now on calls anything off."""
+        """Mark the point of no return; rank 0 calls this directly before the commit.
+
+        Raises the error of another rank if one has failed. From now on, the failure of another rank
+        does not abort the operation.
+        """
         ...
 
     def raise_if_aborted(self) -> None:
-        """Raise what another rank has failed by, if one has."""
+        """Raise the error of another rank if one has failed."""
         ...
 
     def abort(self, error: BaseException) -> bool:
-        """Tell the others what this rank has failed by. True if nothing is decided, nor will be;
-        False if it may be, or nobody can be told."""
+        """Send the error of this rank to the other ranks.
+
+        Returns True if the commit has not begun and never will. Returns False if it may have begun
+        or if the other ranks cannot be notified.
+        """
         ...
 
     def advance(self) -> None:
-        """This rank gets on: it is not to be taken for stuck."""
+        """Record progress, so that other ranks do not consider this rank stuck."""
         ...
 
     def close(self) -> None:
-        """This rank has no more to do with it."""
+        """End the collective for this rank and delete its keys in the store."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -85,7 +98,7 @@ class Collective(Protocol):
 
 
 class LocalCollective:
-    """The meeting of one process."""
+    """The collective of one process."""
 
     rank = 0
     size = 1
@@ -96,12 +109,12 @@ class LocalCollective:
 
     def scatter(self, values: Sequence[T] | None, value_type: type[T]) -> T:
         if values is None:
-            raise ValueError("the only rank is rank 0, which gives the values")
+            raise ValueError("Rank 0 must pass the values")
         return values[0]
 
     def broadcast(self, value: T | None, value_type: type[T]) -> T:
         if value is None:
-            raise ValueError("the only rank is rank 0, which gives the value")
+            raise ValueError("Rank 0 must pass the value")
         return value
 
     def wait_for_ranks(
@@ -122,10 +135,13 @@ class LocalCollective:
 
 
 class StoreCollective:
-    """The meeting of several ranks, over their ``Board``. ``what`` is done: two ranks that do
-    different things find that out at once. ``number``: the same on all ranks; ``within``: seconds
-    that each wait may take at most, if others than those of ``Patience``; ``cause``: what has led
-    this rank to it, for the others to know."""
+    """The collective of several ranks, over their ``KVClient``.
+
+    ``sequence_number``: the same on all ranks; ``operation``: a description of the operation, by
+    which ranks detect immediately that they run different operations; ``timeout``: the maximum
+    duration of each wait in seconds, if it differs from ``Timeouts``; ``cause``: the reason why
+    this rank started the operation, for the other ranks.
+    """
 
     def __init__(
         self,
@@ -154,34 +170,37 @@ class StoreCollective:
         self._closed = False
         self._stragglers_reported = False
 
-    # -- coming ----------------------------------------------------------------------------------
+    # -- joining ---------------------------------------------------------------------------------
 
     def missed_operation(self) -> str | None:
-        """What the others have given up under this number since this rank did not come."""
+        """Return the operation that the others aborted because this rank was missing, or None."""
         text = self._kv.get_text(f"{self._key_prefix}/failed")
         if text in (None, COMMIT_BEGUN):
             return None
-        told = msgspec.json.decode(text, type=ErrorReport)
-        return told.operation if told.fields.get("rank") == self.rank != told.rank else None
+        report = msgspec.json.decode(text, type=ErrorReport)
+        return report.operation if report.fields.get("rank") == self.rank != report.rank else None
 
     def join(self) -> None:
-        """Say what this rank does here. Raises ``RankFailed`` if another does something else."""
-        mine = self.first_arrival
-        there = self._kv.compare_and_set(f"{self._key_prefix}/what", encode_json(mine))
-        self.first_arrival = first = msgspec.json.decode(there, type=Arrival)
+        """Join the operation. Raises ``RankFailed`` if another rank runs a different operation."""
+        own_arrival = self.first_arrival
+        stored = self._kv.compare_and_set(f"{self._key_prefix}/what", encode_json(own_arrival))
+        self.first_arrival = first = msgspec.json.decode(stored, type=Arrival)
         if first.operation != self.operation:
             self.raise_if_aborted()
-            own, other = (f"{c.operation}{c.cause and f' ({c.cause})'}" for c in (mine, first))
+            own, other = (
+                f"{arrival.operation}{arrival.cause and f' ({arrival.cause})'}"
+                for arrival in (own_arrival, first)
+            )
             raise RankFailed(
-                "The ranks do different things at the same time",
-                expected=f"{own}, as rank {self.rank} does",
+                "The ranks run different operations at the same time",
+                expected=f"{own}, as on rank {self.rank}",
                 found=f"{other} on rank {first.rank}",
-                todo='All ranks make the same calls in the same order; group="alone" saves or loads'
-                " in one process only",
+                todo="Make the same calls in the same order on all ranks; to save or load in one"
+                ' process only, pass group="alone"',
                 rank=first.rank,
             )
 
-    # -- the turns -------------------------------------------------------------------------------
+    # -- data exchange ---------------------------------------------------------------------------
 
     def gather(self, value: T, value_type: type[T]) -> list[T] | None:
         self._op_number += 1
@@ -190,14 +209,14 @@ class StoreCollective:
             return None
         keys, values = [self._key(r) for r in range(self.size)], [value]
 
-        def done() -> bool:
-            """Take what there is, in order of ranks."""
-            while notes := self._kv.get_many(keys[len(values) : len(values) + MAX_BATCH_KEYS]):
-                values.extend(msgspec.msgpack.decode(note, type=value_type) for note in notes)
+        def is_done() -> bool:
+            """Read the available values in rank order."""
+            while raw_values := self._kv.get_many(keys[len(values) : len(values) + MAX_BATCH_KEYS]):
+                values.extend(msgspec.msgpack.decode(raw, type=value_type) for raw in raw_values)
                 self.advance()
             return len(values) == self.size
 
-        self._wait_for_keys(done, lambda: range(len(values), self.size), self._key)
+        self._wait_for_keys(is_done, lambda: range(len(values), self.size), self._key)
         self._gathered_keys += keys[1:]
         return values
 
@@ -212,38 +231,41 @@ class StoreCollective:
         self._op_number += 1
         if self.rank == 0:
             if value is None:
-                raise ValueError("rank 0 gives the value")
+                raise ValueError("Rank 0 must pass the value")
             self._put({self._key(0): value})
             return value
         return self._receive(self._key(0), value_type, delete=False)
 
     def _key(self, rank: int) -> str:
-        """The key of a rank in this turn."""
+        """Return the key of a rank in the current operation."""
         return f"{self._key_prefix}/{self._op_number}/{rank}"
 
     def _put(self, values: Mapping[str, Any]) -> None:
         self.raise_if_aborted()
         self._written_keys += values
-        notes = {key: msgspec.msgpack.encode(value) for key, value in values.items()}
-        self._written_keys += self._kv.put_all(notes)[len(notes) :]
+        encoded = {key: msgspec.msgpack.encode(value) for key, value in values.items()}
+        self._written_keys += self._kv.put_all(encoded)[len(encoded) :]
         self._gathered_keys.clear()
 
     def _receive(self, key: str, value_type: type[T], delete: bool) -> T:
-        """What rank 0 gives. It has then taken all that this rank has given before, which this rank
-        takes away: rank 0 alone would be long about it."""
-        found: list[bytes] = []
+        """Receive a value from rank 0, then delete the keys that this rank has written.
 
-        def done() -> bool:
+        Rank 0 has read these values before it sends its own. Each rank deletes its own keys because
+        rank 0 would need too long for all of them.
+        """
+        received: list[bytes] = []
+
+        def is_done() -> bool:
             raw = self._kv.try_get(key, delete=delete)
-            found.extend([] if raw is None else [raw])
-            return bool(found)
+            received.extend([] if raw is None else [raw])
+            return bool(received)
 
-        self._wait_for_keys(done, lambda: (0,), lambda rank: key)
+        self._wait_for_keys(is_done, lambda: (0,), lambda rank: key)
         self.advance()
         if self._written_keys:
             self._kv.delete(self._written_keys)
             self._written_keys.clear()
-        return msgspec.msgpack.decode(found[0], type=value_type)
+        return msgspec.msgpack.decode(received[0], type=value_type)
 
     # -- waiting ---------------------------------------------------------------------------------
 
@@ -253,20 +275,26 @@ class StoreCollective:
         pending_ranks: Callable[[], Sequence[int]],
         key_of: Callable[[int], str],
     ) -> None:
-        """Until it is ``done``. ``lacking``: the ranks that may still have to put something under
-        their ``key``. Raises what one of them has failed by."""
-        first = 0.0002 + (self.size * 1e-5 if self.rank else 0)  # rank 0 needs that at least
-        turn = (self._sequence_number, self._op_number)
-        self._wait(is_done, pending_ranks, turn, lambda r: self._kv.has_all([key_of(r)]), first)
+        """Wait until ``is_done`` returns True.
+
+        ``pending_ranks``: returns the ranks whose values may be missing; ``key_of``: returns the
+        key of a rank. Raises the error of a rank that failed.
+        """
+        # Rank 0 needs at least this long to reply.
+        initial_delay = 0.0002 + (self.size * 1e-5 if self.rank else 0)
+        position = (self._sequence_number, self._op_number)
+        self._wait(
+            is_done, pending_ranks, position, lambda r: self._kv.has_all([key_of(r)]), initial_delay
+        )
 
     def wait_for_ranks(self, pending_ranks: Callable[[], Sequence[int]], wait_number: int) -> None:
-        def doze(seconds: float) -> None:  # to look there costs nothing, unlike to ask the store
+        def poll_locally(seconds: float) -> None:  # this check is cheap, unlike a store request
             end = self._kv.clock() + seconds
             while pending_ranks() and self._kv.clock() < end:
                 self._sleep(0.0005)
 
-        turn = (self._sequence_number, self._op_number, wait_number)
-        self._wait(lambda: not pending_ranks(), pending_ranks, turn, sleep=doze)
+        position = (self._sequence_number, self._op_number, wait_number)
+        self._wait(lambda: not pending_ranks(), pending_ranks, position, sleep=poll_locally)
 
     def _wait(
         self,
@@ -277,38 +305,42 @@ class StoreCollective:
         delay: float = 0.0002,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        vigil, began = FailureDetector(self._kv, self.operation, None, position), self._kv.clock()
-        longest = self._kv.timeouts.stuck if self._timeout is None else self._timeout
-        # so that the store is not asked all the time by all
-        rarest = 0.01 + (self.size * 2e-4 if self.rank else 0)  # 10,000 looks a second by all
-        every = min(max(1.0, self.size / 2000), self._kv.timeouts.silent / 4)
-        look_at = began + every
+        detector = FailureDetector(self._kv, self.operation, None, position)
+        started_at = self._kv.clock()
+        timeout = self._kv.timeouts.stuck if self._timeout is None else self._timeout
+        # This limits the load of the store to 10,000 requests per second from all ranks.
+        max_delay = 0.01 + (self.size * 2e-4 if self.rank else 0)
+        check_interval = min(max(1.0, self.size / 2000), self._kv.timeouts.silent / 4)
+        next_check_at = started_at + check_interval
         with self._kv.waiting(position):
             while not is_done():
-                if (failed := self._read_failure()) is not None:
-                    if is_done():  # it came before: all that it reaches go on and hear of it later,
-                        return  # so that none misses the meeting in which that rank has failed
-                    self._raise_failure(failed)
+                if (failure := self._read_failure()) is not None:
+                    # The value may have arrived before the failure. All ranks that it reaches
+                    # continue and learn of the failure later, so that none of them misses the
+                    # collective in which that rank failed.
+                    if is_done():
+                        return
+                    self._raise_failure(failure)
                 now = self._kv.clock()
-                if now >= look_at:
-                    look_at, ranks = now + every, pending_ranks()
-                    if (lost := vigil.failed(ranks, has_arrived)) is not None:
-                        raise lost
+                if now >= next_check_at:
+                    next_check_at, ranks = now + check_interval, pending_ranks()
+                    if (error := detector.failed(ranks, has_arrived)) is not None:
+                        raise error
                     if not self._stragglers_reported and (
-                        late := vigil.stragglers(ranks, has_arrived)
+                        stragglers := detector.stragglers(ranks, has_arrived)
                     ):
                         self._stragglers_reported = True
-                        emit_stragglers(late, self.operation, now - began, longest)
-                over = self._timeout is not None and now >= began + self._timeout
-                if over and (missed := [r for r in pending_ranks() if not has_arrived(r)]):
-                    raise vigil.make_error(
-                        missed, f"it within {longest:g} s", "that it has not come"
+                        emit_stragglers(stragglers, self.operation, now - started_at, timeout)
+                timed_out = self._timeout is not None and now >= started_at + self._timeout
+                if timed_out and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
+                    raise detector.make_error(
+                        missing, f"it to arrive within {timeout:g} s", "that it has not arrived"
                     )
                 (sleep or self._sleep)(delay)
-                delay = min(delay * 1.5, rarest)
+                delay = min(delay * 1.5, max_delay)
 
     def raise_if_aborted(self) -> None:
-        """Raise what another rank has failed by, if one has."""
+        """Raise the error of another rank if one has failed."""
         self._raise_failure(self._read_failure())
 
     def _read_failure(self) -> str | None:
@@ -329,16 +361,13 @@ class StoreCollective:
         if self._failure is not None:
             return True
         self._failure = error
-        told, before = (
-            encode_error(error, self.rank, self.operation, self._commit_begun),
-            COMMIT_BEGUN if self._commit_begun else "",
-        )
+        report = encode_error(error, self.rank, self.operation, self._commit_begun)
+        expected = COMMIT_BEGUN if self._commit_begun else ""
         try:
-            return (
-                self._kv.compare_and_set(f"{self._key_prefix}/failed", told, before) != COMMIT_BEGUN
-            )
-        except RankFailed as unheard:
-            error.add_note(f"The other ranks could not be told: {unheard}")
+            stored = self._kv.compare_and_set(f"{self._key_prefix}/failed", report, expected)
+            return stored != COMMIT_BEGUN
+        except RankFailed as store_error:
+            error.add_note(f"The other ranks could not be notified: {store_error}")
             return False
 
     def advance(self) -> None:
@@ -353,37 +382,40 @@ class StoreCollective:
             self.close()
 
     def close(self) -> None:
-        """Who has failed takes back what only rank 0 would take, and the last to leave what is left
-        of it. Rank 0 takes nothing back: a rank that is late still goes as far as the others."""
-        closed, self._closed = self._closed, True
-        if closed:
+        """Delete this rank's keys. The last rank to leave deletes all remaining keys.
+
+        A rank that failed deletes the values that only rank 0 would read. Rank 0 deletes no values
+        that it sent, so that a late rank still gets as far as the others.
+        """
+        was_closed, self._closed = self._closed, True
+        if was_closed:
             return
         try:
             if self._failure is not None:
                 self._kv.delete(self._written_keys if self.rank else ())
             else:
-                for (
-                    key
-                ) in self._gathered_keys:  # nothing was given after that, so it is still there
+                # Rank 0 sent nothing after the last gather, so the gathered values still exist.
+                for key in self._gathered_keys:
                     self._kv.try_get(key, delete=True)
             if self._kv.increment(f"{self._key_prefix}/left") < self.size:
                 return
-            for turn in range(1, self._op_number + 1):
-                self._kv.try_get(f"{self._key_prefix}/{turn}/0", delete=True)
+            for op_number in range(1, self._op_number + 1):
+                self._kv.try_get(f"{self._key_prefix}/{op_number}/0", delete=True)
             if self._failure is not None or self._read_failure() not in (None, COMMIT_BEGUN):
                 self._delete_leftovers()
-            self._kv.delete([f"{self._key_prefix}/{note}" for note in ("what", "left", "failed")])
+            self._kv.delete([f"{self._key_prefix}/{name}" for name in ("what", "left", "failed")])
         except RankFailed:
-            return  # the store is gone, and all that is in it
+            return  # the store is gone with all its keys
 
     def _delete_leftovers(self) -> None:
-        """Take away what was given and not taken, since the meeting has failed. Of the turns that
-        this rank has not come to, something is left of each."""
-        turn, found = 0, True
-        while found or turn < self._op_number:
-            turn += 1
-            keys = [f"{self._key_prefix}/{turn}/{rank}" for rank in range(self.size)]
-            taken = [
-                self._kv.try_get(key, delete=True) for key in keys
-            ]  # all, also after the first
-            found = any(note is not None for note in taken)
+        """Delete the values that no rank read because the collective failed.
+
+        Every operation that this rank has not reached has left at least one value.
+        """
+        op_number, found = 0, True
+        while found or op_number < self._op_number:
+            op_number += 1
+            keys = [f"{self._key_prefix}/{op_number}/{rank}" for rank in range(self.size)]
+            # A list, because ``any`` over a generator would stop at the first value.
+            deleted = [self._kv.try_get(key, delete=True) for key in keys]
+            found = any(value is not None for value in deleted)

@@ -1,4 +1,4 @@
-"""An error of one rank, as the others hear it and raise it."""
+"""Send an error of one rank to the other ranks, and raise it there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from holdfast.errors import (
 )
 
 _SAME_ON_ALL_RANKS = (PlanError, CommitError, FormatError, AlreadyExists, NoSnapshot, NotFound)
-"""Errors of what the ranks do together: every rank raises the same. Others are of one rank."""
+"""Errors of the common operation, which every rank raises. Others concern one rank only."""
 
 
 class ErrorReport(msgspec.Struct, frozen=True):
-    """An error on its way to the other ranks. ``kind``: the name of its class; ``fields``: those of
-    plain values, and of keys; ``during``: what they do together."""
+    """An error that a rank sends to the other ranks.
+
+    ``operation``: the common operation in which the error occurred; ``error_class``: the name of
+    its class; ``fields``: the fields of the error with plain values or tuples of strings.
+    """
 
     rank: int
     operation: str
@@ -37,7 +40,7 @@ class ErrorReport(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """What the first who came to a meeting has said: what is done there, and what led to it."""
+    """The first rank that joins a collective, its operation, and the cause of the operation."""
 
     rank: int
     operation: str
@@ -47,25 +50,33 @@ class Arrival(msgspec.Struct, frozen=True):
 _MAX_LENGTH = 4000
 
 COMMIT_BEGUN = "decided"
-"""Stands where an error would, once rank 0 has decided: who comes first has its way."""
+"""Replaces the error report once rank 0 has begun the commit. The first value set is final."""
 
 
 def encode_error(error: BaseException, rank: int, operation: str, commit_begun: bool) -> str:
-    """What the others are told of an error of this rank. ``decided``: by rank 0, before it."""
+    """Encode an error of this rank for the other ranks.
+
+    ``commit_begun``: whether rank 0 had begun the commit before the error.
+    """
     fields: dict[str, Any] = {"outcome": "unknown"} if commit_begun else {}
-    said: list[Any] = [str(error), None, None, None]
+    parts: list[Any] = [str(error), None, None, None]
     if isinstance(error, HoldfastError):
         fields = {k: v for k, v in error.fields.items() if _is_short(v)}
-        said = [error.what, error.expected, error.found, error.todo]
-    what, expected, found, todo = (None if s is None else str(s)[:_MAX_LENGTH] for s in said)
-    told = ErrorReport(
+        parts = [error.what, error.expected, error.found, error.todo]
+    what, expected, found, todo = (
+        None if part is None else str(part)[:_MAX_LENGTH] for part in parts
+    )
+    report = ErrorReport(
         rank, operation, type(error).__name__, what or "", expected, found, todo, fields
     )
-    return encode_json(told)
+    return encode_json(report)
 
 
 def encode_json(value: msgspec.Struct) -> str:
-    """As JSON; of text that UTF-8 lacks, such as a file's name may have, something like it."""
+    """Encode a struct as JSON.
+
+    Surrogates, which UTF-8 cannot encode but file names may contain, are escaped.
+    """
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
@@ -81,39 +92,43 @@ def _escape_surrogates(value: Any) -> Any:
 
 
 def format_with_notes(error: BaseException) -> str:
-    """An error in words, with its notes: they say which rank it was told by."""
+    """Return the text of an error with its notes, which name the rank that reported the error."""
     notes = getattr(error, "__notes__", ())
     return " ".join([str(error), *(f"{note.rstrip('.')}." for note in notes)])
 
 
 def _is_short(value: Any) -> bool:
-    """Whether a field of an error is sent with it."""
+    """Return True if a field of an error is short and plain enough to be sent with the error."""
     if type(value) is tuple:
         return len(value) <= _MAX_LENGTH and all(type(key) is str for key in value)
     return isinstance(value, str | int | float | bool | None)
 
 
 def decode_error(text: str, rank: int, operation: str) -> HoldfastError:
-    """What this rank raises, since another has failed."""
-    told = msgspec.json.decode(text, type=ErrorReport)
-    kind = getattr(errors, told.error_class, None)
+    """Return the error that this rank raises because another rank failed."""
+    report = msgspec.json.decode(text, type=ErrorReport)
+    error_class = getattr(errors, report.error_class, None)
     cause: Exception
-    if isinstance(kind, type) and issubclass(kind, HoldfastError):
-        fields = {"rank": told.rank, **told.fields}
-        same = kind(told.what, expected=told.expected, found=told.found, todo=told.todo, **fields)
-        if issubclass(kind, _SAME_ON_ALL_RANKS):
-            same.add_note(f"Told by rank {told.rank}")
-            return same
-        cause = same
+    if isinstance(error_class, type) and issubclass(error_class, HoldfastError):
+        fields = {"rank": report.rank, **report.fields}
+        error = error_class(
+            report.what, expected=report.expected, found=report.found, todo=report.todo, **fields
+        )
+        if issubclass(error_class, _SAME_ON_ALL_RANKS):
+            error.add_note(f"Reported by rank {report.rank}")
+            return error
+        cause = error
     else:
-        cause = RuntimeError(f"{told.error_class}: {told.what}")
-    end = "" if told.fields.get("committed") else ", which came to nothing"
+        cause = RuntimeError(f"{report.error_class}: {report.what}")
+    uncertain = report.fields.get("committed") or report.fields.get("outcome") == "unknown"
+    suffix = "" if uncertain else "; nothing was committed"
     failed = RankFailed(
-        f"Rank {told.rank} has failed in {operation}{end}. {told.error_class}: {told.what}",
-        expected=told.expected,
-        found=told.found,
-        todo=told.todo or "Look at that rank's log",
-        **{**told.fields, "rank": told.rank},
+        f"Rank {report.rank} failed during {operation}{suffix}."
+        f" {report.error_class}: {report.what}",
+        expected=report.expected,
+        found=report.found,
+        todo=report.todo or f"Check the log of rank {report.rank}",
+        **{**report.fields, "rank": report.rank},
     )
     failed.__cause__ = cause
     return failed

@@ -1,4 +1,4 @@
-"""Ranks that are waited for: which of them are lost, and which only keep the others waiting."""
+"""Detect which of the ranks that a rank waits for have failed, and which are stragglers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from holdfast.events import emit
 from holdfast.text import format_ranks
 
 STRAGGLER_SECONDS = 30.0
-"""Seconds for which a rank may get on with nothing until those who wait for it say so."""
+"""Seconds without progress after which waiting ranks report a rank as a straggler."""
 
 _MAX_SHOWN = 8
 
 
 class FailureDetector:
-    """Looks after ranks that are waited for, from its first look on. ``what``: they have to do.
-    ``stuck``: seconds for which one that is alive may get on with nothing; if it is not given, also
-    for one that has not been heard of yet. One that waits itself, in an earlier turn than ``turn``,
-    is not stuck; were it in any, two could wait for each other for ever."""
+    """Monitors ranks that this rank waits for, starting with its first check.
+
+    ``operation``: the operation that the ranks perform, for messages. ``stuck``: seconds that a
+    live rank may make no progress. If it is None, the bound of ``Timeouts`` applies, also to a rank
+    without a first heartbeat. ``position``: a rank that itself waits at an earlier position is not
+    stuck. If a rank that waits at any position were exempt, two ranks could wait for each other
+    forever.
+    """
 
     def __init__(
         self,
@@ -31,10 +35,10 @@ class FailureDetector:
         self._position = position
         self._kv = kv
         self._operation = operation
-        patience = kv.timeouts
-        self._silent = patience.silent
-        self._stuck = patience.stuck if stuck is None else stuck
-        self._never_seen = max(patience.silent, patience.stuck if stuck is None else 0.0)
+        timeouts = kv.timeouts
+        self._silent = timeouts.silent
+        self._stuck = timeouts.stuck if stuck is None else stuck
+        self._never_seen = max(timeouts.silent, timeouts.stuck if stuck is None else 0.0)
         self._now = 0.0
         self._observed: dict[int, tuple[Heartbeat | None, float, float]] = {}
         self._arrived: set[int] = set()
@@ -42,84 +46,95 @@ class FailureDetector:
     def failed(
         self, ranks: Sequence[int], has_arrived: Callable[[int], bool] = lambda rank: False
     ) -> RankFailed | None:
-        """That one of these ranks has ended, is dead, or is stuck, as an error; but none that
-        ``came``. That is asked of those only: of the others, who are many, it need not be known.
+        """Return an error if one of these ranks has ended, is dead, or is stuck, else None.
 
-        The error is of the first. It names with it those who are half as long without a sign: of
-        those who have died together not all are found in one look."""
+        Ranks for which ``has_arrived`` returns True are exempt. It is called only for ranks that
+        seem to have failed, because calling it for all ranks would be slow.
+
+        The error is about the first failed rank. It also names ranks that have used half of their
+        time: if several ranks die at once, one check does not find all of them.
+        """
         self._observe(ranks)
-        lost = {r for r in ranks if self._failure_reason(r) is not None}
-        missed = (
-            [r for r in ranks if self._failure_reason(r, 0.5) is not None and not has_arrived(r)]
-            if lost
-            else ()
-        )
-        for rank in missed:
-            why = self._failure_reason(rank)
-            if why is not None:
-                return self.make_error([rank, *(r for r in missed if r != rank)], *why)
+        if all(self._failure_reason(r) is None for r in ranks):
+            return None
+        suspects = [
+            r for r in ranks if self._failure_reason(r, 0.5) is not None and not has_arrived(r)
+        ]
+        for rank in suspects:
+            reason = self._failure_reason(rank)
+            if reason is not None:
+                return self.make_error([rank, *(r for r in suspects if r != rank)], *reason)
         return None
 
     def stragglers(self, ranks: Sequence[int], has_arrived: Callable[[int], bool]) -> list[int]:
-        """Those of them that have got on with nothing for ``LATE`` seconds, at the last look.
-        Whoever ``came`` is not asked about again."""
-        still = [
+        """Return the ranks without progress for ``STRAGGLER_SECONDS`` as of the last check.
+
+        Ranks for which ``has_arrived`` returned True are omitted and not checked again.
+        """
+        late_ranks = [
             r
             for r in ranks
             if r in self._observed and self._now - self._observed[r][2] > STRAGGLER_SECONDS
         ]
-        self._arrived.update(r for r in still if r not in self._arrived and has_arrived(r))
-        return [r for r in still if r not in self._arrived]
+        self._arrived.update(r for r in late_ranks if r not in self._arrived and has_arrived(r))
+        return [r for r in late_ranks if r not in self._arrived]
 
     def _observe(self, ranks: Sequence[int]) -> None:
         now = self._now = self._kv.clock()
-        for rank, pulse in zip(ranks, self._kv.heartbeats(ranks) if ranks else (), strict=True):
-            before, beaten, moved = self._observed.get(rank, (pulse, now, now))
-            if pulse is not None and before is not None:
-                beaten = now if pulse.count != before.count else beaten
-                waits = pulse.waiting_at is not None and pulse.waiting_at < self._position
-                moved = now if waits or pulse.progress != before.progress else moved
-            elif pulse is not before:
-                beaten = moved = now
-            self._observed[rank] = (pulse, beaten, moved)
+        for rank, heartbeat in zip(ranks, self._kv.heartbeats(ranks) if ranks else (), strict=True):
+            last, beat_at, progress_at = self._observed.get(rank, (heartbeat, now, now))
+            if heartbeat is not None and last is not None:
+                beat_at = now if heartbeat.count != last.count else beat_at
+                is_exempt = (
+                    heartbeat.waiting_at is not None and heartbeat.waiting_at < self._position
+                )
+                progress_at = (
+                    now if is_exempt or heartbeat.progress != last.progress else progress_at
+                )
+            elif heartbeat is not last:
+                beat_at = progress_at = now
+            self._observed[rank] = (heartbeat, beat_at, progress_at)
 
     def _failure_reason(self, rank: int, fraction: float = 1.0) -> tuple[str, str] | None:
-        """What was expected of a rank and what was found, if it is missed. ``share``: of the time
-        that it has."""
-        pulse, beaten, moved = self._observed[rank]
-        silence, rest = self._now - beaten, self._now - moved
-        if pulse is not None and pulse.count < 0:
-            return "it to stay until then", "that it has ended"
-        if pulse is None and silence > self._never_seen * fraction:
-            return f"it within {self._never_seen:g} s", "that it never came"
-        if pulse is not None and silence > self._silent * fraction:
-            return f"a sign of life within {self._silent:g} s", "none: it has died or hangs"
-        if rest > self._stuck * fraction:
+        """Return the expected and the found behavior of a rank that has failed, else None.
+
+        ``fraction``: the fraction of the timeouts to apply.
+        """
+        heartbeat, beat_at, progress_at = self._observed[rank]
+        silent_for, idle_for = self._now - beat_at, self._now - progress_at
+        if heartbeat is not None and heartbeat.count < 0:
+            return "its process to run until the end of the operation", "that the process has ended"
+        if heartbeat is None and silent_for > self._never_seen * fraction:
+            return f"a first heartbeat within {self._never_seen:g} s", "that the rank never joined"
+        if heartbeat is not None and silent_for > self._silent * fraction:
+            return f"a heartbeat within {self._silent:g} s", "none: the process has died or hangs"
+        if idle_for > self._stuck * fraction:
             return f"some progress within {self._stuck:g} s", "none, though the process is alive"
         return None
 
     def make_error(self, ranks: Sequence[int], expected: str, found: str) -> RankFailed:
-        """That ranks are missed; of the first is told what was ``expected`` and ``found``."""
+        """Return the error for failed ranks; ``expected`` and ``found`` describe the first one."""
         rank, *others = ranks
-        pulse = self._observed[rank][0] if rank in self._observed else None
-        host = f" on {pulse.host}" if pulse is not None and pulse.host else ""
-        more = (
-            f", nor {'does' if len(others) == 1 else 'do'} {format_ranks(others)}" if others else ""
-        )
+        heartbeat = self._observed[rank][0] if rank in self._observed else None
+        host = f" on {heartbeat.host}" if heartbeat is not None and heartbeat.host else ""
+        more = f" (nor did {format_ranks(others)})" if others else ""
         return RankFailed(
-            f"Rank {rank}{host} does not take part in {self._operation}{more}",
+            f"Rank {rank}{host} did not join {self._operation}{more}",
             expected=expected,
             found=found,
-            todo="Look at that rank's log. Do all ranks make this call? The bounds are"
-            " HOLDFAST_SILENT and HOLDFAST_STUCK (seconds)",
+            todo=f"Check the log of rank {rank}, and that all ranks make this call. HOLDFAST_SILENT"
+            " and HOLDFAST_STUCK set the time limits in seconds",
             rank=rank,
             lost=True,
         )
 
 
 def emit_stragglers(ranks: Sequence[int], operation: str, waited: float, timeout: float) -> None:
-    """Tell that this rank waits, and for which. ``longest``: seconds after which it gives up, if
-    they do not get on until then."""
+    """Emit the event that this rank waits, and for which ranks.
+
+    ``waited``: the seconds so far; ``timeout``: the seconds after which this rank gives up if the
+    ranks make no progress.
+    """
     emit(
         "ranks_awaited",
         what=operation,

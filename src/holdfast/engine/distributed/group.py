@@ -22,13 +22,16 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 GroupSpec = Any
-"""Who saves or loads: None for all ranks of torch.distributed, ``"alone"`` for this process only,
-or a ``torch.distributed.ProcessGroup``."""
+"""The ranks that save or load: None for all ranks of torch.distributed, ``"alone"`` for only this
+process, or a ``torch.distributed.ProcessGroup``."""
 
 
 class Group(Protocol):
-    """Ranks that act together. All of them call ``meet`` in the same order, from the thread that
-    trains; the meeting may then go on in any thread."""
+    """Ranks that act together.
+
+    All ranks call ``collective`` in the same order from the training thread. The collective may
+    then continue in any thread.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -36,15 +39,18 @@ class Group(Protocol):
     def size(self) -> int: ...
     @property
     def cache(self) -> dict[str, Any]:
-        """What is remembered of one save for the next."""
+        """The data that a save keeps for the next save."""
         ...
 
     def collective(
         self, operation: str, timeout: float | None = None, cause: str = ""
     ) -> Collective:
-        """A meeting for ``what`` ("the save of version_500"), the same on all ranks. ``within``:
-        seconds that each wait may take, if others than usual; ``cause``: what has led this rank to
-        it."""
+        """Start a collective.
+
+        ``operation``: a description that is the same on all ranks, such as "the save of
+        version_500"; ``timeout``: the maximum duration of each wait in seconds, if it differs from
+        the default; ``cause``: the reason why this rank started the operation.
+        """
         ...
 
 
@@ -64,8 +70,10 @@ class LocalGroup:
 
 
 class StoreGroup:
-    """Several ranks, which meet by a store that all of them reach. ``numbers``: of what they do
-    together, the same on all ranks."""
+    """A group of several ranks, which communicate over a key-value store.
+
+    ``sequence_numbers``: the numbers of the group's operations, the same on all ranks.
+    """
 
     def __init__(
         self, kv: KVClient, size: int, sequence_numbers: Iterator[int] | None = None
@@ -84,20 +92,24 @@ class StoreGroup:
             return LocalCollective()
         self.kv.start()
         while True:
-            meeting = StoreCollective(
+            collective = StoreCollective(
                 self.kv, self.size, self.next_sequence_number(), operation, timeout, cause
             )
-            missed = meeting.missed_operation()
-            if missed is None or (missed == operation and not self._missed_last):
-                self._missed_last = missed is not None
-                with meeting:
-                    meeting.join()
-                return meeting
-            meeting.close()  # it was not there, and the others have gone on to the next number
+            missed_operation = collective.missed_operation()
+            if missed_operation is None or (
+                missed_operation == operation and not self._missed_last
+            ):
+                self._missed_last = missed_operation is not None
+                with collective:
+                    collective.join()
+                return collective
+            collective.close()  # the others gave up on this rank and continue with the next number
 
     def next_sequence_number(self) -> int:
-        """The next number of what these ranks do together, by which their keys differ. All ranks
-        ask in the same order, from the thread that trains."""
+        """Return the number of the group's next operation, which makes its keys unique.
+
+        All ranks call this in the same order from the training thread.
+        """
         return next(self._sequence_numbers)
 
 
@@ -109,15 +121,17 @@ def all_reduce(
     combine: Callable[[list[T]], U],
     result_type: type[U],
 ) -> U:
-    """What ``decide`` makes on rank 0 of what ``said`` gives on each rank, on all ranks. Where one
-    of them raises, all do."""
-    meeting = group.collective(operation)
+    """Gather ``local_value()`` of each rank, apply ``combine`` on rank 0, and return the result.
+
+    All ranks get the same result. If one rank raises an error, all ranks do.
+    """
+    collective = group.collective(operation)
     try:
-        with meeting:
-            told = meeting.gather(local_value(), value_type)
-            return meeting.broadcast(None if told is None else combine(told), result_type)
+        with collective:
+            values = collective.gather(local_value(), value_type)
+            return collective.broadcast(None if values is None else combine(values), result_type)
     finally:
-        meeting.close()
+        collective.close()
 
 
 def broadcast_from_first(
@@ -127,43 +141,45 @@ def broadcast_from_first(
     value_type: type[T],
     on_each: Callable[[], object] = bool,
 ) -> T:
-    """What ``do`` gives on rank 0, on all ranks, once ``each`` has been called on every one. Where
-    one of them raises, all do."""
+    """Call ``on_each`` on all ranks, then ``on_first`` on rank 0, and return its result.
+
+    All ranks get the same result. If one rank raises an error, all ranks do.
+    """
     return all_reduce(
-        group, operation, lambda: on_each() is None, bool, lambda told: on_first(), value_type
+        group, operation, lambda: on_each() is None, bool, lambda values: on_first(), value_type
     )
 
 
 _local_group = LocalGroup()
 _groups: dict[str, tuple[Any, int, StoreGroup]] = {}
-"""The group of each name, with the store and the process that it was made for."""
+"""By name: the store and the process that the group was created for, and the group."""
 _sequence_numbers: dict[str, Iterator[int]] = {}
-"""They go on where torch.distributed is initialised anew: a meeting must not find what one of the
-same number has left."""
+"""The numbers continue if torch.distributed is initialized again, because a collective must not
+find keys that another collective with the same number has left."""
 _groups_lock = Lock()
 _thread_local = local()
 
 
 @contextmanager
 def use_group(group: Group) -> Iterator[None]:
-    """Within the context this thread is of another group: for ranks that are simulated."""
-    before = getattr(_thread_local, "group", None)
+    """Make this thread use another group within the context, to simulate ranks."""
+    previous = getattr(_thread_local, "group", None)
     _thread_local.group = group
     try:
         yield
     finally:
-        _thread_local.group = before
+        _thread_local.group = previous
 
 
 def current_group(spec: GroupSpec = None) -> Group:
-    """The group that this process saves and loads with.
+    """Return the group with which this process saves and loads.
 
-    Raises ``HoldfastError`` for a choice that is none, or that this process does not belong to.
+    Raises ``HoldfastError`` for an invalid ``spec``, or for a group without this process.
     """
     if isinstance(spec, str) and spec != "alone":
         raise HoldfastError(
-            "group= cannot be that",
-            expected='None, "alone" or a torch.distributed.ProcessGroup',
+            "Invalid value for group=",
+            expected='None, "alone", or a torch.distributed.ProcessGroup',
             found=repr(spec)[:80],
         )
     if spec == "alone":
@@ -182,66 +198,67 @@ def current_group(spec: GroupSpec = None) -> Group:
             "This rank is not in the group that saves or loads",
             expected=f"one of ranks {ranks[:8]}",
             found=f"rank {torch.distributed.get_rank()}",
-            todo="Make the call on the ranks of the group only",
+            todo="Make this call only on the ranks of the group",
         )
     return _local_group if len(ranks) == 1 else _torch_group(torch, ranks)
 
 
 def saving_group(spec: GroupSpec = None) -> Group:
-    """As ``current_group``, for who is about to save.
+    """Return the same group as ``current_group``, for a caller that is about to save.
 
-    Raises ``HoldfastError`` in one of several processes of torchrun that do not know of one another
-    yet: each would save what it has, under one name.
+    Raises ``HoldfastError`` if torchrun started several processes and torch.distributed is not
+    initialized in this one: each process would save its own state under the same name.
     """
     group = current_group(spec)
-    started = read_settings().launched_world_size
+    world_size = read_settings().launched_world_size
     simulated = getattr(_thread_local, "group", None) is not None
-    if spec is None and group.size == 1 and started > 1 and not simulated:
+    if spec is None and group.size == 1 and world_size > 1 and not simulated:
         torch = torch_or_none()
         if torch is None or not torch.distributed.is_initialized():
             raise HoldfastError(
-                f"torchrun has started {started} processes, and torch.distributed is not"
-                " initialised in this one",
-                expected="torch.distributed.init_process_group() before the first save, and before"
-                " a Checkpointer is made",
-                found="a process that does not know of the others",
-                todo='Call it first; group="alone" saves what this process has, for itself',
+                f"torchrun started {world_size} processes, but torch.distributed is not initialized"
+                " in this one",
+                expected="a call of torch.distributed.init_process_group() before the first save"
+                " and before the creation of a Checkpointer",
+                found="no process group",
+                todo='Call init_process_group() first, or pass group="alone" to save only the state'
+                " of this process",
             )
     return group
 
 
 def _torch_group(torch: Any, ranks: Sequence[int]) -> StoreGroup:
-    """The group of these ranks, made once for as long as torch.distributed is initialised."""
+    """Return the group of these ranks, created once per initialization of torch.distributed."""
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d._get_default_store()
     name = f"holdfast/{digest(repr(list(ranks)).encode())[:12]}"
     with _groups_lock:
-        found = _groups.get(name)
-        if found is not None and found[0] is store and found[1] == os.getpid():
-            return found[2]
+        cached = _groups.get(name)
+        if cached is not None and cached[0] is store and cached[1] == os.getpid():
+            return cached[2]
         settings = read_settings()
-        patience = Timeouts(settings.silent, settings.stuck)
+        timeouts = Timeouts(settings.silent, settings.stuck)
         rank = list(ranks).index(torch.distributed.get_rank())
-        connected = _connect_store(torch, store, name)
-        within = partial(_prefix_store, torch, connected)
-        board = SessionKVClient(connected, rank, len(ranks), patience, within)
-        group = StoreGroup(board, len(ranks), _sequence_numbers.setdefault(name, count(1)))
+        connection = _connect_store(torch, store, name)
+        with_prefix = partial(_prefix_store, torch, connection)
+        kv = SessionKVClient(connection, rank, len(ranks), timeouts, with_prefix)
+        group = StoreGroup(kv, len(ranks), _sequence_numbers.setdefault(name, count(1)))
         _groups[name] = store, os.getpid(), group
         return group
 
 
 def _prefix_store(torch: Any, store: KeyValueStore, prefix: str) -> KeyValueStore:
-    made: KeyValueStore = torch.distributed.PrefixStore(prefix, store)
-    return made
+    prefixed: KeyValueStore = torch.distributed.PrefixStore(prefix, store)
+    return prefixed
 
 
 def _connect_store(torch: Any, store: Any, name: str) -> KeyValueStore:
-    """The store by a connection of its own, where it can give one."""
+    """Return the store over a separate connection, if the store supports that."""
     if torch.distributed.get_backend() == "fake":
         raise Unsupported(
-            "torch.distributed runs with a fake process group, whose ranks are not there",
-            todo='Save with group="alone", or initialise a real process group',
+            "torch.distributed uses a fake process group, whose other ranks do not exist",
+            todo='Save with group="alone", or initialize a real process group',
         )
     clone = getattr(store, "clone", None)  # since PyTorch 2.7
     return _prefix_store(torch, store if clone is None else clone(), name)

@@ -1,11 +1,11 @@
-"""Bytes that one rank passes on to the others of its host, through memory that they share.
+"""Pass bytes from one rank to the other ranks of its host through shared memory.
 
-Each rank has shared memory that the others map: a page in which stands how far it has come, and two
-windows. They go in step: while the ranks fill one window, each with what it was dealt, they take
-what they want of the other windows of all.
+Each rank has a memory segment that the others map: a control page with the progress of the rank,
+and two windows. The ranks proceed in lockstep. While each rank fills one of its windows with the
+data that it was assigned to read, all ranks consume data from the other windows of all ranks.
 
-The memory has no name (``memfd_create``) and is opened through the process that made it: however a
-process ends, nothing is left.
+The memory has no name (``memfd_create``); other ranks open it through the process that created it.
+However a process ends, nothing is left.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ from holdfast.threads import in_parallel
 from holdfast.types import ALIGNMENT, MIB
 
 WINDOW_BUDGET = 256 * MIB
-"""Bytes of all windows of a host."""
+"""The total size of all windows of a host in bytes."""
 
 MAX_PEERS = 64
-"""Ranks that share; of more on one host, several times so many."""
+"""The maximum number of ranks that share memory; more ranks on a host form several sets."""
 
 PAGE_SIZE = mmap.ALLOCATIONGRANULARITY
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A rank: its host and process, the descriptor of its shared memory there, and the number that
-    stands at the beginning of that."""
+    """A rank with its host, its process, and its shared memory.
+
+    ``fd``: the file descriptor of the memory in that process; ``token``: the number at the start of
+    the memory.
+    """
 
     rank: int
     host: tuple[str, str]
@@ -51,14 +54,14 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class WindowSlice(NamedTuple):
-    """A part of a window: flat, and where in memory it begins."""
+    """A part of a window: a flat view, and its address in memory."""
 
     view: memoryview
     address: int
 
 
 class ReadAssignment(NamedTuple):
-    """What one reader reads in one round, to byte ``at`` of its window."""
+    """An item that a reader reads in one round, to ``window_offset`` of its window."""
 
     item_number: int
     reader: int
@@ -67,8 +70,11 @@ class ReadAssignment(NamedTuple):
 
 
 class SharedSegment:
-    """The shared memory of one rank, as this process maps it. ``numbers``: its mark, and the phases
-    that it has gone through. Raises ``OSError``."""
+    """The shared memory of one rank, mapped into this process.
+
+    ``control_words``: the token, and the number of phases that the rank has completed. The methods
+    raise ``OSError``.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -80,40 +86,43 @@ class SharedSegment:
         fd = os.memfd_create("holdfast")
         try:
             os.posix_fallocate(fd, 0, PAGE_SIZE)
-            shelf = cls(fd)
-            shelf.control_words[0] = secrets.randbits(62)
+            segment = cls(fd)
+            segment.control_words[0] = secrets.randbits(62)
         except BaseException:
             os.close(fd)
             raise
-        return shelf
+        return segment
 
     @classmethod
     def open_peer(cls, peer: Peer) -> SharedSegment:
         fd = os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            shelf = cls(fd)
-            if shelf.control_words[0] != peer.token:
-                raise OSError("it is another's")
+            segment = cls(fd)
+            if segment.control_words[0] != peer.token:
+                raise OSError("the memory belongs to another process")
         except BaseException:
             os.close(fd)
             raise
-        return shelf
+        return segment
 
     def resize(self, size: int) -> None:
-        """Have so many bytes behind the page."""
+        """Resize the memory after the control page to ``size`` bytes.
+
+        Raises ``HoldfastError`` if the memory cannot be allocated.
+        """
         try:
             os.ftruncate(self.fd, PAGE_SIZE + size)
-            os.posix_fallocate(self.fd, 0, PAGE_SIZE + size)  # else to touch them may be a SIGBUS
+            os.posix_fallocate(self.fd, 0, PAGE_SIZE + size)  # otherwise an access may raise SIGBUS
         except OSError as e:
             raise HoldfastError(
-                "There is no memory for the windows by which the ranks of this host share",
-                expected=f"{size} bytes of shared memory for each of its ranks",
+                "The shared memory windows of the ranks on this host cannot be allocated",
+                expected=f"{size} bytes of shared memory for each rank",
                 found=str(e),
                 todo="Load without share=True, or give the job more memory",
             ) from e
 
     def window(self, offset: int, size: int) -> WindowSlice:
-        """Bytes behind the page, mapped when they are first asked for."""
+        """Return bytes after the control page; the first request for them maps the memory."""
         if len(self._mapped_windows.view) < offset + size:
             length = os.fstat(self.fd).st_size - PAGE_SIZE
             view = memoryview(_map_memory(self.fd, length, PAGE_SIZE))
@@ -123,93 +132,111 @@ class SharedSegment:
         )
 
     def close(self) -> None:
-        """What is still mapped is given back with the last view of it."""
+        """Close the descriptor. Mapped memory is released with its last view."""
         os.close(self.fd)
 
 
 def _map_memory(fd: int, length: int, offset: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, length, offset=offset)
-    mapping.madvise(mmap.MADV_DONTFORK)  # a data loader's worker would keep it
+    mapping.madvise(mmap.MADV_DONTFORK)  # otherwise a data loader's worker would keep the memory
     return mapping
 
 
 @contextmanager
 def connect_host_peers(collective: Collective, url: str) -> Iterator[HostPeers | None]:
-    """The ranks of this host; None for a rank that is alone on it, or where they cannot map each
-    other's memory, as the event ``read_alone`` tells. All ranks of the meeting enter."""
-    shelves: list[SharedSegment] = []
+    """Connect the ranks of this host and yield them.
+
+    Yields None for the only rank of a host, or if the ranks cannot map each other's memory; the
+    event ``read_alone`` then reports the reason. All ranks of the collective must enter.
+    """
+    segments: list[SharedSegment] = []
     try:
-        seats = _gather_peers(collective, shelves)
+        peers = _gather_peers(collective, segments)
         reason = ""
         try:
-            shelves += [
-                SharedSegment.open_peer(seat) for seat in seats if seat.rank != collective.rank
+            segments += [
+                SharedSegment.open_peer(peer) for peer in peers if peer.rank != collective.rank
             ]
         except OSError as e:
-            reason = f"rank {collective.rank} cannot map another's memory: {e}"
-        reason = _share_reason(collective, seats[0].rank, reason)
+            reason = f"rank {collective.rank} cannot map the memory of another rank: {e}"
+        reason = _share_reason(collective, peers[0].rank, reason)
         if reason:
             events.emit("read_alone", url=url, reason=reason)
-        yield None if reason or len(seats) == 1 else HostPeers(collective, seats, shelves)
+        yield None if reason or len(peers) == 1 else HostPeers(collective, peers, segments)
     finally:
-        for shelf in shelves:
-            shelf.close()
+        for segment in segments:
+            segment.close()
 
 
 def _gather_peers(collective: Collective, segments: list[SharedSegment]) -> list[Peer]:
-    """The ranks that share with this one, in order; its own memory is put with the shelves."""
-    fd = mark = -1
-    with suppress(OSError):  # it is told by who cannot open it
+    """Return the ranks that share memory with this one, in rank order.
+
+    Creates the memory of this rank and adds it to ``segments``.
+    """
+    fd = token = -1
+    with suppress(OSError):  # the ranks that cannot open the memory report it
         segments.append(SharedSegment.create())
-        fd, mark = segments[0].fd, segments[0].control_words[0]
+        fd, token = segments[0].fd, segments[0].control_words[0]
     host, boot, _ = machine.process_identity()
-    told = collective.gather(Peer(collective.rank, (host, boot), os.getpid(), fd, mark), Peer)
-    dealt: dict[int, list[Peer]] = {}
-    for _, several in groupby(sorted(told or (), key=lambda s: (s.host, s.rank)), lambda s: s.host):
-        seats = list(several)
-        for i, seat in enumerate(seats):
-            dealt[seat.rank] = seats[i // MAX_PEERS * MAX_PEERS :][:MAX_PEERS]
-    of_all = [dealt[rank] for rank in range(collective.size)] if told else None
-    return collective.scatter(of_all, list[Peer])
+    all_peers = collective.gather(Peer(collective.rank, (host, boot), os.getpid(), fd, token), Peer)
+    peers_of_rank: dict[int, list[Peer]] = {}
+    for _, host_peers in groupby(
+        sorted(all_peers or (), key=lambda s: (s.host, s.rank)), lambda s: s.host
+    ):
+        peers = list(host_peers)
+        for i, peer in enumerate(peers):
+            peers_of_rank[peer.rank] = peers[i // MAX_PEERS * MAX_PEERS :][:MAX_PEERS]
+    peers_by_rank = [peers_of_rank[rank] for rank in range(collective.size)] if all_peers else None
+    return collective.scatter(peers_by_rank, list[Peer])
 
 
 def _share_reason(collective: Collective, first_rank: int, reason: str) -> str:
-    """Why one of those ranks of which ``first`` is the first cannot share, if one cannot."""
-    told = collective.gather((first_rank, reason), tuple[int, str])
-    found: dict[int, str] = {}
-    for leader, why in told or ():
-        found[leader] = found.get(leader) or why
-    of_all = None if told is None else [found[leader] for leader, _ in told]
-    return collective.scatter(of_all, str)
+    """Return the reason why a rank of this set cannot share memory, or an empty string.
+
+    ``first_rank`` identifies the set; ``reason`` is the reason of this rank.
+    """
+    reports = collective.gather((first_rank, reason), tuple[int, str])
+    reason_by_leader: dict[int, str] = {}
+    for leader, rank_reason in reports or ():
+        reason_by_leader[leader] = reason_by_leader.get(leader) or rank_reason
+    reasons = None if reports is None else [reason_by_leader[leader] for leader, _ in reports]
+    return collective.scatter(reasons, str)
 
 
 def assign_reads(sizes: Sequence[int], peer_count: int) -> list[list[ReadAssignment]]:
-    """Who reads what in which round: pieces in order, each to a rank that has least so far. The
-    windows of all stay within ``BUDGET``, so with long pieces not all ranks read."""
-    rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    readers = max(1, min(peer_count, WINDOW_BUDGET // (2 * max(rooms, default=1) or 1)))
-    room = WINDOW_BUDGET // (2 * readers)
+    """Assign items to readers and rounds.
+
+    Items are assigned in order, each to the reader with the fewest bytes in the round so far. The
+    windows of all ranks together stay within ``WINDOW_BUDGET``, so if items are long, not all ranks
+    read.
+    """
+    padded_sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    readers = max(1, min(peer_count, WINDOW_BUDGET // (2 * max(padded_sizes, default=1) or 1)))
+    capacity = WINDOW_BUDGET // (2 * readers)
     rounds: list[list[ReadAssignment]] = []
-    load: list[tuple[int, int]] = []
-    for number, size in enumerate(rooms):
-        if not load or load[0][0] + size > room:
+    heap: list[tuple[int, int]] = []
+    for number, size in enumerate(padded_sizes):
+        if not heap or heap[0][0] + size > capacity:
             rounds.append([])
-            load = [(0, reader) for reader in range(readers)]
-        at, reader = load[0]
-        heapq.heapreplace(load, (at + size, reader))
-        rounds[-1].append(ReadAssignment(number, reader, at, size))
+            heap = [(0, reader) for reader in range(readers)]
+        offset, reader = heap[0]
+        heapq.heapreplace(heap, (offset + size, reader))
+        rounds[-1].append(ReadAssignment(number, reader, offset, size))
     return rounds
 
 
 class HostPeers:
-    """The ranks of one host in a meeting. All of them make the same calls; errors are the
-    meeting's to tell. ``place``: of this rank among them, in order of ranks."""
+    """The ranks of one host in a collective.
+
+    All of them make the same calls. The collective reports errors. ``peer_index``: the position of
+    this rank among them in rank order.
+    """
 
     def __init__(
         self, collective: Collective, peers: Sequence[Peer], segments: Sequence[SharedSegment]
     ) -> None:
         self.collective = collective
-        self.ranks = [seat.rank for seat in peers]
+        self.ranks = [peer.rank for peer in peers]
         self.peer_index = self.ranks.index(collective.rank)
         self._segments = [
             *segments[1 : self.peer_index + 1],
@@ -224,27 +251,37 @@ class HostPeers:
         fill: Callable[[int, WindowSlice], None],
         consume: Callable[[int, WindowSlice], None],
     ) -> None:
-        """Go through the rounds: ``fill`` is called for a piece on the rank that reads it, then
-        ``take`` on all, each with the piece's number and place, by several threads."""
+        """Run the rounds.
+
+        For each assignment, ``fill`` is called on the rank that reads it, and then ``consume`` on
+        all ranks. The arguments are the item number and the window slice. Several threads make the
+        calls.
+        """
         ends = [
-            (piece.reader, piece.window_offset + piece.size)
-            for pieces in rounds
-            for piece in pieces
+            (assignment.reader, assignment.window_offset + assignment.size)
+            for assignments in rounds
+            for assignment in assignments
         ]
-        room = max((end for _, end in ends), default=0)
+        window_size = max((end for _, end in ends), default=0)
         for phase in range(len(rounds) + 1):
             self._barrier()
-            if phase == 0:  # nobody looks at what was in the windows before
-                reads = any(reader == self.peer_index for reader, _ in ends)
-                self._segments[self.peer_index].resize(2 * room if reads else 0)
-            now, before = rounds[phase : phase + 1], rounds[max(0, phase - 1) : phase]
-            mine = [p for pieces in now for p in pieces if p.reader == self.peer_index]
-            there = [p for pieces in before for p in pieces]
+            if phase == 0:  # no rank reads the previous contents of the windows
+                is_reader = any(reader == self.peer_index for reader, _ in ends)
+                self._segments[self.peer_index].resize(2 * window_size if is_reader else 0)
+            to_read, to_consume = rounds[phase : phase + 1], rounds[max(0, phase - 1) : phase]
+            own = [a for assignments in to_read for a in assignments if a.reader == self.peer_index]
+            available = [a for assignments in to_consume for a in assignments]
             jobs = [
-                [partial(do, p.item_number, self._window_slice(p, room * (n % 2))) for p in pieces]
-                for do, pieces, n in ((fill, mine, phase), (consume, there, phase - 1))
+                [
+                    partial(callback, a.item_number, self._window_slice(a, window_size * (n % 2)))
+                    for a in assignments
+                ]
+                for callback, assignments, n in (
+                    (fill, own, phase),
+                    (consume, available, phase - 1),
+                )
             ]
-            in_parallel(jobs, self._run_jobs, 2)  # the one waits for the store, the other not
+            in_parallel(jobs, self._run_jobs, 2)  # only ``fill`` waits for the store
 
     def _window_slice(self, assignment: ReadAssignment, window: int) -> WindowSlice:
         return self._segments[assignment.reader].window(
@@ -256,12 +293,15 @@ class HostPeers:
         in_parallel(jobs, lambda job: job(), threads, self.collective.advance)
 
     def _barrier(self) -> None:
-        """Wait until all have done what this rank has. By then the threads that did it have ended,
-        so on every processor their bytes are there before the number is."""
+        """Wait until all ranks have completed the phases that this rank has completed.
+
+        The threads that wrote the bytes have ended before the number is set, so on every processor
+        the bytes are visible before the number.
+        """
         self._phase += 1
         self._segments[self.peer_index].control_words[1] = self._phase
         self.collective.wait_for_ranks(self._lagging_ranks, self._phase)
 
     def _lagging_ranks(self) -> list[int]:
         pairs = zip(self.ranks, self._segments, strict=True)
-        return [rank for rank, shelf in pairs if shelf.control_words[1] < self._phase]
+        return [rank for rank, segment in pairs if segment.control_words[1] < self._phase]

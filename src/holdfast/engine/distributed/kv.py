@@ -1,9 +1,9 @@
-"""Where ranks leave notes for one another: small values by key, in the TCPStore of the job.
+"""A key-value client for the TCPStore of the job, by which ranks exchange small values.
 
-One thread of this process speaks to the store, on a connection of its own, and nothing ever waits
-inside the store: who waits looks again and again. So a store whose host has died or hangs holds up
-that thread only, and whoever asks it gives up after a while. The same thread leaves a pulse every
-second, by which the others tell a slow rank from a dead one.
+One thread of this process owns the connection and never blocks in the store; waiters poll. If the
+host of the store dies or hangs, only that thread is blocked, and callers time out. The thread also
+sends a heartbeat at a regular interval (1 second for up to 2000 ranks), by which other ranks
+distinguish a slow rank from a dead one.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from holdfast.errors import RankFailed
 from holdfast.types import MIB
 
 MAX_VALUE_BYTES = 4 * MIB
-"""Bytes of one value in the store; a TCPStore closes the connection above 8 MiB."""
+"""The maximum size of one value in bytes. A TCPStore closes the connection above 8 MiB."""
 
 CLOSED_HEARTBEAT = b"gone"
-"""The last pulse of a process that has ended in order."""
+"""The last heartbeat of a process that has ended regularly."""
 
 _NO_VALUE = "-"
-"""Is no value of any key."""
+"""A value that no key ever has."""
 
 MAX_BATCH_KEYS = 64
-"""Notes that are looked at in one turn of the thread."""
+"""The maximum number of values that the thread reads for one request."""
 
 
 WaitPosition = tuple[int, ...]
-"""The number of a meeting, of a turn in it, and of a wait in that."""
+"""The numbers of a collective, of an operation within it, and of a wait within that operation."""
 
 
 class KeyValueStore(Protocol):
-    """The part of ``torch.distributed.Store`` that is used; no method of it is called that would
-    wait for a key."""
+    """The methods of ``torch.distributed.Store`` that Holdfast uses.
+
+    They are called such that none of them waits for a key.
+    """
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -56,8 +58,11 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long ranks wait for one another, in seconds. ``silent``: without a pulse of a rank until
-    it is taken for dead; ``stuck``: for one that is alive, but neither comes nor gets on."""
+    """How long ranks wait for one another, in seconds.
+
+    ``silent``: the time without a heartbeat after which a rank is considered dead; ``stuck``: the
+    time after which a live rank that neither joins nor makes progress is considered stuck.
+    """
 
     silent: float = 60.0
     stuck: float = 600.0
@@ -65,8 +70,12 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank has last said of itself: pulses so far, things done, its host's name, and the
-    first of the turns in which it waits for others."""
+    """The last heartbeat of a rank.
+
+    ``count``: the number of heartbeats so far; ``progress``: a counter that increases with the
+    rank's progress; ``host``: the name of its host; ``waiting_at``: the earliest position at which
+    it waits for others.
+    """
 
     count: int
     progress: int
@@ -75,8 +84,11 @@ class Heartbeat:
 
 
 class KVClient:
-    """The store, seen by one rank. Every method may be called from any thread, and raises
-    ``RankFailed`` if the store does not answer within ``patience.silent``."""
+    """A client of one rank for the store.
+
+    Every method may be called from any thread. A method raises ``RankFailed`` if the store does not
+    respond within ``timeouts.silent`` seconds.
+    """
 
     def __init__(
         self,
@@ -105,31 +117,34 @@ class KVClient:
         self._closed = False
         self._error: BaseException | None = None
 
-    # -- notes -----------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------
 
     def put(self, key: str, value: bytes) -> list[str]:
-        """Leave a note, of whatever length, under a key that has none. Returns what ``forget``
-        takes to take it away."""
+        """Set the value, of any length, of a key that has none.
+
+        Returns the keys to pass to ``delete``.
+        """
         return self.put_all({key: value})
 
     def put_all(self, values: Mapping[str, bytes]) -> list[str]:
-        """As ``put``, of many notes, in few calls."""
-        used: list[str] = []
-        some: dict[str, bytes] = {}
+        """Set many values as ``put`` does, in few requests."""
+        extra_keys: list[str] = []
+        batch: dict[str, bytes] = {}
         for key, value in values.items():
-            rest = range(MAX_VALUE_BYTES, len(value), MAX_VALUE_BYTES)
-            for i, at in enumerate(rest):
-                used.append(f"{key}/{i}")
-                self._set({used[-1]: b" " + value[at : at + MAX_VALUE_BYTES]})
+            extra_parts = range(MAX_VALUE_BYTES, len(value), MAX_VALUE_BYTES)
+            for i, start in enumerate(extra_parts):
+                extra_keys.append(f"{key}/{i}")
+                self._set({extra_keys[-1]: b" " + value[start : start + MAX_VALUE_BYTES]})
             if (
-                sum(map(len, some.values())) + len(value) > MAX_VALUE_BYTES
-                or len(some) >= 4 * MAX_BATCH_KEYS
+                sum(map(len, batch.values())) + len(value) > MAX_VALUE_BYTES
+                or len(batch) >= 4 * MAX_BATCH_KEYS
             ):
-                self._set(some)
-                some = {}
-            some[key] = f"{len(rest)} ".encode() + value[:MAX_VALUE_BYTES]  # last: it is whole
-        self._set(some)
-        return [*values, *used]
+                self._set(batch)
+                batch = {}
+            # The first part is written last, because it completes the value.
+            batch[key] = f"{len(extra_parts)} ".encode() + value[:MAX_VALUE_BYTES]
+        self._set(batch)
+        return [*values, *extra_keys]
 
     def _set(self, batch: dict[str, bytes]) -> None:
         if len(batch) == 1:
@@ -138,75 +153,80 @@ class KVClient:
             self._call(lambda: self._store.multi_set(list(batch), list(batch.values())))
 
     def try_get(self, key: str, *, delete: bool = False) -> bytes | None:
-        """The note under a key, if there is one; ``take``: and take it away."""
+        """Return the value of a key, or None; with ``delete``, also delete the key."""
 
-        def do() -> bytes | None:
-            found, used = self._read_value(key)
-            for name in used if delete else ():
+        def read() -> bytes | None:
+            value, keys = self._read_value(key)
+            for name in keys if delete else ():
                 self._store.delete_key(name)
-            return found
+            return value
 
-        found: bytes | None = self._call(do)
-        return found
+        value: bytes | None = self._call(read)
+        return value
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
-        """The notes under keys, up to the first that has none, or to many."""
+        """Return the values of keys, up to the first key without a value or a limit per request."""
 
-        def do() -> list[bytes]:
-            made: list[bytes] = []
+        def read() -> list[bytes]:
+            values: list[bytes] = []
             nbytes = 0
             for key in keys[:MAX_BATCH_KEYS]:
-                found = None if nbytes > MAX_VALUE_BYTES else self._read_value(key)[0]
-                if found is None:
+                value = None if nbytes > MAX_VALUE_BYTES else self._read_value(key)[0]
+                if value is None:
                     break
-                made.append(found)
-                nbytes += len(found)
-            return made
+                values.append(value)
+                nbytes += len(value)
+            return values
 
-        found: list[bytes] = self._call(do)
-        return found
+        values: list[bytes] = self._call(read)
+        return values
 
     def _read_value(self, key: str) -> tuple[bytes | None, list[str]]:
-        """A note, and all keys that it has taken."""
+        """Return a value and all keys that it uses."""
         first = self._get_or_none(key)
         if first is None:
             return None, []
         count, _, value = first.partition(b" ")
-        used = [f"{key}/{i}" for i in range(int(count))]
-        rest = [self._get_or_none(name) for name in used]
-        if None in rest:
-            return None, []  # it is being taken away
-        return b"".join([value, *(part[1:] for part in rest if part)]), [key, *used]
+        extra_keys = [f"{key}/{i}" for i in range(int(count))]
+        extra_parts = [self._get_or_none(name) for name in extra_keys]
+        if None in extra_parts:
+            return None, []  # another rank is deleting it
+        return b"".join([value, *(part[1:] for part in extra_parts if part)]), [key, *extra_keys]
 
     def _get_or_none(self, key: str) -> bytes | None:
-        """The value of a key if it has one, in one call. What changes nothing asks for it: ``get``
-        would wait for a key that has just been taken away."""
-        found = bytes(self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
-        return None if found == _NO_VALUE.encode() else found
+        """Return the value of a key, or None, in one request.
+
+        This uses a ``compare_set`` that changes nothing, because ``get`` would wait for a key that
+        has just been deleted.
+        """
+        value = bytes(self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
+        return None if value == _NO_VALUE.encode() else value
 
     def has_all(self, keys: list[str]) -> bool:
-        """Whether there is a note under each of the keys."""
+        """Return True if every key has a value."""
         return bool(self._call(lambda: self._store.check(keys)))
 
     def compare_and_set(self, key: str, value: str, expected: str = "") -> str:
-        """Leave a short note if the one that is there is ``before`` (empty: if there is none); the
-        one that is there now. Where there is none and one was expected, the store answers with
-        the one that was expected."""
+        """Set a short value if the current value is ``expected`` (empty: if there is none).
+
+        Returns the current value after that. If there is none but one was expected, the store
+        returns ``expected``.
+        """
         return bytes(self._call(lambda: self._store.compare_set(key, expected, value))).decode()
 
     def get_text(self, key: str) -> str | None:
-        """What ``claim`` has left under a key."""
-        found: bytes | None = self._call(
+        """Return the value that ``compare_and_set`` has set, or None."""
+        value: bytes | None = self._call(
             lambda: self._get_or_none(key) if self._store.check([key]) else None
         )
-        return None if found is None else found.decode()
+        return None if value is None else value.decode()
 
     def increment(self, key: str) -> int:
-        """Count one more under a key; how many there are now."""
+        """Increment the counter of a key and return its new value."""
         return int(self._call(lambda: self._store.add(key, 1)))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Take away what ``put``, ``claim`` and ``count`` have left."""
+        """Delete keys that ``put``, ``compare_and_set``, or ``increment`` has set."""
         for at in range(0, len(keys), MAX_BATCH_KEYS):
             self._call(partial(self._delete_batch, keys[at : at + MAX_BATCH_KEYS]))
 
@@ -215,15 +235,15 @@ class KVClient:
             if self._store.check([key]):
                 self._store.delete_key(key)
 
-    # -- pulses ----------------------------------------------------------------------------------
+    # -- heartbeats ------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Note that this rank gets on with what it does."""
+        """Record that this rank has made progress."""
         self._progress += 1
 
     @contextmanager
     def waiting(self, position: WaitPosition) -> Iterator[None]:
-        """Within the context this rank waits for others."""
+        """Record within the context that this rank waits for others."""
         self._waiting_at.append(position)
         try:
             yield
@@ -231,44 +251,44 @@ class KVClient:
             self._waiting_at.remove(position)
 
     def heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
-        """The last pulses of ranks; None for one that has given none yet. One that has ended in
-        order has -1 beats."""
-        made: dict[int, Heartbeat] = {}
+        """Return the last heartbeats of ranks; None for a rank without a first heartbeat.
 
-        def look(some: Sequence[int]) -> None:
-            met = [
-                r for r in some if r in self._ranks_seen
-            ]  # their keys stay: to ask for all never waits
-            raws = self._store.multi_get([f"pulse/{r}" for r in met]) if met else []
-            made.update(
-                (r, _decode_heartbeat(bytes(raw))) for r, raw in zip(met, raws, strict=True)
+        The ``count`` of a rank that has ended regularly is -1.
+        """
+        heartbeats: dict[int, Heartbeat] = {}
+
+        def read(batch: Sequence[int]) -> None:
+            # The keys of seen ranks are never deleted, so ``multi_get`` does not wait.
+            seen = [r for r in batch if r in self._ranks_seen]
+            raws = self._store.multi_get([f"pulse/{r}" for r in seen]) if seen else []
+            heartbeats.update(
+                (r, _decode_heartbeat(bytes(raw))) for r, raw in zip(seen, raws, strict=True)
             )
-            for r in some:
-                if (
-                    r not in self._ranks_seen
-                    and (raw := self._get_or_none(f"pulse/{r}")) is not None
-                ):
+            for r in batch:
+                if r in self._ranks_seen:
+                    continue
+                if (raw := self._get_or_none(f"pulse/{r}")) is not None:
                     self._ranks_seen.add(r)
-                    made[r] = _decode_heartbeat(raw)
+                    heartbeats[r] = _decode_heartbeat(raw)
 
         for at in range(0, len(ranks), 4 * MAX_BATCH_KEYS):
-            self._call(partial(look, ranks[at : at + 4 * MAX_BATCH_KEYS]))
-        return [made.get(r) for r in ranks]
+            self._call(partial(read, ranks[at : at + 4 * MAX_BATCH_KEYS]))
+        return [heartbeats.get(r) for r in ranks]
 
     def _send_heartbeat(self) -> None:
         self._heartbeat_count += 1
-        said = [
+        fields = [
             self._heartbeat_count,
             self._progress,
             self._host,
             *min(self._waiting_at.copy(), default=()),
         ]
-        self._store.set(f"pulse/{self.rank}", " ".join(map(str, said)).encode())
+        self._store.set(f"pulse/{self.rank}", " ".join(map(str, fields)).encode())
 
     # -- the thread ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to leave pulses, if it has not begun yet."""
+        """Start the thread that sends heartbeats if it is not running."""
         with self._start_lock:
             if self._thread is None and not self._closed:
                 self._thread = Thread(target=self._run, name="holdfast-ranks", daemon=True)
@@ -278,66 +298,68 @@ class KVClient:
     def _call(self, operation: Callable[[], Any]) -> Any:
         if self._pid != os.getpid():
             raise RankFailed(
-                "A forked process cannot speak for the rank that it was forked from",
-                todo="Save and load in the process that trains",
+                "A forked process cannot act for the rank that it was forked from",
+                todo="Save and load in the training process",
             )
         self.start()
         if self._closed or self._error is not None:
             raise self._unresponsive_error() from self._error
         answer: SimpleQueue[Any] = SimpleQueue()
         self._requests.put((operation, answer))
-        for _ in range(8):  # not in one: a process that was stopped finds all its time gone
+        for _ in range(8):  # in parts: a process that was suspended has lost only one part
             with suppress(Empty):
-                good, value = answer.get(timeout=self.timeouts.silent / 8)
+                succeeded, value = answer.get(timeout=self.timeouts.silent / 8)
                 break
         else:
-            self._error = TimeoutError(f"no answer within {self.timeouts.silent:g} s")
+            self._error = TimeoutError(f"no response within {self.timeouts.silent:g} s")
             raise self._unresponsive_error() from self._error
-        if not good:
+        if not succeeded:
             raise self._unresponsive_error() from value
         return value
 
     def _unresponsive_error(self) -> RankFailed:
-        found = "it is closed" if self._error is None else f"{self._error}".partition("\n")[0]
+        first_line = str(self._error).partition("\n")[0]
+        found = "that the client is closed" if self._error is None else first_line
         return RankFailed(
-            "The TCPStore, by which the ranks agree, does not answer",
-            expected=f"an answer within {self.timeouts.silent:g} s",
+            "The TCPStore that the ranks use to communicate does not respond",
+            expected=f"a response within {self.timeouts.silent:g} s",
             found=found[:200],
-            todo="The process that hosts it has died or hangs, or the network is gone; what was"
-            " committed before is safe. Start the job again",
+            todo="The process that hosts the store has died or hangs, or the network is down."
+            " Committed versions are safe; restart the job",
             rank=None,
             lost=True,
         )
 
     def _run(self) -> None:
-        due = 0.0
+        next_heartbeat_at = 0.0
         while True:
             try:
-                if (now := self.clock()) >= due:
-                    due = now + self._heartbeat_interval
-                    if self._error is None:  # else the others need not wait for this rank
+                if (now := self.clock()) >= next_heartbeat_at:
+                    next_heartbeat_at = now + self._heartbeat_interval
+                    # After an error, no heartbeat: the others then stop waiting for this rank.
+                    if self._error is None:
                         self._send_heartbeat()
-                asked = self._requests.get(timeout=max(0.01, due - self.clock()))
+                request = self._requests.get(timeout=max(0.01, next_heartbeat_at - self.clock()))
             except Empty:
                 continue
-            except Exception as e:  # noqa: BLE001  (top of a thread: raised by who asks next)
+            except Exception as e:  # noqa: BLE001  (top of a thread: raised in the next caller)
                 self._error = e
-                while (asked := self._requests.get()) is not None:
-                    asked[1].put((False, e))
+                while (request := self._requests.get()) is not None:
+                    request[1].put((False, e))
                 return
-            if asked is None:
+            if request is None:
                 with suppress(Exception):
                     self._store.set(f"pulse/{self.rank}", CLOSED_HEARTBEAT)
                 return
-            do, answer = asked
+            operation, answer = request
             try:
-                answer.put((True, do()))
-            except Exception as e:  # noqa: BLE001  (raised by who has asked)
+                answer.put((True, operation()))
+            except Exception as e:  # noqa: BLE001  (raised in the caller)
                 self._error = e
                 answer.put((False, e))
 
     def close(self) -> None:
-        """Say that this rank is gone, and speak no more. Waits for that two seconds at most."""
+        """Send a last heartbeat and end the thread. Waits for it for at most 2 seconds."""
         with self._start_lock:
             self._closed, thread, self._thread = True, self._thread, None
         atexit.unregister(self.close)
@@ -349,5 +371,5 @@ class KVClient:
 def _decode_heartbeat(raw: bytes) -> Heartbeat:
     if raw == CLOSED_HEARTBEAT:
         return Heartbeat(-1, 0, "")
-    beats, progress, host, *waits = raw.decode().split(" ")
-    return Heartbeat(int(beats), int(progress), host, tuple(map(int, waits)) or None)
+    count, progress, host, *position = raw.decode().split(" ")
+    return Heartbeat(int(count), int(progress), host, tuple(map(int, position)) or None)

@@ -1,9 +1,9 @@
-"""A board for one start of a job, over a store that outlives it.
+"""A key-value client for one start of a job, over a store that outlives the start.
 
-torchrun keeps its TCPStore when it starts the ranks again, and tells them nothing by which all of
-them could tell one start from another (its count of restarts is each agent's own). So each rank
-says a number that only it knows, and rank 0 answers it by the session, a prefix of all other keys:
-what an earlier start has left, or a process left over from it still says, is never read.
+torchrun keeps its TCPStore when it restarts the ranks, and gives them no value that is common to
+all ranks and differs between starts (each agent has its own restart count). Therefore each rank
+sends a random token, and rank 0 replies with the session, which is a prefix of all other keys. Keys
+that an earlier start has left, or that a leftover process of it still sets, are never read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ _POLL_SECONDS = 0.01
 
 
 class SessionKVClient(KVClient):
-    """A ``Board`` within a session. ``within``: the store with a prefix before all keys. A rank
-    that asks for anything first waits, ``patience.stuck`` seconds at most, until rank 0 has
-    answered; it does so as soon as it has a board itself."""
+    """A ``KVClient`` within a session.
+
+    ``with_prefix``: returns a view of the store with a prefix before all keys. The first request of
+    a rank waits for the reply of rank 0, for at most ``timeouts.stuck`` seconds. Rank 0 replies as
+    soon as its own client has started.
+    """
 
     def __init__(
         self,
@@ -56,33 +59,33 @@ class SessionKVClient(KVClient):
             self._answer_joins()
         elif not self._joined.is_set():
             self._request_session()
-        waits = self._unjoined_ranks or not self._joined.is_set()
+        is_joining = self._unjoined_ranks or not self._joined.is_set()
         self._heartbeat_interval = (
             min(self._normal_interval, self._heartbeat_interval * 1.2)
-            if waits
+            if is_joining
             else self._normal_interval
         )
         if self._joined.is_set():
             super()._send_heartbeat()
 
     def _answer_joins(self) -> None:
-        """Answer the ranks that ask for the session, until each has left a pulse in it."""
-        for rank, answered in list(self._unjoined_ranks.items()):
-            said = self._read_text(f"hello/{rank}")
+        """Reply to ranks that request the session, until each has sent a heartbeat in it."""
+        for rank, answered_token in list(self._unjoined_ranks.items()):
+            token = self._read_text(f"hello/{rank}")
             if self._store.check([f"pulse/{rank}"]):
                 del self._unjoined_ranks[rank]
                 self._heartbeat_interval = _POLL_SECONDS
-            elif said not in ("", answered):
-                self._root_store.set(f"welcome/{rank}", f"{said} {self._token}".encode())
-                self._unjoined_ranks[rank] = said
+            elif token not in ("", answered_token):
+                self._root_store.set(f"welcome/{rank}", f"{token} {self._token}".encode())
+                self._unjoined_ranks[rank] = token
 
     def _request_session(self) -> None:
         hello, welcome = f"hello/{self.rank}", f"welcome/{self.rank}"
         if self._heartbeat_count == 0:
             self._root_store.set(hello, self._token.encode())
             self._heartbeat_count = 1
-        said, _, session = self._read_text(welcome).partition(" ")
-        if said == self._token:
+        token, _, session = self._read_text(welcome).partition(" ")
+        if token == self._token:
             self._root_store.delete_key(welcome)
             self._join(session)
 
@@ -96,21 +99,21 @@ class SessionKVClient(KVClient):
         return super()._call(operation)
 
     def _await_session(self) -> None:
-        began, stuck = self.clock(), self.timeouts.stuck
+        started_at, timeout = self.clock(), self.timeouts.stuck
         while not self._joined.wait(_POLL_SECONDS):
             if self._closed or self._error is not None:
                 raise self._unresponsive_error() from self._error
-            waited = self.clock() - began
+            waited = self.clock() - started_at
             if waited > STRAGGLER_SECONDS and not self._stragglers_reported:
                 self._stragglers_reported = True
-                emit_stragglers([0], "the first call of all ranks", waited, stuck)
-            if waited > stuck:
+                emit_stragglers([0], "the first call of all ranks", waited, timeout)
+            if waited > timeout:
                 raise RankFailed(
-                    "Rank 0 does not take part in what other ranks do",
-                    expected=f"it within {stuck:g} s",
-                    found="no sign of it since this process was started",
-                    todo="Look at that rank's log. Do all ranks make this call? The bound is"
-                    " HOLDFAST_STUCK (seconds)",
+                    "Rank 0 did not join the first call of all ranks",
+                    expected=f"it to join within {timeout:g} s",
+                    found="no response from rank 0 since this process started",
+                    todo="Check the log of rank 0, and that all ranks make this call."
+                    " HOLDFAST_STUCK sets the time limit in seconds",
                     rank=0,
                     lost=True,
                 )

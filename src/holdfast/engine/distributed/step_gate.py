@@ -1,4 +1,4 @@
-"""Where the training thread of one rank waits until it is known what all ranks do at a step."""
+"""The gate at which a training thread waits until the ranks have agreed on actions for a step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ NEVER = sys.maxsize
 
 
 class StepGate:
-    """Holds the training thread of one rank at a step that is being agreed on.
+    """Stops the training thread of one rank at a step on which the ranks are about to agree.
 
-    The usual path of ``step`` takes no lock. The training thread writes ``_at`` and then reads
-    ``_shut``; the watcher writes ``_shut`` and then reads ``_at`` (Dekker, 1962). The GIL lets one
-    thread run at a time, and each see all that was written before: so either the training sees the
-    gate, or the watcher sees that it has come too late. Never neither.
+    The usual path of ``step`` takes no lock. The training thread writes ``_current_step`` and then
+    reads ``_stop_at``. The watcher thread writes ``_stop_at`` and then reads ``_current_step``
+    (Dekker, 1962). The GIL runs one thread at a time, and each thread sees all earlier writes.
+    Therefore the training thread sees the gate, or the watcher sees that it is too late, or both.
     """
 
     def __init__(self, timeout: float) -> None:
         self.delivery_count = 0
-        """How often ``step`` has returned something."""
+        """The number of times that ``step`` has returned actions."""
 
         self._current_step = 0
-        self._stop_at = NEVER  # the first of _due and _armed
+        self._stop_at = NEVER  # the minimum of the steps in _granted and _armed_step
         self._armed_step = NEVER
         self._granted: dict[int, frozenset[str]] = {}
         self._last_delivery: dict[str, int] = {}
@@ -36,37 +36,41 @@ class StepGate:
 
     @property
     def current_step(self) -> int:
-        """Steps that the training has come to."""
+        """The number of steps that the training has reached."""
         return self._current_step
 
     def step(self) -> frozenset[str]:
-        self._current_step = at = self._current_step + 1
-        if at < self._stop_at:
+        """Count a step and return the actions for it, usually none.
+
+        Waits at the armed step. Raises ``RankFailed`` if the agreement failed or does not respond.
+        """
+        self._current_step = step = self._current_step + 1
+        if step < self._stop_at:
             return NO_ACTIONS
-        return self._wait_at(at)
+        return self._wait_at(step)
 
     def _wait_at(self, step: int) -> frozenset[str]:
         with self._changed:
-            for _ in range(8):  # not in one: a process that was stopped finds all its time gone
-                if known := self._changed.wait_for(
+            for _ in range(8):  # in parts: a process that was suspended has lost only one part
+                if is_resolved := self._changed.wait_for(
                     lambda: self._is_resolved(step), self._timeout / 8
                 ):
                     break
             first = min(self._granted, default=NEVER)
-            if first <= step:  # less: an earlier call was interrupted while it waited
-                whats = self._granted.pop(first)
+            if first <= step:  # less if an earlier call was interrupted while it waited
+                actions = self._granted.pop(first)
                 self.delivery_count += 1
-                self._last_delivery.update(dict.fromkeys(whats, self.delivery_count))
+                self._last_delivery.update(dict.fromkeys(actions, self.delivery_count))
                 self._update_stop()
-                return whats
-            if known and step < self._stop_at:
+                return actions
+            if is_resolved and step < self._stop_at:
                 return NO_ACTIONS
             error, self._armed_step = self._error, NEVER
             self._update_stop()
         raise error or RankFailed(
-            "The thread by which the ranks agree does not answer",
-            expected=f"an answer within {self._timeout:g} s",
-            todo="Start the job again from what was committed",
+            "The thread that agrees with other ranks does not respond",
+            expected=f"a response within {self._timeout:g} s",
+            todo="Restart the job from the last committed version",
         )
 
     def _is_resolved(self, step: int) -> bool:
@@ -77,14 +81,14 @@ class StepGate:
         )
 
     def _update_stop(self) -> None:
-        due = min(self._granted, default=NEVER)
-        self._stop_at = NEVER if self._disabled else min(due, self._armed_step)
+        next_granted = min(self._granted, default=NEVER)
+        self._stop_at = NEVER if self._disabled else min(next_granted, self._armed_step)
         self._changed.notify_all()
 
     # -- for the watcher -------------------------------------------------------------------------
 
     def arm(self, step: int) -> bool:
-        """Hold the training at a step from now on. False: it has come so far already."""
+        """Stop the training at a step. Returns False if the training has already reached it."""
         with self._changed:
             self._armed_step = step
             self._update_stop()
@@ -95,32 +99,35 @@ class StepGate:
             return False
 
     def disarm(self) -> None:
-        """Nothing is agreed at the step that it is armed for."""
+        """Let the training pass the armed step because the ranks have not agreed on actions."""
         with self._changed:
             self._armed_step = NEVER
             self._update_stop()
 
     def grant(self, step: int, actions: frozenset[str]) -> None:
-        """It is agreed what to do at the step that it is armed for."""
+        """Deliver the agreed actions at the armed step."""
         with self._changed:
             self._armed_step = NEVER
             self._granted[step] = actions
             self._update_stop()
 
     def fail(self, error: RankFailed) -> None:
-        """Whether something is agreed at the step that it is armed for will never be known."""
+        """Raise an error at the armed step because the outcome of the agreement is unknown."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def disable(self) -> None:
-        """Hold nothing up any more."""
+        """Stop the training at no further step."""
         with self._changed:
             self._disabled = True
             self._update_stop()
 
     def is_delivered_after(self, action: str, since: int) -> bool:
-        """Whether ``step`` has returned it after ``taken`` was ``since``, or will."""
+        """Return True if ``step`` will return an action or has returned it after ``since``.
+
+        ``since`` is an earlier value of ``delivery_count``.
+        """
         with self._changed:
-            later = any(action in whats for whats in self._granted.values())
-            return later or self._last_delivery.get(action, 0) > since
+            is_granted = any(action in actions for actions in self._granted.values())
+            return is_granted or self._last_delivery.get(action, 0) > since
