@@ -81,12 +81,14 @@ def test_what_is_of_another_shape_or_kind_is_cut_shorter():
     state = {f"k{i}": ONE for i in range(17)}
     live = {k: torch.ones(3) for k in state}
     e = fails(state, live, ShapeMismatch, "17 with a different shape: k0 [2], live [3], k1",
-              "k4 [2], live [3] and 12 more.", "keys=[...] without the keys that do not fit")  # fmt: skip
+              "k4 [2], live [3] and 12 more.",
+              "keys=[...] without the keys that do not fit")  # fmt: skip
     assert e.misfits == tuple(state)
     assert "missing=" not in str(e)
     live = {k: v.double() if k < "k2" else [v] for k, v in state.items()}
-    e = fails(state, live, DTypeMismatch, "17 with a different dtype or kind: k0 float32, live float64",
-              "and 12 more.", "cast=True (of holdfast.load), keys=")  # fmt: skip
+    e = fails(state, live, DTypeMismatch,
+              "17 with a different dtype or kind: k0 float32, live float64", "and 12 more.",
+              "cast=True (of holdfast.load), keys=")  # fmt: skip
     assert set(e.misfits) == set(state)
 
 
@@ -164,7 +166,8 @@ def test_a_level_of_which_something_is_there_is_not_folded():
         missing="keep",
     )  # fmt: skip
     fails(state, live, MissingLeaf, "1 missing in the snapshot: a/y/w.", unexpected="ignore")
-    fails(state, {"a": {"x": ONE}}, PlanError, "2 unexpected in the snapshot: a/y (2 leaves). 1 with")
+    fails(state, {"a": {"x": ONE}}, PlanError,
+          "2 unexpected in the snapshot: a/y (2 leaves). 1 with a different")  # fmt: skip
     fails(state, {"b": 1}, UnexpectedLeaf, "2 unexpected in the snapshot: a/y (2", keys="a/y/**",
           missing="keep")  # fmt: skip
 

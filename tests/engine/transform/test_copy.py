@@ -107,7 +107,7 @@ def test_what_a_failed_copy_left_is_checked_before_it_is_used(snapshot: Snapshot
         copy_snapshot(snapshot, Location(to, "version_7"))
     flip(to, ".safetensors")
     to.suffix = ""
-    with pytest.raises(AlreadyExists, match=r"no copy.*\n?.*delete that file first") as raised:
+    with pytest.raises(AlreadyExists, match=r"not a copy.*\n?.*delete that file first") as raised:
         copy_snapshot(snapshot, Location(to, "version_7"))
     assert isinstance(raised.value.__cause__, DigestMismatch)
     assert not [k for k in objects(to) if k.endswith(MANIFEST)]
@@ -116,14 +116,14 @@ def test_what_a_failed_copy_left_is_checked_before_it_is_used(snapshot: Snapshot
 def test_another_index_at_the_place_is_refused_with_what_to_do(snapshot: Snapshot) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].index.name}", b"another")
-    with pytest.raises(AlreadyExists, match=r"no copy.*delete that file first"):
+    with pytest.raises(AlreadyExists, match=r"not a copy.*delete that file first"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
 def test_a_shard_cut_short_at_the_place_is_refused(snapshot: Snapshot) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].name}", b"short")
-    with pytest.raises(AlreadyExists, match="no copy"):
+    with pytest.raises(AlreadyExists, match="not a copy"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 

@@ -1,11 +1,13 @@
-"""Copying a snapshot to another place: every digest checked on the way.
+"""Copy a snapshot to another location, and check every digest on the way.
 
-A full snapshot is copied byte for byte. An incremental one becomes a full one; its attempt is made
-from the digest of its manifest, so that every copy of it is the same, byte for byte.
+A full snapshot is copied byte for byte. An incremental snapshot becomes a full one. The attempt of
+its copy is derived from the digest of its manifest, so that all copies of it are identical, byte
+for byte.
 
-In the order of a save: shards, then their indexes, then the manifest. Nothing is ever removed: what
-a copy that failed left behind is checked and used when it is tried again, and is an orphan for
-``sweep`` until then. So two copies to one place cannot harm each other either.
+The files are written in the order of a save: shards, then their indexes, then the manifest. A copy
+never removes a file. If a copy fails, its files are orphans for ``sweep`` until the copy is
+repeated, which checks and uses them. For the same reason, two concurrent copies to one location do
+not harm each other.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ Advance = Callable[[int], None]
 def copy_snapshot(
     snapshot: Snapshot, location: Location, advance: Advance | None = None
 ) -> Snapshot:
-    """Copy ``snapshot`` to ``place`` and return the copy once it is committed there.
+    """Copy ``snapshot`` to ``location``, and return the copy once it is committed.
 
-    Uses at most 256 MiB. ``progress(nbytes)`` is called as bytes are done, from several threads.
-    Raises ``AlreadyExists`` if there is a snapshot, ``FormatError`` if this one is damaged, and
-    ``StoreError``; whenever it raises, nothing was committed.
+    The copy uses at most 256 MiB of memory. ``advance(nbytes)`` is called from several threads as
+    bytes are written. Raises ``AlreadyExists`` if ``location`` holds a snapshot, ``FormatError`` if
+    ``snapshot`` is damaged, and ``StoreError``. If it raises, nothing was committed.
     """
     raise_if_exists(location)
     with snapshot.not_found_if_deleted():
@@ -61,36 +63,37 @@ def copy_snapshot(
 def _copy(snapshot: Snapshot, location: Location, advance: Advance | None) -> Snapshot:
     indexes = snapshot.indexes()
     raw = snapshot.location.store.get(snapshot.location.key(MANIFEST), MAX_MANIFEST)
-    manifest, found = decode_manifest(raw, snapshot.location.key(MANIFEST))
-    if found != snapshot.digest:
+    manifest, manifest_digest = decode_manifest(raw, snapshot.location.key(MANIFEST))
+    if manifest_digest != snapshot.digest:
         raise FormatError(
-            f"{snapshot.url} has been replaced since it was opened",
-            expected=f"a manifest of digest {snapshot.digest}",
-            found=found,
-            todo="Open it anew",
+            f"{snapshot.url} was replaced after it was opened",
+            expected=f"a manifest with digest {snapshot.digest}",
+            found=manifest_digest,
+            todo="Open the snapshot again",
         )
     if isinstance(manifest, IncrementalManifest):
-        parts = [_plan_full(snapshot, n, index) for n, index in enumerate(indexes)]
-        manifest = _build_manifest(snapshot, [part.shard for part in parts])
-        raw, found = encode_manifest(manifest)
+        copies = [_plan_full(snapshot, n, index) for n, index in enumerate(indexes)]
+        manifest = _build_manifest(snapshot, [shard_copy.shard for shard_copy in copies])
+        raw, manifest_digest = encode_manifest(manifest)
     else:
-        parts = [
+        copies = [
             _plan_unchanged(snapshot, *pair) for pair in zip(manifest.shards, indexes, strict=True)
         ]
     with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt):
-        for index, part in zip(indexes, parts, strict=True):
-            _copy_shard(snapshot.location, location, index, part, advance)
-        for part in parts:
-            key = location.key(part.shard.index.name)
+        for index, shard_copy in zip(indexes, copies, strict=True):
+            _copy_shard(snapshot.location, location, index, shard_copy, advance)
+        for shard_copy in copies:
+            key = location.key(shard_copy.shard.index.name)
             try:
-                location.store.put_if_absent(key, part.index_bytes)
+                location.store.put_if_absent(key, shard_copy.index_bytes)
             except AlreadyExists as e:
                 raise _not_a_copy_error(
                     location, key, "the index of this copy", "another file"
                 ) from e
-            _report_progress(advance, len(part.index_bytes))
-        copy = Snapshot(location, manifest, found)
-        copy.read_indexes()  # back through the store they went to; the shards by their length
+            _report_progress(advance, len(shard_copy.index_bytes))
+        copy = Snapshot(location, manifest, manifest_digest)
+        # reads the indexes back from the destination, and checks the lengths of the shards there
+        copy.read_indexes()
         location.store.put_if_absent(location.key(MANIFEST), raw)
     events.emit("copied", url=snapshot.url, to=location.url, bytes=copy.nbytes)
     return copy
@@ -98,8 +101,11 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance | None) -> Sn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShardCopy:
-    """A shard as it will be in the copy: its entry in the manifest, its index checked and as bytes;
-    and its header where that is a new one."""
+    """A shard as the copy will have it.
+
+    ``shard``: its entry in the manifest; ``index`` and ``index_bytes``: its index, decoded and
+    encoded; ``new_header``: its header, if the header differs from the source's.
+    """
 
     shard: Shard
     index: ShardIndex
@@ -113,34 +119,34 @@ def _plan_unchanged(snapshot: Snapshot, shard: Shard, index: ShardIndex) -> _Sha
 
 
 def attempt_of_copy(snapshot: Snapshot) -> str:
-    """The attempt of a copy of the snapshot."""
+    """Return the attempt id of a copy of the snapshot."""
     return snapshot.digest[:12] if snapshot.bases else snapshot.manifest.attempt
 
 
 def _plan_full(snapshot: Snapshot, number: int, index: ShardIndex) -> _ShardCopy:
-    """The full shard that an incremental one stands for."""
-    shards, attempt = len(snapshot.manifest.shards), attempt_of_copy(snapshot)
+    """Return the full shard with the same image as an incremental one."""
+    count, attempt = len(snapshot.manifest.shards), attempt_of_copy(snapshot)
     header = build_header(full_shard_entries(leaf_boxes_from_index(index)[0]))
     shift = len(header) - index.header
-    moved = [
+    leaves = [
         IndexLeaf(
             f.key, f.dtype, f.shape, [IndexBox(b.offsets, b.sizes, b.at + shift) for b in f.boxes]
         )
         for f in index.leaves
     ]
     cuts = (index.cuts + shift).tolist()
-    made = Index(
+    full_index = Index(
         format=1,
-        shard=names.shard_name(number, shards, attempt),
+        shard=names.shard_name(number, count, attempt),
         length=cuts[-1],
         header=len(header),
-        leaves=moved,
+        leaves=leaves,
         cuts=cuts,
         digests=[digest(header), *map(index.chunk_digest, range(1, len(cuts)))],
     )
-    raw = encode_index(made)
-    file = FileEntry(names.index_name(number, shards, attempt), len(raw), digest(raw))
-    shard = Shard(made.shard, made.length, file)
+    raw = encode_index(full_index)
+    file = FileEntry(names.index_name(number, count, attempt), len(raw), digest(raw))
+    shard = Shard(full_index.shard, full_index.length, file)
     return _ShardCopy(shard, decode_index(raw, file.name), raw, header)
 
 
@@ -156,30 +162,35 @@ def _copy_shard(
     shard_copy: _ShardCopy,
     advance: Advance | None,
 ) -> None:
-    made = shard_copy.index
-    key = location.key(made.shard)
+    """Copy a shard. If the destination already has the file, check it instead.
+
+    ``index``: the index of the source shard. Raises ``AlreadyExists`` if the file is not a copy of
+    the shard.
+    """
+    copy_index = shard_copy.index
+    key = location.key(copy_index.shard)
     try:
         length = location.store.stat(key).length
     except NotFound:
         pass
     else:
-        if length != made.length:
-            raise _not_a_copy_error(location, key, f"{made.length} bytes", f"{length} bytes")
-        items = chunk_read_items(0, made.cuts)
+        if length != copy_index.length:
+            raise _not_a_copy_error(location, key, f"{copy_index.length} bytes", f"{length} bytes")
+        items = chunk_read_items(0, copy_index.cuts)
         try:
             _read_items(
-                location, made, items, lambda item, data: _report_progress(advance, len(data))
+                location, copy_index, items, lambda item, data: _report_progress(advance, len(data))
             )
         except DigestMismatch as e:
             raise _not_a_copy_error(location, key, e.expected, e.found) from e
         return
-    shift = made.header - index.header
-    with location.store.put(key, made.length) as upload:
+    shift = copy_index.header - index.header
+    with location.store.put(key, copy_index.length) as upload:
 
         def write(item: ReadItem, data: memoryview) -> None:
             if shard_copy.new_header is None:
                 upload.write_at(item.start, data)
-            elif item.first_chunk == 0:  # the header is an item of its own
+            elif item.first_chunk == 0:  # the header is always a separate item
                 upload.write_at(0, memoryview(shard_copy.new_header))
             else:
                 upload.write_at(item.start + shift, data)
@@ -193,10 +204,10 @@ def _not_a_copy_error(
     location: Location, key: str, expected: object, found: object
 ) -> AlreadyExists:
     return AlreadyExists(
-        f"{key} is in {location.store.url} already, and is no copy",
+        f"{key} already exists in {location.store.url} and is not a copy of this snapshot's file",
         expected=expected,
         found=found,
-        todo="Copy to another place, or delete that file first",
+        todo="Copy to another location, or delete that file first",
         key=key,
         store=location.store.url,
     )
@@ -208,14 +219,14 @@ def _read_items(
     items: list[ReadItem],
     consume: Callable[[ReadItem, memoryview], None],
 ) -> None:
-    """Read all items, check them, and hand their bytes on; by several threads."""
+    """Read all items in several threads, check them, and pass their bytes to ``consume``."""
     pool = shared_pool()
 
-    def work(item: ReadItem) -> None:
+    def read_item(item: ReadItem) -> None:
         with read_verified_chunks(location, index, item, pool) as (buffer, base):
             consume(item, buffer.view[item.start - base : item.stop - base])
 
-    in_parallel(items, work, min(read_settings().threads, len(items)))
+    in_parallel(items, read_item, min(read_settings().threads, len(items)))
 
 
 def _report_progress(advance: Advance | None, nbytes: int) -> None:

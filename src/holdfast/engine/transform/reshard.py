@@ -1,14 +1,16 @@
-"""Resharding: a snapshot written anew with other shards, every byte checked on the way in and
-digested on the way out.
+"""Reshard: write a snapshot again with other shards.
 
-1. Lay out: all leaves in one order, and which part of each goes to which new shard. 2. Go through
-that order, a window at a time: read what is in the window from wherever it lies, each chunk once,
-and write to every new shard what it gets of it. Two windows take turns: one is read while the other
-is written. 3. The new indexes, then the manifest.
+Every byte is checked when it is read, and digested when it is written.
 
-A chunk on the border of two windows is read twice. Going through the leaves instead of through the
-new shards is what keeps it at that: few large chunks may go to many small shards, or many small
-ones to a few.
+1. Lay out: put all leaves into one order, and assign the parts of each leaf to new shards.
+2. Process that order in windows. For each window, read its bytes from the old shards, each chunk
+   once, and write each new shard's part of them. There are two windows: one is read while the other
+   is written.
+3. Write the new indexes, then the manifest.
+
+Only a chunk at the boundary of two windows is read twice. The reason is that the windows follow the
+leaves, not the new shards: a few large chunks may go to many small shards, or many small chunks to
+a few large shards.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace as changed
+from msgspec.structs import replace
 
 from holdfast import events
 from holdfast.buffers import Buffer, BufferPool, shared_pool
@@ -60,7 +62,7 @@ from holdfast.version import __version__
 SPLITS = ("even", "none")
 
 MAX_READ_BYTES = 32 * MIB
-"""Bytes of chunks that are being read and checked at a time."""
+"""Largest size of the chunks that are read and checked concurrently, in bytes."""
 
 Advance = Callable[[int], None]
 
@@ -72,58 +74,63 @@ def reshard(
     split: str = "even",
     advance: Advance | None = None,
 ) -> Snapshot:
-    """Write ``snapshot`` anew at ``place`` as ``shards`` shards, and return it once committed.
+    """Write ``snapshot`` again at ``location`` as ``shards`` shards, and return the new snapshot
+    once it is committed.
 
-    ``split``: "even" cuts each leaf with at least ``shards`` rows along dimension 0, as FSDP2 does
-    (``torch.chunk``: equal parts, rounded up, the last may be shorter or missing), so that shard r
-    holds what rank r of as many restores; "none" cuts no leaf. Leaves that are not cut go whole to
-    whichever shard has least. The new snapshot refers to no other; state, step, branch, parent and
-    metadata are those of the old one, and ``resharded`` in the metadata says what it was made from.
+    ``split="even"`` cuts each leaf that has at least ``shards`` rows along dimension 0, as FSDP2
+    does (``torch.chunk``: equal parts, rounded up; the last part may be shorter or missing). With
+    ``shards`` ranks, rank r then restores from shard r. ``split="none"`` cuts no leaf. A leaf that
+    is not cut goes to the shard that has the fewest bytes. The new snapshot is self-contained. It
+    has the state, step, branch, parent, and metadata of the old one, and ``resharded`` in its
+    metadata names the old snapshot.
 
-    Uses at most 256 MiB, whatever the sizes, besides the indexes and 40 bytes for each leaf of each
-    of these. ``progress(nbytes)`` is called as bytes of leaves are written, from several threads.
-    Raises ``AlreadyExists`` if there is a snapshot, ``FormatError`` if this one is damaged,
-    ``CommitError`` and ``StoreError``; whenever it raises, nothing was committed, unless the
-    error's ``outcome`` is "unknown".
+    The memory use is at most 256 MiB, for any size of the snapshot, plus the indexes and 40 bytes
+    per leaf of each index. ``advance(nbytes)`` is called from several threads as bytes of leaves
+    are written. Raises ``AlreadyExists`` if ``location`` holds a snapshot, ``FormatError`` if
+    ``snapshot`` is damaged, ``CommitError``, and ``StoreError``. If it raises, nothing was
+    committed, unless the error's ``outcome`` is "unknown".
     """
     raise_if_exists(location)
     with snapshot.not_found_if_deleted():
-        stored = locate_leaves(snapshot)
-        leaves = order_leaves(snapshot, stored)
-        source = _SnapshotReader(snapshot, leaves, stored)
-        home = assign_leaves(leaves, shards, split)
+        locations = locate_leaves(snapshot)
+        leaves = order_leaves(snapshot, locations)
+        reader = _SnapshotReader(snapshot, leaves, locations)
+        assignment = assign_leaves(leaves, shards, split)
         attempt, receipts = names.new_attempt(), list[Receipt]()
         with snapshot.pin_while_reading(), pins.hold_pin(location, attempt):
             for first in range(0, shards, MAX_OPEN_SHARDS):
-                several = range(first, min(first + MAX_OPEN_SHARDS, shards))
-                images = [make_shard_image(leaves, home, shard, shards) for shard in several]
-                made = [names.shard_name(shard, shards, attempt) for shard in several]
-                digests = _write_shards(location, made, images, source, advance)
-                for shard, name, image, found in zip(several, made, images, digests, strict=True):
-                    file = names.index_name(shard, shards, attempt)
-                    vouched = write_index(location, file, name, image, found)
-                    full = IncrementalShard(name, image.length, vouched, [])
-                    receipts.append(Receipt(shard, full, image.length))
+                batch = range(first, min(first + MAX_OPEN_SHARDS, shards))
+                images = [make_shard_image(leaves, assignment, shard, shards) for shard in batch]
+                shard_names = [names.shard_name(shard, shards, attempt) for shard in batch]
+                digests = _write_shards(location, shard_names, images, reader, advance)
+                for shard, name, image, chunk_digests in zip(
+                    batch, shard_names, images, digests, strict=True
+                ):
+                    index_name = names.index_name(shard, shards, attempt)
+                    index = write_index(location, index_name, name, image, chunk_digests)
+                    entry = IncrementalShard(name, image.length, index, [])
+                    receipts.append(Receipt(shard, entry, image.length))
             manifest = _build_manifest(
                 snapshot, attempt, check_receipts(location, receipts, shards)
             )
-            # back through the store they went to, as whoever loads them will
+            # read the indexes back from the destination, as a load does
             Snapshot(location, manifest, "").read_indexes()
-            copy = put_manifest(location, manifest)
-    events.emit("resharded", url=snapshot.url, to=location.url, shards=shards, bytes=copy.nbytes)
-    return copy
+            resharded = put_manifest(location, manifest)
+    nbytes = resharded.nbytes
+    events.emit("resharded", url=snapshot.url, to=location.url, shards=shards, bytes=nbytes)
+    return resharded
 
 
 def _build_manifest(snapshot: Snapshot, attempt: str, shards: Sequence[Shard]) -> Manifest:
     fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
-    made_from = {"from": snapshot.digest, "shards": len(snapshot.manifest.shards)}
-    about = {**snapshot.manifest.metadata["dict"], "resharded": {"dict": made_from}}
-    return changed(
+    origin = {"from": snapshot.digest, "shards": len(snapshot.manifest.shards)}
+    metadata = {**snapshot.manifest.metadata["dict"], "resharded": {"dict": origin}}
+    return replace(
         Manifest(**fields),
         attempt=attempt,
         writer=f"holdfast {__version__}",
         shards=shards,
-        metadata={"dict": about},
+        metadata={"dict": metadata},
     )
 
 
@@ -131,7 +138,7 @@ def _build_manifest(snapshot: Snapshot, attempt: str, shards: Sequence[Shard]) -
 
 
 class _SnapshotReader:
-    """The leaves of the old snapshot, any part of which can be read into memory, checked."""
+    """Reads any part of the old snapshot's leaves into memory, and checks it."""
 
     def __init__(
         self, snapshot: Snapshot, leaves: Sequence[OrderedLeaf], locations: LeafLocations
@@ -146,26 +153,25 @@ class _SnapshotReader:
         )
 
     def read(self, spans: Sequence[WindowSpan], buffer: Buffer) -> None:
-        """Fill the runs' places in the buffer. Raises ``FormatError``, ``StoreError``."""
-        wants, targets = [], []
+        """Read the spans into their positions in the buffer. Raises ``FormatError`` or
+        ``StoreError``."""
+        requests, targets = [], []
         for number, start, stop, at in spans:
             leaf = self.leaves[number]
             size = DTYPES[leaf.dtype].itemsize
-            # as opaque elements of one size: every bit pattern of every dtype passes unchanged
+            # opaque elements of the same size preserve every bit pattern of every dtype
             opaque = f"V{size}"
             for box in contiguous_boxes(leaf.shape, start // size, stop // size):
                 into: np.ndarray[Any, np.dtype[np.void]]
                 into = np.ndarray(box.sizes, opaque, buffer.view, at)
-                wants.append(ReadRequest(leaf.key, box))
+                requests.append(ReadRequest(leaf.key, box))
                 targets.append(Target(opaque, box.sizes, into, buffer.address + at))
                 at += box.numel * size
         rows = self._locations.rows
-        keys = {self.leaves[run.leaf].key for run in spans}
-        concerned = np.unique(
-            np.concatenate([self._locations.shard[rows[k]] for k in keys])
-        ).tolist()
-        indexes = [self._indexes[s] for s in concerned]
-        plan = make_read_plan(indexes, wants)
+        keys = {self.leaves[span.leaf].key for span in spans}
+        shards = np.unique(np.concatenate([self._locations.shard[rows[k]] for k in keys])).tolist()
+        indexes = [self._indexes[s] for s in shards]
+        plan = make_read_plan(indexes, requests)
         execute_read_plan(self._location, plan, indexes, targets, shared_pool(), self._threads)
 
 
@@ -176,25 +182,25 @@ def _write_shards(
     reader: _SnapshotReader,
     advance: Advance | None,
 ) -> list[list[str]]:
-    """Write shards, all at the same time, and return the digests of their chunks once they are
+    """Write the shards concurrently, and return the digests of their chunks once the shards are
     durable."""
-    threads, reading = read_settings().threads, Lock()
+    threads, read_lock = read_settings().threads, Lock()
     digests = [[digest(i.header), *[""] * (len(i.cuts) - 1)] for i in images]
     size = window_size(images)
-    room = BufferPool(2 * size, size)
+    windows = BufferPool(2 * size, size)
 
-    def work(chunks: list[Chunk]) -> None:
-        buffer = room.acquire()
+    def copy_window(chunks: list[Chunk]) -> None:
+        buffer = windows.acquire()
         try:
-            runs, spots = lay_out_window(chunks)
-            with reading:
-                reader.read(runs, buffer)
+            spans, window_offsets = lay_out_window(chunks)
+            with read_lock:
+                reader.read(spans, buffer)
 
             def write(chunk: Chunk) -> None:
                 views = []
-                for part in chunk.spans:
-                    at = spots[part.leaf, part.start]
-                    views.append(buffer.view[at : at + part.stop - part.start])
+                for span in chunk.spans:
+                    at = window_offsets[span.leaf, span.start]
+                    views.append(buffer.view[at : at + span.stop - span.start])
                 data = views[0] if len(views) == 1 else memoryview(b"".join(views))
                 digests[chunk.shard][chunk.number] = digest(data)
                 uploads[chunk.shard].write_at(chunk.shard_offset, data)
@@ -203,10 +209,10 @@ def _write_shards(
 
             in_parallel(chunks, write, min(threads, len(chunks)))
         finally:
-            room.release(buffer)
+            windows.release(buffer)
 
     with ExitStack() as stack:
-        stack.callback(room.close)
+        stack.callback(windows.close)
         uploads: list[Upload] = []
         for name, image in zip(shard_names, images, strict=True):
             uploads.append(
@@ -216,7 +222,7 @@ def _write_shards(
         chunks = heapq.merge(
             *(iter_chunks(reader.leaves, n, image) for n, image in enumerate(images))
         )
-        in_parallel(group_into_windows(chunks), work, 2)
+        in_parallel(group_into_windows(chunks), copy_window, 2)
         in_parallel(uploads, _commit_upload, min(threads, len(uploads)))
     return digests
 

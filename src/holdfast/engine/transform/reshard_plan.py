@@ -1,12 +1,12 @@
-"""The shards of a reshard, and the windows through which all of them are written side by side.
+"""The shards of a reshard, and the windows through which all of them are written concurrently.
 
-Arithmetic only: nothing here does I/O. The leaves are put into one order, which the boxes in every
-new shard follow. So their chunks can be sorted by where in that order they begin, and as many of
-them as fit into a window need what lies close together in the old shards.
+This module is arithmetic only and does no I/O. It puts the leaves into one order, which the boxes
+in every new shard follow. The chunks of the new shards can therefore be sorted by their start in
+that order, and the chunks in one window need bytes that are close together in the old shards.
 
-Where many old shards have small boxes of several leaves in one chunk each, and all of these
-chunks together are more than a window holds, the leaves are gone through in tiles: first what all
-of them have in the first old shards, then in the next ones.
+Many old shards may each have small boxes of several leaves in one chunk. If all of these chunks
+together are larger than a window, the leaves are processed in tiles: first the parts of all leaves
+that are in the first old shards, then the parts in the next ones.
 """
 
 from __future__ import annotations
@@ -36,24 +36,27 @@ from holdfast.ragged import Ints, exclusive_cumsum
 from holdfast.types import ALIGNMENT, DTYPES, MIB, Box
 
 WINDOW_BYTES = 96 * MIB
-"""Bytes of leaves that are read, and then written, at a time; there are two windows."""
+"""Largest size of a window, in bytes of leaves. There are two windows."""
 
 MAX_PADDING = 1 * MIB
-"""What a window may leave free before large parts, so that they can be written past the page
-cache."""
+"""Largest number of bytes that a window may leave unused before large spans, which aligns them for
+direct I/O."""
 
 MAX_OPEN_SHARDS = 256
-"""Most shards that are written at a time; each has two files open. With more, the leaves are gone
-through several times."""
+"""Largest number of shards that are written concurrently; each has two open files. With more
+shards, the leaves are read several times."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafLocations:
-    """What the old shards have of the leaves: a row for each leaf and each shard that has boxes of
-    it, by leaf and then by shard.
+    """The locations of the leaves in the old shards.
 
-    ``rows``: where those of a leaf are, by key; ``at``: where in the shard the first of the boxes
-    begins; ``nbytes``: of all of them; ``first``: the least offset of theirs in dimension 0.
+    The columns have one row for each leaf and each shard that has boxes of that leaf, sorted by
+    leaf and then by shard.
+
+    ``rows``: the rows of each leaf, by key. The columns: ``shard``; ``offset``: the offset of the
+    first of the boxes in the shard; ``nbytes``: the bytes of all of these boxes; ``first_row``:
+    their smallest offset in dimension 0.
     """
 
     rows: dict[str, slice]
@@ -66,8 +69,8 @@ class LeafLocations:
 class OrderedLeaf(NamedTuple):
     """A leaf, in the order that all new shards follow.
 
-    ``group``: the number of the first leaf whose boxes share chunks with this one's; ``edges``: at
-    which bytes of it its tiles end, but for the last.
+    ``group``: the number of the first leaf whose boxes share chunks with this leaf's boxes;
+    ``tile_ends``: the byte offsets in the leaf at which its tiles end, except the last tile.
     """
 
     key: str
@@ -79,12 +82,12 @@ class OrderedLeaf(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Return the number of bytes per row."""
         return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
 
 def locate_leaves(snapshot: Snapshot) -> LeafLocations:
-    """Where each leaf is."""
+    """Find every leaf in the old shards."""
     numbers = {key: number for number, key in enumerate(snapshot.leaves)}
     tables = [_shard_table(shard, i.leaves, numbers) for shard, i in enumerate(snapshot.indexes())]
     table = np.concatenate(tables, axis=1) if tables else np.empty((5, 0), np.int64)
@@ -95,109 +98,113 @@ def locate_leaves(snapshot: Snapshot) -> LeafLocations:
 
 
 def _shard_table(shard: int, leaves: LeafColumns, numbers: Mapping[str, int]) -> Ints:
-    """The rows of one shard: the leaf's number, and the columns of ``Stored``."""
-    kinds, some = leaves.schema, np.flatnonzero(leaves.box_counts)
-    begin = exclusive_cumsum(leaves.box_counts)[some]
-    offset = np.zeros(len(leaves.file_offsets), np.int64)
-    shaped = kinds.ndims[leaves.leaf_numbers] > 0
-    offset[shaped] = leaves.offsets[leaves.dim_starts[shaped]]
+    """Return the rows of one shard: the leaf's number, and the columns of ``LeafLocations``."""
+    schema, present = leaves.schema, np.flatnonzero(leaves.box_counts)
+    first_boxes = exclusive_cumsum(leaves.box_counts)[present]
+    first_rows = np.zeros(len(leaves.file_offsets), np.int64)
+    has_dims = schema.ndims[leaves.leaf_numbers] > 0
+    first_rows[has_dims] = leaves.offsets[leaves.dim_starts[has_dims]]
     return np.stack(
         [
-            np.fromiter((numbers[key] for key in kinds.keys), np.int64, len(kinds.keys))[some],
-            np.full(len(some), shard, np.int64),
-            np.minimum.reduceat(leaves.file_offsets, begin),
-            (leaves.stored_numels() * kinds.itemsizes)[some],
-            np.minimum.reduceat(offset, begin),
+            np.fromiter((numbers[key] for key in schema.keys), np.int64, len(schema.keys))[present],
+            np.full(len(present), shard, np.int64),
+            np.minimum.reduceat(leaves.file_offsets, first_boxes),
+            (leaves.stored_numels() * schema.itemsizes)[present],
+            np.minimum.reduceat(first_rows, first_boxes),
         ]
     )
 
 
 def order_leaves(snapshot: Snapshot, locations: LeafLocations) -> list[OrderedLeaf]:
-    """All leaves: larger elements first, so that every box begins aligned; then those together that
-    have the top of their keys in common; then as they lie in the old shards."""
+    """Return all leaves in the order that all new shards follow.
+
+    Leaves with larger elements come first, so that every box is aligned. Leaves with the same first
+    level in their keys stay together. Within these groups, the leaves have the order of the old
+    shards.
+    """
     indexes = snapshot.indexes()
 
-    def place(leaf: OrderedLeaf) -> tuple[int, int]:
+    def old_position(leaf: OrderedLeaf) -> tuple[int, int]:
         rows = locations.rows[leaf.key]
         first = rows.start
-        return (
-            (int(locations.shard[first]), int(locations.offset[first]))
-            if first < rows.stop
-            else (0, 0)
-        )
+        if first == rows.stop:
+            return 0, 0
+        return int(locations.shard[first]), int(locations.offset[first])
 
-    def kind(leaf: OrderedLeaf) -> tuple[int, str]:
+    def section(leaf: OrderedLeaf) -> tuple[int, str]:
         return -DTYPES[leaf.dtype].itemsize, leaf.key.partition("/")[0]
 
     leaves = [
         OrderedLeaf(key, dtype, shape, prod(shape) * DTYPES[dtype].itemsize)
         for key, (dtype, shape) in snapshot.leaves.items()
     ]
-    rows = sorted((kind(leaf), place(leaf), leaf) for leaf in leaves)
+    rows = sorted((section(leaf), old_position(leaf), leaf) for leaf in leaves)
 
-    def chunk(row: tuple[tuple[int, str], tuple[int, int], OrderedLeaf]) -> tuple[int, int]:
+    def old_chunk(row: tuple[tuple[int, str], tuple[int, int], OrderedLeaf]) -> tuple[int, int]:
         shard, at = row[1]
         return shard, int(np.searchsorted(indexes[shard].cuts, at, "right"))
 
-    made: list[OrderedLeaf] = []
-    for _, several in groupby(rows, chunk):
-        made += _split_tiles([row[2]._replace(group=len(made)) for row in several], locations)
-    return made
+    ordered: list[OrderedLeaf] = []
+    for _, group in groupby(rows, old_chunk):
+        number = len(ordered)
+        ordered += _split_tiles([row[2]._replace(group=number) for row in group], locations)
+    return ordered
 
 
 def _split_tiles(group: list[OrderedLeaf], locations: LeafLocations) -> list[OrderedLeaf]:
-    """The leaves of a group with their ``edges``: these lie where an old shard's rows begin, the
-    same one for all leaves."""
+    """Return the leaves of a group with their ``tile_ends``. A tile ends where the rows of an old
+    shard begin, and this is the same old shard for all leaves."""
     tiles = -(-sum(leaf.nbytes for leaf in group) * 10 // (9 * WINDOW_BYTES))
     if tiles < 2:
         return group
     rows = np.r_[tuple(locations.rows[leaf.key] for leaf in group)]
-    shards, which = np.unique(locations.shard[rows], return_inverse=True)
-    load = np.zeros(len(shards), np.int64)
-    np.add.at(load, which, locations.nbytes[rows])
-    loaded = np.cumsum(load)
-    ends = np.arange(1, tiles) * loaded[-1] // tiles
-    limits = np.array([*shards, shards[-1] + 1])[np.searchsorted(loaded, ends, "right")]
-    made = []
+    shards, shard_numbers = np.unique(locations.shard[rows], return_inverse=True)
+    shard_bytes = np.zeros(len(shards), np.int64)
+    np.add.at(shard_bytes, shard_numbers, locations.nbytes[rows])
+    cumulative = np.cumsum(shard_bytes)
+    ends = np.arange(1, tiles) * cumulative[-1] // tiles
+    end_shards = np.array([*shards, shards[-1] + 1])[np.searchsorted(cumulative, ends, "right")]
+    split = []
     for leaf in group:
         if leaf.shape:
-            having, starts = _first_rows(leaf, locations)
-            edges = starts[np.searchsorted(having, limits)] * leaf.row_bytes
-            leaf = leaf._replace(tile_ends=tuple(np.unique(edges).tolist()))
-        made.append(leaf)
-    return made
+            leaf_shards, starts = _first_rows(leaf, locations)
+            tile_ends = starts[np.searchsorted(leaf_shards, end_shards)] * leaf.row_bytes
+            leaf = leaf._replace(tile_ends=tuple(np.unique(tile_ends).tolist()))
+        split.append(leaf)
+    return split
 
 
 def _first_rows(leaf: OrderedLeaf, locations: LeafLocations) -> tuple[Ints, Ints]:
-    """The old shards that have parts of a leaf, and the first row that each or a later one has;
-    behind the last one, the number of rows."""
+    """Return the old shards that have parts of a leaf, and for each of them the first row that it
+    or a later shard has. The second array has one more element: the leaf's number of rows."""
     rows = locations.rows[leaf.key]
     starts = np.append(locations.first_row[rows], leaf.shape[0])
     return locations.shard[rows], np.minimum.accumulate(starts[::-1])[::-1]
 
 
 def assign_leaves(leaves: Sequence[OrderedLeaf], shards: int, split: str) -> list[int | None]:
-    """For each leaf the shard that gets it whole, or None if all get rows of it."""
-    home: list[int | None] = [None] * len(leaves)
-    load, whole = [0] * shards, []
+    """Return, for each leaf, the new shard that gets the whole leaf, or None if the leaf's rows are
+    split over all shards. A whole leaf goes to the shard with the fewest bytes."""
+    assignment: list[int | None] = [None] * len(leaves)
+    shard_bytes, whole = [0] * shards, []
     for number, leaf in enumerate(leaves):
         if split == "even" and leaf.nbytes and leaf.shape and leaf.shape[0] >= shards > 1:
             for shard in range(shards):
-                first, last = _row_range(leaf, shard, shards)
-                load[shard] += (last - first) * leaf.row_bytes
+                first, end = _row_range(leaf, shard, shards)
+                shard_bytes[shard] += (end - first) * leaf.row_bytes
         else:
             whole.append((-leaf.nbytes, number))
-    heap = [(nbytes, shard) for shard, nbytes in enumerate(load)]
+    heap = [(nbytes, shard) for shard, nbytes in enumerate(shard_bytes)]
     heapq.heapify(heap)
-    for less, number in sorted(whole):
+    for negative_nbytes, number in sorted(whole):  # largest first
         nbytes, shard = heap[0]
-        heapq.heapreplace(heap, (nbytes - less, shard))
-        home[number] = shard
-    return home
+        heapq.heapreplace(heap, (nbytes - negative_nbytes, shard))
+        assignment[number] = shard
+    return assignment
 
 
 def _row_range(leaf: OrderedLeaf, shard: int, shards: int) -> tuple[int, int]:
-    """First and past-the-last row of a leaf that is cut which a shard gets."""
+    """Return the first and the end row of a new shard's part of a split leaf."""
     rows = leaf.shape[0]
     step = -(-rows // shards)
     return min(shard * step, rows), min((shard + 1) * step, rows)
@@ -206,45 +213,47 @@ def _row_range(leaf: OrderedLeaf, shard: int, shards: int) -> tuple[int, int]:
 def make_shard_image(
     leaves: Sequence[OrderedLeaf], assignment: Sequence[int | None], shard: int, shards: int
 ) -> Image:
-    """A new shard. Its ``sources``: for each box the number of the leaf, and from which byte of it
-    on."""
-    holdings, sources = [], []
+    """Return the image of a new shard. Its ``sources`` are, for each box, the number of the leaf
+    and the first byte of the box in the leaf."""
+    leaf_boxes, sources = [], []
     for number, leaf in enumerate(leaves):
         box, first = Box.whole(leaf.shape), 0
         if assignment[number] is None:
-            first, last = _row_range(leaf, shard, shards)
-            if first == last:
+            first, end = _row_range(leaf, shard, shards)
+            if first == end:
                 continue
-            others = leaf.shape[1:]
-            box = Box((first, *(0 for _ in others)), (last - first, *others))
+            other_sizes = leaf.shape[1:]
+            box = Box((first, *(0 for _ in other_sizes)), (end - first, *other_sizes))
         elif assignment[number] != shard:
             continue
-        holdings.append(LeafBox(leaf.key, leaf.dtype, leaf.shape, box))
+        leaf_boxes.append(LeafBox(leaf.key, leaf.dtype, leaf.shape, box))
         sources.append((number, first * leaf.row_bytes))
-    header = build_header(full_shard_entries(holdings))
-    lengths = np.array([h.nbytes for h in holdings], np.int64)
+    header = build_header(full_shard_entries(leaf_boxes))
+    lengths = np.array([leaf_box.nbytes for leaf_box in leaf_boxes], np.int64)
     ends = np.cumsum(lengths) + len(header)
-    begins = ends - lengths
-    cuts = _shard_cuts(len(header), lengths, begins, min(shards, MAX_OPEN_SHARDS))
-    edges = [
-        int(begin) + edge - first
-        for (number, first), begin, length in zip(sources, begins, lengths, strict=True)
-        for edge in leaves[number].tile_ends
-        if first < edge < first + length
+    starts = ends - lengths
+    cuts = _shard_cuts(len(header), lengths, starts, min(shards, MAX_OPEN_SHARDS))
+    tile_cuts = [
+        int(start) + tile_end - first
+        for (number, first), start, length in zip(sources, starts, lengths, strict=True)
+        for tile_end in leaves[number].tile_ends
+        if first < tile_end < first + length
     ]
-    cuts = np.union1d(cuts, np.array(edges, np.int64))
-    return Image(header, holdings, sources, begins.tolist(), ends.tolist(), cuts)
+    cuts = np.union1d(cuts, np.array(tile_cuts, np.int64))
+    return Image(header, leaf_boxes, sources, starts.tolist(), ends.tolist(), cuts)
 
 
-def _shard_cuts(header: int, lengths: Ints, begins: Ints, shards: int) -> Ints:
-    """Where the chunks of a shard end: as those of a save; but of many shards the chunks that small
-    boxes share are shorter, so that a window has room for those of all shards that go on with the
-    same leaves."""
-    cuts = chunk_cuts(header, lengths)
-    most = max(1, WINDOW_BYTES // (4 * shards))
-    if most < MAX_SHARED_CHUNK_BYTES:
-        window = (begins - header) // most
-        cuts = np.union1d(cuts, begins[1:][window[1:] != window[:-1]])
+def _shard_cuts(header_length: int, lengths: Ints, starts: Ints, shards: int) -> Ints:
+    """Return the offsets at which the chunks of a shard end.
+
+    The chunks are those of a save. However, with many shards, the chunks that small boxes share are
+    shorter, so that a window can hold those of all shards for the same leaves.
+    """
+    cuts = chunk_cuts(header_length, lengths)
+    max_bytes = max(1, WINDOW_BYTES // (4 * shards))
+    if max_bytes < MAX_SHARED_CHUNK_BYTES:
+        intervals = (starts - header_length) // max_bytes
+        cuts = np.union1d(cuts, starts[1:][intervals[1:] != intervals[:-1]])
     return cuts
 
 
@@ -252,7 +261,8 @@ def _shard_cuts(header: int, lengths: Ints, begins: Ints, shards: int) -> Ints:
 
 
 class ShardSpan(NamedTuple):
-    """Bytes ``start`` to ``stop`` of the n-th leaf, which go to ``at`` in a new shard."""
+    """Bytes ``start`` to ``stop`` of a leaf (by its number), which go to ``shard_offset`` in a new
+    shard."""
 
     leaf: int
     start: int
@@ -261,8 +271,11 @@ class ShardSpan(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of a new shard: first of all, where it begins in the order in which all is gone
-    through."""
+    """A chunk of a new shard.
+
+    Chunks sort in the order in which a reshard processes them, by ``group``, ``tile``, ``leaf``,
+    and ``start`` (the chunk's first byte in that leaf).
+    """
 
     group: int
     tile: int
@@ -276,7 +289,7 @@ class Chunk(NamedTuple):
 
 
 class WindowSpan(NamedTuple):
-    """Bytes ``start`` to ``stop`` of the n-th leaf, at byte ``at`` of a window."""
+    """Bytes ``start`` to ``stop`` of a leaf (by its number), at ``window_offset`` in a window."""
 
     leaf: int
     start: int
@@ -285,43 +298,48 @@ class WindowSpan(NamedTuple):
 
 
 def iter_chunks(leaves: Sequence[OrderedLeaf], shard: int, image: Image) -> Iterator[Chunk]:
-    """The chunks of a new shard but for its header, tile by tile."""
-    for _, several in groupby(_iter_in_file_order(leaves, shard, image), lambda chunk: chunk.group):
-        yield from sorted(several)
+    """Yield the chunks of a new shard except its header, in the order in which they are
+    processed."""
+    for _, group in groupby(_iter_in_file_order(leaves, shard, image), lambda chunk: chunk.group):
+        yield from sorted(group)
 
 
 def _iter_in_file_order(leaves: Sequence[OrderedLeaf], shard: int, image: Image) -> Iterator[Chunk]:
     i = 0
     for number, (start, stop) in enumerate(pairwise(image.cuts.tolist()), 1):
-        parts = []
+        spans = []
         while i < len(image.box_starts) and image.box_starts[i] < stop:
-            begin, end = image.box_starts[i], image.box_ends[i]
+            box_start, box_end = image.box_starts[i], image.box_ends[i]
             leaf, first = image.sources[i]
-            a, b = max(start, begin), min(stop, end)
+            a, b = max(start, box_start), min(stop, box_end)
             if b > a:
-                parts.append(ShardSpan(leaf, first + a - begin, first + b - begin, a))
-            if end > stop:
+                spans.append(ShardSpan(leaf, first + a - box_start, first + b - box_start, a))
+            if box_end > stop:
                 break
             i += 1
-        leaf, first = parts[0].leaf, parts[0].start
+        leaf, first = spans[0].leaf, spans[0].start
         group, tile = leaves[leaf].group, bisect_right(leaves[leaf].tile_ends, first)
-        yield Chunk(group, tile, leaf, first, shard, number, start, stop - start, tuple(parts))
+        yield Chunk(group, tile, leaf, first, shard, number, start, stop - start, tuple(spans))
 
 
 def group_into_windows(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """As many chunks at a time as fit into a window. It ends where a group of leaves or a tile
-    ends, if that leaves it at least half full: then nothing of it is read twice."""
+    """Group the chunks into windows of at most ``WINDOW_BYTES``.
+
+    A window ends at the end of a group of leaves or of a tile if it is then at least half full. No
+    old chunk is read twice at such a boundary.
+    """
     window: list[Chunk] = []
-    used = border = before = 0
+    # the last boundary of a group or tile in the window: its index, and the bytes before it
+    used = boundary = bytes_before = 0
     for chunk in chunks:
         while window and used + chunk.nbytes > WINDOW_BYTES:
-            if 2 * before < used:
-                border, before = len(window), used
-            yield window[:border]
-            window, used = window[border:], used - before
-            border = before = 0
+            if 2 * bytes_before < used:
+                boundary, bytes_before = len(window), used
+            yield window[:boundary]
+            window, used = window[boundary:], used - bytes_before
+            boundary = bytes_before = 0
         if window and window[-1][:2] != chunk[:2]:
-            border, before = len(window), used
+            boundary, bytes_before = len(window), used
         window.append(chunk)
         used += chunk.nbytes
     if window:
@@ -329,30 +347,31 @@ def group_into_windows(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def window_size(images: Sequence[Image]) -> int:
-    """Bytes of memory that a window needs."""
+    """Return the number of bytes of memory that a window needs."""
     longest = (int(np.diff(image.cuts).max(initial=0)) for image in images)
     return max(min(WINDOW_BYTES, sum(image.length for image in images)), *longest) + MAX_PADDING
 
 
 def lay_out_window(chunks: Sequence[Chunk]) -> tuple[list[WindowSpan], dict[tuple[int, int], int]]:
-    """Where in a window everything goes: leaf by leaf, row-major, so that it can be read in large
-    pieces; and for each part of a chunk, by leaf and first byte, at which byte it is.
+    """Return the layout of a window: the spans to read, and the offset in the window of each span
+    of a chunk, by leaf and first byte.
 
-    A large part lies as far from a page's beginning as it will in its file, which direct writes ask
-    for, while ``SPARE`` lasts.
+    The window holds the leaves in order, each in row-major order, so that it can be read in large
+    pieces. A large span has the same alignment to pages in the window as in its file, which direct
+    writes require, as long as the padding does not exceed ``MAX_PADDING``.
     """
-    runs: list[WindowSpan] = []
-    spots: dict[tuple[int, int], int] = {}
+    read_spans: list[WindowSpan] = []
+    window_offsets: dict[tuple[int, int], int] = {}
     end, spare = 0, MAX_PADDING
-    for part in sorted(part for chunk in chunks for part in chunk.spans):
-        last = runs[-1] if runs else None
-        if last is not None and (last.leaf, last.stop) == (part.leaf, part.start):
-            runs[-1] = last._replace(stop=part.stop)
+    for span in sorted(span for chunk in chunks for span in chunk.spans):
+        last = read_spans[-1] if read_spans else None
+        if last is not None and (last.leaf, last.stop) == (span.leaf, span.start):
+            read_spans[-1] = last._replace(stop=span.stop)
         else:
-            skip = (part.shard_offset - end) % ALIGNMENT
-            if part.stop - part.start >= SMALL_BOX_BYTES and skip <= spare:
-                end, spare = end + skip, spare - skip
-            runs.append(WindowSpan(part.leaf, part.start, part.stop, end))
-        spots[part.leaf, part.start] = end
-        end += part.stop - part.start
-    return runs, spots
+            padding = (span.shard_offset - end) % ALIGNMENT
+            if span.stop - span.start >= SMALL_BOX_BYTES and padding <= spare:
+                end, spare = end + padding, spare - padding
+            read_spans.append(WindowSpan(span.leaf, span.start, span.stop, end))
+        window_offsets[span.leaf, span.start] = end
+        end += span.stop - span.start
+    return read_spans, window_offsets
