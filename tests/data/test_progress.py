@@ -50,7 +50,7 @@ def test_progress_comes_back() -> None:
 
 
 def test_progress_refuses_another_state() -> None:
-    with pytest.raises(PlanError, match="epoch, step and samples"):
+    with pytest.raises(PlanError, match="epoch, step, and samples"):
         holdfast.Progress().load_state_dict({"epoch": 1})
 
 

@@ -292,11 +292,11 @@ def test_a_group_that_outgrew_the_batch_is_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"length": 0}, "needs samples"),
-        ({"length": -1}, "needs samples"),
-        ({"length": 1 << 62}, "needs samples"),
-        ({"batch_size": 0}, "needs batches"),
-        ({"length": 3, "drop_last": True}, "never give a batch"),
+        ({"length": 0}, "Invalid length of an"),
+        ({"length": -1}, "Invalid length of an"),
+        ({"length": 1 << 62}, "Invalid length of an"),
+        ({"batch_size": 0}, "Invalid batch_size of an"),
+        ({"length": 3, "drop_last": True}, "never yield a batch"),
         ({"rank": 0}, "both rank and ranks"),
         ({"ranks": 2}, "both rank and ranks"),
         ({"rank": 2, "ranks": 2}, "0 <= rank < ranks"),
@@ -426,7 +426,7 @@ def test_a_count_beyond_what_was_given_is_refused() -> None:
     sampler.advance(0)
     sampler.advance(2)
     assert sampler.state_dict()["samples"] == 4
-    with pytest.raises(HoldfastError, match="so many batches"):
+    with pytest.raises(HoldfastError, match="Invalid number of batches for a step"):
         sampler.advance(-1)
 
 
@@ -434,7 +434,9 @@ def test_a_step_that_is_called_twice_is_told_with_the_sampler_and_the_usual_caus
     sampler = Sampler(8, 2, 5)
     next(iter(sampler))
     sampler.advance()
-    with pytest.raises(HoldfastError, match=r"8, 2, 5, at sample 2 .*step\(\) called twice"):
+    with pytest.raises(
+        HoldfastError, match=r"8, 2, 5, at sample 2 .*step\(\) is called once per batch"
+    ):
         sampler.advance()
 
 
@@ -446,7 +448,7 @@ def test_a_loader_from_before_the_resume_is_refused() -> None:
     sampler.load_state_dict(saved)
     with pytest.raises(HoldfastError, match="no longer the latest"):
         next(passing)
-    with pytest.raises(HoldfastError, match="iterate over the loader anew"):
+    with pytest.raises(HoldfastError, match="iterate over the loader again"):
         sampler.advance()
 
 
@@ -529,7 +531,10 @@ def test_what_is_told_is_as_much_as_a_step_takes(uncounted: int, told: bool) -> 
     assert [w.category for w in caught] == [UncountedBatches] * told
 
 
-NEVER = r"No step has counted ElasticSampler\(10, .*state of the Checkpointer.*plain DataLoader"
+NEVER = (
+    r"No step has counted the batches of ElasticSampler\(10, "
+    r".*state of the Checkpointer.*plain DataLoader"
+)
 
 
 def test_nothing_counted_at_all_is_told_once_and_then_refused() -> None:
@@ -573,7 +578,7 @@ def test_who_counts_too_few_is_never_refused(counted: int) -> None:
     sampler.advance(counted)
     list(passing)
     for _ in range(3):
-        with pytest.warns(UncountedBatches, match="but batches of it were never counted"):
+        with pytest.warns(UncountedBatches, match="but some were never counted"):
             again = list(sampler)
         assert flat(again) == order(10)[2 * counted :]
 
@@ -764,7 +769,7 @@ def test_epochs_that_are_not_counted_are_told_once(start: int) -> None:
         sampler.load_state_dict(old.state_dict())
     train(sampler)
     train(sampler)
-    with pytest.warns(UncountedEpochs, match=r"goes on to epoch 2, .*epoch 4 again") as caught:
+    with pytest.warns(UncountedEpochs, match=r"starts epoch 2, .*epoch 4 again") as caught:
         train(sampler)
     assert len(caught) == 1
     train(sampler)
@@ -861,7 +866,7 @@ def test_another_length_in_the_middle_of_a_step_is_refused() -> None:
     for number, _ in enumerate(sampler):
         if number == 3:
             sampler.advance(4)
-    with pytest.raises(PlanError, match="where an epoch begins or ends"):
+    with pytest.raises(PlanError, match="at the beginning or end of an epoch"):
         resumed(sampler, 12, 2)
     progress.epoch += 1
     assert sampler.state_dict()["ahead"] == 1

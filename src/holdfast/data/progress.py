@@ -1,4 +1,4 @@
-"""What a training loop knows beside its tensors: how far it is, and its random generators."""
+"""The progress of a training loop: its epoch, step, and number of samples."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from holdfast.errors import PlanError
 
 
 class Progress:
-    """How far training is. ``step`` is counted by the ``Checkpointer``; ``epoch`` and ``samples``
-    are the user's."""
+    """The progress of the training.
+
+    The ``Checkpointer`` increments ``step``. The user sets ``epoch`` and ``samples``.
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -21,11 +23,11 @@ class Progress:
         return {"epoch": self.epoch, "step": self.step, "samples": self.samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises ``PlanError`` for a state that is not one of ``Progress``."""
+        """Load a state. Raises ``PlanError`` if it is not the state of a ``Progress``."""
         if not isinstance(state, dict) or set(state) != {"epoch", "step", "samples"}:
             raise PlanError(
-                "This is not the state of a Progress",
-                expected="epoch, step and samples",
+                "The loaded value is not the state of a Progress",
+                expected="epoch, step, and samples",
                 found=", ".join(map(str, state)) if isinstance(state, dict) else type(state),
             )
         self.epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]

@@ -1,4 +1,4 @@
-"""The global random generators."""
+"""Saves and restores the global random generators."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from holdfast.lazy_torch import torch_or_none
 
 
 class RNG:
-    """The global random generators: Python's, NumPy's, PyTorch's where the program has loaded it,
-    and one for each device of the accelerator that PyTorch uses here.
+    """The state of the global random generators.
 
-    Put one into the state; random numbers after a resume are then those that would have followed.
-    NumPy has one global generator, the legacy one; a ``numpy.random.Generator`` is its owner's.
+    They are the generators of Python and NumPy, of PyTorch if the program has imported it, and of
+    each device of the accelerator that PyTorch uses.
 
-    Each rank keeps its own. A rank that was not there when the snapshot was saved gets seeds that
-    are made of rank 0's and its number.
+    Put an ``RNG`` into the state. After a resume, the random numbers then continue as if the
+    training had not been interrupted. NumPy has one global generator, the legacy one. An ``RNG``
+    does not include ``numpy.random.Generator`` objects.
+
+    Each rank saves its own generators. A rank that did not exist when the snapshot was saved gets
+    seeds that are derived from the state of rank 0 and its own rank.
     """
 
     keeps_per_rank = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states by name; those of devices under the name of their type, such as
-        ``cuda``: a list, one per device, if the program uses the device at all."""
+        """Return the states of the generators by name.
+
+        The states of the devices are a list under the name of the device type, such as ``cuda``,
+        with one state per device. They are included only if the program uses the accelerator.
+        """
         numpy_state = np.random.get_state()
         version, words, gauss = random.getstate()
         python = {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
@@ -36,41 +42,41 @@ class RNG:
         if torch is not None:
             state["torch"] = torch.get_rng_state()
             kind, device = _accelerator(torch)
-            # first whether the program uses it: the other question may spoil a later fork
-            used = getattr(device, "is_initialized", lambda: True)()
-            if used and torch.accelerator.is_available():
-                state[kind] = [device.get_rng_state(*place) for place in _device_arguments(torch)]
+            # ask is_initialized first: is_available may break a later fork
+            in_use = getattr(device, "is_initialized", lambda: True)()
+            if in_use and torch.accelerator.is_available():
+                state[kind] = [device.get_rng_state(*args) for args in _device_arguments(torch)]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Devices that were not there when the state was saved keep their own generators.
+        """Load a state. Devices that it does not contain keep their current generators.
 
-        Raises ``PlanError`` for a state that is not one of ``RNG``.
+        Raises ``PlanError`` if it is not the state of an ``RNG``.
         """
         if not isinstance(state, dict) or not {"python", "numpy"} <= set(state):
             raise PlanError(
-                "This is not the state of an RNG",
-                expected="python, numpy and torch",
+                "The loaded value is not the state of an RNG",
+                expected="python, numpy, and torch",
                 found=", ".join(map(str, state)) if isinstance(state, dict) else type(state),
             )
         python = state["python"]
-        if isinstance(python, dict):  # snapshots before Holdfast knew ranks have the tuple itself
+        if isinstance(python, dict):  # from before Holdfast supported ranks: the tuple
             python = (python["version"], tuple(python["words"].tolist()), python["gauss"])
         random.setstate(python)
         np.random.set_state(state["numpy"])
         if "torch" in state:
-            import torch  # it may come after the resume: it is then to go on from here
+            import torch  # the program may import it only after the resume
 
             torch.set_rng_state(state["torch"])
             kind, device = _accelerator(torch)
             if kind in state and torch.accelerator.is_available():
-                for saved, place in zip(state[kind], _device_arguments(torch), strict=False):
-                    device.set_rng_state(saved, *place)
+                for saved, args in zip(state[kind], _device_arguments(torch), strict=False):
+                    device.set_rng_state(saved, *args)
 
     def derive(self, rank: int) -> None:
-        """Go on from seeds that are made of the state that there is, and of a rank's number."""
-        made = sha256(repr((random.getstate(), rank)).encode()).digest()
-        seed = int.from_bytes(made[:8], "little") >> 1
+        """Seed all generators from the current state and the rank."""
+        seed_bytes = sha256(repr((random.getstate(), rank)).encode()).digest()
+        seed = int.from_bytes(seed_bytes[:8], "little") >> 1
         random.seed(seed)
         np.random.seed(seed % (1 << 32))
         torch = torch_or_none()
@@ -79,12 +85,12 @@ class RNG:
 
 
 def _accelerator(torch: Any) -> tuple[str, Any]:
-    """The type of the accelerator that PyTorch was built for, and its module; None if for none."""
+    """Return the type and module of PyTorch's accelerator, or ``("cpu", None)`` without one."""
     device = torch.accelerator.current_accelerator()
     return ("cpu", None) if device is None else (device.type, torch.get_device_module(device))
 
 
 def _device_arguments(torch: Any) -> list[tuple[int, ...]]:
-    """How the accelerator's module calls its devices: one alone needs no number; MPS takes none."""
+    """Return the arguments that select each device; a single device needs none (MPS takes none)."""
     count = torch.accelerator.device_count()
     return [()] if count == 1 else [(i,) for i in range(count)]

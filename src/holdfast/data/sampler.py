@@ -1,13 +1,12 @@
-"""Which samples a training sees, in an order that a stop cannot disturb.
+"""A batch sampler whose order and position survive an interruption of the training.
 
 ::
 
     sampler = holdfast.ElasticSampler(len(dataset), batch_size=32, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
 
-The position is counted where the training is, at the end of a step, not where a prefetching
-loader is; and it counts samples of all ranks together, so that any number of ranks and of
-loader workers goes on from it.
+The position advances at the end of a training step, not when a loader prefetches a batch. It counts
+the samples of all ranks, so that training can continue with any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from holdfast.data.progress import Progress
 
 Position = tuple[int, int]
-"""An epoch, and how many of its samples come before."""
+"""An epoch, and the number of its samples before the position."""
 
 _CONFIG_FIELDS = ("length", "seed", "shuffle", "drop_last")
 _POSITION_FIELDS = ("epoch", "samples", "ahead", "per_step")
@@ -38,21 +37,20 @@ _POSITION_FIELDS = ("epoch", "samples", "ahead", "per_step")
 class ElasticSampler:
     """A batch sampler for ``DataLoader(dataset, batch_sampler=sampler)`` that resumes exactly.
 
-    ``length``: samples of the data set, at least 1. ``batch_size``: samples of one batch, of all
-    ranks together; each rank yields its part, a list of ints, and parts differ by at most one
-    sample. ``seed``: any int; with ``shuffle`` the order is a permutation made from seed and epoch,
-    the same for ever. The last batch of an epoch, where fewer than ``batch_size`` samples are
-    left, is padded to a multiple of the ranks by samples from the epoch's beginning; with
-    ``drop_last`` it is dropped. ``rank``, ``ranks``: those of ``torch.distributed`` when a pass
-    begins if not given, or one rank where that is not initialised.
+    ``length``: the number of samples in the dataset, at least 1. ``batch_size``: the number of
+    samples in one batch over all ranks. Each rank yields its part of a batch as a list of ints, and
+    the parts differ by at most one sample. ``seed``: any int. With ``shuffle``, the order is a
+    permutation made from the seed and the epoch, which never changes. An incomplete last
+    batch of an epoch is padded to a multiple of the number of ranks with samples from the beginning
+    of the epoch; with ``drop_last`` it is dropped. ``rank``, ``ranks``: if not given, those of
+    ``torch.distributed`` when a pass begins, or a single rank if that is not initialized.
 
-    Put it into the state of a ``Checkpointer``: its ``step`` counts the batches. A pass over the
-    loader is an epoch, and the next pass is the next epoch. The first pass after a resume is the
-    rest of the epoch: none of it if the last step of the epoch was saved. After a ``break`` the
-    next pass goes on behind the last batch that was counted.
+    Put the sampler into the state of a ``Checkpointer``, whose ``step`` counts the batches. A pass
+    over the loader is an epoch, and the next pass is the next epoch. The first pass after a resume
+    is the rest of the epoch, which is empty if the version was saved at the last step of the epoch.
+    After a ``break``, the next pass continues after the last counted batch.
 
-    Raises ``HoldfastError`` for a size that cannot work, among them fewer samples in a batch than
-    there are ranks.
+    Raises ``HoldfastError`` for invalid sizes, such as fewer samples in a batch than ranks.
     """
 
     def __init__(
@@ -72,17 +70,16 @@ class ElasticSampler:
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         self._rank, self._ranks = rank, ranks
-        self._counted: Position = (0, 0)  # behind the last batch that a step has counted
-        self._yielded: Position = (0, 0)  # behind the last batch that was given out
+        self._counted: Position = (0, 0)  # after the last batch that a step has counted
+        self._yielded: Position = (0, 0)  # after the last batch that was yielded
         self._pass_epoch = 0  # the epoch at whose end the pass ends
         self._per_step = 1  # the most batches that one step has counted
         self._pass_number = 0
-        self._has_stepped = False  # a step has counted it, whatever it counted
-        self._uncounted_passes = 0  # passes that were over when no step had
-        self._resumed = False  # loaded, and no pass has begun since
-        self._first_iteration: tuple[int, int | None] | None = (
-            None  # when it was first iterated over since
-        )
+        self._has_stepped = False  # a step was taken, with any number of batches
+        self._uncounted_passes = 0  # passes that ended before any step
+        self._resumed = False  # a state was loaded, and no pass has begun since
+        # passes begun and epoch label at the first iteration after a load
+        self._first_iteration: tuple[int, int | None] | None = None
         self._epoch_labels = EpochLabels()
         self._group = SamplerGroup([self._epoch_labels])
         self._check_sizes()
@@ -95,37 +92,34 @@ class ElasticSampler:
         )
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, wherever the position is."""
+        """Return the number of batches in a whole epoch, independent of the position."""
         return self._batch_count(self.length)
 
     @property
     def padded(self) -> int:
-        """How many samples a whole epoch repeats, with the number of ranks that there are now."""
+        """The number of samples that a whole epoch repeats with the current number of ranks."""
         tail = 0 if self.drop_last else self.length % self.batch_size
         return -tail % self._rank_and_world_size()[1]
 
     @property
     def epochs(self) -> int:
-        """Epochs that are complete at the counted position."""
+        """The number of epochs that are complete at the counted position."""
         epoch, samples = self._counted
         return epoch + (1 if self._is_epoch_over(samples) else 0)
 
     @property
     def left(self) -> int:
-        """Batches of this epoch that no step has counted, those that were given out included.
-
-        A loop that ends a step of fewer batches with the epoch asks it, since counting the
-        batches of a pass goes wrong in the pass that is the rest of an epoch.
-        """
+        """The number of batches of this epoch that no step has counted, including yielded ones. Use
+        it to end a step with the epoch: a loop counter is wrong in the rest of an epoch."""
         return self._batch_count(self.length - self._counted[1])
 
     def follow(self, progress: Progress | None, together: SamplerGroup | None = None) -> None:
-        """Tells the sampler who counts epochs for the user, and the samplers of one state, each by
-        the same ``together``, of each other. A ``Checkpointer`` calls it.
+        """Connect the sampler to the user's ``Progress`` and to the other samplers of the state.
 
-        A state that is saved between two passes then resumes with the next epoch once
-        ``progress.epoch`` has been counted up, and with the rest of the last one (which is empty)
-        before; without a ``Progress`` always with the latter.
+        A ``Checkpointer`` calls this, with the same ``together`` for all samplers. A state that is
+        saved between two passes resumes with the next epoch if ``progress.epoch`` was incremented
+        before the save. Otherwise, and without a ``Progress``, it resumes with the (empty) rest of
+        the last epoch.
         """
         self._epoch_labels.follow(progress)
         if together is not None:
@@ -133,57 +127,55 @@ class ElasticSampler:
             together.epoch_labels.append(self._epoch_labels)
 
     def check(self, batches: int) -> None:
-        """Raises the ``HoldfastError`` that ``advance`` would. Of several samplers all are asked
-        before the first is moved."""
+        """Raise the error that ``advance`` would raise. A step first checks all samplers."""
         self._has_stepped = True
-        _require("A step cannot count so many batches", batches >= 0, "0 or more", batches)
-        left = self._position_after(batches)[1]
-        if left:
+        _require("Invalid number of batches for a step", batches >= 0, "0 or more", batches)
+        missing = self._position_after(batches)[1]
+        if missing:
             raise HoldfastError(
-                f"A step counts batches that {self} has not given out",
-                expected=f"at most {batches - left}",
+                f"A step counts more batches than {self} has yielded",
+                expected=f"at most {batches - missing}",
                 found=batches,
-                todo="Is step() called twice for one batch? After a resume, iterate over the loader"
-                " anew; a step that takes no batch from it is step(batches=0); a sampler for"
-                " evaluation does not belong into the state",
+                todo="Check that step() is called once per batch. After a resume, iterate over"
+                " the loader again. Call step(batches=0) for a step without a batch. Do not"
+                " put a sampler for evaluation into the state",
             )
 
     def advance(self, batches: int = 1) -> None:
-        """Count so many batches as trained on. ``Checkpointer.step(batches=...)`` calls it.
+        """Count this many batches as trained. ``Checkpointer.step(batches=...)`` calls this.
 
-        Raises ``HoldfastError`` if fewer have been given out; nothing is counted then.
+        Raises ``HoldfastError``, and counts nothing, if fewer batches were yielded.
         """
         batches = operator.index(batches)
         self.check(batches)
-        at = self._position_after(batches)[0]
+        position = self._position_after(batches)[0]
         self._per_step = max(self._per_step, batches)
-        if self._is_epoch_over(at[1]) and self._yielded[0] > at[0]:
-            at = (at[0] + 1, 0)
-        self._counted = at
-        if not self._is_epoch_over(at[1]):
+        if self._is_epoch_over(position[1]) and self._yielded[0] > position[0]:
+            position = (position[0] + 1, 0)
+        self._counted = position
+        if not self._is_epoch_over(position[1]):
             self._group.record_step()
 
     def state_dict(self) -> dict[str, int]:
-        """Plain ints and bools, free of ranks and workers.
+        """Return plain ints and bools that do not depend on ranks and workers.
 
-        ``epoch`` and ``samples`` are the counted position. ``ahead``: how many epochs further the
-        pass is that was going on (other than 0 only under accumulation). ``per_step``: the most
-        batches that one step has counted.
+        ``epoch`` and ``samples`` are the counted position. ``ahead``: the number of epochs that the
+        current pass is ahead of it (nonzero only under gradient accumulation). ``per_step``: the
+        most batches that one step has counted.
         """
         epoch, samples = self._counted
-        last = self._pass_epoch
+        last_epoch = self._pass_epoch
         if self._is_pass_over() and self._epoch_labels.is_counted(self._pass_epoch):
-            last += 1
+            last_epoch += 1
             if self._counted == self._yielded:
-                epoch, samples = last, 0
-        counts = (epoch, samples, last - epoch, self._per_step)
+                epoch, samples = last_epoch, 0
+        counts = (epoch, samples, last_epoch - epoch, self._per_step)
         return {name: getattr(self, name) for name in _CONFIG_FIELDS} | dict(
             zip(_POSITION_FIELDS, counts)
         )
 
     def check_state_dict(self, state: object) -> None:
-        """Raise the ``PlanError`` that ``load_state_dict`` would. A load asks this first of all,
-        while nothing is changed."""
+        """Raise the error that ``load_state_dict`` would raise. A load calls this first."""
         names = {*_CONFIG_FIELDS, *_POSITION_FIELDS}
         if (
             not isinstance(state, dict)
@@ -191,41 +183,43 @@ class ElasticSampler:
             or not all(isinstance(value, int) for value in state.values())
         ):
             raise PlanError(
-                "This is not the state of an ElasticSampler",
+                "The loaded value is not the state of an ElasticSampler",
                 expected="numbers: " + ", ".join((*_CONFIG_FIELDS, *_POSITION_FIELDS)),
                 found=state if isinstance(state, dict) else type(state).__name__,
             )
-        edge = not state["samples"] or not self._batch_count(state["length"] - state["samples"])
-        free = {"length"} if edge and not state["ahead"] else set()
-        other = [n for n in _CONFIG_FIELDS if state[n] != getattr(self, n) and n not in free]
-        if other:
+        at_edge = not state["samples"] or not self._batch_count(state["length"] - state["samples"])
+        optional = {"length"} if at_edge and not state["ahead"] else set()
+        differing = [
+            n for n in _CONFIG_FIELDS if state[n] != getattr(self, n) and n not in optional
+        ]
+        if differing:
             raise PlanError(
-                "This ElasticSampler would give other samples than the one that was saved",
-                expected=", ".join(f"{n}={state[n]!r}" for n in other),
-                found=", ".join(f"{n}={getattr(self, n)!r}" for n in other),
-                todo="Make it as it was (another length is taken where an epoch begins or ends), or"
-                " begin a new run without it: another folder, and"
+                "This ElasticSampler would yield different samples than the saved one",
+                expected=", ".join(f"{n}={state[n]!r}" for n in differing),
+                found=", ".join(f"{n}={getattr(self, n)!r}" for n in differing),
+                todo="Use the saved arguments (length may change at the beginning or end of an"
+                " epoch), or start a new run in another folder without the saved sampler:"
                 ' resume(start="RUN@latest", keys=["model/**", ...])',
             )
         counts = [state[n] for n in _POSITION_FIELDS]
         if min(counts) < 0 or state["samples"] > state["length"] or not state["per_step"]:
             raise PlanError(
-                "The state of an ElasticSampler names a position that does not exist",
-                expected=f"at most {state['length']} samples, and no count below 0",
+                "The state of an ElasticSampler contains a position that does not exist",
+                expected=f"at most {state['length']} samples, and no negative count",
                 found=", ".join(f"{n}={state[n]}" for n in _POSITION_FIELDS),
             )
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there: the next pass is the rest of that epoch. The batch size may be
-        another, and so may the length where an epoch begins or ends.
+        """Continue from a saved position: the next pass is the rest of that epoch.
 
-        Raises ``PlanError``, which tells all differences at once, for the state of a sampler that
-        is not like this one; nothing is changed then.
+        The batch size may differ, and so may the length at the beginning or end of an epoch. Raises
+        ``PlanError``, which lists all differences at once and changes nothing, if the saved sampler
+        would yield different samples.
         """
         self.check_state_dict(state)
         samples = state["samples"]
         if samples and state["length"] != self.length:
-            samples = self.length  # the epoch was over, and is so with another length
+            samples = self.length  # a complete epoch stays complete with another length
         self._counted = self._yielded = (state["epoch"], samples)
         self._pass_epoch = state["epoch"] + state["ahead"]
         self._per_step = state["per_step"]
@@ -235,40 +229,40 @@ class ElasticSampler:
         self._group.record_load(self, at_beginning=self._counted == (self._pass_epoch, 0))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The part of this rank in each batch of the pass.
+        """Yield this rank's part of each batch of the pass.
 
-        A ``DataLoader`` draws a seed for its workers when it is iterated over, also where the run
-        that was never interrupted was in mid-epoch. So the first pass after a resume puts the
-        global generators back to what they were here before it gives out a batch (``Together``).
+        A ``DataLoader`` draws a seed for its workers whenever an iterator is created. A run that
+        was never interrupted does not draw in the middle of an epoch. The first pass after a resume
+        therefore restores the global generators before its first batch (see ``SamplerGroup``).
         """
         if self._resumed:
             now = (self._group.passes_begun, self._epoch_labels.current)
             if self._first_iteration is None:
                 self._first_iteration = now
                 self._epoch_labels.begin_pass(self._pass_epoch)
-            # a DataLoader with workers asks twice at once; where something has happened in between,
-            # the pass that was asked for first has ended before it came to this sampler: a loop
-            # over several loaders ends with the first that is at its end
+            # A DataLoader with workers creates two iterators at once. If something happened in
+            # between, the first pass ended before it reached this sampler: a loop over several
+            # loaders ends when the first loader is exhausted.
             if now == self._first_iteration:
                 self._group.save_rng_state()
             else:
                 self._resumed = False
         return self._pass()
 
-    # -- how it is done ------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------
 
     def _pass(self) -> Iterator[list[int]]:
         rank, ranks = self._rank_and_world_size()
         self._begin_pass()
-        mine = self._pass_number
+        pass_number = self._pass_number
         while True:
-            if mine != self._pass_number:
+            if pass_number != self._pass_number:
                 raise HoldfastError(
                     "This pass over an ElasticSampler is no longer the latest",
                     expected="one pass at a time",
-                    found="another pass, or a resume, that came after it",
-                    todo="After a resume, iterate over the loader anew; give each loader a sampler"
-                    " of its own",
+                    found="a later pass or resume",
+                    todo="After a resume, iterate over the loader again. Use a separate"
+                    " sampler for each loader",
                 )
             epoch, start = self._yielded
             if not self._is_epoch_over(start):
@@ -281,7 +275,7 @@ class ElasticSampler:
                 return
 
     def _begin_pass(self) -> None:
-        """Decide where a pass begins, and in which epoch it ends."""
+        """Determine the position at which a pass begins, and the epoch with which it ends."""
         self._pass_number += 1
         resumed, self._resumed = self._resumed, False
         if not resumed and self._is_pass_over():
@@ -295,47 +289,49 @@ class ElasticSampler:
         self._group.begin_pass(self, self._pass_epoch, resumed)
 
     def _warn_uncounted(self) -> None:
-        """A pass gave out all that it had, and more of it than a step takes was not counted."""
+        """Warn that more batches of a fully yielded pass are uncounted than one step takes."""
         if self._has_stepped:
             warnings.warn(
-                f"{self} gave out its epoch to the end, but batches of it were never counted: "
-                "call step(batches=k) where a step takes k batches, and give it to the loader as "
-                "batch_sampler=, not as sampler=. If the loop was left early, all is well. The "
-                "rest of the epoch follows",
+                f"{self} yielded all batches of its epoch, but some were never counted. Call "
+                "step(batches=k) if a step takes k batches, and pass the sampler to the loader as "
+                "batch_sampler=, not sampler=. If the loop ended early on purpose, ignore this "
+                "warning. The rest of the epoch follows",
                 UncountedBatches,
                 stacklevel=3,
             )
             return
-        what = f"No step has counted {self}, so each pass would be the same epoch"
-        todo = "Put it into the state of the Checkpointer; for evaluation use a plain DataLoader"
+        what = f"No step has counted the batches of {self}, so every pass yields the same epoch"
+        todo = "Put it into the state of the Checkpointer; for evaluation, use a plain DataLoader"
         self._uncounted_passes += 1
-        if self._uncounted_passes > 1:  # once may be a look at the data before the first step
+        if self._uncounted_passes > 1:  # one pass before the first step may inspect the data
             raise HoldfastError(what, todo=todo)
         warnings.warn(f"{what}. {todo}", UncountedBatches, stacklevel=3)
 
     def _enter_epoch(self, epoch: int) -> None:
-        """Go on to an epoch's beginning, and let the count go along if it owes nothing."""
+        """Move to the beginning of an epoch; the counted position follows if it is up to date."""
         if self._counted == self._yielded:
             self._counted = (epoch, 0)
         self._yielded = (epoch, 0)
 
     def _is_pass_over(self) -> bool:
-        """Whether the pass gave out all that it had, and what is not yet counted of it is less
-        than a step's batches: the beginning of a step that ends in the next epoch."""
-        whole = self._yielded[0] == self._pass_epoch and self._is_epoch_over(self._yielded[1])
-        return whole and self._position_after(self._per_step - 1)[0] == self._yielded
+        """Return True if the pass yielded everything, and fewer batches than one step takes are
+        uncounted: they are the beginning of a step that ends in the next epoch."""
+        complete = self._yielded[0] == self._pass_epoch and self._is_epoch_over(self._yielded[1])
+        return complete and self._position_after(self._per_step - 1)[0] == self._yielded
 
     def _position_after(self, batches: int) -> tuple[Position, int]:
-        """The position so many batches further, of those given out, and how many are missing."""
-        at = self._counted
-        while batches and at < self._yielded:
-            epoch, samples = at if not self._is_epoch_over(at[1]) else (at[0] + 1, 0)
-            at = (epoch, min(samples + self.batch_size, self.length))
+        """Advance by up to this many yielded batches; return the position and the missing count."""
+        position = self._counted
+        while batches and position < self._yielded:
+            epoch, samples = (
+                position if not self._is_epoch_over(position[1]) else (position[0] + 1, 0)
+            )
+            position = (epoch, min(samples + self.batch_size, self.length))
             batches -= 1
-        return at, batches
+        return position, batches
 
     def _is_epoch_over(self, samples: int) -> bool:
-        """Whether an epoch has no batch behind so many samples."""
+        """Return True if an epoch has no batch after this many samples."""
         return self._batch_count(self.length - samples) == 0
 
     def _batch_count(self, samples: int) -> int:
@@ -344,38 +340,44 @@ class ElasticSampler:
     def _local_batch(self, epoch: int, start: int, stop: int, rank: int, ranks: int) -> list[int]:
         if stop - start < self.batch_size:
             stop += -(stop - start) % ranks
-        at = np.arange(start + rank, stop, ranks) % self.length
-        order = permute(at, self.length, self.seed, epoch) if self.shuffle else at
-        part: list[int] = order.tolist()
-        return part
+        positions = np.arange(start + rank, stop, ranks) % self.length
+        order = permute(positions, self.length, self.seed, epoch) if self.shuffle else positions
+        batch: list[int] = order.tolist()
+        return batch
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        """Which rank this is, of how many."""
+        """Return the rank of this process and the number of ranks."""
         rank, ranks = self._rank, self._ranks
         if rank is None or ranks is None:
             torch = torch_or_none()
-            known = torch is not None and torch.distributed.is_available()
-            if known and torch.distributed.is_initialized():
+            available = torch is not None and torch.distributed.is_available()
+            if available and torch.distributed.is_initialized():
                 rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
             else:
                 rank, ranks = 0, 1
         _require(
             "A rank of the ElasticSampler would get an empty batch",
             self.batch_size >= ranks,
-            f"a batch_size (of all ranks together) of {ranks} or more, as there are {ranks} ranks",
+            f"a batch_size (the total over all ranks) of {ranks} or more for {ranks} ranks",
             self.batch_size,
         )
         return rank, ranks
 
     def _check_sizes(self) -> None:
         _require(
-            "An ElasticSampler needs samples", 1 <= self.length < 1 << 62, "1 or more", self.length
+            "Invalid length of an ElasticSampler",
+            1 <= self.length < 1 << 62,
+            "1 or more",
+            self.length,
         )
         _require(
-            "An ElasticSampler needs batches", self.batch_size >= 1, "1 or more", self.batch_size
+            "Invalid batch_size of an ElasticSampler",
+            self.batch_size >= 1,
+            "1 or more",
+            self.batch_size,
         )
         _require(
-            "With drop_last an ElasticSampler would never give a batch",
+            "With drop_last, this ElasticSampler would never yield a batch",
             not self.drop_last or self.length >= self.batch_size,
             f"a batch_size of at most the length, {self.length}",
             self.batch_size,
@@ -391,6 +393,6 @@ class ElasticSampler:
         self._rank_and_world_size()
 
 
-def _require(what: str, good: bool, expected: str, found: object) -> None:
-    if not good:
+def _require(what: str, condition: bool, expected: str, found: object) -> None:
+    if not condition:
         raise HoldfastError(what, expected=expected, found=found)

@@ -1,4 +1,4 @@
-"""What the samplers of one state must know of each other, where a loop reads them side by side."""
+"""The state that the samplers of one training state share, for loops over several loaders."""
 
 from __future__ import annotations
 
@@ -12,60 +12,67 @@ from holdfast.errors import UncountedEpochs
 
 
 class SamplerGroup:
-    """The passes that samplers of one state began, the generators before the first of them, and
-    the labels of their epochs.
+    """The passes, the random generators before the first pass, and the epoch labels of a group.
 
-    Each loader that is iterated over draws from the global generators, and in mid-epoch a run
-    that was never interrupted did not iterate. So what they were before the first draw after a
-    resume is put back when the first batch is asked for.
+    Each loader draws from the global generators when its iterator is created. A run that was never
+    interrupted creates no iterator in the middle of an epoch. The group therefore saves the state
+    of the generators before the first draw after a resume, and restores it when the first batch is
+    requested.
     """
 
     def __init__(self, epoch_labels: Sequence[EpochLabels] = ()) -> None:
         self.passes_begun = 0
         self.epoch_labels = list(epoch_labels)
-        self._warned = False  # that progress.epoch is not counted
+        self._warned = False  # that nobody increments progress.epoch
         self._at_beginning: set[object] = set()
         self._rng_state: dict[str, Any] | None = None
 
     def record_load(self, sampler: object, *, at_beginning: bool) -> None:
-        """A resume put the sampler somewhere, maybe at the beginning of a pass."""
+        """Record that a resume set the position of a sampler."""
         (self._at_beginning.add if at_beginning else self._at_beginning.discard)(sampler)
         self._rng_state = None
 
     def save_rng_state(self) -> None:
-        """Before a loader draws for the first pass after a resume.
+        """Save the state of the generators before a loader draws for the first pass after a resume.
 
-        Not while one of the samplers is still to begin a pass at its beginning: the version is from
-        between two passes, and the run that was never interrupted iterated as well.
+        Nothing is saved while a sampler has yet to begin a pass from its beginning. The version was
+        then saved between two passes, and the uninterrupted run also created an iterator.
         """
         if self._rng_state is None and not self._at_beginning:
             self._rng_state = RNG().state_dict()
 
     def record_step(self) -> None:
-        """A step has not completed the epoch of one of them. Those whose epoch it has completed
-        are in a pass that goes on, or that has been cut short by the end of another sampler."""
+        """Record, for all samplers, a step that did not complete the epoch of one of them.
+
+        Samplers whose epoch the step completed are in a pass that continues, or in one that ended
+        early because another sampler was exhausted.
+        """
         for labels in self.epoch_labels:
             labels.record_step()
 
     def begin_pass(self, sampler: object, epoch: int, resumed: bool) -> None:
-        """A sampler is asked for the first batch of a pass, its first one after a resume or not."""
+        """Record the beginning of a pass. ``resumed``: it is the first pass after a resume."""
         self.passes_begun += 1
         self._warn_uncounted(sampler, epoch)
         self._at_beginning.discard(sampler)
-        generators, self._rng_state = self._rng_state, None
-        if resumed and generators is not None:
-            RNG().load_state_dict(generators)
+        rng_state, self._rng_state = self._rng_state, None
+        if resumed and rng_state is not None:
+            RNG().load_state_dict(rng_state)
 
     def _warn_uncounted(self, sampler: object, epoch: int) -> None:
-        """A short data set may have several epochs in one of a long one, so all are asked."""
+        """Warn once if no label of any sampler changes.
+
+        All samplers are checked because a short dataset may have several epochs during one epoch
+        of a long dataset.
+        """
         if self._warned or not all(labels.is_never_counted() for labels in self.epoch_labels):
             return
         self._warned = True
         label = self.epoch_labels[0].current
         warnings.warn(
-            f"{sampler} goes on to epoch {epoch}, and progress.epoch is still {label}: "
-            "count progress.epoch, by progress.epoch += 1 after the loop over the loader. "
-            f"After a restart a loop over epochs would begin at epoch {label} again",
+            f"{sampler} starts epoch {epoch}, but progress.epoch is still {label}. Add "
+            "progress.epoch += 1 after the loop over the loader. Otherwise, a loop over epochs "
+            f"begins at epoch {label} again after a restart",
             UncountedEpochs,
             stacklevel=4,
         )
