@@ -1,5 +1,7 @@
-"""Small saves that take the way of large ones: many pieces, several threads, pools that can be
-looked into."""
+"""Fixtures with which small saves use the code paths of large ones.
+
+Saves have many pieces and several threads, and tests can inspect the buffer pools.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ PAGE = 4096
 
 
 class PoolTracker:
-    """All buffer pools that were made while a test runs, in small."""
+    """Creates small buffer pools, and records all pools that are created during a test."""
 
     def __init__(self) -> None:
         self.pools: list[BufferPool] = []
@@ -27,7 +29,7 @@ class PoolTracker:
         return self.pools[-1]
 
     def assert_all_freed(self) -> None:
-        """Nobody holds a buffer any more."""
+        """Assert that all buffers are released and that no Holdfast thread is running."""
         assert [p for p in self.pools if p.allocated_bytes != p.free_bytes] == []
         threads = [t.name for t in threading.enumerate() if t.name.startswith("holdfast")]
         assert threads == []
@@ -35,28 +37,30 @@ class PoolTracker:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
-    """Pieces of 1 KiB, three threads, pools of pages; ``check()`` says that all came back."""
-    pools = PoolTracker()
+    """Use pieces of 1 KiB, three threads, and pools of 4 KiB buffers."""
+    tracker = PoolTracker()
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
         monkeypatch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", SMALL_UNIT)
-    monkeypatch.setattr("holdfast.engine.saving.save.BufferPool", pools.make_pool)
-    monkeypatch.setattr("holdfast.training.saver.BufferPool", pools.make_pool)
-    # it looks for requests whenever it likes, so that calls could not be counted
+    monkeypatch.setattr("holdfast.engine.saving.save.BufferPool", tracker.make_pool)
+    monkeypatch.setattr("holdfast.training.saver.BufferPool", tracker.make_pool)
+    # the watcher polls at arbitrary times, so the number of store calls would vary
     monkeypatch.setattr("holdfast.run.save_request.RequestWatcher.start", lambda self: None)
-    monkeypatch.setattr(buffers, "_pool", pools.make_pool(64 * PAGE))
+    monkeypatch.setattr(buffers, "_pool", tracker.make_pool(64 * PAGE))
     monkeypatch.setenv("HOLDFAST_THREADS", "3")
-    return pools
+    return tracker
 
 
 class OpenedStore:
-    """What ``holdfast.save(url)`` opens, while a test runs."""
+    """The store that ``holdfast.save(url)`` opens during a test."""
 
     store: Store
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> OpenedStore:
-    """Set ``opened.store``, and every URL of a snapshot is one in that store."""
-    stores = OpenedStore()
-    monkeypatch.setattr("holdfast.engine.snapshot.location.open_store", lambda url: stores.store)
-    return stores
+    """Make every snapshot URL refer to ``opened.store``, which the test sets."""
+    opened_store = OpenedStore()
+    monkeypatch.setattr(
+        "holdfast.engine.snapshot.location.open_store", lambda url: opened_store.store
+    )
+    return opened_store

@@ -1,6 +1,6 @@
-"""What is killed: saves of a tiny training, without torch, so that a process takes 0.3 s.
+"""The program that the tests kill: saves of a tiny training, without torch so that it takes 0.3 s.
 
-``python -m tests.crash.killed_saver ROOT WORK``; each step is printed once its save has returned.
+``python -m tests.crash.killed_saver ROOT WORK`` prints each step after its save has returned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.trainings import initial_state, state_after, train
 
 
 def save_and_sweep(root: str) -> None:
-    """Two saves, retention, a third, a sweep: all on the main thread."""
+    """Run two saves, retention, a third save, and a sweep, all on the main thread."""
     run = Run(root)
     for step in (1, 2):
         holdfast.save(f"{root}/version_{step}", state_after(step))
@@ -27,7 +27,7 @@ def save_and_sweep(root: str) -> None:
 
 
 def resume_and_step(root: str) -> None:
-    """Resume, one step, saved in the background by several threads, and retention."""
+    """Resume, train one step, save it with several background threads, and apply retention."""
     state = initial_state()
     with holdfast.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
         ckpt.resume()
@@ -37,7 +37,7 @@ def resume_and_step(root: str) -> None:
 
 
 def train_forever(root: str) -> None:
-    """Steps without end."""
+    """Resume, then train and save until the process is killed."""
     state = initial_state()
     with holdfast.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(3)) as ckpt:
         ckpt.resume()

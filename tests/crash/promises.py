@@ -1,4 +1,4 @@
-"""The eight promises of docs/format.md, as far as the files of a run can show them."""
+"""Check the eight promises of docs/format.md, as far as the files of a run can prove them."""
 
 from __future__ import annotations
 
@@ -33,36 +33,43 @@ def check_promises(
     expected: Callable[[int], State] = state_after,
     assume_dead_pins: bool = True,
 ) -> list[int]:
-    """Check all promises on what a stopped training (of ``trainings.py``) has left, and return
-    the steps that were committed on the line that training is on.
+    """Check all promises on the files that a stopped training (of ``trainings.py``) left.
 
-    ``committed``: steps whose save had returned and which no retention may have deleted.
-    ``expected(step)``: the state that a version must hold. ``pins_died``: take every pin for one
-    of a dead process, as after a crash; False asks the system. The run is gone on with and swept.
+    Return the committed steps of the run's lineage. The check also resumes the run, saves one more
+    step, and sweeps.
+
+    Args:
+        store: The store of the run.
+        committed: Steps whose save had returned and that retention cannot have deleted.
+        expected: Returns the state that the version of a step must contain.
+        assume_dead_pins: Treat every pin as held by a dead process, as after a crash. If False,
+            ask the operating system.
     """
     run = Run(store)
-    found = verify_versions(run, expected)
-    line = run.line()
-    steps = [version.step for version in line]
+    versions_before = verify_versions(run, expected)
+    lineage = run.line()
+    steps = [version.step for version in lineage]
     assert set(committed) <= set(steps), (committed, steps)
-    check_visible_versions(run, set(found), line)
+    check_visible_versions(run, set(versions_before), lineage)
     newest = steps[-1] if steps else 0
     check_resume(store, newest, expected)
-    left = verify_versions(run, expected)
-    assert {v: left[v] for v in found} == found, "a version was modified"
-    assert set(left) - set(found) == {Version(newest + 1, run.branch())}
+    versions = verify_versions(run, expected)
+    assert {v: versions[v] for v in versions_before} == versions_before, "a version was modified"
+    assert set(versions) - set(versions_before) == {Version(newest + 1, run.branch())}
     with all_pins_dead() if assume_dead_pins else pins_unchanged():
-        # small files on their way are left alone for a moment
+        # sweep spares small files that are younger than MIN_GRACE
         swept = run.sweep(grace=0, now=time.time() + MIN_GRACE + 1)
     assert swept.kept == []
     check_no_orphans(run)
-    assert verify_versions(run, expected) == left
+    assert verify_versions(run, expected) == versions
     return steps
 
 
 def verify_versions(run: Run, expected: Callable[[int], State]) -> dict[Version, str]:
-    """Promises 1, 2, 3, 7: every manifest is sound, and so is every byte of what it refers to.
-    The digests of the manifests."""
+    """Check promises 1, 2, 3, and 7, and return the digests of the manifests.
+
+    Every manifest is valid, and every byte that it refers to is intact.
+    """
     digests = {}
     for version in run.listing().versions:
         snapshot = run.open(version)
@@ -77,7 +84,7 @@ def verify_versions(run: Run, expected: Callable[[int], State]) -> dict[Version,
             assert parent.version in map(str, digests) or not has_manifest(run, parent.version)
         state = initial_state()
         load_snapshot(snapshot, state)
-        assert states_equal(state, expected(version.step)), f"{version} holds another state"
+        assert states_equal(state, expected(version.step)), f"{version} contains a different state"
         digests[version] = snapshot.digest
     return digests
 
@@ -91,7 +98,7 @@ def shard_files(snapshot: Snapshot) -> list[str]:
 
 
 def check_visible_versions(run: Run, versions: set[Version], lineage: list[Version]) -> None:
-    """Promises 2 and 5: without a manifest there is no version, and off the line none counts."""
+    """Check promises 2 and 5: only versions with a manifest exist, and only the lineage counts."""
     listing = run.listing()
     for version in set(listing.folders) - versions:
         with pytest.raises(NotFound):
@@ -103,8 +110,10 @@ def check_visible_versions(run: Run, versions: set[Version], lineage: list[Versi
 
 
 def check_resume(store: Store, newest: int, expected: Callable[[int], State]) -> None:
-    """Promise 5: resume takes the newest, and the step after it can be saved, whatever an
-    earlier attempt has left in its folder."""
+    """Check promise 5: resume loads the newest version, and the next step can be saved.
+
+    The folder of the next step can contain files of an earlier attempt.
+    """
     state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         resumed = ckpt.resume()
@@ -117,19 +126,21 @@ def check_resume(store: Store, newest: int, expected: Callable[[int], State]) ->
 
 
 def check_no_orphans(run: Run) -> None:
-    """Promise 6: what a sweep leaves is named."""
+    """Check promise 6: after a sweep, every file is referenced."""
     listing = run.listing()
-    named = {names.branch_name(number) for number in listing.branches}
+    referenced = {names.branch_name(number) for number in listing.branches}
     for version in listing.versions:
         snapshot = run.open(version)
-        named |= {snapshot.location.key(name) for name in (*shard_files(snapshot), names.MANIFEST)}
-    assert {s.key for s in run.store.list("")} == named
+        referenced |= {
+            snapshot.location.key(name) for name in (*shard_files(snapshot), names.MANIFEST)
+        }
+    assert {s.key for s in run.store.list("")} == referenced
     assert list(run.store.partials("")) == []
 
 
 @contextmanager
 def all_pins_dead() -> Iterator[None]:
-    """Every pin is one of a process that has died."""
+    """Treat every pin as held by a dead process."""
     with mock.patch.object(pins, "is_holder_alive", return_value=False):
         yield
 

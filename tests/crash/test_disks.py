@@ -1,4 +1,4 @@
-"""Whole trainings on a real ext4 and a real xfs whose power is cut at random moments."""
+"""Trainings on real ext4 and xfs file systems, with power cuts at random times."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ from tests.crash.promises import check_promises
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 ROUNDS = 5
-MOST = 40
+MAX_ROUNDS = 40
 
 
-def test_the_power_is_cut_while_a_training_saves(disk: Any) -> None:
-    chance = random.Random(5)
-    cut_within = 0
-    for turn in range(MOST):
-        if turn >= ROUNDS and cut_within:  # when it falls is chance: until one fell into a save
+def test_promises_hold_after_power_cuts_during_saves(disk: Any) -> None:
+    rng = random.Random(5)
+    cuts_during_save = 0
+    for round_number in range(MAX_ROUNDS):
+        # The times are random, so repeat until a cut hits a save.
+        if round_number >= ROUNDS and cuts_during_save:
             break
-        root = disk.mount_point / f"round{turn}" / "runs" / "a"
-        returned = train_until_cut(disk, root, chance)
+        root = disk.mount_point / f"round{round_number}" / "runs" / "a"
+        returned_steps = train_until_cut(disk, root, rng)
         disk.unmount()
         disk.mount()
         store = LocalStore(root)
-        cut_within += bool(list(store.partials("")) or len(list(store.list(""))) % 3)
-        # Three are kept, and of those one may be the one that was on its way.
-        steps = check_promises(store, returned[-2:], assume_dead_pins=False)
-        assert steps[-1] <= returned[-1] + 1
-    assert cut_within, "no cut fell into a save: it proves nothing"
+        cuts_during_save += bool(list(store.partials("")) or len(list(store.list(""))) % 3)
+        # Retention keeps three versions, one of which can be the version that was being saved.
+        steps = check_promises(store, returned_steps[-2:], assume_dead_pins=False)
+        assert steps[-1] <= returned_steps[-1] + 1
+    assert cuts_during_save, "no power cut hit a save, so the test proves nothing"
 
 
-def train_until_cut(disk: Any, root: Path, chance: random.Random) -> list[int]:
-    """Train in a process of its own and cut the power after a few saves; the steps whose save
-    had returned by then."""
+def train_until_cut(disk: Any, root: Path, rng: random.Random) -> list[int]:
+    """Train in a separate process, and cut the power after a few saves.
+
+    Return the steps whose save had returned.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.crash.killed_saver", str(root), "loops"],
         cwd=Path(__file__).parents[2],
@@ -51,16 +54,16 @@ def train_until_cut(disk: Any, root: Path, chance: random.Random) -> list[int]:
     )
     assert process.stdout is not None
     try:
-        for _ in range(chance.randrange(1, 12)):
-            first = process.stdout.readline()
-        time.sleep(chance.random() * 0.05)
+        for _ in range(rng.randrange(1, 12)):
+            last_line = process.stdout.readline()
+        time.sleep(rng.random() * 0.05)
         disk.cut_power()
-        told = threading.Timer(20, process.kill)
-        told.start()
-        rest, errors = process.communicate()
-        told.cancel()
+        kill_timer = threading.Timer(20, process.kill)
+        kill_timer.start()
+        remaining_lines, errors = process.communicate()
+        kill_timer.cancel()
     finally:
         process.kill()
     assert process.returncode == 1, errors
     assert "StoreError" in errors
-    return [int(line) for line in [first, *rest.split()]]
+    return [int(line) for line in [last_line, *remaining_lines.split()]]

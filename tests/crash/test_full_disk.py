@@ -1,4 +1,4 @@
-"""A disk that is really full in the middle of a training, and has room again later."""
+"""Trainings on a real file system that becomes full, and later has free space again."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 14 MiB."""
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 14 MiB."""
     command = ["mount", "-t", "tmpfs", "-o", "size=14m", "none", str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -29,46 +29,47 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def fresh() -> dict[str, object]:
+def make_state() -> dict[str, object]:
     return {"x": np.zeros(1 << 20, np.float32), "progress": holdfast.Progress()}
 
 
-def steps(state: dict[str, object], ckpt: holdfast.Checkpointer, count: int) -> None:
+def train_steps(state: dict[str, object], ckpt: holdfast.Checkpointer, count: int) -> None:
     for _ in range(count):
         state["x"] += 1.0  # type: ignore[operator]
         ckpt.step()
         ckpt._saver._pending._ended.wait()  # type: ignore[union-attr]
 
 
-def test_by_default_it_raises_and_what_was_committed_stays(small: Path) -> None:
-    state = fresh()
-    ckpt = holdfast.Checkpointer(small / "run", state, save=EverySteps(1))
+def test_full_disk_raises_by_default_and_keeps_committed_versions(small_disk: Path) -> None:
+    state = make_state()
+    ckpt = holdfast.Checkpointer(small_disk / "run", state, save=EverySteps(1))
     with pytest.raises(NoSpace, match="No space left"):
-        steps(state, ckpt, 5)
+        train_steps(state, ckpt, 5)
     ckpt.close()
-    kept = Run(small / "run").snapshots()
+    kept = Run(small_disk / "run").snapshots()
     assert [s.step for s in kept] == [1, 2, 3]
     assert all(s.verify().ok for s in kept)
-    assert not list(Run(small / "run").store.partials(""))  # nothing is left to fill it further
+    # the failed save occupies no space
+    assert not list(Run(small_disk / "run").store.partials(""))
 
 
-def test_with_warn_training_goes_on_and_saves_again_once_there_is_room(small: Path) -> None:
-    state = fresh()
+def test_on_error_warn_continues_and_saves_again_when_space_is_free(small_disk: Path) -> None:
+    state = make_state()
     with holdfast.Checkpointer(
-        small / "run", state, save=EverySteps(1), keep=KeepLast(2), on_error="warn"
+        small_disk / "run", state, save=EverySteps(1), keep=KeepLast(2), on_error="warn"
     ) as ckpt:
-        steps(state, ckpt, 2)
-        (small / "other").write_bytes(bytes(4 << 20))
-        with warnings.catch_warnings(record=True) as told:
+        train_steps(state, ckpt, 2)
+        (small_disk / "other").write_bytes(bytes(4 << 20))
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            steps(state, ckpt, 4)
-        assert {w.category for w in told} == {SaveFailed}
-        assert "since step 2" in str(told[0].message)
-        (small / "other").unlink()
+            train_steps(state, ckpt, 4)
+        assert {w.category for w in caught} == {SaveFailed}
+        assert "since step 2" in str(caught[0].message)
+        (small_disk / "other").unlink()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SaveFailed)
-            steps(state, ckpt, 2)
-    kept = Run(small / "run").snapshots()
+            train_steps(state, ckpt, 2)
+    kept = Run(small_disk / "run").snapshots()
     assert [s.step for s in kept] == [7, 8]
     assert all(s.verify().ok for s in kept)
-    assert holdfast.load(small / "run" / "version_8")["x"][0] == 8
+    assert holdfast.load(small_disk / "run" / "version_8")["x"][0] == 8

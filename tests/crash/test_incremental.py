@@ -1,4 +1,4 @@
-"""Incremental saves that are cut off, that fail at any call, and that race with what deletes."""
+"""Incremental saves with power cuts, with failing calls, and in races with deletion."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ from tests.engine.unreliable_stores import HookedStore
 ROOT = "/a/run"
 
 
-# -- a training of which a part is frozen --------------------------------------------------------
+# -- a training with a frozen part ---------------------------------------------------------------
 
 
-def fresh() -> dict[str, Any]:
+def initial_state_with_frozen() -> dict[str, Any]:
     return {**trainings.initial_state(), "frozen": np.arange(750.0)}
 
 
-def after(steps: int) -> dict[str, Any]:
+def state_after_with_frozen(steps: int) -> dict[str, Any]:
     return {**trainings.state_after(steps), "frozen": np.arange(750.0)}
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def states_equal_with_frozen(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return trainings.states_equal(a, b) and a["frozen"].tobytes() == b["frozen"].tobytes()
 
 
 @pytest.fixture(autouse=True)
-def part_is_frozen(monkeypatch: pytest.MonkeyPatch, pools: PoolTracker) -> None:
-    """What the promises are checked with has a frozen part as well."""
-    monkeypatch.setattr(promises, "initial_state", fresh)
-    monkeypatch.setattr(promises, "states_equal", same)
+def use_states_with_frozen(monkeypatch: pytest.MonkeyPatch, pools: PoolTracker) -> None:
+    """Make ``promises`` use states that have a frozen part."""
+    monkeypatch.setattr(promises, "initial_state", initial_state_with_frozen)
+    monkeypatch.setattr(promises, "states_equal", states_equal_with_frozen)
 
 
-def trains(store: Store, done: list[int], steps: int = 5) -> None:
-    """Increments on increments, a full version every third, and the two newest are kept with what
-    they refer to."""
-    state = fresh()
+def train_incrementally(store: Store, done: list[int], steps: int = 5) -> None:
+    """Train with incremental saves: every third version is full, and an incremental version can be
+    the base of another. Retention keeps the two newest versions and the versions they refer to."""
+    state = initial_state_with_frozen()
     with holdfast.Checkpointer(
         store, state, save=EverySteps(1), keep=KeepLast(2), incremental=True, full_every=3
     ) as ckpt:
@@ -73,36 +73,36 @@ def trains(store: Store, done: list[int], steps: int = 5) -> None:
             done.append(step)
 
 
-def check(store: Store, committed: list[int]) -> None:
-    promises.check_promises(store, committed, expected=after)
+def check_promises(store: Store, committed: list[int]) -> None:
+    promises.check_promises(store, committed, expected=state_after_with_frozen)
 
 
-def test_what_is_cut_off_is_incremental() -> None:
+def test_the_training_saves_incremental_versions() -> None:
     store, done = LocalStore(ROOT, fs=CrashFs()), list[int]()
-    trains(store, done)
+    train_incrementally(store, done)
     run = Run(store)
     chains = {v.step: run.open(v).chain for v in run.listing().versions}
     assert chains == {4: 0, 5: 1}
     assert run.open(Version(5)).bases == {Version(4)}
-    check(store, done[-2:])
+    check_promises(store, done[-2:])
 
 
 @pytest.mark.parametrize(
     ("every", "choices"), [(41, 3), pytest.param(7, 4, marks=pytest.mark.slow)]
 )
-def test_the_power_is_cut(every: int, choices: int, pools: PoolTracker) -> None:
+def test_promises_hold_after_a_power_cut(every: int, choices: int, pools: PoolTracker) -> None:
     states = 0
     for cut_at in range(1, 3000, every):
         fs, done = CrashFs(cut_at), list[int]()
         try:
-            trains(LocalStore(ROOT, fs=fs), done, 4)
+            train_incrementally(LocalStore(ROOT, fs=fs), done, 4)
         except PowerCut:
             pools.assert_all_freed()
         else:
             assert cut_at > fs.operations
             break
-        for left in fs.crashes(limit=choices, seed=cut_at):
-            check(LocalStore(ROOT, fs=left), done[-1:])
+        for crashed in fs.crashes(limit=choices, seed=cut_at):
+            check_promises(LocalStore(ROOT, fs=crashed), done[-1:])
             states += 1
     assert states > 10
 
@@ -111,42 +111,42 @@ def test_the_power_is_cut(every: int, choices: int, pools: PoolTracker) -> None:
     ("error", "every"),
     [("EIO", 31), *(pytest.param(e, 7, marks=pytest.mark.slow) for e in ("EIO", "ENOSPC", "lost"))],
 )
-def test_a_call_fails(error: str, every: int, pools: PoolTracker) -> None:
+def test_promises_hold_if_a_call_fails(error: str, every: int, pools: PoolTracker) -> None:
     for number, fault in enumerate(faults(error)):
         if number % every:
             continue
         fs = FaultFs(CrashFs(), fault)
         done: list[int] = []
         try:
-            trains(LocalStore(ROOT, fs=fs), done, 4)
+            train_incrementally(LocalStore(ROOT, fs=fs), done, 4)
         except HoldfastError as e:
             assert ROOT in str(e) or e.fields.get("store"), e  # noqa: PT017
         fired = bool(fs.fired)
         fs.faults.clear()
         pools.assert_all_freed()
-        check(LocalStore(ROOT, fs=fs.inner), done[-1:])
+        check_promises(LocalStore(ROOT, fs=fs.inner), done[-1:])
         if not fired:
             assert done == [1, 2, 3, 4]
             return
-    pytest.fail("no end to the calls")
+    pytest.fail("a fault fired in every training")
 
 
-# -- a save, and at the same time the deletion of what it refers to ------------------------------
+# -- a save that races with the deletion of the versions that it refers to -----------------------
 
 
-def state(step: int) -> dict[str, Any]:
-    """A part that never changes, one that changed with step 1, one that always does."""
-    always, once = np.full(200, float(step)), np.arange(300.0)
-    once[0] = min(step, 1)
-    return {"always": always, "frozen": np.arange(750.0), "once": once}
+def make_state(step: int) -> dict[str, Any]:
+    """Return a part that never changes, one that changed at step 1, and one that always changes."""
+    changing, changed_once = np.full(200, float(step)), np.arange(300.0)
+    changed_once[0] = min(step, 1)
+    return {"always": changing, "frozen": np.arange(750.0), "once": changed_once}
 
 
 def save(store: Store, step: int, base: Snapshot | None) -> Snapshot:
-    place = Location(store, f"version_{step}")
+    location = Location(store, f"version_{step}")
     return finish_save(
         begin_save(
-            place,
-            state(step),
+            location,
+            make_state(step),
             VersionMetadata(step=step),
             shared_pool(),
             stage_now=False,
@@ -155,8 +155,12 @@ def save(store: Store, step: int, base: Snapshot | None) -> Snapshot:
     )
 
 
-def begun() -> tuple[MemoryStore, Snapshot]:
-    """Version 1 refers to 0; 2 is full, so that 0 and 1 may go; and 3 is to refer to both."""
+def make_race() -> tuple[MemoryStore, Snapshot]:
+    """Return a store with versions 0, 1, and 2, and version 1 as the base for version 3.
+
+    Version 1 refers to version 0. Version 2 is full, so retention can delete versions 0 and 1.
+    Version 3 will refer to both.
+    """
     store = MemoryStore("race")
     base = save(store, 1, save(store, 0, None))
     save(store, 2, None)
@@ -164,12 +168,12 @@ def begun() -> tuple[MemoryStore, Snapshot]:
     return store, base
 
 
-def delete_old(store: Store) -> None:
+def retain_newest(store: Store) -> None:
     Run(store).retain(KeepLast(1))
 
 
-def settled(store: MemoryStore, committed: Snapshot | None) -> None:
-    """Every version that is there is whole, also after a sweep; there are no pins any more."""
+def check_versions(store: MemoryStore, committed: Snapshot | None) -> None:
+    """Check that every version is intact, also after a sweep, and that no pins remain."""
     for _ in range(2):
         run = Run(store)
         versions = run.listing().versions
@@ -178,29 +182,29 @@ def settled(store: MemoryStore, committed: Snapshot | None) -> None:
         for version in versions:
             report = run.open(version).verify()
             assert report.ok, report.problems
-            wanted = state(version.step)
-            found = load_snapshot(run.open(version))
-            assert all(found[k].tobytes() == wanted[k].tobytes() for k in wanted)
+            expected = make_state(version.step)
+            loaded = load_snapshot(run.open(version))
+            assert all(loaded[k].tobytes() == expected[k].tobytes() for k in expected)
         assert run.listing().process_pins == []
         run.sweep(grace=0, now=1e12)
 
 
-@pytest.mark.parametrize("deleted", ["retention", "both at once"])
-def test_the_base_is_deleted_at_any_call_of_a_save(
-    deleted: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("deleted_by", ["retention", "both at once"])
+def test_save_is_intact_or_fails_if_the_base_is_deleted_at_any_call(
+    deleted_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_THREADS", "1")
     outcomes = []
     for at in range(1, 1000):
-        inner, base = begun()
+        inner, base = make_race()
         store, calls = HookedStore(inner), list[str]()
 
         def before(method: str, key: str) -> None:
             calls.append(key)  # noqa: B023
             if len(calls) == at:  # noqa: B023
-                if deleted == "retention":
-                    delete_old(inner)  # noqa: B023
-                else:  # by whoever asks no pin
+                if deleted_by == "retention":
+                    retain_newest(inner)  # noqa: B023
+                else:  # a deletion that ignores pins
                     for version in ("version_0", "version_1"):
                         for stat in [*inner.list(version)]:  # noqa: B023
                             inner.delete(stat.key)  # noqa: B023
@@ -212,50 +216,50 @@ def test_the_base_is_deleted_at_any_call_of_a_save(
         except CommitError as e:
             assert "which this version refers to" in str(e)  # noqa: PT017
         store.before = lambda method, key: None
-        if committed is not None and deleted == "retention":
-            settled(inner, committed)
+        if committed is not None and deleted_by == "retention":
+            check_versions(inner, committed)
         if len(calls) < at:
             break
         outcomes.append("failed" if committed is None else committed.chain)
-    if deleted == "retention":
+    if deleted_by == "retention":
         assert "failed" not in outcomes
     assert 0 in outcomes
     assert 2 in outcomes
 
 
 @pytest.mark.parametrize("kept", ["base", "none"])
-def test_a_save_happens_at_any_call_of_a_deletion(
+def test_save_at_any_call_of_a_deletion_is_intact(
     kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_THREADS", "1")
     chains = set()
     for at in range(1, 1000):
-        inner, base = begun()
-        store, calls, made = HookedStore(inner), list[str](), list[Snapshot]()
+        inner, base = make_race()
+        store, calls, saved = HookedStore(inner), list[str](), list[Snapshot]()
 
         def before(method: str, key: str) -> None:
             calls.append(key)  # noqa: B023
             if len(calls) == at:  # noqa: B023
-                made.append(save(inner, 3, base))  # noqa: B023
+                saved.append(save(inner, 3, base))  # noqa: B023
 
         store.before = before
         if kept == "base":
-            delete_old(store)
+            retain_newest(store)
         else:
             for version in (Version(1), Version(0)):
                 try:
                     Run(store).delete(version)
                 except HoldfastError as e:
                     assert "refers to it" in str(e)  # noqa: PT017
-        if not made:
+        if not saved:
             break
-        settled(inner, made[0])
-        chains.add(made[0].chain)
+        check_versions(inner, saved[0])
+        chains.add(saved[0].chain)
     assert chains == {0, 2}
 
 
 class Turns:
-    """Lets two threads make their calls to a store in the order of a schedule."""
+    """Order the store calls of two threads by a schedule of thread numbers."""
 
     def __init__(self, schedule: Iterator[int]) -> None:
         self._schedule = schedule
@@ -263,22 +267,24 @@ class Turns:
         self._running = {0, 1}
         self._turn = next(schedule)
 
-    def call(self, who: int) -> None:
+    def call(self, number: int) -> None:
         with self._changed:
-            while self._turn != who and self._turn in self._running:
+            while self._turn != number and self._turn in self._running:
                 assert self._changed.wait(20)
             self._turn = next(self._schedule)
             self._changed.notify_all()
 
-    def end(self, who: int) -> None:
+    def end(self, number: int) -> None:
         with self._changed:
-            self._running.discard(who)
-            self._turn = 1 - who
+            self._running.discard(number)
+            self._turn = 1 - number
             self._changed.notify_all()
 
 
-def together(inner: Store, works: list[Callable[[Store], Any]], bits: list[int]) -> list[Any]:
-    """The results, or errors, of two works whose calls are interleaved."""
+def run_interleaved(
+    inner: Store, tasks: list[Callable[[Store], Any]], bits: list[int]
+) -> list[Any]:
+    """Run two tasks whose store calls are interleaved, and return their results or errors."""
 
     def schedule() -> Iterator[int]:
         yield from bits
@@ -287,17 +293,17 @@ def together(inner: Store, works: list[Callable[[Store], Any]], bits: list[int])
 
     turns, results = Turns(schedule()), [None, None]
 
-    def run(who: int) -> None:
+    def run(number: int) -> None:
         store = HookedStore(inner)
-        store.before = lambda method, key: turns.call(who)
+        store.before = lambda method, key: turns.call(number)
         try:
-            results[who] = works[who](store)
+            results[number] = tasks[number](store)
         except HoldfastError as e:
-            results[who] = e  # type: ignore[call-overload]
+            results[number] = e  # type: ignore[call-overload]
         finally:
-            turns.end(who)
+            turns.end(number)
 
-    threads = [threading.Thread(target=run, args=(who,)) for who in (0, 1)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -312,19 +318,19 @@ def together(inner: Store, works: list[Callable[[Store], Any]], bits: list[int])
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.lists(st.integers(0, 1), min_size=5, max_size=90))
-def test_a_save_and_retention_in_any_order(
+def test_save_is_intact_in_any_interleaving_with_retention(
     monkeypatch: pytest.MonkeyPatch, bits: list[int]
 ) -> None:
     monkeypatch.setenv("HOLDFAST_THREADS", "1")
-    inner, base = begun()
-    saved, deleted = together(inner, [lambda s: save(s, 3, base), delete_old], bits)
+    inner, base = make_race()
+    saved, deleted = run_interleaved(inner, [lambda s: save(s, 3, base), retain_newest], bits)
     assert deleted is None, deleted
     assert isinstance(saved, Snapshot), saved
-    settled(inner, saved)
+    check_versions(inner, saved)
 
 
-def test_a_reader_of_a_run_without_the_base_says_what_is_missing() -> None:
-    inner, base = begun()
+def test_verify_names_the_missing_files_of_a_deleted_base() -> None:
+    inner, base = make_race()
     save(inner, 3, base)
     for stat in [*inner.list("version_0")]:
         inner.delete(stat.key)

@@ -1,5 +1,8 @@
-"""kill -9 at every system call of a save that changes a file system, and at a part of those that
-only look: what is on the disk before two changes is the same whatever is looked at in between."""
+"""Kill the program (kill -9) at the system calls of a save.
+
+The tests kill it at every call that changes the file system, but only at a sample of the calls that
+read. A read does not change the disk, so the disk is the same at every read between two changes.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,22 @@ from tests.trainings import initial_state, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
-CHANGING = ["mkdir", "fallocate", "pwrite64", "fsync", "linkat", "unlink", "rmdir"]
-LOOKING = ["openat", "close", "newfstatat", "getdents64", "preadv2"]
+WRITING_CALLS = ["mkdir", "fallocate", "pwrite64", "fsync", "linkat", "unlink", "rmdir"]
+READING_CALLS = ["openat", "close", "newfstatat", "getdents64", "preadv2"]
 SAMPLE = 9
 
 
 @pytest.fixture(autouse=True)
 def strace() -> None:
     if not shutil.which("strace"):
-        pytest.skip("no strace here")
+        pytest.skip("strace is not installed")
     if subprocess.run(["strace", "-o", os.devnull, "true"], check=False).returncode:
-        pytest.skip("strace may not trace here")
+        pytest.skip("strace is not permitted to trace")
 
 
-def victim(root: Path, work: str, *strace: str, threads: int) -> subprocess.CompletedProcess[str]:
+def run_saver(
+    root: Path, work: str, *strace: str, threads: int
+) -> subprocess.CompletedProcess[str]:
     command = [
         "strace",
         "-f",
@@ -56,74 +61,84 @@ def victim(root: Path, work: str, *strace: str, threads: int) -> subprocess.Comp
     )
 
 
-def calls(root: Path, work: str, kinds: list[str], threads: int) -> list[tuple[str, int]]:
-    """The system calls that touch ``root``, each as the how manieth of its kind in its thread:
-    strace counts so as well."""
+def trace_calls(root: Path, work: str, kinds: list[str], threads: int) -> list[tuple[str, int]]:
+    """Return the system calls that use ``root``.
+
+    Each call is its name and its ordinal among the calls of that name in its thread. ``strace``
+    counts calls the same way.
+    """
     log = root.with_suffix(".strace")
     trace = f"trace={','.join(kinds)}"
-    done = victim(root, work, "-y", "-o", str(log), "-e", trace, threads=threads)
+    done = run_saver(root, work, "-y", "-o", str(log), "-e", trace, threads=threads)
     assert done.returncode == 0, done.stderr
-    made: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     found: dict[tuple[str, int], None] = {}
     for line in log.read_text().splitlines():
         thread, _, call = line.partition(" ")
         kind = call.lstrip().partition("(")[0]
         if kind in kinds:
-            made[thread, kind] += 1
+            counts[thread, kind] += 1
             if str(root) in call:
-                found[kind, made[thread, kind]] = None
+                found[kind, counts[thread, kind]] = None
     return list(found)
 
 
-def kill(root: Path, work: str, call: tuple[str, int], threads: int) -> tuple[bool, list[int]]:
-    """Whether the victim was killed at that call, and the steps whose save had returned."""
+def kill_at_call(
+    root: Path, work: str, call: tuple[str, int], threads: int
+) -> tuple[bool, list[int]]:
+    """Kill the program at ``call``.
+
+    Return True if it was killed there, and the steps whose save had returned.
+    """
     inject = f"inject={call[0]}:signal=SIGKILL:when={call[1]}"
     options = ("-o", os.devnull, "-e", f"trace={call[0]}", "-e", inject)
-    done = victim(root, work, *options, threads=threads)
+    done = run_saver(root, work, *options, threads=threads)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode == -9, [int(step) for step in done.stdout.split()]
 
 
-def kill_everywhere(tmp_path: Path, work: str, kinds: list[str], *, threads: int = 1) -> None:
-    begun = tmp_path / "begun"
+def kill_at_every_call(tmp_path: Path, work: str, kinds: list[str], *, threads: int = 1) -> None:
+    initial_run = tmp_path / "initial_run"
     if work == "trains":
         state = initial_state()
-        with holdfast.Checkpointer(begun, state, save=EverySteps(1)) as ckpt:
+        with holdfast.Checkpointer(initial_run, state, save=EverySteps(1)) as ckpt:
             train(state, ckpt, 1)
     else:
-        begun.mkdir()
-    shutil.copytree(begun, tmp_path / "dry" / "run")
-    points = calls(tmp_path / "dry" / "run", work, kinds, threads)
-    if kinds is LOOKING:
+        initial_run.mkdir()
+    shutil.copytree(initial_run, tmp_path / "dry" / "run")
+    points = trace_calls(tmp_path / "dry" / "run", work, kinds, threads)
+    if kinds is READING_CALLS:
         points = points[::SAMPLE]
 
     def try_point(number: int) -> bool:
         root = tmp_path / str(number) / "run"
         if work == "trains":
-            shutil.copytree(begun, root)
-        killed, returned = kill(root, work, points[number], threads)
-        # In ``saves``, the first version is deleted only after the second was saved.
+            shutil.copytree(initial_run, root)
+        killed, returned = kill_at_call(root, work, points[number], threads)
+        # In ``saves``, retention deletes the first version only after the second is saved.
         check_promises(LocalStore(root), returned[-1:], assume_dead_pins=False)
         shutil.rmtree(root.parent)
         return killed
 
-    with ThreadPoolExecutor(2) as two:
-        killed = list(two.map(try_point, range(len(points))))
-    assert len(points) > (20 if kinds is CHANGING else 10)
+    with ThreadPoolExecutor(2) as pool:
+        killed = list(pool.map(try_point, range(len(points))))
+    assert len(points) > (20 if kinds is WRITING_CALLS else 10)
     assert sum(killed) >= 0.9 * len(points)
 
 
-@pytest.mark.parametrize("kinds", [CHANGING, LOOKING], ids=["changing", "looking"])
-def test_saves_retention_and_sweep_on_one_thread(tmp_path: Path, kinds: list[str]) -> None:
-    kill_everywhere(tmp_path, "saves", kinds)
+@pytest.mark.parametrize("kinds", [WRITING_CALLS, READING_CALLS], ids=["writing", "reading"])
+def test_saves_retention_and_sweep_survive_a_kill_at_every_call(
+    tmp_path: Path, kinds: list[str]
+) -> None:
+    kill_at_every_call(tmp_path, "saves", kinds)
 
 
-def test_a_save_in_the_background_by_several_threads(tmp_path: Path) -> None:
-    kill_everywhere(tmp_path, "trains", CHANGING, threads=3)
+def test_background_save_survives_a_kill_at_every_call(tmp_path: Path) -> None:
+    kill_at_every_call(tmp_path, "trains", WRITING_CALLS, threads=3)
 
 
-def test_the_victim_loads_no_torch(tmp_path: Path) -> None:
-    """Saving arrays needs no torch: neither its memory nor its two seconds."""
+def test_killed_program_does_not_import_torch(tmp_path: Path) -> None:
+    """A save of arrays does not pay the memory of torch or the two seconds of its import."""
     for work in ("saves", "trains"):
         command = [sys.executable, "-m", "tests.crash.killed_saver", str(tmp_path / work), work]
         root = Path(__file__).parents[2]

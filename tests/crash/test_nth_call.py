@@ -1,5 +1,8 @@
-"""A save in which one call to the file system fails: it raises or it has committed, nothing is
-half, nothing is kept, and the next save works."""
+"""Saves in which one file system call fails.
+
+The save raises or it has committed; it is never half done. It keeps no buffers or threads, and the
+next save works.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from tests.trainings import initial_state, state_after, states_equal, train
 
 ROOT = "/a/run"
 ERRORS = ["ENOSPC", "EIO", "EDQUOT", "EACCES"]
-MOST = 2000
+MAX_CALLS = 2000
 
 
 class Outcome:
-    """What a training that met a fault knows: steps whose save returned, errors, doubts."""
+    """What a training with a fault reports: the steps whose save returned, and the errors."""
 
     def __init__(self) -> None:
         self.committed: list[int] = []
@@ -34,7 +37,7 @@ class Outcome:
 
     @property
     def doubtful(self) -> bool:
-        """Whether an error said that the outcome is unknown."""
+        """True if an error states that the outcome of a save is unknown."""
         return any(e.fields.get("outcome") == "unknown" for e in self.errors)
 
 
@@ -52,14 +55,14 @@ def one_save(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
     attempt(lambda: holdfast.save(f"{ROOT}/version_1", state_after(1)).step or 0, outcome)
 
 
-def one_async(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
+def one_async_save(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
     attempt(
         lambda: holdfast.save_async(f"{ROOT}/version_1", state_after(1)).wait().step or 0, outcome
     )
 
 
 def training(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
-    """Three steps saved by ``step`` and ``save``; older versions are deleted on the way."""
+    """Save three steps with ``step`` and ``save``. Retention keeps one version."""
     state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1))
 
@@ -77,12 +80,12 @@ def training(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
         outcome.errors.append(e)
 
 
-WORKS = {"save": one_save, "save_async": one_async, "checkpointer": training}
+WORKS = {"save": one_save, "save_async": one_async_save, "checkpointer": training}
 
 
 def faults(error: str) -> Iterator[Fault]:
-    """The n-th call fails, for n = 1, 2 and so on."""
-    for at in range(1, MOST):
+    """Yield faults in which the n-th call fails, for n = 1, 2, and so on."""
+    for at in range(1, MAX_CALLS):
         if error == "short":
             yield Fault("pwrite", at, short=100)
         elif error == "nothing":
@@ -98,7 +101,7 @@ def faults(error: str) -> Iterator[Fault]:
 def run_all(
     work: Work, error: str, pools: PoolTracker, opened: OpenedStore, *, every: int = 1
 ) -> int:
-    """Run ``work`` with each fault until none fires; the number of runs."""
+    """Run ``work`` with each fault until no fault fires, and return the number of runs."""
     for number, fault in enumerate(faults(error)):
         if number % every:
             continue
@@ -113,7 +116,7 @@ def run_all(
         if not fired:
             assert outcome.errors == []
             return number
-    pytest.fail("no end to the calls")
+    pytest.fail(f"a fault still fires after {MAX_CALLS} calls")
 
 
 def check_outcome(store: LocalStore, work: Work, outcome: Outcome, error: str) -> None:
@@ -121,7 +124,7 @@ def check_outcome(store: LocalStore, work: Work, outcome: Outcome, error: str) -
         assert ROOT in str(e) or e.fields.get("store"), e
         assert e.__cause__ is not None or e.what
     if error == "short":
-        assert outcome.errors == [], "a short write is no error: the rest is written next"
+        assert outcome.errors == [], "a short write is not an error"
     newest = max(outcome.committed, default=0)
     steps = check_promises(store, [newest] if newest else [])
     if not outcome.doubtful and work is not training:
@@ -129,8 +132,8 @@ def check_outcome(store: LocalStore, work: Work, outcome: Outcome, error: str) -
 
 
 @pytest.mark.parametrize("error", ["EACCES", "ESTALE", "ETIMEDOUT", "EMFILE", "ENOMEM", "ENOTCONN"])
-def test_a_refusal_of_the_disk_while_resuming_is_no_damage(error: str, pools: PoolTracker) -> None:
-    """It is raised: no sound version is passed over, and no branch is begun."""
+def test_resume_raises_on_errors_that_are_not_damage(error: str, pools: PoolTracker) -> None:
+    """The resume skips no intact version and starts no branch."""
     inner = CrashFs()
     with holdfast.Checkpointer(
         LocalStore(ROOT, fs=inner), initial_state(), save=EverySteps(1)
@@ -157,10 +160,10 @@ def test_a_refusal_of_the_disk_while_resuming_is_no_damage(error: str, pools: Po
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_the_disk_cannot_read_is_stepped_over(every: int, pools: PoolTracker) -> None:
-    """EIO at any call of a resume: it raises, or it gives a whole state and says what it has
-    passed over, and what it has passed over is still there."""
-    seen = set()
+def test_resume_skips_versions_that_the_disk_cannot_read(every: int, pools: PoolTracker) -> None:
+    """EIO at any call of a resume: the resume raises, or it loads a complete state. If it skips a
+    version, it starts a branch, and the skipped version still exists."""
+    outcomes = set()
     for fault in list(faults("EIO"))[::every]:
         inner = CrashFs()
         with holdfast.Checkpointer(
@@ -174,23 +177,25 @@ def test_what_the_disk_cannot_read_is_stepped_over(every: int, pools: PoolTracke
                 warnings.simplefilter("ignore", SkippedVersion)
                 resumed = ckpt.resume()
         except StoreError:
-            seen.add("raised")
+            outcomes.add("raised")
         else:
             assert resumed is not None
             step = resumed.step or 0
             assert states_equal(state, state_after(step))
-            seen.add(step)
+            outcomes.add(step)
             assert Run(LocalStore(ROOT, fs=inner)).branch() == 2 - step
         ckpt.close()
         pools.assert_all_freed()
         check_promises(LocalStore(ROOT, fs=inner), [1])
         if not fs.fired:
             break
-    assert seen == {"raised", 1, 2}
+    assert outcomes == {"raised", 1, 2}
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_a_call_that_fails_with_eio(name: str, pools: PoolTracker, opened: OpenedStore) -> None:
+def test_promises_hold_if_a_call_fails_with_eio(
+    name: str, pools: PoolTracker, opened: OpenedStore
+) -> None:
     every = 13 if name == "checkpointer" else 5
     assert run_all(WORKS[name], "EIO", pools, opened, every=every) > 30
 
@@ -198,7 +203,7 @@ def test_a_call_that_fails_with_eio(name: str, pools: PoolTracker, opened: Opene
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [*ERRORS, "lost", "full", "short", "nothing"])
 @pytest.mark.parametrize("name", WORKS)
-def test_every_call_with_every_error(
+def test_promises_hold_if_any_call_fails_with_any_error(
     name: str, error: str, pools: PoolTracker, opened: OpenedStore
 ) -> None:
     every = (3 if name == "checkpointer" else 1) * (2 if error in ("EDQUOT", "EACCES") else 1)

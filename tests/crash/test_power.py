@@ -1,5 +1,7 @@
-"""The power cut at every call to the file system, with every so many choices of what survives:
-what had returned as committed is there, and the promises hold."""
+"""A power cut at every file system call, with several choices of the data that survives.
+
+Every version whose save had returned still exists, and the promises hold.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.crash.promises import check_promises
 from tests.trainings import initial_state, state_after, train
 
 ROOT = "/a/run"
-MOST = 3000
+MAX_CALLS = 3000
 
 Work = Callable[[LocalStore, list[int]], None]
 
@@ -36,7 +38,7 @@ def save_async(store: LocalStore, done: list[int]) -> None:
 
 
 def training(store: LocalStore, done: list[int]) -> None:
-    """Four steps of which the newest two are kept; the last is saved by ``save``."""
+    """Train with retention of the two newest versions. ``save`` saves the last version."""
     state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
         for step in (1, 2, 3):
@@ -46,8 +48,8 @@ def training(store: LocalStore, done: list[int]) -> None:
         ckpt.save()
 
 
-def saves_sweeps(store: LocalStore, done: list[int]) -> None:
-    """Leftovers of a crashed save are swept between two saves."""
+def save_and_sweep(store: LocalStore, done: list[int]) -> None:
+    """Sweep the files of a crashed save between two saves."""
     save_twice(store, done)
     run = Run(store)
     store.put_if_absent("version_3/shard-00003-of-00004.00000000000a.safetensors", b"stale")
@@ -60,7 +62,7 @@ WORKS: dict[str, tuple[Work, int]] = {
     "save": (save_twice, 2),
     "save_async": (save_async, 1),
     "checkpointer": (training, 1),
-    "sweep": (saves_sweeps, 3),
+    "sweep": (save_and_sweep, 3),
 }
 
 
@@ -72,13 +74,24 @@ def cut_everywhere(
     *,
     every: int,
     choices: int,
-    look: Work | None = None,
+    check: Work | None = None,
 ) -> int:
-    """Cut the power before every ``every``-th call, with ``choices`` of what survives each time;
-    ``kept``: how many of those saved last no retention can have deleted, if
-    ``look`` does not look itself. How many states were seen."""
+    """Cut the power before every ``every``-th call, and check the states that can result.
+
+    Return the number of checked states.
+
+    Args:
+        work: The saves to run.
+        kept: The number of newest saved versions that retention cannot have deleted. Ignored if
+            ``check`` is given.
+        pools: The buffer pools of the test.
+        opened: Receives the store.
+        every: The interval between the calls to cut at.
+        choices: The number of surviving states to check for each cut.
+        check: Checks a state instead of ``check_promises``.
+    """
     states = 0
-    for cut_at in range(1, MOST, every):
+    for cut_at in range(1, MAX_CALLS, every):
         fs, done = CrashFs(cut_at), list[int]()
         opened.store = store = LocalStore(ROOT, fs=fs)
         try:
@@ -88,17 +101,17 @@ def cut_everywhere(
         else:
             assert cut_at > fs.operations
             return states
-        for left in fs.crashes(limit=choices, seed=cut_at):
-            if look is not None:
-                look(LocalStore(ROOT, fs=left), done)
+        for crashed in fs.crashes(limit=choices, seed=cut_at):
+            if check is not None:
+                check(LocalStore(ROOT, fs=crashed), done)
             else:
-                check_promises(LocalStore(ROOT, fs=left), done[-kept:])
+                check_promises(LocalStore(ROOT, fs=crashed), done[-kept:])
             states += 1
-    pytest.fail("no end to the calls")
+    pytest.fail(f"the power is still cut after {MAX_CALLS} calls")
 
 
-def branches(store: LocalStore, done: list[int]) -> None:
-    """Training goes back to version 1 and on from there; what comes after it counts no more."""
+def resume_on_branch(store: LocalStore, done: list[int]) -> None:
+    """Resume training from version 1 on a new branch. The later versions no longer count."""
     save_twice(store, done)
     state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
@@ -113,21 +126,23 @@ BRANCHED = -1
 @pytest.mark.parametrize(
     ("every", "choices"), [(29, 3), pytest.param(3, 5, marks=pytest.mark.slow)]
 )
-def test_a_branch_that_was_left_stays_left(
+def test_abandoned_versions_stay_abandoned_after_a_power_cut(
     every: int, choices: int, pools: PoolTracker, opened: OpenedStore
 ) -> None:
-    def look(store: LocalStore, done: list[int]) -> None:
+    def check(store: LocalStore, done: list[int]) -> None:
         run = Run(store)
         assert BRANCHED not in done or run.branch() == 1
         assert run.branch() == 0 or Version(2) not in run.line()
         assert run.branch() == 0 or run.read_branch(1).from_version == "version_1"
         check_promises(store, done[:1])
 
-    cut_everywhere(branches, 1, pools, opened, every=every, choices=choices, look=look)
+    cut_everywhere(resume_on_branch, 1, pools, opened, every=every, choices=choices, check=check)
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_power_cuts_here_and_there(name: str, pools: PoolTracker, opened: OpenedStore) -> None:
+def test_promises_hold_after_a_power_cut_at_some_calls(
+    name: str, pools: PoolTracker, opened: OpenedStore
+) -> None:
     work, kept = WORKS[name]
     every = 11 if name == "save_async" else 29
     assert cut_everywhere(work, kept, pools, opened, every=every, choices=3) > 10
@@ -135,28 +150,28 @@ def test_power_cuts_here_and_there(name: str, pools: PoolTracker, opened: Opened
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKS)
-def test_the_power_is_cut_at_every_call(name: str, pools: PoolTracker, opened: OpenedStore) -> None:
+def test_promises_hold_after_a_power_cut_at_every_call(
+    name: str, pools: PoolTracker, opened: OpenedStore
+) -> None:
     work, kept = WORKS[name]
     every = 2 if name == "sweep" else 1
     assert cut_everywhere(work, kept, pools, opened, every=every, choices=5) > 200
 
 
-def test_without_its_syncs_the_store_would_break_the_promises(
-    pools: PoolTracker, opened: OpenedStore
-) -> None:
-    """The check itself is checked: it finds what a store without fsync leaves."""
+def test_check_detects_a_store_without_fsync(pools: PoolTracker, opened: OpenedStore) -> None:
+    """This proves that ``check_promises`` finds the damage that missing fsync calls cause."""
 
-    class Lazy(CrashFs):
+    class NoFsync(CrashFs):
         def fsync(self, fd: int) -> None:
             pass
 
-    fs = Lazy()
+    fs = NoFsync()
     opened.store = LocalStore(ROOT, fs=fs)
     save_twice(opened.store, [])
     broken = 0
-    for left in fs.crashes(limit=24):
+    for crashed in fs.crashes(limit=24):
         try:
-            check_promises(LocalStore(ROOT, fs=left), [1, 2])
+            check_promises(LocalStore(ROOT, fs=crashed), [1, 2])
         except (AssertionError, holdfast.errors.HoldfastError):
             broken += 1
     assert broken > 12
