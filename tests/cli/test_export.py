@@ -107,7 +107,7 @@ def test_mistakes(folder: Path) -> None:
     one_line(export("runs/a@1", "--to", "hf", "s3://bucket/x"), 5, "Unsupported kind of store")
     assert not Path("out").exists()
     assert export("runs/a@1", "--to", "hf", "out").code == 0
-    one_line(export("runs/a@1", "--to", "hf", "out"), 8, "There is model.safetensors in ./out")
+    one_line(export("runs/a@1", "--to", "hf", "out"), 8, "already a file model.safetensors in ./out")
     told = run_cli("export", "runs/a@1", "--to", "hf", "out", "--json")
     assert told.code == told.json["exit"] == 8
     assert told.json["error"]["kind"] == "AlreadyExists"

@@ -430,7 +430,7 @@ def test_a_native_incremental_snapshot_is_loaded_through_dcp(tmp_path):
 
 def test_two_leaves_with_one_name_are_refused(store):
     holdfast.save(store, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
-    with pytest.raises(PlanError, match=r"DCP calls two leaves of this snapshot 'a\.b'"):
+    with pytest.raises(PlanError, match=r"DCP uses the name 'a\.b' for two leaves"):
         StorageReader(store).read_metadata()
 
 

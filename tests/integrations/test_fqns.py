@@ -47,7 +47,7 @@ def test_a_native_tree_has_the_names_that_dcp_gives_its_state(state):
     mapping = dcp_mapping(state)
     root = flatten({k: fresh(v) for k, v in state.items()}).tree
     if mapping is None:
-        with pytest.raises(PlanError, match="DCP calls two leaves"):
+        with pytest.raises(PlanError, match="for two leaves of this snapshot"):
             fqns.collect_entries(root, flattened=False)
     else:
         found = fqns.collect_entries(root, flattened=False)
@@ -109,7 +109,7 @@ def test_a_mapping_that_is_not_dcps_own_leaves_the_name_one_level(mapping):
     ],
 )
 def test_contradicting_paths_are_refused_by_name(paths):
-    with pytest.raises(PlanError, match=r"What DCP calls 'a(\.0)?' is two things at once"):
+    with pytest.raises(PlanError, match=r"DCP uses the name 'a(\.0)?' for two different values"):
         fqns.build_tree({path: blob(1) for path in paths})
 
 

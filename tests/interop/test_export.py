@@ -156,7 +156,7 @@ def test_what_safetensors_cannot_name_is_refused_all_at_once(tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
     assert list(exported(state, tmp_path / "out", keys=["ok"])) == ["ok"]
     many = {f"c{i}": torch.ones(1, dtype=torch.complex128) for i in range(50)}
-    with pytest.raises(Unsupported, match=r"c19 \(complex128\) and 30 more\."):
+    with pytest.raises(Unsupported, match=r"c19 \(complex128\), and 30 more\."):
         export(many, "safetensors", tmp_path / "many")
 
 

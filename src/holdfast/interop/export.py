@@ -36,6 +36,7 @@ from holdfast.interop.output_layout import (
 )
 from holdfast.interop.stream import stream_leaves
 from holdfast.interop.torch_pickle import build_torch_pickle
+from holdfast.text import format_list
 
 SUFFIXES = {
     "safetensors": (".safetensors",),
@@ -246,11 +247,9 @@ def _plan_torch(
 def _raise_if_refused(snapshot: Snapshot, refused: dict[str, str], target: str) -> None:
     if not refused:
         return
-    listed = [f"{key} ({why})" for key, why in list(refused.items())[:MAX_LISTED]]
-    more = f" and {len(refused) - MAX_LISTED} more" if len(refused) > MAX_LISTED else ""
     raise Unsupported(
         f"{snapshot.url} has leaves that {target} cannot represent",
-        found=", ".join(listed) + more,
+        found=format_list([f"{key} ({why})" for key, why in refused.items()], MAX_LISTED),
         todo="Select other leaves with --root KEY or --keys PATTERN, such as --keys 'model/**'",
         leaves=tuple(refused),
     )

@@ -19,6 +19,7 @@ from typing import Any
 from holdfast.errors import FormatError, HoldfastError, Unsupported
 from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
 from holdfast.settings import read_settings
+from holdfast.text import format_list
 from holdfast.threads import in_parallel
 
 ZIP_MAGIC = b"PK\3\4"
@@ -140,9 +141,8 @@ def _unsafe_pickle_error(file: Any, name: str, message: str) -> Unsupported:
             found=(lines[-2:] or ["an unknown cause"])[0][:300],
             todo=_ADVICE,
         )
-    more = f", and {len(names) - 5} more" if len(names) > 5 else ""
     return Unsupported(
-        f"{name} refers to {', '.join(names[:5])}{more}, which could run code; nothing was run",
+        f"{name} refers to {format_list(names, 5)}, which could run code; nothing was run",
         expected="tensors, numbers, text, lists and dicts",
         todo=_ADVICE,
         classes=tuple(names),

@@ -1,8 +1,10 @@
 """``torch.distributed.checkpoint`` (DCP) on top of this engine.
 
 Pass a ``StorageWriter`` or ``StorageReader`` to DCP. It then writes ordinary snapshots and loads
-them with all digests checked. DCP makes the plans, gathers them, and reports errors; its plans become
-boxes here. See ``docs/dcp.md``.
+them with all digests checked. DCP makes the plans, gathers them, and reports errors; this package
+converts its plans to boxes. See ``docs/dcp.md``. An *FQN* (fully qualified name) is DCP's name of a
+leaf, such as ``model.fc.weight``.
+
 May import: ``engine``, ``storage``, ``format``, and the root modules.
 """
 

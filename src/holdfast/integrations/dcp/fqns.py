@@ -1,8 +1,9 @@
-"""Names of ``torch.distributed.checkpoint`` (DCP) and the tree of a snapshot, one from the other.
+"""Convert between the names of ``torch.distributed.checkpoint`` (DCP) and the tree of a snapshot.
 
-DCP flattens a nested state: ``{"model": {"fc.weight": t}}`` becomes ``model.fc.weight``, its FQN,
-and a mapping keeps the path ``("model", "fc.weight")``. By the path the tree has the nested state
-again, and the leaf has the key ``model/fc.weight``. The way back is to join a path by dots.
+DCP flattens a nested state: ``{"model": {"fc.weight": t}}`` becomes the FQN ``model.fc.weight``,
+and a mapping records the path ``("model", "fc.weight")``. With the path, the tree has the nested
+state again, and the leaf has the key ``model/fc.weight``. The FQN of a path is the path joined with
+dots.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TENSOR_TAGS = ("tensor", "tied", "sparse")
 
 
 class FqnEntry(NamedTuple):
-    """What stands under one FQN: its path in the state, its key and node in the tree."""
+    """The entry of one FQN: its path in the state, and its key and node in the tree."""
 
     path: ObjectPath
     key: str
@@ -29,7 +30,7 @@ class FqnEntry(NamedTuple):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether DCP sees a tensor; all else are bytes to it, sparse tensors too."""
+        """True if DCP treats the entry as a tensor, not as bytes (as it does sparse tensors)."""
         return type(self.node) is dict and next(iter(self.node)) in ("tensor", "tied")
 
 
@@ -38,73 +39,81 @@ def fqn_of(path: ObjectPath) -> str:
 
 
 def path_of(fqn: str, mapping: Any) -> ObjectPath:
-    """Where in the nested state a name stands, if ``mapping`` is what DCP's planner makes and says
-    so; else the name is one level."""
+    """Return the path of an FQN in the nested state.
+
+    If ``mapping`` is not a mapping of DCP's planner that contains a valid path of this FQN, the
+    path is the FQN as a single level.
+    """
     path = mapping.get(fqn) if isinstance(mapping, Mapping) else None
-    levels = isinstance(path, tuple) and all(
+    is_path = isinstance(path, tuple) and all(
         type(level) is str or (type(level) is int and level >= 0) for level in path
     )
-    return path if levels and path and fqn_of(path) == fqn else (fqn,)
+    return path if is_path and path and fqn_of(path) == fqn else (fqn,)
 
 
 def key_of(path: ObjectPath) -> str:
-    """The key of the leaf at a path."""
+    """Return the key of the leaf at a path."""
     return "/".join(escape_level(str(level)) for level in path)
 
 
 def build_tree(leaves: Mapping[ObjectPath, Any]) -> Any:
-    """The tree with these leaves: dicts where levels are names, lists where they are numbers.
+    """Return the tree with these leaves.
 
-    Raises ``PlanError`` where two paths contradict each other.
+    Levels that are names become dicts, levels that are numbers become lists.
+
+    Raises ``PlanError`` if two paths contradict each other.
     """
     members: dict[ObjectPath, dict[str | int, None]] = {(): {}}
     for path in leaves:
         for depth, level in enumerate(path):
             members.setdefault(path[:depth], {})[level] = None
 
-    def node(path: ObjectPath) -> Any:
+    def build_node(path: ObjectPath) -> Any:
         levels = members.get(path)
         if levels is None:
             return leaves[path]
         kinds = {type(level) for level in levels}
         if path in leaves or len(kinds) > 1:
             raise PlanError(
-                f"What DCP calls {fqn_of(path)!r} is two things at once",
-                expected="a tensor, a value, a dict or a list, the same on all ranks",
+                f"DCP uses the name {fqn_of(path)!r} for two different values",
+                expected="one tensor, value, dict, or list, the same on all ranks",
                 found=", ".join(fqn_of((*path, level)) for level in list(levels)[:5]),
-                todo="Give the members of the state other names",
+                todo="Rename members of the state",
             )
         if kinds == {int}:
             last = max(level for level in levels if type(level) is int)
-            return {"list": [node((*path, i)) if i in levels else None for i in range(last + 1)]}
-        return {"dict": {str(level): node((*path, level)) for level in levels}}
+            return {
+                "list": [build_node((*path, i)) if i in levels else None for i in range(last + 1)]
+            }
+        return {"dict": {str(level): build_node((*path, level)) for level in levels}}
 
-    return node(())
+    return build_node(())
 
 
 def collect_entries(root: Any, flattened: bool) -> dict[str, FqnEntry]:
-    """What DCP finds in a tree, by FQN. ``flattened``: the tree was built from DCP's leaves;
-    otherwise it is cut into leaves where DCP's planner would cut the same state.
+    """Return the entries of a tree by FQN.
 
-    Raises ``PlanError`` if two leaves have one FQN.
+    ``flattened``: True if the tree was built from DCP's leaves. Otherwise the tree is split into
+    leaves where DCP's planner would split the same state. Raises ``PlanError`` if two leaves have
+    the same FQN.
     """
-    found: dict[str, FqnEntry] = {}
+    entries: dict[str, FqnEntry] = {}
     for entry in _walk(FqnEntry((), "", root), flattened):
         if flattened and (type(entry.node) is not dict or not _is_leaf(entry.node)):
-            continue  # None stands where a list has no member that was saved
+            continue  # None fills the positions of a list that have no saved member
         fqn = fqn_of(entry.path)
-        if found.setdefault(fqn, entry) is not entry:
+        if entries.setdefault(fqn, entry) is not entry:
             raise PlanError(
-                f"DCP calls two leaves of this snapshot {fqn!r}",
-                found=f"{found[fqn].key} and {entry.key}",
-                todo="Load it by holdfast.load, whose keys tell them apart",
+                f"DCP uses the name {fqn!r} for two leaves of this snapshot",
+                found=f"{entries[fqn].key} and {entry.key}",
+                todo="Load it with holdfast.load, whose keys are unique",
                 leaf=entry.key,
             )
-    return found
+    return entries
 
 
 def mapping_of(entries: Mapping[str, FqnEntry]) -> dict[str, ObjectPath]:
-    """The mapping that DCP's planner makes of a state with these names."""
+    """Return the mapping that DCP's planner creates for a state with these entries."""
     return {fqn: entry.path for fqn, entry in entries.items()}
 
 
@@ -127,8 +136,10 @@ def _walk(entry: FqnEntry, flattened: bool) -> Iterator[FqnEntry]:
 
 
 def _is_terminal(members: Iterable[Any]) -> bool:
-    """Whether DCP takes a list with these nodes as one value: it has no tensor and no dict in it,
-    nor a list that has."""
+    """Return True if DCP treats a list with these nodes as one value.
+
+    That is so if neither the list nor a list in it contains a tensor or a dict.
+    """
     for node in members:
         tag = next(iter(node)) if type(node) is dict else None
         if tag in _DICT_TAGS or tag in _TENSOR_TAGS:

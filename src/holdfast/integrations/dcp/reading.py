@@ -1,4 +1,4 @@
-"""Loading through DCP: manifest and indexes as its metadata, its plan as reads."""
+"""Load through DCP: convert manifest and indexes to DCP's metadata, and its plan to reads."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from holdfast.types import Box
 
 
 class StorageReader(storage.StorageReader):
-    """Loads the snapshot at ``url`` through DCP, whoever saved it::
+    """Load the snapshot at ``url`` through DCP, whether DCP or Holdfast saved it::
 
         dcp.load(state, storage_reader=StorageReader("runs/a/version_100"))
 
-    Every byte is checked before it is used. The leaf ``model/fc.weight`` is what DCP calls
-    ``model.fc.weight``: ``state["model"]["fc.weight"]``. ``load_id``: a fresh name of the load.
+    Every byte is checked before it is used. The leaf ``model/fc.weight`` has the FQN
+    ``model.fc.weight`` in DCP and is loaded into ``state["model"]["fc.weight"]``. ``load_id`` is a
+    unique name of the load.
     """
 
     def __init__(self, url: Url) -> None:
@@ -64,11 +65,11 @@ class StorageReader(storage.StorageReader):
         self._snapshot = None
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """DCP's description of the snapshot, made of its manifest and indexes."""
+        """Return DCP's metadata for the snapshot, created from its manifest and indexes."""
         snapshot = self._snapshot = open_snapshot(self.url)
-        note = snapshot.metadata.get(METADATA_KEY)
-        self._saved_by_dcp = note is not None
-        told = note or {}
+        dcp_metadata = snapshot.metadata.get(METADATA_KEY)
+        self._saved_by_dcp = dcp_metadata is not None
+        dcp_metadata = dcp_metadata or {}
         self._entries = fqns.collect_entries(snapshot.manifest.tree, self._saved_by_dcp)
         chunks: dict[str, list[ChunkStorageMetadata]] = {}
         for index in snapshot.indexes():
@@ -88,11 +89,11 @@ class StorageReader(storage.StorageReader):
         mapping = fqns.mapping_of(self._entries)
         return Metadata(
             state_dict_metadata=state,
-            planner_data=told.get("planner_data", mapping),
+            planner_data=dcp_metadata.get("planner_data", mapping),
             storage_data={fqn: entry.key for fqn, entry in self._entries.items()},
             storage_meta=StorageMeta(
                 checkpoint_id=self.checkpoint_id,
-                save_id=told.get("save_id", snapshot.manifest.attempt),
+                save_id=dcp_metadata.get("save_id", snapshot.manifest.attempt),
                 load_id=self.load_id,
             ),
         )
@@ -113,23 +114,23 @@ class StorageReader(storage.StorageReader):
         snapshot = self._snapshot
         if snapshot is None:
             raise PlanError(
-                "A StorageReader reads before a load has begun",
-                todo="Give it to torch.distributed.checkpoint.load, which calls it in order",
+                "read_data of a StorageReader was called before a load has begun",
+                todo="Pass it to torch.distributed.checkpoint.load, which calls its methods",
             )
-        room = LoadTargets(snapshot)
-        filled, values = [], []
+        targets = LoadTargets(snapshot)
+        tensors, values = [], []
         for item in plan.items:
             entry = self._entries[item.storage_index.fqn]
             if item.type is LoadItemType.BYTE_IO:
-                values.append((item, room.add_fresh(entry.node, entry.key, "cpu")))
+                values.append((item, targets.add_fresh(entry.node, entry.key, "cpu")))
             else:
-                filled.append((item, _add_target(item, entry, planner, room)))
+                tensors.append((item, _add_target(item, entry, planner, targets)))
         with snapshot.pin_while_reading():
-            snapshot.read(room.requests, room.targets)
-        for item, tensor in filled:
+            snapshot.read(targets.requests, targets.targets)
+        for item, tensor in tensors:
             planner.commit_tensor(item, tensor)
-        for item, settle in values:
-            planner.load_bytes(item, _to_bytes_io(settle(), self._saved_by_dcp))
+        for item, finalize in values:
+            planner.load_bytes(item, _to_bytes_io(finalize(), self._saved_by_dcp))
         return completed_future(None)
 
     @classmethod
@@ -140,15 +141,18 @@ class StorageReader(storage.StorageReader):
 def _add_target(
     item: ReadItem, entry: fqns.FqnEntry, planner: LoadPlanner, targets: LoadTargets
 ) -> torch.Tensor:
-    """Have what an item asks for read into the tensor that the planner gives for it."""
+    """Add a read of the item into the tensor that the planner provides, and return that tensor.
+
+    Raises ``ShapeMismatch`` if the tensor has another shape than the item.
+    """
     tensor = planner.resolve_tensor(item).detach()
     sizes = tuple(item.lengths)
     if tuple(tensor.shape) != sizes:
         raise ShapeMismatch(
-            f"The tensor that DCP's planner gives for {item.dest_index.fqn!r} does not fit",
+            f"DCP's planner provides a tensor of the wrong shape for {item.dest_index.fqn!r}",
             expected=list(sizes),
             found=list(tensor.shape),
-            todo="See what resolve_tensor of the planner does",
+            todo="Check resolve_tensor of the planner",
             leaf=entry.key,
         )
     if 0 not in sizes:
@@ -163,7 +167,7 @@ def _add_target(
 
 
 def _to_bytes_io(value: Any, is_pickled: bool) -> io.BytesIO:
-    """What DCP's planner unpickles: its own bytes, or what ``torch.save`` makes of a value."""
+    """Return what DCP's planner unpickles: DCP's own bytes, or a ``torch.save`` of the value."""
     if is_pickled:
         return io.BytesIO(value)
     file = io.BytesIO()

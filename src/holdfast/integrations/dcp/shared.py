@@ -1,4 +1,4 @@
-"""What the writer and the reader have in common."""
+"""Helpers that the writer and the reader share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.engine.snapshot.location import Url, locate
 from holdfast.errors import HoldfastError
 
 METADATA_KEY = "dcp"
-"""Member of a manifest's ``metadata``: DCP saved it, and blobs are what DCP pickled."""
+"""Member of a manifest's ``metadata`` if DCP saved the snapshot; its blobs are DCP's pickles."""
 
 
 def completed_future(value: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Saving through DCP: its plan as boxes of one shard a rank, and the commit."""
+"""Save through DCP: convert its plan to boxes, write one shard per rank, and commit."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ from holdfast.integrations.dcp.shared import (
 )
 from holdfast.lazy_torch import dtype_name
 from holdfast.settings import read_settings
+from holdfast.text import format_list
 from holdfast.types import Box
 from holdfast.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
 class _SaveRank:
-    """A rank's number among the ranks of a save."""
+    """The rank and the number of ranks in a save."""
 
     rank: int
     world_size: int
@@ -59,16 +60,16 @@ class _SaveRank:
 
 @dataclass(frozen=True, slots=True)
 class _WrittenItem:
-    """What a rank tells of one item that it wrote: its place in the nested state, and its box."""
+    """A rank's report on one item that it wrote: its path in the nested state, and its box."""
 
     path: fqns.ObjectPath
-    holding: LeafBox
+    leaf_box: LeafBox
     is_blob: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _PinnedReceipt:
-    """What a rank tells of its shard, and the key of the pin that keeps it until the commit."""
+    """The receipt of a rank, and the key of the pin that protects its files until the commit."""
 
     receipt: Receipt
     pin_key: str | None
@@ -76,10 +77,11 @@ class _PinnedReceipt:
 
 @dataclass(slots=True, weakref_slot=True)
 class _ActiveSave:
-    """One save under way, on one rank.
+    """A save in progress on one rank.
 
-    ``let_go`` takes its pin away, if this rank fails. The coordinator does so for all ranks after
-    the commit; where there is none, another rank having failed, it is done when this is gone.
+    ``release_pin`` removes the pin of this rank; the rank calls it if it fails. After the commit,
+    the coordinator removes the pins of all ranks. If there is no commit because another rank
+    failed, the pin is removed when this object is garbage-collected.
     """
 
     location: Location
@@ -88,24 +90,27 @@ class _ActiveSave:
     release_pin: Callable[[], object] = bool
 
     def pin_files(self) -> str:
-        """Pin the files of this rank until the commit; the pin's key."""
+        """Pin the files of this rank until the commit, and return the key of the pin."""
         key = pin.create_pin(self.location, self.attempt)
         self.release_pin = finalize = weakref.finalize(self, pin.remove_pin, self.location, key)
-        finalize.atexit = False  # a pin ends with its process; a forked child has none to end
+        finalize.atexit = (
+            False  # a pin ends with its process, and a forked child must not remove it
+        )
         return key
 
 
 class StorageWriter(storage.StorageWriter):
-    """Saves through DCP as the snapshot at ``url``; so does ``dcp.async_save``::
+    """Save through DCP as the snapshot at ``url``::
 
         dcp.save(state, storage_writer=StorageWriter("runs/a/version_100"))
 
-    The commit is the manifest, put by the coordinating rank once all ranks have written and synced
-    their shards; if one fails, all raise, and nothing was committed. A snapshot is never modified:
-    where there is one already, ``AlreadyExists`` is raised. DCP wraps errors into its own
-    ``CheckpointException``, whose ``failures`` hold them by rank.
+    ``dcp.async_save`` works as well. The coordinator commits the snapshot by writing the manifest,
+    after all ranks have written and synced their shards. If one rank fails, all ranks raise, and
+    nothing was committed. A snapshot is never modified: if there is already one at ``url``, the
+    save raises ``AlreadyExists``. DCP wraps errors in its own ``CheckpointException``, whose
+    ``failures`` contain them by rank.
 
-    ``save_id``: a fresh name, given to planners; the coordinating rank's is kept in the snapshot.
+    ``save_id`` is a unique name that planners receive. The snapshot records the coordinator's.
     """
 
     def __init__(self, url: Url) -> None:
@@ -115,7 +120,7 @@ class StorageWriter(storage.StorageWriter):
         self._save: _ActiveSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Goes to another process before a save, so without one under way."""
+        """Omit the active save: DCP pickles the writer for another process before a save begins."""
         return {**self.__dict__, "_save": None}
 
     @property
@@ -128,14 +133,13 @@ class StorageWriter(storage.StorageWriter):
         self.save_id = names.new_attempt()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-        if not kwargs.get("use_collectives", True) and not alone:
+        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if distributed and not kwargs.get("use_collectives", True):
             raise Unsupported(
-                "DCP was told to save without collectives: each rank by itself",
-                expected="ranks that make one snapshot together",
+                "DCP was called without collectives, so each rank would save by itself",
+                expected="ranks that save one snapshot together",
                 found="use_collectives=False",
-                todo="Leave use_collectives out; with no_dist=True each rank may save to a folder"
-                " of its own",
+                todo="Omit use_collectives, or use no_dist=True with one folder per rank",
             )
         self._save = _ActiveSave(locate(self.url), names.new_attempt(), time.perf_counter())
         if is_coordinator:
@@ -148,27 +152,26 @@ class StorageWriter(storage.StorageWriter):
         return [replace(p, storage_data=_SaveRank(i, len(plans))) for i, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        save, seat = self._active_save(), plan.storage_data
-        if not isinstance(seat, _SaveRank):  # a plan that DCP kept from a save by another writer
-            seat = _SaveRank(
+        save, save_rank = self._active_save(), plan.storage_data
+        if not isinstance(save_rank, _SaveRank):  # DCP cached the plan of a save by another writer
+            save_rank = _SaveRank(
                 *(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             )
         try:
-            taken = [_resolve_item(item, planner, plan.planner_data) for item in plan.items]
-            leaves = [leaf for _, leaf in taken]
-            done = [
-                WriteResult(item.index, written.holding.nbytes, written)
-                for item, (written, _) in zip(plan.items, taken, strict=True)
+            resolved = [_resolve_item(item, planner, plan.planner_data) for item in plan.items]
+            results = [
+                WriteResult(item.index, written.leaf_box.nbytes, written)
+                for item, (written, _) in zip(plan.items, resolved, strict=True)
             ]
-            done.append(_write_rank_shard(save, seat, leaves))
+            results.append(_write_rank_shard(save, save_rank, [leaf for _, leaf in resolved]))
         except BaseException:
             save.release_pin()
             raise
-        return completed_future(done)
+        return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save = self._active_save()
-        delivered = [
+        pinned_receipts = [
             r.storage_data
             for rank in results
             for r in rank
@@ -176,9 +179,9 @@ class StorageWriter(storage.StorageWriter):
         ]
         try:
             metadata.storage_meta = self.storage_meta()
-            snapshot = _commit(save, metadata, results, [d.receipt for d in delivered])
+            snapshot = _commit(save, metadata, results, [p.receipt for p in pinned_receipts])
         finally:
-            for key in filter(None, (d.pin_key for d in delivered)):
+            for key in filter(None, (p.pin_key for p in pinned_receipts)):
                 pin.remove_pin(save.location, key)
         metadata.storage_data = {}
         seconds = time.perf_counter() - save.began
@@ -194,8 +197,8 @@ class StorageWriter(storage.StorageWriter):
     def _active_save(self) -> _ActiveSave:
         if self._save is None:
             raise PlanError(
-                "A StorageWriter writes before a save has begun",
-                todo="Give it to torch.distributed.checkpoint.save, which calls it in order",
+                "A method of a StorageWriter was called before a save has begun",
+                todo="Pass it to torch.distributed.checkpoint.save, which calls its methods",
             )
         return self._save
 
@@ -203,50 +206,54 @@ class StorageWriter(storage.StorageWriter):
 def _resolve_item(
     item: WriteItem, planner: SavePlanner, planner_data: Any
 ) -> tuple[_WrittenItem, LocalLeaf]:
-    """An item of DCP's plan as a box, and where its bytes are."""
+    """Return an item of DCP's plan as a box, and a leaf with its bytes.
+
+    Raises ``ShapeMismatch`` and ``Unsupported``.
+    """
     fqn = item.index.fqn
     path = fqns.path_of(fqn, planner_data)
     key = fqns.key_of(path)
     value = planner.resolve_data(item)
     if isinstance(value, io.BytesIO):
         raw = np.asarray(value.getbuffer(), np.uint8)
-        holding = LeafBox(key, "uint8", raw.shape, Box.whole(raw.shape))
-        return _WrittenItem(path, holding, True), LocalLeaf(
-            key, "uint8", raw.shape, raw, holding.box
-        )
+        leaf_box = LeafBox(key, "uint8", raw.shape, Box.whole(raw.shape))
+        leaf = LocalLeaf(key, "uint8", raw.shape, raw, leaf_box.box)
+        return _WrittenItem(path, leaf_box, True), leaf
     data = item.tensor_data
     if data is None:
-        raise tree.unsupported(value, key, "DCP has planned bytes, its planner gives a tensor")
+        raise tree.unsupported(value, key, "DCP planned bytes, but its planner provides a tensor")
     tensor, dtype = _materialize_tensor(value, key)
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     if box.sizes != tuple(tensor.shape):
         raise ShapeMismatch(
-            f"What DCP's planner gives for {fqn!r} is no part that it has planned",
+            f"The tensor that DCP's planner provides for {fqn!r} is not the part that it planned",
             expected=list(box.sizes),
             found=list(tensor.shape),
-            todo="See what resolve_data of the planner does",
+            todo="Check resolve_data of the planner",
             leaf=key,
         )
     shape = tuple(data.size)
-    return _WrittenItem(path, LeafBox(key, dtype, shape, box), False), LocalLeaf(
-        key, dtype, shape, tensor, box
-    )
+    leaf = LocalLeaf(key, dtype, shape, tensor, box)
+    return _WrittenItem(path, LeafBox(key, dtype, shape, box), False), leaf
 
 
 def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
-    """A tensor whose bytes are those of its elements, and its dtype. Raises ``Unsupported``."""
-    wait = getattr(type(value), "trigger_wait", None)  # a collective may still be filling it
+    """Return a strided tensor with the elements of ``value``, and its dtype.
+
+    Raises ``Unsupported``.
+    """
+    wait = getattr(type(value), "trigger_wait", None)  # a collective may still be writing to it
     tensor = value if wait is None else wait(value)
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_nested:
+    supported = (torch.Tensor, torch.nn.Parameter)
+    if type(tensor) not in supported or tensor.layout is not torch.strided or tensor.is_nested:
         raise tree.unsupported(
-            value, key, "DCP would pickle it as a tensor, here only strided ones"
+            value, key, "DCP saves it as a tensor, and only strided tensors are supported"
         )
     if tensor.is_meta or (tensor.numel() and not tensor.data_ptr()):
-        raise tree.unsupported(value, key, "it has no data; materialise it before saving")
+        raise tree.unsupported(value, key, "it has no data; materialize it before saving")
     dtype = dtype_name(tensor.dtype)
     if dtype is None or tensor.is_quantized:
-        raise tree.unsupported(value, key, f"the dtype {tensor.dtype} has no bytes to be written")
+        raise tree.unsupported(value, key, f"the dtype {tensor.dtype} cannot be stored as bytes")
     return tensor.detach().resolve_conj().resolve_neg(), dtype
 
 
@@ -254,54 +261,57 @@ def _write_rank_shard(
     save: _ActiveSave, save_rank: _SaveRank, leaves: list[LocalLeaf]
 ) -> WriteResult:
     """Write this rank's shard and index, pinned until the commit. Raises ``StoreError``."""
-    # a part without elements need not be written, unless the whole has none
+    # a box without elements is not written, unless the whole tensor has none
     leaves = [leaf for leaf in leaves if 0 not in leaf.box.sizes or 0 in leaf.shape]
     if save_rank.rank and not leaves:
         return WriteResult(
             MetadataIndex(""), 0, _PinnedReceipt(Receipt(save_rank.rank, None), None)
         )
-    place, pool, threads = save.location, shared_pool(), read_settings().threads
+    location, pool, threads = save.location, shared_pool(), read_settings().threads
     image = make_image(leaves, [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves])
     synchronize_streams(image.sources)
     shard = names.shard_name(save_rank.rank, save_rank.world_size, save.attempt)
-    pinned = save.pin_files()
-    digests = write_shard(place, shard, image, image.pieces(), pool, threads)
+    pin_key = save.pin_files()
+    digests = write_shard(location, shard, image, image.pieces(), pool, threads)
     index = names.index_name(save_rank.rank, save_rank.world_size, save.attempt)
-    vouched = write_index(place, index, shard, image, digests)
+    index_record = write_index(location, index, shard, image, digests)
     receipt = Receipt(
-        save_rank.rank, IncrementalShard(shard, image.length, vouched, []), image.length
+        save_rank.rank, IncrementalShard(shard, image.length, index_record, []), image.length
     )
-    return WriteResult(MetadataIndex(shard), image.length, _PinnedReceipt(receipt, pinned))
+    return WriteResult(MetadataIndex(shard), image.length, _PinnedReceipt(receipt, pin_key))
 
 
 def _commit(
     save: _ActiveSave, metadata: Metadata, results: list[list[WriteResult]], receipts: list[Receipt]
 ) -> Snapshot:
-    """Check what all ranks wrote against DCP's plan and what is seen here, and put the manifest."""
-    place = save.location
+    """Check the boxes of all ranks against DCP's plan and the files in the store, and commit.
+
+    Raises ``CommitError`` and ``PlanError``.
+    """
+    location = save.location
     written = {r.index.fqn: r.storage_data for rank in results for r in rank}
-    lacking = [fqn for fqn in metadata.state_dict_metadata if fqn not in written]
-    if lacking:
+    missing = [fqn for fqn in metadata.state_dict_metadata if fqn not in written]
+    if missing:
         raise CommitError(
-            f"Nothing was committed to {place.url}: no rank wrote {len(lacking)} planned leaves",
-            expected=", ".join(lacking[:5]),
-            todo="See what finish_plan of the planner leaves out",
-            leaves=tuple(lacking),
+            f"Nothing was committed to {location.url}: no rank wrote {len(missing)} planned leaves",
+            expected=format_list(missing, 5),
+            todo="Check what finish_plan of the planner omits",
+            leaves=tuple(missing),
         )
-    parts = [
-        [r.storage_data.holding for r in rank if isinstance(r.storage_data, _WrittenItem)]
+    boxes = [
+        [r.storage_data.leaf_box for r in rank if isinstance(r.storage_data, _WrittenItem)]
         for rank in results
     ]
-    plan = make_global_plan([make_local_plan(part) for part in parts])
-    shards = check_receipts(place, receipts, len(results))
-    version = names.parse_version(place.folder.rpartition("/")[2])
+    plan = make_global_plan([make_local_plan(rank_boxes) for rank_boxes in boxes])
+    shards = check_receipts(location, receipts, len(results))
+    version = names.parse_version(location.folder.rpartition("/")[2])
     root = _build_tree(metadata, [r.storage_data for rank in results for r in rank])
     statistics = {
         "bytes": sum(s.length for s in shards),
         "staged_seconds": 0.0,
         "written_seconds": round(time.perf_counter() - save.began, 6),
     }
-    about = {
+    version_metadata = {
         **VersionMetadata().to_node()["dict"],
         METADATA_KEY: _encode_dcp_metadata(root, metadata),
         "statistics": {"dict": statistics},
@@ -314,30 +324,29 @@ def _commit(
         branch=0 if version is None else version.branch,
         parent=None,
         shards=shards,
-        metadata={"dict": about},
+        metadata={"dict": version_metadata},
         tree=root,
     )
-    return put_manifest(place, manifest, plan)
+    return put_manifest(location, manifest, plan)
 
 
 def _build_tree(metadata: Metadata, written: Sequence[Any]) -> Any:
-    """The tree of all that was written, in the order in which the state had it."""
+    """Return the tree of everything that was written, in the order of the state."""
     leaves = {}
-    for w in written:
-        if isinstance(w, _WrittenItem):
-            h = w.holding
-            leaves[w.path] = (
-                {"blob": ["bytes", h.shape[0]]} if w.is_blob else {"tensor": [h.dtype, [*h.shape]]}
-            )
+    for item in written:
+        if isinstance(item, _WrittenItem):
+            leaf = item.leaf_box
+            tensor = {"tensor": [leaf.dtype, [*leaf.shape]]}
+            leaves[item.path] = {"blob": ["bytes", leaf.shape[0]]} if item.is_blob else tensor
     mapping = metadata.planner_data
     paths = [fqns.path_of(n, mapping) for n in mapping] if isinstance(mapping, dict) else []
-    order = {path: leaves[path] for path in paths if path in leaves}
-    return fqns.build_tree({**order, **leaves})
+    ordered = {path: leaves[path] for path in paths if path in leaves}
+    return fqns.build_tree({**ordered, **leaves})
 
 
 def _encode_dcp_metadata(root: Any, metadata: Metadata) -> Any:
-    """What the tree does not tell of DCP's metadata. Raises ``Unsupported``."""
-    note = {"save_id": metadata.storage_meta.save_id} if metadata.storage_meta else {}
+    """Encode what the tree does not contain of DCP's metadata. Raises ``Unsupported``."""
+    members = {"save_id": metadata.storage_meta.save_id} if metadata.storage_meta else {}
     if metadata.planner_data != fqns.mapping_of(fqns.collect_entries(root, True)):
-        note["planner_data"] = metadata.planner_data
-    return tree.encode(note, "metadata/dcp", tree.reject_value)
+        members["planner_data"] = metadata.planner_data
+    return tree.encode(members, "metadata/dcp", tree.reject_value)
