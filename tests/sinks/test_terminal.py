@@ -79,21 +79,21 @@ def test_that_ranks_are_waited_for_is_shown_by_the_first_that_is_not(
     [
         ("save_failed", "FAILED to save step 1400: NoSpace: No space for shard-0. Expected 4096 "
                         "bytes, found 1024. Free space."),
-        ("save_skipped", "skipped the save of step 1400: one was under way"),
-        ("save_waited", "waited 1.20 s to save step 1400: one was under way"),
-        ("began", "began a training in runs/a: no version is there yet"),
-        ("stopped", "stopped improving at step 1500: val_loss was at best 0.2312"),
-        ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: ckpt.save() at the end "
-                         "keeps them"),
+        ("save_skipped", "skipped the save of step 1400: another save was in progress"),
+        ("save_waited", "waited 1.20 s to save step 1400: another save was in progress"),
+        ("began", "started a new training in runs/a: it has no version yet"),
+        ("stopped", "stopped at step 1500: val_loss no longer improved, its best value was 0.2312"),
+        ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: call ckpt.save() at the "
+                         "end to save them"),
         ("resumed", "resumed step 1200 from runs/a/version_1200"),
-        ("pin_left", "left the pin pin-1.json behind: timeout"),
-        ("structure_changed", "noticed that the state has other leaves in version_9: 2 added, "
+        ("pin_left", "could not remove the pin pin-1.json: timeout"),
+        ("structure_changed", "detected changed leaves of the state in version_9: 2 added, "
                               "1 changed"),
-        ("read_alone", "read runs/a/version_1200 without sharing: rank 2 cannot map it"),
-        ("request_unseen", "lost sight of requests in runs/a: timeout"),
+        ("read_alone", "read runs/a/version_1200 without shared memory: rank 2 cannot map it"),
+        ("request_unseen", "could not check runs/a for save requests: timeout"),
         ("not_agreed", "could not agree on save 3, stop: Rank 2 has died"),
         ("ranks_awaited", "waited 31.2 s for ranks 3, 5 and 4 more in the save of version_5, and "
-                          "goes on for up to 10.0 min"),
+                          "keeps waiting for up to 10.0 min"),
     ],
 )  # fmt: skip
 def test_a_line_for_what_else_happens(name: str, line: str) -> None:
@@ -111,9 +111,9 @@ def test_a_line_for_what_else_happens(name: str, line: str) -> None:
             "resumed step 1200 from runs/a/version_1200.1, branch 2",
         ),
         ("memory://a/version_0", 0, 0, "resumed step 0 from memory://a/version_0"),
-        ("runs/a/version_80", 0, 0, "began at step 0 with what runs/a/version_80 holds"),
-        ("runs/a/version_80", 8, 0, "began at step 8 with what runs/a/version_80 holds"),
-        ("snap", 0, 0, "began at step 0 with what snap holds"),
+        ("runs/a/version_80", 0, 0, "started at step 0 with state from runs/a/version_80"),
+        ("runs/a/version_80", 8, 0, "started at step 8 with state from runs/a/version_80"),
+        ("snap", 0, 0, "started at step 0 with state from snap"),
     ],
 )
 def test_a_run_that_begins_with_a_part_of_another_did_not_resume_its_step(
@@ -130,15 +130,15 @@ def test_a_wait_is_told_where_a_person_could_feel_it() -> None:
         )
     ]
     assert lines(*(("save_waited", fields) for fields in waits)) == [
-        "waited 100 ms to save step 2: one was under way",
-        "waited to save step 3: one was under way",
-        "waited to save step 4: one was under way",
+        "waited 100 ms to save step 2: another save was in progress",
+        "waited to save step 3: another save was in progress",
+        "waited to save step 4: another save was in progress",
     ]
 
 
 def test_a_metric_that_never_was_a_number() -> None:
     (line,) = lines(("stopped", {"step": 3, "metric": "loss", "best": None}))
-    assert line == "stopped improving at step 3: loss never was a number"
+    assert line == "stopped at step 3: loss was never a number"
 
 
 def test_the_todo_of_a_version_that_was_skipped_is_left_out() -> None:

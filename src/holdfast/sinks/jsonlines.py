@@ -1,4 +1,4 @@
-"""Events for programs: a file of JSON objects, one a line."""
+"""Events for programs: a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from holdfast.sinks.wording import to_json_value
 
 
 class JsonLines:
-    """Appends one JSON object a line to a file: ``time`` (of day, UTC), ``event``, its fields.
+    """Appends a JSON object to a file for each event: ``time`` (UTC), ``event``, and its fields.
 
-    A line is appended by one write, so several threads and, on a local disk, several processes may
-    share a file. The file is opened for each event: nothing is buffered that a fork could write
-    twice, a file that was moved away is begun anew, and what a network file system only says at
-    the close is heard. ASCII only; errors are text; see ``docs/events.md`` for odd values.
+    Each line is appended with one write. Several threads can therefore share a file, and so can
+    several processes on a local disk. The file is opened and closed for each event: there is no
+    buffer that a fork could write twice, a file that was moved away is created again, and errors
+    that a network file system reports only on close are raised. The output is ASCII, and errors are
+    text. ``docs/events.md`` describes values that JSON cannot represent.
 
-    Folders are created. Raises ``OSError`` if the file cannot be opened or written.
+    Parent folders are created. Raises ``OSError`` if the file cannot be opened or written.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class JsonLines:
     def _append(self, line: bytes) -> None:
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            while line:  # a second turn only where the disk is full: it raises
+            while line:  # a short write means that the disk is full; the next write raises
                 line = line[os.write(file, line) :]
         except OSError as e:
             e.filename = self.path
@@ -49,7 +50,7 @@ class JsonLines:
 
 
 def _lacks_newline(path: str) -> bool:
-    """Whether the last line lacks its end: the disk was full or the machine went down."""
+    """Return True if the last line is incomplete: the disk was full or the machine crashed."""
     if not os.path.isfile(path) or os.path.getsize(path) == 0:
         return False
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Events for the standard library's logging."""
+"""Events for the ``logging`` module."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LEVELS = {
 
 
 class Logging:
-    """A record for each event that a person may want to know of, in the logger of that name.
+    """Logs each event that is of interest to people, to the logger with the given name.
 
-    What went as it should is INFO, what a person should look at is WARNING, a save that failed is
-    ERROR. A record has the event's name and fields as ``record.event`` and ``record.fields``.
+    The level is INFO for normal events, WARNING if attention is needed, and ERROR for a failed
+    save. A record has the name and fields of the event as ``record.event`` and ``record.fields``.
     """
 
     def __init__(self, logger: str = "holdfast") -> None:
@@ -40,5 +40,5 @@ class Logging:
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         level = _LEVELS.get(name)
         if level is not None and self._logger.isEnabledFor(level):
-            more = {"event": name, "fields": fields}
-            self._logger.log(level, "%s", describe_event(name, fields), extra=more)
+            extra = {"event": name, "fields": fields}
+            self._logger.log(level, "%s", describe_event(name, fields), extra=extra)

@@ -1,4 +1,4 @@
-"""Events as numbers over time: Prometheus, TensorBoard."""
+"""Events as metrics over time, for Prometheus and TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 _COUNTERS = {
     "saves": "Versions committed",
     "save_failures": "Saves that failed",
-    "saves_skipped": "Saves left out because the one before was under way",
-    "resumes": "Times that a version was resumed",
+    "saves_skipped": "Saves skipped because another save was in progress",
+    "resumes": "Number of resumes from a version",
     "written_bytes": "Bytes that saves wrote",
-    "referred_bytes": "Bytes of earlier versions that saves referred to",
-    "blocked_seconds": "Time that steps were held up by saves",
-    "background_seconds": "Time of saves beside the training",
+    "referred_bytes": "Bytes in earlier versions that saves referred to",
+    "blocked_seconds": "Seconds for which saves blocked training steps",
+    "background_seconds": "Seconds that saves took in the background",
 }
 _GAUGES = {
     "last_step": "Step of the newest version saved or resumed",
@@ -41,10 +41,12 @@ _FIELD_COUNTERS = {
 
 
 class Prometheus:
-    """Counters and gauges ``holdfast_*``, in ``registry`` (the client's own if not given).
+    """Counters and gauges ``holdfast_*`` in ``registry`` (by default that of the client library).
 
-    How they are served is the program's: ``prometheus_client.start_http_server`` or a push. Raises
-    ``HoldfastError`` if the client is not installed, ``ValueError`` if the registry has them.
+    The program serves them, for example with ``prometheus_client.start_http_server`` or a push.
+
+    Raises ``HoldfastError`` if the client library is not installed, and ``ValueError`` if the
+    registry already contains these metrics.
     """
 
     def __init__(
@@ -57,15 +59,15 @@ class Prometheus:
             from prometheus_client import REGISTRY, Counter, Gauge
         except ImportError as e:
             raise HoldfastError(
-                "The sink for Prometheus needs the package prometheus_client",
+                "The Prometheus sink needs the package prometheus_client",
                 todo='Install it: pip install "holdfast[prometheus]"',
             ) from e
-        where = REGISTRY if registry is None else registry
+        target = REGISTRY if registry is None else registry
         self._clock = clock
         self._counters = {
-            n: Counter(f"holdfast_{n}", t, registry=where) for n, t in _COUNTERS.items()
+            n: Counter(f"holdfast_{n}", t, registry=target) for n, t in _COUNTERS.items()
         }
-        self._gauges = {n: Gauge(f"holdfast_{n}", t, registry=where) for n, t in _GAUGES.items()}
+        self._gauges = {n: Gauge(f"holdfast_{n}", t, registry=target) for n, t in _GAUGES.items()}
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         if name not in _EVENT_COUNTERS:
@@ -81,24 +83,24 @@ class Prometheus:
 
 
 class ScalarWriter(Protocol):
-    """What is asked of TensorBoard's ``SummaryWriter``."""
+    """The part of TensorBoard's ``SummaryWriter`` that the sink uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Keep one value of a curve."""
+        """Record one value of a curve."""
 
 
 class TensorBoard:
-    """Curves ``holdfast/*`` over the training's steps, a point for each save: seconds blocked and
-    in the background, bytes written and referred to, GiB/s.
+    """Curves ``holdfast/*`` over the training steps, with one point for each save.
 
-    ``writer``: the program's ``SummaryWriter``, or whatever has its ``add_scalar``; it is called
-    from background threads, and it stays the program's to close.
+    The curves are seconds blocked, seconds in the background, bytes written, bytes referred to, and
+    GiB/s. ``writer``: a ``SummaryWriter``, or an object with the same ``add_scalar``. The sink
+    calls it from background threads. The program closes the writer.
     """
 
     def __init__(self, writer: ScalarWriter) -> None:
         if not callable(getattr(writer, "add_scalar", None)):
             raise HoldfastError(
-                "The sink for TensorBoard cannot write to this",
+                "Invalid writer for the TensorBoard sink",
                 expected="a writer with add_scalar, such as torch.utils.tensorboard.SummaryWriter",
                 found=type(writer).__qualname__,
             )

@@ -1,4 +1,4 @@
-"""Events for a person at a terminal: a line for each save."""
+"""Events for people at a terminal: one line for each save."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ _STYLES = {
     "save_failed": "bold red",
 }
 _MIN_WAIT_SECONDS = 0.1
-"""Seconds of waiting below which a person need not see it: in a quick loop every save waits."""
+"""Shorter waits in seconds are not shown: in a fast loop every save waits."""
 _METRICS_DROP_ORDER = 5
 _MIN_METRICS_WIDTH = 12
-"""Columns below which metrics are left out rather than cut."""
+"""With fewer columns than this, metrics are omitted, not truncated."""
 
-# One for all, taken around a fork too: no child inherits half a line in a buffer, or a held lock.
+# All sinks share one lock. It is also held during a fork, so that a child inherits neither half a
+# line in a buffer nor a locked lock.
 _line_lock = RLock()
 os.register_at_fork(
     before=_line_lock.acquire, after_in_parent=_line_lock.release, after_in_child=_line_lock.release
@@ -44,17 +45,20 @@ os.register_at_fork(
 
 
 class Terminal:
-    """A line for each save: step, size, seconds and bytes a second in the background, seconds
-    blocked, and what else there is to say; a line for what was resumed, skipped or failed, and for
-    a save that waited 0.1 s or longer for the one before.
+    """Prints one line for each save, resume, skipped version, and failure.
 
-    The versions that a save deleted stand at the end of its line. Colours, and the cut at
-    the right edge, only where ``stream`` is a terminal (rich decides, and heeds ``NO_COLOR``); a
-    failure is never cut. ``stream``: if not given, stderr, whatever that is at the moment. A line
-    is one write; a bar of tqdm moves out of its way. Raises what the stream raises.
+    The line of a save contains the step, the size, the seconds and bytes per second in the
+    background, the seconds for which it blocked training, further details if applicable, and the
+    versions that the save deleted. A save that waited 0.1 s or longer for the previous save gets an
+    extra line.
 
-    Of several ranks of torch.distributed the first shows what all of them do; on the others nothing
-    is shown, but that the first is waited for, which the second shows.
+    ``stream``: by default, the value of ``sys.stderr`` at the time of the event. Lines are colored
+    and truncated at the right edge only if the stream is a terminal (rich decides this and respects
+    ``NO_COLOR``). A failure is never truncated. Each line is one write, and tqdm progress bars stay
+    intact. Raises the errors of the stream.
+
+    With several ranks of torch.distributed, only rank 0 prints what all ranks do. Rank 1 prints
+    only that the ranks wait for rank 0.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -69,31 +73,31 @@ class Terminal:
             if name == "deleted":
                 self._deleted.append(text_field(fields, "version").removeprefix("version_"))
                 return
-            said = describe_event(name, fields)
-            if name not in _STYLES or said is None or said in self._shown:
+            text = describe_event(name, fields)
+            if name not in _STYLES or text is None or text in self._shown:
                 return
             waited = number_field(fields, "seconds")
             if name == "save_waited" and waited is not None and waited < _MIN_WAIT_SECONDS:
                 return
             if name == "skipped":
-                self._shown.add(said)  # retention meets a damaged version after every save
+                self._shown.add(text)  # retention skips a damaged version after every save
             if name == "saved":
                 parts = _saved_line(fields, self._deleted)
                 self._deleted = []
             else:
-                verb, _, rest = said.partition(" ")
-                loud = name == "save_failed"
+                verb, _, rest = text.partition(" ")
+                failed = name == "save_failed"
                 parts = [
-                    LinePart(0, verb.upper() if loud else verb, _STYLES[name]),
-                    LinePart(0, f" {rest}", _STYLES[name] if loud else ""),
+                    LinePart(0, verb.upper() if failed else verb, _STYLES[name]),
+                    LinePart(0, f" {rest}", _STYLES[name] if failed else ""),
                 ]
             stream = sys.stderr if self._stream is None else self._stream
-            if stream is not None:  # None: a program without a console
+            if stream is not None:  # None if the program has no console
                 _print_line(stream, parts)
 
 
 def _rank() -> int:
-    """The rank of this process; 0 if it is the only one."""
+    """Return the rank of this process, or 0 if it is the only process."""
     from holdfast.lazy_torch import torch_or_none
 
     torch: Any = torch_or_none()
@@ -103,14 +107,14 @@ def _rank() -> int:
 
 
 def _showing_rank(name: str, fields: Mapping[str, Any]) -> int:
-    """The rank that shows an event: the first of those that are not waited for themselves."""
-    awaited = fields.get("ranks") if name == "ranks_awaited" else None
-    several = {r for r in awaited if type(r) is int} if isinstance(awaited, list) else set()
-    return next(rank for rank in count() if rank not in several)
+    """Return the rank that shows an event: the lowest rank that is not awaited itself."""
+    ranks = fields.get("ranks") if name == "ranks_awaited" else None
+    awaited = {r for r in ranks if type(r) is int} if isinstance(ranks, list) else set()
+    return next(rank for rank in count() if rank not in awaited)
 
 
 class LinePart(NamedTuple):
-    """A piece of a line. ``rank``: what has the larger one goes first where room is short."""
+    """A part of a line. On a narrow terminal, parts with a larger ``drop_order`` go first."""
 
     drop_order: int
     text: str
@@ -118,18 +122,18 @@ class LinePart(NamedTuple):
 
 
 def _saved_line(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[LinePart]:
-    said = describe_saved(fields)
-    gone = ", ".join(deleted) if len(deleted) <= 3 else f"{len(deleted)} versions"
+    texts = describe_saved(fields)
+    versions = ", ".join(deleted) if len(deleted) <= 3 else f"{len(deleted)} versions"
     parts = [
         LinePart(0, "saved", _STYLES["saved"]),
-        LinePart(0, f" step {said['step']:>5}"),
-        LinePart(0, f"  {said['size']:>8} in {said['seconds']:>7}"),
-        LinePart(1, f"  blocked {said['blocked']:>7}"),
-        LinePart(4, f"  {said['rate']:>10}", "dim"),
-        LinePart(2, f"  {said['referred']}", "dim") if said["referred"] else None,
-        LinePart(3, f"  {said['reason']}", "cyan") if said["reason"] else None,
-        LinePart(_METRICS_DROP_ORDER, f"  {said['metrics']}") if said["metrics"] else None,
-        LinePart(6, f"  deleted {gone}", "dim") if deleted else None,
+        LinePart(0, f" step {texts['step']:>5}"),
+        LinePart(0, f"  {texts['size']:>8} in {texts['seconds']:>7}"),
+        LinePart(1, f"  blocked {texts['blocked']:>7}"),
+        LinePart(4, f"  {texts['rate']:>10}", "dim"),
+        LinePart(2, f"  {texts['referred']}", "dim") if texts["referred"] else None,
+        LinePart(3, f"  {texts['reason']}", "cyan") if texts["reason"] else None,
+        LinePart(_METRICS_DROP_ORDER, f"  {texts['metrics']}") if texts["metrics"] else None,
+        LinePart(6, f"  deleted {versions}", "dim") if deleted else None,
     ]
     return [part for part in parts if part is not None]
 
@@ -138,29 +142,29 @@ def _print_line(stream: TextIO, parts: Sequence[LinePart]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    seen = Console(file=stream, force_jupyter=False)
+    detected = Console(file=stream, force_jupyter=False)
     if stream.isatty():
-        parts = _fit_width(parts, seen.width)
-    # rich is asked what the stream shows, but not to write: it would write more than once, and
-    # ends the program if the pipe is broken
-    written = StringIO()
+        parts = _fit_width(parts, detected.width)
+    # rich detects the features of the stream but does not write to it: it would write more than
+    # once, and it ends the program if the pipe is broken
+    buffer = StringIO()
     console = Console(
-        file=written,
-        force_terminal=seen.is_terminal,
+        file=buffer,
+        force_terminal=detected.is_terminal,
         force_jupyter=False,
-        color_system=seen.color_system,  # type: ignore[arg-type]
-        no_color=seen.no_color,
+        color_system=detected.color_system,  # type: ignore[arg-type]
+        no_color=detected.no_color,
     )
     console.print(Text.assemble(*((part.text, part.style) for part in parts)), soft_wrap=True)
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    line = written.getvalue().encode(encoding, "backslashreplace").decode(encoding)
+    line = buffer.getvalue().encode(encoding, "backslashreplace").decode(encoding)
     with _pause_progress_bars(stream):
         stream.write(line)
         stream.flush()
 
 
 def _fit_width(parts: Sequence[LinePart], width: int) -> list[LinePart]:
-    """The parts for which there is room, in their order; metrics may be cut short."""
+    """Return the parts that fit into ``width``, in order. Metrics may be truncated."""
     from rich.cells import cell_len, set_cell_size
 
     kept = {}
@@ -177,6 +181,6 @@ def _fit_width(parts: Sequence[LinePart], width: int) -> list[LinePart]:
 
 
 def _pause_progress_bars(stream: TextIO) -> AbstractContextManager[object]:
-    """Bars of tqdm are drawn anew below what is written meanwhile, if the program has any."""
+    """Return a context in which tqdm redraws its progress bars below any output."""
     bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     return nullcontext() if bars is None else bars.external_write_mode(file=stream)

@@ -1,4 +1,4 @@
-"""Events in words: sizes, times, metrics, sentences; and any value as JSON can say it."""
+"""Formats events as text, with sizes, durations, and metrics, and converts values to JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NAME = 24
 
 
 def number_field(fields: Mapping[str, Any], name: str) -> float | None:
-    """A field that is a number of bytes or seconds; None if there is no such."""
+    """Return a field that is a number of bytes or seconds, or None if it is missing or invalid."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -30,13 +30,13 @@ def number_field(fields: Mapping[str, Any], name: str) -> float | None:
 
 
 def bytes_per_second(fields: Mapping[str, Any]) -> float | None:
-    """Bytes a second of a ``saved`` event: what it wrote itself, over its background half."""
+    """Return the bytes per second that the background part of a ``saved`` event wrote."""
     nbytes, seconds = number_field(fields, "bytes"), number_field(fields, "seconds")
     return nbytes / seconds if nbytes and seconds else None
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes in three digits, at most 8 characters up to PiB: ``1.31 GiB``."""
+    """Format bytes with three digits, such as ``1.31 GiB``. Up to PiB, at most 8 characters."""
     if nbytes < 999.5:
         return f"{nbytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -47,7 +47,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in three digits, in the unit that fits: ``12.3 ms``."""
+    """Format seconds with three digits in a suitable unit, such as ``12.3 ms``."""
     if seconds < 999.5e-6:
         return f"{seconds * 1e6:.0f} us"
     for limit, unit, length in ((0.9995, "ms", 1e-3), (119.5, "s", 1), (119.5 * 60, "min", 60)):
@@ -61,7 +61,7 @@ def _three_digits(number: float) -> str:
 
 
 def format_metrics(metrics: object) -> str:
-    """The first metrics on one line: ``loss 0.25, accuracy 0.9``."""
+    """Format the first metrics on one line, such as ``loss 0.25, accuracy 0.9``."""
     if not isinstance(metrics, Mapping):
         return ""
     shown = [
@@ -73,8 +73,8 @@ def format_metrics(metrics: object) -> str:
 
 
 def _format_value(value: object) -> str:
-    said = to_json_value(value)
-    return f"{said:.4g}" if isinstance(said, float) else _truncate(str(said), _MAX_NAME)
+    plain = to_json_value(value)
+    return f"{plain:.4g}" if isinstance(plain, float) else _truncate(str(plain), _MAX_NAME)
 
 
 def _truncate(text: str, limit: int) -> str:
@@ -82,19 +82,19 @@ def _truncate(text: str, limit: int) -> str:
 
 
 def to_printable(text: object) -> str:
-    """Text from outside: one line, and nothing in it that steers a terminal."""
+    """Return text from outside as one line without terminal control characters."""
     return "".join(
         c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in str(text)
     )
 
 
 def text_field(fields: Mapping[str, Any], name: str, missing: str = "?") -> str:
-    """A field as clean text."""
+    """Return a field as one line of printable text."""
     return to_printable(to_json_value(fields.get(name, missing)))
 
 
 def describe_saved(fields: Mapping[str, Any]) -> dict[str, str]:
-    """What there is to say about a ``saved`` event; a piece that is not known is empty."""
+    """Return the texts that describe a ``saved`` event. Unknown values are empty."""
     nbytes, seconds = number_field(fields, "bytes"), number_field(fields, "seconds")
     blocked, referred = number_field(fields, "blocked"), number_field(fields, "referred")
     speed, reason = bytes_per_second(fields), text_field(fields, "reason", "cadence")
@@ -111,57 +111,58 @@ def describe_saved(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
-    """An event as one line that begins with a verb; None for one that people need not see."""
+    """Return an event as one line that begins with a verb, or None if it is not for people."""
     step, version, error = (text_field(fields, name) for name in ("step", "version", "error"))
     if name == "saved":
-        said = describe_saved(fields)
-        rest = [" in ".join(filter(None, (said["size"], said["seconds"]))), said["rate"]]
-        rest += [f"blocked {said['blocked']}"] if said["blocked"] else []
-        rest += [said["referred"], said["reason"], said["metrics"]]
-        return ": ".join(filter(None, (f"saved step {step}", ", ".join(filter(None, rest)))))
+        texts = describe_saved(fields)
+        details = [" in ".join(filter(None, (texts["size"], texts["seconds"]))), texts["rate"]]
+        details += [f"blocked {texts['blocked']}"] if texts["blocked"] else []
+        details += [texts["referred"], texts["reason"], texts["metrics"]]
+        return ": ".join(filter(None, (f"saved step {step}", ", ".join(filter(None, details)))))
     if name == "resumed":
         branch = text_field(fields, "branch", "0")
-        at = "" if branch == "0" else f", branch {branch}"
+        suffix = "" if branch == "0" else f", branch {branch}"
         url = text_field(fields, "url")
         saved = parse_version(url.rpartition("/")[2])
-        if saved is None or str(saved.step) != step:  # of another run, and in part
-            return f"began at step {step} with what {url} holds{at}"
-        return f"resumed step {step} from {url}{at}"
+        if saved is None or str(saved.step) != step:  # a part of a version of another run
+            return f"started at step {step} with state from {url}{suffix}"
+        return f"resumed step {step} from {url}{suffix}"
     if name == "save_waited":
         seconds = number_field(fields, "seconds")
         waited = "" if seconds is None else f"{format_duration(seconds)} "
-        return f"waited {waited}to save step {step}: one was under way"
+        return f"waited {waited}to save step {step}: another save was in progress"
     if name == "ranks_awaited":
         seconds, longest = number_field(fields, "seconds"), number_field(fields, "longest")
         waited = "" if seconds is None else f"{format_duration(seconds)} "
-        end = "" if longest is None else f", and goes on for up to {format_duration(longest)}"
+        end = "" if longest is None else f", and keeps waiting for up to {format_duration(longest)}"
         return f"waited {waited}for {_format_ranks(fields)} in {text_field(fields, 'what')}{end}"
     if name == "structure_changed":
         counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
         leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
-        return f"noticed that the state has other leaves in {version}: {', '.join(leaves)}"
+        return f"detected changed leaves of the state in {version}: {', '.join(leaves)}"
     if name == "stopped":
-        best = fields.get("best")
-        was = (
-            "never was a number"
-            if best is None
-            else f"was at best {to_printable(_format_value(best))}"
-        )
-        return f"stopped improving at step {step}: {text_field(fields, 'metric')} {was}"
+        best, metric = fields.get("best"), text_field(fields, "metric")
+        if best is None:
+            return f"stopped at step {step}: {metric} was never a number"
+        value = to_printable(_format_value(best))
+        return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
     return {
-        "began": f"began a training in {text_field(fields, 'run')}: no version is there yet",
+        "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
         "left_unsaved": f"left the steps after {text_field(fields, 'since')} up to {step} unsaved:"
-        " ckpt.save() at the end keeps them",
+        " call ckpt.save() at the end to save them",
         "save_failed": f"failed to save step {step}: {error}",
-        "save_skipped": f"skipped the save of step {step}: one was under way",
+        "save_skipped": f"skipped the save of step {step}: another save was in progress",
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",
         "deleted": f"deleted {version}",
-        "pin_left": f"left the pin {text_field(fields, 'key')} behind: {error}",
+        "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
         "not_agreed": f"could not agree on {_format_wanted(fields)}: {error}",
         "read_alone": (
-            f"read {text_field(fields, 'url')} without sharing: {text_field(fields, 'reason')}"
+            f"read {text_field(fields, 'url')} without shared memory:"
+            f" {text_field(fields, 'reason')}"
         ),
-        "request_unseen": f"lost sight of requests in {text_field(fields, 'store')}: {error}",
+        "request_unseen": (
+            f"could not check {text_field(fields, 'store')} for save requests: {error}"
+        ),
     }.get(name)
 
 
@@ -170,18 +171,18 @@ def _format_ranks(fields: Mapping[str, Any]) -> str:
     shown = ranks if isinstance(ranks, list) else [ranks]
     more = count - len(shown) if type(count) is int else 0
     names = ", ".join(to_printable(to_json_value(r)) for r in shown)
-    said = f"rank{'s' if len(shown) > 1 else ''} {names}"
-    return said + (f" and {more} more" if more > 0 else "")
+    text = f"rank{'s' if len(shown) > 1 else ''} {names}"
+    return text + (f" and {more} more" if more > 0 else "")
 
 
 def _format_wanted(fields: Mapping[str, Any]) -> str:
     wanted = fields.get("wanted")
-    several = wanted if isinstance(wanted, list) else [wanted]
-    return ", ".join(text_field({"one": one}, "one") for one in several)
+    values = wanted if isinstance(wanted, list) else [wanted]
+    return ", ".join(to_printable(to_json_value(value)) for value in values)
 
 
 def _error_without_todo(fields: Mapping[str, Any]) -> str:
-    """The error of a version that was passed over: there is nothing left to do."""
+    """Return the error of a skipped version without its advice, which no longer applies."""
     error = fields.get("error")
     if not isinstance(error, HoldfastError):
         return text_field(fields, "error")
@@ -190,15 +191,15 @@ def _error_without_todo(fields: Mapping[str, Any]) -> str:
 
 
 def to_json_value(value: Any, depth: int = 0) -> Any:
-    """A value as JSON can say it; never raises.
+    """Convert any value to one that JSON can represent. Never raises.
 
-    Tensors and arrays of one element are numbers, errors are text. What JSON has no word for
-    becomes text: ``"nan"``, ``"inf"``, integers beyond 64 bits in hexadecimal, and whatever else
-    as Python writes it, cut short.
+    Tensors and arrays of one element become numbers, and errors become text. Values that JSON
+    cannot represent become text: ``"nan"``, ``"inf"``, integers of more than 64 bits in
+    hexadecimal, and the truncated ``repr`` of other objects.
     """
     try:
         return _plain(value, depth)
-    except Exception:  # noqa: BLE001  (an odd value costs itself, not the line)
+    except Exception:  # noqa: BLE001  (one odd value must not lose the line)
         return f"<{type(value).__qualname__}>"
 
 
