@@ -158,8 +158,9 @@ def _bind_slot(binding: Binding, live: Any, node: Any, key: str, device: Any) ->
 def _empty_slot_like(binding: Binding, parameter: Any, node: Any, key: str) -> Any:
     """Allocate a slot that does not exist yet, distributed over the ranks like its parameter.
 
-    Return None if the parameter is not distributed. Also return None, and record a difference, for
-    a slot of another shape, because only the optimizer knows how to distribute it.
+    Return None if the parameter is not distributed, or if the slot has one element. Also return
+    None, and record a difference, for a slot of another shape, because only the optimizer knows how
+    to distribute it.
     """
     if not (type(node) is dict and "tensor" in node and sharding.is_distributed_tensor(parameter)):
         return None
