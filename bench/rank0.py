@@ -53,10 +53,10 @@ class Timings:
 @contextmanager
 def timed_steps(timings: Timings) -> Iterator[None]:
     """Time the steps of the partition and of the commit."""
-    from holdfast.engine.distributed import collective as meeting
+    from holdfast.engine.distributed.store_collective import StoreCollective
     from holdfast.engine.saving import commit, partition
 
-    chair, assembly = partition._Coordinator, meeting.StoreCollective
+    chair, assembly = partition._Coordinator, StoreCollective
     steps = [
         (chair, "collect", "plan"), (chair, "merge_trees", "merge"),
         (chair, "encode_masks", "masks"),

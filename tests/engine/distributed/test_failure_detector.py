@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 import holdfast
-from holdfast.engine.distributed.collective import StoreCollective
 from holdfast.engine.distributed.failure_detector import FailureDetector
 from holdfast.engine.distributed.kv import KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
+from holdfast.engine.distributed.store_collective import StoreCollective
 from holdfast.errors import RankFailed
 from holdfast.testing.fakegroup import FakeStore
 

@@ -10,9 +10,10 @@ from itertools import count
 from threading import Lock, local
 from typing import Any, Protocol, TypeVar
 
-from holdfast.engine.distributed.collective import Collective, LocalCollective, StoreCollective
+from holdfast.engine.distributed.collective import Collective, LocalCollective
 from holdfast.engine.distributed.kv import KeyValueStore, KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
+from holdfast.engine.distributed.store_collective import StoreCollective
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.format.digest import digest
 from holdfast.lazy_torch import torch_or_none

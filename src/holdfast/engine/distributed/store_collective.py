@@ -1,0 +1,310 @@
+"""The collective of several ranks, over the key-value store of their job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from holdfast.engine.distributed.error_report import (
+    COMMIT_BEGUN,
+    Arrival,
+    ErrorReport,
+    decode_error,
+    encode_error,
+    encode_json,
+)
+from holdfast.engine.distributed.failure_detector import FailureDetector, emit_stragglers
+from holdfast.engine.distributed.kv import MAX_BATCH_KEYS, KVClient, WaitPosition
+from holdfast.errors import RankFailed
+
+T = TypeVar("T")
+
+
+class StoreCollective:
+    """The collective of several ranks, over their ``KVClient``.
+
+    ``sequence_number``: the same on all ranks; ``operation``: a description of the operation, by
+    which ranks detect immediately that they run different operations; ``timeout``: the maximum
+    duration of each wait in seconds, if it differs from ``Timeouts``; ``cause``: the reason why
+    this rank started the operation, for the other ranks.
+    """
+
+    def __init__(
+        self,
+        kv: KVClient,
+        size: int,
+        sequence_number: int,
+        operation: str,
+        timeout: float | None = None,
+        cause: str = "",
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.rank = kv.rank
+        self.first_arrival = Arrival(kv.rank, operation, cause)
+        self.size = size
+        self.operation = operation
+        self._kv = kv
+        self._sequence_number = sequence_number
+        self._key_prefix = str(sequence_number)
+        self._timeout = timeout
+        self._sleep = sleep
+        self._op_number = 0
+        self._failure: BaseException | None = None
+        self._commit_begun = False
+        self._written_keys: list[str] = []
+        self._gathered_keys: list[str] = []
+        self._closed = False
+        self._stragglers_reported = False
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    def missed_operation(self) -> str | None:
+        """Return the operation that the others aborted because this rank was missing, or None."""
+        text = self._kv.get_text(f"{self._key_prefix}/failed")
+        if text in (None, COMMIT_BEGUN):
+            return None
+        report = msgspec.json.decode(text, type=ErrorReport)
+        return report.operation if report.fields.get("rank") == self.rank != report.rank else None
+
+    def join(self) -> None:
+        """Join the operation. Raises ``RankFailed`` if another rank runs a different operation."""
+        own_arrival = self.first_arrival
+        stored = self._kv.compare_and_set(f"{self._key_prefix}/what", encode_json(own_arrival))
+        self.first_arrival = first = msgspec.json.decode(stored, type=Arrival)
+        if first.operation != self.operation:
+            self.raise_if_aborted()
+            own, other = (
+                f"{arrival.operation}{arrival.cause and f' ({arrival.cause})'}"
+                for arrival in (own_arrival, first)
+            )
+            raise RankFailed(
+                "The ranks run different operations at the same time",
+                expected=f"{own}, as on rank {self.rank}",
+                found=f"{other} on rank {first.rank}",
+                todo="Make the same calls in the same order on all ranks; to save or load in one"
+                ' process only, pass group="alone"',
+                rank=first.rank,
+            )
+
+    # -- data exchange ---------------------------------------------------------------------------
+
+    def gather(self, value: T, value_type: type[T]) -> list[T] | None:
+        self._op_number += 1
+        if self.rank:
+            self._put({self._key(self.rank): value})
+            return None
+        keys, values = [self._key(r) for r in range(self.size)], [value]
+
+        def is_done() -> bool:
+            """Read the available values in rank order."""
+            while raw_values := self._kv.get_many(keys[len(values) : len(values) + MAX_BATCH_KEYS]):
+                values.extend(msgspec.msgpack.decode(raw, type=value_type) for raw in raw_values)
+                self.advance()
+            return len(values) == self.size
+
+        self._wait_for_keys(is_done, lambda: range(len(values), self.size), self._key)
+        self._gathered_keys += keys[1:]
+        return values
+
+    def scatter(self, values: Sequence[T] | None, value_type: type[T]) -> T:
+        self._op_number += 1
+        if values is not None:
+            self._put({self._key(r): values[r] for r in range(1, self.size)})
+            return values[0]
+        return self._receive(self._key(self.rank), value_type, delete=True)
+
+    def broadcast(self, value: T | None, value_type: type[T]) -> T:
+        self._op_number += 1
+        if self.rank == 0:
+            if value is None:
+                raise ValueError("Rank 0 must pass the value")
+            self._put({self._key(0): value})
+            return value
+        return self._receive(self._key(0), value_type, delete=False)
+
+    def _key(self, rank: int) -> str:
+        """Return the key of a rank in the current operation."""
+        return f"{self._key_prefix}/{self._op_number}/{rank}"
+
+    def _put(self, values: Mapping[str, Any]) -> None:
+        self.raise_if_aborted()
+        self._written_keys += values
+        encoded = {key: msgspec.msgpack.encode(value) for key, value in values.items()}
+        self._written_keys += self._kv.put_all(encoded)[len(encoded) :]
+        self._gathered_keys.clear()
+
+    def _receive(self, key: str, value_type: type[T], delete: bool) -> T:
+        """Receive a value from rank 0, then delete the keys that this rank has written.
+
+        Rank 0 has read these values before it sends its own. Each rank deletes its own keys because
+        rank 0 would need too long for all of them.
+        """
+        received: list[bytes] = []
+
+        def is_done() -> bool:
+            raw = self._kv.try_get(key, delete=delete)
+            received.extend([] if raw is None else [raw])
+            return bool(received)
+
+        self._wait_for_keys(is_done, lambda: (0,), lambda rank: key)
+        self.advance()
+        if self._written_keys:
+            self._kv.delete(self._written_keys)
+            self._written_keys.clear()
+        return msgspec.msgpack.decode(received[0], type=value_type)
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def _wait_for_keys(
+        self,
+        is_done: Callable[[], bool],
+        pending_ranks: Callable[[], Sequence[int]],
+        key_of: Callable[[int], str],
+    ) -> None:
+        """Wait until ``is_done`` returns True.
+
+        ``pending_ranks``: returns the ranks whose values may be missing; ``key_of``: returns the
+        key of a rank. Raises the error of a rank that failed.
+        """
+        # Rank 0 needs at least this long to reply.
+        initial_delay = 0.0002 + (self.size * 1e-5 if self.rank else 0)
+        position = (self._sequence_number, self._op_number)
+        self._wait(
+            is_done, pending_ranks, position, lambda r: self._kv.has_all([key_of(r)]), initial_delay
+        )
+
+    def wait_for_ranks(self, pending_ranks: Callable[[], Sequence[int]], wait_number: int) -> None:
+        def poll_locally(seconds: float) -> None:  # this check is cheap, unlike a store request
+            end = self._kv.clock() + seconds
+            while pending_ranks() and self._kv.clock() < end:
+                self._sleep(0.0005)
+
+        position = (self._sequence_number, self._op_number, wait_number)
+        self._wait(lambda: not pending_ranks(), pending_ranks, position, sleep=poll_locally)
+
+    def _wait(
+        self,
+        is_done: Callable[[], bool],
+        pending_ranks: Callable[[], Sequence[int]],
+        position: WaitPosition,
+        has_arrived: Callable[[int], bool] = lambda rank: False,
+        delay: float = 0.0002,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
+        detector = FailureDetector(self._kv, self.operation, None, position)
+        started_at = self._kv.clock()
+        timeout = self._kv.timeouts.stuck if self._timeout is None else self._timeout
+        # This limits the load of the store to 10,000 requests per second from all ranks.
+        max_delay = 0.01 + (self.size * 2e-4 if self.rank else 0)
+        check_interval = min(max(1.0, self.size / 2000), self._kv.timeouts.silent / 4)
+        next_check_at = started_at + check_interval
+        with self._kv.waiting(position):
+            while not is_done():
+                if (failure := self._read_failure()) is not None:
+                    # The value may have arrived before the failure. All ranks that it reaches
+                    # continue and learn of the failure later, so that none of them misses the
+                    # collective in which that rank failed.
+                    if is_done():
+                        return
+                    self._raise_failure(failure)
+                now = self._kv.clock()
+                if now >= next_check_at:
+                    next_check_at, ranks = now + check_interval, pending_ranks()
+                    if (error := detector.failed(ranks, has_arrived)) is not None:
+                        raise error
+                    if not self._stragglers_reported and (
+                        stragglers := detector.stragglers(ranks, has_arrived)
+                    ):
+                        self._stragglers_reported = True
+                        emit_stragglers(stragglers, self.operation, now - started_at, timeout)
+                timed_out = self._timeout is not None and now >= started_at + self._timeout
+                if timed_out and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
+                    raise detector.make_error(
+                        missing, f"it to arrive within {timeout:g} s", "that it has not arrived"
+                    )
+                (sleep or self._sleep)(delay)
+                delay = min(delay * 1.5, max_delay)
+
+    def raise_if_aborted(self) -> None:
+        """Raise the error of another rank if one has failed."""
+        self._raise_failure(self._read_failure())
+
+    def _read_failure(self) -> str | None:
+        return self._kv.get_text(f"{self._key_prefix}/failed")
+
+    def _raise_failure(self, text: str | None) -> None:
+        if text is not None and text != COMMIT_BEGUN:
+            self._failure = decode_error(text, self.rank, self.operation)
+            raise self._failure
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def begin_commit(self) -> None:
+        self._raise_failure(self._kv.compare_and_set(f"{self._key_prefix}/failed", COMMIT_BEGUN))
+        self._commit_begun = True
+
+    def abort(self, error: BaseException) -> bool:
+        if self._failure is not None:
+            return True
+        self._failure = error
+        report = encode_error(error, self.rank, self.operation, self._commit_begun)
+        expected = COMMIT_BEGUN if self._commit_begun else ""
+        try:
+            stored = self._kv.compare_and_set(f"{self._key_prefix}/failed", report, expected)
+            return stored != COMMIT_BEGUN
+        except RankFailed as store_error:
+            error.add_note(f"The other ranks could not be notified: {store_error}")
+            return False
+
+    def advance(self) -> None:
+        self._kv.advance()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.abort(error)
+            self.close()
+
+    def close(self) -> None:
+        """Delete this rank's keys. The last rank to leave deletes all remaining keys.
+
+        A rank that failed deletes the values that only rank 0 would read. Rank 0 deletes no values
+        that it sent, so that a late rank still gets as far as the others.
+        """
+        was_closed, self._closed = self._closed, True
+        if was_closed:
+            return
+        try:
+            if self._failure is not None:
+                self._kv.delete(self._written_keys if self.rank else ())
+            else:
+                # Rank 0 sent nothing after the last gather, so the gathered values still exist.
+                for key in self._gathered_keys:
+                    self._kv.try_get(key, delete=True)
+            if self._kv.increment(f"{self._key_prefix}/left") < self.size:
+                return
+            for op_number in range(1, self._op_number + 1):
+                self._kv.try_get(f"{self._key_prefix}/{op_number}/0", delete=True)
+            if self._failure is not None or self._read_failure() not in (None, COMMIT_BEGUN):
+                self._delete_leftovers()
+            self._kv.delete([f"{self._key_prefix}/{name}" for name in ("what", "left", "failed")])
+        except RankFailed:
+            return  # the store is gone with all its keys
+
+    def _delete_leftovers(self) -> None:
+        """Delete the values that no rank read because the collective failed.
+
+        Every operation that this rank has not reached has left at least one value.
+        """
+        op_number, found = 0, True
+        while found or op_number < self._op_number:
+            op_number += 1
+            keys = [f"{self._key_prefix}/{op_number}/{rank}" for rank in range(self.size)]
+            # A list, because ``any`` over a generator would stop at the first value.
+            deleted = [self._kv.try_get(key, delete=True) for key in keys]
+            found = any(value is not None for value in deleted)
