@@ -18,8 +18,8 @@ from holdfast.types import BLOCK_SIZE
 
 
 class ImageChunks:
-    """The chunks of an image. A chunk is either in staged pieces (it may touch two of them) or still
-    in the live state."""
+    """The chunks of an image. A chunk is either in staged pieces (it may touch two of them), or
+    still in the live state."""
 
     def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
         self.image = image
