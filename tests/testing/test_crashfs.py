@@ -1,4 +1,4 @@
-"""The model of a power cut itself."""
+"""Test ``CrashFs``, the model of a power cut."""
 
 import errno
 import os
@@ -33,10 +33,10 @@ def content(fs, path):
 
 
 def outcomes(fs, path="/a"):
-    return {content(left, path) for left in fs.crashes(limit=64)}
+    return {content(crashed, path) for crashed in fs.crashes(limit=64)}
 
 
-def test_what_was_not_synced_may_be_lost_in_part():
+def test_any_part_of_unsynced_data_can_be_lost():
     fs = CrashFs()
     data = b"1" * 4096 + b"2" * 4096
     write(fs, "/a", data)
@@ -50,7 +50,7 @@ def test_what_was_not_synced_may_be_lost_in_part():
     }
 
 
-def test_a_synced_file_may_lack_its_name_and_a_synced_name_its_file():
+def test_syncing_a_file_does_not_sync_its_name_and_the_reverse():
     fs = CrashFs()
     write(fs, "/a", b"1", sync=True)
     assert outcomes(fs) == {None, b"1"}
@@ -62,7 +62,7 @@ def test_a_synced_file_may_lack_its_name_and_a_synced_name_its_file():
     assert outcomes(fs) == {b"", b"\0", b"1"}
 
 
-def test_links_renames_and_removals_are_lost_until_the_folder_is_synced():
+def test_links_renames_and_removals_can_be_lost_until_the_folder_is_synced():
     fs = CrashFs()
     write(fs, "/t", b"1", sync=True)
     sync_folder(fs)
@@ -83,7 +83,7 @@ def test_links_renames_and_removals_are_lost_until_the_folder_is_synced():
     }
 
 
-def test_a_folder_that_is_not_durable_takes_its_files_with_it():
+def test_losing_an_unsynced_folder_loses_its_files():
     fs = CrashFs()
     fs.mkdir("/d")
     write(fs, "/d/a", b"1", sync=True)
@@ -93,31 +93,31 @@ def test_a_folder_that_is_not_durable_takes_its_files_with_it():
     assert outcomes(fs, "/d/a") == {b"1"}
 
 
-def test_many_unsynced_things_are_sampled():
+def test_outcomes_of_many_unsynced_operations_are_sampled():
     fs = CrashFs()
     for number in range(20):
         write(fs, f"/{number}", b"1")
-    sizes = {len(left.scandir("/")) for left in fs.crashes(limit=16)}
+    sizes = {len(crashed.scandir("/")) for crashed in fs.crashes(limit=16)}
     assert {0, 20} <= sizes
     assert len(sizes) > 4
 
 
-def test_at_the_cut_and_after_it_nothing_happens():
+def test_calls_from_the_power_cut_on_do_nothing():
     fs = CrashFs(cut_at=2)
     fs.mkdir("/a")
     for _ in range(2):
         with pytest.raises(PowerCut):
             fs.mkdir("/b")
     assert fs.operations == 1
-    (left, *_) = [x for x in fs.crashes() if x.scandir("/")]
-    assert left.scandir("/") == [("a", True)]
+    (crashed, *_) = [x for x in fs.crashes() if x.scandir("/")]
+    assert crashed.scandir("/") == [("a", True)]
 
 
-def test_a_crash_leaves_the_first_file_system_as_it_was():
+def test_changes_after_a_crash_do_not_affect_the_original_file_system():
     fs = CrashFs()
     write(fs, "/a", b"1")
-    for left in fs.crashes():
-        left.mkdir("/x")
+    for crashed in fs.crashes():
+        crashed.mkdir("/x")
     assert fs.scandir("/") == [("a", False)]
     assert content(fs, "/a") == b"1"
 
@@ -144,7 +144,7 @@ def test_a_crash_leaves_the_first_file_system_as_it_was():
         (lambda fs: fs.preadv(fs.open("/d", 0), memoryview(bytearray(1)), 0), errno.EISDIR),
     ],
 )
-def test_errors_are_those_of_linux(call, number):
+def test_errors_match_linux(call, number):
     fs = CrashFs()
     write(fs, "/f", b"1")
     fs.mkdir("/d")
