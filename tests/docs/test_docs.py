@@ -1,8 +1,8 @@
-"""What the documents say is run: every block of Python, and the commands that stand alone.
+"""Run the code blocks of the documents: every Python block, and the Holdfast commands.
 
-The blocks of one document run in order, in one namespace and one empty folder. ``python`` marks
-code that runs as it stands; code that is only to be read is marked ``text``. In ``console`` blocks
-the lines that begin with ``$ holdfast`` are run; the rest is what they print.
+The blocks of one document run in order, in one namespace and in one folder that is empty at first.
+``python`` marks complete code. Code that cannot run on its own is marked ``text``. In ``console``
+blocks, the lines that begin with ``$ holdfast`` run; the other lines are their output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TOOL = Path(sys.executable).with_name("holdfast")
+HOLDFAST = Path(sys.executable).with_name("holdfast")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -41,18 +41,20 @@ def runnable(document: Path) -> bool:
     return any(b.language in ("python", "console") for b in blocks(document))
 
 
-def named(document: Path) -> str:
+def document_id(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if runnable(d)], ids=named)
-def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if runnable(d)], ids=document_id)
+def test_code_blocks_run_without_errors(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(document):
         if block.language == "python":
-            # so many empty lines before it that a traceback names the document's line
+            # empty lines in front make tracebacks show the line of the document
             source = "\n" * (block.line - 1) + block.code
             exec(compile(source, str(document), "exec"), namespace)
         elif block.language == "console":
@@ -60,13 +62,13 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def run_commands(block: Block, folder: Path) -> None:
-    """Run the block's commands; each must succeed."""
+    """Run the commands of a block, and assert that each succeeds."""
     commands = [line[2:] for line in block.code.splitlines() if line.startswith("$ holdfast ")]
     assert commands, f"line {block.line}: no command in this block"
     for command in commands:
         words = shlex.split(command)
         done = subprocess.run(
-            [TOOL, *words[1:]],
+            [HOLDFAST, *words[1:]],
             cwd=folder,
             env={**os.environ, "COLUMNS": "200"},
             capture_output=True,
@@ -76,9 +78,9 @@ def run_commands(block: Block, folder: Path) -> None:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
-def test_languages_are_known(document: Path) -> None:
-    """A block whose language is misspelt would silently not be run."""
+@pytest.mark.parametrize("document", DOCUMENTS, ids=document_id)
+def test_code_blocks_have_known_languages(document: Path) -> None:
+    """Without this test, a block with a misspelled language would be skipped silently."""
     assert {b.language for b in blocks(document)} <= {"python", "console", "text", "json", "sh", ""}
 
 

@@ -1,4 +1,4 @@
-"""The documents' links to files of the repository lead somewhere."""
+"""Test the links to repository files and the line lengths of the documents."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_refer_to_existing_files(document: Path) -> None:
     for target in LINK.findall(FENCE.sub("", document.read_text())):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_lines_have_at_most_120_characters(document: Path) -> None:
-    """Rows of tables cannot be broken."""
+    """Table rows are exempt because Markdown cannot wrap them."""
     lines = document.read_text().splitlines()
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
