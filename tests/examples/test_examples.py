@@ -1,4 +1,4 @@
-"""The examples, run as a person would run them."""
+"""Run the examples as a user runs them, as separate processes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ def python(script: str, *arguments: str, folder: Path) -> subprocess.CompletedPr
 
 
 def train(folder: Path, run: str, steps: int) -> list[str]:
-    words = ["--run", run, "--steps", str(steps), "--every", "3", *SMALL]
-    done = python("train.py", *words, folder=folder)
+    arguments = ["--run", run, "--steps", str(steps), "--every", "3", *SMALL]
+    done = python("train.py", *arguments, folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_train_saves_what_it_says(tmp_path: Path) -> None:
+def test_train_saves_the_versions_that_it_prints(tmp_path: Path) -> None:
     lines = train(tmp_path, "run", 10)
     assert lines[0] == "starting afresh"
     assert lines[10].startswith("step    10  loss ")
     assert lines[11].startswith("4 saves of ")
     snapshots = holdfast.Run(tmp_path / "run").snapshots()
-    assert [s.step for s in snapshots] == [6, 9, 10], "the last three, and the last step of all"
+    assert [s.step for s in snapshots] == [6, 9, 10], (
+        "the last three versions, which include the last step"
+    )
     newest = snapshots[-1]
     assert newest["progress/step"] == 10
     assert newest["progress/samples"] == 20
@@ -44,45 +46,47 @@ def test_train_saves_what_it_says(tmp_path: Path) -> None:
     assert newest.verify().ok
 
 
-def test_train_goes_on_with_the_same_losses(tmp_path: Path) -> None:
-    """The losses after a resume are those that the undisturbed run printed."""
-    whole = train(tmp_path, "a", 9)
-    # another run, as this one was after step 6
+def test_resumed_train_prints_the_same_losses(tmp_path: Path) -> None:
+    """The losses after a resume are equal to those of the uninterrupted run."""
+    uninterrupted = train(tmp_path, "a", 9)
+    # a second run that contains only version 6 of the first
     shutil.copytree(tmp_path / "a" / "version_6", tmp_path / "b" / "version_6")
-    again = train(tmp_path, "b", 9)
-    assert again[0] == "going on from b/version_6"
-    assert again[1:4] == whole[7:10]
+    resumed = train(tmp_path, "b", 9)
+    assert resumed[0] == "going on from b/version_6"
+    assert resumed[1:4] == uninterrupted[7:10]
 
 
-def test_train_is_trained_longer_with_the_rates_of_the_longer_schedule(tmp_path: Path) -> None:
+def test_train_resumed_for_more_steps_uses_the_longer_learning_rate_schedule(
+    tmp_path: Path,
+) -> None:
     train(tmp_path, "run", 4)
-    again = train(tmp_path, "run", 9)
-    assert again[0] == "going on from run/version_4"
+    resumed = train(tmp_path, "run", 9)
+    assert resumed[0] == "going on from run/version_4"
     snapshots = holdfast.Run(tmp_path / "run").snapshots()
     assert [s.step for s in snapshots] == [4, 6, 9]
     rates = [s["optimizer/groups/0/lr"] for s in snapshots]
-    assert rates[0] == rates[2] == 0, "at the end of each"
+    assert rates[0] == rates[2] == 0, "the rate is 0 at the end of each schedule"
     assert rates[1] == pytest.approx(3e-3 * 7 / 100)
 
 
-def test_demo(tmp_path: Path) -> None:
+def test_demo_shows_every_result(tmp_path: Path) -> None:
     done = python("demo.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = " ".join(done.stdout.split())
-    assert "SIGKILL while version_" in told
-    assert "has the leftovers of a shard and no manifest: it does not exist" in told
-    assert told.count("are equal, bit for bit") == 2
-    assert "SkippedVersion: version_40 is skipped" in told
-    assert "$ holdfast verify run-b" in told
-    assert "holdfast.load refuses the damaged file" in told
-    assert "checks held, in" in told
-    assert "✗" not in told
+    output = " ".join(done.stdout.split())
+    assert "SIGKILL while version_" in output
+    assert "has the leftovers of a shard and no manifest: it does not exist" in output
+    assert output.count("are equal, bit for bit") == 2
+    assert "SkippedVersion: version_40 is skipped" in output
+    assert "$ holdfast verify run-b" in output
+    assert "holdfast.load refuses the damaged file" in output
+    assert "checks held, in" in output
+    assert "✗" not in output
 
 
-def test_a_training_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
+def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path: Path) -> None:
     done = python("elastic.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 6 checks held, in" in done.stdout
-    ranks = re.findall(r"(?:starting afresh|going on from step (\d+)) on (\d) ranks?", done.stdout)
-    assert [n for _, n in ranks] == ["4", "4", "2", "3", "1"]
-    assert [int(step or 0) for step, _ in ranks] == [0, 0, 4, 12, 16]
+    starts = re.findall(r"(?:starting afresh|going on from step (\d+)) on (\d) ranks?", done.stdout)
+    assert [n for _, n in starts] == ["4", "4", "2", "3", "1"]
+    assert [int(step or 0) for step, _ in starts] == [0, 0, 4, 12, 16]
