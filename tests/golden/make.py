@@ -1,9 +1,11 @@
-"""Makes ``format-1``: a small run with every kind of node and dtype, and a branch; and
-``format-2``: incremental versions.
+"""Create the golden files: ``python -m tests.golden.make NUMBER FOLDER``.
 
-Each was run once, when its format was settled. The files are never made anew and ``state`` is never
-changed: a later build has to read what an earlier one wrote. A new number gets a folder and a
-function of its own. ``python -m tests.golden.make NUMBER FOLDER``
+``format-1`` is a small run with a branch, and with every kind of node and every dtype. ``format-2``
+has incremental versions.
+
+Each function ran once, when its format was final. The files are never created again, and the values
+of ``state`` never change, because later builds must read the files that earlier builds wrote. A new
+format number gets a new folder and a new function.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ DTYPES = (
 
 
 def tensor(dtype: str) -> torch.Tensor:
-    """Two times three elements whose bytes count up."""
-    kind = getattr(torch, dtype)
-    count = 6 * torch.empty((), dtype=kind).element_size()
+    """Return a 2 x 3 tensor whose bytes count up from 0."""
+    torch_dtype = getattr(torch, dtype)
+    count = 6 * torch.empty((), dtype=torch_dtype).element_size()
     raw = torch.arange(count, dtype=torch.uint8) % 2 if dtype == "bool" else torch.arange(count)
-    return raw.to(torch.uint8).view(kind).view(2, 3)
+    return raw.to(torch.uint8).view(torch_dtype).view(2, 3)
 
 
 def state(step: int) -> dict[str, Any]:
-    """The state after a step; all arithmetic in it is exact."""
+    """Return the state after ``step`` steps. All of its arithmetic is exact."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     with torch.no_grad():
@@ -98,7 +100,7 @@ def plain(step: int) -> dict[str, Any]:
 
 
 def make(url: str) -> None:
-    """Versions 1 and 2; then 1 is resumed from, on branch 1, up to 3."""
+    """Save versions 1 and 2, then resume from version 1, on branch 1, and train up to step 3."""
     for start, stop in ((0, 2), (1, 3)):
         live = state(start)
         with holdfast.Checkpointer(url, live, save=EverySteps(1)) as ckpt:
@@ -110,22 +112,25 @@ def make(url: str) -> None:
 
 
 def with_frozen(step: int) -> dict[str, Any]:
-    """The state, and beside it what hardly ever changes."""
+    """Return the state with two more arrays that rarely or never change."""
     frozen = np.arange(33_000, dtype=np.int16)
     frozen[:4] = step // 3
     return {**state(step), "frozen": frozen, "more": np.arange(9_000.0)}
 
 
 def make_2(url: str) -> None:
-    """Version 1 in full; 2 and 3 refer to it; 4 to 1 and to 3, with which ``frozen`` changed."""
+    """Save four versions. Version 1 is full, and versions 2 and 3 refer to it.
+
+    Version 4 refers to versions 1 and 3, because ``frozen`` changed at step 3.
+    """
     run, base = holdfast.Run(url), None
     for step in range(1, 5):
-        label = VersionMetadata(step=step, metrics={"loss": 1 / step})
-        place = run.location(Version(step))
-        draft = begin_save(
-            place, with_frozen(step), label, shared_pool(), stage_now=False, base=base
+        metadata = VersionMetadata(step=step, metrics={"loss": 1 / step})
+        location = run.location(Version(step))
+        job = begin_save(
+            location, with_frozen(step), metadata, shared_pool(), stage_now=False, base=base
         )
-        base = finish_save(draft)
+        base = finish_save(job)
 
 
 if __name__ == "__main__":

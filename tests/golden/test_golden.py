@@ -1,4 +1,4 @@
-"""Every build reads what every released format number holds, and finds the same values."""
+"""Every build reads the files of every released format, and finds the same values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.forging import values_equal
 from tests.golden import make
 
 HERE = Path(__file__).parent
-LINE = [Version(1), Version(2, 1), Version(3, 1)]
+LINEAGE = [Version(1), Version(2, 1), Version(3, 1)]
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse CSR", "ignore:ComplexHalf", "ignore:Sparse invariant"
@@ -22,29 +22,29 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def run(tmp_path: Path) -> holdfast.Run:
-    """A copy: nothing may be written beside what is kept."""
+    """Return a copy, because tests must not write to the golden files."""
     return holdfast.Run(str(shutil.copytree(HERE / "format-1", tmp_path / "run")))
 
 
-def plain(step: int) -> dict[str, object]:
-    """The state as it comes back without live objects."""
+def loaded_state(step: int) -> dict[str, object]:
+    """Return the state as ``holdfast.load`` returns it without live objects."""
     state = make.state(step)
     model, optimizer = state["model"], state["optimizer"]
     weights = model.state_dict()
     names = {p: f"model.{n}" for n, p in model.named_parameters()}
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     state["progress"] = {"epoch": 0, "step": step, "samples": 0}
     state["model"] = dict(weights)
     state["optimizer"] = {
         "state": {names[p]: dict(slots) for p, slots in optimizer.state.items()},
-        "groups": [{**options, "params": list(names.values())}],
+        "groups": [{**group, "params": list(names.values())}],
     }
     return state
 
 
-def test_the_line_and_what_was_left(run: holdfast.Run) -> None:
-    assert run.line() == LINE
-    assert run.listing().versions == sorted([*LINE, Version(2)])
+def test_lineage_and_abandoned_version_are_found(run: holdfast.Run) -> None:
+    assert run.line() == LINEAGE
+    assert run.listing().versions == sorted([*LINEAGE, Version(2)])
     assert run.read_branch(1).from_version == "version_1"
     latest = run.latest()
     assert latest is not None
@@ -54,71 +54,73 @@ def test_the_line_and_what_was_left(run: holdfast.Run) -> None:
     assert latest.metadata["metrics"] == {"loss": 1 / 3}
 
 
-@pytest.mark.parametrize("version", [Version(1), Version(2), *LINE[1:]], ids=str)
-def test_every_version_is_sound_and_holds_its_values(run: holdfast.Run, version: Version) -> None:
+@pytest.mark.parametrize("version", [Version(1), Version(2), *LINEAGE[1:]], ids=str)
+def test_every_version_is_intact_and_contains_its_values(
+    run: holdfast.Run, version: Version
+) -> None:
     snapshot = run.open(version)
     report = snapshot.verify()
     assert report.ok, report.problems
-    found, want = holdfast.load(snapshot.url), plain(version.step)
-    assert found.keys() == want.keys()
-    for name in want:
-        assert values_equal(found[name], want[name]), (name, found[name], want[name])
+    found, expected = holdfast.load(snapshot.url), loaded_state(version.step)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert values_equal(found[name], expected[name]), (name, found[name], expected[name])
     assert found["tied"][0] is found["model"]["weight"]
 
 
-def test_a_live_state_goes_on_from_it(run: holdfast.Run) -> None:
-    live, want = make.state(0), make.state(3)
+def test_a_live_state_resumes_from_the_golden_run(run: holdfast.Run) -> None:
+    live, expected = make.state(0), make.state(3)
     with holdfast.Checkpointer(run.url, live) as ckpt:
         resumed = ckpt.resume()
     assert resumed is not None
-    assert values_equal(dict(live["model"].state_dict()), dict(want["model"].state_dict()))
-    assert values_equal(live["optimizer"].state_dict(), want["optimizer"].state_dict())
+    assert values_equal(dict(live["model"].state_dict()), dict(expected["model"].state_dict()))
+    assert values_equal(live["optimizer"].state_dict(), expected["optimizer"].state_dict())
     assert live["progress"].step == 3
 
 
-def test_this_build_writes_the_same(run: holdfast.Run, tmp_path: Path) -> None:
-    """Format 1 says the same of the same state: manifests equal but for names, times, digests."""
+def test_this_build_writes_the_same_format_1(run: holdfast.Run, tmp_path: Path) -> None:
+    """The same state gives the same tree, leaves, and digests."""
     holdfast.save(str(tmp_path / "version_2"), make.state(2))
-    ours = holdfast.open(str(tmp_path / "version_2"))
-    theirs = run.open(Version(2))
-    assert ours.manifest.tree == theirs.manifest.tree
-    (a,), (b,) = ours.indexes(), theirs.indexes()
+    new = holdfast.open(str(tmp_path / "version_2"))
+    golden = run.open(Version(2))
+    assert new.manifest.tree == golden.manifest.tree
+    (a,), (b,) = new.indexes(), golden.indexes()
     assert a.leaves == b.leaves
     assert a.digests == b.digests
 
 
-# -- number 2: incremental versions --------------------------------------------------------------
+# -- format 2: incremental versions --------------------------------------------------------------
 
-BASES = {1: set(), 2: {Version(1)}, 3: {Version(1)}, 4: {Version(1), Version(3)}}
+BASES_BY_STEP = {1: set(), 2: {Version(1)}, 3: {Version(1)}, 4: {Version(1), Version(3)}}
 
 
 @pytest.fixture
-def increments(tmp_path: Path) -> holdfast.Run:
+def incremental_run(tmp_path: Path) -> holdfast.Run:
     return holdfast.Run(str(shutil.copytree(HERE / "format-2", tmp_path / "run")))
 
 
-@pytest.mark.parametrize("step", BASES)
-def test_every_incremental_version_is_sound_and_holds_its_values(
-    increments: holdfast.Run, step: int
+@pytest.mark.parametrize("step", BASES_BY_STEP)
+def test_every_incremental_version_is_intact_and_contains_its_values(
+    incremental_run: holdfast.Run, step: int
 ) -> None:
-    snapshot = increments.open(Version(step))
-    assert (snapshot.bases, snapshot.chain) == (BASES[step], step - 1)
+    snapshot = incremental_run.open(Version(step))
+    assert (snapshot.bases, snapshot.chain) == (BASES_BY_STEP[step], step - 1)
     report = snapshot.verify()
     assert report.ok, report.problems
-    found, want = holdfast.load(snapshot.url), {**make.with_frozen(step), **plain(step)}
-    assert found.keys() == want.keys()
-    for name, value in want.items():
+    found, expected = holdfast.load(snapshot.url), {**make.with_frozen(step), **loaded_state(step)}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
         assert values_equal(found[name], value), (name, found[name], value)
 
 
-def test_this_build_writes_the_same_increments(increments: holdfast.Run, tmp_path: Path) -> None:
+def test_this_build_writes_the_same_format_2(incremental_run: holdfast.Run, tmp_path: Path) -> None:
     make.make_2(str(tmp_path / "new"))
-    for step in BASES:
-        ours = holdfast.Run(str(tmp_path / "new")).open(Version(step))
-        theirs = increments.open(Version(step))
-        assert ours.manifest.tree == theirs.manifest.tree
-        assert (ours.nbytes, ours.referred_bytes) == (theirs.nbytes, theirs.referred_bytes)
-        (a,), (b,) = ours.indexes(), theirs.indexes()
+    for step in BASES_BY_STEP:
+        new = holdfast.Run(str(tmp_path / "new")).open(Version(step))
+        golden = incremental_run.open(Version(step))
+        assert new.manifest.tree == golden.manifest.tree
+        assert (new.nbytes, new.referred_bytes) == (golden.nbytes, golden.referred_bytes)
+        (a,), (b,) = new.indexes(), golden.indexes()
         assert a.leaves == b.leaves
         assert a.digests == b.digests
         if a.chunk_refs is not None and b.chunk_refs is not None:
