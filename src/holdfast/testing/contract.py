@@ -1,4 +1,4 @@
-"""What the parts of the Store contract share."""
+"""Helpers that the parts of the Store contract share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_bytes(size: int, seed: int = 0) -> bytes:
 
 
 def put(store: Store, key: str, data: bytes) -> Stat:
-    """The object in one piece."""
+    """Write and commit an object in one piece."""
     with store.put(key, len(data)) as upload:
         upload.write_at(0, memoryview(data))
         return upload.commit()
@@ -40,7 +40,7 @@ def partial_keys(store: Store) -> list[str]:
 
 
 class Contract:
-    """See ``StoreContract``."""
+    """Fixtures and assertions of ``StoreContract``."""
 
     put_sees_existing = True
 
@@ -52,7 +52,8 @@ class Contract:
         return self.make_store(tmp_path)
 
     @staticmethod
-    def looks(store: Store, key: str) -> list[Callable[[], Any]]:
+    def reads(store: Store, key: str) -> list[Callable[[], Any]]:
+        """Return a call of every method that reads ``key``."""
         return [
             lambda: store.get(key, 1 << 20),
             lambda: store.get_range(key, 0, 1, memoryview(bytearray(1))),
@@ -62,12 +63,12 @@ class Contract:
         ]
 
     @staticmethod
-    def nothing_is_left(store: Store) -> None:
+    def assert_empty(store: Store) -> None:
         assert keys(store) == []
         assert partial_keys(store) == []
 
     @staticmethod
-    def names(error: HoldfastError, store: Store, key: str) -> None:
+    def assert_names(error: HoldfastError, store: Store, key: str) -> None:
         assert (error.key, error.store) == (key, store.url)
         assert key in str(error)
         assert store.url in str(error)

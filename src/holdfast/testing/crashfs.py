@@ -1,15 +1,16 @@
-"""A file system in memory that forgets what was not synced when the power is cut.
+"""A file system in memory that loses unsynced data in a simulated power cut.
 
-The model is weaker than any real file system, so that what holds on it holds everywhere:
+The model gives weaker guarantees than any real file system, so code that is correct on it is
+correct everywhere:
 
-- the bytes of a file are durable up to the last ``fsync`` of that file; of what was written
-  since, any subset of pages survives, and either the old or the new size;
-- a name (made by open, link, rename or mkdir, or removed) is durable after ``fsync`` of the
-  folder that holds it; of the operations since, any subset survives, in their order. A rename is
-  one operation;
-- ``fsync`` of a file says nothing of its name.
+- The bytes of a file are durable up to the last ``fsync`` of that file. Of the pages that were
+  written since then, any subset survives, with either the old or the new size.
+- A name that was created (by open, link, rename, or mkdir) or removed is durable after ``fsync`` of
+  the folder that contains it. Of the operations since then, any subset survives, in their order. A
+  rename is one operation.
+- ``fsync`` of a file does not make its name durable.
 
-``tests/storage/test_power_cut.py`` holds it against ext4 and xfs.
+``tests/storage/test_power_cut.py`` compares the model with ext4 and xfs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _inodes = count(1)
 
 
 class PowerCut(BaseException):
-    """The power is gone: this call and all later ones did not happen."""
+    """A simulated power cut: this call and all later calls have no effect."""
 
 
 class _File:
@@ -59,12 +60,12 @@ class _File:
     def after_crash(self, keep: Callable[[str], bool]) -> _File:
         resized = len(self.data) != len(self.durable)
         size = len(self.data) if resized and keep("size of a file") else len(self.durable)
-        left = bytearray(self.durable)[:size].ljust(size, b"\0")
+        remaining = bytearray(self.durable)[:size].ljust(size, b"\0")
         for page in sorted(self.dirty_pages):
             if page * PAGE < size and keep(f"page {page}"):
                 end = min((page + 1) * PAGE, size)
-                left[page * PAGE : end] = self.data[page * PAGE : end]
-        return _File(bytes(left))
+                remaining[page * PAGE : end] = self.data[page * PAGE : end]
+        return _File(bytes(remaining))
 
 
 class _Folder:
@@ -80,7 +81,7 @@ _NameChange = tuple[_Folder, str, _File | _Folder | None]
 
 
 class _NameOperation:
-    """Changes of names that happen together or not at all; None removes the name."""
+    """An atomic set of changes of names. A change to None removes the name."""
 
     def __init__(self, description: str, *changes: _NameChange) -> None:
         self.description = description
@@ -97,11 +98,11 @@ class _NameOperation:
 
 
 class CrashFs(Fs):
-    """An empty file system with the folder ``/``. Safe for threads.
+    """An empty file system with the folder ``/``. Thread-safe.
 
-    ``operations`` counts the calls. With ``cut_at`` = n, the n-th call (from 1) and all after it
-    raise ``PowerCut`` and do nothing. O_DIRECT is taken as a disk takes it: EINVAL unless
-    address, offset and length are aligned.
+    ``operations`` counts the calls. If ``cut_at`` is n, the n-th call (from 1) and all later calls
+    raise ``PowerCut`` and have no effect. As on a disk, O_DIRECT raises EINVAL unless address,
+    offset, and length are aligned.
     """
 
     def __init__(self, cut_at: int | None = None) -> None:
@@ -109,16 +110,19 @@ class CrashFs(Fs):
         self.operations = 0
         self._root = _Folder()
         self._fds: dict[int, tuple[_File | _Folder, int]] = {}
-        self._fd_numbers = count(1_000_000)  # no number of a real file
+        self._fd_numbers = count(1_000_000)  # never the number of a real file descriptor
         self._lock = RLock()
 
-    # What a power cut leaves.
+    # After a power cut.
 
     def crash(self, keep: Callable[[str], bool]) -> CrashFs:
-        """The file system after a power cut now. ``keep`` is asked for each thing that was not
-        synced whether it survives; it is given a word on what that is."""
+        """Return the file system after a power cut at this point.
+
+        For every change that was not synced, ``keep`` receives a description and returns True if
+        the change survives.
+        """
         with self._lock:
-            left = CrashFs()
+            after = CrashFs()
             seen: dict[int, _File | _Folder] = {}
             kept: dict[int, bool] = {}
 
@@ -137,40 +141,43 @@ class CrashFs(Fs):
                     if id(operation) not in kept:
                         kept[id(operation)] = keep(operation.description)
                     if kept[id(operation)]:
-                        for where, name, node in operation.changes:
-                            if where is folder:
+                        for changed, name, node in operation.changes:
+                            if changed is folder:
                                 _set_entry(names, name, node)
                 if isinstance(copy, _Folder):
                     copy.entries = {name: survivor(node) for name, node in names.items()}
                     copy.durable_entries = dict(copy.entries)
 
-            fill(self._root, left._root)
-            return left
+            fill(self._root, after._root)
+            return after
 
     def crashes(self, limit: int = 64, seed: int = 0) -> Iterator[CrashFs]:
-        """Every file system that a power cut now may leave; if that are more than ``limit``, so
-        many of them: with nothing kept, with all kept, and others by chance."""
-        asked: list[str] = []
+        """Yield every file system that may remain after a power cut at this point.
 
-        def keep(what: str) -> bool:
-            asked.append(what)
+        If there are more than ``limit``, yield ``limit`` of them: the one that keeps no unsynced
+        change, the one that keeps all of them, and random ones.
+        """
+        changes: list[str] = []
+
+        def keep(description: str) -> bool:
+            changes.append(description)
             return True
 
         self.crash(keep)
-        if 2 ** len(asked) <= limit:
-            for choice in product((False, True), repeat=len(asked)):
-                # Keeping less may ask less: a file without a name is not asked for.
+        if 2 ** len(changes) <= limit:
+            for choice in product((False, True), repeat=len(changes)):
+                # a lost name hides the changes of its file, so fewer choices may be used
                 choices = iter(choice)
                 yield self.crash(lambda _, choices=choices: next(choices, False))  # type: ignore[misc]
             return
         yield self.crash(lambda _: False)
         yield self.crash(lambda _: True)
         for number in range(limit - 2):
-            chance = random.Random(seed + number)
-            share = chance.random()
-            yield self.crash(lambda _, chance=chance, share=share: chance.random() < share)  # type: ignore[misc]
+            rng = random.Random(seed + number)
+            share = rng.random()
+            yield self.crash(lambda _, rng=rng, share=share: rng.random() < share)  # type: ignore[misc]
 
-    # The calls.
+    # File system calls.
 
     def open(self, path: str, flags: int) -> int:
         with self._call():
@@ -201,9 +208,9 @@ class CrashFs(Fs):
     def preadv(self, fd: int, into: memoryview, offset: int) -> int:
         with self._call():
             node = self._file(fd, address_of(into), offset, len(into))
-            found = node.data[offset : offset + len(into)]
-            into[: len(found)] = found
-            return len(found)
+            data = node.data[offset : offset + len(into)]
+            into[: len(data)] = data
+            return len(data)
 
     def fallocate(self, fd: int, length: int) -> bool:
         with self._call():
@@ -275,19 +282,19 @@ class CrashFs(Fs):
             yield
 
     def _locate(self, path: str) -> tuple[_Folder, str]:
-        """The folder of a path and the name in it; an empty name is the root."""
+        """Return the folder of a path and the name in it; the name of the root is empty."""
         *folders, name = path.strip("/").split("/")
-        here = self._root
+        folder = self._root
         for segment in folders:
-            node = here.entries.get(segment)
+            node = folder.entries.get(segment)
             if node is None:
                 raise _os_error(errno.ENOENT)
             if isinstance(node, _File):
                 raise _os_error(errno.ENOTDIR)
-            here = node
+            folder = node
         if len(os.fsencode(name)) > 255:
             raise _os_error(errno.ENAMETOOLONG)
-        return here, name
+        return folder, name
 
     def _find(self, path: str) -> _File | _Folder:
         folder, name = self._locate(path)
@@ -303,7 +310,7 @@ class CrashFs(Fs):
         return folder, name
 
     def _file(self, fd: int, *aligned: int) -> _File:
-        """The open file; with O_DIRECT the numbers must be aligned."""
+        """Return the open file. With O_DIRECT, the numbers ``aligned`` must be aligned."""
         node, flags = self._fds[fd]
         if isinstance(node, _Folder):
             raise _os_error(errno.EISDIR)

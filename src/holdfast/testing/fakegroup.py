@@ -1,5 +1,4 @@
-"""Many ranks in one process: a thread each, over a store in memory that takes the place of the
-TCPStore."""
+"""Many ranks in one process: one thread per rank, and a store in memory as the TCPStore."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from holdfast.engine.distributed.kv import KVClient, Timeouts
 T = TypeVar("T")
 
 QUICK_TIMEOUTS = Timeouts(silent=5.0, stuck=10.0)
-"""For tests: seconds in which a thread that is alive has certainly run."""
+"""Timeouts for tests, in seconds: long enough that every live thread has run."""
 
 
 class FakeStore:
-    """A ``KeyValues`` in memory, for all ranks of one process."""
+    """A ``KeyValues`` in memory that all ranks of one process share."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -51,9 +50,9 @@ class FakeStore:
 
     def add(self, key: str, number: int) -> int:
         with self._lock:
-            made = int(self.values.get(key, b"0")) + number
-            self.values[key] = str(made).encode()
-            return made
+            total = int(self.values.get(key, b"0")) + number
+            self.values[key] = str(total).encode()
+            return total
 
     def delete_key(self, key: str) -> bool:
         with self._lock:
@@ -61,8 +60,10 @@ class FakeStore:
 
 
 class StoreView:
-    """The store as one rank sees it. ``before(name, key)`` is called before each of its calls: it
-    may raise, wait, or note them."""
+    """The store of one rank.
+
+    ``before(name, key)`` runs before each call of the store. It can raise, wait, or record it.
+    """
 
     def __init__(self, store: FakeStore) -> None:
         self._store = store
@@ -71,14 +72,14 @@ class StoreView:
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._store, name)
 
-        def do(key: Any, *rest: Any) -> Any:
+        def call_with_hook(key: Any, *args: Any) -> Any:
             self.before(name, key if isinstance(key, str) else " ".join(key))
-            return call(key, *rest)
+            return call(key, *args)
 
-        return do
+        return call_with_hook
 
     def disconnect(self) -> None:
-        """From now on the store does not know this rank, as if its process had been killed."""
+        """Make every later call fail, as if the process of this rank had been killed."""
 
         def refuse(name: str, key: str) -> None:
             raise ConnectionError("this rank was killed by a test")
@@ -87,52 +88,56 @@ class StoreView:
 
 
 class FakeGroup:
-    """``size`` ranks that save and load together::
+    """A group of ``size`` ranks that save and load together::
 
         group = FakeGroup(4)
         group.run(lambda rank: holdfast.save("runs/a/version_1", state_of(rank)))
 
-    ``views[rank]`` is the store as that rank sees it.
+    ``views[rank]`` is the ``StoreView`` of that rank.
     """
 
     def __init__(self, size: int, timeouts: Timeouts = QUICK_TIMEOUTS) -> None:
         self.store = FakeStore()
         self.views = [StoreView(self.store) for _ in range(size)]
-        boards = [KVClient(v, r, size, timeouts) for r, v in enumerate(self.views)]
-        self.groups = [StoreGroup(board, size) for board in boards]
+        clients = [KVClient(v, r, size, timeouts) for r, v in enumerate(self.views)]
+        self.groups = [StoreGroup(client, size) for client in clients]
 
     def outcomes(self, work: Callable[[int], T]) -> list[T | BaseException]:
-        """What ``work(rank)`` has returned or raised, on all ranks at a time."""
-        made: list[Any] = [None] * len(self.groups)
+        """Call ``work(rank)`` on all ranks concurrently, and return each result or exception."""
+        outcomes: list[Any] = [None] * len(self.groups)
 
-        def act(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             try:
                 with use_group(self.groups[rank]):
-                    made[rank] = work(rank)
-            except BaseException as e:  # noqa: BLE001  (it is what the test asks for)
-                made[rank] = e
+                    outcomes[rank] = work(rank)
+            except BaseException as e:  # noqa: BLE001  (the test inspects it)
+                outcomes[rank] = e
 
-        threads = [Thread(target=act, args=(r,), name=f"rank-{r}") for r in range(len(self.groups))]
+        threads = [
+            Thread(target=run_rank, args=(r,), name=f"rank-{r}") for r in range(len(self.groups))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return made
+        return outcomes
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """What ``work(rank)`` has returned on each rank. Raises what the first has raised."""
-        made = self.outcomes(work)
+        """Call ``work(rank)`` on all ranks concurrently, and return the results.
+
+        Raises the exception of the lowest rank that failed.
+        """
         results = []
-        for outcome in made:
+        for outcome in self.outcomes(work):
             if isinstance(outcome, BaseException):
                 raise outcome
             results.append(outcome)
         return results
 
     def close(self) -> None:
-        """End the ranks' threads."""
-        for ranks in self.groups:
-            ranks.kv.close()
+        """Stop the background threads of the ranks."""
+        for group in self.groups:
+            group.kv.close()
 
     def __enter__(self) -> FakeGroup:
         return self

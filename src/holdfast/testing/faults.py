@@ -16,11 +16,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong at the ``at``-th call (from 1) of ``kind``, a method of ``Fs``; None: any.
+    """A fault at the ``at``-th call (from 1) of ``kind``, a method of ``Fs``; None: any method.
 
-    ``error``: the errno to raise. ``lost``: the call is made first, only its reply is lost.
-    ``short``: instead of an error, at most so many bytes are written or read. ``lasting``: all
-    later calls go wrong as well.
+    ``error``: the errno to raise. ``lost``: the call takes effect before the error is raised.
+    ``short``: the maximum bytes that are written or read, instead of an error. ``lasting``: all
+    later calls fail as well.
     """
 
     kind: str | None = None
@@ -32,8 +32,10 @@ class Fault:
 
 
 class FaultFs(Fs):
-    """``inner`` with faults. ``counts`` has the calls made by method, ``fired`` the kinds of
-    those that went wrong."""
+    """A file system that forwards to ``inner`` and injects faults.
+
+    ``counts``: the number of calls by method. ``fired``: the methods of the calls that failed.
+    """
 
     def __init__(self, inner: Fs | None = None, *faults: Fault) -> None:
         self.inner = Fs() if inner is None else inner
@@ -106,8 +108,8 @@ class FaultFs(Fs):
             for fault in self.faults:
                 if fault.kind not in (None, kind):
                     continue
-                made = self.counts[kind] if fault.kind else self.counts.total()
-                if made == fault.at or (fault.lasting and made > fault.at):
+                calls = self.counts[kind] if fault.kind else self.counts.total()
+                if calls == fault.at or (fault.lasting and calls > fault.at):
                     self.fired.append(kind)
                     return fault
         return None

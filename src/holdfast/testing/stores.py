@@ -1,4 +1,4 @@
-"""The Store protocol as tests. Whoever brings a store of their own runs it through these::
+"""The Store protocol as tests. To test your own store, derive a test class::
 
 class TestMyStore(StoreContract):
     def make_store(self, folder):
@@ -21,42 +21,42 @@ _BAD_KEYS = ("", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "a/./b", "a\0b", 
 
 
 class StoreContract(WritingContract):
-    """Every MUST of ``holdfast.storage.store.Store``. A subclass gives ``make_store``: a new,
-    empty store; ``folder`` is an empty folder that it may use.
+    """Tests of every MUST of ``holdfast.storage.store.Store``.
 
-    ``put_sees_existing``: whether ``put`` under a key that is taken is refused (a store that
-    cannot tell need not look).
+    A subclass implements ``make_store(folder)``, which returns a new, empty store and may use the
+    empty folder. ``put_sees_existing`` is True if ``put`` refuses a key that already exists. A
+    store that cannot detect this cheaply sets it to False.
     """
 
     # reading
 
-    def test_get_takes_no_more_than_its_limit(self, store: Store) -> None:
+    def test_get_refuses_an_object_over_the_limit(self, store: Store) -> None:
         put(store, "a", b"12345")
         assert store.get("a", 5) == b"12345"
         with pytest.raises(StoreError) as caught:
             store.get("a", 4)
         assert not isinstance(caught.value, NotFound)
-        self.names(caught.value, store, "a")
+        self.assert_names(caught.value, store, "a")
 
-    def test_what_is_not_there_is_not_found(self, store: Store) -> None:
+    def test_a_missing_key_raises_not_found(self, store: Store) -> None:
         put(store, "v/a", b"1")
         for key in ("w", "v/b", "v", "w/x/y"):
-            for look in self.looks(store, key):
+            for read_key in self.reads(store, key):
                 with pytest.raises(NotFound) as caught:
-                    look()
-                self.names(caught.value, store, key)
+                    read_key()
+                self.assert_names(caught.value, store, key)
 
     @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 8192, 12_000])
     @pytest.mark.parametrize("length", [0, 1, 4096, 5000, 8000])
     def test_ranges(self, store: Store, offset: int, length: int) -> None:
         data = random_bytes(20_000)
         put(store, "a", data)
-        for room in (length, length + 1, length + 8192):
+        for capacity in (length, length + 1, length + 8192):
             buffer = Buffer(32_768)
-            store.get_range("a", offset, length, buffer.view[:room])
+            store.get_range("a", offset, length, buffer.view[:capacity])
             assert buffer.view[:length] == data[offset : offset + length]
 
-    def test_a_range_up_to_the_very_end(self, store: Store) -> None:
+    def test_a_range_up_to_the_end(self, store: Store) -> None:
         data = random_bytes(10_001)
         put(store, "a", data)
         for offset in (0, 4096, 8192, 10_000, 10_001):
@@ -82,15 +82,15 @@ class StoreContract(WritingContract):
             store.get_range("v/a", offset, length, Buffer(16_384).view)
         assert str(found) in str(caught.value)
         assert str(offset) in str(caught.value)
-        self.names(caught.value, store, "v/a")
+        self.assert_names(caught.value, store, "v/a")
 
-    @pytest.mark.parametrize(("offset", "length", "room"), [(-1, 1, 9), (0, -1, 9), (0, 10, 9)])
-    def test_a_range_that_cannot_be_is_an_error(
-        self, store: Store, offset: int, length: int, room: int
+    @pytest.mark.parametrize(("offset", "length", "capacity"), [(-1, 1, 9), (0, -1, 9), (0, 10, 9)])
+    def test_an_invalid_range_is_an_error(
+        self, store: Store, offset: int, length: int, capacity: int
     ) -> None:
         put(store, "a", random_bytes(100))
         with pytest.raises(StoreError):
-            store.get_range("a", offset, length, memoryview(bytearray(room)))
+            store.get_range("a", offset, length, memoryview(bytearray(capacity)))
 
     def test_ranges_are_read_by_many_threads(self, store: Store) -> None:
         data, piece = random_bytes(1_000_001), 40_000
@@ -108,10 +108,10 @@ class StoreContract(WritingContract):
         names = ["b", "a/z", "a.b", "a-b", "a/b/c", "a0", "A", "ä", "a/b.c", "a/b-c", "a/ b"]
         for name in names:
             put(store, name, name.encode())
-        found = list(store.list(""))
-        assert [stat.key for stat in found] == sorted(names)
-        assert [stat.length for stat in found] == [len(n.encode()) for n in sorted(names)]
-        assert found == [store.stat(stat.key) for stat in found]
+        stats = list(store.list(""))
+        assert [stat.key for stat in stats] == sorted(names)
+        assert [stat.length for stat in stats] == [len(n.encode()) for n in sorted(names)]
+        assert stats == [store.stat(stat.key) for stat in stats]
 
     def test_a_prefix_is_a_folder(self, store: Store) -> None:
         for key in ("version_1/a", "version_1/b/c", "version_10/a", "version_1.x", "version_2"):
@@ -122,7 +122,7 @@ class StoreContract(WritingContract):
         assert keys(store, "version_") == []
         assert keys(store, "version_1/b/c/d") == []
 
-    def test_where_nothing_is_nothing_is_listed(self, store: Store) -> None:
+    def test_an_empty_store_lists_nothing(self, store: Store) -> None:
         for prefix in ("", "a", "a/b"):
             assert list(store.list(prefix)) == []
             assert list(store.partials(prefix)) == []
@@ -133,7 +133,7 @@ class StoreContract(WritingContract):
             store.put_if_absent(name, b"")
         assert keys(store) == keys(store, "v") == names
 
-    def test_what_partials_finds_can_be_deleted(self, store: Store) -> None:
+    def test_partials_can_be_deleted(self, store: Store) -> None:
         put(store, "v/a", b"1")
         upload = store.put("v/b", 5)
         upload.write_at(0, memoryview(b"12345"))
@@ -153,16 +153,16 @@ class StoreContract(WritingContract):
         store.delete("v/b")
         assert keys(store) == ["w"]
 
-    def test_a_key_is_free_again_after_delete(self, store: Store) -> None:
+    def test_a_key_can_be_written_again_after_delete(self, store: Store) -> None:
         store.put_if_absent("v/m", b"1")
         store.delete("v/m")
         store.put_if_absent("v/m", b"2")
         assert store.get("v/m", 1) == b"2"
 
-    def test_put_and_delete_in_one_folder_do_not_meet(self, store: Store) -> None:
+    def test_concurrent_put_and_delete_in_one_folder(self, store: Store) -> None:
         def round_trip(number: int) -> None:
-            for turn in range(5):
-                key, data = f"v/{number}", b"%d" % turn
+            for i in range(5):
+                key, data = f"v/{number}", b"%d" % i
                 store.put_if_absent(key, data)
                 assert store.get(key, 9) == data
                 store.delete(key)
@@ -174,23 +174,23 @@ class StoreContract(WritingContract):
     # keys, traits
 
     @pytest.mark.parametrize("key", _BAD_KEYS)
-    def test_a_key_that_not_every_store_can_have_is_refused(self, store: Store, key: str) -> None:
-        looks = [
+    def test_an_invalid_key_is_refused(self, store: Store, key: str) -> None:
+        calls = [
             lambda: store.put(key, 1),
             lambda: store.put_if_absent(key, b"1"),
             lambda: store.delete(key),
-            *self.looks(store, key),
+            *self.reads(store, key),
         ]
         if key:
-            looks += [lambda: list(store.list(key)), lambda: list(store.partials(key))]
-        for look in looks:
+            calls += [lambda: list(store.list(key)), lambda: list(store.partials(key))]
+        for call in calls:
             with pytest.raises(StoreError) as caught:
-                look()
+                call()
             assert not isinstance(caught.value, NotFound)
-        self.nothing_is_left(store)
+        self.assert_empty(store)
 
     @pytest.mark.parametrize("key", ["ü/日本/🙂", "a b", "%41", "a+b&c=d?e#f", "n" * 200, "-", "~"])
-    def test_keys_of_all_kinds(self, store: Store, key: str) -> None:
+    def test_unusual_keys(self, store: Store, key: str) -> None:
         put(store, f"v/{key}", b"1")
         assert keys(store) == [f"v/{key}"]
         assert store.get(f"v/{key}", 1) == b"1"

@@ -1,4 +1,4 @@
-"""The half of the Store contract that is about ``put`` and ``put_if_absent``."""
+"""The tests of ``put`` and ``put_if_absent`` in the Store contract."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WritingContract(Contract):
     # put
 
     @pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 100_000, (3 << 20) + 5])
-    def test_what_was_put_is_read_back(self, store: Store, size: int) -> None:
+    def test_an_object_is_read_back(self, store: Store, size: int) -> None:
         data = random_bytes(size)
         stat = put(store, "v/a", data)
         assert (stat.key, stat.length) == ("v/a", size)
@@ -28,7 +28,7 @@ class WritingContract(Contract):
         assert keys(store) == ["v/a"]
         assert partial_keys(store) == []
 
-    def test_commit_gives_what_stat_gives(self, store: Store) -> None:
+    def test_commit_returns_the_stat(self, store: Store) -> None:
         assert put(store, "v/a", b"abc") == store.stat("v/a")
 
     def test_an_empty_object_needs_no_write(self, store: Store) -> None:
@@ -36,7 +36,7 @@ class WritingContract(Contract):
             upload.commit()
         assert store.get("empty", 0) == b""
 
-    def test_pieces_come_in_any_order_from_many_threads(self, store: Store) -> None:
+    def test_pieces_in_any_order_from_many_threads(self, store: Store) -> None:
         data, piece = random_bytes(2_000_003), 65_536
         starts = list(range(0, len(data), piece))
         random.Random(1).shuffle(starts)
@@ -56,7 +56,7 @@ class WritingContract(Contract):
             upload.commit()
         assert store.get("a", len(data)) == data
 
-    def test_a_buffer_may_be_used_again_when_write_at_has_returned(self, store: Store) -> None:
+    def test_a_buffer_may_be_reused_after_write_at_returns(self, store: Store) -> None:
         buffer = Buffer(8192)
         with store.put("a", 16_384) as upload:
             for at, byte in ((8192, b"2"), (0, b"1")):
@@ -66,7 +66,7 @@ class WritingContract(Contract):
             upload.commit()
         assert store.get("a", 16_384) == b"1" * 8192 + b"2" * 8192
 
-    def test_memory_of_any_element_type_is_taken_as_bytes(self, store: Store) -> None:
+    def test_memory_of_any_element_type_is_written_as_bytes(self, store: Store) -> None:
         data = random_bytes(96)
         with store.put("a", 96) as upload:
             upload.write_at(0, cast(Any, memoryview(data).cast("d", (3, 4))))
@@ -79,14 +79,14 @@ class WritingContract(Contract):
             upload.write_at(6, memoryview(b"6789"))
             with pytest.raises(StoreError, match="byte 5"):
                 upload.commit()
-        self.nothing_is_left(store)
+        self.assert_empty(store)
 
     def test_a_missing_end_is_an_error_at_commit(self, store: Store) -> None:
         with store.put("v/a", 10) as upload:
             upload.write_at(0, memoryview(b"01234"))
             with pytest.raises(StoreError):
                 upload.commit()
-        self.nothing_is_left(store)
+        self.assert_empty(store)
 
     @pytest.mark.parametrize("pieces", [((0, 4), (1, 1)), ((0, 4), (0, 4)), ((0, 3), (2, 2))])
     def test_a_byte_written_twice_is_an_error(
@@ -99,43 +99,45 @@ class WritingContract(Contract):
 
         with store.put("v/a", 4) as upload, pytest.raises(StoreError):
             write(upload)
-        self.nothing_is_left(store)
+        self.assert_empty(store)
 
     @pytest.mark.parametrize(("offset", "size"), [(-1, 1), (0, 11), (10, 1), (9, 2)])
-    def test_a_piece_outside_is_an_error(self, store: Store, offset: int, size: int) -> None:
+    def test_a_piece_outside_the_object_is_an_error(
+        self, store: Store, offset: int, size: int
+    ) -> None:
         with store.put("v/a", 10) as upload, pytest.raises(StoreError):
             upload.write_at(offset, memoryview(bytes(size)))
-        self.nothing_is_left(store)
+        self.assert_empty(store)
 
     def test_a_negative_length_is_an_error(self, store: Store) -> None:
         with pytest.raises(StoreError):
             store.put("a", -1)
-        self.nothing_is_left(store)
+        self.assert_empty(store)
 
     def test_nothing_is_visible_before_commit(self, store: Store) -> None:
         with store.put("v/a", 3) as upload:
             upload.write_at(0, memoryview(b"abc"))
             assert keys(store) == []
-            for look in (lambda: store.stat("v/a"), lambda: store.get("v/a", 9)):
+            for call in (lambda: store.stat("v/a"), lambda: store.get("v/a", 9)):
                 with pytest.raises(NotFound):
-                    look()
+                    call()
             upload.commit()
         assert keys(store) == ["v/a"]
 
-    def test_abort_leaves_nothing_also_twice(self, store: Store) -> None:
+    def test_abort_leaves_nothing_and_may_be_repeated(self, store: Store) -> None:
         upload = store.put("v/a", 3)
         upload.write_at(0, memoryview(b"abc"))
         upload.abort()
         upload.abort()
-        self.nothing_is_left(store)
+        self.assert_empty(store)
 
     def test_leaving_the_context_without_commit_aborts(self, store: Store) -> None:
         with store.put("v/a", 3) as upload:
             upload.write_at(0, memoryview(b"abc"))
-        self.nothing_is_left(store)
+        self.assert_empty(store)
         with pytest.raises(KeyError), store.put("v/a", 3):
             raise KeyError
-        self.nothing_is_left(store)
+        self.assert_empty(store)
 
     def test_abort_after_commit_changes_nothing(self, store: Store) -> None:
         with store.put("v/a", 3) as upload:
@@ -145,7 +147,7 @@ class WritingContract(Contract):
         assert store.get("v/a", 3) == b"abc"
 
     @pytest.mark.parametrize("end", ["commit", "abort"])
-    def test_an_upload_that_is_over_takes_no_more(self, store: Store, end: str) -> None:
+    def test_an_ended_upload_refuses_calls(self, store: Store, end: str) -> None:
         with store.put("v/a", 0) as upload:
             getattr(upload, end)()
             for call in (upload.commit, lambda: upload.write_at(0, memoryview(b""))):
@@ -159,28 +161,28 @@ class WritingContract(Contract):
             try:
                 upload.write_at(at, data)
             except StoreError:
-                return  # the upload was over before this piece
+                return  # the upload was aborted before this piece
 
         with ThreadPoolExecutor(4) as threads:
             writes = [threads.submit(write, at * 4096) for at in range(64)]
             upload.abort()
-            for done in writes:
-                done.result()
-        self.nothing_is_left(store)
+            for future in writes:
+                future.result()
+        self.assert_empty(store)
 
-    def test_uploads_do_not_mix(self, store: Store) -> None:
-        def one(number: int) -> bool:
+    def test_concurrent_uploads_are_independent(self, store: Store) -> None:
+        def put_and_compare(number: int) -> bool:
             data = random_bytes(20_000, number)
             put(store, f"v/{number}", data)
             return store.get(f"v/{number}", len(data)) == data
 
         with ThreadPoolExecutor(8) as threads:
-            assert all(threads.map(one, range(16)))
+            assert all(threads.map(put_and_compare, range(16)))
         assert len(keys(store)) == 16
 
-    def test_put_does_not_replace(self, store: Store) -> None:
+    def test_put_does_not_overwrite(self, store: Store) -> None:
         if not self.put_sees_existing:
-            pytest.skip("this store's put does not look for an existing object")
+            pytest.skip("put of this store does not detect an existing object")
         put(store, "v/a", b"first")
         with pytest.raises(AlreadyExists):
             put(store, "v/a", b"first")
@@ -190,19 +192,19 @@ class WritingContract(Contract):
     # put_if_absent
 
     @pytest.mark.parametrize("size", [0, 1, 5000, 300_000])
-    def test_put_if_absent_writes_whole(self, store: Store, size: int) -> None:
+    def test_put_if_absent_writes_the_whole_object(self, store: Store, size: int) -> None:
         stat = store.put_if_absent("v/m", random_bytes(size))
         assert stat.length == size
         assert store.stat("v/m") == stat
         assert store.get("v/m", size) == random_bytes(size)
         assert partial_keys(store) == []
 
-    def test_put_if_absent_leaves_the_first_bytes(self, store: Store) -> None:
+    def test_put_if_absent_keeps_the_existing_object(self, store: Store) -> None:
         store.put_if_absent("v/m", b"first")
         for other in (b"other", b"", b"first and more"):
             with pytest.raises(AlreadyExists) as caught:
                 store.put_if_absent("v/m", other)
-            self.names(caught.value, store, "v/m")
+            self.assert_names(caught.value, store, "v/m")
         assert store.get("v/m", 99) == b"first"
         assert partial_keys(store) == []
 
@@ -211,7 +213,7 @@ class WritingContract(Contract):
         assert store.put_if_absent("v/m", b"same").length == 4
         assert partial_keys(store) == []
 
-    def test_of_sixteen_racing_writers_one_wins(self, store: Store) -> None:
+    def test_one_of_sixteen_racing_writers_wins(self, store: Store) -> None:
         def race(number: int) -> int | None:
             try:
                 store.put_if_absent("v/m", b"%d" % number * 1000)
