@@ -221,7 +221,9 @@ def test_what_was_changed_while_it_was_copied_is_not_committed(
     ckpt.step()
     change(state)
     gate.set()
-    with pytest.raises(CommitError, match=r"2.weight.* changed while being copied") as e:
+    with pytest.raises(
+        CommitError, match=r"2.weight.* changed during the copy in the background"
+    ) as e:
         ckpt.wait()
     assert all("model" in key for key in e.value.leaves)
     train_step(state)
