@@ -215,7 +215,7 @@ def test_a_number_of_steps_that_makes_no_version(step: Any) -> None:
     state = initial_state()
     state["progress"].step = step
     with Checkpointer(MemoryStore(), state, save=EverySteps(1)) as ckpt:
-        with pytest.raises(HoldfastError, match=r"progress.step is no number"):
+        with pytest.raises(HoldfastError, match=r"progress.step is not a number"):
             ckpt.step()
         state["progress"].step = 0
 
@@ -365,7 +365,7 @@ def test_what_ended_the_training_is_not_replaced(of: str, monkeypatch: pytest.Mo
             monkeypatch.setattr(nn.Module, "state_dict", broken)
         raise SystemExit(75)
     assert e.value.code == 75
-    assert "Besides" in "".join(e.value.__notes__)
+    assert "In addition" in "".join(e.value.__notes__)
 
 
 @pytest.mark.parametrize("why", ["no thread", "a damaged version of that name"])
@@ -490,9 +490,9 @@ def main():
     [
         ("sys.exit()", "main()", 1, "StoreError: a full disk"),
         ("sys.exit(0)", "main()", 1, "StoreError: a full disk"),
-        ("sys.exit(75)", "main()", 75, "ended by SystemExit. Besides, the last save failed: a"),
+        ("sys.exit(75)", "main()", 75, "with SystemExit. In addition, the last save failed: a"),
         ("raise KeyboardInterrupt", "try:\n    main()\nexcept KeyboardInterrupt:\n    pass", 0,
-         "ended by KeyboardInterrupt. Besides, the last save failed"),
+         "ended with KeyboardInterrupt. In addition, the last save failed"),
         ("pass", "main()", 1, "StoreError: a full disk"),
     ],
 )  # fmt: skip
@@ -586,9 +586,9 @@ def test_where_warnings_are_errors_a_failed_last_save_is_heard_of_all_the_same(
         warnings.simplefilter("error")
         train(state, ckpt, 2)
         raise end
-    assert e.value.__notes__ == ["Besides, the last save failed: a full disk."]
+    assert e.value.__notes__ == ["In addition, the last save failed: a full disk."]
     wanted = 0 if isinstance(end, Exception) else 1
-    assert capsys.readouterr().err.count("Besides, the last save failed") == wanted
+    assert capsys.readouterr().err.count("In addition, the last save failed") == wanted
 
 
 @pytest.mark.parametrize("policy", [EverySteps(2), EverySteps(2) | OnException(), OnException()])
@@ -679,7 +679,11 @@ def test_who_is_refused_saves_nothing_and_deletes_nothing(why: str, tmp_path: Pa
         for _ in range(2):
             step()
             ckpt.step()
-    words = {"no resume": "holds versions", "another writes": "writes to", "half loaded": "no step"}
+    words = {
+        "no resume": "holds versions",
+        "another writes": "writes to",
+        "half loaded": "state invalid",
+    }
     assert words[why] in str(e.value)
     assert files(store) == before
 
@@ -732,7 +736,7 @@ def test_what_was_left_out_last_is_told_when_the_training_ends_well(steps: int, 
             train(state, ckpt, steps)  # 4 is in flight, 6 is left out
             gate.set()
     assert Run(store).line() == [Version(2), Version(4)]
-    message = f"Steps 5 to {steps} are in no version"
+    message = f"Steps 5 to {steps} are not in any version"
     assert [str(w.message).startswith(message) for w in found] == [True] * told
 
 

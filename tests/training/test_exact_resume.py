@@ -380,7 +380,9 @@ def test_a_sampler_for_evaluation_is_refused_in_the_third_epoch_or_in_the_first_
     state["evaluation"] = holdfast.ElasticSampler(6, 2)
     with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
         next(iter(state["sampler"]))
-        with pytest.raises(HoldfastError, match=r"Sampler\(6, 2.*Do not put a sampler for evaluation"):
+        with pytest.raises(
+            HoldfastError, match=r"Sampler\(6, 2.*Do not put a sampler for evaluation"
+        ):
             ckpt.step()
 
 
@@ -818,7 +820,7 @@ def test_a_step_that_one_sampler_cannot_count_moves_none() -> None:
     with holdfast.Checkpointer(MemoryStore(), {"samplers": samplers}) as ckpt:
         passes = [iter(s) for s in samplers]
         next(passes[0])
-        with pytest.raises(HoldfastError, match="more batches than .* has yielded"):
+        with pytest.raises(HoldfastError, match=r"more batches than .* has yielded"):
             ckpt.step()
         assert [s.left for s in samplers] == [4, 4]
         next(passes[1])

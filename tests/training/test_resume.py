@@ -53,7 +53,8 @@ def advised(url: str, state: Any, kind: type[PlanError]) -> tuple[str, dict[str,
     with Checkpointer(url, state) as ckpt, pytest.raises(kind) as e:
         ckpt.resume()
     call = re.search(
-        r"Make the state as it was\..*another folder, and (resume\(.*?\))", str(e.value)
+        r"Restore the earlier structure of the state\..*another folder and (resume\(.*?\))",
+        str(e.value),
     )
     assert call is not None, e.value
     return str(e.value), eval(call[1], {"resume": dict})
@@ -75,7 +76,7 @@ def test_the_advice_fits_what_differs_and_works(
     state = network(**changed, lr=0.5)
     told, given = advised(url, state, kind)
     assert given == {"start": f"{url}@latest", **expected}
-    assert ("what fits in model" in told) == ("width" in changed)
+    assert ("matching keys of model to keys=" in told) == ("width" in changed)
     with Checkpointer(MemoryStore(), state, save=holdfast.EverySteps(1)) as ckpt:
         assert ckpt.resume(**given) is not None
         assert ckpt.current_step == 5
@@ -100,7 +101,7 @@ def test_what_is_gone_is_ignored_and_what_is_left_out_is_not_looked_at() -> None
     assert given == {
         "start": f"{url}@latest", "keys": ["b"], "missing": "keep", "unexpected": "ignore",
     }  # fmt: skip
-    assert "In keys= name also what fits in a." in told
+    assert "Add the matching keys of a to keys=." in told
     _, given = advised(url, {"a": np.ones(3), "b": {"c": 1, "d": 1}}, PlanError)
     assert given == {"start": f"{url}@latest", "keys": ["b"]}  # what is not chosen is not gone
 
@@ -131,7 +132,7 @@ def test_the_advice_stays_short() -> None:
 
 @pytest.mark.parametrize("at", ["latest", "runs/q@100", "version_100"])
 def test_a_resume_that_is_given_an_address_says_how_it_is_done(at: Any) -> None:
-    words = r"whole numbers.*resume\(\) goes on from the newest.*resume\(start="
+    words = r"whole numbers.*resume\(\) continues from the newest.*resume\(start="
     with (
         training(MemoryStore(), holdfast.EverySteps(1)) as (_, ckpt),
         pytest.raises(HoldfastError, match=words),
@@ -142,7 +143,7 @@ def test_a_resume_that_is_given_an_address_says_how_it_is_done(at: Any) -> None:
 @pytest.mark.parametrize("start", [3, True, 2.5, ["runs/a"], b"runs/a"])
 def test_a_run_begins_with_an_address(start: Any) -> None:
     with training(MemoryStore(), holdfast.EverySteps(1)) as (_, ckpt):
-        with pytest.raises(HoldfastError, match=r'cannot begin with that.*"RUN@120".*at=120'):
+        with pytest.raises(HoldfastError, match=r'Invalid value for start=.*"RUN@120".*at=120'):
             ckpt.resume(start=start)
         ckpt.resume()
 

@@ -1,4 +1,4 @@
-"""What a Checkpointer refuses at once, since a person would find it out only much later."""
+"""Early checks of a Checkpointer's arguments and run, for mistakes that would show much later."""
 
 from __future__ import annotations
 
@@ -15,79 +15,83 @@ from holdfast.text import with_article
 
 
 def check_arguments(state: object, save: object, keep: object, stop: object) -> None:
-    """Raise ``HoldfastError`` for an argument of a kind that cannot be meant."""
-    for name, given, good, expected in (
+    """Raise ``HoldfastError`` for an argument of the wrong type."""
+    for name, value, valid, expected in (
         ("state", state, type(state) is dict, 'a dict such as {"model": model}'),
         ("save", save, isinstance(save, SavePolicy), "a save policy such as EverySteps(500)"),
         ("keep", keep, isinstance(keep, KeepPolicy), "a keep policy such as KeepLast(3)"),
         ("stop", stop, isinstance(stop, StopWhen | None), 'StopWhen("val_loss") or None'),
     ):
-        _require(name, given, good, expected)
+        _require(name, value, valid, expected)
 
 
 def check_choices(
     busy: object, on_error: object, full_every: object, incremental: object, overlap: object
 ) -> dict[str, str]:
-    """The choices in words. Raises ``HoldfastError`` for one that there is not."""
-    whole = full_every is None or (type(full_every) is int and full_every >= 1)
-    chosen = {}
-    for name, given, good, expected in (
+    """Return the arguments as text, by name. Raises ``HoldfastError`` for an invalid value."""
+    full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
+    choices = {}
+    for name, value, valid, expected in (
         ("busy", busy, busy in ("wait", "skip"), '"wait" or "skip"'),
         ("on_error", on_error, on_error in ("raise", "warn"), '"raise" or "warn"'),
-        ("full_every", full_every, whole, "a number of versions, 1 or more, or None"),
+        ("full_every", full_every, full_every_valid, "a number of versions, 1 or more, or None"),
         ("incremental", incremental, type(incremental) is bool, "True or False"),
         ("overlap", overlap, type(overlap) is bool, "True or False"),
     ):
-        _require(name, given, good, expected)
-        chosen[name] = stable_repr(given)
-    return chosen
+        _require(name, value, valid, expected)
+        choices[name] = stable_repr(value)
+    return choices
 
 
-def _require(name: str, given: object, valid: bool, expected: str) -> None:
+def _require(name: str, value: object, valid: bool, expected: str) -> None:
     if not valid:
-        found = repr(given)
+        found = repr(value)
         raise HoldfastError(
-            f"{name}= cannot be that",
+            f"Invalid value for {name}=",
             expected=expected,
-            found=found if len(found) < 80 else with_article(type(given).__name__),
+            found=found if len(found) < 80 else with_article(type(value).__name__),
         )
 
 
-def stable_repr(given: object) -> str:
-    """An argument as another rank can tell whether it has the same."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(given))[:500]
+def stable_repr(value: object) -> str:
+    """Return the ``repr`` of an argument without memory addresses, to compare it across ranks."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
 
 
 def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Raise ``PlanError`` unless all ranks tell the same: they would not save at the same step."""
-    first = arguments_by_rank[0]
-    for name, mine in first.items():
-        other = next(
-            (r for r, theirs in enumerate(arguments_by_rank) if theirs.get(name) != mine), None
-        )
-        if other is not None:
-            raise PlanError(
-                "The Checkpointers of the ranks are not alike",
-                expected=f"{name}={mine} on all ranks, as on rank 0",
-                found=f"{name}={arguments_by_rank[other].get(name)} on rank {other}",
-                todo="Give all ranks the same; what a clock tells is rank 0's anyway",
-                rank=other,
-            )
+    """Raise ``PlanError`` unless all ranks have the same arguments.
+
+    Ranks with different arguments would not save at the same step.
+    """
+    for name, expected in arguments_by_rank[0].items():
+        for rank, arguments in enumerate(arguments_by_rank):
+            if arguments.get(name) != expected:
+                raise PlanError(
+                    "The Checkpointers of the ranks have different arguments",
+                    expected=f"{name}={expected} on all ranks, as on rank 0",
+                    found=f"{name}={arguments.get(name)} on rank {rank}",
+                    todo="Use the same value on all ranks. Policies that depend on time use the"
+                    " clock of rank 0 on all ranks",
+                    rank=rank,
+                )
 
 
 def check_no_copies(state: dict[str, Any]) -> None:
-    """Raise ``PlanError`` for what ``state_dict()`` of an optimizer or a scheduler has returned: a
-    copy made once, which training does not change, and which nothing is loaded into."""
+    """Raise ``PlanError`` if the state contains the ``state_dict()`` of an optimizer or scheduler.
+
+    Such a dict is a copy made once. Training does not change it, and loading into it does not
+    change the optimizer or scheduler.
+    """
     for key, value in _walk_dicts(state, ""):
         kind = None
         if value.keys() == {"state", "param_groups"}:
-            kind = "an optimizer"
+            kind = "optimizer"
         elif value.keys() >= {"last_epoch", "_step_count"}:
-            kind = "a scheduler"
+            kind = "scheduler"
         if kind is not None:
             raise PlanError(
-                f"{key} in the state is the state_dict() of {kind}, a copy made once",
-                expected=f"{kind} itself, so that each save sees it as it is then",
+                f"{key} in the state is the state_dict() of {with_article(kind)}, a copy made once",
+                expected=f"the {kind} itself, so that each save reads its current state",
                 found="a dict that training does not change",
                 todo='Write {"optimizer": optimizer}, without .state_dict()',
                 leaf=key,
@@ -97,7 +101,7 @@ def check_no_copies(state: dict[str, Any]) -> None:
 def _walk_dicts(
     value: dict[Any, Any], path: str, seen: set[int] | None = None
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """The dicts in a state with their keys, each object once."""
+    """Yield the dicts nested in a state with their paths, each object once."""
     seen = {id(value)} if seen is None else seen
     for name, member in value.items():
         if type(member) is dict and id(member) not in seen:
@@ -108,16 +112,19 @@ def _walk_dicts(
 
 
 def check_not_version(run: Run) -> None:
-    """Raise ``HoldfastError`` if the place of a run is called like a version."""
+    """Raise ``HoldfastError`` if the folder of a run has the name of a version."""
     if parse_version(run.url.rstrip("/").rpartition("/")[2]) is not None:
         raise _not_a_run_error(run, "the folder of a version")
 
 
 def check_not_snapshot(run: Run) -> None:
-    """Raise ``HoldfastError`` if there is a snapshot in the place of a run that has no version, or
-    if it is the address of one in another run."""
-    other, address = split_address(run.url)
-    if address is not None and Run(other).listing().versions:
+    """Raise ``HoldfastError`` if the URL of an empty run is that of a snapshot.
+
+    That is the case if the folder itself holds a snapshot, or if the URL is the address of a
+    version in another run.
+    """
+    other_url, version = split_address(run.url)
+    if version is not None and Run(other_url).listing().versions:
         raise _not_a_run_error(run, "the address of a version")
     try:
         run.store.stat(MANIFEST)
@@ -128,33 +135,39 @@ def check_not_snapshot(run: Run) -> None:
 
 def _not_a_run_error(run: Run, found: str) -> HoldfastError:
     return HoldfastError(
-        f"{run.url} is no run",
+        f"{run.url} is not a run",
         expected="the folder that holds, or will hold, the versions of one training",
         found=found,
-        todo='Name the run itself; resume(at=...) goes back in it, and resume(start="RUN@STEP")'
-        " begins another one",
+        todo="Pass the run itself. resume(at=...) resumes from one of its older versions, and"
+        ' resume(start="RUN@STEP") starts another run from a version',
     )
 
 
 def check_run_empty(run: Run) -> None:
-    """Raise ``HoldfastError`` if there are versions: to train afresh would mix two trainings."""
+    """Raise ``HoldfastError`` if the run has versions.
+
+    A new training in such a run would mix the versions of two trainings.
+    """
     versions = run.listing().versions
     if not versions:
         check_not_snapshot(run)
     else:
         raise HoldfastError(
             f"{run.url} holds versions of an earlier training",
-            expected="an empty run, or a call of resume() before the first step",
-            found=f"{describe_run(versions)}, the newest {versions[-1]}",
-            todo="Call ckpt.resume() to go on from it, or save to another folder",
+            expected="an empty run, or a call to resume() before the first step",
+            found=f"{describe_run(versions)}, the newest being {versions[-1]}",
+            todo="Call ckpt.resume() to continue from it, or save to another folder",
         )
 
 
 def not_entered_error() -> HoldfastError:
-    """What is wrong with ``OnException`` where nothing tells that the training raised."""
+    """Return the error for ``OnException`` outside a ``with`` block.
+
+    Without the block, the Checkpointer does not see that the training raised.
+    """
     return HoldfastError(
-        "OnException can never fire: the Checkpointer is not used as a context",
-        expected="with holdfast.Checkpointer(...) as ckpt: and the training in that block",
-        found="a step outside of it",
-        todo="Write it so, or leave OnException() out, which costs a copy at every step",
+        "OnException can never fire: the Checkpointer is not used as a context manager",
+        expected='the training inside a "with holdfast.Checkpointer(...) as ckpt:" block',
+        found="a step outside such a block",
+        todo="Use a with block, or remove OnException(), which copies state at every step",
     )

@@ -1,7 +1,7 @@
-"""When a save is due, at the same step on all ranks.
+"""Decides when a save is due, at the same step on all ranks.
 
-What steps and epochs tell, each rank finds by itself. What a clock or a request tells, one rank
-notices; it proposes a save, and all make it at a step on which they agree
+Each rank evaluates policies on steps and epochs by itself. One rank notices that a time has passed
+or that a request has arrived. It proposes a save, and all ranks save at a step on which they agree
 (``engine/distributed/agreement.py``).
 """
 
@@ -19,16 +19,22 @@ from holdfast.training.goodput import Goodput
 from holdfast.training.step_counter import StepCounter
 
 SAVE_PROPOSAL, REQUEST_PROPOSAL = "save", "request"
-"""What the ranks agree on, for the clock and for who asks: the next save, by its number. Should
-another save begin before the step that they agree on, it answers that too."""
+"""Prefixes of the proposals for a save that is due by time and for a requested save.
+
+A proposal carries the number of the next save. If another save begins before the agreed step, that
+save also answers the proposal.
+"""
 
 Elapsed = tuple[int, float, int]
-"""Steps, seconds and epochs, as a ``Moment`` has them."""
+"""Steps, seconds, and epochs, as in ``PolicyInput``."""
 
 
 class Cadence:
-    """Asks the policy at each step. ``busy``: what becomes of a save that is due while one is in
-    flight."""
+    """Evaluates the save policy at each step.
+
+    ``busy`` says what happens to a save that is due while another one is in flight: it waits
+    (``"wait"``) or is skipped (``"skip"``).
+    """
 
     def __init__(
         self,
@@ -47,11 +53,11 @@ class Cadence:
 
     @property
     def skipped_since_save(self) -> bool:
-        """Whether a save was left out since the last one."""
+        """True if a save was skipped since the last save."""
         return self._last_skip is not self._last_save
 
     def restart(self) -> None:
-        """Count from now on: a save begins, or the training goes on from a version."""
+        """Count from now on, because a save begins or training resumes from a version."""
         self._save_number += 1
         self._proposals = (
             f"{SAVE_PROPOSAL} {self._save_number}",
@@ -66,44 +72,54 @@ class Cadence:
         agreement: Agreement | LocalAgreement,
         busy: bool,
     ) -> Literal["request", "cadence"] | None:
-        """Why to save after this step, if so. ``wanted``: this rank was asked for a save;
-        ``agreed``: what the ranks have agreed on for this step; ``busy``: one is in flight."""
+        """Return why the state after this step must be saved, or None if no save is due.
+
+        ``requested`` is True if a request for a save is pending on this rank. ``agreed_proposals``
+        holds the proposals that the ranks have agreed on for this step. ``busy`` is True if a save
+        is in flight.
+        """
         if self._group.size == 1:
             self._requested = requested
             due = requested or self._policy.due(PolicyInput(*self._now(), *self._last_save))
         else:
-            clock, asked = self._proposals
-            self._requested = clock in agreed_proposals or asked in agreed_proposals
-            requested = requested or asked in agreed_proposals
+            by_clock, by_request = self._proposals
+            self._requested = by_clock in agreed_proposals or by_request in agreed_proposals
+            requested = requested or by_request in agreed_proposals
             due = self._requested or self._is_due_by_count()
             if not due and (requested or self._is_due_by_clock(busy)):
-                agreement.propose(asked if requested else clock)
+                agreement.propose(by_request if requested else by_clock)
         if not due:
             return None
         return "request" if requested else "cadence"
 
     def _is_due_by_count(self) -> bool:
-        """Whether a save is due by steps or epochs. Without a clock: all ranks find the same."""
+        """Return True if a save is due by steps or epochs.
+
+        No time is involved, so all ranks get the same result.
+        """
         last = self._last_skip if self._skip_allowed else self._last_save
         (step, _, epochs), (last_step, _, last_epochs) = self._now(), last
         return self._policy.due(PolicyInput(step, 0.0, epochs, last_step, 0.0, last_epochs))
 
     def _is_due_by_clock(self, busy: bool) -> bool:
-        """Whether rank 0, whose clock counts, finds that a save is due."""
+        """Return True if this is rank 0 and a save is due by its clock."""
         if self._group.rank or (self._skip_allowed and busy):
             return False
         return self._policy.due(PolicyInput(*self._now(), *self._last_save))
 
     def skip_if_busy(self, busy: Callable[[], bool], run_url: str, goodput: Goodput) -> bool:
-        """Whether the save that is due is left out, since one is in flight on rank 0. One that was
-        asked for never is."""
+        """Return True if the due save is skipped because a save is in flight on rank 0.
+
+        Only ``busy="skip"`` allows that, and a requested save is never skipped. Of consecutive
+        steps at which the same save is due, only the first counts as skipped.
+        """
         if not self._skip_allowed or self._requested:
             return False
-        if not broadcast_from_first(self._group, "whether to save", busy, bool):
+        if not broadcast_from_first(self._group, "the decision to skip a save", busy, bool):
             return False
         now = self._now()
         if self._group.size > 1 or self._policy.due(PolicyInput(*now, *self._last_skip)):
-            self._last_skip = now  # another one, not the same
+            self._last_skip = now
             goodput.counts["skipped"] += 1
             events.emit("save_skipped", run=run_url, step=self._step_counter.step)
         return True

@@ -1,4 +1,4 @@
-"""What a trainer holds: resume, step, and the run's state is safe."""
+"""``Checkpointer``: the interface of a training loop to saving and resuming."""
 
 from __future__ import annotations
 
@@ -52,31 +52,41 @@ from holdfast.training.warn import (
 
 
 class Checkpointer:
-    """Saves a state beside the training when a policy says so, and resumes it.
+    """Saves a state in the background when a policy says so, and resumes training.
 
-    ``run``: where the versions go. ``state``: as for ``holdfast.save``; it is read at every save,
-    and written by ``resume``. A ``Progress`` in it counts the steps (without one the Checkpointer
-    counts itself), and an ``ElasticSampler`` is moved on with them.
+    ``run`` is the URL or store that receives the versions. ``state`` is a dict as for
+    ``holdfast.save``. Every save reads it, and ``resume`` writes it. A ``Progress`` in the state
+    counts the steps. Without one, the Checkpointer counts them. An ``ElasticSampler`` in the state
+    advances with the steps.
 
-    ``save``: when (every ten minutes if not given); ``keep``: what to keep (everything if not
-    given); ``stop``: when training should end (``should_stop``). ``incremental``: chunks that an
-    earlier version holds are referred to; every ``full_every``-th version is written in full all
-    the same (None: never; for weights that stay frozen). ``overlap`` (experimental: it never ran
-    on an accelerator): parameters and slots of the optimizers in the state are copied beside the
-    next forward and backward, and ``optimizer.step`` waits for it; nothing else may change them
-    meanwhile.
+    ``save`` is the policy for when to save; the default is every ten minutes. ``keep`` is the
+    policy for which versions to keep; the default is all. ``stop`` is the policy for when training
+    should end (see ``should_stop``).
 
-    One save is in flight at a time. ``busy``: the next that is due waits for it ("wait"), or is
-    left out until it is done ("skip"). A save that fails in the background raises at the next
-    ``step``, ``save``, ``wait`` or ``close``; with ``on_error="warn"`` a store that fails costs no
-    more than a ``SaveFailed`` warning in ``step`` and ``close``, and training goes on.
+    With ``incremental=True``, a version refers to the chunks that an earlier version already
+    holds. Every ``full_every``-th version is still written in full. ``full_every=None`` never
+    forces a full version, which suits weights that stay frozen.
 
-    Under torch.distributed every rank makes one, and calls the same methods; ``group``: a
-    ``ProcessGroup`` if not all ranks do. Metrics and clocks are those of rank 0; what they tell is
-    done at a step on which all agree, without a collective.
+    ``overlap=True`` is experimental and has never run on an accelerator. It copies the parameters
+    and slots of the optimizers in the state during the next forward and backward pass.
+    ``optimizer.step`` waits for the copy. Nothing else may change these tensors in the meantime.
+
+    Only one save is in flight at a time. With ``busy="wait"``, the next save that is due waits for
+    it. With ``busy="skip"``, due saves are skipped until it is complete. If a save fails in the
+    background, the next call of ``step``, ``save``, ``wait``, or ``close`` raises the error. With
+    ``on_error="warn"``, a store failure causes only a ``SaveFailed`` warning in ``step`` and
+    ``close``, and training continues.
+
+    Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
+    ``group`` is the ``ProcessGroup`` of these ranks if they are not all ranks. The metrics and the
+    clock of rank 0 count. All ranks act on them at a step on which they agree, without a
+    collective operation of the training process group.
+
+    Raises ``HoldfastError`` for an invalid argument, and ``PlanError`` if the state contains the
+    ``state_dict()`` of an optimizer or scheduler.
     """
 
-    def __init__(  # noqa: PLR0913  (the public face; each is a thing that a person decides)
+    def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         run: Url,
         state: dict[str, Any],
@@ -129,12 +139,15 @@ class Checkpointer:
 
     @property
     def current_step(self) -> int:
-        """Steps done, the resumed ones included."""
+        """The number of steps completed, including those before the resume."""
         return self._step_counter.step
 
     @property
     def should_stop(self) -> bool:
-        """Whether the ``stop`` policy has seen enough. A resumed training counts on."""
+        """True once the ``stop`` policy says that training should end.
+
+        A resumed training continues from the stored state of the policy.
+        """
         return self._early_stop.stopped
 
     # -- resuming ------------------------------------------------------------------------------
@@ -151,73 +164,78 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         share: bool = False,
     ) -> Snapshot | None:
-        """Load the newest intact version into the state and return it; None if the run is empty.
+        """Load the newest intact version into the state and return it, or None if the run is empty.
 
-        ``at``: the version of that step instead; ``branch``: along that branch. Going on from
-        anything but the newest version, because newer ones are damaged (each is told in a
-        ``SkippedVersion`` warning) or because ``at`` or ``branch`` says so, starts a branch,
-        durably, before this returns. ``share``: as for ``holdfast.load``.
+        ``at`` selects the version of that step instead. ``branch`` selects the lineage of that
+        branch. Training may continue from a version other than the newest one, because newer ones
+        are damaged or because ``at`` or ``branch`` selects it. In that case, a branch is durably
+        started before this method returns. A ``SkippedVersion`` warning reports each damaged
+        version. ``share`` is as for ``holdfast.load``.
 
-        ``start``: what an empty run begins with: a snapshot (``"runs/a@120"``, ``"runs/a@latest"``
-        or a URL), of which ``keys``, ``missing``, ``unexpected`` and ``rename`` (as for
-        ``holdfast.load``) say how much is taken. A run that has versions of its own goes on from
-        those, whole and strictly, so that one script serves the first start and every restart.
+        ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
+        ``"runs/a@latest"``, or a URL. ``keys``, ``missing``, ``unexpected``, and ``rename`` (as
+        for ``holdfast.load``) determine how much of it is loaded. A run that has versions ignores
+        these arguments and loads its own version completely and strictly. One script therefore
+        serves the first start and every restart.
 
-        Raises ``NoSnapshot`` if there are versions but none that can be used, and ``PlanError``
-        with all differences if the version is of another state.
+        Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
+        all differences if the version does not match the state, and ``HoldfastError`` for invalid
+        arguments.
         """
         self._check_open()
         self._saver.wait_on_all_ranks(self._group)
-        part = StartSelection.from_arguments(
+        selection = StartSelection.from_arguments(
             start, keys, missing, unexpected, rename, (at, branch) != (None, None)
         )
         if self._exception_save is not None:
             self._exception_save.discard()
         try:
             with use_group(self._group):
-                found = resume_run(
+                point = resume_run(
                     self.run, self.state, at, branch, self._writer_lock.acquire, share
                 )
-                if found is None and start is not None:
-                    found = start_from(start, self.state, part, share)
+                if point is None and start is not None:
+                    point = start_from(start, self.state, selection, share)
         except BaseException as e:
             self._state_invalid = self._state_invalid or left_state_invalid(e)
             self._step_counter.resume_at(self.current_step, from_own_run=False)
             raise
         self._resumed, self._state_invalid = True, False
-        if found is None:
+        if point is None:
             self._step_counter.resume_at(self.current_step, from_own_run=False)
             events.emit("began", run=self.run.url)
             return None
         self._metrics = {}
-        self._branch, self._note = found.branch, found.note
-        self._step_counter.resume_at(found.step, found.from_own_run)
-        if found.from_own_run:
-            self._saver.resume_from(found.snapshot)
-        self._early_stop.resume_from(found.training_metadata)
-        self._goodput.resume_from(found.training_metadata)
+        self._branch, self._note = point.branch, point.note
+        self._step_counter.resume_at(point.step, point.from_own_run)
+        if point.from_own_run:
+            self._saver.resume_from(point.snapshot)
+        self._early_stop.resume_from(point.training_metadata)
+        self._goodput.resume_from(point.training_metadata)
         self._cadence.restart()
-        events.emit("resumed", url=found.snapshot.url, step=self.current_step, branch=self._branch)
-        for told in found.skipped:
-            warnings.warn(told, SkippedVersion, stacklevel=2)
-        return found.snapshot
+        events.emit("resumed", url=point.snapshot.url, step=self.current_step, branch=self._branch)
+        for message in point.skipped:
+            warnings.warn(message, SkippedVersion, stacklevel=2)
+        return point.snapshot
 
     # -- training ------------------------------------------------------------------------------
 
     def step(self, metrics: Mapping[str, Any] | None = None, *, batches: int = 1) -> None:
-        """Call after every optimizer step: counts it, and saves when a save is due.
+        """Count one step, and save if a save is due. Call it after every optimizer step.
 
-        ``metrics``: numbers by name, kept with the version that this step may become;
-        ``batches``: how many the step was made of, where gradients are accumulated. Returns when
-        the state may be changed again. Raises what made an earlier save fail (of several ranks: all
-        of them, when the next is due); the step is counted all the same.
+        ``metrics`` maps names to numbers. If this step is saved, its version stores them.
+        ``batches`` is the number of batches in the step, if gradients are accumulated.
+
+        When this method returns, the state may change again. If an earlier save failed, its error
+        is raised here. With several ranks, all ranks raise it when the next save is due. The step
+        is counted even if this method raises.
         """
         self._check_open()
         with self._goodput.paused():
             self._metrics = {}
             try:
                 self._metrics = check_metrics(metrics)
-            finally:  # also where they are none: the optimizer has stepped
+            finally:  # count the step even if the metrics are invalid: the optimizer has stepped
                 self._count_step(self._metrics, batches)
             self._ensure_started()
             if self._group.size == 1:  # several ranks raise together, when the next save is due
@@ -226,7 +244,7 @@ class Checkpointer:
             self._warn_metric_missing()
 
     def _count_step(self, metrics: Mapping[str, Any], batches: int) -> None:
-        """One more step, of which the state is now."""
+        """Count the step that led to the current state."""
         self._step_counter.add_step(batches)
         self._agreed_proposals = self._agreement.step()
         agreed = STOP_PROPOSAL in self._agreed_proposals
@@ -235,9 +253,9 @@ class Checkpointer:
             self._exception_save.mark(self.current_step, self._early_stop.to_metadata(), metrics)
 
     def _save_if_due(self) -> None:
-        wanted = self._watcher.pending_request is not None
+        requested = self._watcher.pending_request is not None
         reason = self._cadence.save_reason(
-            wanted, self._agreed_proposals, self._agreement, self._saver.busy
+            requested, self._agreed_proposals, self._agreement, self._saver.busy
         )
         if reason is None:
             self._saver.reserve_buffers()
@@ -248,45 +266,55 @@ class Checkpointer:
         self._raise_or_warn(lambda: self._start_save(reason, self._metrics), 4)
 
     def _start_save(self, reason: str, metrics: Mapping[str, Any]) -> None:
-        self._cadence.restart()  # a save that fails at once is not tried again at every step
-        version, training = Version(self.current_step, self._branch), self._early_stop.to_metadata()
-        reason, ended = (
-            "request" if self._watcher.pending_request else reason,
-            self._watcher.accept_with_callback(),
-        )
+        self._cadence.restart()  # if the save fails at once, do not try again at every step
+        version = Version(self.current_step, self._branch)
+        training_metadata = self._early_stop.to_metadata()
+        if self._watcher.pending_request is not None:
+            reason = "request"
+        on_finished = self._watcher.accept_with_callback()
         with use_group(self._group):
-            order = SaveSpec(version, reason, metrics, self._note, training, ended)
-            self._saver.start(self.state, order)
+            spec = SaveSpec(version, reason, metrics, self._note, training_metadata, on_finished)
+            self._saver.start(self.state, spec)
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
-        """Save now, and return the snapshot once it is committed; if this step is saved already
-        on this branch, that one. ``metrics``: besides those that the step was given (then added as
-        by ``Run.add_metrics``). Call it after ``step``: amid the batches of one the state is that
-        of no step. Raises what goes wrong, whatever ``on_error`` says."""
+        """Save now, and return the snapshot when it is committed.
+
+        If this step is already saved on this branch, return its snapshot. ``metrics`` are added to
+        the metrics of the step. If the step is already saved, they are added as by
+        ``Run.add_metrics``. Call this method after ``step``, not between the batches of a step,
+        where the state does not belong to any step. Raises any failure, regardless of
+        ``on_error``.
+        """
         self._check_open()
-        more = check_metrics(metrics)
+        added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
             newest = self._saver.wait_on_all_ranks(self._group)
-            self._early_stop.observe(more, self.current_step, self._agreement, False)
+            self._early_stop.observe(added_metrics, self.current_step, self._agreement, False)
             if newest is None or self._saver.saved_step != self.current_step:
-                self._start_save("request", {**self._metrics, **more})
+                self._start_save("request", {**self._metrics, **added_metrics})
                 newest = self._saver.wait_on_all_ranks(self._group)
             else:
-                self._saver.add_metrics(newest, more, self._group)
+                self._saver.add_metrics(newest, added_metrics, self._group)
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return newest
 
     def save_on_signal(self, number: int) -> None:
-        """Let a signal such as ``signal.SIGUSR1`` ask for a save, like ``holdfast request-save``,
-        until ``close``. A handler that was there before is called as well."""
+        """Make a signal such as ``signal.SIGUSR1`` request a save, until ``close``.
+
+        The signal has the same effect as ``holdfast request-save``. The previous handler of the
+        signal is called too. Raises ``HoldfastError`` if the signal cannot be handled, and outside
+        the main thread.
+        """
         self._check_open()
         self._watcher.install_signal_handler(number)
 
     def wait(self) -> Snapshot | None:
-        """Wait until the save in flight is committed; the newest version that this Checkpointer
-        saved or resumed, None if there is none. Raises what made the save fail."""
+        """Wait until the save in flight is committed, and raise its error if it failed.
+
+        Return the newest version that this Checkpointer saved or resumed from, or None.
+        """
         self._check_not_forked()
         with self._goodput.paused():
             return (
@@ -294,17 +322,25 @@ class Checkpointer:
             )
 
     def statistics(self) -> dict[str, float]:
-        """Since this Checkpointer was made: ``saves``, ``failures``, ``skipped``, ``bytes`` written
-        and ``referred_bytes``; seconds that training was held up (``blocked``; by the last save
-        ``last_blocked``; ``waited`` for the save before), and that saves took in the
-        ``background``. And ``goodput``: the share of wall time, since the run first began, that
-        went into steps which a committed version holds."""
+        """Return statistics since this Checkpointer was created, by name.
+
+        - ``saves``, ``failures``, ``skipped``: the number of saves that were committed, failed,
+          and were skipped.
+        - ``bytes``, ``referred_bytes``: the bytes that saves wrote, and the bytes of earlier
+          versions that they refer to.
+        - ``blocked_seconds``, ``last_blocked_seconds``, ``waited_seconds``: the time for which
+          training was blocked, for which the last save blocked it, and for which saves waited for
+          the save before.
+        - ``background_seconds``: the time that saves took in the background.
+        - ``goodput``: the share of wall time since the run first began that was spent on steps
+          that a committed version holds.
+        """
         return self._goodput.statistics()
 
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save in flight and give the memory back. Raises what made it fail."""
+        """Wait for the save in flight, and release memory. Raises the error of a failed save."""
         self._close_parts()
         if self._pid == os.getpid():
             if self._is_rank_zero:
@@ -314,7 +350,7 @@ class Checkpointer:
     def _close_parts(self) -> None:
         self._closed = True
         if self._pid != os.getpid():
-            return  # saves and buffers are those of the process that this one was forked from
+            return  # this is a forked process; the saves and buffers belong to its parent
         try:
             self._raise_or_warn(self._saver.wait)
         finally:
@@ -333,46 +369,47 @@ class Checkpointer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return self._exit_normally()
-        told: list[str] = []
+        problems: list[str] = []
         try:
             try:
                 if self._exception_save is not None and self._can_save:
                     with use_group(self._group):
                         self._exception_save.save(
-                            self._saver, error, self._branch, self._note, told
+                            self._saver, error, self._branch, self._note, problems
                         )
             finally:
                 self._close_parts()
         except Exception as e:
-            forgiven = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
-            if isinstance(error, SystemExit) and not error.code and not forgiven:
-                raise  # whoever has started this process must not hear that all is well
-            told.append(last_save_message(e))
+            tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
+            if isinstance(error, SystemExit) and not error.code and not tolerated:
+                raise  # exit code 0 would report success to the parent process
+            problems.append(last_save_message(e))
         finally:
-            attach_secondary_errors(error, told)
+            attach_secondary_errors(error, problems)
 
     @property
     def _can_save(self) -> bool:
-        """Whether it has begun to save, the state is that of a step, and nobody has closed it."""
+        """True if training has started, the state is valid, and this object is open."""
         return self._started and not (
             self._state_invalid or self._closed or self._pid != os.getpid()
         )
 
     def _exit_normally(self) -> None:
-        alive, skipped = self._can_save, self._cadence.skipped_since_save and self._is_rank_zero
+        could_save = self._can_save
+        skipped = self._cadence.skipped_since_save and self._is_rank_zero
         self.close()
-        if alive and self._saver.saved_step != self.current_step:
+        if could_save and self._saver.saved_step != self.current_step:
             warn_unsaved_steps(self.run.url, self.current_step, self._saver.saved_step, skipped)
 
-    # -- how it is done ------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------
 
     def _warn_metric_missing(self) -> None:
-        advice, self._saver.metric_warning = self._saver.metric_warning, None
-        if advice is not None:
-            warnings.warn(advice, MetricMissing, stacklevel=3)
+        message, self._saver.metric_warning = self._saver.metric_warning, None
+        if message is not None:
+            warnings.warn(message, MetricMissing, stacklevel=3)
 
     def _raise_or_warn(self, call: Callable[[], object], stacklevel: int = 3) -> None:
-        """Call it; what a store does wrong is raised, or a warning, as ``on_error`` says."""
+        """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
         try:
             call()
         except (StoreError, CommitError) as e:
@@ -382,23 +419,26 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise HoldfastError("The Checkpointer is closed", todo="Make a new one")
+            raise HoldfastError("The Checkpointer is closed", todo="Create a new one")
         self._check_not_forked()
 
     def _check_not_forked(self) -> None:
         if self._pid != os.getpid():
             raise HoldfastError(
-                "This Checkpointer belongs to the process that this one was forked from",
-                todo="Save in the process that trains",
+                "This Checkpointer was created before this process was forked",
+                todo="Use it only in the process that created it",
             )
 
     def _ensure_started(self) -> None:
-        """At the first step: training afresh into a run that has versions would mix two
-        trainings, and a run that cannot be written to should be known now."""
+        """Check the run and acquire the writer lock, at the first step or save.
+
+        A new training in a run that has versions would mix two trainings. A run that is not
+        writable must raise now, not at the first save.
+        """
         if self._state_invalid:
             raise HoldfastError(
-                "The last resume() failed, and the live state may be that of no step",
-                todo="Resume from a version that is intact before going on",
+                "The last resume() failed and may have left the live state invalid",
+                todo="Resume from an intact version before you continue the training",
             )
         if self._started:
             return

@@ -1,4 +1,4 @@
-"""Early stop in a training: what its ``StopWhen`` has seen so far."""
+"""Early stopping of a training, as its ``StopWhen`` policy decides."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from holdfast.run.metrics import to_number
 from holdfast.run.policy import StopState, StopWhen
 
 STOP_PROPOSAL = "stop"
-"""What the ranks agree on."""
+"""The proposal to stop on which the ranks agree."""
 
 
 class EarlyStop:
-    """Observes the metrics of the steps, for a ``StopWhen`` or for none. Of several ranks rank 0
-    does, and all stop at a step on which they agree."""
+    """Observes the metrics of the steps for a ``StopWhen``, or does nothing if there is none.
+
+    With several ranks, only rank 0 observes, and all ranks stop at a step on which they agree.
+    """
 
     def __init__(self, stop: StopWhen | None, run_url: str, group: Group) -> None:
         self._stop = stop
@@ -26,10 +28,10 @@ class EarlyStop:
         self._state = StopState()
         self._last_step = -1
         self.awaited_metric = None if stop is None else stop.metric
-        """The metric, as long as no step was given it."""
+        """The name of the metric until a step provides it, then None."""
 
         self.stopped = False
-        """Whether it has seen enough; a better value later does not take that back."""
+        """True once training should stop. A better value later does not change that."""
 
     def observe(
         self,
@@ -38,8 +40,11 @@ class EarlyStop:
         agreement: Agreement | LocalAgreement,
         agreed: bool,
     ) -> None:
-        """Look at what a step was given; the first value counts if it is given two. ``agreed``:
-        whether the ranks have agreed to stop now."""
+        """Observe the metrics of a step.
+
+        If a step provides two values of the metric, the first one counts. ``agreed`` is True if
+        the ranks have agreed to stop at this step.
+        """
         if self._group.rank == 0:
             self._update(metrics, step)
         if agreed or (self._group.size == 1 and self._state.stopped):
@@ -48,23 +53,23 @@ class EarlyStop:
             agreement.propose(STOP_PROPOSAL)
 
     def _update(self, metrics: Mapping[str, Any], step: int) -> None:
-        stop, before = self._stop, self._state
+        stop = self._stop
         if stop is None or stop.metric not in metrics or step == self._last_step:
             return
         self.awaited_metric, self._last_step = None, step
-        if before.stopped:
-            return  # and so say the versions, also after a better value
-        self._state = stop.observe(before, to_number(metrics[stop.metric]))
+        if self._state.stopped:
+            return  # versions saved from now on record the stop, even after a better value
+        self._state = stop.observe(self._state, to_number(metrics[stop.metric]))
         if self._state.stopped:
             best = self._state.best
             events.emit("stopped", run=self._run_url, step=step, metric=stop.metric, best=best)
 
     def to_metadata(self) -> dict[str, Any]:
-        """What a version notes for who resumes from it."""
+        """Return what a version stores, so that a resumed training continues from this state."""
         return {} if self._stop is None else {"stop": self._stop.to_plain(self._state)}
 
     def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
-        """Go on from what the resumed version has noted."""
+        """Continue from what the resumed version stores."""
         self._last_step = -1
         if self._stop is not None:
             self._state = self._stop.from_plain(training_metadata.get("stop"))

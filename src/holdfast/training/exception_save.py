@@ -1,4 +1,4 @@
-"""The end of a training: the state before an error, and what is told that nothing else tells."""
+"""The save after an exception: the state before the step that raised."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from holdfast.format.names import Version
 from holdfast.training.saver import Saver, SaveSpec
 
 JOIN_TIMEOUT = 20.0
-"""Seconds in which all ranks must have come to a save after an exception: where only one has
-raised, the others hang or are ended."""
+"""Seconds within which all ranks must join a save after an exception.
+
+If only one rank has raised, the other ranks hang or are terminated.
+"""
 
 
 class ExceptionSave:
-    """Keeps the state as it was after the last step, to save it should the next one raise."""
+    """Keeps the state after the last step, in order to save it if the next step raises."""
 
     def __init__(self, state: dict[str, Any], group: Group) -> None:
         self._savepoint = Savepoint(state)
@@ -29,13 +31,13 @@ class ExceptionSave:
     def mark(
         self, step: int, training_metadata: dict[str, Any], metrics: Mapping[str, Any]
     ) -> None:
-        """The state is that after ``step``."""
+        """Capture the state, which is the state after ``step``."""
         self._marked = None
         self._savepoint.capture()
         self._marked = step, training_metadata, metrics
 
     def discard(self) -> None:
-        """The state is about to become another one."""
+        """Discard the captured state, because a different state is about to be loaded."""
         self._savepoint.invalidate()
         self._marked = None
 
@@ -47,38 +49,44 @@ class ExceptionSave:
         note: Mapping[str, Any],
         problems: list[str],
     ) -> None:
-        """Save the state before the step that raised. ``told`` gets what hinders it. Where another
-        rank has raised something else before, that is told too: it is the cause, most likely."""
+        """Save the state before the step that raised.
+
+        Whatever prevents the save is appended to ``problems``. If another rank raised a different
+        error first, that error is most likely the cause. It is then reported in ``problems``, or
+        as a note on ``error`` and in the note of the version.
+        """
         if self._marked is None:
             return
-        step, training, metrics = self._marked
-        said = f"{type(error).__name__}: {error}"[:1000]
-        first = Arrival(self._group.rank, "", said)
+        step, training_metadata, metrics = self._marked
+        cause = f"{type(error).__name__}: {error}"[:1000]
+        first = Arrival(self._group.rank, "", cause)
         try:
-            meeting = self._group.collective("the save after an exception", JOIN_TIMEOUT, said)
-            first = meeting.first_arrival
-            _join_ranks(meeting, step)
+            collective = self._group.collective("the save after an exception", JOIN_TIMEOUT, cause)
+            first = collective.first_arrival
+            _join_ranks(collective, step)
         except RankFailed as e:
-            short = HoldfastError(e.what, expected=e.expected, found=e.found)
+            failure = HoldfastError(e.what, expected=e.expected, found=e.found)  # without advice
             problems.append(
                 f"the state after step {step} was not saved:"
-                f" {short}{_first_error_text(first, said)}"
+                f" {failure}{_first_error_text(first, cause)}"
             )
         else:
-            if before := _first_error_text(first, said):
-                error.add_note(before.strip())
-                said = f"{first.cause} (rank {first.rank})"
-            note = {**note, "error": said}
-            order = SaveSpec(Version(step, branch), "exception", metrics, note, training)
-            saver.save_after_exception(self._savepoint, order, self._group, problems)
+            if first_error := _first_error_text(first, cause):
+                error.add_note(first_error.strip())
+                cause = f"{first.cause} (rank {first.rank})"
+            note = {**note, "error": cause}
+            spec = SaveSpec(Version(step, branch), "exception", metrics, note, training_metadata)
+            saver.save_after_exception(self._savepoint, spec, self._group, problems)
 
     def close(self) -> None:
         self._savepoint.close()
 
 
 def _join_ranks(collective: Collective, step: int) -> None:
-    """Wait for the other ranks, not for as long as usual. Raises ``RankFailed`` if not all have
-    raised as well, and after the same step."""
+    """Wait for the other ranks, with the timeout of ``collective``.
+
+    Raises ``RankFailed`` unless all ranks join, and their last completed step is the same.
+    """
     try:
         with collective:
             steps = collective.gather(step, int)
@@ -86,8 +94,8 @@ def _join_ranks(collective: Collective, step: int) -> None:
                 rank = steps.index(min(other))
                 raise RankFailed(
                     "The ranks did not raise in the same step",
-                    expected=f"step {step} behind all ranks, as behind rank 0",
-                    found=f"step {steps[rank]} behind rank {rank}",
+                    expected=f"step {step} as the last completed step of all ranks, as on rank 0",
+                    found=f"step {steps[rank]} on rank {rank}",
                     rank=rank,
                 )
             collective.broadcast(True if steps is not None else None, bool)
@@ -96,6 +104,10 @@ def _join_ranks(collective: Collective, step: int) -> None:
 
 
 def _first_error_text(first: Arrival, own_error: str) -> str:
-    """What another rank has raised before this one, if it is not the same."""
-    same = first.cause in ("", own_error)
-    return "" if same else f" Rank {first.rank} has raised first: {first.cause}"
+    """Return a sentence about the error that another rank raised first, if it is a different one.
+
+    The sentence begins with a space. It is empty if there is no such error.
+    """
+    if first.cause in ("", own_error):
+        return ""
+    return f" Rank {first.rank} raised first: {first.cause}"

@@ -1,4 +1,4 @@
-"""What a training has spent: on saves, and on steps that were kept."""
+"""Statistics of a training: the cost of its saves, and goodput."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Clock = Callable[[], float]
 
 
 class Goodput:
-    """Counts of saves, and the seconds by which goodput is told.
+    """Counts saves, and measures the time spent on saves and on steps.
 
-    Goodput is the share of wall time since the run first began, in whatever process, that went
-    into steps which a committed version holds. Time lost to saves, restarts, waiting for machines
-    and steps that had to be made again is the rest. ``clock`` does not jump; ``wall`` is the time
-    of day, since only that goes on from process to process.
+    Goodput is the share of wall time since the run first began, across processes, that was spent
+    on steps that a committed version holds. The rest is time lost to saves, restarts, waiting for
+    machines, and repeated steps. ``clock`` is monotonic. ``wall`` is the time of day, because only
+    it continues from process to process. Both return seconds.
     """
 
     def __init__(self, clock: Clock = time.monotonic, wall: Clock = time.time) -> None:
@@ -35,7 +35,7 @@ class Goodput:
         }
 
     def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
-        """Go on from what the resumed version has noted."""
+        """Continue from what the resumed version stores."""
         self._started = _seconds(training_metadata.get("began"), self._started)
         self._trained_seconds = self._committed_seconds = _seconds(
             training_metadata.get("trained_seconds"), 0.0
@@ -44,8 +44,7 @@ class Goodput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Training was going on until now, and does so again behind the ``with`` block, which has
-        held it up."""
+        """Count the time in the ``with`` block as blocked, not as training."""
         self.end_step()
         began = self._last_clock
         try:
@@ -55,39 +54,40 @@ class Goodput:
             self.seconds["blocked"] += self._last_clock - began
 
     def end_step(self) -> None:
-        """Since the last call of ``step_next`` the machine was training."""
+        """Count the time since the last call of ``begin_step`` as training."""
         now = self._clock()
         self._trained_seconds += now - self._last_clock
         self._last_clock = now
 
     def begin_step(self) -> None:
-        """Training goes on."""
+        """Start to count time as training."""
         self._last_clock = self._clock()
 
     def to_metadata(self) -> dict[str, float]:
-        """What a version notes for who resumes from it."""
+        """Return what a version stores, so that a resumed training continues the measurement."""
         return {
             "began": round(self._started, 3),
             "trained_seconds": round(self._trained_seconds, 6),
         }
 
     def add_blocked(self, seconds: float) -> None:
-        """The last save has held the training up once more, in the middle of a step."""
+        """Count seconds in the middle of a step in which the last save blocked training."""
         self.seconds["blocked"] += seconds
         self.seconds["last_blocked"] += seconds
         self._last_clock += seconds
 
     def mark_committed(self, trained_seconds: float) -> None:
-        """A version holds the first ``trained`` seconds of steps."""
+        """Record that a committed version holds the first ``trained_seconds`` of training."""
         self._committed_seconds = max(self._committed_seconds, trained_seconds)
 
     def statistics(self) -> dict[str, float]:
+        """See ``Checkpointer.statistics``."""
         wall = self._wall() - self._started
-        kept = min(max(self._committed_seconds / wall, 0.0), 1.0) if wall > 0 else 0.0
+        goodput = min(max(self._committed_seconds / wall, 0.0), 1.0) if wall > 0 else 0.0
         seconds = {f"{name}_seconds": s for name, s in self.seconds.items()}
-        return {**self.counts, **seconds, "goodput": kept}
+        return {**self.counts, **seconds, "goodput": goodput}
 
 
 def _seconds(value: Any, default: float) -> float:
-    """A number from a manifest, which another writer may have filled otherwise."""
+    """Return a number from a manifest, or ``default`` if another writer stored something else."""
     return float(value) if type(value) in (int, float) and abs(value) < 1e12 else default

@@ -1,4 +1,4 @@
-"""Where a training goes on: from its own run, or for the first time from a version of another."""
+"""Resuming: load a version of the training's own run, or start from a version of another run."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The version that was loaded, and how training goes on from it.
+    """The version that was loaded, and how training continues from it.
 
-    ``own``: it is of the run itself; ``note``: what the versions to come say of where it came
-    from; ``training``: what it noted for the services; ``skipped``: newer versions that are
-    damaged, in words.
+    ``from_own_run`` is True if the version belongs to the run itself. ``note`` is metadata about
+    the origin of the run, which later versions store. ``training_metadata`` is the state of early
+    stopping and goodput that the version stores. ``skipped`` holds a message for each newer
+    version that is damaged.
     """
 
     snapshot: Snapshot
@@ -53,8 +54,12 @@ class ResumePoint:
 
 
 class ResumeInstruction(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others: to load a version (``version`` and ``digest``), or how the
-    training goes on (``done``): from no version, if there is none."""
+    """An instruction from rank 0 to the other ranks.
+
+    If ``done`` is False, the ranks load the version ``version`` with the manifest ``digest``. If
+    it is True, training continues from the version that was loaded last, on ``branch``, or from no
+    version if ``version`` is None.
+    """
 
     done: bool
     version: str | None = None
@@ -70,42 +75,47 @@ def resume_run(
     acquire_lock: Callable[[], object],
     share: bool = False,
 ) -> ResumePoint | None:
-    """Load the newest intact version of a run into ``state``; None if the run is empty.
+    """Load the newest intact version of a run into ``state``, or return None if the run is empty.
 
-    ``at`` and ``branch`` as for ``Run.newest``. A branch is begun, durably, unless it is the
-    newest version of all. Raises as ``Run.newest`` does.
+    ``at`` and ``branch`` are as for ``Run.newest``. Unless the version is the newest one of the
+    current lineage, a branch is durably started, and ``acquire_lock`` is called before that.
+    Raises ``HoldfastError`` if ``at`` or ``branch`` is not a whole number, and the errors of
+    ``Run.newest`` and ``holdfast.load``.
 
-    Rank 0 chooses: all ranks load what it has found, and go back together, if it is damaged for
-    one of them.
+    Rank 0 chooses the version, and all ranks load it. If the version is damaged for one rank, all
+    ranks fall back to an older one together.
     """
     if not all(
         n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
     ):
         raise HoldfastError(
-            "resume() cannot go there",
+            "Invalid value for at= or branch= of resume()",
             expected="whole numbers",
             found=f"{at=}, {branch=}",
-            todo="resume() goes on from the newest version, resume(at=120) from that of step 120;"
-            ' resume(start="RUN@120") begins with a version of another run',
+            todo="resume() continues from the newest version, and resume(at=120) from the version"
+            ' of step 120. resume(start="RUN@120") starts from a version of another run',
         )
-    meeting = current_group().collective(f"the resume of {run.url}")
-    loads = StateLoader(state, share)
+    collective = current_group().collective(f"the resume of {run.url}")
+    loader = StateLoader(state, share)
     try:
-        with meeting:
-            if meeting.rank == 0:
-                return _coordinate(run, loads, meeting, at, branch, acquire_lock)
-            return _follow_coordinator(run, loads, meeting)
+        with collective:
+            if collective.rank == 0:
+                return _coordinate(run, loader, collective, at, branch, acquire_lock)
+            return _follow_coordinator(run, loader, collective)
     except HoldfastError as e:
-        if loads.partially_loaded and not e.fields.get("live_state"):
+        if loader.partially_loaded and not e.fields.get("live_state"):
             raise e.with_advice("The live state is not valid", live_state="not valid") from e
         raise
     finally:
-        meeting.close()
+        collective.close()
 
 
 class StateLoader:
-    """Loads versions into a state, until one is intact for all ranks. ``error``: why the last was
-    not; ``spoiled``: whether the state is overwritten in part since."""
+    """Loads versions into a state until one is intact for all ranks.
+
+    ``error`` is the error of the last load, or None if it succeeded. ``partially_loaded`` is True
+    if a failed load has overwritten a part of the state and no load has succeeded since.
+    """
 
     def __init__(self, state: dict[str, Any], share: bool = False) -> None:
         self.state = state
@@ -114,8 +124,11 @@ class StateLoader:
         self.partially_loaded = False
 
     def load(self, snapshot: Snapshot) -> None:
-        """Raises on all ranks what is wrong with the version for one of them; ``RankFailed`` where
-        that is its store, and the version may be intact."""
+        """Load a version. If it is damaged for one rank, all ranks raise that error.
+
+        Raises ``RankFailed`` if the store of another rank denies access or does not answer,
+        because the version may then be intact.
+        """
         try:
             load_snapshot(snapshot, self.state, share=self.share)
         except HoldfastError as e:
@@ -145,13 +158,13 @@ def _coordinate(
         snapshot, skipped = run.newest(load, at, branch)
     except PlanError as e:
         if "missing" not in e.fields:
-            raise  # of a part of the state that knows better what to do
+            raise  # from an object in the state, which gives more specific advice
         raise type(e)(
             e.what,
             expected=e.expected,
             found=e.found,
-            todo="Make the state as it was. Or go on with the changed one in a new run: another"
-            f" folder, and {_suggest_call(run.url, loader.state, e)}",
+            todo="Restore the earlier structure of the state. Or continue with the changed state in"
+            f" a new run: use another folder and {_suggest_call(run.url, loader.state, e)}",
             **e.fields,
         ) from e
     if snapshot is None:
@@ -164,7 +177,7 @@ def _coordinate(
         number = run.branch(listing)
     else:
         reason = f"{len(skipped)} newer damaged" if skipped else "on request"
-        acquire_lock()  # whoever does not write to the run must not move its line
+        acquire_lock()  # only the writer of a run may change its current lineage
         number = run.leave_from(snapshot, version, reason)
     collective.broadcast(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
@@ -177,21 +190,22 @@ def _follow_coordinator(
 ) -> ResumePoint | None:
     snapshot = None
     while True:
-        step = collective.broadcast(None, ResumeInstruction)
-        version = None if step.version is None else parse_version(step.version)
+        instruction = collective.broadcast(None, ResumeInstruction)
+        version = None if instruction.version is None else parse_version(instruction.version)
         if version is None:
             return None
-        if step.done and snapshot is not None:
+        if instruction.done and snapshot is not None:
             if loader.error is not None:
                 raise loader.error
-            return _make_resume_point(snapshot, step.branch, [])
-        snapshot = Snapshot(run.location(version), None, step.digest)
+            return _make_resume_point(snapshot, instruction.branch, [])
+        snapshot = Snapshot(run.location(version), None, instruction.digest)
         try:
-            loader.load(snapshot)  # and its manifest: nothing may fail once all are done
+            # this also reads the manifest, so that nothing can fail after the last instruction
+            loader.load(snapshot)
         except (Denied, Unavailable):
             raise
         except (FormatError, StoreError):
-            continue  # rank 0 raises it as well, and goes back or ends
+            continue  # rank 0 gets the same error, and falls back to an older version or raises
 
 
 def _make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) -> ResumePoint:
@@ -207,7 +221,7 @@ def _make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) 
 
 @dataclass(frozen=True, slots=True)
 class StartSelection:
-    """How much of another run's version is taken."""
+    """The part of another run's version that is loaded."""
 
     keys: str | Sequence[str] | None
     leniency: Leniency
@@ -226,90 +240,96 @@ class StartSelection:
         rename: Mapping[str, str] | None,
         goes_back: bool,
     ) -> StartSelection:
-        """``back``: whether a version of the run itself is asked for. Raises ``HoldfastError``
-        for that and a ``start``, and where there is no ``start`` of which to take a part."""
+        """Return the selection for the arguments of ``Checkpointer.resume``.
+
+        ``goes_back`` is True if the caller also selects a version of the run itself. Raises
+        ``HoldfastError`` for ``start`` together with such a version, for a partial selection
+        without ``start``, and for a ``start`` that is not an address.
+        """
         if start is not None and not isinstance(start, str | os.PathLike):
             raise HoldfastError(
-                "A run cannot begin with that",
-                expected='an address: "RUN@120", "RUN@latest" or that of a snapshot',
+                "Invalid value for start=",
+                expected='an address: "RUN@120", "RUN@latest", or the URL of a snapshot',
                 found=f"{start=}",
                 todo="resume(at=120) goes back to step 120 of this run itself",
             )
-        part = cls(keys, Leniency(missing, unexpected, False, rename or {}))
+        selection = cls(keys, Leniency(missing, unexpected, False, rename or {}))
         if start is not None and goes_back:
             raise HoldfastError(
-                "A run cannot both begin and go back",
-                expected="start= for an empty run, or at= and branch= for one that has versions",
-                found=f"{start=} and one of them",
-                todo='Give the step in the address: resume(start="RUN@120")',
+                "resume() cannot combine start= with at= or branch=",
+                expected="start= for an empty run, or at= and branch= for a run with versions",
+                found=f"{start=} and at= or branch=",
+                todo='Write the step in the address: resume(start="RUN@120")',
             )
-        if start is None and not part.is_complete:
+        if start is None and not selection.is_complete:
             raise HoldfastError(
-                "A run goes on from its own versions whole",
-                expected="keys=, missing=, unexpected= or rename= together with start=",
+                "A run always resumes from its own versions completely",
+                expected="keys=, missing=, unexpected=, or rename= only together with start=",
                 found="no start=",
-                todo="Give start=, or load the snapshot by holdfast.load",
+                todo="Pass start=, or load the snapshot with holdfast.load",
             )
-        return part
+        return selection
 
 
 def start_from(
     start: str, state: dict[str, Any], selection: StartSelection, share: bool = False
 ) -> ResumePoint:
-    """Load a version of another run, or a part of it, into ``state``. Without a Progress
-    steps go on only where all of it was taken; else they begin at 0. Raises as ``load`` does."""
+    """Load a version of another run, or a part of it, into ``state``.
+
+    If the state has no ``Progress``, steps continue from those of the version only if all of it is
+    loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
+    """
     snapshot = _open_on_all_ranks(start)
     load_snapshot(snapshot, state, selection.keys, None, selection.leniency, share)
     note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}
     if not selection.is_complete:
         return ResumePoint(snapshot, 0, from_own_run=False, note=note)
-    # of what the services noted only the patience is of the model; goodput is of the run
-    training = read_training_metadata(snapshot)
-    stop = {"stop": training["stop"]} if "stop" in training else {}
+    # the state of early stopping belongs to the model, but goodput belongs to the run
+    metadata = read_training_metadata(snapshot)
+    stop_metadata = {"stop": metadata["stop"]} if "stop" in metadata else {}
     return ResumePoint(
-        snapshot, snapshot.step or 0, from_own_run=False, note=note, training_metadata=stop
+        snapshot, snapshot.step or 0, from_own_run=False, note=note, training_metadata=stop_metadata
     )
 
 
 def _open_on_all_ranks(start: str) -> Snapshot:
-    """The snapshot at an address, the same one on all ranks."""
+    """Open the snapshot at an address, the same one on all ranks."""
 
     def choose() -> ResumeInstruction:
         snapshot = open_version(start)
         return ResumeInstruction(True, snapshot.url, snapshot.digest)
 
-    step = broadcast_from_first(
+    instruction = broadcast_from_first(
         current_group(), f"the start from {os.fspath(start)}", choose, ResumeInstruction
     )
-    return Snapshot(locate(step.version or ""), None, step.digest)
+    return Snapshot(locate(instruction.version or ""), None, instruction.digest)
 
 
 def _suggest_call(url: str, state: dict[str, Any], error: PlanError) -> str:
-    """The call by which a new run takes what fits of the old one's state into the changed one."""
+    """Return the ``resume`` call that loads the matching part of a version into a changed state."""
     members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
     misfits = {_top_key(key) for key in error.fields["misfits"]}
-    out = set(misfits)
+    excluded = set(misfits)
     if any(
         _has_attribute(members.get(m), "parameters", "param_groups", "requires_grad")
         for m in misfits
     ):
-        # an optimizer's slots are those of the old parameters, a scheduler's rates those of both
-        out |= {
+        # an optimizer's slots belong to the old parameters, and so do a scheduler's learning rates
+        excluded |= {
             m for m, value in members.items() if _has_attribute(value, "param_groups", "optimizer")
         }
-    chosen = [m for m in members if m not in out]
-    given, more = [f'start="{url}@latest"'], ""
+    chosen = [m for m in members if m not in excluded]
+    arguments, hint = [f'start="{url}@latest"'], ""
     if misfits:
         listed = ", ".join(f'"{m}"' for m in chosen) if len(chosen) <= _MAX_LISTED else ""
-        given.append(f"keys=[{listed or '...'}]")
-        parts = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))[
-            :_MAX_LISTED
-        ]
-        more = f". In keys= name also what fits in {', '.join(parts)}" if parts else ""
-    for differs, choice in (("missing", "keep"), ("unexpected", "ignore")):
-        if any(not misfits or _top_key(key) in chosen for key in error.fields[differs]):
-            given.append(f'{differs}="{choice}"')
-    return f"resume({', '.join(given)}){more}"
+        arguments.append(f"keys=[{listed or '...'}]")
+        partial = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))
+        if partial:
+            hint = f". Add the matching keys of {', '.join(partial[:_MAX_LISTED])} to keys="
+    for name, choice in (("missing", "keep"), ("unexpected", "ignore")):
+        if any(not misfits or _top_key(key) in chosen for key in error.fields[name]):
+            arguments.append(f'{name}="{choice}"')
+    return f"resume({', '.join(arguments)}){hint}"
 
 
 def _top_key(key: str) -> str:
@@ -317,32 +337,35 @@ def _top_key(key: str) -> str:
 
 
 def _has_attribute(value: Any, *attributes: str) -> bool:
-    """Whether a value, or one in its dicts and lists, has one of the attributes."""
+    """Return True if a value, or a value in its dicts, lists, and tuples, has an attribute."""
     if isinstance(value, dict | list | tuple):
-        inner = value.values() if isinstance(value, dict) else value
-        return any(_has_attribute(v, *attributes) for v in inner)
+        items = value.values() if isinstance(value, dict) else value
+        return any(_has_attribute(v, *attributes) for v in items)
     return any(hasattr(value, a) for a in attributes)
 
 
 def left_state_invalid(error: BaseException | None) -> bool:
-    """Whether an error of a resume, or what caused it, has left the live state half loaded."""
-    seen = 0
-    while error is not None and seen < 20:
+    """Return True if an error of a resume, or one of its causes, may have left the state invalid.
+
+    Errors other than ``HoldfastError`` count as such, because they may occur at any point.
+    """
+    depth = 0
+    while error is not None and depth < 20:
         if not isinstance(error, HoldfastError) or error.fields.get("live_state"):
             return True
-        error, seen = error.__cause__, seen + 1
+        error, depth = error.__cause__, depth + 1
     return False
 
 
 def _inherited_note(note: Any) -> Mapping[str, Any]:
-    """The part of a note that all later versions keep."""
+    """Return the part of a note that all later versions also store."""
     if isinstance(note, dict) and "started_from" in note:
         return {"started_from": note["started_from"]}
     return {}
 
 
 def _skip_message(version: Version, error: HoldfastError) -> str:
-    told = f"{version} is skipped. {error.what.rstrip('.')}."
+    message = f"{version} is skipped. {error.what.rstrip('.')}."
     if error.expected is not None:
-        told += f" Expected {error.expected}, found {error.found}."
-    return told
+        message += f" Expected {error.expected}, found {error.found}."
+    return message

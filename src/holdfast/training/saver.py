@@ -1,4 +1,4 @@
-"""The saves of one training: one in flight at a time, and after each the retention."""
+"""The saves of one training: at most one is in flight, and retention follows each."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ from holdfast.training.early_stop import EarlyStop
 from holdfast.training.goodput import Goodput
 
 METRIC_CHECK_AFTER = 3
-"""Saves after which a metric that no version has is worth a warning."""
-
+"""The number of saves after which a metric that no version has causes a warning."""
 
 ALREADY_SAVED = "saved"
+"""The reason for not saving after an exception that the version exists already."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSpec:
-    """What is to be saved: as which version, why, and what its manifest says beside the state.
-    ``ended`` is told whether it was committed."""
+    """The version to save, the reason, and the metadata for its manifest.
+
+    ``on_finished`` is called with True if the save was committed, and with False if it failed.
+    """
 
     version: Version
     reason: str
@@ -54,14 +56,15 @@ class SaveSpec:
 
 
 class Saver:
-    """Saves states into a run, each in the background, and keeps what is to be kept.
+    """Saves states into a run in the background, and applies retention after each save.
 
-    ``writer`` is asked before every commit whether this is still the training that writes, and
-    ``stopping`` whether it still waits for its metric.
+    ``writer_lock`` is checked before every commit. ``early_stop`` says which metric it still waits
+    for.
 
-    ``newest`` is the version that was saved or resumed last; the next one names it as its parent,
-    and refers to its chunks, but for every ``full_every``-th version (None: never a full one). With
-    ``overlap`` parameters and slots are copied beside the next step, until an optimizer steps.
+    ``newest`` is the version that was saved or resumed last. The next version names it as its
+    parent and refers to its chunks, except for every ``full_every``-th version, which is written
+    in full (never if ``full_every`` is None). With ``overlap``, parameters and slots are copied
+    during the next step, and an optimizer's step waits for the copy.
     """
 
     def __init__(
@@ -96,41 +99,50 @@ class Saver:
         self._post_commit_error: Exception | None = None
         self._metrics_checked = False
         self.metric_warning: str | None = None
-        """What the training should be told at its next step, or at the end."""
+        """A warning for the user, to be issued at the next step or at the end, or None."""
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight."""
+        """True if a save is in flight."""
         return self._pending is not None and not self._pending.done
 
     @property
     def saved_step(self) -> int:
-        """The step of ``newest``; 0 if there is none."""
+        """The step of ``newest``, or 0 if there is none."""
         return 0 if self.newest is None else _version_of(self.newest).step
 
     def prepare_reservation(self, state: Any, group: Group) -> None:
-        """See how much room ``state`` will need, if the ranks share what all of them have. Raises
-        what is wrong with it."""
+        """Determine how much buffer memory this rank needs for ``state``.
+
+        Leaves that all ranks have in full are divided among the ranks. Raises the errors of
+        ``flatten`` if the state cannot be saved.
+        """
         nbytes = 2 * self._pool.buffer_size
         for leaf in flatten(state, group.rank).leaves:
-            shared = leaf.box.sizes == leaf.shape
-            nbytes += int(leaf.source.nbytes) // (group.size if shared else 1)
+            is_shared = leaf.box.sizes == leaf.shape
+            nbytes += int(leaf.source.nbytes) // (group.size if is_shared else 1)
         self._unstarted_reservation = Thread(
-            target=self._pool.preallocate, args=(nbytes,), name="holdfast-room"
+            target=self._pool.preallocate, args=(nbytes,), name="holdfast-buffers"
         )
 
     def reserve_buffers(self) -> None:
-        """Make the buffers while no save is due yet, on a thread: to touch new memory takes ten
-        times as long as to copy into it. A save at the very first step makes them itself: beside a
-        thread that does the same it would take longer."""
-        room, self._unstarted_reservation = self._unstarted_reservation, None
-        if room is not None:
-            with suppress(RuntimeError):  # no thread can be had: the first save makes them
-                room.start()
-                self._reservation = room
+        """Allocate the buffers on a thread while no save is due yet.
+
+        The first touch of new memory takes ten times as long as a copy into it. A save at the
+        first step allocates the buffers itself, because it would take longer while a thread does
+        the same.
+        """
+        reservation, self._unstarted_reservation = self._unstarted_reservation, None
+        if reservation is not None:
+            with suppress(RuntimeError):  # no thread can be started: the first save allocates
+                reservation.start()
+                self._reservation = reservation
 
     def wait_before_save(self, step: int, group: Group) -> None:
-        """Wait for the save in flight, since that of ``step`` is due. Raises what made it fail."""
+        """Wait for the save in flight, because the save of ``step`` is due.
+
+        Raises the error of the save in flight if it failed.
+        """
         was_busy, began = self.busy, time.perf_counter()
         try:
             self.wait_on_all_ranks(group)
@@ -143,8 +155,11 @@ class Saver:
                 )
 
     def start(self, state: Any, spec: SaveSpec) -> None:
-        """Begin to save ``state``; it may be changed when this returns. No other save is in flight:
-        see ``settle``. Raises what is wrong so far."""
+        """Begin to save ``state``, which may change when this method returns.
+
+        No other save may be in flight (see ``wait_before_save``). Raises any error that occurs
+        before the save continues in the background.
+        """
         waited, self._waited_seconds = self._waited_seconds, 0.0
         try:
             self._begin_save(state, spec, time.perf_counter() - waited)
@@ -153,54 +168,52 @@ class Saver:
             raise
 
     def _begin_save(self, state: Any, spec: SaveSpec, began: float) -> None:
-        place, label, base = (
-            self.run.location(spec.version),
-            self._make_metadata(spec),
-            self._choose_base(),
-        )
-        beside = self._overlap and not isinstance(state, FlatState)
-        if beside and self._guard is None and optimizers_in(state):
-            self._guard = StepPreHook(None, self._wait_staged)  # whichever: wrappers hold others
+        location, metadata = self.run.location(spec.version), self._make_metadata(spec)
+        base = self._choose_base()
+        overlap = self._overlap and not isinstance(state, FlatState)
+        if overlap and self._guard is None and optimizers_in(state):
+            # a hook for all optimizers, because wrappers contain optimizers of their own
+            self._guard = StepPreHook(None, self._wait_staged)
         try:
-            draft = begin_save(
-                place, state, label, self._pool, stage_now=True, base=base, overlap=beside
+            job = begin_save(
+                location, state, metadata, self._pool, stage_now=True, base=base, overlap=overlap
             )
         except AlreadyExists as e:
-            there = self._open_committed(spec.version)
-            if there.manifest.attempt != self._attempt:
+            existing = self._open_committed(spec.version)
+            if existing.manifest.attempt != self._attempt:
                 raise HoldfastError(
                     f"Another training has saved {spec.version} of {self.run.url}",
-                    todo="Look for a second job that writes to the same run; end one of them, and"
-                    " start the other again",
+                    todo="Find the second job that writes to the same run. Stop one of the two, and"
+                    " restart the other",
                 ) from e
-            self.newest = there  # our own: an error had left it unknown whether it was committed
+            # this training's own version, whose save failed with an unknown outcome
+            self.newest = existing
             spec.on_finished(True)
             return
-        self._attempt = draft.attempt
-        self._deferred_staging = (
-            draft.deferred
-        )  # before a thread reads it: an optimizer may step at any moment
-        self._blocked_seconds = cost = [time.perf_counter() - began]
-        self._goodput.seconds["last_blocked"] = cost[0]
-        known = Event()
+        self._attempt = job.attempt
+        # set before the background thread starts: an optimizer may step at any moment
+        self._deferred_staging = job.deferred
+        self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
+        self._goodput.seconds["last_blocked"] = blocked_seconds[0]
+        pending_set = Event()
         try:
             self._pending = finish_in_background(
-                draft, lambda d: self._finish_save(d, spec, cost, known)
+                job, lambda j: self._finish_save(j, spec, blocked_seconds, pending_set)
             )
         finally:
-            known.set()
+            pending_set.set()
 
     def _open_committed(self, version: Version) -> Snapshot:
-        """What has been committed as that version, on all ranks or on none."""
-        found: list[Snapshot] = []
+        """Open the committed version on all ranks, or raise on all ranks."""
+        snapshots: list[Snapshot] = []
 
-        def look() -> None:
-            found.append(self.run.open(version))
+        def open_version() -> None:
+            snapshots.append(self.run.open(version))
 
         broadcast_from_first(
-            current_group(), f"a look at {version}", lambda: True, bool, on_each=look
+            current_group(), f"the opening of {version}", lambda: True, bool, on_each=open_version
         )
-        return found[0]
+        return snapshots[0]
 
     def _make_metadata(self, spec: SaveSpec) -> VersionMetadata:
         parent = self.newest
@@ -217,54 +230,59 @@ class Saver:
     def save_after_exception(
         self, savepoint: Savepoint, spec: SaveSpec, group: Group, problems: list[str]
     ) -> None:
-        """Save the state of the last boundary after an error has ended the training, if all ranks
-        have it still; ``told`` gets what hinders it. Raises what makes the save fail."""
-        earlier = None
+        """Save the state of ``savepoint`` after an error has ended the training.
+
+        The state is saved only if all ranks still have it. Whatever prevents the save is appended
+        to ``problems``. Raises the error of the save if it fails.
+        """
+        earlier_error = None
         try:
             self.wait()
-        except Exception as e:  # noqa: BLE001  (this save may succeed where that one failed)
-            earlier = e
-        there = self.newest is not None and _version_of(self.newest) == spec.version
-        state = None if there else savepoint.flatten_captured()
-        mine = (
-            ALREADY_SAVED if there else "" if state is not None else str(savepoint.invalid_reason)
+        except Exception as e:  # noqa: BLE001  (this save may succeed although that one failed)
+            earlier_error = e
+        state, own_reason = None, ALREADY_SAVED
+        if self.newest is None or _version_of(self.newest) != spec.version:
+            state = savepoint.flatten_captured()
+            own_reason = str(savepoint.invalid_reason) if state is None else ""
+        reason = all_reduce(
+            group, "the state before an exception", lambda: own_reason, str, _first_reason, str
         )
-        gone = all_reduce(
-            group, "the state before an exception", lambda: mine, str, _first_reason, str
-        )
-        if gone and gone != ALREADY_SAVED:
-            problems.append(f"the state after step {spec.version.step} was not saved: {gone}")
-            if earlier is not None:
-                raise earlier
-        elif earlier is not None:
-            problems.append(f"an earlier save failed: {format_with_notes(earlier)}")
-        if state is not None and not gone:
+        if reason and reason != ALREADY_SAVED:
+            problems.append(f"the state after step {spec.version.step} was not saved: {reason}")
+            if earlier_error is not None:
+                raise earlier_error
+        elif earlier_error is not None:
+            problems.append(f"an earlier save failed: {format_with_notes(earlier_error)}")
+        if state is not None and not reason:
             self.start(state, spec)
             self.wait()
 
     def _wait_staged(self) -> None:
-        rest = self._deferred_staging
-        if rest is not None and not rest.done.is_set() and self._pid == os.getpid():
+        staging = self._deferred_staging
+        if staging is not None and not staging.done.is_set() and self._pid == os.getpid():
             began = time.perf_counter()
-            rest.done.wait()
+            staging.done.wait()
             waited = time.perf_counter() - began
             self._blocked_seconds[0] += waited
             self._goodput.add_blocked(waited)
 
     def _choose_base(self) -> Snapshot | None:
-        """The version whose chunks the next one may refer to; of several ranks rank 0 says so."""
+        """Return the version whose chunks the next one may refer to, or None for a full version.
+
+        With several ranks, the decision of rank 0 counts.
+        """
         base = None if self._full_every == 1 else self.newest
         if base is None or self._full_every is None or current_group().rank:
             return base
-        # the first of so many is full, the others are its chain
+        # of every full_every versions, the first is full and the others are its chain
         return base if base.chain + 1 < self._full_every else None
 
     def _finish_save(
         self, job: SaveJob, spec: SaveSpec, blocked_seconds: list[float], pending_set: Event
     ) -> Snapshot:
-        """The background half: commit, then delete what is not to be kept."""
+        """Finish a save in the background: commit it, and then apply retention."""
         began = time.perf_counter()
-        pending_set.wait()  # who hears of the save may ask for it
+        pending_set.wait()  # an event sink may use the pending save
         try:
             snapshot = finish_save(job, self._writer_lock.check)
         except BaseException as e:
@@ -273,34 +291,34 @@ class Saver:
         finally:
             if self._closing:
                 self._pool.close()
-        tally = self._goodput
-        tally.counts["saves"] += 1
-        outcome = job.result
-        tally.counts["bytes"] += outcome.nbytes
-        tally.counts["referred_bytes"] += outcome.referred_bytes
-        tally.mark_committed(job.metadata.training["trained_seconds"])
+        goodput = self._goodput
+        goodput.counts["saves"] += 1
+        result = job.result
+        goodput.counts["bytes"] += result.nbytes
+        goodput.counts["referred_bytes"] += result.referred_bytes
+        goodput.mark_committed(job.metadata.training["trained_seconds"])
         spec.on_finished(True)
         try:
-            if job.collective.rank == 0:  # who has committed it
+            if job.collective.rank == 0:  # the rank that committed the version
                 self._emit_structure_change(snapshot)
-                if tally.counts["saves"] == METRIC_CHECK_AFTER:
+                if goodput.counts["saves"] == METRIC_CHECK_AFTER:
                     self.check_metrics_given()
                 self.run.retain(self._keep)
         except HoldfastError as e:
-            more = f"{spec.version} is saved: it is old versions that could not be deleted"
-            self._post_commit_error = e.with_advice(more, committed=str(spec.version))
-        except Exception as e:  # noqa: BLE001  (the save is committed; this is raised at the next call)
+            advice = f"{spec.version} was saved, but old versions could not be deleted"
+            self._post_commit_error = e.with_advice(advice, committed=str(spec.version))
+        except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
             self._post_commit_error = e
         seconds = time.perf_counter() - began
-        tally.seconds["background"] += seconds
+        goodput.seconds["background"] += seconds
         events.emit(
             "saved",
             run=self.run.url,
             version=str(spec.version),
             step=spec.version.step,
             reason=spec.reason,
-            bytes=outcome.nbytes,
-            referred=outcome.referred_bytes,
+            bytes=result.nbytes,
+            referred=result.referred_bytes,
             blocked=blocked_seconds[0],
             seconds=seconds,
             metrics=dict(job.metadata.metrics),
@@ -308,46 +326,52 @@ class Saver:
         return snapshot
 
     def _emit_structure_change(self, snapshot: Snapshot) -> None:
-        """A state of another structure than before is nothing wrong (an optimizer makes its slots
-        at its first step, a layer is thawed), but who wonders about it later should find it."""
-        was, now = {} if self.newest is None else self.newest.leaves, snapshot.leaves
-        if not was or was == now:
+        """Emit an event if the structure of the state differs from that of the version before.
+
+        A change is not an error: an optimizer creates its slots at its first step, or a layer is
+        unfrozen. The event helps a person who investigates the change later.
+        """
+        previous = {} if self.newest is None else self.newest.leaves
+        leaves = snapshot.leaves
+        if not previous or previous == leaves:
             return
         events.emit(
             "structure_changed",
             run=self.run.url,
             version=str(snapshot.version),
-            added=sorted(now.keys() - was.keys()),
-            removed=sorted(was.keys() - now.keys()),
-            changed=sorted(k for k in now.keys() & was.keys() if now[k] != was[k]),
+            added=sorted(leaves.keys() - previous.keys()),
+            removed=sorted(previous.keys() - leaves.keys()),
+            changed=sorted(k for k in leaves.keys() & previous.keys() if leaves[k] != previous[k]),
         )
 
     def check_metrics_given(self) -> None:
-        """Once, after some saves or at the end: a policy that waits for a metric which never comes
-        keeps nothing, and whoever misspelt its name should not find that out when the best is
-        wanted."""
-        looked, self._metrics_checked = self._metrics_checked, True
-        wanted, awaited = self._keep.metrics, self._early_stop.awaited_metric
-        if looked or not self._goodput.counts["saves"] or not (wanted or awaited):
+        """Set ``metric_warning`` if a policy needs a metric that nothing has provided so far.
+
+        The check runs only once, after some saves or at the end. A policy on a metric that never
+        comes keeps nothing. The user should learn of a misspelled name before the best version is
+        needed.
+        """
+        was_checked, self._metrics_checked = self._metrics_checked, True
+        needed, awaited = self._keep.metrics, self._early_stop.awaited_metric
+        if was_checked or not self._goodput.counts["saves"] or not (needed or awaited):
             return
         try:
-            given = {name for record in self.run.records() for name in record.metrics}
+            available = {name for record in self.run.records() for name in record.metrics}
         except HoldfastError:
-            return  # the store is in trouble, which retention tells
-        missing, advice = sorted(wanted - given), []
+            return  # retention reports the failure of the store
+        missing, warnings = sorted(needed - available), []
         if missing:
-            there = ", ".join(sorted(given)) or "no metrics"
-            advice.append(
-                f"None of the versions of {self.run.url} has {' or '.join(missing)}, by which"
-                f" a policy keeps them; they have {there}. Give it to step(), or add it by"
-                " Run.add_metrics; until then none is the best"
+            warnings.append(
+                f"No version of {self.run.url} has {' or '.join(missing)}, which the keep policy"
+                f" uses; they have {', '.join(sorted(available)) or 'no metrics'}. Pass it to"
+                " step(), or add it with Run.add_metrics; until then, no version is the best"
             )
         if awaited is not None:
-            advice.append(
-                f"No step of {self.run.url} was given {awaited}, which StopWhen waits for. Give it"
-                " to step() or save(); until then nothing stops"
+            warnings.append(
+                f"No step of {self.run.url} was given {awaited}, which StopWhen waits for. Pass it"
+                " to step() or save(); until then, training does not stop early"
             )
-        self.metric_warning = ". ".join(advice) or None
+        self.metric_warning = ". ".join(warnings) or None
 
     def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:
         spec.on_finished(False)
@@ -355,20 +379,26 @@ class Saver:
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
     def wait_on_all_ranks(self, group: Group) -> Snapshot | None:
-        """As ``wait``, on all ranks together: where one raises, all do, so that none goes on to
-        what the others do not come to."""
+        """Wait as ``wait`` does, on all ranks together.
+
+        If one rank raises, all ranks raise. Otherwise, some ranks would continue to a collective
+        operation that the others never reach.
+        """
         broadcast_from_first(
             group, f"the end of a save to {self.run.url}", lambda: True, bool, on_each=self.wait
         )
         return self.newest
 
     def wait(self) -> Snapshot | None:
-        """Wait for the save in flight and return ``newest``. Raises what made the save fail."""
+        """Wait for the save in flight, and return ``newest``. Raises the save's error if it failed.
+
+        If retention failed after an earlier commit, its error is raised once.
+        """
         pending = self._pending
         if pending is not None:
             try:
                 self.newest = pending.wait()
-            finally:  # whoever is interrupted here has still to wait for it
+            finally:  # after an interrupt, the save is still pending
                 if pending.done:
                     self._pending = None
         if self._post_commit_error is not None:
@@ -377,7 +407,7 @@ class Saver:
         return self.newest
 
     def add_metrics(self, snapshot: Snapshot, metrics: Mapping[str, Any], group: Group) -> None:
-        """Add rank 0's ``more`` to the version; of all ranks all raise what fails."""
+        """Add the metrics of rank 0 to a version. If that fails, all ranks raise."""
 
         def add() -> bool:
             if metrics:
@@ -387,18 +417,21 @@ class Saver:
         broadcast_from_first(group, f"adding metrics to {snapshot.url}", add, bool)
 
     def resume_from(self, snapshot: Snapshot) -> None:
-        """Go on from a version."""
+        """Continue from a version, which becomes ``newest``."""
         self.newest = snapshot
         self._attempt = ""
 
     def poll(self) -> None:
-        """As ``wait``, but a save that goes on is left to itself."""
+        """Do what ``wait`` does if no save is in flight; otherwise return at once."""
         if not self.busy:
             self.wait()
 
     def close(self) -> None:
-        """Give the memory back; nothing is saved any more, but for the save in flight, should who
-        waited for it have been interrupted."""
+        """Release the memory. No further save may begin.
+
+        If an interrupt ended the wait for the save in flight, that save still completes and then
+        releases the buffers.
+        """
         self._closing = True
         if self._guard is not None:
             self._guard.remove()
@@ -410,16 +443,22 @@ class Saver:
 
 
 def _first_reason(reasons: list[str]) -> str:
-    """Why the state before an exception cannot be saved, if so: that it is, as rank 0 knows, or
-    that a rank has it no more."""
-    lacking = [rank for rank, why in enumerate(reasons) if why not in ("", ALREADY_SAVED)]
-    if reasons[0] == ALREADY_SAVED or not lacking:
+    """Return why the state before an exception is not saved, or an empty string.
+
+    ``reasons`` holds the reason of each rank. The reason is that rank 0 has already saved the
+    state, or that the first rank without the state has lost it.
+    """
+    without_state = [rank for rank, why in enumerate(reasons) if why not in ("", ALREADY_SAVED)]
+    if reasons[0] == ALREADY_SAVED or not without_state:
         return reasons[0]
-    return reasons[lacking[0]] + (f" (on rank {lacking[0]})" if len(reasons) > 1 else "")
+    rank = without_state[0]
+    return reasons[rank] + (f" (on rank {rank})" if len(reasons) > 1 else "")
 
 
 def _version_of(snapshot: Snapshot) -> Version:
-    """The version by its folder's name: the manifest, which another rank may have written, need not
-    be read for it."""
+    """Return the version of a snapshot, from the name of its folder if possible.
+
+    This avoids a read of the manifest, which another rank may have written.
+    """
     version = parse_version(snapshot.location.folder)
     return snapshot.version if version is None else version

@@ -1,4 +1,4 @@
-"""Where a training is: the steps that it has made, and the samplers that move on with them."""
+"""The position of a training: its step count, and the samplers that advance with it."""
 
 from __future__ import annotations
 
@@ -14,47 +14,50 @@ from holdfast.text import with_article
 
 
 class StepCounter:
-    """Counts the steps, in the ``Progress`` of a state or, without one, itself, and moves the
-    ``ElasticSampler`` objects of the state on with them. Raises ``HoldfastError`` if there are
-    several ``Progress``."""
+    """Counts the steps and advances the ``ElasticSampler`` objects of a state.
+
+    The count is kept in the ``Progress`` of the state, or in this object if the state has none.
+    Raises ``HoldfastError`` if the state has several ``Progress`` objects.
+    """
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._progress = _single_progress(list(find_instances(state, Progress)))
         self._samplers = list(find_instances(state, ElasticSampler))
-        together = SamplerGroup()
+        sampler_group = SamplerGroup()
         for sampler in self._samplers:
-            sampler.follow(self._progress, together)
+            sampler.follow(self._progress, sampler_group)
         self._steps = 0
         self._expected_step: int | None = None
 
     @property
     def step(self) -> int:
-        """Steps done, the resumed ones included."""
+        """The number of steps completed, including those before the resume."""
         return self._steps if self._progress is None else self._progress.step
 
     @property
     def knows_epochs(self) -> bool:
-        """Whether it is known at a step that it completes an epoch."""
+        """True if it is known at each step whether the step completes an epoch."""
         return bool(self._samplers)
 
     @property
     def epochs(self) -> int:
-        """Epochs completed, by the first sampler; 0 without one."""
+        """The number of epochs that the first sampler has completed, or 0 without a sampler."""
         return self._samplers[0].epochs if self._samplers else 0
 
     def add_step(self, batches: int) -> None:
-        """Count one more step, of so many batches. Raises ``HoldfastError`` if somebody else has
-        counted too."""
-        progress, counted = self._progress, self._expected_step
+        """Count one more step, which consists of ``batches`` batches.
+
+        Raises ``HoldfastError`` if other code has changed the step count since the last step.
+        """
+        progress = self._progress
         if progress is not None:
-            _check_step(progress.step, counted)
+            _check_step(progress.step, self._expected_step)
         for sampler in self._samplers:
-            sampler.check(batches)  # before the first moves
+            sampler.check(batches)  # check all samplers before any of them advances
         for sampler in self._samplers:
             sampler.advance(batches)
-        self._expected_step = (
-            None  # should this be interrupted, the count is not held against anyone
-        )
+        # if an interrupt ends this method here, the next call must not report a wrong count
+        self._expected_step = None
         if progress is not None:
             progress.step += 1
             self._expected_step = progress.step
@@ -62,29 +65,32 @@ class StepCounter:
             self._steps += 1
 
     def resume_at(self, step: int, from_own_run: bool) -> None:
-        """Go on at ``step``. ``own``: it is that of a version of the run itself, whatever the
-        ``Progress`` in the state says."""
+        """Continue at ``step``.
+
+        ``from_own_run`` is True if a version of the run itself was loaded. Its step then replaces
+        that of the ``Progress`` in the state.
+        """
         self._steps, self._expected_step = step, None
         if from_own_run and self._progress is not None:
             self._progress.step = step
 
 
-def _single_progress(found: Sequence[Progress]) -> Progress | None:
-    """The Progress of a state, if it has one. Raises ``HoldfastError`` if it has several."""
-    if len(found) > 1:
+def _single_progress(objects: Sequence[Progress]) -> Progress | None:
+    """Return the only ``Progress`` of a state, or None. Raises ``HoldfastError`` for several."""
+    if len(objects) > 1:
         raise HoldfastError(
             "The state has several Progress objects",
             expected="one, which counts the steps of this training",
-            found=len(found),
+            found=len(objects),
         )
-    return found[0] if found else None
+    return objects[0] if objects else None
 
 
 def _check_step(step: Any, expected_step: int | None) -> None:
-    """Raise ``HoldfastError`` unless ``step`` can be counted on, and is what was ``counted``."""
+    """Raise ``HoldfastError`` unless ``step`` is a valid count, and is the expected one."""
     if type(step) is not int or not 0 <= step < 10**17:
         raise HoldfastError(
-            "progress.step is no number of steps",
+            "progress.step is not a number of steps",
             expected="an int of 0 or more",
             found=f"{step!r}, {with_article(type(step).__name__)}"[:200],
         )
@@ -93,5 +99,5 @@ def _check_step(step: Any, expected_step: int | None) -> None:
             "progress.step was changed between two steps",
             expected=expected_step,
             found=step,
-            todo="Leave it alone: ckpt.step() counts it",
+            todo="Do not assign progress.step; ckpt.step() counts the steps",
         )

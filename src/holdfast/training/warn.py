@@ -13,45 +13,59 @@ from holdfast.errors import CommitError, HoldfastError, RankFailed, SaveFailed, 
 
 
 def is_store_failure(error: StoreError | CommitError) -> bool:
-    """Whether it was a store that failed, or a commit, on whichever rank. What else fails on one
-    rank the others hear of by a ``RankFailed`` too; there it is no such error."""
+    """Return True if a store or a commit failed, on this rank or on another one.
+
+    Other failures of one rank also reach the other ranks as ``RankFailed``. For those, the result
+    is False.
+    """
     cause = error.__cause__ if isinstance(error, RankFailed) else None
-    told = cause is not None and not error.fields.get("lost")
-    return not told or isinstance(cause, StoreError | CommitError)
+    reported_by_rank = cause is not None and not error.fields.get("lost")
+    return not reported_by_rank or isinstance(cause, StoreError | CommitError)
 
 
 def warn_save_failed(error: HoldfastError, last_saved_step: int, stacklevel: int) -> None:
-    """Warn of a save that failed, or of what failed after it; training goes on."""
-    told = "Old versions pile up"
-    if not error.fields.get("committed"):
-        told = f"NOTHING WAS SAVED, and training goes on unsaved since step {last_saved_step}"
-    warnings.warn(f"{told}: {format_with_notes(error)}", SaveFailed, stacklevel=stacklevel)
+    """Warn of a save that failed, or of a failure after the commit. Training continues."""
+    if error.fields.get("committed"):
+        message = "Old versions accumulate"
+    else:
+        message = (
+            f"NOTHING WAS SAVED; training continues, with no save since step {last_saved_step}"
+        )
+    warnings.warn(f"{message}: {format_with_notes(error)}", SaveFailed, stacklevel=stacklevel)
 
 
 def last_save_message(error: BaseException) -> str:
-    """That the save at the end of a training has failed."""
+    """Return the message for a failure of the last save of a training."""
     return f"the last save failed: {format_with_notes(error)}"
 
 
 def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> None:
-    """What went wrong besides what has ended the training: by notes on that, and by warnings,
-    since neither ``SystemExit`` nor what the caller catches is shown. Where warnings are errors
-    the notes must do, or stderr for what is no error."""
-    for each in messages:
-        error.add_note(f"Besides, {each}")
-        ended = f"The training ended by {type(error).__name__}. Besides, {each}"
+    """Report further failures when ``error`` ends the training.
+
+    Each failure becomes a note on ``error`` and a warning. The note alone is not enough: Python
+    shows neither ``SystemExit`` nor an exception that the caller catches. If warnings are errors,
+    only the note remains, and for exceptions such as ``SystemExit`` a line on stderr.
+    """
+    for message in messages:
+        error.add_note(f"In addition, {message}")
+        warning = f"The training ended with {type(error).__name__}. In addition, {message}"
         try:
-            warnings.warn(ended, SaveFailed, stacklevel=3)
+            warnings.warn(warning, SaveFailed, stacklevel=3)
         except SaveFailed:
             if not isinstance(error, Exception):
-                with suppress(Exception):  # there may be none
-                    sys.stderr.write(f"holdfast: {ended}\n")
+                with suppress(Exception):  # stderr may be missing or closed
+                    sys.stderr.write(f"holdfast: {warning}\n")
 
 
 def warn_unsaved_steps(run_url: str, step: int, last_saved_step: int, skipped: bool) -> None:
-    """The steps after ``since`` are in no version; ``skipped``: one was due and left out."""
+    """Report that the steps after ``last_saved_step`` are not in any version.
+
+    If ``skipped`` is True, a save that was due was skipped, and a warning is issued as well.
+    """
     events.emit("left_unsaved", run=run_url, step=step, since=last_saved_step)
     if skipped:
-        told = f"Steps {last_saved_step + 1} to {step} are in no version of {run_url}:"
-        told += ' the save that was due was left out (busy="skip"). Call ckpt.save() at the end'
-        warnings.warn(told, SaveFailed, stacklevel=4)
+        message = (
+            f"Steps {last_saved_step + 1} to {step} are not in any version of {run_url}: the save"
+            ' that was due was skipped (busy="skip"). Call ckpt.save() at the end of the training'
+        )
+        warnings.warn(message, SaveFailed, stacklevel=4)

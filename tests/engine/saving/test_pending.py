@@ -271,14 +271,14 @@ def test_room_is_made_beside_training_but_not_beside_a_save_at_the_first_step(
     state = initial_state()
     with holdfast.Checkpointer(MemoryStore(), state, save=EverySteps(every)) as ckpt:
         train(state, ckpt, 1)
-        assert ("holdfast-room" in started) == beside
+        assert ("holdfast-buffers" in started) == beside
         if beside:
             ckpt._saver._reservation.join()
             made = ckpt._saver._pool.allocated_bytes
             train(state, ckpt, every)
             assert ckpt._saver._pool.allocated_bytes == made > 0
         train(state, ckpt, 7)
-    assert started.count("holdfast-room") == beside
+    assert started.count("holdfast-buffers") == beside
 
 
 def test_with_fewer_threads_than_wanted_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
