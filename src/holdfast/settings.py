@@ -1,4 +1,4 @@
-"""The settings in the environment. No other module reads environment variables.
+"""The settings in the environment. No other module reads settings from there.
 
 An unknown ``HOLDFAST_`` variable is an error, so that a typo is not ignored.
 """

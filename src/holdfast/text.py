@@ -17,7 +17,7 @@ def format_list(
 ) -> str:
     """Return at most ``limit`` items as text: ``a, b`` or ``a, b, and 4 more``.
 
-    ``total`` is the number of all items, if ``items`` holds only the first ones.
+    ``total`` is the total number of items if ``items`` contains only the first of them.
     """
     shown = [str(item) for item in items[:limit]]
     more = (len(items) if total is None else total) - len(shown)
@@ -30,7 +30,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warn at the line that called into Holdfast, however many of its own calls lie in between."""
+    """Warn at the user's line that called into Holdfast, at any depth of internal calls."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
         frame, level = frame.f_back, level + 1

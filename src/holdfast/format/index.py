@@ -158,14 +158,7 @@ def decode_index(
     if isinstance(index, IncrementalIndex):
         chunk_refs = expand_runs(index.runs, cuts, index.length, refers, make_error)
     return ShardIndex(
-        index.shard,
-        index.length,
-        index.header,
-        columns,
-        cuts,
-        digests,
-        chunk_refs,
-        tuple(refers),
+        index.shard, index.length, index.header, columns, cuts, digests, chunk_refs, tuple(refers)
     )
 
 
