@@ -1,4 +1,4 @@
-"""What each rank keeps of its own: saved by some ranks, loaded by more, fewer, or one."""
+"""Per-rank values: saved by some ranks, and loaded by more ranks, fewer ranks, or one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.engine.state.sharding import Boxed
 from holdfast.errors import DTypeMismatch, PlanError, RanksChanged, ShapeMismatch, Unsupported
 from holdfast.storage.memory import MemoryStore
 from tests.engine.states import assert_same
-from tests.ranks import rank_threads as acting
+from tests.ranks import rank_threads
 from tests.ranks.rank_threads import (
     floats,
     for_each_rank,
@@ -31,148 +31,156 @@ from tests.ranks.rank_threads import (
 )
 
 
-class Place:
-    """Something with a state, such as a data loader."""
+class Loader:
+    """A stateful object, such as a data loader."""
 
-    def __init__(self, at):
-        self.at = at
+    def __init__(self, position):
+        self.position = position
 
     def state_dict(self):
-        return {"at": self.at, "seen": torch.arange(self.at)}
+        return {"at": self.position, "seen": torch.arange(self.position)}
 
     def load_state_dict(self, state):
         assert state["seen"].tolist() == list(range(state["at"]))
-        self.at = state["at"]
+        self.position = state["at"]
 
 
-def own(rank, value=None):
-    """A state whose PerRank values are of every kind, of another shape on each rank."""
+def per_rank_state(rank, value=None):
+    """Return a state with PerRank values of every kind. Their shapes differ between ranks."""
     n = rank + 10 if value is None else value
     return {
         "t": PerRank(torch.full((3, rank), n)),
         "nested": [PerRank({"n": n, "t": floats(n), "l": [n] * rank, "a": np.full(2, n)})],
-        "place": PerRank(Place(n)),
+        "loader": PerRank(Loader(n)),
         "common": floats(1, 2),
     }
 
 
-def told(state):
-    """What is in it, without what wraps it."""
+def unwrapped(state):
+    """Return the values of a state without their wrappers."""
     inner = state["nested"][0].value
-    return [state["t"].value, inner, state["place"].value.at, state["common"]]
+    return [state["t"].value, inner, state["loader"].value.position, state["common"]]
 
 
-def other(ranks, later, match=None):
-    """Where other ranks load what ranks keep of their own, that is told; else nothing is."""
-    return nullcontext() if ranks == later else pytest.warns(RanksChanged, match=match)
+def warns_if_ranks_changed(saving_ranks, loading_ranks, match=None):
+    """Expect a warning if the number of ranks that load differs from the number that saved."""
+    unchanged = saving_ranks == loading_ranks
+    return nullcontext() if unchanged else pytest.warns(RanksChanged, match=match)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("later", [1, 2, 4])
-def test_each_rank_gets_its_own_back_and_new_ones_keep_what_they_have(ranks, later):
-    store = save_on_ranks(*for_each_rank(ranks, own))
-    lives = for_each_rank(later, lambda r: own(r, -1 if r < ranks else 99))
-    for live in lives[:ranks]:  # lists take the length that they had
-        live["place"].value.at = 0
-    with other(ranks, later, r"t, nested/0, place \(saved by \d ranks?, loaded by \d\): "):
-        load_on_ranks(store, *lives)
-    for rank, live in enumerate(lives):
-        assert_same(told(own(rank, None if rank < ranks else 99)), told(live))
+@pytest.mark.parametrize("saving_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("loading_ranks", [1, 2, 4])
+def test_each_rank_loads_its_own_values_and_new_ranks_keep_theirs(saving_ranks, loading_ranks):
+    store = save_on_ranks(*for_each_rank(saving_ranks, per_rank_state))
+    live_states = for_each_rank(
+        loading_ranks, lambda r: per_rank_state(r, -1 if r < saving_ranks else 99)
+    )
+    for live in live_states[:saving_ranks]:  # lists get the saved length
+        live["loader"].value.position = 0
+    message = r"t, nested/0, loader \(saved by \d ranks?, loaded by \d\): "
+    with warns_if_ranks_changed(saving_ranks, loading_ranks, message):
+        load_on_ranks(store, *live_states)
+    for rank, live in enumerate(live_states):
+        expected = per_rank_state(rank, None if rank < saving_ranks else 99)
+        assert_same(unwrapped(expected), unwrapped(live))
 
 
-def test_without_a_live_state_they_are_told_by_the_numbers_of_ranks():
-    store = save_on_ranks(*for_each_rank(3, own))
-    back = holdfast.load(store)
-    assert list(back["t"]) == ["0", "1", "2"]
-    assert [back["t"][str(r)].shape for r in range(3)] == [(3, r) for r in range(3)]
-    assert back["place"]["2"]["at"] == 12
-    assert back["nested"][0]["1"]["l"] == [11]
+def test_a_load_without_a_live_state_returns_per_rank_values_by_rank_number():
+    store = save_on_ranks(*for_each_rank(3, per_rank_state))
+    loaded = holdfast.load(store)
+    assert list(loaded["t"]) == ["0", "1", "2"]
+    assert [loaded["t"][str(r)].shape for r in range(3)] == [(3, r) for r in range(3)]
+    assert loaded["loader"]["2"]["at"] == 12
+    assert loaded["nested"][0]["1"]["l"] == [11]
     assert_same({"1": torch.full((3, 1), 11)}, holdfast.load(store, keys="t/1")["t"])
 
 
-def test_the_values_of_ranks_that_are_gone_are_not_unexpected_and_those_that_differ_are_errors():
+def test_values_of_absent_ranks_are_ignored_and_mismatched_ones_are_errors():
     store = save_on_ranks(*for_each_rank(3, lambda r: {"a": PerRank(floats(*range(r + 1)))}))
-    with other(
+    with warns_if_ranks_changed(
         3, 1, r"a \(saved by 3 ranks, loaded by 1\): the values of ranks 1, 2 are ignored\. If"
     ):
         load_on_ranks(store, {"a": PerRank(floats(9))})
-    lives = for_each_rank(2, lambda r: {"a": PerRank(floats(9))})
-    for e in load_errors(store, ShapeMismatch, *lives):
+    live_states = for_each_rank(2, lambda r: {"a": PerRank(floats(9))})
+    for e in load_errors(store, ShapeMismatch, *live_states):
         assert "a/1 [2], live [1]" in str(e)
-    assert_same(floats(9), lives[0]["a"].value)
+    assert_same(floats(9), live_states[0]["a"].value)
     load_errors(store, DTypeMismatch, {"a": PerRank(torch.ones(1).int())})
 
 
-def test_only_some_ranks_may_have_one():
+def test_only_some_ranks_may_have_a_per_rank_value():
     states = [{"x": 1}, {"x": 1, "a": PerRank([floats(1), 2])}, {"x": 1, "a": PerRank([3, 4, 5])}]
     store = save_on_ranks(*states)
     assert holdfast.open(store).keys() == ["x", "a/1/0", "a/1/1", "a/2/0", "a/2/1", "a/2/2"]
-    lives = [{"x": 0}, {"x": 0, "a": PerRank([floats(0), 0])}, {"x": 0, "a": PerRank([0])}]
-    load_on_ranks(store, *lives)
-    assert_same([floats(1), 2], lives[1]["a"].value)
-    assert lives[2]["a"].value == [3, 4, 5]
+    live_states = [{"x": 0}, {"x": 0, "a": PerRank([floats(0), 0])}, {"x": 0, "a": PerRank([0])}]
+    load_on_ranks(store, *live_states)
+    assert_same([floats(1), 2], live_states[1]["a"].value)
+    assert live_states[2]["a"].value == [3, 4, 5]
 
 
-# -- other ranks than saved it -------------------------------------------------------------------
+# -- a different number of ranks -------------------------------------------------------------------
 
 
-def seen(store, *lives, **options):
-    """The warnings of a load by these ranks."""
+def load_warnings(store, *live_states, **options):
+    """Load on ranks, and return the middle part of each warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        load_on_ranks(store, *lives, **options)
+        load_on_ranks(store, *live_states, **options)
     assert {w.category for w in caught} <= {RanksChanged}
-    assert {w.filename for w in caught} <= {acting.__file__}  # the line that loads
+    # the warning points to the line that calls load
+    assert {w.filename for w in caught} <= {rank_threads.__file__}
     return [
         str(w.message).partition(" load them: ")[2].partition(". If a value")[0] for w in caught
     ]
 
 
-def test_that_values_of_ranks_do_not_fit_is_told_once_for_all_of_them():
+def test_one_warning_names_all_values_of_other_ranks():
     def state(r):
         return {"loader": PerRank({"at": 1, "x": floats(r)}), "a": [PerRank(r)], "w": floats(1)}
 
     store = save_on_ranks(*for_each_rank(4, state))
-    both = "loader, a/0 (saved by 4 ranks, loaded by {}): {}"
-    for later, end in (
+    expected = "loader, a/0 (saved by 4 ranks, loaded by {}): {}"
+    for loading_ranks, outcome in (
         (1, "the values of ranks 1, 2, 3 are ignored"),
         (3, "the value of rank 3 is ignored"),
         (5, "rank 4 keeps its current value"),
         (6, "ranks 4, 5 keep their current values"),
     ):
-        assert seen(store, *for_each_rank(later, state)) == [both.format(later, end)]
-    assert seen(store, *for_each_rank(4, state)) == []
+        assert load_warnings(store, *for_each_rank(loading_ranks, state)) == [
+            expected.format(loading_ranks, outcome)
+        ]
+    assert load_warnings(store, *for_each_rank(4, state)) == []
 
 
-def test_only_what_is_asked_for_is_told_of():
+def test_warnings_name_only_requested_leaves():
     store = save_on_ranks(
         *for_each_rank(3, lambda r: {"a": PerRank(r), "b": PerRank(r), "w": floats(1)})
     )
-    lives = for_each_rank(2, lambda r: {"a": PerRank(0), "b": PerRank(0), "w": floats(0)})
-    assert seen(store, *lives, keys="w") == []
-    assert seen(store, *lives, keys="b") == [
+    live_states = for_each_rank(2, lambda r: {"a": PerRank(0), "b": PerRank(0), "w": floats(0)})
+    assert load_warnings(store, *live_states, keys="w") == []
+    assert load_warnings(store, *live_states, keys="b") == [
         "b (saved by 3 ranks, loaded by 2): the value of rank 2 is ignored"
     ]
-    lives = for_each_rank(2, lambda r: {"w": floats(0)})
-    assert seen(store, *lives, unexpected="ignore") == []
+    live_states = for_each_rank(2, lambda r: {"w": floats(0)})
+    assert load_warnings(store, *live_states, unexpected="ignore") == []
 
 
-def test_values_of_some_ranks_fit_as_long_as_these_have_them():
+def test_no_warning_if_the_ranks_with_a_per_rank_value_are_the_same():
     def state(r, *ranks):
         return {"x": 1, **({"a": PerRank([r, 0])} if r in ranks else {})}
 
     store = save_on_ranks(*for_each_rank(4, lambda r: state(r, 1, 3)))
-    assert seen(store, *for_each_rank(5, lambda r: state(r, 1, 3))) == []
-    assert seen(store, *for_each_rank(4, lambda r: state(r, 0, 1))) == [
+    assert load_warnings(store, *for_each_rank(5, lambda r: state(r, 1, 3))) == []
+    assert load_warnings(store, *for_each_rank(4, lambda r: state(r, 0, 1))) == [
         "a (saved by 2 ranks, loaded by 2): rank 0 keeps its current value,"
         " the value of rank 3 is ignored"
     ]
-    assert seen(store, *for_each_rank(2, lambda r: state(r, 1))) == [
+    assert load_warnings(store, *for_each_rank(2, lambda r: state(r, 1))) == [
         "a (saved by 2 ranks, loaded by 1): the value of rank 3 is ignored"
     ]
 
 
-def test_where_warnings_are_errors_nothing_is_changed():
+def test_nothing_is_changed_if_the_warning_is_an_error():
     store = save_on_ranks(*for_each_rank(2, lambda r: {"a": PerRank(floats(r)), "w": floats(1, 2)}))
     live = {"a": PerRank(floats(9)), "w": floats(0, 0)}
     with pytest.raises(RanksChanged):
@@ -180,13 +188,13 @@ def test_where_warnings_are_errors_nothing_is_changed():
     assert_same({"a": floats(9), "w": floats(0, 0)}, {"a": live["a"].value, "w": live["w"]})
 
 
-def test_generators_fit_any_ranks():
-    store = save_on_ranks(*for_each_rank(2, lambda r: {"rng": Turn(r)}))
+def test_random_generators_load_on_any_number_of_ranks_without_a_warning():
+    store = save_on_ranks(*for_each_rank(2, lambda r: {"rng": RankRNG(r)}))
     for size in (1, 2, 4):
-        assert seen(store, *for_each_rank(size, lambda r: {"rng": Turn(9)})) == []
+        assert load_warnings(store, *for_each_rank(size, lambda r: {"rng": RankRNG(9)})) == []
 
 
-def test_an_own_value_under_names_that_are_equal_as_text():
+def test_per_rank_values_under_names_that_are_equal_as_text():
     states = for_each_rank(2, lambda r: {"d": {1: PerRank(r), "1": PerRank(floats(r))}})
     assert_same({"d": {1: {"0": 0, "1": 1}, "1": {"0": floats(0), "1": floats(1)}}},
          holdfast.load(save_on_ranks(*states)))  # fmt: skip
@@ -204,37 +212,43 @@ def test_an_own_value_under_names_that_are_equal_as_text():
         (lambda r: PerRank(object()), Unsupported, "'a/"),
     ],
 )  # fmt: skip
-def test_what_is_refused(value, kind, words):
+def test_invalid_per_rank_and_replicated_values_are_refused(value, kind, words):
     e = save_error(kind, *for_each_rank(2, lambda r: {"a": value(r)}))
     assert words in str(e)
 
 
-def test_the_same_memory_inside_and_outside():
+def test_memory_shared_between_per_rank_and_other_values_stays_shared():
     def state(r):
         x, y = floats(1, 2), floats(r)
         return {"a": x, "b": PerRank([x, y]), "c": PerRank({"z": y})}
 
     store = save_on_ranks(*for_each_rank(2, state))
-    back = holdfast.load(store)
-    assert back["a"] is back["b"]["0"][0] is back["b"]["1"][0]
-    assert back["b"]["1"][1] is back["c"]["1"]["z"]
-    assert back["c"]["1"]["z"].item() == 1
-    lives = for_each_rank(2, lambda r: {"a": floats(0, 0), "b": PerRank([floats(0, 0), floats(9)]),
-                                   "c": PerRank({"z": floats(9)})})  # fmt: skip
-    load_on_ranks(store, *lives)
-    for r, live in enumerate(lives):
+    loaded = holdfast.load(store)
+    assert loaded["a"] is loaded["b"]["0"][0] is loaded["b"]["1"][0]
+    assert loaded["b"]["1"][1] is loaded["c"]["1"]["z"]
+    assert loaded["c"]["1"]["z"].item() == 1
+    live_states = for_each_rank(
+        2,
+        lambda r: {
+            "a": floats(0, 0),
+            "b": PerRank([floats(0, 0), floats(9)]),
+            "c": PerRank({"z": floats(9)}),
+        },
+    )
+    load_on_ranks(store, *live_states)
+    for r, live in enumerate(live_states):
         assert_same([floats(1, 2), floats(r)], live["b"].value)
         assert_same({"z": floats(r)}, live["c"].value)
 
 
 # -- random generators ---------------------------------------------------------------------------
-# The ranks are threads of one process and share its generators: here they take turns.
+# The ranks are threads of one process and share its generators, so they take turns.
 
-TURNS = Lock()
+GENERATOR_LOCK = Lock()
 
 
-class Turn:
-    """An RNG as another process would have it: its generators are set before it is asked."""
+class RankRNG:
+    """An RNG as a rank in its own process has it, with its own state of the generators."""
 
     keeps_per_rank = True
 
@@ -251,7 +265,7 @@ class Turn:
         self.state = state
 
     def derive(self, rank):
-        with TURNS:
+        with GENERATOR_LOCK:
             rng = RNG()
             rng.load_state_dict(self.state)
             rng.derive(rank)
@@ -270,45 +284,62 @@ def _generators():
     rng.load_state_dict(before)
 
 
-def drawn(store, wrap, size):
-    turns = for_each_rank(size, lambda r: Turn(1000 + r))
-    load_on_ranks(store, *[{"rng": wrap(turn)} for turn in turns])
-    return [turn.draw() for turn in turns]
+def load_and_draw(store, wrap, size):
+    """Load the generators on ``size`` ranks. Return the next numbers of each rank."""
+    rngs = for_each_rank(size, lambda r: RankRNG(1000 + r))
+    load_on_ranks(store, *[{"rng": wrap(rng)} for rng in rngs])
+    return [rng.draw() for rng in rngs]
 
 
-def bare(value):
+def unwrapped_rng(value):
     return value
 
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.integers(1, 5), st.integers(1, 6), st.sampled_from([bare, PerRank, lambda v: PerRank([v])])
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.sampled_from([unwrapped_rng, PerRank, lambda v: PerRank([v])]),
 )
-def test_generators_go_on_and_new_ranks_have_seeds_of_their_own(ranks, later, wrap):
-    store = save_on_ranks(*for_each_rank(ranks, lambda r: {"rng": wrap(Turn(r))}))
-    expected = [Turn(r).draw() for r in range(ranks)]
-    with other(ranks if wrap is not bare else later, later):
-        got = drawn(store, wrap, later)
-    assert got[:ranks] == expected[:later]
-    if wrap is bare:
-        assert got == drawn(store, wrap, later)  # of the snapshot alone
-        assert len(set(got + expected)) == max(later, ranks)
+def test_generators_continue_and_new_ranks_get_their_own_seeds(saving_ranks, loading_ranks, wrap):
+    store = save_on_ranks(*for_each_rank(saving_ranks, lambda r: {"rng": wrap(RankRNG(r))}))
+    expected = [RankRNG(r).draw() for r in range(saving_ranks)]
+    with warns_if_ranks_changed(
+        saving_ranks if wrap is not unwrapped_rng else loading_ranks, loading_ranks
+    ):
+        draws = load_and_draw(store, wrap, loading_ranks)
+    assert draws[:saving_ranks] == expected[:loading_ranks]
+    if wrap is unwrapped_rng:
+        assert draws == load_and_draw(store, wrap, loading_ranks)  # it depends only on the snapshot
+        assert len(set(draws + expected)) == max(loading_ranks, saving_ranks)
         for i in range(3):  # each of the three generators
-            assert len({draw[i] for draw in got + expected}) == max(later, ranks)
-    else:  # a new rank keeps what it has
-        assert got[ranks:] == [Turn(1000 + r).draw() for r in range(ranks, later)]
+            assert len({draw[i] for draw in draws + expected}) == max(loading_ranks, saving_ranks)
+    else:  # a new rank keeps its generators
+        assert draws[saving_ranks:] == [
+            RankRNG(1000 + r).draw() for r in range(saving_ranks, loading_ranks)
+        ]
 
 
-def test_generators_that_are_replicated_are_the_first_ranks_everywhere():
-    store = save_on_ranks(*for_each_rank(3, lambda r: {"rng": Replicated(Turn(r))}))
-    assert drawn(store, Replicated, 4) == [Turn(0).draw()] * 4
+def test_replicated_generators_are_those_of_rank_0_on_all_ranks():
+    store = save_on_ranks(*for_each_rank(3, lambda r: {"rng": Replicated(RankRNG(r))}))
+    assert load_and_draw(store, Replicated, 4) == [RankRNG(0).draw()] * 4
 
 
-def test_the_real_thing_in_turns():
-    """``RNG`` itself, by ranks that are asked one after the other."""
+def test_rng_restores_the_generators_of_the_process():
+    """``RNG`` itself, without ``RankRNG``."""
     store = MemoryStore()
     torch.manual_seed(5)
     holdfast.save(store, {"rng": RNG()}, group="alone")
     expected = torch.rand(3).tolist()
     load_on_ranks(store, {"rng": RNG()})
     assert torch.rand(3).tolist() == expected
+
+
+@pytest.mark.parametrize("wrap", [PerRank, Replicated])
+@pytest.mark.parametrize("value", [None, 0, "", False, [], {}, (None,), float("nan")], ids=repr)
+def test_any_plain_value_can_be_per_rank_or_replicated(wrap, value):
+    """Also None, which once read as "no wrapper"."""
+    store = save_on_ranks({"x": wrap(value)}, {"x": wrap(value)})
+    lives = [{"x": wrap(None if value is None else type(value)())} for _ in range(2)]
+    load_on_ranks(store, *lives)
+    assert [repr(live["x"].value) for live in lives] == [repr(value)] * 2

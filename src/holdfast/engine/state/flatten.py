@@ -128,17 +128,17 @@ class _Flattener:
             raise unsupported(
                 value, key, "a PerRank or Replicated value cannot contain a Replicated value"
             )
-        inner = value.value if isinstance(value, PerRank | Replicated) else None
         if isinstance(value, Replicated):
             self.forced_replication = Replication.FROM_FIRST
-            self.from_first[key] = self._encode_nested(inner, key, depth)
+            self.from_first[key] = self._encode_nested(value.value, key, depth)
         else:
             self.forced_replication = Replication.REPLICATED
             rank_key = join_key(key, str(self.rank))
-            if inner is None:
-                self.per_rank[key] = self._encode_object(value, rank_key, depth)
-            else:
-                self.per_rank[key] = self._encode_nested(inner, rank_key, depth)
+            self.per_rank[key] = (
+                self._encode_nested(value.value, rank_key, depth)
+                if isinstance(value, PerRank)
+                else self._encode_object(value, rank_key, depth)
+            )
         self.forced_replication = None
         return {"first" if isinstance(value, Replicated) else "own": key}
 
