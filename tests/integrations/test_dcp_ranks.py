@@ -1,6 +1,6 @@
-"""DCP over our classes on four gloo ranks: layouts, wrappers, options, failures.
+"""DCP with Holdfast's reader and writer on four gloo ranks: layouts, wrappers, options, failures.
 
-What PyTorch's own tests of DCP cover; ``upstream.py`` runs those themselves.
+The tests cover what PyTorch's own DCP tests cover. ``upstream.py`` runs PyTorch's tests themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as options_of
+from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -49,24 +49,24 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     made.stop()
 
 
-def save(state: Any, url: Any, **how: Any) -> Any:
-    return dcp.save(state, storage_writer=StorageWriter(url), **how)
+def save(state: Any, url: Any, **options: Any) -> Any:
+    return dcp.save(state, storage_writer=StorageWriter(url), **options)
 
 
-def load(state: Any, url: Any, **how: Any) -> Any:
-    dcp.load(state, storage_reader=StorageReader(url), **how)
+def load(state: Any, url: Any, **options: Any) -> Any:
+    dcp.load(state, storage_reader=StorageReader(url), **options)
     return state
 
 
-def number(*shape: int) -> torch.Tensor:
+def arange(*shape: int) -> torch.Tensor:
     return torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
 
 
 # -- layouts -------------------------------------------------------------------------------------
 
 SHAPES = [(8, 4), (5, 3), (3, 7), (1, 9), (0, 4), (2, 2, 6), (11,)]
-LINES = [[Shard(0)], [Shard(1)], [Replicate()]]
-GRIDS = [
+LINE_PLACEMENTS = [[Shard(0)], [Shard(1)], [Replicate()]]
+GRID_PLACEMENTS = [
     [Shard(0), Shard(0)],
     [Shard(0), Shard(1)],
     [Shard(1), Shard(0)],
@@ -77,72 +77,78 @@ GRIDS = [
 
 
 def layouts() -> list[tuple[Any, Any]]:
-    line = init_device_mesh("cpu", (SIZE,))
-    grid = init_device_mesh("cpu", (2, 2))
-    return [(line, p) for p in LINES] + [(grid, p) for p in GRIDS]
+    line_mesh = init_device_mesh("cpu", (SIZE,))
+    grid_mesh = init_device_mesh("cpu", (2, 2))
+    return [(line_mesh, placements) for placements in LINE_PLACEMENTS] + [
+        (grid_mesh, placements) for placements in GRID_PLACEMENTS
+    ]
 
 
-def spread(shape: tuple[int, ...], mesh: Any, placements: Any, fill: bool) -> Any:
+def distribute(shape: tuple[int, ...], mesh: Any, placements: Any, fill: bool) -> Any:
     fits = all(not isinstance(p, Shard) or p.dim < len(shape) for p in placements)
-    value = number(*shape) if fill else torch.full(shape, -1.0)
+    value = arange(*shape) if fill else torch.full(shape, -1.0)
     return distribute_tensor(value, mesh, placements) if fits else value
 
 
-def resharding(folder: str) -> None:
-    """Every layout into every other, of every shape."""
-    made = layouts()
-    for i, (mesh, placements) in enumerate(made):
-        save({str(s): spread(s, mesh, placements, True) for s in SHAPES}, f"{folder}/{i}")
-        for other, target in made[i % 3 :: 3]:
-            into = {str(s): spread(s, other, target, False) for s in SHAPES}
+def check_resharding(folder: str) -> None:
+    """Save every shape in every layout, and load each into a third of the layouts."""
+    all_layouts = layouts()
+    for i, (mesh, placements) in enumerate(all_layouts):
+        save({str(s): distribute(s, mesh, placements, True) for s in SHAPES}, f"{folder}/{i}")
+        for target_mesh, target_placements in all_layouts[i % 3 :: 3]:
+            into = {str(s): distribute(s, target_mesh, target_placements, False) for s in SHAPES}
             load(into, f"{folder}/{i}")
             for shape in SHAPES:
-                found = into[str(shape)]
-                found = found.full_tensor() if isinstance(found, DTensor) else found
-                assert found.equal(number(*shape)), (placements, target, shape)
+                loaded = into[str(shape)]
+                loaded = loaded.full_tensor() if isinstance(loaded, DTensor) else loaded
+                assert loaded.equal(arange(*shape)), (placements, target_placements, shape)
 
 
-def test_dtensors_of_any_layout_load_into_any_other(world: RankProcesses, tmp_path: Path) -> None:
-    world.run(resharding, str(tmp_path))
-    for i in range(len(LINES + GRIDS)):
+def test_dtensors_of_any_layout_load_into_other_layouts(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    world.run(check_resharding, str(tmp_path))
+    for i in range(len(LINE_PLACEMENTS + GRID_PLACEMENTS)):
         snap = holdfast.open(tmp_path / str(i))
         assert snap.verify().ok
-        whole = holdfast.load(snap.url)
-        assert all(whole[str(s)].equal(number(*s)) for s in SHAPES)
-        held = sum(prod(s) * 4 for s in SHAPES)
-        data = [b for x in snap.indexes() for leaf in x.leaves for b in leaf.boxes]
-        assert sum(prod(b.sizes) * 4 for b in data) == held, "each element once"
+        loaded = holdfast.load(snap.url)
+        assert all(loaded[str(s)].equal(arange(*s)) for s in SHAPES)
+        expected_bytes = sum(prod(s) * 4 for s in SHAPES)
+        boxes = [b for x in snap.indexes() for leaf in x.leaves for b in leaf.boxes]
+        assert sum(prod(b.sizes) * 4 for b in boxes) == expected_bytes, "each element is saved once"
 
 
-def sharded_tensors(folder: str) -> None:
+def check_sharded_tensors(folder: str) -> None:
     from torch.distributed._shard.metadata import ShardMetadata
-    from torch.distributed._shard.sharded_tensor import Shard as Part
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
 
     rank = dist.get_rank()
-    rows = [3, 1, 0, 2]
+    saved_row_counts = [3, 1, 0, 2]
 
-    def made(fill: bool, cuts: list[int]) -> Any:
-        first, count = sum(cuts[:rank]), cuts[rank]
+    def make_tensor(fill: bool, row_counts: list[int]) -> Any:
+        first, count = sum(row_counts[:rank]), row_counts[rank]
         if not count:
             return init_from_local_shards([], (6, 5))
-        local = number(6, 5)[first : first + count].clone() * fill
-        part = ShardMetadata([first, 0], [count, 5], f"rank:{rank}/cpu")
-        return init_from_local_shards([Part(local, part)], (6, 5))
+        local = arange(6, 5)[first : first + count].clone() * fill
+        shard = ShardMetadata([first, 0], [count, 5], f"rank:{rank}/cpu")
+        return init_from_local_shards([LocalShard(local, shard)], (6, 5))
 
-    save({"a": made(True, rows)}, folder)
-    for cuts in ([2, 2, 1, 1], [0, 0, 6, 0]):
-        into = load({"a": made(False, cuts)}, folder)["a"]
-        first = sum(cuts[:rank])
-        for part in into.local_shards():
-            assert part.tensor.equal(number(6, 5)[first : first + cuts[rank]])
+    save({"a": make_tensor(True, saved_row_counts)}, folder)
+    for row_counts in ([2, 2, 1, 1], [0, 0, 6, 0]):
+        into = load({"a": make_tensor(False, row_counts)}, folder)["a"]
+        first = sum(row_counts[:rank])
+        for shard in into.local_shards():
+            assert shard.tensor.equal(arange(6, 5)[first : first + row_counts[rank]])
     plain = load({"a": torch.zeros(6, 5)}, folder)["a"]
-    assert plain.equal(number(6, 5))
+    assert plain.equal(arange(6, 5))
 
 
-def test_sharded_tensors(world: RankProcesses, tmp_path: Path) -> None:
-    world.run(sharded_tensors, str(tmp_path / "a"))
-    assert holdfast.load(tmp_path / "a")["a"].equal(number(6, 5))
+def test_sharded_tensors_load_into_other_shards_and_whole_tensors(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    world.run(check_sharded_tensors, str(tmp_path / "a"))
+    assert holdfast.load(tmp_path / "a")["a"].equal(arange(6, 5))
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ class Model(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def wrapped(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_model(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Model()
     if kind in ("fsdp", "hsdp"):
@@ -170,8 +176,8 @@ def wrapped(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     elif kind == "fsdp+tp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        cuts = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], cuts)
+        parallel_plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], parallel_plan)
         fully_shard(model, mesh=mesh["dp"])
     elif kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
@@ -180,45 +186,50 @@ def wrapped(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    (model(number(4, 6).sin()) * number(4, 6).cos()).sum().backward()
+    (model(arange(4, 6).sin()) * arange(4, 6).cos()).sum().backward()
     optimizer.step()
 
 
-def full(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    how = StateDictOptions(full_state_dict=True)
-    return options_of.get_state_dict(model, optimizer, options=how)
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    options = StateDictOptions(full_state_dict=True)
+    return state_dicts.get_state_dict(model, optimizer, options=options)
 
 
 KINDS = ["fsdp", "hsdp", "fsdp+tp", "ddp"]
 
 
-def models(folder: str, kind: str, other: str, flat: bool) -> bool:
-    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+def check_training(folder: str, kind: str, other: str, flat: bool) -> bool:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
     def state(model: Any, optimizer: Any) -> Any:
-        taken = options_of.get_state_dict(model, optimizer, options=how)
-        return dict(zip(("model", "optimizer"), taken, strict=True))
+        both = state_dicts.get_state_dict(model, optimizer, options=options)
+        return dict(zip(("model", "optimizer"), both, strict=True))
 
-    model, optimizer = wrapped(kind)
+    model, optimizer = make_model(kind)
     train(model, optimizer)
     train(model, optimizer)
     save(state(model, optimizer), folder)
-    again, its = wrapped(other)
-    train(again, its)
+    other_model, other_optimizer = make_model(other)
+    train(other_model, other_optimizer)
     with torch.no_grad():
-        for p in again.parameters():
+        for p in other_model.parameters():
             p.zero_()
-    into = load(state(again, its), folder)
-    options_of.set_state_dict(
-        again, its, model_state_dict=into["model"], optim_state_dict=into["optimizer"], options=how
+    into = load(state(other_model, other_optimizer), folder)
+    state_dicts.set_state_dict(
+        other_model,
+        other_optimizer,
+        model_state_dict=into["model"],
+        optim_state_dict=into["optimizer"],
+        options=options,
     )
     for _ in range(2):
-        (a, mine), (b, other_state) = full(model, optimizer), full(again, its)
+        a, optimizer_state = full_state(model, optimizer)
+        b, other_optimizer_state = full_state(other_model, other_optimizer)
         torch.testing.assert_close(a, b)
-        torch.testing.assert_close(mine["state"], other_state["state"])
-        assert [g["lr"] for g in mine["param_groups"]] == [0.05]
+        torch.testing.assert_close(optimizer_state["state"], other_optimizer_state["state"])
+        assert [g["lr"] for g in optimizer_state["param_groups"]] == [0.05]
         train(model, optimizer)
-        train(again, its)
+        train(other_model, other_optimizer)
     return True
 
 
@@ -233,10 +244,10 @@ def models(folder: str, kind: str, other: str, flat: bool) -> bool:
         ("ddp", "fsdp+tp", False),
     ],
 )
-def test_training_goes_on_the_same(
+def test_training_continues_identically_after_a_load(
     world: RankProcesses, tmp_path: Path, kind: str, other: str, flat: bool
 ) -> None:
-    assert all(world.run(models, str(tmp_path / "version_2"), kind, other, flat))
+    assert all(world.run(check_training, str(tmp_path / "version_2"), kind, other, flat))
     snap = holdfast.open(tmp_path / "version_2")
     assert snap.verify().ok
     model = Model()
@@ -244,245 +255,259 @@ def test_training_goes_on_the_same(
     assert [p.name for p in tmp_path.iterdir()] == ["version_2"], "no pin is left"
 
 
-def full_states(folder: str) -> Any:
-    """Options that make whole states on rank 0 alone, and load leniently."""
-    model, optimizer = wrapped("fsdp")
+def save_full_state(folder: str) -> Any:
+    """Save with options that gather the full state on rank 0, and load with ``strict=False``."""
+    model, optimizer = make_model("fsdp")
     train(model, optimizer)
-    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    taken = options_of.get_model_state_dict(model, options=how)
-    save({"model": taken}, folder)
-    again, _ = wrapped("hsdp")
-    into = options_of.get_model_state_dict(again)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    saved = state_dicts.get_model_state_dict(model, options=options)
+    save({"model": saved}, folder)
+    other_model, _ = make_model("hsdp")
+    into = state_dicts.get_model_state_dict(other_model)
     del into["up.bias"]
     load({"model": into}, folder)
-    lenient = StateDictOptions(strict=False)
-    options_of.set_model_state_dict(again, into, options=lenient)
-    after = options_of.get_model_state_dict(again, options=StateDictOptions(full_state_dict=True))
+    lenient_options = StateDictOptions(strict=False)
+    state_dicts.set_model_state_dict(other_model, into, options=lenient_options)
+    loaded = state_dicts.get_model_state_dict(
+        other_model, options=StateDictOptions(full_state_dict=True)
+    )
     if dist.get_rank() == 0:
-        assert after["down.weight"].equal(taken["down.weight"])
-    return dict(taken)
+        assert loaded["down.weight"].equal(saved["down.weight"])
+    return dict(saved)
 
 
-def test_whole_states_of_rank_0(world: RankProcesses, tmp_path: Path) -> None:
-    first, *others = world.run(full_states, str(tmp_path / "a"))
+def test_full_state_of_rank_0_is_saved(world: RankProcesses, tmp_path: Path) -> None:
+    first, *others = world.run(save_full_state, str(tmp_path / "a"))
     assert not any(others)
     loaded = holdfast.load(tmp_path / "a")["model"]
     assert all(loaded[k].equal(v) for k, v in first.items())
 
 
-# -- the ways to call it -------------------------------------------------------------------------
+# -- calling conventions -------------------------------------------------------------------------
 
 
-class Cached(DefaultSavePlanner):
-    """Of a name of its own: DCP keeps plans by it."""
+class CachedPlanner(DefaultSavePlanner):
+    """A planner with its own name, because DCP caches plans by class name."""
 
 
-def plans_that_are_kept(folder: str) -> None:
+def save_with_cached_plans(folder: str) -> None:
     for step in range(3):
-        state = {"a": number(8, 2) + step, "n": step}
-        spread = distribute_tensor(state["a"], init_device_mesh("cpu", (SIZE,)), [Shard(0)])
-        save({**state, "d": spread}, f"{folder}/version_{step}", planner=Cached(**CACHING))
-        if step == 1:  # one that fails in between
+        state = {"a": arange(8, 2) + step, "n": step}
+        distributed = distribute_tensor(state["a"], init_device_mesh("cpu", (SIZE,)), [Shard(0)])
+        save(
+            {**state, "d": distributed},
+            f"{folder}/version_{step}",
+            planner=CachedPlanner(**CACHING),
+        )
+        if step == 1:  # a save that fails between two that succeed
             with pytest.raises(CheckpointException):
-                save({**state, "d": spread}, f"{folder}/version_1", planner=Cached(**CACHING))
+                save(
+                    {**state, "d": distributed},
+                    f"{folder}/version_1",
+                    planner=CachedPlanner(**CACHING),
+                )
 
 
 CACHING: dict[str, Any] = {"enable_plan_caching": True}
 
 
-def test_plans_that_dcp_keeps(world: RankProcesses, tmp_path: Path) -> None:
+def test_saves_with_cached_plans_contain_the_current_state(
+    world: RankProcesses, tmp_path: Path
+) -> None:
     if "enable_plan_caching" not in DefaultSavePlanner.__init__.__code__.co_varnames:
-        pytest.skip(f"torch {torch.__version__} keeps no plans")
-    world.run(plans_that_are_kept, str(tmp_path))
+        pytest.skip(f"torch {torch.__version__} does not cache plans")
+    world.run(save_with_cached_plans, str(tmp_path))
     for step in range(3):
         loaded = holdfast.load(tmp_path / f"version_{step}")
-        assert loaded["d"].equal(number(8, 2) + step)
-        assert loaded["a"].equal(number(8, 2) + step)
+        assert loaded["d"].equal(arange(8, 2) + step)
+        assert loaded["a"].equal(arange(8, 2) + step)
         assert len(holdfast.open(tmp_path / f"version_{step}").manifest.shards) == SIZE
 
 
-def asynchronous(folder: str) -> None:
-    state = {"a": distribute_tensor(number(8, 2), init_device_mesh("cpu", (SIZE,)), [Shard(0)])}
+def save_async(folder: str) -> None:
+    state = {"a": distribute_tensor(arange(8, 2), init_device_mesh("cpu", (SIZE,)), [Shard(0)])}
     future = dcp.async_save(state, storage_writer=StorageWriter(folder))
     state["a"].to_local().zero_()
     getattr(future, "upload_completion", future).result()
 
 
-def test_an_asynchronous_save(world: RankProcesses, tmp_path: Path) -> None:
-    world.run(asynchronous, str(tmp_path / "a"))
-    assert holdfast.load(tmp_path / "a")["a"].equal(number(8, 2))
+def test_async_save_saves_the_state_at_the_time_of_the_call(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    world.run(save_async, str(tmp_path / "a"))
+    assert holdfast.load(tmp_path / "a")["a"].equal(arange(8, 2))
 
 
-def in_a_process(folder: str) -> None:
+def save_async_in_process(folder: str) -> None:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     kind = AsyncCheckpointerType.PROCESS
     for step in range(2):
-        state = {"a": number(8, 2) + step, "n": step}
+        state = {"a": arange(8, 2) + step, "n": step}
         writer = StorageWriter(f"{folder}/version_{step}")
         future = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
         getattr(future, "upload_completion", future).result()
 
 
-def test_an_asynchronous_save_by_another_process(tmp_path: Path) -> None:
-    world = RankProcesses(tmp_path)  # of its own: DCP keeps its process
+def test_async_save_in_another_process(tmp_path: Path) -> None:
+    world = RankProcesses(tmp_path)  # not the shared processes: DCP keeps its own process running
     try:
-        world.run(in_a_process, str(tmp_path))
+        world.run(save_async_in_process, str(tmp_path))
     finally:
         world.stop(seconds=20)
     for step in range(2):
-        assert holdfast.load(tmp_path / f"version_{step}")["a"].equal(number(8, 2) + step)
+        assert holdfast.load(tmp_path / f"version_{step}")["a"].equal(arange(8, 2) + step)
 
 
-def of_some_ranks(folder: str) -> None:
+def save_in_subgroup_and_alone(folder: str) -> None:
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
-        state = {"a": number(4) + 1, "n": 3}
+        state = {"a": arange(4) + 1, "n": 3}
         save(state, folder, process_group=group)
         into = load({"a": torch.zeros(4), "n": 0}, folder, process_group=group)
         assert into["n"] == 3
-        assert into["a"].equal(number(4) + 1)
+        assert into["a"].equal(arange(4) + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        own = f"{folder}-{dist.get_rank()}"
-        save({"rank": torch.tensor(dist.get_rank())}, own, no_dist=True)
-        into = load({"rank": torch.tensor(-1)}, own, no_dist=True)
+        own_folder = f"{folder}-{dist.get_rank()}"
+        save({"rank": torch.tensor(dist.get_rank())}, own_folder, no_dist=True)
+        into = load({"rank": torch.tensor(-1)}, own_folder, no_dist=True)
         assert into["rank"] == dist.get_rank()
 
 
-def test_some_ranks_and_each_alone(world: RankProcesses, tmp_path: Path) -> None:
-    world.run(of_some_ranks, str(tmp_path / "a"))
+def test_some_ranks_save_as_a_group_and_each_rank_saves_alone(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    world.run(save_in_subgroup_and_alone, str(tmp_path / "a"))
     assert len(list(tmp_path.iterdir())) == 1 + SIZE
     assert holdfast.open(tmp_path / "a").verify().ok
 
 
-def stages(folder: str) -> None:
-    """Different keys on each rank, and what all have."""
+def save_stages(folder: str) -> None:
+    """Save keys that differ on each rank, and keys that all ranks have."""
     rank = dist.get_rank()
-    state = {"stages": {f"stage{rank}": number(3) + rank}, "shared": number(5), "n": 7}
+    state = {"stages": {f"stage{rank}": arange(3) + rank}, "shared": arange(5), "n": 7}
     save(state, folder)
     into = {"stages": {f"stage{rank}": torch.zeros(3)}, "shared": torch.zeros(5), "n": 0}
     load(into, folder)
-    assert into["stages"][f"stage{rank}"].equal(number(3) + rank)
+    assert into["stages"][f"stage{rank}"].equal(arange(3) + rank)
     assert into["n"] == 7
 
 
-def test_stages_with_keys_of_their_own(world: RankProcesses, tmp_path: Path) -> None:
-    world.run(stages, str(tmp_path / "a"))
+def test_ranks_can_save_different_keys(world: RankProcesses, tmp_path: Path) -> None:
+    world.run(save_stages, str(tmp_path / "a"))
     snap = holdfast.open(tmp_path / "a")
     assert {f"stages/stage{r}" for r in range(SIZE)} | {"shared", "n"} == set(snap.keys())
 
 
-def replicated(folder: str) -> None:
-    state = {f"{i}": number(100) + i for i in range(8)}
+def save_replicated(folder: str) -> None:
+    state = {f"{i}": arange(100) + i for i in range(8)}
     save(state, f"{folder}/spread")
     lowest = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     save(state, f"{folder}/lowest", planner=lowest)
 
 
-def test_what_all_ranks_have_is_written_once(world: RankProcesses, tmp_path: Path) -> None:
-    world.run(replicated, str(tmp_path))
+def test_replicated_tensors_are_written_once(world: RankProcesses, tmp_path: Path) -> None:
+    world.run(save_replicated, str(tmp_path))
     spread, lowest = holdfast.open(tmp_path / "spread"), holdfast.open(tmp_path / "lowest")
     for snap in (spread, lowest):
         assert sum(len(x.leaves) for x in snap.indexes()) == 8
         assert snap.verify().ok
     assert [len(x.leaves) for x in spread.indexes()] == [2] * SIZE
-    assert len(lowest.indexes()) == 1, "a rank without anything to write writes no shard"
+    assert len(lowest.indexes()) == 1, "a rank with nothing to write does not write a shard"
 
 
 # -- failures ------------------------------------------------------------------------------------
 
 
-class Failing(DefaultSavePlanner):
+class FailsOnRank2(DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
         if dist.get_rank() == 2:
-            raise OSError("the disk of rank 2 is on fire")
+            raise OSError("the disk of rank 2 is broken")
         return super().resolve_data(write_item)
 
 
-def spread_state() -> Any:
+def distributed_state() -> Any:
     mesh = init_device_mesh("cpu", (SIZE,))
-    return {"a": distribute_tensor(number(8, 2), mesh, [Shard(0)]), "n": 1}
+    return {"a": distribute_tensor(arange(8, 2), mesh, [Shard(0)]), "n": 1}
 
 
-def failures(caught: Any) -> dict[int, str]:
+def failures_by_rank(caught: Any) -> dict[int, str]:
     return {rank: repr(error[0]) for rank, error in caught.value.failures.items()}
 
 
-def a_rank_fails(folder: str) -> Any:
+def save_with_failing_rank(folder: str) -> Any:
     writer = StorageWriter(folder)
     with pytest.raises(CheckpointException) as caught:
-        dcp.save(spread_state(), storage_writer=writer, planner=Failing())
-    told = failures(caught)
+        dcp.save(distributed_state(), storage_writer=writer, planner=FailsOnRank2())
+    failures = failures_by_rank(caught)
     dist.barrier()
     with pytest.raises(NotFound):
         holdfast.open(folder)
     caught = None
-    dcp.save(spread_state(), storage_writer=writer)
+    dcp.save(distributed_state(), storage_writer=writer)
     gc.collect()
-    return told
+    return failures
 
 
-def test_a_rank_that_fails_fails_all_and_the_next_save_works(
+def test_failure_of_one_rank_fails_all_ranks_and_the_next_save_works(
     world: RankProcesses, tmp_path: Path
 ) -> None:
-    told = world.run(a_rank_fails, str(tmp_path / "version_1"))
-    assert all(list(t) == [2] and "on fire" in t[2] for t in told)
+    reports = world.run(save_with_failing_rank, str(tmp_path / "version_1"))
+    assert all(list(report) == [2] and "is broken" in report[2] for report in reports)
     assert holdfast.open(tmp_path / "version_1").verify().ok
-    assert holdfast.load(tmp_path / "version_1")["a"].equal(number(8, 2))
+    assert holdfast.load(tmp_path / "version_1")["a"].equal(arange(8, 2))
     assert [p.name for p in tmp_path.iterdir()] == ["version_1"], "no pin is left"
 
 
-def folders_that_are_not_shared(folder: str) -> Any:
-    own = f"{folder}/{dist.get_rank() // 2}/version_1"
+def save_to_unshared_folders(folder: str) -> Any:
+    host_folder = f"{folder}/{dist.get_rank() // 2}/version_1"
     with pytest.raises(CheckpointException) as caught:
-        save(spread_state(), own)
+        save(distributed_state(), host_folder)
     return [type(e[0]) for e in caught.value.failures.values()]
 
 
-def test_a_folder_that_hosts_do_not_share(world: RankProcesses, tmp_path: Path) -> None:
-    for kinds in world.run(folders_that_are_not_shared, str(tmp_path)):
+def test_folder_that_hosts_do_not_share_is_refused(world: RankProcesses, tmp_path: Path) -> None:
+    for kinds in world.run(save_to_unshared_folders, str(tmp_path)):
         assert kinds == [CommitError]
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-class Losing(DefaultSavePlanner):
-    """Plans of which one has lost its items, past DCP's own check."""
+class LosesItems(DefaultSavePlanner):
+    """Drops the items of one plan after DCP's own check."""
 
     def create_global_plan(self, all_plans: Any) -> Any:
         plans, metadata = super().create_global_plan(all_plans)
         return [replace(plans[0], items=[]), *plans[1:]], metadata
 
 
-def a_part_is_not_written(folder: str) -> Any:
+def save_with_lost_items(folder: str) -> Any:
     with pytest.raises(CheckpointException) as caught:
-        save({"a": spread_state()["a"]}, folder, planner=Losing())
+        save({"a": distributed_state()["a"]}, folder, planner=LosesItems())
     return [repr(e[0]) for e in caught.value.failures.values()]
 
 
-def test_a_leaf_of_which_a_part_is_not_written_is_not_committed(
-    world: RankProcesses, tmp_path: Path
-) -> None:
-    for told in world.run(a_part_is_not_written, str(tmp_path / "a")):
-        assert len(told) == 1
-        assert "leave gaps" in told[0], told
+def test_partially_written_leaf_is_not_committed(world: RankProcesses, tmp_path: Path) -> None:
+    for errors in world.run(save_with_lost_items, str(tmp_path / "a")):
+        assert len(errors) == 1
+        assert "leave gaps" in errors[0], errors
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def different_states(folder: str) -> Any:
-    """Nested in other ways under the same names."""
-    state = {"a": {"b": number(3)}} if dist.get_rank() else {"a.b": number(3)}
+def save_different_states(folder: str) -> Any:
+    """Save states that nest the same DCP name differently."""
+    state = {"a": {"b": arange(3)}} if dist.get_rank() else {"a.b": arange(3)}
     with pytest.raises(CheckpointException):
-        save({**state, f"x{dist.get_rank()}": {}}, folder, planner=Half())
+        save({**state, f"x{dist.get_rank()}": {}}, folder, planner=SavesHalfPerRank())
     return True
 
 
-class Half(DefaultSavePlanner):
-    """Half of a leaf from a rank that nests it in another way than the others."""
+class SavesHalfPerRank(DefaultSavePlanner):
+    """Plans one part of a leaf from rank 0 and one from rank 1, which nest it differently."""
 
     def _dedup_save_plans(self, all_plans: Any) -> Any:
         return [
-            replace(plan, items=[cut(i, r) for i in plan.items] if r < 2 else [])
+            replace(plan, items=[cut_item(i, r) for i in plan.items] if r < 2 else [])
             for r, plan in enumerate(all_plans)
         ]
 
@@ -492,7 +517,7 @@ class Half(DefaultSavePlanner):
         return whole[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
 
 
-def cut(item: Any, rank: int) -> Any:
+def cut_item(item: Any, rank: int) -> Any:
     from torch.distributed.checkpoint.planner import WriteItemType
 
     offsets, sizes = torch.Size([2 * rank]), torch.Size([2 - rank])
@@ -502,76 +527,80 @@ def cut(item: Any, rank: int) -> Any:
     return replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
-def test_ranks_that_nest_one_leaf_in_two_ways(world: RankProcesses, tmp_path: Path) -> None:
-    assert all(world.run(different_states, str(tmp_path / "a")))
+def test_leaf_that_ranks_nest_differently_is_refused(world: RankProcesses, tmp_path: Path) -> None:
+    assert all(world.run(save_different_states, str(tmp_path / "a")))
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def damaged(folder: str) -> Any:
-    into = spread_state()
+def load_damaged(folder: str) -> Any:
+    into = distributed_state()
     with pytest.raises(CheckpointException) as caught:
         load(into, folder)
     return {rank: type(e[0]) for rank, e in caught.value.failures.items()}
 
 
-def test_damage_in_the_part_of_one_rank_fails_all(world: RankProcesses, tmp_path: Path) -> None:
-    world.run(save_spread, str(tmp_path / "a"))
+def test_damage_in_the_shard_of_one_rank_fails_the_load_on_all_ranks(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    world.run(save_distributed_state, str(tmp_path / "a"))
     (shard,) = (tmp_path / "a").glob("shard-00003*.safetensors")
     raw = bytearray(shard.read_bytes())
     raw[-1] ^= 1
     shard.write_bytes(raw)
-    for told in world.run(damaged, str(tmp_path / "a")):
-        assert told == {3: DigestMismatch}
+    for errors in world.run(load_damaged, str(tmp_path / "a")):
+        assert errors == {3: DigestMismatch}
 
 
-def save_spread(folder: str) -> None:
-    save(spread_state(), folder)
+def save_distributed_state(folder: str) -> None:
+    save(distributed_state(), folder)
 
 
-def missing(folder: str) -> None:
-    more = {**spread_state(), "more": number(2)}
+def load_missing_keys(folder: str) -> None:
+    state = {**distributed_state(), "more": arange(2)}
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: more"):
-        load(more, folder)
-    more["a"].to_local().zero_()
-    load(more, folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert more["a"].full_tensor().equal(number(8, 2))
-    assert more["more"].equal(number(2))
-    one = {"a": copy.deepcopy(more["a"])}
-    one["a"].to_local().zero_()
-    assert load(one, folder)["a"].full_tensor().equal(number(8, 2))
+        load(state, folder)
+    state["a"].to_local().zero_()
+    load(state, folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert state["a"].full_tensor().equal(arange(8, 2))
+    assert state["more"].equal(arange(2))
+    part = {"a": copy.deepcopy(state["a"])}
+    part["a"].to_local().zero_()
+    assert load(part, folder)["a"].full_tensor().equal(arange(8, 2))
 
 
-def test_missing_keys_and_a_part_of_the_state(world: RankProcesses, tmp_path: Path) -> None:
-    world.run(save_spread, str(tmp_path / "a"))
-    world.run(missing, str(tmp_path / "a"))
+def test_missing_keys_raise_and_a_part_of_the_state_loads(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    world.run(save_distributed_state, str(tmp_path / "a"))
+    world.run(load_missing_keys, str(tmp_path / "a"))
 
 
-def without_collectives(folder: str) -> Any:
+def save_without_collectives(folder: str) -> Any:
     try:
-        save(spread_state(), folder, use_collectives=False)
+        save(distributed_state(), folder, use_collectives=False)
     except TypeError:
-        pytest.skip(f"torch {torch.__version__} always has collectives")
+        pytest.skip(f"torch {torch.__version__} always uses collectives")
     except HoldfastError as e:
         return type(e)
 
 
-def test_without_collectives_is_refused(world: RankProcesses, tmp_path: Path) -> None:
-    assert Counter(world.run(without_collectives, str(tmp_path / "a"))) == {Unsupported: SIZE}
+def test_save_without_collectives_is_refused(world: RankProcesses, tmp_path: Path) -> None:
+    assert Counter(world.run(save_without_collectives, str(tmp_path / "a"))) == {Unsupported: SIZE}
 
 
-def native(folder: str) -> None:
-    model, _ = wrapped("fsdp+tp")
-    into = load({"model": options_of.get_model_state_dict(model)}, folder)["model"]
-    options_of.set_model_state_dict(model, into)
-    how = StateDictOptions(full_state_dict=True)
-    found = options_of.get_model_state_dict(model, options=how)
+def load_native(folder: str) -> None:
+    model, _ = make_model("fsdp+tp")
+    into = load({"model": state_dicts.get_model_state_dict(model)}, folder)["model"]
+    state_dicts.set_model_state_dict(model, into)
+    options = StateDictOptions(full_state_dict=True)
+    loaded = state_dicts.get_model_state_dict(model, options=options)
     expected = holdfast.load(folder)["model"]
     if dist.get_rank() == 0:
-        assert found.keys() == expected.keys()
-        assert all(v.equal(expected[k]) for k, v in found.items())
+        assert loaded.keys() == expected.keys()
+        assert all(v.equal(expected[k]) for k, v in loaded.items())
 
 
-def test_a_native_snapshot_loads_into_a_sharded_model(world: RankProcesses, tmp_path: Path) -> None:
+def test_native_snapshot_loads_into_a_sharded_model(world: RankProcesses, tmp_path: Path) -> None:
     torch.manual_seed(5)
     holdfast.save(tmp_path / "a", {"model": Model()})
-    world.run(native, str(tmp_path / "a"))
+    world.run(load_native, str(tmp_path / "a"))

@@ -1,4 +1,4 @@
-"""Names of DCP against the tree: as DCP's own planner flattens the same state."""
+"""Compare the names that DCP's planner gives to a state with those of Holdfast's tree."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from holdfast.errors import PlanError
 from holdfast.format.validate import check_tree
 from holdfast.integrations.dcp import fqns
 
-LEAF = st.one_of(
+LEAVES = st.one_of(
     st.integers(), st.text(max_size=3), st.none(), st.just(torch.zeros(2)), st.tuples(st.integers())
 )
-NAME = st.text("ab./~0é", min_size=0, max_size=3)
+NAMES = st.text("ab./~0é", min_size=0, max_size=3)
 STATES = st.dictionaries(
-    NAME,
+    NAMES,
     st.recursive(
-        LEAF,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAME, inner, max_size=3),
+        LEAVES,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
         max_leaves=8,
     ),
     max_size=4,
@@ -29,7 +29,7 @@ STATES = st.dictionaries(
 
 
 def dcp_mapping(state):
-    """What DCP's planner makes of a state; None where it refuses it."""
+    """Return the mapping that DCP's planner makes for a state; None if it refuses the state."""
     try:
         return flatten_state_dict(state)[1]
     except ValueError:
@@ -43,39 +43,39 @@ def blob(n):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(STATES)
-def test_a_native_tree_has_the_names_that_dcp_gives_its_state(state):
+def test_native_tree_has_the_names_that_dcp_gives_to_the_state(state):
     mapping = dcp_mapping(state)
-    root = flatten({k: fresh(v) for k, v in state.items()}).tree
+    root = flatten({k: clone_tensors(v) for k, v in state.items()}).tree
     if mapping is None:
         with pytest.raises(PlanError, match="for two leaves of this snapshot"):
             fqns.collect_entries(root, flattened=False)
     else:
-        found = fqns.collect_entries(root, flattened=False)
-        assert fqns.mapping_of(found) == mapping
+        entries = fqns.collect_entries(root, flattened=False)
+        assert fqns.mapping_of(entries) == mapping
         tensors = {n for n, v in flatten_state_dict(state)[0].items() if torch.is_tensor(v)}
-        assert {n for n, e in found.items() if e.is_tensor} == tensors
+        assert {n for n, e in entries.items() if e.is_tensor} == tensors
 
 
-def fresh(value):
-    """The same with tensors of their own, so that none is tied."""
+def clone_tensors(value):
+    """Return a copy of a state in which no tensors are tied."""
     if isinstance(value, dict):
-        return {k: fresh(v) for k, v in value.items()}
+        return {k: clone_tensors(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [fresh(v) for v in value]
+        return [clone_tensors(v) for v in value]
     return value.clone() if torch.is_tensor(value) else value
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(STATES)
-def test_a_tree_built_of_what_dcp_flattens_comes_back_as_its_mapping(state):
+def test_tree_built_from_a_flattened_state_gives_back_its_mapping(state):
     mapping = dcp_mapping(state) or {}
     paths = {n: fqns.path_of(n, mapping) for n in mapping}
     assert paths == mapping
     root = fqns.build_tree({path: blob(1) for path in paths.values()})
-    found = fqns.collect_entries(root, flattened=True)
-    assert fqns.mapping_of(found) == mapping
-    assert {e.key for e in found.values()} == set(map(fqns.key_of, paths.values()))
+    entries = fqns.collect_entries(root, flattened=True)
+    assert fqns.mapping_of(entries) == mapping
+    assert {e.key for e in entries.values()} == set(map(fqns.key_of, paths.values()))
     assert check_tree(root, "m").keys() == set(map(fqns.key_of, paths.values()))
 
 
@@ -94,7 +94,7 @@ def test_a_tree_built_of_what_dcp_flattens_comes_back_as_its_mapping(state):
         7,
     ],
 )
-def test_a_mapping_that_is_not_dcps_own_leaves_the_name_one_level(mapping):
+def test_name_stays_one_level_if_the_mapping_is_not_from_dcp(mapping):
     assert fqns.path_of("a.b", mapping) == ("a.b",)
 
 
@@ -108,17 +108,17 @@ def test_a_mapping_that_is_not_dcps_own_leaves_the_name_one_level(mapping):
         [("a", 0, "b"), ("a", 0)],
     ],
 )
-def test_contradicting_paths_are_refused_by_name(paths):
+def test_contradicting_paths_are_refused_with_their_name(paths):
     with pytest.raises(PlanError, match=r"DCP uses the name 'a(\.0)?' for two different values"):
         fqns.build_tree({path: blob(1) for path in paths})
 
 
-def test_a_list_of_which_a_part_was_saved_has_holes_that_are_no_leaves():
+def test_gaps_of_a_partially_saved_list_are_not_leaves():
     root = fqns.build_tree({("a", 2): blob(1), ("a", 0): blob(2)})
     assert root == {"dict": {"a": {"list": [blob(2), None, blob(1)]}}}
     assert list(fqns.collect_entries(root, flattened=True)) == ["a.0", "a.2"]
 
 
-def test_nothing_makes_an_empty_state():
+def test_no_paths_build_an_empty_state():
     assert fqns.build_tree({}) == {"dict": {}}
     assert fqns.collect_entries({"dict": {}}, flattened=True) == {}

@@ -1,17 +1,18 @@
-"""Runs PyTorch's own tests of ``torch.distributed.checkpoint`` over our writer and reader.
+"""Run PyTorch's own tests of ``torch.distributed.checkpoint`` with Holdfast's writer and reader.
 
     python tests/integrations/upstream.py PYTORCH_CHECKOUT [FILE ...]
 
-The tests are in PyTorch's repository (``test/distributed/checkpoint``), not in its wheels. They are
-copied to a temporary folder, with ``cuda`` written ``cpu`` and ``nccl`` written ``gloo``, and run
-file by file, in processes in which ``FileSystemWriter`` and ``FileSystemReader`` are ours, as named
-by the tests and as chosen by DCP for a ``checkpoint_id``. No test is left out: what is known to
-fail is listed in ``KNOWN`` with its reason. Prints a table; exit code 1 if any other test failed,
-or one of these passed.
-Needs ``pip install expecttest``, as the tests do.
+The tests are in PyTorch's repository (``test/distributed/checkpoint``), not in its wheels. This
+script copies them to a temporary folder, replaces ``cuda`` with ``cpu`` and ``nccl`` with ``gloo``,
+and runs them file by file. In the test processes, stand-ins replace ``FileSystemWriter`` and
+``FileSystemReader``, both where the tests name them and where DCP chooses them for a
+``checkpoint_id``. No test is skipped. ``KNOWN`` lists the tests that are known to fail, with the
+reasons. The script prints a table. The exit code is 1 if any other test failed, or if a test of
+``KNOWN`` passed. The tests need ``pip install expecttest``.
 
-What the stand-ins add to our classes: they take the arguments of those that they stand for; where
-a test saves to a folder a second time, the first snapshot is deleted, as DCP would overwrite it.
+The stand-ins add two things to Holdfast's classes. They accept the arguments of the classes that
+they replace. If a test saves to the same folder again, they delete the first snapshot, because DCP
+would overwrite it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-LIMIT = 1800
-"""Seconds for one file."""
+FILE_TIMEOUT = 1800
+"""Time limit for one test file, in seconds."""
 
 TO_CPU = (
     (r"cpu:gloo,cuda:nccl", "gloo"),
@@ -48,7 +49,7 @@ TO_CPU = (
     (r"torch\.cuda\.device_count\(\)", "8"),
     (r"torch\.cuda\.current_device\(\)", "torch.device('cpu')"),
     (r"(assertTrue\([^()]*\.)is_cuda", r"\1is_cpu"),
-    # CUDA draws the same numbers on all ranks, and a test counts on that
+    # CUDA generates the same random numbers on all ranks, and a test depends on this
     (
         r"torch\.rand\(tensor_size, device=\"cpu\"\)",
         "torch.rand(tensor_size, generator=torch.Generator().manual_seed(0))",
@@ -56,37 +57,41 @@ TO_CPU = (
 )
 
 KNOWN = {
-    r"test_e2e_save_and_load\.py::TestNoCPU\.": "it wants a group without a backend for the CPU, to"
-    " see DCP refuse it",
-    r"test_fsdp_ep\.py::TestFSDPWithEP\.": "of torch 2.6: it calls a private method of meshes that"
-    " later torch lacks",
-    r"test_pipeline\.py::TestPipeline\.": "of torch 2.6: get_state_dict then dropped tensors on the"
-    " meta device, later torch does not, and PyTorch has removed the test: nothing can save them",
-    r"test_checkpoint\.py::TestDistributedFailure\.test_load_error_handling": "of torch 2.6, with"
-    " readers of its own: it expects ValueError where later DCP raises AssertionError",
-    r"test_fsdp_dsd\.py::.*test_save_with_fsdp1_and_load_with_fsdp2$": "the model comes back, and"
-    " the optimizer; but to compare, FSDP1 gathers its state with cpu_offload, and gives, on the"
-    " CPU, a buffer that it uses again",
-    r"test_state_dict_utils\.py::.*create_cpu_state_dict": "it asks for pinned memory; it saves"
+    r"test_e2e_save_and_load\.py::TestNoCPU\.": "it expects DCP to refuse a group without"
+    " a CPU backend",
+    r"test_fsdp_ep\.py::TestFSDPWithEP\.": "from torch 2.6: it calls a private method of meshes"
+    " that later versions of torch lack",
+    r"test_pipeline\.py::TestPipeline\.": "from torch 2.6, where get_state_dict dropped tensors on"
+    " the meta device. Later versions do not drop them, they cannot be saved, and PyTorch has"
+    " removed the test",
+    r"test_checkpoint\.py::TestDistributedFailure\.test_load_error_handling": "from torch 2.6,"
+    " with its own readers: it expects ValueError, but later versions of DCP raise AssertionError",
+    r"test_fsdp_dsd\.py::.*test_save_with_fsdp1_and_load_with_fsdp2$": "the model and the"
+    " optimizer are loaded correctly, but for the comparison FSDP1 gathers its state with"
+    " cpu_offload, and on the CPU it returns a buffer that it reuses",
+    r"test_state_dict_utils\.py::.*create_cpu_state_dict": "it needs pinned memory; it saves"
     " nothing",
-    r"test_utils\.py::.*test_dcp_logger": "of torch 2.6: later torch configures loggers otherwise;"
-    " it saves nothing",
+    r"test_utils\.py::.*test_dcp_logger": "from torch 2.6: later versions configure loggers"
+    " differently; it saves nothing",
 }
-"""Tests that fail, with DCP's own writer too, by file and name (a regular expression), and why."""
+"""Tests that also fail with DCP's own writer: a regular expression of file and name, and why."""
 
 
-# -- in the processes of the tests ---------------------------------------------------------------
+# -- in the test processes -----------------------------------------------------------------------
 
 
-def install(theirs: bool = False) -> None:
-    """Patch what the tests import, as soon as they do; ``theirs``: but for DCP's own classes."""
-    if theirs:
+def install(use_dcp_classes: bool = False) -> None:
+    """Patch modules when the tests import them.
+
+    With ``use_dcp_classes``, keep DCP's own writer and reader.
+    """
+    if use_dcp_classes:
         del _PATCHES["torch.distributed.checkpoint"]
     sys.meta_path.insert(0, _Hook())
 
 
 class _Hook:
-    """Lets a module be imported as usual, then patches it."""
+    """Import hook that patches a module after its normal import."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         patch = _PATCHES.get(name)
@@ -108,11 +113,11 @@ class _Hook:
 def _patch_dcp(module: Any) -> None:
     writer, reader = _stand_ins(module)
     for name in ("", ".filesystem", "._storage_utils", ".format_utils"):
-        place = importlib.import_module(module.__name__ + name)
-        if hasattr(place, "FileSystemWriter"):
-            place.FileSystemWriter = writer  # type: ignore[attr-defined]
-        if hasattr(place, "FileSystemReader"):
-            place.FileSystemReader = reader  # type: ignore[attr-defined]
+        submodule = importlib.import_module(module.__name__ + name)
+        if hasattr(submodule, "FileSystemWriter"):
+            submodule.FileSystemWriter = writer  # type: ignore[attr-defined]
+        if hasattr(submodule, "FileSystemReader"):
+            submodule.FileSystemReader = reader  # type: ignore[attr-defined]
 
 
 def _stand_ins(module: Any) -> tuple[type, type]:
@@ -120,14 +125,14 @@ def _stand_ins(module: Any) -> tuple[type, type]:
     from holdfast.integrations.dcp.reading import StorageReader
     from holdfast.integrations.dcp.writing import StorageWriter
 
-    def place(cls: Any, checkpoint_id: Any) -> bool:
-        # as FileSystemWriter: a path, not what names another scheme
+    def accepts_path(cls: Any, checkpoint_id: Any) -> bool:
+        # like FileSystemWriter, accept only paths, not URLs with a scheme
         return "://" not in str(checkpoint_id) and StorageWriter.validate_checkpoint_id(
             checkpoint_id
         )
 
     class FileSystemWriter(StorageWriter):
-        validate_checkpoint_id = classmethod(place)  # type: ignore[assignment]
+        validate_checkpoint_id = classmethod(accepts_path)  # type: ignore[assignment]
 
         def __init__(self, path: Any, *args: Any, overwrite: bool = True, **kwargs: Any) -> None:
             super().__init__(path)
@@ -142,25 +147,28 @@ def _stand_ins(module: Any) -> tuple[type, type]:
                 raise RuntimeError(f"Checkpoint already exists: {e}") from e
 
     class FileSystemReader(StorageReader):
-        validate_checkpoint_id = classmethod(place)  # type: ignore[assignment]
+        validate_checkpoint_id = classmethod(accepts_path)  # type: ignore[assignment]
 
         def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(path)
 
-    for made in (FileSystemWriter, FileSystemReader):
-        # so that pickle, for a process that saves in the background, finds them
-        made.__module__, made.__qualname__ = "torch.distributed.checkpoint", made.__name__
+    for stand_in in (FileSystemWriter, FileSystemReader):
+        # pickle must find the classes for the process that saves in the background
+        stand_in.__module__, stand_in.__qualname__ = (
+            "torch.distributed.checkpoint",
+            stand_in.__name__,
+        )
     return FileSystemWriter, FileSystemReader
 
 
 def _patch_distributed(module: Any) -> None:
-    def unneeded(*args: Any, **kwargs: Any) -> Any:
+    def skip_nothing(*args: Any, **kwargs: Any) -> Any:
         return lambda function: function
 
-    module.torch.accelerator.current_device_index = lambda: "cpu"  # asked to compare shards
+    module.torch.accelerator.current_device_index = lambda: "cpu"  # used to compare shards
     for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend"):
         if hasattr(module, name):
-            setattr(module, name, unneeded)
+            setattr(module, name, skip_nothing)
 
 
 def _patch_sharded(module: Any) -> None:
@@ -168,7 +176,7 @@ def _patch_sharded(module: Any) -> None:
 
 
 def _patch_fsdp(module: Any) -> None:
-    """FSDP1 asks for an accelerator unless it is told where to compute."""
+    """Pass the CPU to FSDP1, which otherwise requires an accelerator."""
     handle = module._init_device_handle
 
     def on_cpu(state: Any, inner: Any, ignored: Any, device_id: Any) -> Any:
@@ -180,13 +188,16 @@ def _patch_fsdp(module: Any) -> None:
 
 
 def _patch_flat_param(module: Any) -> None:
-    """FSDP1 moves what it gathered to the CPU and frees it where it was: here that is one place,
-    and it would read what it has freed."""
+    """Disable the move of gathered parameters to the CPU.
+
+    FSDP1 frees the source after the move. Here the source and the target are the same memory, so
+    FSDP1 would read freed memory.
+    """
     module.FlatParamHandle.to_cpu = lambda self: contextlib.nullcontext()
 
 
 def _patch_fsdp_tests(module: Any) -> None:
-    """``FSDPTest`` counts devices before each test."""
+    """Report eight devices to ``FSDPTest``, which checks the count before each test."""
     module.torch.accelerator.device_count = lambda: 8
 
 
@@ -200,14 +211,14 @@ _PATCHES = {
 }
 
 
-# -- in the process that runs them ---------------------------------------------------------------
+# -- in the process that runs the tests ----------------------------------------------------------
 
 
-def copy_tests(checkout: Path, folder: Path, theirs: bool) -> Path:
-    """The tests as they are to be run here."""
+def copy_tests(checkout: Path, folder: Path, use_dcp_classes: bool) -> Path:
+    """Copy the tests to ``folder``, adapted to the CPU, and return the folder of the copies."""
     source = checkout / "test" / "distributed" / "checkpoint"
     if not source.is_dir():
-        sys.exit(f"{checkout} is no checkout of PyTorch: there is no {source}")
+        sys.exit(f"{checkout} is not a PyTorch checkout: {source} does not exist")
     target = folder / "checkpoint"
     shutil.copytree(source, target)
     for file in target.rglob("*.py"):
@@ -216,13 +227,14 @@ def copy_tests(checkout: Path, folder: Path, theirs: bool) -> Path:
             text = re.sub(pattern, replacement, text)
         file.write_text(text)
     (folder / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.append({str(HERE)!r})\nimport upstream\nupstream.install({theirs})\n"
+        f"import sys\nsys.path.append({str(HERE)!r})\n"
+        f"import upstream\nupstream.install({use_dcp_classes})\n"
     )
     return target
 
 
 def run_file(file: Path, folder: Path) -> list[tuple[str, str, str]]:
-    """Name, outcome and reason of each test of a file."""
+    """Run a test file, and return the name, outcome, and reason of each of its tests."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -232,12 +244,18 @@ def run_file(file: Path, folder: Path) -> list[tuple[str, str, str]]:
     with (folder / f"{file.stem}.log").open("w") as log:
         try:
             subprocess.run(
-                command, env=env, cwd=folder, stdout=log, stderr=log, timeout=LIMIT, check=False
+                command,
+                env=env,
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                timeout=FILE_TIMEOUT,
+                check=False,
             )
         except subprocess.TimeoutExpired:
-            return [("(all)", "failed", f"not done in {LIMIT} s")]
+            return [("(all)", "failed", f"not finished within {FILE_TIMEOUT} s")]
     if not report.exists():
-        return [("(all)", "failed", "no report: see its log")]
+        return [("(all)", "failed", "no report; see the log")]
     found = []
     for case in ET.parse(report).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
@@ -254,35 +272,39 @@ def run_file(file: Path, folder: Path) -> list[tuple[str, str, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("files", nargs="*", help="such as test_planner.py; all if none is given")
-    parser.add_argument("--theirs", action="store_true", help="over DCP's own classes, to compare")
-    parser.add_argument("--keep", type=Path, help="a folder for the copies and the logs")
-    asked = parser.parse_intermixed_args()
+    parser.add_argument(
+        "files", nargs="*", help="test files, such as test_planner.py (default: all)"
+    )
+    parser.add_argument(
+        "--theirs", action="store_true", help="use DCP's own classes, for comparison"
+    )
+    parser.add_argument("--keep", type=Path, help="folder for the copies and the logs")
+    options = parser.parse_intermixed_args()
     if importlib.util.find_spec("expecttest") is None:
-        sys.exit("The tests need expecttest: pip install expecttest")
-    folder = asked.keep or Path(tempfile.mkdtemp(prefix="upstream-"))
+        sys.exit("The tests need expecttest. Install it: pip install expecttest")
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="upstream-"))
     folder.mkdir(parents=True, exist_ok=True)
-    tests = copy_tests(asked.checkout, folder, asked.theirs)
+    tests = copy_tests(options.checkout, folder, options.theirs)
     total: Counter[str] = Counter()
     for file in sorted(tests.rglob("test_*.py")):
         name = str(file.relative_to(tests))
-        if asked.files and name not in asked.files:
+        if options.files and name not in options.files:
             continue
         count: Counter[str] = Counter()
-        told = []
+        reports = []
         for test, outcome, reason in run_file(file, folder):
             known = next((KNOWN[k] for k in KNOWN if re.search(k, f"{name}::{test}")), None)
             if outcome == "failed" and known is not None:
                 outcome, reason = "known", known
             elif outcome == "passed" and known is not None:
-                outcome, reason = "failed", f"it passes, and KNOWN says that it does not: {known}"
+                outcome, reason = "failed", f"it passes, but KNOWN lists it as failing: {known}"
             count[outcome] += 1
             if outcome != "passed":
-                told.append(f"    {outcome:8}{test}: {reason}")
+                reports.append(f"    {outcome:8}{test}: {reason}")
         total += count
         print(f"{name:50}", ", ".join(f"{n} {k}" for k, n in sorted(count.items())), flush=True)
-        print(*told, sep="\n", end="\n" if told else "", flush=True)
-    print("in all:", ", ".join(f"{n} {k}" for k, n in sorted(total.items())))
+        print(*reports, sep="\n", end="\n" if reports else "", flush=True)
+    print("total:", ", ".join(f"{n} {k}" for k, n in sorted(total.items())))
     print(f"logs: {folder}")
     return 1 if total["failed"] else 0
 

@@ -1,6 +1,7 @@
-"""Four processes that stay: each test sends them a function, and all of them call it.
+"""Four rank processes that serve many tests. Each test sends them a function that all of them call.
 
-PyTorch's own base classes start processes for every test, seconds each, and need ``expecttest``.
+PyTorch's own base classes start new processes for every test, which takes seconds, and they need
+``expecttest``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 4
-SECONDS = 120.0
+TIMEOUT = 120.0
+"""Time limit, in seconds, for one call on all ranks."""
 
 
 def run_rank(rank: int, rendezvous_file: str, pipe: Connection) -> None:
-    """The life of one process: calls what it is sent, and answers with the result."""
+    """Run one rank: call each function that arrives and send back its result."""
     import torch
     import torch.distributed as dist
 
@@ -28,7 +30,7 @@ def run_rank(rank: int, rendezvous_file: str, pipe: Connection) -> None:
         init_method=f"file://{rendezvous_file}",
         rank=rank,
         world_size=SIZE,
-        timeout=timedelta(seconds=SECONDS / 2),
+        timeout=timedelta(seconds=TIMEOUT / 2),
     )
     while True:
         try:
@@ -43,7 +45,7 @@ def run_rank(rank: int, rendezvous_file: str, pipe: Connection) -> None:
 
 
 class RankProcesses:
-    """The processes, started when first needed and anew after a test that failed."""
+    """The rank processes. They start on the first call, and again after a call that failed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,32 +57,36 @@ class RankProcesses:
         context = multiprocessing.get_context("spawn")
         self.number += 1
         for rank in range(SIZE):
-            ours, theirs = context.Pipe()
-            meet = str(self.folder / f"meet-{self.number}")
-            process = context.Process(target=run_rank, args=(rank, meet, theirs))
+            parent_end, child_end = context.Pipe()
+            rendezvous_file = str(self.folder / f"rendezvous-{self.number}")
+            process = context.Process(target=run_rank, args=(rank, rendezvous_file, child_end))
             process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            child_end.close()
+            self.pipes.append(parent_end)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What the function, of a module, returns on each rank. Fails as the first rank did."""
+        """Call ``function`` on every rank, and return the result of each rank.
+
+        ``function`` must be at the top level of a module. If it fails on any rank, the processes
+        end, and an ``AssertionError`` contains the traceback of each failed rank.
+        """
         if not self.pipes:
             self.start()
         for pipe in self.pipes:
             pipe.send((function, args))
-        answers = []
+        replies = []
         for rank, pipe in enumerate(self.pipes):
-            told = pipe.recv() if pipe.poll(SECONDS) else (False, "no answer in time")
-            answers.append((rank, *told))
-        failed = [f"rank {rank}: {value}" for rank, good, value in answers if not good]
+            reply = pipe.recv() if pipe.poll(TIMEOUT) else (False, f"no reply within {TIMEOUT:g} s")
+            replies.append((rank, *reply))
+        failed = [f"rank {rank}: {value}" for rank, ok, value in replies if not ok]
         if failed:
             self.stop()
             raise AssertionError("\n".join(failed))
-        return [value for _, _, value in answers]
+        return [value for _, _, value in replies]
 
     def stop(self, seconds: float = 0) -> None:
-        """End the processes. In ``seconds`` they may end by themselves, with their own children."""
+        """Wait up to ``seconds`` for each process to end with its children, then kill it."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
