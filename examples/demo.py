@@ -1,8 +1,9 @@
-"""The main job, to be watched: ``make demo``, or ``python examples/demo.py``.
+"""Demonstrate a training that survives a kill and a flipped bit: ``make demo``.
 
-Trains ``examples/train.py`` beside this file twice: once undisturbed, once killed in the middle
-of a save. Then breaks a bit. Every claim that is printed with a mark was checked the moment before;
-the exit code is 1 if one of them does not hold.
+This script (``python examples/demo.py``) runs ``examples/train.py`` twice: once without
+interruption, and once killed in the middle of a save. Then it flips a bit of a version. Every line
+with a check mark was checked immediately before it was printed. The exit code is 1 if a check
+fails.
 """
 
 import argparse
@@ -41,41 +42,41 @@ import holdfast
 from holdfast.errors import HoldfastError, NotFound
 
 
-def run_undisturbed(log: CheckLog, size: TrainingSize, run: Path) -> None:
-    trained = run_training(log, size, run)
-    first, last = trained.find_line("step"), trained.lines[-2] if len(trained.lines) > 1 else ""
+def run_uninterrupted(log: CheckLog, size: TrainingSize, run: Path) -> None:
+    result = run_training(log, size, run)
+    first, last = result.find_line("step"), result.lines[-2] if len(result.lines) > 1 else ""
     log.write(f"{first}")
-    log.write(f"{last}    [dim]in {trained.seconds:.1f} s, starting Python and torch included")
-    log.write(escape(trained.lines[-1]) if trained.lines else "")
-    log.check(trained.code == 0, f"run-a reached step {size.steps}", required=True)
+    log.write(f"{last}    [dim]in {result.seconds:.1f} s, including the start of Python and torch")
+    log.write(escape(result.lines[-1]) if result.lines else "")
+    log.check(result.code == 0, f"run-a reached step {size.steps}", required=True)
 
 
 def run_killed(log: CheckLog, size: TrainingSize, run: Path) -> Path:
-    """Train and strike until a save has been hit in its middle; the folder of that version."""
+    """Train and kill until a kill hits the middle of a save; return the folder of that version."""
     after = size.kill_after
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        trained = run_training(log, size, run, kill_in_save(run, after))
-        struck = [f for f in version_folders(run) if not (f / "manifest.json").exists()]
-        shards = [p for f in struck for p in f.iterdir() if "shard-" in p.name]
-        if trained.code == -signal.SIGKILL and shards:
+        result = run_training(log, size, run, kill_in_save(run, after))
+        uncommitted = [f for f in version_folders(run) if not (f / "manifest.json").exists()]
+        shards = [p for f in uncommitted for p in f.iterdir() if "shard-" in p.name]
+        if result.code == -signal.SIGKILL and shards:
             break
-        log.write(f"[yellow]the save was faster (attempt {attempt}); once more")
+        log.write(f"[yellow]the save finished before the kill (attempt {attempt}); trying again")
         after = max(map(step_of, version_folders(run)))
         if after >= size.steps:
             shutil.rmtree(run)
             after = size.kill_after
     else:
-        raise CheckFailed(f"a save was hit in its middle within {MAX_ATTEMPTS} attempts")
-    folder = struck[-1]
-    log.write(f"{trained.lines[-1]}")
-    log.write(f"[bold red]SIGKILL[/] while {folder.name} was being written. What lies there now:")
+        raise CheckFailed(f"a save was killed in the middle within {MAX_ATTEMPTS} attempts")
+    folder = uncommitted[-1]
+    log.write(f"{result.lines[-1]}")
+    log.write(f"[bold red]SIGKILL[/] while {folder.name} was being written. It now contains:")
     for path in sorted(folder.iterdir()):
         log.write(escape(path.name), 4)
         log.write(f"[dim]{written_bytes(path):,} of {path.stat().st_size:,} bytes written", 4)
-    log.check(trained.code == -signal.SIGKILL, "the process was ended by signal 9")
+    log.check(result.code == -signal.SIGKILL, "the process was ended by signal 9")
     log.check(
         bool(shards) and not (folder / "manifest.json").exists(),
-        f"{folder.name} has the leftovers of a shard and no manifest: it does not exist",
+        f"{folder.name} has a partial shard and no manifest, so it is not a version",
         required=True,
     )
     try:
@@ -87,19 +88,19 @@ def run_killed(log: CheckLog, size: TrainingSize, run: Path) -> Path:
     newest = holdfast.Run(run).latest()
     log.check(
         newest is not None and newest.step == step_of(folder) - size.every and newest.verify().ok,
-        f"the newest version is the one before, step {newest.step if newest else None}, and every"
-        " digest of it is right",
+        f"the newest version is the previous one, step {newest.step if newest else None}, and all"
+        " of its digests match",
     )
     return folder
 
 
 def run_resumed(log: CheckLog, size: TrainingSize, a: Path, b: Path, folder: Path) -> None:
-    trained = run_training(log, size, b)
-    log.write(f"{escape(trained.find_line('going on'))}")
-    log.write(trained.lines[-2] if len(trained.lines) > 1 else "")
-    log.check(trained.code == 0, f"the second process reached step {size.steps}", required=True)
-    before = f"version_{step_of(folder) - size.every}"
-    log.check(trained.find_line("going on").endswith(before), f"it went on from {before}")
+    result = run_training(log, size, b)
+    log.write(f"{escape(result.find_line('resuming'))}")
+    log.write(result.lines[-2] if len(result.lines) > 1 else "")
+    log.check(result.code == 0, f"the second process reached step {size.steps}", required=True)
+    previous = f"version_{step_of(folder) - size.every}"
+    log.check(result.find_line("resuming").endswith(previous), f"it resumed from {previous}")
     compare_runs(log, a, b)
 
 
@@ -108,20 +109,22 @@ def run_damaged(log: CheckLog, size: TrainingSize, a: Path, b: Path) -> None:
     shard = next((b / newest).glob("shard-*.safetensors"))
     log.write(f"{newest}/{shard.name}")
     log.write(flip_bit(shard))
-    trained = run_training(log, size, b)
-    told = next((s for s in trained.warnings.splitlines() if "SkippedVersion" in s), "")
-    log.write(f"[yellow]{escape(told[told.find('SkippedVersion') :])}")
-    log.write(escape(trained.find_line("going on")))
-    before = f"version_{size.steps - size.every}"
-    log.check(trained.code == 0, f"training reached step {size.steps} again", required=True)
-    log.check(f"{newest} is skipped" in told, f"resume() said that {newest} is damaged")
-    log.check(trained.find_line("going on").endswith(before), f"it went on from {before}")
-    record = b / "branch-1.json"
-    left = json.loads(record.read_bytes()) if record.exists() else {}
-    log.check(before in left.values(), f"branch-1.json records that it left from {before}")
+    result = run_training(log, size, b)
+    warning = next((s for s in result.warnings.splitlines() if "SkippedVersion" in s), "")
+    log.write(f"[yellow]{escape(warning[warning.find('SkippedVersion') :])}")
+    log.write(escape(result.find_line("resuming")))
+    previous = f"version_{size.steps - size.every}"
+    log.check(result.code == 0, f"training reached step {size.steps} again", required=True)
+    log.check(f"{newest} is skipped" in warning, f"resume() reported that {newest} is damaged")
+    log.check(result.find_line("resuming").endswith(previous), f"it resumed from {previous}")
+    path = b / "branch-1.json"
+    record = json.loads(path.read_bytes()) if path.exists() else {}
+    log.check(
+        previous in record.values(), f"branch-1.json records that branch 1 starts at {previous}"
+    )
     log.check(
         holdfast.open(b / f"{newest}.1").manifest.branch == 1 and shard.exists(),
-        f"the new version is {newest}.1; the damaged one is left as it was found",
+        f"the new version is {newest}.1; the damaged version is unchanged",
     )
     compare_runs(log, a, b)
 
@@ -129,12 +132,12 @@ def run_damaged(log: CheckLog, size: TrainingSize, a: Path, b: Path) -> None:
 def run_command(
     log: CheckLog, work: Path, arguments: list[str], exit_code: int, max_lines: int = 16
 ) -> None:
-    """Run the installed command, and print what it prints."""
+    """Run the installed ``holdfast`` command, and print its output."""
     terminal = log.console.is_terminal
     environment = {**os.environ, "COLUMNS": str(log.console.width - 4)}
     if terminal:
         environment |= {"FORCE_COLOR": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         [COMMAND, *arguments],
         cwd=work,
         env=environment,
@@ -143,45 +146,44 @@ def run_command(
         check=False,
     )
     log.write(f"[bold]$ holdfast {' '.join(arguments)}")
-    lines = (done.stdout + done.stderr).rstrip().splitlines()
+    lines = (result.stdout + result.stderr).rstrip().splitlines()
     for line in lines[:max_lines]:
         log.console.print(Padding(Text.from_ansi(line), (0, 0, 0, 4), expand=False))
     if len(lines) > max_lines:
         log.write(f"  [dim]... and {len(lines) - max_lines} more lines")
-    log.check(done.returncode == exit_code, f"exit code {exit_code}")
+    log.check(result.returncode == exit_code, f"exit code {exit_code}")
     log.console.print()
 
 
 def run_demo(log: CheckLog, size: TrainingSize, work: Path) -> None:
     a, b = work / "run-a", work / "run-b"
     with log.section(
-        "Undisturbed",
-        f"A run of {size.steps} steps, saved every {size.every} steps"
-        " while training goes on, as the measure for all that follows.",
+        "Uninterrupted",
+        f"A run of {size.steps} steps that saves every {size.every} steps while training continues."
+        " The following sections compare with this run.",
     ):
-        run_undisturbed(log, size, a)
+        run_uninterrupted(log, size, a)
     with log.section(
         "Killed",
-        "The same run in another folder, until it is killed in the middle of a"
-        " save: a snapshot exists whole, or not at all.",
+        "The same run in another folder, killed in the middle of a save. A snapshot exists"
+        " completely, or not at all.",
     ):
         folder = run_killed(log, size, b)
     with log.section(
         "Resumed",
-        "The same command again: it goes on from the newest version, and ends"
-        " as if nothing had happened.",
+        "The same command again. It resumes from the newest version, and the final state is equal"
+        " to that of the uninterrupted run.",
     ):
         run_resumed(log, size, a, b, folder)
     with log.section(
         "Damaged",
-        "One bit of the newest version is flipped on the disk: resume says so"
-        " and takes the version before, on a new branch.",
+        "One bit of the newest version is flipped on disk. resume() reports the damage and uses"
+        " the previous version, on a new branch.",
     ):
         run_damaged(log, size, a, b)
     with log.section(
-        "Looked into",
-        "What lies in the second run now, as the commands tell it; the last one removes what the"
-        " killed save left.",
+        "Inspected",
+        "The commands show the second run. The last command removes the files of the killed save.",
     ):
         run_command(log, work, ["ls", "run-b"], 0)
         run_command(log, work, ["show", f"run-b/version_{size.steps}.1"], 0)
@@ -198,22 +200,22 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(highlight=False)
     console.width = min(console.width, 100)
-    stage = CheckLog(console)
+    log = CheckLog(console)
     began = time.perf_counter()
-    about = f"PyTorch {torch.__version__}, {os.cpu_count()} cores"
-    stage.write(f"[bold]Holdfast {version('holdfast')}[/], {about}", 0)
+    machine = f"PyTorch {torch.__version__}, {os.cpu_count()} cores"
+    log.write(f"[bold]Holdfast {version('holdfast')}[/], {machine}", 0)
     work = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
     try:
-        run_demo(stage, QUICK if options.quick else TrainingSize(), work)
+        run_demo(log, QUICK if options.quick else TrainingSize(), work)
     except (CheckFailed, HoldfastError) as e:
-        if str(e) not in stage.failed:
-            stage.check(False, escape(str(e)))
+        if str(e) not in log.failed:
+            log.check(False, escape(str(e)))
     finally:
         if options.keep:
-            stage.write(f"kept: {work}", 0)
+            log.write(f"The two runs are in {work}", 0)
         else:
             shutil.rmtree(work)
-    return stage.finish(time.perf_counter() - began)
+    return log.finish(time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the demo stands on: printing with checks, and training in a process that may be killed."""
+"""Helpers of the demos: output with checks, and training in a process that can be killed."""
 
 import re
 import signal
@@ -25,12 +25,12 @@ MAX_ATTEMPTS = 5
 
 
 class CheckFailed(Exception):
-    """A check failed on which all that follows depends."""
+    """A check failed that all later checks depend on."""
 
 
 @dataclass
 class CheckLog:
-    """What is printed, and the checks that were made."""
+    """Prints the demo, and counts its checks."""
 
     console: Console
     passed: int = 0
@@ -52,7 +52,10 @@ class CheckLog:
         self.console.print(Padding(text, (0, 0, 0, indent), expand=False))
 
     def check(self, passed: bool, claim: str, *, required: bool = False) -> None:
-        """Print a claim with the mark that it has earned."""
+        """Print a claim with a mark that shows if it passed.
+
+        Raises ``CheckFailed`` if a ``required`` check failed.
+        """
         line = Table.grid(padding=(0, 1))
         line.add_row("[green]✓[/]" if passed else "[bold red]✗[/]", claim)
         self.console.print(Padding(line, (0, 0, 0, 2), expand=False))
@@ -60,24 +63,24 @@ class CheckLog:
             self.passed += 1
             return
         self.failed.append(claim)
-        self.write("[bold red]This does not hold.", 4)
+        self.write("[bold red]This check failed.", 4)
         if required:
             raise CheckFailed(claim)
 
     def finish(self, seconds: float) -> int:
-        """Print how many checks held; the exit code."""
+        """Print the number of checks, and return the exit code."""
         self.console.print()
         if self.failed:
             checks = self.passed + len(self.failed)
             self.write(f"[bold red]{len(self.failed)} of {checks} checks failed.")
             return 1
-        self.write(f"[bold green]All {self.passed} checks held[/], in {seconds:.0f} s.")
+        self.write(f"[bold green]All {self.passed} checks passed[/] in {seconds:.0f} s.")
         return 0
 
 
 @dataclass(frozen=True)
 class TrainingSize:
-    """How much is trained: steps, steps between saves, and what makes the model smaller."""
+    """Number of steps, steps between saves, options of the model, and rounds of the comparison."""
 
     steps: int = 120
     every: int = 20
@@ -86,7 +89,7 @@ class TrainingSize:
 
     @property
     def kill_after(self) -> int:
-        """A later save than that of this step is the one that is struck."""
+        """The kill hits a save after this step."""
         return self.steps // 2 // self.every * self.every
 
 
@@ -97,7 +100,7 @@ QUICK = TrainingSize(
 
 @dataclass
 class TrainingResult:
-    """What a training process said, and how it ended."""
+    """The exit code, duration, and output of a training process."""
 
     code: int = 0
     seconds: float = 0.0
@@ -114,7 +117,7 @@ def run_training(
     run: Path,
     watch: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> TrainingResult:
-    """Run ``train.py`` until it ends, with a bar; ``watch`` may end it sooner."""
+    """Run ``train.py`` until it ends, with a progress bar; ``watch`` may end it earlier."""
     command = [sys.executable, str(EXAMPLES / "train.py"), "--run", run.name, "--log", "2"]
     command += ["--steps", str(size.steps), "--every", str(size.every), *size.model]
     columns = (TextColumn("  {task.description}"), BarColumn(40), TextColumn("{task.fields[loss]}"))
@@ -134,23 +137,23 @@ def run_training(
     ):
         task = bar.add_task(f"training {run.name}", total=size.steps, loss="")
 
-        def listen() -> None:
+        def read_output() -> None:
             for line in process.stdout or ():
                 result.lines.append(line.rstrip())
-                if found := re.match(r"step +(\d+)  (loss .*)", line):
+                if match := re.match(r"step +(\d+)  (loss .*)", line):
                     bar.update(
-                        task, completed=int(found[1]), loss=f"step {found[1]:>3}  {found[2]}"
+                        task, completed=int(match[1]), loss=f"step {match[1]:>3}  {match[2]}"
                     )
 
-        listener = Thread(target=listen)
-        listener.start()
+        reader = Thread(target=read_output)
+        reader.start()
         try:
             if watch is not None:
                 watch(process)
             result.code = process.wait()
         finally:
             process.kill()
-            listener.join()
+            reader.join()
         errors.seek(0)
         result.warnings = errors.read()
     result.seconds = time.perf_counter() - began
@@ -160,7 +163,7 @@ def run_training(
 
 
 def kill_in_save(run: Path, after: int) -> Callable[[subprocess.Popen[str]], None]:
-    """Watches the run's folder, and sends SIGKILL while a shard later than ``after`` is written."""
+    """Return a watcher that sends SIGKILL while a shard of a later step is being written."""
 
     def watch(process: subprocess.Popen[str]) -> None:
         while process.poll() is None:
@@ -173,19 +176,21 @@ def kill_in_save(run: Path, after: int) -> Callable[[subprocess.Popen[str]], Non
 
 
 def is_shard_partial(folder: Path) -> bool:
-    """Whether a shard is being written there: it has its first bytes, and not yet its name."""
+    """Return True if a shard is being written: its temporary file has its first bytes."""
     for path in folder.glob(".shard-*.safetensors.*.partial"):
         try:
             with path.open("rb") as file:
                 return any(file.read(8))
-        except FileNotFoundError:  # it has its name by now
+        except FileNotFoundError:  # the file has been renamed in the meantime
             return False
     return False
 
 
 def written_bytes(path: Path) -> int:
-    """Bytes of a file in blocks that are not all zeros: what has been written of one that was
-    given its full length beforehand."""
+    """Return the bytes in blocks that are not all zeros: an estimate of what was written.
+
+    The file has its full length from the start, so its size does not show how much was written.
+    """
     blocks = np.fromfile(path, np.uint8)
     blocks = np.pad(blocks, (0, -len(blocks) % 4096)).reshape(-1, 4096)
     return min(int(blocks.any(axis=1).sum()) * 4096, path.stat().st_size)

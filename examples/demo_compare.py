@@ -1,4 +1,4 @@
-"""What the demo compares: two runs bit for bit, and a save with those of others."""
+"""The comparisons of the demo: two runs bit for bit, and Holdfast with other ways to save."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ from holdfast.errors import FormatError
 
 @dataclass
 class Comparison:
-    """What was compared in one part of the state."""
+    """The result of a comparison of one part of the state."""
 
     tensors: int = 0
     nbytes: int = 0
@@ -30,12 +30,12 @@ class Comparison:
     differences: list[str] = field(default_factory=list)
 
     def compare(self, a: Any, b: Any, key: str) -> None:
-        """Descend into two states side by side; tensors byte by byte, so NaNs count too."""
+        """Compare two states recursively; tensors byte by byte, which also compares NaNs."""
         if type(a) is not type(b):
             self.differences.append(f"{key}: {type(a).__name__} and {type(b).__name__}")
         elif isinstance(a, dict):
             if list(a) != list(b):
-                self.differences.append(f"{key}: other members")
+                self.differences.append(f"{key}: different members")
             for name in a.keys() & b.keys():
                 self.compare(a[name], b[name], f"{key}/{name}")
         elif isinstance(a, list | tuple):
@@ -51,32 +51,32 @@ class Comparison:
                 self.differences.append(key)
         else:
             self.values += 1
-            if repr(a) != repr(b):  # repr gives every bit of a float
+            if repr(a) != repr(b):  # repr shows every bit of a float
                 self.differences.append(f"{key}: {a!r} and {b!r}")
 
 
 def compare_runs(log: CheckLog, a: Path, b: Path) -> None:
-    """Load the newest version of both runs, and compare all that is in them."""
+    """Load the newest version of both runs, and compare everything in them."""
     newest = [holdfast.Run(run).latest() for run in (a, b)]
     if newest[0] is None or newest[1] is None:
         raise CheckFailed("both runs have versions")
     states = [holdfast.load(snapshot.url) for snapshot in newest if snapshot is not None]
-    same = list(states[0]) == list(states[1])
-    log.check(same, "the two states have the same parts", required=True)
+    same_parts = list(states[0]) == list(states[1])
+    log.check(same_parts, "the two states have the same parts", required=True)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("  compared")
     for name in ("tensors", "bytes", "values", "different"):
         table.add_column(name, justify="right")
     total = Comparison()
     for part in states[0]:
-        tally = Comparison()
-        tally.compare(states[0][part], states[1][part], part)
-        row = (tally.tensors, tally.nbytes, tally.values, len(tally.differences))
+        result = Comparison()
+        result.compare(states[0][part], states[1][part], part)
+        row = (result.tensors, result.nbytes, result.values, len(result.differences))
         table.add_row(f"  {part}", *(f"{n:,}" for n in row))
-        total.tensors += tally.tensors
-        total.nbytes += tally.nbytes
-        total.values += tally.values
-        total.differences += tally.differences
+        total.tensors += result.tensors
+        total.nbytes += result.nbytes
+        total.values += result.values
+        total.differences += result.differences
     log.console.print()
     log.console.print(table)
     log.console.print()
@@ -93,7 +93,7 @@ def compare_runs(log: CheckLog, a: Path, b: Path) -> None:
 
 
 def flip_bit(path: Path) -> str:
-    """Flip one bit in the middle of a file, as a failing disk would; what was done, in words."""
+    """Flip one bit in the middle of a file, as a failing disk might; return a description."""
     at = path.stat().st_size // 2
     with path.open("r+b") as file:
         file.seek(at)
@@ -104,15 +104,15 @@ def flip_bit(path: Path) -> str:
 
 
 def fsync_file(path: Path) -> None:
-    """What makes a written file durable: fsync of the file, and of the folder that names it."""
-    for place in (path, path.parent):
-        fd = os.open(place, os.O_RDONLY)
+    """Make a written file durable: fsync the file, and the folder that contains its name."""
+    for target in (path, path.parent):
+        fd = os.open(target, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 
 
 def iter_tensors(value: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors and arrays of a state, by key: all that fits into one safetensors file."""
+    """Yield the tensors and arrays of a state by key: everything that safetensors can save."""
     if isinstance(value, dict):
         for name, member in value.items():
             yield from iter_tensors(member, f"{key}/{name}")
@@ -141,7 +141,7 @@ def save_safetensors(state: dict[str, Any], path: Path) -> Path:
 
 
 def detects_damage(load: Callable[[Path], Any], path: Path) -> bool:
-    """Whether loading refuses what has been damaged."""
+    """Return True if loading the damaged file raises an error."""
     try:
         load(path)
     except (FormatError, RuntimeError, safetensors.SafetensorError):
@@ -157,39 +157,40 @@ SAVERS: dict[str, tuple[Callable[[dict[str, Any], Path], Path], Callable[[Path],
 
 
 def compare_savers(log: CheckLog, size: TrainingSize, run: Path, work: Path) -> None:
+    """Time each way to save, and check if loading detects a flipped bit."""
     newest = holdfast.Run(run).latest()
     if newest is None:
         raise CheckFailed("run-a has versions")
     state = holdfast.load(newest.url)
     seconds: dict[str, list[float]] = {name: [] for name in SAVERS}
-    sizes, told = {}, {}
-    for turn in range(size.rounds + 1):  # the first is to warm up, and is not counted
+    sizes, detected = {}, {}
+    for round_number in range(size.rounds + 1):  # round 0 is a warm-up and is not timed
         for name, (saver, load) in SAVERS.items():
-            path = work / f"{saver.__name__}-{turn}"
+            path = work / f"{saver.__name__}-{round_number}"
             began = time.perf_counter()
             file = saver(state, path)
-            if turn:
+            if round_number:
                 seconds[name].append(time.perf_counter() - began)
             files = list(path.iterdir()) if path.is_dir() else [path]
             sizes[name] = sum(f.stat().st_size for f in files)
-            if turn == size.rounds:
+            if round_number == size.rounds:
                 flip_bit(file)
-                told[name] = detects_damage(load, path)
+                detected[name] = detects_damage(load, path)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("  saved by")
     for title in ("median", "fastest", "slowest", "bytes"):
         table.add_column(title, justify="right")
-    table.add_column("a flipped bit: load")
+    table.add_column("load of a flipped bit")
     for name, times in seconds.items():
         cells = [f"{t * 1e3:.0f} ms" for t in (statistics.median(times), min(times), max(times))]
-        end = "[green]refuses it" if told[name] else "[red]says nothing"
-        table.add_row(f"  {name}", *cells, f"{sizes[name]:,}", end)
+        outcome = "[green]raises an error" if detected[name] else "[red]no error"
+        table.add_row(f"  {name}", *cells, f"{sizes[name]:,}", outcome)
     log.console.print(table, highlight=False)
     log.console.print()
     log.write(
-        f"[dim]Synchronous saves, {size.rounds} of each, taken in turn. torch.save and safetensors"
-        " do no fsync of their own: one of the file and one of the folder are added to each."
-        " safetensors holds tensors only: the plain values of the state are left out there."
+        f"[dim]{size.rounds} synchronous saves of each kind, in turn. torch.save and safetensors do"
+        " not call fsync, so the demo adds an fsync of the file and of the folder to each save."
+        " safetensors saves only tensors, without the plain values of the state."
     )
-    log.check(told["holdfast.save"], "holdfast.load refuses the damaged file")
+    log.check(detected["holdfast.save"], "holdfast.load raises an error for the damaged file")

@@ -1,8 +1,8 @@
-"""A training that changes its number of ranks, to be watched: ``make demo-elastic``.
+"""Demonstrate a training that changes its number of ranks: ``make demo-elastic``.
 
-Trains ``examples/fsdp.py`` beside this file undisturbed on 4 ranks, and a second time on 4, then
-2, then 3, then 1, each time stopped in another way. Both must see the same losses, but for what
-another order of additions gives. The exit code is 1 if a claim does not hold.
+This script runs ``examples/fsdp.py`` without interruption on 4 ranks. Then it runs it again on 4,
+2, 3, and 1 ranks, and stops it in a different way each time. Both runs must have the same losses,
+except for differences from the order of additions. The exit code is 1 if a check fails.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from rich.table import Table
 import holdfast
 
 TOLERANCE = 1e-4
-"""Largest difference of two losses that is allowed. Sums of float32 depend on their order, which
-makes about 1e-6 here. A batch that was seen twice makes 1e-2 at least, at most steps 1e-1, and so
-does an optimizer that has forgotten its state."""
+"""Maximum allowed difference of two losses. Sums of float32 depend on the order of addition, which
+causes differences of about 1e-6 here. A batch that is used twice, or an optimizer without its
+state, causes differences of at least 1e-2, and of 1e-1 at most steps."""
 
 LOSS_LINE = re.compile(r"step +(\d+)  loss (\S+)")
 Curve = dict[int, float]
@@ -34,7 +34,7 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True)
 class TrainingSize:
-    """How many steps, and after which ones the four parts of the second training are stopped."""
+    """The number of steps, the steps between saves, and where the second training is stopped."""
 
     steps: int = 80
     every: int = 10
@@ -47,8 +47,11 @@ QUICK = TrainingSize(steps=24, every=4, stops=(7, 12, 18))
 def train_on_ranks(
     count: int, run: Path, size: TrainingSize, *, steps: int = 0, kill_at: int = 0
 ) -> Iterator[str]:
-    """Train on so many ranks, and give the lines of rank 0. ``steps``: no further; ``kill_at``: one
-    rank is killed at that step, and torchrun ends the others."""
+    """Train on ``count`` ranks, and yield the lines that rank 0 prints.
+
+    ``steps``: the last step (0: that of ``size``). ``kill_at``: the step at which one rank is
+    killed and torchrun stops the others (0: none).
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     command += [str(EXAMPLES / "fsdp.py"), run.name, "--every", str(size.every)]
     command += ["--steps", str(steps or size.steps)]
@@ -64,29 +67,29 @@ def train_on_ranks(
         try:
             for line in process.stdout or ():
                 yield line.rstrip()
-                found = LOSS_LINE.match(line)
-                if found and int(found[1]) == kill_at:
+                match = LOSS_LINE.match(line)
+                if match and int(match[1]) == kill_at:
                     os.kill(last_rank_process(process.pid), signal.SIGKILL)
             code = process.wait()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if not kill_at and code:
-        raise CheckFailed(f"{count} ranks ended with code {code}")
+        raise CheckFailed(f"{count} ranks exited with code {code}")
 
 
 def last_rank_process(launcher: int) -> int:
-    """The last of the processes that torchrun has started."""
+    """Return the process id of the last rank that torchrun started."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return int(children[-1])
 
 
 def read_losses(log: CheckLog, lines: Iterator[str]) -> Curve:
-    """The losses of a training, and its first line for the reader."""
+    """Return the losses of a training by step, and print its other lines and a summary."""
     curve: Curve = {}
     for line in lines:
-        if found := LOSS_LINE.match(line):
-            curve[int(found[1])] = float(found[2])
+        if match := LOSS_LINE.match(line):
+            curve[int(match[1])] = float(match[2])
         else:
             log.write(line)
     if curve:
@@ -95,57 +98,67 @@ def read_losses(log: CheckLog, lines: Iterator[str]) -> Curve:
     return curve
 
 
-def compare_curves(log: CheckLog, size: TrainingSize, one: Curve, other: Curve) -> None:
+def compare_curves(log: CheckLog, size: TrainingSize, uninterrupted: Curve, elastic: Curve) -> None:
+    """Print both loss curves side by side, and check that they are equal within ``TOLERANCE``."""
     table = Table("step", "4 ranks", "4, 2, 3, 1 ranks", "difference", box=None)
     for step in range(size.steps // 8, size.steps + 1, size.steps // 8):
-        a, b = one[step], other[step]
+        a, b = uninterrupted[step], elastic[step]
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
     log.console.print(table)
-    log.check(one.keys() == other.keys(), "both have the same steps", required=True)
-    largest = max(abs(one[s] - other[s]) for s in one)
-    log.write(f"the largest difference of all {len(one)} steps is {largest:.1e}")
-    log.check(len(one) == size.steps, f"there are the losses of all steps 1 to {size.steps}")
+    same_steps = uninterrupted.keys() == elastic.keys()
+    log.check(same_steps, "both runs have the same steps", required=True)
+    largest = max(abs(uninterrupted[s] - elastic[s]) for s in uninterrupted)
+    log.write(f"maximum difference over all {len(uninterrupted)} steps: {largest:.1e}")
+    log.check(len(uninterrupted) == size.steps, f"the losses include all steps 1 to {size.steps}")
     log.check(largest <= TOLERANCE, f"no two losses differ by more than {TOLERANCE:g}")
-    log.check(one[size.steps] < one[1] - 1, "and they do go down")
+    log.check(uninterrupted[size.steps] < uninterrupted[1] - 1, "the loss decreases")
 
 
 def run_demo(log: CheckLog, size: TrainingSize, folder: Path) -> None:
-    still, moved = folder / "undisturbed", folder / "elastic"
+    uninterrupted_run, elastic_run = folder / "uninterrupted", folder / "elastic"
     first, second, third = size.stops
     saved = first // size.every * size.every
-    with log.section("Undisturbed", f"Four ranks, {size.steps} steps, parameters cut by FSDP2."):
-        one = read_losses(log, train_on_ranks(4, still, size))
-    other: Curve = {}
-    with log.section("Four ranks", f"One is killed at step {first}; torchrun ends the others."):
-        other.update(read_losses(log, train_on_ranks(4, moved, size, kill_at=first)))
-        left = holdfast.Run(str(moved)).latest()
-        found = None if left is None else left.step
-        log.check(found == saved, f"the newest version is of step {saved}")
-    with log.section("Two ranks", f"They are what is left, and go on as far as step {second}."):
-        other.update(read_losses(log, train_on_ranks(2, moved, size, steps=second)))
-    with log.section("Three ranks", f"A rank has come, and one is killed at step {third}."):
-        other.update(read_losses(log, train_on_ranks(3, moved, size, kill_at=third)))
-    with log.section("One rank", "It makes the rest alone."):
-        other.update(read_losses(log, train_on_ranks(1, moved, size)))
-    with log.section("The two curves", "What was lost with a rank is made again by the next."):
-        compare_curves(log, size, one, other)
-        newest = holdfast.Run(str(moved)).latest()
-        log.check(newest is not None and newest.verify().ok, "every byte of the last is proved")
+    with log.section("Uninterrupted", f"4 ranks, {size.steps} steps, parameters sharded by FSDP2."):
+        uninterrupted = read_losses(log, train_on_ranks(4, uninterrupted_run, size))
+    elastic: Curve = {}
+    with log.section(
+        "Four ranks", f"One rank is killed at step {first}; torchrun stops the others."
+    ):
+        elastic.update(read_losses(log, train_on_ranks(4, elastic_run, size, kill_at=first)))
+        newest = holdfast.Run(str(elastic_run)).latest()
+        log.check(
+            newest is not None and newest.step == saved, f"the newest version is of step {saved}"
+        )
+    with log.section("Two ranks", f"Training resumes on two ranks and stops after step {second}."):
+        elastic.update(read_losses(log, train_on_ranks(2, elastic_run, size, steps=second)))
+    with log.section("Three ranks", f"A rank was added; one rank is killed at step {third}."):
+        elastic.update(read_losses(log, train_on_ranks(3, elastic_run, size, kill_at=third)))
+    with log.section("One rank", "A single rank trains the remaining steps."):
+        elastic.update(read_losses(log, train_on_ranks(1, elastic_run, size)))
+    with log.section(
+        "Comparison", "Steps that were lost with a rank were repeated after resuming."
+    ):
+        compare_curves(log, size, uninterrupted, elastic)
+        newest = holdfast.Run(str(elastic_run)).latest()
+        log.check(
+            newest is not None and newest.verify().ok,
+            "every byte of the newest version matches its digest",
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    plan = QUICK if parser.parse_args().quick else TrainingSize()
-    stage = CheckLog(Console(highlight=False, width=None if sys.stdout.isatty() else 100))
+    size = QUICK if parser.parse_args().quick else TrainingSize()
+    log = CheckLog(Console(highlight=False, width=None if sys.stdout.isatty() else 100))
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run_demo(stage, plan, Path(folder))
+            run_demo(log, size, Path(folder))
         except CheckFailed as e:
-            stage.write(f"[bold red]{e}")
+            log.write(f"[bold red]{e}")
             return 1
-    return stage.finish(time.perf_counter() - began)
+    return log.finish(time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Train the model of ``train.py`` with FSDP2 on all ranks, and go on with any other number of them.
+"""Train the model of ``train.py`` with FSDP2, and resume with any other number of ranks.
 
     torchrun --nproc-per-node 4 examples/fsdp.py runs/fsdp
-    torchrun --nproc-per-node 3 examples/fsdp.py runs/fsdp    # goes on from there
+    torchrun --nproc-per-node 3 examples/fsdp.py runs/fsdp    # resumes
 
-Parameters and optimizer state are cut over the ranks. Each rank saves what it has, and a restart
-reads of the snapshot what it needs. The batches follow one another as if nothing had happened:
-``ElasticSampler`` counts samples of all ranks together.
+Parameters and optimizer state are sharded over the ranks. Each rank saves its shards, and after a
+restart each rank reads the parts of the snapshot that it needs. The sequence of batches does not
+change, because ``ElasticSampler`` counts the samples of all ranks together.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import holdfast
 
 
 class Windows(Dataset):
-    """Windows of ``length + 1`` bytes of a text, one beside the other."""
+    """Consecutive windows of ``length + 1`` bytes of a text, which overlap by one byte."""
 
     def __init__(self, length: int) -> None:
         text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
@@ -39,7 +39,7 @@ class Windows(Dataset):
 
 
 class Loss(nn.Module):
-    """How surprised the model is by the windows of a batch."""
+    """The cross-entropy loss of a model on a batch of windows."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class Loss(nn.Module):
 
 
 def make_sharded_model(options: argparse.Namespace) -> Loss:
-    """The model and its loss, all parameters cut over all ranks."""
-    torch.manual_seed(0)  # the same first parameters, whatever the number of ranks
-    # without dropout, whose masks are each rank's own: so the loss does not depend on their number
+    """Return the loss module with the model, with parameters sharded over all ranks."""
+    torch.manual_seed(0)  # the same initial parameters for any number of ranks
+    # no dropout: each rank draws its own masks, so the loss would depend on the number of ranks
     model = Model(options.width, options.layers, options.length, dropout=0.0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
@@ -62,59 +62,59 @@ def make_sharded_model(options: argparse.Namespace) -> Loss:
 
 
 def train(options: argparse.Namespace) -> None:
-    loss_of = make_sharded_model(options)
-    optimizer = torch.optim.AdamW(loss_of.parameters(), lr=3e-3)
+    loss_module = make_sharded_model(options)
+    optimizer = torch.optim.AdamW(loss_module.parameters(), lr=3e-3)
     progress = holdfast.Progress()
     windows = Windows(options.length)
     sampler = holdfast.ElasticSampler(len(windows), batch_size=options.batch, drop_last=True)
     loader = DataLoader(windows, batch_sampler=sampler)
     state = {
-        "model": loss_of.model,  # the same keys as those of train.py
+        "model": loss_module.model,  # the same keys as in train.py
         "optimizer": optimizer,
         "progress": progress,
         "sampler": sampler,
         "rng": holdfast.RNG(),
     }
-    first = dist.get_rank() == 0
+    is_coordinator = dist.get_rank() == 0
     with holdfast.Checkpointer(
         options.run, state, save=holdfast.EverySteps(options.every), keep=holdfast.KeepLast(2)
     ) as ckpt:
-        found = ckpt.resume()
-        if first:
-            where = f"going on from step {found.step}" if found else "starting afresh"
-            size = dist.get_world_size()
-            print(f"{where} on {size} rank{'s' if size > 1 else ''}", flush=True)
+        snapshot = ckpt.resume()
+        if is_coordinator:
+            start = f"resuming from step {snapshot.step}" if snapshot else "starting from scratch"
+            world_size = dist.get_world_size()
+            print(f"{start} on {world_size} rank{'s' if world_size > 1 else ''}", flush=True)
         while progress.step < options.steps:
             for batch in loader:
-                loss = loss_of(batch)
+                loss = loss_module(batch)
                 optimizer.zero_grad()
-                loss.backward()  # gradients are the mean over the ranks
+                loss.backward()  # averages gradients over the ranks
                 optimizer.step()
                 mean = loss.detach().clone()
                 dist.all_reduce(mean)
                 mean /= dist.get_world_size()
                 ckpt.step({"loss": mean})
-                if first:
+                if is_coordinator:
                     print(f"step {progress.step:4}  loss {mean.item():.9f}", flush=True)
                 if progress.step >= options.steps:
                     break
             else:
                 progress.epoch += 1
-        ckpt.save()  # the last state too, wherever the cadence stands
+        ckpt.save()  # also save the last state, which may not be due
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", help="folder for the versions of this run")
-    parser.add_argument("--steps", type=int, default=200, help="train so many steps")
-    parser.add_argument("--every", type=int, default=20, help="save every so many steps")
-    parser.add_argument("--batch", type=int, default=24, help="windows in a batch, of all ranks")
-    parser.add_argument("--length", type=int, default=32, help="bytes in a window")
+    parser.add_argument("--steps", type=int, default=200, help="number of steps")
+    parser.add_argument("--every", type=int, default=20, help="steps between saves")
+    parser.add_argument("--batch", type=int, default=24, help="windows per batch, over all ranks")
+    parser.add_argument("--length", type=int, default=32, help="bytes per window")
     parser.add_argument("--width", type=int, default=64, help="width of the model")
-    parser.add_argument("--layers", type=int, default=2, help="layers of the model")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # one process that was started without torchrun is a world of one
+    # without torchrun, this process is the only rank
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     if "RANK" not in os.environ:

@@ -1,11 +1,12 @@
-"""Train a small byte-level transformer on Python's own documentation, and survive being stopped.
+"""Train a small byte-level transformer on Python's own documentation, and survive interruptions.
 
     python examples/train.py --run runs/docs
 
-Stop it however you like (Ctrl-C, kill -9, a power cut) and start it again with the same command:
-it goes on from the newest intact version, and ends with the very bits that it would have had.
+Stop the training in any way (Ctrl-C, kill -9, a power cut) and start it again with the same
+command. It resumes from the newest intact version, and the final state is equal, bit for bit, to
+that of an uninterrupted run.
 
-The lines that make it so are those with ``holdfast``, ``progress`` and ``ckpt`` in them.
+The lines that provide this contain ``holdfast``, ``progress``, or ``ckpt``.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import holdfast
 
 
 class Model(nn.Module):
-    """Reads bytes, and after each says how likely every byte is to come next."""
+    """A byte-level language model: after each byte, predict the next one."""
 
     def __init__(self, width: int, layers: int, length: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -53,10 +54,10 @@ class Model(nn.Module):
 
 
 def draw_batch(text: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """``batch`` windows of ``length + 1`` bytes each, from random places of the text.
+    """Return ``batch`` windows of ``length + 1`` bytes each, from random positions of the text.
 
-    The places come from PyTorch's global generator. ``holdfast.RNG`` saves and restores it, so
-    after a resume the batches are those that would have followed.
+    The positions come from PyTorch's global generator. ``holdfast.RNG`` saves and restores it, so
+    a resumed run draws the same batches as an uninterrupted one.
     """
     starts = torch.randint(len(text) - length, (batch,))
     return text[starts[:, None] + torch.arange(length + 1)].long()
@@ -67,14 +68,14 @@ def train(options: argparse.Namespace) -> None:
     model = Model(options.width, options.layers, options.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    # A function of the step is not in the version, unlike OneCycleLR's total_steps: so a run that
-    # is done can be started again with more --steps, and follows the longer schedule from there.
+    # LambdaLR does not save its function, unlike OneCycleLR, which saves total_steps. A finished
+    # run can therefore resume with more --steps, and follows the longer schedule from there.
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 100, 1 - step / options.steps)
     )
     progress = holdfast.Progress()
 
-    # All that decides how training goes on. Whatever is not in here starts anew after a stop.
+    # Everything that training needs to resume. Anything else is reset when the process restarts.
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -88,8 +89,8 @@ def train(options: argparse.Namespace) -> None:
         save=holdfast.EverySteps(options.every),
         keep=holdfast.KeepLast(options.keep),
     ) as ckpt:
-        found = ckpt.resume()  # fills the state in place; None if there is nothing yet
-        print(f"going on from {found.url}" if found else "starting afresh", flush=True)
+        snapshot = ckpt.resume()  # loads into the state in place; None if there is no version
+        print(f"resuming from {snapshot.url}" if snapshot else "starting from scratch", flush=True)
 
         while progress.step < options.steps:
             window = draw_batch(text, options.batch, options.length)
@@ -101,38 +102,39 @@ def train(options: argparse.Namespace) -> None:
             scheduler.step()
             progress.samples += options.batch
 
-            # Last in the loop, when the state is whole: counts the step, and saves when due.
-            # Only the copying is done here; writing goes on beside the steps that follow.
+            # Last in the loop, when the state is complete: counts the step, and saves when due.
+            # Only the copy of the state blocks; a background thread writes it.
             ckpt.step({"loss": loss})
             if progress.step % options.log == 0:
                 print(f"step {progress.step:5}  loss {loss.item():.4f}", flush=True)
 
-        ckpt.save()  # the last state too, wherever the cadence stands
-        done = ckpt.statistics()
-        if done["saves"]:
+        ckpt.save()  # also save the last state, which may not be due
+        statistics = ckpt.statistics()
+        saves = statistics["saves"]
+        if saves:
             print(
-                f"{done['saves']:.0f} saves of {done['bytes'] / done['saves'] / 1e6:.1f} MB;"
-                f" each held training up for {done['blocked_seconds'] / done['saves'] * 1e3:.1f} ms"
-                f" and took {done['background_seconds'] / done['saves'] * 1e3:.0f} ms beside it"
+                f"{saves:.0f} saves of {statistics['bytes'] / saves / 1e6:.1f} MB; each blocked"
+                f" training for {statistics['blocked_seconds'] / saves * 1e3:.1f} ms and took"
+                f" {statistics['background_seconds'] / saves * 1e3:.0f} ms in the background"
             )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", required=True, help="folder for the versions of this run")
-    parser.add_argument("--steps", type=int, default=2000, help="train so many steps")
-    parser.add_argument("--every", type=int, default=100, help="save every so many steps")
-    parser.add_argument("--keep", type=int, default=3, help="keep so many versions")
-    parser.add_argument("--log", type=int, default=10, help="print the loss every so many steps")
-    parser.add_argument("--batch", type=int, default=4, help="windows in a batch")
-    parser.add_argument("--length", type=int, default=64, help="bytes in a window")
+    parser.add_argument("--steps", type=int, default=2000, help="number of steps")
+    parser.add_argument("--every", type=int, default=100, help="steps between saves")
+    parser.add_argument("--keep", type=int, default=3, help="number of versions to keep")
+    parser.add_argument("--log", type=int, default=10, help="steps between printed losses")
+    parser.add_argument("--batch", type=int, default=4, help="windows per batch")
+    parser.add_argument("--length", type=int, default=64, help="bytes per window")
     parser.add_argument("--width", type=int, default=256, help="width of the model")
-    parser.add_argument("--layers", type=int, default=3, help="layers of the model")
-    parser.add_argument("--threads", type=int, default=1, help="threads that compute")
+    parser.add_argument("--layers", type=int, default=3, help="number of layers")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads")
     options = parser.parse_args()
 
-    # Floating-point sums depend on their order: bit-equal runs need the same number of threads
-    # and algorithms that do not race. Resuming needs neither.
+    # Floating-point sums depend on the order of addition. Runs that are equal bit for bit need the
+    # same number of threads and deterministic algorithms; resuming needs neither.
     torch.set_num_threads(options.threads)
     torch.use_deterministic_algorithms(True)
     for seed in (random.seed, np.random.seed, torch.manual_seed):

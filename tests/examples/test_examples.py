@@ -32,7 +32,7 @@ def train(folder: Path, run: str, steps: int) -> list[str]:
 
 def test_train_saves_the_versions_that_it_prints(tmp_path: Path) -> None:
     lines = train(tmp_path, "run", 10)
-    assert lines[0] == "starting afresh"
+    assert lines[0] == "starting from scratch"
     assert lines[10].startswith("step    10  loss ")
     assert lines[11].startswith("4 saves of ")
     snapshots = holdfast.Run(tmp_path / "run").snapshots()
@@ -52,7 +52,7 @@ def test_resumed_train_prints_the_same_losses(tmp_path: Path) -> None:
     # a second run that contains only version 6 of the first
     shutil.copytree(tmp_path / "a" / "version_6", tmp_path / "b" / "version_6")
     resumed = train(tmp_path, "b", 9)
-    assert resumed[0] == "going on from b/version_6"
+    assert resumed[0] == "resuming from b/version_6"
     assert resumed[1:4] == uninterrupted[7:10]
 
 
@@ -61,7 +61,7 @@ def test_train_resumed_for_more_steps_uses_the_longer_learning_rate_schedule(
 ) -> None:
     train(tmp_path, "run", 4)
     resumed = train(tmp_path, "run", 9)
-    assert resumed[0] == "going on from run/version_4"
+    assert resumed[0] == "resuming from run/version_4"
     snapshots = holdfast.Run(tmp_path / "run").snapshots()
     assert [s.step for s in snapshots] == [4, 6, 9]
     rates = [s["optimizer/groups/0/lr"] for s in snapshots]
@@ -74,19 +74,19 @@ def test_demo_shows_every_result(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     output = " ".join(done.stdout.split())
     assert "SIGKILL while version_" in output
-    assert "has the leftovers of a shard and no manifest: it does not exist" in output
+    assert "has a partial shard and no manifest, so it is not a version" in output
     assert output.count("are equal, bit for bit") == 2
     assert "SkippedVersion: version_40 is skipped" in output
     assert "$ holdfast verify run-b" in output
-    assert "holdfast.load refuses the damaged file" in output
-    assert "checks held, in" in output
+    assert "holdfast.load raises an error for the damaged file" in output
+    assert "checks passed in" in output
     assert "✗" not in output
 
 
 def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path: Path) -> None:
     done = python("elastic.py", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All 6 checks held, in" in done.stdout
-    starts = re.findall(r"(?:starting afresh|going on from step (\d+)) on (\d) ranks?", done.stdout)
+    assert "All 6 checks passed in" in done.stdout
+    starts = re.findall(r"(?:starting from scratch|resuming from step (\d+)) on (\d) ranks?", done.stdout)
     assert [n for _, n in starts] == ["4", "4", "2", "3", "1"]
     assert [int(step or 0) for step, _ in starts] == [0, 0, 4, 12, 16]
