@@ -1,4 +1,4 @@
-"""Resolve an argument to a run or a snapshot, or explain why there is none and what is near it."""
+"""Resolve an argument to a run or a snapshot, or report what is there instead."""
 
 from __future__ import annotations
 

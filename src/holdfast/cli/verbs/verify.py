@@ -43,16 +43,16 @@ class VerifyResult:
 
 
 @click.command("verify", short_help="Read every byte and compare it with its digest.")
-@click.argument("place", metavar="RUN|SNAPSHOT")
+@click.argument("run_or_snapshot", metavar="RUN|SNAPSHOT")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, place: str, as_json: bool) -> None:
+def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     """Read every byte of a SNAPSHOT, or of all versions of a RUN, and compare it with its digest.
 
     All damage is reported by file, offset, and leaf. For an incremental version, this includes
     damage in the versions that it refers to. The exit code is 3 if there is damage.
     """
-    target = resolve_run_or_snapshot(place)
+    target = resolve_run_or_snapshot(run_or_snapshot)
     began = perf_counter()
     if isinstance(target, Snapshot):
         url = target.url
