@@ -78,9 +78,10 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
 
 
 def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
-    """Return the run or the snapshot at ``url``; the run if both are there.
+    """Return the run or the snapshot at ``url``.
 
-    ``stray_snapshot_warning`` reports the latter. Raises as ``resolve_run`` and
+    If both are there, return the run; ``stray_snapshot_warning`` then warns about the snapshot.
+    Raises as ``resolve_run`` and
     ``resolve_snapshot`` do.
     """
     if _is_address(url) or (_is_snapshot(url) and not versions_in(locate(_normalize_path(url)))):
@@ -126,8 +127,8 @@ def _is_address(url: str) -> bool:
 def resolve_run_allow_empty(url: str) -> Run:
     """Return the run at ``url``, even if its training has not saved anything yet.
 
-    The folder must exist and contain nothing except members of a run. Raises as ``resolve_run``
-    does.
+    If there is no run yet, the folder must exist and contain nothing except files of a run.
+    Otherwise raises as ``resolve_run`` does.
     """
     try:
         return resolve_run(url, require_version=False)[0]
