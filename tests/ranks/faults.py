@@ -1,5 +1,7 @@
-"""Ranks in threads to which things happen: at any call to the board or to the store of one of them
-it dies, the call fails, or it does not return.
+"""Ranks in threads with injected faults.
+
+At a chosen call of one rank to its key-value client (kv) or to its store, the rank dies, the call
+fails, or the call does not return.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import initial_state, state_after, states_equal
 
 SHORT_TIMEOUTS = Timeouts(silent=1.5, stuck=2.5)
-"""As short as a thread that is alive can be told from one that is not, on a busy machine."""
+"""The shortest timeouts that distinguish a live thread from a dead one on a busy machine."""
 
 PARALLEL_TRIALS = 20
-"""Trials that go on side by side: most of their time is waiting."""
+"""The number of trials that run at the same time. A trial spends most of its time waiting."""
 
 TIME_LIMIT = 3 * SHORT_TIMEOUTS.stuck
 
 STORES_BY_URL: dict[str, Store] = {}
-"""What a URL's root leads to: the store of one rank of one trial."""
+"""The store of one rank of one trial, by the root of its URL."""
 
 OPEN_JOBS: list[ThreadedJob] = []
 
@@ -45,11 +47,11 @@ _url_numbers = count()
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank whose process was killed."""
+    """Ends the thread of a rank, as if its process had been killed."""
 
 
 class Call(NamedTuple):
-    """A call of one rank: to the ``board`` or the ``store``, the n-th of its kind."""
+    """A call of one rank: the n-th of its kind to the ``target``, "kv" or "store"."""
 
     target: str
     method: str
@@ -58,7 +60,10 @@ class Call(NamedTuple):
 
 
 def state_of(rank: int, size: int, step: int) -> dict[str, Any]:
-    """The state of ``trainings.after(step)``: the weights are cut, the rest is everywhere."""
+    """Return the state of ``trainings.state_after(step)`` as one rank has it.
+
+    The weights are sharded across ranks. The other values are the same on all ranks.
+    """
     state = state_after(step)
     rows = np.array_split(np.arange(1000), size)[rank]
     part = state["weights"][rows]
@@ -67,7 +72,7 @@ def state_of(rank: int, size: int, step: int) -> dict[str, Any]:
 
 @dataclass
 class FaultyRank:
-    """One rank, and what it has called. ``peril(call)`` is called before each of its calls."""
+    """One rank and the calls that it made. ``before_call(call)`` runs before each of its calls."""
 
     store_view: Any
     store: HookedStore
@@ -84,19 +89,23 @@ class FaultyRank:
         if not self.dead:
             self.before_call(call)
         if self.dead:
-            raise ConnectionError("killed by a test") if target == "board" else Killed
+            raise ConnectionError("killed by a test") if target == "kv" else Killed
 
     def distinct_calls(self) -> list[Call]:
-        """Each of its calls; of those to the board that are made again and again the first."""
+        """Return all calls of this rank.
+
+        Calls to the key-value client are repeated while the rank waits. Only the first call of each
+        kind is included.
+        """
         return [
             Call(*kind, n)
             for kind, times in self.calls.items()
-            for n in range(1, (1 if kind[0] == "board" else times) + 1)
+            for n in range(1, (1 if kind[0] == "kv" else times) + 1)
         ]
 
 
 class ThreadedJob:
-    """A group of ranks, each with a store that it sees alone, all of the same ``inner`` one."""
+    """A group of ranks. Each rank has its own view of a store, which all of them may share."""
 
     def __init__(
         self, size: int, stores: Sequence[Store], timeouts: Timeouts = SHORT_TIMEOUTS
@@ -107,7 +116,7 @@ class ThreadedJob:
         self.ranks: list[FaultyRank] = []
         for view, inner, url in zip(self.group.views, stores, self.urls, strict=True):
             rank = FaultyRank(view, HookedStore(inner))
-            view.before = lambda method, key, rank=rank: rank.record_call("board", method, key)
+            view.before = lambda method, key, rank=rank: rank.record_call("kv", method, key)
             rank.store.before = lambda method, key, rank=rank: rank.record_call(
                 "store", method, key
             )
@@ -128,12 +137,12 @@ class ThreadedJob:
         return pending.wait()
 
     def leftover_keys(self) -> list[str]:
-        """What is left on the board, but for the pulses."""
+        """Return the keys that remain in the key-value store, except heartbeats."""
         return sorted(k for k in self.group.store.values if not k.startswith("pulse/"))
 
 
 FaultAction = Callable[[ThreadedJob, int, Any], object]
-"""What happens to a rank of a crew, at a call; the event is set when the trial is over."""
+"""An action on a rank of a job, at one of its calls. The event is set when the trial ends."""
 
 
 def kill_rank(job: ThreadedJob, victim: int, finished: Any) -> None:
@@ -151,15 +160,15 @@ def kill_store(job: ThreadedJob, victim: int, finished: Any) -> None:
 
 
 def raise_error(error: Exception) -> FaultAction:
-    def act(crew: ThreadedJob, victim: int, over: Any) -> None:
+    def fail(job: ThreadedJob, victim: int, finished: Any) -> None:
         raise error
 
-    return act
+    return fail
 
 
 @dataclass
 class Trial:
-    """One save by a crew, one of whose ranks has bad luck at a call."""
+    """One save of a job in which a fault occurs at one call of one rank, the victim."""
 
     size: int
     victim: int
@@ -173,39 +182,39 @@ class Trial:
 
     def run(self) -> Trial:
         self.inner = MemoryStore()
-        self.job = crew = ThreadedJob(self.size, self.stores or [self.inner] * self.size)
-        over = threading.Event()
-        left = count(1)
+        self.job = job = ThreadedJob(self.size, self.stores or [self.inner] * self.size)
+        finished = threading.Event()
+        finished_ranks = count(1)
         self.seconds = [0.0] * self.size
 
-        def peril(call: Call) -> None:
+        def fault(call: Call) -> None:
             if call == self.call and not self.fired_at:
                 self.fired_at = time.monotonic()
-                self.action(crew, self.victim, over)
+                self.action(job, self.victim, finished)
 
         def work(rank: int) -> Any:
             try:
-                return self.save(crew, rank, 1)
+                return self.save(job, rank, 1)
             finally:
                 self.seconds[rank] = time.monotonic() - (self.fired_at or time.monotonic())
-                if rank != self.victim and next(left) == self.size - 1:
-                    over.set()
+                if rank != self.victim and next(finished_ranks) == self.size - 1:
+                    finished.set()
 
-        crew.ranks[self.victim].before_call = peril
+        job.ranks[self.victim].before_call = fault
         try:
-            self.outcomes = crew.group.outcomes(work)
+            self.outcomes = job.group.outcomes(work)
         finally:
-            over.set()
+            finished.set()
         return self
 
-    # -- what came of it ---------------------------------------------------------------------------
+    # -- outcomes ----------------------------------------------------------------------------------
 
     @property
     def committed(self) -> bool:
         return any(s.key == "version_1/manifest.json" for s in self.inner.list(""))
 
     def uncertain_ranks(self) -> list[int]:
-        """The ranks that cannot tell whether it is committed."""
+        """Return the ranks that do not know if the version is committed."""
         return [
             r
             for r, o in enumerate(self.outcomes)
@@ -213,8 +222,11 @@ class Trial:
         ]
 
     def check(self) -> None:
-        """Nobody says what is not so, nobody has waited for long, and all who have failed know by
-        whom."""
+        """Check the outcomes of all ranks that are alive.
+
+        Each rank reports correctly if the version is committed and returns within the time limit. A
+        rank that raises names the victim.
+        """
         for rank, outcome in enumerate(self.outcomes):
             if self.job.ranks[rank].dead:
                 continue
@@ -228,20 +240,23 @@ class Trial:
                 assert not self.committed, (self, rank, "says it is not committed", outcome)
             if rank != self.victim:
                 assert isinstance(outcome, RankFailed), (self, rank, outcome)
-                wanted = None if self.action is kill_store else self.victim
-                assert outcome.rank == wanted, (self, rank, outcome)
+                expected = None if self.action is kill_store else self.victim
+                assert outcome.rank == expected, (self, rank, outcome)
 
     def check_next_save(self, same_ranks: bool) -> None:
-        """The next save, of that version or the next, ``again`` by the same ranks; then all that is
-        there is sound."""
-        crew = self.job
+        """Check that the next save succeeds and that all versions are intact afterward.
+
+        It saves the same version, or the next one if that version is committed. Without
+        ``same_ranks``, a new job saves it.
+        """
+        job = self.job
         if not same_ranks:
-            crew.group.close()
-            self.job = crew = ThreadedJob(self.size, self.stores or [self.inner] * self.size)
+            job.group.close()
+            self.job = job = ThreadedJob(self.size, self.stores or [self.inner] * self.size)
         step = 2 if self.committed else 1
-        crew.group.run(lambda rank: self.save(crew, rank, step))
-        assert crew.leftover_keys() == [], (self, crew.leftover_keys())
-        crew.group.close()
+        job.group.run(lambda rank: self.save(job, rank, step))
+        assert job.leftover_keys() == [], (self, job.leftover_keys())
+        job.group.close()
         assert_versions_intact(self.inner, [1] if step == 1 else [1, 2])
 
     def __repr__(self) -> str:
@@ -252,7 +267,7 @@ class Trial:
 
 
 def assert_versions_intact(store: Store, steps: list[int]) -> None:
-    """There are these versions, whole and as they were saved."""
+    """Check that the store holds exactly these versions, and each one as it was saved."""
     run = Run(store)
     assert [v.step for v in run.listing().versions] == steps
     for step in steps:
@@ -267,17 +282,17 @@ def assert_versions_intact(store: Store, steps: list[int]) -> None:
 def record_calls(
     size: int, save: Callable[[ThreadedJob, int, int], Any] = ThreadedJob.save
 ) -> list[list[Call]]:
-    """The calls of each rank of a crew that nothing happens to."""
-    crew = ThreadedJob(size, [MemoryStore()] * size)
-    crew.group.run(lambda rank: save(crew, rank, 1))
-    crew.group.close()
-    return [rank.distinct_calls() for rank in crew.ranks]
+    """Return the calls of each rank of a job in which no fault occurs."""
+    job = ThreadedJob(size, [MemoryStore()] * size)
+    job.group.run(lambda rank: save(job, rank, 1))
+    job.group.close()
+    return [rank.distinct_calls() for rank in job.ranks]
 
 
 def run_trials(trials: Sequence[Trial], check_after: Callable[[Trial], object]) -> None:
-    """Run all trials, some at a time, and what is to be looked at after each."""
+    """Run all trials, several at a time, and check each one."""
 
-    def one(trial: Trial) -> None:
+    def run_and_check(trial: Trial) -> None:
         trial.run()
         try:
             trial.check()
@@ -286,4 +301,4 @@ def run_trials(trials: Sequence[Trial], check_after: Callable[[Trial], object]) 
             trial.job.group.close()
 
     with ThreadPoolExecutor(PARALLEL_TRIALS) as pool:
-        list(pool.map(one, trials))
+        list(pool.map(run_and_check, trials))

@@ -1,4 +1,4 @@
-"""A net in every layout, its training, and all that it holds as plain tensors."""
+"""A model in every layout, its training, and its state as plain tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import holdfast
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides, one below that number, and scalars."""
+    """A model with awkward sizes.
+
+    Some sizes are not divisible by the number of ranks, some are smaller than it, and some
+    parameters have a single element.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,17 +77,17 @@ AdamW = partial(torch.optim.AdamW, lr=0.01)
 
 
 def state_of(net, optimizer_type=AdamW, **options):
-    """Without a step: the optimizer has no state yet."""
+    """Return a state whose optimizer has not stepped, so it has no slots yet."""
     return {"model": net, "optimizer": optimizer_type(net.parameters(), **options), "n": 0}
 
 
 def train(state, steps: int = 2, seed: int = 0) -> None:
-    """The same batch on all ranks."""
+    """Train with the same batch on all ranks."""
     for i in range(steps):
         x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed + i))
         state["optimizer"].zero_grad()
         state["model"](x).square().sum().backward()
-        for p in state["model"].parameters():  # a scalar that nothing uses has no gradient
+        for p in state["model"].parameters():  # the unused scalar has no gradient
             if p.grad is None:
                 p.grad = torch.ones_like(p)
         state["optimizer"].step()
@@ -91,7 +95,7 @@ def train(state, steps: int = 2, seed: int = 0) -> None:
 
 
 def step_without_forward(state) -> None:
-    """A step without a forward pass, which torch refuses where parts are uneven."""
+    """Make a step without a forward pass, which PyTorch refuses for uneven shards."""
     for p in state["model"].parameters():
         p.grad = p.detach() * 0.3 + 1
     state["optimizer"].step()
@@ -107,17 +111,17 @@ def parameter_name(name: str) -> str:
 
 
 def gather_state(state):
-    """All of it as plain tensors; a collective."""
+    """Return the state as plain tensors. All ranks must call this function."""
     model = state["model"]
-    made = {
+    tensors = {
         parameter_name(k): full_tensor(v).detach().clone() for k, v in model.state_dict().items()
     }
     names = {p: parameter_name(n) for n, p in model.named_parameters()}
     for p, slots in state["optimizer"].state.items():
         for slot, value in slots.items():
-            made[f"{names[p]}:{slot}"] = full_tensor(value).clone()
-    made["n"] = torch.tensor(state["n"])
-    return made
+            tensors[f"{names[p]}:{slot}"] = full_tensor(value).clone()
+    tensors["n"] = torch.tensor(state["n"])
+    return tensors
 
 
 def assert_same_tensors(a, b) -> None:
@@ -128,17 +132,17 @@ def assert_same_tensors(a, b) -> None:
 
 
 def save_with_reference(ranks, name: str, state, asynchronous: bool = False) -> None:
-    """And beside it what was saved, by other means."""
+    """Save the state, and write the same tensors to ``NAME.pt`` with ``torch.save``."""
     if asynchronous:
         pending = holdfast.save_async(ranks.url(name), state)
-        held = gather_state(state)
+        reference = gather_state(state)
         train(state, 1, seed=99)
         pending.wait()
     else:
         holdfast.save(ranks.url(name), state)
-        held = gather_state(state)
+        reference = gather_state(state)
     if ranks.rank == 0:
-        torch.save(held, ranks.folder / f"{name}.pt")
+        torch.save(reference, ranks.folder / f"{name}.pt")
 
 
 def load_and_compare(ranks, name: str, state) -> None:

@@ -1,7 +1,7 @@
-"""Real processes as ranks: ``python -m tests.ranks.processes`` imports torch once, and forks a rank
-for each line that it is told.
+"""Real processes as ranks.
 
-A line is JSON: where and as which rank, what to call, and what happens to the process on the way.
+``python -m tests.ranks.processes`` imports torch once and forks a rank for each line of its
+standard input. A line is a JSON object that describes the rank, its calls, and the fault to inject.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from torch.distributed import distributed_c10d
 
 import holdfast
 from holdfast.engine.saving import save, write
+from holdfast.engine.saving.job import SaveJob
 from holdfast.storage.os_calls import Fs
 from tests.ranks.faults import state_of
 from tests.trainings import state_after
 
 STAGES: dict[str, tuple[Any, str, bool]] = {
-    "asked who writes what": (save, "partition_state", False),
-    "told who writes what": (save, "partition_state", True),
-    "before its shard": (save, "write_local_shard", False),
-    "in its shard": (Fs, "pwrite", True),
-    "before its index": (write, "write_index", False),
-    "before its receipt": (save, "write_local_shard", True),
-    "before it checks": (save, "check_receipts", False),
+    "before the partition": (save, "partition_state", False),
+    "after the partition": (save, "partition_state", True),
+    "before the shard": (save, "write_local_shard", False),
+    "in the shard": (Fs, "pwrite", True),
+    "before the index": (write, "write_index", False),
+    "before the receipt": (save, "write_local_shard", True),
+    "before the check": (save, "check_receipts", False),
     "before the manifest": (save, "put_manifest", False),
     "in the manifest": (Fs, "link", False),
     "after the manifest": (save, "put_manifest", True),
-    "before it lets go": (save, "release_job", False),
+    "before the release": (SaveJob, "__exit__", False),
 }
-"""Where something happens: in front of a function, or right behind it."""
+"""The stages of a save: the owner and the name of a function, and if the stage follows its call."""
 
 
 def kill_process() -> None:
@@ -48,7 +49,7 @@ def kill_process() -> None:
 
 def stop_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.2)  # the other threads may be stopped first
+    time.sleep(0.2)  # the other threads may stop first
 
 
 def raise_disk_full() -> None:
@@ -68,22 +69,22 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def inject_fault(stage: str, fault: Callable[[], None]) -> None:
-    """Have it happen once, at that stage."""
-    owner, name, behind = STAGES[stage]
-    real = getattr(owner, name)
+    """Make ``fault`` occur once, at a stage of ``STAGES``."""
+    owner, name, after = STAGES[stage]
+    original = getattr(owner, name)
 
-    def changed(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         if name == "link" and not args[-1].endswith("manifest.json"):
-            return real(*args, **kwargs)
-        setattr(owner, name, real)
-        if not behind:
+            return original(*args, **kwargs)
+        setattr(owner, name, original)
+        if not after:
             fault()
-        made = real(*args, **kwargs)
-        if behind:
+        result = original(*args, **kwargs)
+        if after:
             fault()
-        return made
+        return result
 
-    setattr(owner, name, changed)
+    setattr(owner, name, replacement)
 
 
 def run_call(operation: str, url: str, rank: int, size: int, step: int) -> dict[str, Any]:
@@ -91,8 +92,8 @@ def run_call(operation: str, url: str, rank: int, size: int, step: int) -> dict[
         state = state_of(rank, size, 0)
         holdfast.load(url, state)
         whole = holdfast.load(url)
-        mine, wanted = state["weights"].tensor, state_of(rank, size, step)["weights"].tensor
-        assert mine.tobytes() == wanted.tobytes()
+        loaded, expected = state["weights"].tensor, state_of(rank, size, step)["weights"].tensor
+        assert loaded.tobytes() == expected.tobytes()
         assert whole["weights"].tobytes() == state_after(step)["weights"].tobytes()
         return {}
     state = state_of(rank, size, step)
@@ -104,50 +105,60 @@ def run_call(operation: str, url: str, rank: int, size: int, step: int) -> dict[
 
 
 def join_process_group(spec: dict[str, Any], rank: int, size: int) -> None:
-    """As a start by torchrun, whose store has still what the start before has left. Only gloo has
-    its keys apart: it would now and then read the addresses of processes that are gone."""
-    wait = timedelta(seconds=30)
-    hosts = spec["host"] and rank == 0
-    store = dist.TCPStore("127.0.0.1", spec["port"], size, hosts, wait, wait_for_workers=False)
-    apart = dist.PrefixStore(f"start {spec['restart']}", store)
-    dist.init_process_group("gloo", store=apart, rank=rank, world_size=size)
-    whole = dist.PrefixStore("default_pg", store)
-    distributed_c10d._get_default_store = lambda: whole
+    """Join a process group as after a restart by torchrun.
+
+    The store still holds the keys of the previous start. Only gloo gets a new prefix, because it
+    would sometimes read the addresses of processes that have ended.
+    """
+    timeout = timedelta(seconds=30)
+    is_host = spec["host"] and rank == 0
+    store = dist.TCPStore("127.0.0.1", spec["port"], size, is_host, timeout, wait_for_workers=False)
+    gloo_store = dist.PrefixStore(f"start {spec['restart']}", store)
+    dist.init_process_group("gloo", store=gloo_store, rank=rank, world_size=size)
+    default_store = dist.PrefixStore("default_pg", store)
+    distributed_c10d._get_default_store = lambda: default_store
 
 
 def run_rank(spec: dict[str, Any]) -> None:
-    """The life of one rank."""
+    """Run one rank and write its reports, one JSON object per line."""
     rank, size = spec["rank"], spec["size"]
     os.environ.update(HOLDFAST_THREADS="2", **spec["env"])
-    report = open(spec["report"], "a", buffering=1)  # noqa: SIM115
+    report_file = open(spec["report"], "a", buffering=1)  # noqa: SIM115
 
-    def tell(**fields: Any) -> None:
-        report.write(json.dumps({"at": time.time(), **fields}) + "\n")
+    def report(**fields: Any) -> None:
+        report_file.write(json.dumps({"at": time.time(), **fields}) + "\n")
 
     join_process_group(spec, rank, size)
-    if spec["act"]:
-        act = FAULTS[spec["act"]]
+    if spec["fault"]:
+        fault = FAULTS[spec["fault"]]
 
-        def happen() -> None:
-            tell(happened=spec["act"])
-            act()
+        def report_and_fail() -> None:
+            report(injected=spec["fault"])
+            fault()
 
-        inject_fault(spec["stage"], happen)
-    for what, step in spec["calls"]:
+        inject_fault(spec["stage"], report_and_fail)
+    for operation, step in spec["calls"]:
+        url = f"{spec['root']}/version_{step}"
         try:
-            tell(**run_call(what, f"{spec['root']}/version_{step}", rank, size, step), step=step)
+            report(**run_call(operation, url, rank, size, step), step=step)
         except Exception as e:
-            lost = getattr(e, "rank", "none")
-            unsure = getattr(e, "outcome", "") == "unknown"
+            failed_rank = getattr(e, "rank", "none")
+            uncertain = getattr(e, "outcome", "") == "unknown"
             cause = type(e.__cause__).__name__
-            tell(error=type(e).__name__, rank=lost, cause=cause, unsure=unsure, text=str(e))
-    tell(ended=True)
-    if spec["leave"]:
+            report(
+                error=type(e).__name__,
+                rank=failed_rank,
+                cause=cause,
+                uncertain=uncertain,
+                text=str(e),
+            )
+    report(ended=True)
+    if spec["destroy_group"]:
         dist.destroy_process_group()
 
 
 def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the ranks
     print("ready", flush=True)
     for line in sys.stdin:
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Ranks that are threads: what they save and load together, in a line."""
+"""Saves and loads of ranks that are threads, one call each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.testing.fakegroup import FakeGroup
 
 
 def save_on_ranks(*states: Any, store: Any = None) -> MemoryStore:
-    """Where the ranks have saved these states, one each."""
+    """Save one of the ``states`` on each rank. Return the store."""
     store = MemoryStore() if store is None else store
     with FakeGroup(len(states)) as group:
         group.run(lambda rank: holdfast.save(store, states[rank]))
@@ -23,34 +23,39 @@ def save_on_ranks(*states: Any, store: Any = None) -> MemoryStore:
 
 
 def save_error(kind: type[Exception], *states: Any) -> Any:
-    """What all ranks raise that save these states: that error, and nothing is written."""
+    """Return the error of a save that must fail on all ranks.
+
+    Checks that all ranks raise an error of this class and that nothing is written.
+    """
     store = MemoryStore()
     with FakeGroup(len(states)) as group:
-        told = group.outcomes(lambda rank: holdfast.save(store, states[rank]))
-    _assert_same_error(told, kind)
+        errors = group.outcomes(lambda rank: holdfast.save(store, states[rank]))
+    _assert_same_error(errors, kind)
     assert not list(store.list(""))
     assert not list(store.partials(""))
-    return told[0]
+    return errors[0]
 
 
-def load_on_ranks(store: Any, *lives: Any, **options: Any) -> None:
-    """The ranks load into these states, one each."""
-    with FakeGroup(len(lives)) as group:
-        group.run(lambda rank: holdfast.load(store, into=lives[rank], **options))
+def load_on_ranks(store: Any, *live_states: Any, **options: Any) -> None:
+    """Load a snapshot into one live state on each rank."""
+    with FakeGroup(len(live_states)) as group:
+        group.run(lambda rank: holdfast.load(store, into=live_states[rank], **options))
 
 
-def load_errors(store: Any, kind: type[Exception], *lives: Any, **options: Any) -> list[Any]:
-    """What all ranks raise that load into these states."""
-    with FakeGroup(len(lives)) as group:
-        told = group.outcomes(lambda rank: holdfast.load(store, into=lives[rank], **options))
-    _assert_same_error(told, kind)
-    return told
+def load_errors(store: Any, kind: type[Exception], *live_states: Any, **options: Any) -> list[Any]:
+    """Return the errors of a load that must fail on all ranks with an error of this class."""
+    with FakeGroup(len(live_states)) as group:
+        errors = group.outcomes(
+            lambda rank: holdfast.load(store, into=live_states[rank], **options)
+        )
+    _assert_same_error(errors, kind)
+    return errors
 
 
 def _assert_same_error(outcomes: list[Any], kind: type[Exception]) -> None:
     for outcome in outcomes:
         if not isinstance(outcome, BaseException):
-            pytest.fail(f"no error, but {outcome}")
+            pytest.fail(f"expected an error, found {outcome}")
         if type(outcome) is not kind:
             raise outcome
     assert (

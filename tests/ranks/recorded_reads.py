@@ -1,4 +1,4 @@
-"""A store that notes what is read from it, and what a rank would have to read at least."""
+"""A store that records its reads, and the minimum that a rank must read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from tests.engine.unreliable_stores import HookedStore
 
 
 class RecordingStore(HookedStore):
-    """``ranges``: file, offset and length of each part that was read of a shard."""
+    """A store that records its calls.
+
+    ``ranges``: the file, offset, and length in bytes of each read from a shard. ``calls``: the
+    method and key of each call.
+    """
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -31,11 +35,12 @@ class RecordingStore(HookedStore):
 
 
 def chunks_containing(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tuple[str, int, int]]:
-    """The chunks (file, start, stop) that hold any of the ``wanted`` elements: by key an array of
-    the tensor's shape that says of each whether it is.
+    """Return the chunks (file, start, stop) that contain any of the ``wanted`` elements.
 
-    By looking at each element, without any of the arithmetic that is tested."""
-    found = []
+    ``wanted`` maps a key to a boolean array of the tensor's shape. The function checks each element
+    and uses none of the arithmetic under test.
+    """
+    chunks = []
     for index in snapshot.indexes():
         starts = [0, *index.cuts.tolist()][:-1]
         needed = np.zeros(index.length, bool)
@@ -44,21 +49,22 @@ def chunks_containing(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tupl
                 continue
             for box in leaf.boxes:
                 origin = (0,) * len(leaf.shape)
-                here = wanted[leaf.key][Box(box.offsets, box.sizes).slices(origin)]
-                each = np.repeat(here.reshape(-1), DTYPES[leaf.dtype].itemsize)
-                needed[box.at : box.at + len(each)] |= each
+                elements = wanted[leaf.key][Box(box.offsets, box.sizes).slices(origin)]
+                mask = np.repeat(elements.reshape(-1), DTYPES[leaf.dtype].itemsize)
+                needed[box.at : box.at + len(mask)] |= mask
         for start, stop in zip(starts, index.cuts.tolist(), strict=True):
             if needed[start:stop].any():
-                found.append((index.shard, start, stop))
-    return found
+                chunks.append((index.shard, start, stop))
+    return chunks
 
 
 def are_merged(reads: Iterable[tuple[str, int, int]], snapshot: Any) -> bool:
-    """Whether no byte is read twice, and reads that touch are one, up to the size of a buffer."""
-    begins = {index.shard: index.header for index in snapshot.indexes()}
-    several = sorted(reads)
-    for (file, at, length), (other, start, _) in pairwise(several):
-        one_unit = (at - begins[file]) // BLOCK_SIZE == (start - begins[file]) // BLOCK_SIZE
-        if file == other and (at + length > start or (at + length == start and one_unit)):
+    """Return True if no byte is read twice and adjacent reads within one block are merged."""
+    data_starts = {index.shard: index.header for index in snapshot.indexes()}
+    for (file, offset, length), (next_file, start, _) in pairwise(sorted(reads)):
+        data_start = data_starts[file]
+        same_block = (offset - data_start) // BLOCK_SIZE == (start - data_start) // BLOCK_SIZE
+        end = offset + length
+        if file == next_file and (end > start or (end == start and same_block)):
             return False
     return True

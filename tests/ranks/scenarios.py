@@ -1,4 +1,8 @@
-"""What real ranks go through: ``python -m tests.ranks.scenarios RANK PORT FOLDER`` is one."""
+"""Scenarios of real processes: ``python -m tests.ranks.scenarios RANK PORT FOLDER`` is one rank.
+
+A scenario runs the same code on all ranks. ``ranks(size, work)`` calls ``work()`` in a world of the
+first ``size`` ranks.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,11 @@ def load_train_save(
     asynchronous=False,
     train_step=train,
 ):
-    """Load what another layout has saved, train on, and save."""
+    """Load the version ``source`` of another layout, continue training, and save it as ``target``.
+
+    The loaded state is compared with the saved one. If ``source`` is None, train from scratch. With
+    ``step_first``, the optimizer has slots before the load.
+    """
 
     def work():
         state = state_of(make_model(), optimizer_type)
@@ -92,23 +100,29 @@ def tensor_parallel_only(ranks):
 
 
 def all_optimizers(ranks):
-    for name, kind in {
+    for name, optimizer_type in {
         "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         "adam-for": partial(torch.optim.Adam, lr=0.1, foreach=False, amsgrad=True),
         "adam-lr": partial(torch.optim.Adam, lr=torch.tensor(0.1), foreach=False),
         "adagrad": partial(torch.optim.Adagrad, lr=0.1, foreach=False),
     }.items():
         load_train_save(
-            ranks, None, f"{name}4", 4, fsdp, optimizer_type=kind, asynchronous=name == "sgd"
+            ranks,
+            None,
+            f"{name}4",
+            4,
+            fsdp,
+            optimizer_type=optimizer_type,
+            asynchronous=name == "sgd",
         )
         load_train_save(
-            ranks, f"{name}4", f"{name}1", 1, lambda: seeded_net(9), optimizer_type=kind
+            ranks, f"{name}4", f"{name}1", 1, lambda: seeded_net(9), optimizer_type=optimizer_type
         )
-        load_train_save(ranks, f"{name}1", f"{name}3", 3, fsdp, optimizer_type=kind)
+        load_train_save(ranks, f"{name}1", f"{name}3", 3, fsdp, optimizer_type=optimizer_type)
 
 
 class FactoredOptimizer(torch.optim.Optimizer):
-    """As Adafactor keeps them: slots of other shapes than the parameter's, but spread."""
+    """Slots like Adafactor's: DTensors whose shapes differ from the parameter's shape."""
 
     def __init__(self, params) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -131,33 +145,33 @@ def factored_slots(ranks):
         p = nn.Parameter(distribute_tensor(numbers, mesh, [Shard(0)]))
         return {"w": {"p": p}, "optimizer": FactoredOptimizer([p])}
 
-    def told(state):
+    def plain_tensors(state):
         p = state["w"]["p"]
         return {
             k: full_tensor(v) for k, v in [("p", p.detach()), *state["optimizer"].state[p].items()]
         }
 
-    def first():
+    def save():
         state = make(4, 1)
         state["optimizer"].step()
         holdfast.save(ranks.url("factored"), state)
-        held = told(state)
+        reference = plain_tensors(state)
         if ranks.rank == 0:
-            torch.save(held, ranks.folder / "factored.pt")
+            torch.save(reference, ranks.folder / "factored.pt")
 
-    def then():
+    def load():
         state = make(3, 2)
         state["optimizer"].step()
         holdfast.load(ranks.url("factored"), into=state)
-        assert_same_tensors(torch.load(ranks.folder / "factored.pt"), told(state))
-        lazy = make(3, 2)
+        assert_same_tensors(torch.load(ranks.folder / "factored.pt"), plain_tensors(state))
+        unstepped = make(3, 2)
         with pytest.raises(PlanError) as e:
-            holdfast.load(ranks.url("factored"), into=lazy)
+            holdfast.load(ranks.url("factored"), into=unstepped)
         assert "let the optimizer step once" in str(e.value)
-        assert torch.equal(told(lazy)["p"], 2 * told(state)["p"])
+        assert torch.equal(plain_tensors(unstepped)["p"], 2 * plain_tensors(state)["p"])
 
-    ranks(4, first)
-    ranks(3, then)
+    ranks(4, save)
+    ranks(3, load)
 
 
 class BatchNormNet(nn.Module):
@@ -171,24 +185,24 @@ class BatchNormNet(nn.Module):
 
 
 def ddp_with_batch_norm(ranks):
-    def state(size):
+    def make_state(size):
         torch.manual_seed(size)
         net = BatchNormNet()
-        made = nn.parallel.DistributedDataParallel(net) if size > 1 else net
-        return net, {"model": made, "optimizer": torch.optim.AdamW(made.parameters(), lr=0.1)}
+        model = nn.parallel.DistributedDataParallel(net) if size > 1 else net
+        return net, {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
-    def step(made):
-        torch.manual_seed(100 + ranks.rank)  # each rank its own batch, so buffers differ
-        made["model"](torch.randn(8, 3)).square().sum().backward()
-        made["optimizer"].step()
+    def step(state):
+        torch.manual_seed(100 + ranks.rank)  # each rank has its own batch, so the buffers differ
+        state["model"](torch.randn(8, 3)).square().sum().backward()
+        state["optimizer"].step()
 
-    def first():
-        net, made = state(3)
-        step(made)
+    def save():
+        net, state = make_state(3)
+        step(state)
         means = [torch.zeros(4) for _ in range(3)]
         dist.all_gather(means, net.n.running_mean)
         assert not torch.equal(means[0], means[1])
-        holdfast.save(ranks.url("ddp"), made)
+        holdfast.save(ranks.url("ddp"), state)
         if ranks.rank == 0:
             torch.save(net.state_dict(), ranks.folder / "ddp.pt")
         with pytest.raises(PlanError) as e:
@@ -198,53 +212,54 @@ def ddp_with_batch_norm(ranks):
         assert "(different on every rank)" in str(e.value)
         holdfast.save(ranks.url("bare"), {"model": holdfast.Replicated(net)})
 
-    def then(size):
-        net, made = state(size)
-        holdfast.load(ranks.url("ddp"), into=made)
+    def load(size):
+        net, state = make_state(size)
+        holdfast.load(ranks.url("ddp"), into=state)
         assert_same_tensors(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
-        assert len(made["optimizer"].state) == 4
+        assert len(state["optimizer"].state) == 4
         net = BatchNormNet()
         holdfast.load(ranks.url("bare"), into={"model": net})
         assert_same_tensors(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
 
-    ranks(3, first)
+    ranks(3, save)
     for size in (2, 1):
-        ranks(size, partial(then, size))
+        ranks(size, partial(load, size))
 
 
 def pipeline_stages(ranks):
-    def stage(rank, size):
+    def make_stage(rank, size):
         net = seeded_net(size)
         layers = [["a"], ["b", "c", "norm"]] if size == 2 else [["a", "b", "c", "norm"]]
-        kept = nn.ModuleDict({name: getattr(net, name) for name in layers[rank]})
-        made = {"model": kept, "optimizer": torch.optim.AdamW(kept.parameters(), lr=0.1), "n": 0}
-        for p in kept.parameters():
+        model = nn.ModuleDict({name: getattr(net, name) for name in layers[rank]})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for p in model.parameters():
             p.grad = torch.full_like(p, 0.5 + rank)
-        made["optimizer"].step()
-        return made
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer, "n": 0}
 
-    def first():
-        made = stage(ranks.rank, 2)
-        holdfast.save(ranks.url("stages"), made)
-        torch.save(gather_state(made), ranks.folder / f"stages{ranks.rank}.pt")
+    def save_stages():
+        state = make_stage(ranks.rank, 2)
+        holdfast.save(ranks.url("stages"), state)
+        torch.save(gather_state(state), ranks.folder / f"stages{ranks.rank}.pt")
 
-    def together():
-        made = stage(0, 1)
-        holdfast.load(ranks.url("stages"), into=made)
-        held = {}
+    def load_on_one_rank():
+        state = make_stage(0, 1)
+        holdfast.load(ranks.url("stages"), into=state)
+        reference = {}
         for r in range(2):
-            held |= torch.load(ranks.folder / f"stages{r}.pt")
-        assert_same_tensors(held, gather_state(made))
+            reference |= torch.load(ranks.folder / f"stages{r}.pt")
+        assert_same_tensors(reference, gather_state(state))
 
-    def back():
-        made = stage(ranks.rank, 2)
-        made["optimizer"].state.clear()
-        holdfast.load(ranks.url("stages"), into=made)
-        assert_same_tensors(torch.load(ranks.folder / f"stages{ranks.rank}.pt"), gather_state(made))
+    def load_stages():
+        state = make_stage(ranks.rank, 2)
+        state["optimizer"].state.clear()
+        holdfast.load(ranks.url("stages"), into=state)
+        reference = torch.load(ranks.folder / f"stages{ranks.rank}.pt")
+        assert_same_tensors(reference, gather_state(state))
 
-    ranks(2, first)
-    ranks(1, together)
-    ranks(2, back)
+    ranks(2, save_stages)
+    ranks(1, load_on_one_rank)
+    ranks(2, load_stages)
 
 
 def compiled(ranks):
@@ -262,56 +277,58 @@ def sharded_tensors(ranks):
         spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(size)])
         return sharded_tensor.empty(spec, 9, 3)
 
-    def first():
+    def save():
         value = make(4)
         for shard in value.local_shards():
-            at = shard.metadata.shard_offsets[0]
-            shard.tensor.copy_(whole[at : at + len(shard.tensor)])
+            start = shard.metadata.shard_offsets[0]
+            shard.tensor.copy_(whole[start : start + len(shard.tensor)])
         holdfast.save(ranks.url("sharded"), {"x": value})
 
-    def then(size):
+    def load(size):
         value = make(size)
         holdfast.load(ranks.url("sharded"), into={"x": value})
         for shard in value.local_shards():
-            at = shard.metadata.shard_offsets[0]
-            assert torch.equal(shard.tensor, whole[at : at + len(shard.tensor)])
-        spread = distribute_tensor(torch.zeros(9, 3), init_device_mesh("cpu", (size,)), [Shard(1)])
-        holdfast.load(ranks.url("sharded"), into={"x": spread})
-        assert torch.equal(spread.full_tensor(), whole)
+            start = shard.metadata.shard_offsets[0]
+            assert torch.equal(shard.tensor, whole[start : start + len(shard.tensor)])
+        dtensor = distribute_tensor(torch.zeros(9, 3), init_device_mesh("cpu", (size,)), [Shard(1)])
+        holdfast.load(ranks.url("sharded"), into={"x": dtensor})
+        assert torch.equal(dtensor.full_tensor(), whole)
 
-    ranks(4, first)
-    ranks(3, partial(then, 3))
+    ranks(4, save)
+    ranks(3, partial(load, 3))
     ranks(1, lambda: assert_same_tensors({"x": whole}, holdfast.load(ranks.url("sharded"))))
 
 
 def tensors_in_a_dict(ranks):
-    """DTensors of several meshes, and plain tensors, as ``model.state_dict()`` gives them."""
+    """DTensors of several meshes, and plain tensors, as in the result of ``model.state_dict()``."""
     numbers = torch.arange(60.0).reshape(5, 12)
 
-    def first():
+    def save():
         line = init_device_mesh("cpu", (4,))
         square = init_device_mesh("cpu", (2, 2))
-        some = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+        named = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
         holdfast.save(
             ranks.url("dict"),
             {
                 "rows": distribute_tensor(numbers, line, [Shard(0)]),
                 "nested": [{"both": distribute_tensor(numbers, square, [Shard(1), Shard(0)])}],
                 "twice": distribute_tensor(numbers, square, [Shard(1), Shard(1)]),
-                "all": distribute_tensor(numbers, some, [Replicate()]),
+                "all": distribute_tensor(numbers, named, [Replicate()]),
                 "plain": numbers.clone(),
                 3: distribute_tensor(torch.tensor(3.0), line, [Replicate()]),
                 "empty": distribute_tensor(torch.zeros(0, 3), line, [Shard(1)]),
             },
         )
-        bad = DTensor.from_local(torch.ones(2), line, [Partial()])
+        partial_sum = DTensor.from_local(torch.ones(2), line, [Partial()])
         with pytest.raises(Unsupported) as e:
-            holdfast.save(ranks.url("partial"), {"good": numbers, "sums": {"grad": bad}})
+            holdfast.save(
+                ranks.url("partial_sum"), {"good": numbers, "sums": {"grad": partial_sum}}
+            )
         assert "sums/grad" in str(e.value)
         assert "Partial" in str(e.value)
-        assert not Path(ranks.url("partial")).exists()
+        assert not Path(ranks.url("partial_sum")).exists()
 
-    def then():
+    def load():
         mesh = init_device_mesh("cpu", (3,))
         rows = distribute_tensor(torch.zeros(5, 12), mesh, [Shard(1)])
         state = {
@@ -334,22 +351,22 @@ def tensors_in_a_dict(ranks):
         assert torch.equal(state["plain"].to_local(), numbers)
         assert state[3] == 3
 
-    ranks(4, first)
-    ranks(3, then)
+    ranks(4, save)
+    ranks(3, load)
 
 
-def a_group_of_some_ranks(ranks):
+def groups_of_two_ranks(ranks):
     def work():
         pair = dist.new_group([1, 3])
         others = dist.new_group([0, 2])
-        mine = pair if ranks.rank in (1, 3) else others
+        group = pair if ranks.rank in (1, 3) else others
         name = f"pair{ranks.rank % 2}"
         state = {"r": holdfast.PerRank(ranks.rank), "w": torch.full((3,), ranks.rank % 2)}
-        holdfast.save(ranks.url(name), state, group=mine)
-        back = holdfast.load(ranks.url(name))
-        assert back["r"] == {"0": ranks.rank % 2, "1": ranks.rank % 2 + 2}
+        holdfast.save(ranks.url(name), state, group=group)
+        loaded = holdfast.load(ranks.url(name))
+        assert loaded["r"] == {"0": ranks.rank % 2, "1": ranks.rank % 2 + 2}
         state = {"r": holdfast.PerRank(-1), "w": torch.zeros(3, dtype=torch.int64)}
-        holdfast.load(ranks.url(name), into=state, group=mine)
+        holdfast.load(ranks.url(name), into=state, group=group)
         assert state["r"].value == ranks.rank
         assert state["w"][0] == ranks.rank % 2
         holdfast.save(ranks.url(f"alone{ranks.rank}"), state, group="alone")
@@ -362,50 +379,50 @@ def random_generators(ranks):
     def draw():
         return [random.random(), float(np.random.random()), float(torch.rand(1).item())]
 
-    def told(mine):
-        several = [None] * dist.get_world_size()
-        dist.all_gather_object(several, mine)
-        return several
+    def all_gather(value):
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
-    def first():
+    def save():
         random.seed(ranks.rank)
         np.random.seed(ranks.rank)
         torch.manual_seed(ranks.rank)
         holdfast.save(ranks.url("rng"), {"rng": holdfast.RNG()})
-        several = told(draw())
+        draws = all_gather(draw())
         if ranks.rank == 0:
-            (ranks.folder / "rng.json").write_text(json.dumps(several))
+            (ranks.folder / "rng.json").write_text(json.dumps(draws))
 
-    def then(size):
+    def load(size):
         holdfast.load(ranks.url("rng"), into={"rng": holdfast.RNG()})
-        got = told(draw())
+        draws = all_gather(draw())
         expected = json.loads((ranks.folder / "rng.json").read_text())
-        assert got[:2] == expected[: min(size, 2)]
-        assert len({str(g) for g in got + expected}) == max(size, 2)
+        assert draws[:2] == expected[: min(size, 2)]
+        assert len({str(g) for g in draws + expected}) == max(size, 2)
         holdfast.load(ranks.url("rng"), into={"rng": holdfast.RNG()})
-        assert told(draw()) == got
+        assert all_gather(draw()) == draws
 
-    ranks(2, first)
-    ranks(4, partial(then, 4))
-    ranks(3, partial(then, 3))
+    ranks(2, save)
+    ranks(4, partial(load, 4))
+    ranks(3, partial(load, 3))
 
 
-def errors_are_everybodys(ranks):
+def errors_reach_all_ranks(ranks):
     def work():
         state = state_of(fsdp())
         train(state)
         holdfast.save(ranks.url("errors"), state)
-        before = gather_state(state)
+        saved = gather_state(state)
         train(state)
         changed = gather_state(state)
-        more = {"more": torch.zeros(1)} if ranks.rank == 2 else {}
+        extra = {"extra": torch.zeros(1)} if ranks.rank == 2 else {}
         with pytest.raises(MissingLeaf) as e:
-            holdfast.load(ranks.url("errors"), into=state | more)
-        assert e.value.missing == ("more",)
+            holdfast.load(ranks.url("errors"), into=state | extra)
+        assert e.value.missing == ("extra",)
         assert "does not fit the live state of rank 2; nothing was changed" in str(e.value)
         assert_same_tensors(changed, gather_state(state))
-        holdfast.load(ranks.url("errors"), into=state | more, missing="keep")
-        assert_same_tensors(before | {"n": changed["n"]}, gather_state(state))
+        holdfast.load(ranks.url("errors"), into=state | extra, missing="keep")
+        assert_same_tensors(saved | {"n": changed["n"]}, gather_state(state))
 
     ranks(3, work)
 
@@ -421,9 +438,9 @@ SCENARIOS = [
     compiled,
     sharded_tensors,
     tensors_in_a_dict,
-    a_group_of_some_ranks,
+    groups_of_two_ranks,
     random_generators,
-    errors_are_everybodys,
+    errors_reach_all_ranks,
 ]
 
 

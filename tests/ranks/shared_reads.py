@@ -1,5 +1,7 @@
-"""Real processes that load together: as rank ``sys.argv[1]`` of three, what it saw to
-``FOLDER/RANK.json``. Rank 1 is killed by itself in the middle of the last load."""
+"""One of three real processes that share their reads: rank ``sys.argv[1]``.
+
+It writes its results to ``FOLDER/RANK.json``. Rank 1 kills itself in the middle of the last load.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,20 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import RankFailed
 from holdfast.storage.local import LocalStore
-from tests.ranks.test_shared_read import Counted, emptied, local_bytes, memory, replicated, same
+from tests.ranks.test_shared_read import (
+    CountingStore,
+    assert_same_state,
+    local_bytes,
+    replicated,
+    shared_segments,
+    zeroed,
+)
 
 SIZE = 3
 
 
-class SelfKillingStore(Counted):
-    """Ends its process at the so manieth read of a shard."""
+class SelfKillingStore(CountingStore):
+    """Kills its process at the second read from a shard."""
 
     reads_left = 2
 
@@ -35,11 +44,11 @@ class SelfKillingStore(Counted):
 
 
 def state_of(rank):
-    """54 MiB that all have, and 10 MiB of one's own."""
-    own = torch.full((1024, 2560), rank + 1.0)
+    """Return a state with 54 MiB that all ranks have and 10 MiB that only this rank has."""
+    rows = torch.full((1024, 2560), rank + 1.0)
     common = {str(seed): replicated(seed=seed) for seed in range(2)}
-    at = (1024 * rank, 0)
-    return {**common, "cut": holdfast.Boxed(own, at, (1024 * SIZE, 2560)), "rng": holdfast.RNG()}
+    sharded = holdfast.Boxed(rows, (1024 * rank, 0), (1024 * SIZE, 2560))
+    return {**common, "sharded": sharded, "rng": holdfast.RNG()}
 
 
 def main() -> None:
@@ -47,34 +56,36 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     dist.init_process_group("gloo", None, timedelta(seconds=60), SIZE, rank)
-    place, told = folder / "version_1", {}
+    location, results = folder / "version_1", {}
     state = state_of(rank)
-    holdfast.save(place, state)
+    holdfast.save(location, state)
     for share in (False, True):
-        store = Counted(LocalStore(place))
-        live = emptied({k: v for k, v in state.items() if k != "rng"}) | {"rng": holdfast.RNG()}
+        store = CountingStore(LocalStore(location))
+        live = zeroed({k: v for k, v in state.items() if k != "rng"}) | {"rng": holdfast.RNG()}
         began = time.monotonic()
         holdfast.load(store, into=live, share=share)
-        told[f"seconds {share}"] = time.monotonic() - began
-        told[f"bytes {share}"] = store.of(".safetensors")
-        told[f"indexes {share}"] = store.of(".index.json")
-        same(
+        results[f"seconds {share}"] = time.monotonic() - began
+        results[f"bytes {share}"] = store.bytes_read(".safetensors")
+        results[f"indexes {share}"] = store.bytes_read(".index.json")
+        assert_same_state(
             {k: v for k, v in live.items() if k != "rng"}, {k: state[k] for k in live if k != "rng"}
         )
-        assert local_bytes(live["cut"]) == local_bytes(state["cut"])
-    told["left"] = memory()
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+        assert local_bytes(live["sharded"]) == local_bytes(state["sharded"])
+    results["leftover segments"] = shared_segments()
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     began = time.monotonic()
     try:
         holdfast.load(
-            (SelfKillingStore if rank == 1 else Counted)(LocalStore(place)), into=live, share=True
+            (SelfKillingStore if rank == 1 else CountingStore)(LocalStore(location)),
+            into=live,
+            share=True,
         )
     except RankFailed as e:
-        told["killed"] = [e.rank, time.monotonic() - began, e.fields.get("live_state")]
-    told["left after"] = memory()
-    (folder / f"{rank}.json").write_text(json.dumps(told))
-    time.sleep(2.5 if rank == 0 else 0)  # it has the TCPStore: the others come to their end first
-    os._exit(0)  # the process group would wait for who is dead
+        results["killed"] = [e.rank, time.monotonic() - began, e.fields.get("live_state")]
+    results["leftover segments after the kill"] = shared_segments()
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    time.sleep(2.5 if rank == 0 else 0)  # rank 0 hosts the TCPStore, so the others must end first
+    os._exit(0)  # the process group would wait for the dead rank
 
 
 if __name__ == "__main__":

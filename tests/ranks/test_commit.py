@@ -1,5 +1,8 @@
-"""One rank has bad luck at any of its calls to the board or the store: all others raise within a
-bound, naming it, or all see the snapshot committed; and the next save works."""
+"""A fault at any call of one rank to the key-value client or to the store.
+
+All other ranks raise within a bounded time and name that rank, or all ranks see the snapshot
+committed. The next save works.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +34,20 @@ MANIFEST = "version_1/manifest.json"
 Save = Callable[[ThreadedJob, int, int], Any]
 
 
-def nothing_left(trial_stores: PoolTracker) -> None:
-    """No buffer is held, no thread goes on."""
+def assert_nothing_left(trial_stores: PoolTracker) -> None:
+    """Check that all buffers are released and that no thread of a rank is running."""
     trial_stores.assert_all_freed()
     assert [t.name for t in threading.enumerate() if t.name.startswith(("rank", "holdf"))] == []
 
 
-def only_at_the_commit(trials: list[Trial]) -> None:
-    """Who raises knows that nothing was committed, but for the moment of the commit itself."""
-    unsure = {t.call.key for t in trials if t.uncertain_ranks()}
-    assert unsure <= {MANIFEST}
+def assert_uncertain_only_at_commit(trials: list[Trial]) -> None:
+    """Check that the outcome was unknown only after a fault in a call for the manifest."""
+    uncertain = {t.call.key for t in trials if t.uncertain_ranks()}
+    assert uncertain <= {MANIFEST}
 
 
 @SAVES
-def test_without_bad_luck_nothing_is_left(trial_stores: PoolTracker, save: Save) -> None:
+def test_a_save_without_a_fault_leaves_nothing(trial_stores: PoolTracker, save: Save) -> None:
     for size in (2, 3, 4):
         trial = Trial(size, 0, Call("none", "", "", 1), kill_rank, save).run()
         assert not trial.fired_at
@@ -52,38 +55,41 @@ def test_without_bad_luck_nothing_is_left(trial_stores: PoolTracker, save: Save)
         assert trial.committed
         assert trial.job.leftover_keys() == []
         trial.check_next_save(same_ranks=True)
-    nothing_left(trial_stores)
+    assert_nothing_left(trial_stores)
 
 
 @pytest.mark.slow
 @SAVES
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_rank_dies(trial_stores: PoolTracker, size: int, save: Save) -> None:
+def test_all_ranks_raise_or_commit_when_a_rank_dies(
+    trial_stores: PoolTracker, size: int, save: Save
+) -> None:
     calls = record_calls(size, save)
     trials = [Trial(size, r, call, kill_rank, save) for r in range(size) for call in calls[r]]
     if size == 4:
         trials = Random(4).sample(trials, 30)
-    left = []
+    leftover_counts = []
 
-    def then(trial: Trial) -> None:
-        left.append(len(trial.job.leftover_keys()))
+    def check_after(trial: Trial) -> None:
+        leftover_counts.append(len(trial.job.leftover_keys()))
         trial.check_next_save(same_ranks=False)
 
-    run_trials(trials, then)
-    assert (
-        sum(bool(t.fired_at) for t in trials) > len(trials) * 0.5
-    )  # the rest were not called again
+    run_trials(trials, check_after)
+    # the other calls did not occur again
+    assert sum(bool(t.fired_at) for t in trials) > len(trials) * 0.5
     assert any(t.committed for t in trials)
-    assert max(left) <= 4 * size, "what a dead rank leaves on the board grows with the ranks only"
-    only_at_the_commit(trials)
-    nothing_left(trial_stores)
+    assert max(leftover_counts) <= 4 * size, "a dead rank leaves more than 4 keys per rank"
+    assert_uncertain_only_at_commit(trials)
+    assert_nothing_left(trial_stores)
 
 
 @pytest.mark.slow
 @SAVES
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_call_fails(trial_stores: PoolTracker, size: int, save: Save) -> None:
-    """All ranks live on: the same group saves again, and leaves nothing on the board."""
+def test_all_ranks_raise_when_a_call_fails(
+    trial_stores: PoolTracker, size: int, save: Save
+) -> None:
+    """All ranks stay alive. The same group saves again and leaves no keys behind."""
     calls = record_calls(size, save)
     trials = [
         Trial(size, r, call, raise_error(error), save)
@@ -95,62 +101,66 @@ def test_a_call_fails(trial_stores: PoolTracker, size: int, save: Save) -> None:
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=True))
     for trial in trials:
         assert trial.fired_at
-        mine = trial.outcomes[trial.victim]
+        error = trial.outcomes[trial.victim]
         if trial.call.method == "delete":  # of a pin
             assert trial.committed
             continue
-        assert isinstance(mine, StoreError | CommitError), trial
+        assert isinstance(error, StoreError | CommitError), trial
         for rank, outcome in enumerate(trial.outcomes):
             assert isinstance(outcome, StoreError | CommitError), trial
             if rank != trial.victim:
-                assert isinstance(outcome.__cause__, type(mine)), trial
-                assert str(mine) in str(outcome), trial
-    unsure = {t.call for t in trials if t.uncertain_ranks()}
-    assert unsure <= {Call("store", "put_if_absent", MANIFEST, 1)}
-    nothing_left(trial_stores)
+                assert isinstance(outcome.__cause__, type(error)), trial
+                assert str(error) in str(outcome), trial
+    uncertain = {t.call for t in trials if t.uncertain_ranks()}
+    assert uncertain <= {Call("store", "put_if_absent", MANIFEST, 1)}
+    assert_nothing_left(trial_stores)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_cannot_reach_the_board(trial_stores: PoolTracker, size: int) -> None:
+def test_the_next_job_saves_after_a_rank_loses_its_connection(
+    trial_stores: PoolTracker, size: int
+) -> None:
     calls = record_calls(size)
-    gone = raise_error(ConnectionError("reset by peer"))
+    connection_lost = raise_error(ConnectionError("reset by peer"))
     trials = [
-        Trial(size, r, call, gone)
+        Trial(size, r, call, connection_lost)
         for r in range(size)
         for call in calls[r]
-        if call.target == "board"
+        if call.target == "kv"
     ]
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=False))
     for trial in trials:
-        mine = trial.outcomes[trial.victim]
-        assert not isinstance(mine, Exception) or isinstance(mine, RankFailed), trial
-    nothing_left(trial_stores)
+        outcome = trial.outcomes[trial.victim]
+        assert not isinstance(outcome, Exception) or isinstance(outcome, RankFailed), trial
+    assert_nothing_left(trial_stores)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_call_does_not_return_until_all_others_have_given_up(
+def test_the_other_ranks_raise_when_a_call_of_one_rank_hangs(
     trial_stores: PoolTracker, size: int
 ) -> None:
     calls = record_calls(size)
     trials = [Trial(size, r, call, hang_rank) for r in range(size) for call in calls[r]]
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=trial.call.target == "store"))
-    only_at_the_commit([t for t in trials if t.call.target == "store"])
-    nothing_left(trial_stores)
+    assert_uncertain_only_at_commit([t for t in trials if t.call.target == "store"])
+    assert_nothing_left(trial_stores)
 
 
 @pytest.mark.slow
 @SAVES
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_boards_host_dies(trial_stores: PoolTracker, size: int, save: Save) -> None:
+def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(
+    trial_stores: PoolTracker, size: int, save: Save
+) -> None:
     calls = record_calls(size, save)
     trials = [
         Trial(size, r, call, kill_store, save)
         for r in range(size)
         for call in calls[r]
-        if call.target == "board"
+        if call.target == "kv"
     ]
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=False))
     assert any(t.committed for t in trials)
-    nothing_left(trial_stores)
+    assert_nothing_left(trial_stores)

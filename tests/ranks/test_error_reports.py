@@ -1,4 +1,4 @@
-"""Who is told what another rank has raised: by notes, warnings, and the version that it became."""
+"""How the error of one rank reaches the others: in notes, in warnings, and in the saved version."""
 
 from __future__ import annotations
 
@@ -19,111 +19,114 @@ from holdfast.training.warn import warn_save_failed
 from tests.ranks.trainings import TrainingJob, TrainingRank
 
 
-def odd() -> Exception:
+def nan_error() -> Exception:
     return ValueError("NaN in the loss")
 
 
-def closed() -> Exception:
-    return RuntimeError("Connection closed by peer")
+def connection_error() -> Exception:
+    return RuntimeError("Connection connection_error by peer")
 
 
-def wait_for(crew: TrainingJob, said: bytes) -> None:
-    """Until a rank has said that on the board."""
+def wait_for_value(job: TrainingJob, part: bytes) -> None:
+    """Wait until a value in the key-value store contains ``part``."""
     end = time.monotonic() + 20
-    while not any(said in note for note in list(crew.group.store.values.values())):
+    while not any(part in value for value in list(job.group.store.values.values())):
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def outcomes(crew: TrainingJob, errors: dict[int, BaseException], step: int = 7) -> list[Any]:
-    """Rank 2 raises, and then those who lose their connection to it; the others hang."""
+def outcomes(job: TrainingJob, errors: dict[int, BaseException], step: int = 7) -> list[Any]:
+    """Train up to ``step``, then raise one of the ``errors`` on each rank. Rank 2 raises first."""
 
-    def work(m: TrainingRank) -> None:
-        with m.make_checkpointer(save=EverySteps(100) | OnException()):
-            m.train_steps(step)
-            if m.rank != 2:
-                wait_for(crew, b"NaN in the loss")
-            if m.rank in errors:
-                raise errors[m.rank]
+    def work(trainer: TrainingRank) -> None:
+        with trainer.make_checkpointer(save=EverySteps(100) | OnException()):
+            trainer.train_steps(step)
+            if trainer.rank != 2:
+                wait_for_value(job, b"NaN in the loss")
+            if trainer.rank in errors:
+                raise errors[trainer.rank]
 
-    return crew.outcomes(work)
+    return job.outcomes(work)
 
 
-def test_where_all_raise_the_first_is_told_to_the_others_and_by_the_version() -> None:
-    with TrainingJob(3) as crew, warnings.catch_warnings():
+def test_the_first_error_is_reported_to_the_other_ranks_and_in_the_version() -> None:
+    with TrainingJob(3) as job, warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = outcomes(crew, {0: closed(), 1: closed(), 2: odd()})
-        assert [getattr(e, "__notes__", None) for e in made] == [
+        errors_by_rank = outcomes(
+            job, {0: connection_error(), 1: connection_error(), 2: nan_error()}
+        )
+        assert [getattr(e, "__notes__", None) for e in errors_by_rank] == [
             ["Rank 2 raised first: ValueError: NaN in the loss"],
             ["Rank 2 raised first: ValueError: NaN in the loss"],
             None,
         ]
-        [version] = Run(crew.inner).snapshots()
+        [version] = Run(job.inner).snapshots()
         assert version.metadata["note"]["error"] == "ValueError: NaN in the loss (rank 2)"
-        assert crew.leftover_keys() == []
+        assert job.leftover_keys() == []
 
 
-def test_what_all_have_raised_alike_is_told_by_none() -> None:
-    with TrainingJob(3) as crew:
-        made = outcomes(crew, {r: odd() for r in range(3)})
-        assert [getattr(e, "__notes__", None) for e in made] == [None] * 3
-        [version] = Run(crew.inner).snapshots()
+def test_no_rank_gets_a_note_when_all_raise_the_same_error() -> None:
+    with TrainingJob(3) as job:
+        errors_by_rank = outcomes(job, {r: nan_error() for r in range(3)})
+        assert [getattr(e, "__notes__", None) for e in errors_by_rank] == [None] * 3
+        [version] = Run(job.inner).snapshots()
         assert version.metadata["note"]["error"] == "ValueError: NaN in the loss"
 
 
-def test_where_one_hangs_it_is_told_what_the_first_has_raised() -> None:
-    """Rank 0 hangs in its all-reduce, and is not what went wrong."""
+def test_the_first_error_is_reported_when_another_rank_hangs() -> None:
+    """Rank 0 hangs in its all-reduce. It did not cause the failure, so the notes name rank 2."""
     with (
-        TrainingJob(3) as crew,
+        TrainingJob(3) as job,
         mock.patch("holdfast.training.exception_save.JOIN_TIMEOUT", 0.5),
-        warnings.catch_warnings(record=True) as seen,
+        warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
 
-        def work(m: TrainingRank) -> None:
-            with m.make_checkpointer(save=EverySteps(100) | OnException()):
-                m.train_steps(7)
-                if m.rank == 0:
-                    wait_for(crew, b"did not join")
+        def work(trainer: TrainingRank) -> None:
+            with trainer.make_checkpointer(save=EverySteps(100) | OnException()):
+                trainer.train_steps(7)
+                if trainer.rank == 0:
+                    wait_for_value(job, b"did not join")
                     return
-                if m.rank == 1:
-                    wait_for(crew, b"NaN in the loss")
-                raise closed() if m.rank == 1 else odd()
+                if trainer.rank == 1:
+                    wait_for_value(job, b"NaN in the loss")
+                raise connection_error() if trainer.rank == 1 else nan_error()
 
-        made = crew.outcomes(work)
-        [one], [two] = made[1].__notes__, made[2].__notes__
-        said = (
-            "In addition, the state after step 7 was not saved: Rank 0 did not join the save after an"
-            " exception. Expected it to arrive within 0.5 s, found that it has not arrived."
+        errors_by_rank = job.outcomes(work)
+        [note_1], [note_2] = errors_by_rank[1].__notes__, errors_by_rank[2].__notes__
+        expected_note = (
+            "In addition, the state after step 7 was not saved: Rank 0 did not join the save after"
+            " an exception. Expected it to arrive within 0.5 s, found that it has not arrived."
         )
-        assert two == said
-        assert one == f"{two} Rank 2 raised first: ValueError: NaN in the loss"
-        told = sorted(str(w.message) for w in seen if w.category is SaveFailed)
-        assert told == [
-            f"The training ended with RuntimeError. {one}",
-            f"The training ended with ValueError. {two}",
+        assert note_2 == expected_note
+        assert note_1 == f"{note_2} Rank 2 raised first: ValueError: NaN in the loss"
+        messages = sorted(str(w.message) for w in caught if w.category is SaveFailed)
+        assert messages == [
+            f"The training ended with RuntimeError. {note_1}",
+            f"The training ended with ValueError. {note_2}",
         ]
-        assert crew.versions == []
+        assert job.versions == []
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_who_does_something_else_hears_what_has_been_raised(first: int) -> None:
+def test_a_rank_in_another_operation_gets_the_cause_of_the_exception_save(first: int) -> None:
     with FakeGroup(2) as group:
 
         def work(rank: int) -> None:
             if rank != first:
                 while "1/what" not in group.store.values:
                     time.sleep(0.001)
-            what, cause = [("the save of a", ""), ("the save after an exception", "OSError: x")][
-                rank
-            ]
-            meeting = current_group().collective(what, cause=cause)
+            operation, cause = [
+                ("the save of a", ""),
+                ("the save after an exception", "OSError: x"),
+            ][rank]
+            collective = current_group().collective(operation, cause=cause)
             try:
-                with meeting:
-                    meeting.gather(rank, int)
-                    meeting.broadcast(None if rank else True, bool)
+                with collective:
+                    collective.gather(rank, int)
+                    collective.broadcast(None if rank else True, bool)
             finally:
-                meeting.close()
+                collective.close()
 
         for error in group.outcomes(work):
             assert isinstance(error, RankFailed)
@@ -131,35 +134,37 @@ def test_who_does_something_else_hears_what_has_been_raised(first: int) -> None:
             assert "the save after an exception (OSError: x)" in str(error)
 
 
-# -- errors on their way ---------------------------------------------------------------------------
+# -- error reports ---------------------------------------------------------------------------------
 
 
-def test_a_warning_names_the_rank_that_has_told_the_error() -> None:
-    told = decode_error(encode_error(CommitError("x changed"), 3, "the save", False), 0, "the save")
-    assert str(told) == "x changed."
-    assert format_with_notes(told) == "x changed. Reported by rank 3."
+def test_a_warning_names_the_rank_that_reported_the_error() -> None:
+    error = decode_error(
+        encode_error(CommitError("x changed"), 3, "the save", False), 0, "the save"
+    )
+    assert str(error) == "x changed."
+    assert format_with_notes(error) == "x changed. Reported by rank 3."
     with pytest.warns(SaveFailed, match=r"since step 5: x changed\. Reported by rank 3\.$"):
-        warn_save_failed(told, 5, 2)
+        warn_save_failed(error, 5, 2)
     assert format_with_notes(CommitError("x changed")) == "x changed."
 
 
 @pytest.mark.parametrize(
     "error", [OSError(2, "none", "a\udcff"), NotFound("a\udcff", key="\udcff", keys=("\udcff",))]
 )
-def test_a_name_that_utf8_lacks_does_not_keep_an_error_from_being_told(error: Exception) -> None:
-    """Who could not tell it would leave the others waiting for 600 s."""
+def test_an_error_with_a_name_that_is_not_utf8_is_reported(error: Exception) -> None:
+    """If the report failed, the other ranks would wait for 600 s."""
     with FakeGroup(2) as group:
 
         def work(rank: int) -> None:
-            meeting = current_group().collective("the save")
+            collective = current_group().collective("the save")
             try:
-                with meeting:
+                with collective:
                     if rank:
                         raise error
-                    meeting.gather(rank, int)
+                    collective.gather(rank, int)
             finally:
-                meeting.close()
+                collective.close()
 
-        zero, one = group.outcomes(work)
-        assert one is error
-        assert "a\\udcff" in str(zero)
+        other_error, own_error = group.outcomes(work)
+        assert own_error is error
+        assert "a\\udcff" in str(other_error)

@@ -1,5 +1,7 @@
-"""One call of one rank to its file system fails, whichever: all ranks raise and nothing is there,
-or all return and everything is."""
+"""Each call of one rank to its file system fails in turn.
+
+All ranks raise and nothing is committed, or all ranks return and the version is complete.
+"""
 
 from __future__ import annotations
 
@@ -17,86 +19,92 @@ from holdfast.storage.os_calls import Fs
 from holdfast.testing.faults import Fault, FaultFs
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import ThreadedJob, assert_versions_intact
-from tests.ranks.test_commit import nothing_left
+from tests.ranks.test_commit import assert_nothing_left
 
 SIZE = 2
 
 
-class Unsynced(Fs):
-    """As no power is cut here, nothing needs to be durable."""
+class UnsyncedFs(Fs):
+    """A file system without fsync. These tests do not cut the power."""
 
     def fsync(self, fd: int) -> None: ...
 
 
-def crew_on(folder: Path, victim: int, *faults: Fault) -> tuple[ThreadedJob, FaultFs]:
-    faulty = FaultFs(Unsynced(), *faults)
-    stores = [LocalStore(folder, fs=faulty if r == victim else Unsynced()) for r in range(SIZE)]
+def make_job(folder: Path, victim: int, *faults: Fault) -> tuple[ThreadedJob, FaultFs]:
+    faulty = FaultFs(UnsyncedFs(), *faults)
+    stores = [LocalStore(folder, fs=faulty if r == victim else UnsyncedFs()) for r in range(SIZE)]
     return ThreadedJob(SIZE, stores), faulty
 
 
-def check(crew: ThreadedJob, faulty: FaultFs, victim: int, folder: Path) -> None:
-    outcomes = crew.group.outcomes(lambda rank: crew.save(rank, 1))
+def check_save(job: ThreadedJob, faulty: FaultFs, victim: int, folder: Path) -> None:
+    """Save with the faults and check that the ranks agree, then save without them."""
+    outcomes = job.group.outcomes(lambda rank: job.save(rank, 1))
     faulty.faults.clear()
     store = LocalStore(folder)
-    there = any(s.key == "version_1/manifest.json" for s in store.list(""))
-    mine = outcomes[victim]
+    committed = any(s.key == "version_1/manifest.json" for s in store.list(""))
+    victim_outcome = outcomes[victim]
     failed = [isinstance(o, BaseException) for o in outcomes]
     assert len(set(failed)) == 1, outcomes
     if not failed[0]:
-        assert there
+        assert committed
         assert {o.digest for o in outcomes} == {Run(store).open(Version(1, 0)).digest}
     else:
-        assert isinstance(mine, StoreError | CommitError | OSError), mine
+        assert isinstance(victim_outcome, StoreError | CommitError | OSError), victim_outcome
         assert isinstance(outcomes[1 - victim], RankFailed)
         assert outcomes[1 - victim].rank == victim
-        assert str(mine) in str(outcomes[1 - victim])
-        unsure = {isinstance(o, HoldfastError) and o.fields.get("outcome") for o in outcomes}
-        assert unsure in ({None}, {"unknown"}, {False, None})
-        assert not there or unsure == {"unknown"}, outcomes
-    step = 2 if there else 1
-    crew.group.run(lambda rank: crew.save(rank, step))
-    assert crew.leftover_keys() == []
-    crew.group.close()
+        assert str(victim_outcome) in str(outcomes[1 - victim])
+        reported = {isinstance(o, HoldfastError) and o.fields.get("outcome") for o in outcomes}
+        assert reported in ({None}, {"unknown"}, {False, None})
+        assert not committed or reported == {"unknown"}, outcomes
+    step = 2 if committed else 1
+    job.group.run(lambda rank: job.save(rank, step))
+    assert job.leftover_keys() == []
+    job.group.close()
     assert_versions_intact(store, [1, 2][:step])
 
 
-def every_fault(make: Callable[[str, int], Fault], tmp_path: Path) -> int:
-    done = 0
+def inject_all_faults(make_fault: Callable[[str, int], Fault], tmp_path: Path) -> int:
+    """Make every call of each rank fail in turn. Return the number of faults that occurred."""
+    fired = 0
     for victim in range(SIZE):
-        crew, counted = crew_on(tmp_path / f"count-{victim}", victim)
-        crew.group.run(lambda rank, crew=crew: crew.save(rank, 1))
-        crew.group.close()
-        for kind, times in counted.counts.items():
-            for at in range(1, times + 1):
-                folder = tmp_path / f"{victim}-{kind}-{at}"
-                crew, faulty = crew_on(folder, victim, make(kind, at))
-                check(crew, faulty, victim, folder)
-                done += bool(faulty.fired)
-    return done
+        job, fs = make_job(tmp_path / f"count-{victim}", victim)
+        job.group.run(lambda rank, job=job: job.save(rank, 1))
+        job.group.close()
+        for kind, times in fs.counts.items():
+            for occurrence in range(1, times + 1):
+                folder = tmp_path / f"{victim}-{kind}-{occurrence}"
+                job, faulty = make_job(folder, victim, make_fault(kind, occurrence))
+                check_save(job, faulty, victim, folder)
+                fired += bool(faulty.fired)
+    return fired
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True], ids=["fails", "its reply is lost"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
-def test_a_call_fails(trial_stores: PoolTracker, tmp_path: Path, error: int, lost: bool) -> None:
-    def make(kind: str, at: int) -> Fault:
-        return Fault(kind, at, error, lost=lost)
+def test_the_ranks_agree_when_any_file_system_call_fails(
+    trial_stores: PoolTracker, tmp_path: Path, error: int, lost: bool
+) -> None:
+    def make_fault(kind: str, occurrence: int) -> Fault:
+        return Fault(kind, occurrence, error, lost=lost)
 
-    assert every_fault(make, tmp_path) > 40
-    nothing_left(trial_stores)
+    assert inject_all_faults(make_fault, tmp_path) > 40
+    assert_nothing_left(trial_stores)
 
 
 @pytest.mark.slow
-def test_the_disk_stays_full(trial_stores: PoolTracker, tmp_path: Path) -> None:
-    def make(kind: str, at: int) -> Fault:
-        return Fault(kind, at, errno.ENOSPC, lasting=True)
+def test_the_ranks_agree_when_the_disk_stays_full(
+    trial_stores: PoolTracker, tmp_path: Path
+) -> None:
+    def make_fault(kind: str, occurrence: int) -> Fault:
+        return Fault(kind, occurrence, errno.ENOSPC, lasting=True)
 
-    assert every_fault(make, tmp_path) > 40
-    nothing_left(trial_stores)
+    assert inject_all_faults(make_fault, tmp_path) > 40
+    assert_nothing_left(trial_stores)
 
 
-def test_nothing_is_wrong_without_a_fault(trial_stores: PoolTracker, tmp_path: Path) -> None:
-    crew, faulty = crew_on(tmp_path, 0)
-    check(crew, faulty, 0, tmp_path)
+def test_a_save_without_a_fault_succeeds(trial_stores: PoolTracker, tmp_path: Path) -> None:
+    job, faulty = make_job(tmp_path, 0)
+    check_save(job, faulty, 0, tmp_path)
     assert not faulty.fired
-    nothing_left(trial_stores)
+    assert_nothing_left(trial_stores)

@@ -1,4 +1,4 @@
-"""The same on real processes: FSDP2, HSDP, tensor parallel, DDP, stages, over gloo."""
+"""Saves and loads on real processes over gloo: FSDP2, HSDP, tensor parallel, DDP, and stages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.ranks.world import run_scenarios
 pytestmark = pytest.mark.slow
 
 
-def test_on_real_processes(tmp_path):
-    """One test, so that workers of pytest-xdist do not each start the processes."""
-    told = run_scenarios("scenarios", tmp_path)
+def test_all_scenarios_pass(tmp_path):
+    """All scenarios are one test, so that each worker of pytest-xdist does not start processes."""
+    results = run_scenarios("scenarios", tmp_path)
     failed = [
-        f"{name} on rank {rank}: {one[name]}"
+        f"{name} on rank {rank}: {outcomes[name]}"
         for name in [scenario.__name__ for scenario in SCENARIOS]
-        for rank, one in enumerate(told)
-        if one[name] != "passed"
+        for rank, outcomes in enumerate(results)
+        if outcomes[name] != "passed"
     ]
     assert not failed, "\n".join(failed)

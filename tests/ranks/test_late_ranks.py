@@ -1,10 +1,12 @@
-"""Ranks that are late: whatever fails, and whoever is late at whichever call, all raise at the same
-step, none hangs, and all go on together.
+"""Failures on one rank while other ranks are late.
 
-A trial is a training of three ranks in threads, of which one fails at an operation and one is late
-at a call: it waits there until the others get no further without it. Trials are drawn by a seed::
+All ranks raise at the same step, no rank hangs, and all ranks continue together.
 
-    python -m tests.ranks.test_late_ranks FIRST COUNT
+A trial is a training of three ranks in threads. One rank fails in an operation, and one or two
+calls are late: the rank waits in the call until the other ranks make no progress without it. A seed
+determines the trials::
+
+    python -trainer tests.ranks.test_late_ranks FIRST COUNT
 """
 
 from __future__ import annotations
@@ -35,359 +37,398 @@ from holdfast.storage.memory import MemoryStore
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
 
 SIZE = 3
-STILL = 0.015
-"""Seconds without anything new after which the others are taken to wait for who is late."""
+QUIET_SECONDS = 0.015
+"""A late call continues after this time without progress: the other ranks must be waiting."""
 
-LONGEST = 1.0
+MAX_DELAY = 1.0
+"""The maximum delay of a late call, in seconds."""
 
 
 class Call(NamedTuple):
-    """The ``n``-th call of its kind of one rank: to the ``store``; to the ``board``, as its thread
-    makes it (all that the rank says is late then), or as a thread asks for it (``ask``, by
-    ``train`` or another: the others of that rank go on); or a ``step`` of the save itself."""
+    """The n-th call of its kind of one rank.
+
+    ``target`` is one of:
+
+    - "store": a call to the store of the run.
+    - "kv": a call of the thread of the key-value client to the TCPStore. If it is late, everything
+      that the rank writes there is late.
+    - "request": a call of another thread to the key-value client. If it is late, the other threads
+      of the rank continue.
+    - "step": a step of the save itself.
+    """
 
     rank: int
-    to: str
-    what: str
-    n: int
+    target: str
+    operation: str
+    occurrence: int
 
 
 @dataclass(frozen=True)
-class Course:
-    """How a training goes. ``resume``: from versions 2 and 4 that are there; ``again``: whether the
-    last version is loaded anew in the middle; ``ask``: a rank is asked for a save; ``demand``:
-    ``save()`` at the end; ``ends``: by an exception of all."""
+class Scenario:
+    """The course of a training.
+
+    ``resume``: it resumes from a run with versions 2 and 4. ``resume_again``: it loads the last
+    version again in the middle. ``request_save``: a signal on one rank requests a save.
+    ``save_at_end``: it calls ``save()`` at the end. ``raise_at_end``: all ranks raise an exception
+    at the end. ``options``: further arguments of the Checkpointer.
+    """
 
     on_error: str = "raise"
     resume: bool = False
-    again: bool = False
-    ask: bool = False
-    demand: bool = False
-    ends: bool = False
-    given: tuple[tuple[str, Any], ...] = ()
+    resume_again: bool = False
+    request_save: bool = False
+    save_at_end: bool = False
+    raise_at_end: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
 
 
-def _given(**given: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(given.items())
+def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
 
 
-COURSES = [
-    Course(),
-    Course("warn"),
-    Course(resume=True),
-    Course("warn", resume=True, given=_given(incremental=True, keep=KeepLast(1))),
-    Course(given=_given(incremental=True, keep=KeepLast(1)), demand=True),
-    Course("warn", demand=True),
-    Course(resume=True, again=True),
-    Course("warn", ask=True),
-    Course(given=_given(stop=StopWhen("loss", patience=5)), demand=True),
-    Course("warn", given=_given(busy="skip")),
-    Course(ends=True),
-    Course("warn", ends=True, resume=True),
+SCENARIOS = [
+    Scenario(),
+    Scenario("warn"),
+    Scenario(resume=True),
+    Scenario("warn", resume=True, options=_options(incremental=True, keep=KeepLast(1))),
+    Scenario(options=_options(incremental=True, keep=KeepLast(1)), save_at_end=True),
+    Scenario("warn", save_at_end=True),
+    Scenario(resume=True, resume_again=True),
+    Scenario("warn", request_save=True),
+    Scenario(options=_options(stop=StopWhen("loss", patience=5)), save_at_end=True),
+    Scenario("warn", options=_options(busy="skip")),
+    Scenario(raise_at_end=True),
+    Scenario("warn", raise_at_end=True, resume=True),
 ]
 ERRORS: list[Callable[[], Exception]] = [
     lambda: NoSpace("The disk is full", key="k"),
     lambda: Unavailable("No answer"),
     lambda: RuntimeError("CUDA error"),
 ]
-UNHEARD = re.compile("request-save|delete writer")
-"""Calls of rank 0 besides all saves: what fails there by no fault of the store is its own."""
+LOCAL_CALLS = re.compile("request-save|delete writer")
+"""Calls that rank 0 makes outside of saves. A failure there concerns rank 0 alone."""
 
-TO, MORE = 9, 13
+LAST_STEP, NEXT_LAST_STEP = 9, 13
 
 
 class Trial:
-    """One training, and the next one by the same ranks. ``fails``: raises ``error``; ``late``: is
-    late. ``calls``: those that each rank has made."""
+    """One training, and the next one by the same ranks.
+
+    ``failing_call`` raises ``error``, and the ``late_calls`` are late. ``calls``: the number of
+    calls of each kind. ``reports``: for each rank, the failed operations with their step and error.
+    """
 
     def __init__(
         self,
-        course: Course,
-        fails: Call | None = None,
-        late: Sequence[Call] = (),
+        scenario: Scenario,
+        failing_call: Call | None = None,
+        late_calls: Sequence[Call] = (),
         error: Exception | None = None,
     ) -> None:
-        self.course = course
-        self.fails = fails
-        self.late = late
+        self.scenario = scenario
+        self.failing_call = failing_call
+        self.late_calls = late_calls
         self.error = error
         self.calls: Counter[tuple[int, str, str]] = Counter()
-        self.was_late = self.failed = 0
-        self.told: list[list[Any]] = [[] for _ in range(SIZE)]
-        self._news = 0
+        self.late_count = self.failure_count = 0
+        self.reports: list[list[Any]] = [[] for _ in range(SIZE)]
+        self._progress = 0
         self._lock = threading.Lock()
-        self._second = False
+        self._finished = False
 
     def __repr__(self) -> str:
-        return f"{self.course}\n  fails: {self.fails} {self.error!r}\n  late: {self.late}"
+        return (
+            f"{self.scenario}\n  fails: {self.failing_call} {self.error!r}"
+            f"\n  late: {self.late_calls}"
+        )
 
-    # -- what happens to the ranks -------------------------------------------------------------
+    # -- faults ----------------------------------------------------------------------------------
 
-    def called(self, rank: int, to: str, what: str) -> None:
-        """Before each call of a rank."""
-        if self._second or "pulse/" in what:
+    def before_call(self, rank: int, target: str, operation: str) -> None:
+        """Record a call of a rank, delay it if it is late, and raise if it is the failing call."""
+        if self._finished or "pulse/" in operation:
             return
-        what = re.sub(r"\b[0-9a-f]{12,}\b|\d\d\d\d-\d\d.*", "*", what)
+        operation = re.sub(r"\b[0-9a-f]{12,}\b|\d\d\d\d-\d\d.*", "*", operation)
         with self._lock:
-            kind = rank, to, what
+            kind = rank, target, operation
             self.calls[kind] += 1
             call = Call(*kind, self.calls[kind])
-            self._news += call.n == 1 or to not in ("board", "ask")
-        if call in self.late:
-            self.was_late += 1
-            self._wait()
-        if call == self.fails and self.error is not None:
-            self.failed += 1
+            self._progress += call.occurrence == 1 or target not in ("kv", "request")
+        if call in self.late_calls:
+            self.late_count += 1
+            self._wait_for_quiet()
+        if call == self.failing_call and self.error is not None:
+            self.failure_count += 1
             raise self.error
 
-    def _wait(self) -> None:
-        end = time.monotonic() + LONGEST
-        seen, since = -1, 0.0
+    def _wait_for_quiet(self) -> None:
+        end = time.monotonic() + MAX_DELAY
+        progress, since = -1, 0.0
         while (now := time.monotonic()) < end:
-            if self._news != seen:
-                seen, since = self._news, now
-            if now - since > STILL:
+            if self._progress != progress:
+                progress, since = self._progress, now
+            if now - since > QUIET_SECONDS:
                 return
             time.sleep(0.001)
 
-    def told_of(self, rank: int, what: str, error: BaseException | None = None) -> None:
-        self._news += 1
-        resumes = what.startswith("resume")  # where that fails the state is that of no step
-        step = -1 if resumes else self.crew.ranks[rank].ckpt.current_step
-        self.told[rank].append((what, step, error))
+    def report(self, rank: int, operation: str, error: BaseException | None = None) -> None:
+        self._progress += 1
+        resumes = operation.startswith("resume")  # after a failed one, the state has no step
+        step = -1 if resumes else self.job.ranks[rank].ckpt.current_step
+        self.reports[rank].append((operation, step, error))
 
     # -- the training --------------------------------------------------------------------------
 
     def run(self) -> Trial:
         inner = MemoryStore()
-        course = self.course
-        if course.resume:
-            with TrainingJob(SIZE, inner) as crew:
-                crew.train(5, save=EverySteps(2))
-        with TrainingJob(SIZE, inner) as crew:
-            self.crew = crew
-            for r, view in enumerate(crew.group.views):
-                view.before = lambda name, key, r=r: self.called(r, "board", f"{name} {key}")
-                crew.set_before_call(
-                    r, lambda name, key, r=r: self.called(r, "store", f"{name} {key}")
+        if self.scenario.resume:
+            with TrainingJob(SIZE, inner) as job:
+                job.train(5, save=EverySteps(2))
+        with TrainingJob(SIZE, inner) as job:
+            self.job = job
+            for r, view in enumerate(job.group.views):
+                view.before = lambda name, key, r=r: self.before_call(r, "kv", f"{name} {key}")
+                job.set_before_call(
+                    r, lambda name, key, r=r: self.before_call(r, "store", f"{name} {key}")
                 )
-                board: Any = crew.group.groups[r].kv
-                board.trial = self
-                _asking(board, functools.partial(self._asked, r))
-            ended = crew.outcomes(self._work)
-            for view in crew.group.views:
+                kv: Any = job.group.groups[r].kv
+                kv.trial = self
+                _record_requests(kv, functools.partial(self._before_request, r))
+            outcomes = job.outcomes(self._work)
+            for view in job.group.views:
                 view.before = lambda name, key: None
-            assert ended == [None] * SIZE, (self, ended, self.told)
-            self._agree()
-            self._second = True
-            assert crew.leftover_keys() == [], (self, crew.leftover_keys(), self.told)
-            self._goes_on()
+            assert outcomes == [None] * SIZE, (self, outcomes, self.reports)
+            self._check_agreement()
+            self._finished = True
+            assert job.leftover_keys() == [], (self, job.leftover_keys(), self.reports)
+            self._check_next_training()
         return self
 
-    def _asked(self, rank: int, what: str) -> None:
+    def _before_request(self, rank: int, operation: str) -> None:
         name = threading.current_thread().name
-        self.called(rank, "ask", f"{'train' if name.startswith('rank-') else name} {what}")
+        thread = "train" if name.startswith("rank-") else name
+        self.before_call(rank, "request", f"{thread} {operation}")
 
-    def _work(self, m: TrainingRank) -> None:
-        course, given = self.course, dict(self.course.given)
-        policy = EverySteps(2) | OnException() if course.ends else EverySteps(2)
-        ckpt = m.make_checkpointer(save=policy, on_error=course.on_error, **given)
+    def _work(self, trainer: TrainingRank) -> None:
+        scenario, options = self.scenario, dict(self.scenario.options)
+        policy = EverySteps(2) | OnException() if scenario.raise_at_end else EverySteps(2)
+        ckpt = trainer.make_checkpointer(save=policy, on_error=scenario.on_error, **options)
         try:
             with ckpt:
-                self._resume(m)
-                self._steps(m)
-                if course.demand:
-                    self._do(m, "save", ckpt.save)
-                if course.ends:
-                    m.job.wait_for_step(m.rank)
+                self._resume(trainer)
+                self._steps(trainer)
+                if scenario.save_at_end:
+                    self._try(trainer, "save", ckpt.save)
+                if scenario.raise_at_end:
+                    trainer.job.wait_for_step(trainer.rank)
                     raise ArithmeticError("NaN")
         except ArithmeticError as e:
-            self.told_of(m.rank, "raised", e)
-        except Exception as e:  # what the last save, or retention, has failed by
+            self.report(trainer.rank, "raised", e)
+        except Exception as e:  # the error of the last save or of the retention
             if ckpt.statistics()["failures"]:
-                self.told_of(m.rank, "close", e)
+                self.report(trainer.rank, "close", e)
 
-    def _resume(self, m: TrainingRank) -> None:
-        if not self._do(m, "resume", m.ckpt.resume):
-            self._do(m, "resume again", m.ckpt.resume)
+    def _resume(self, trainer: TrainingRank) -> None:
+        if not self._try(trainer, "resume", trainer.ckpt.resume):
+            self._try(trainer, "resume again", trainer.ckpt.resume)
 
-    def _steps(self, m: TrainingRank) -> None:
-        ckpt, again = m.ckpt, self.course.again
-        while ckpt.current_step < TO and not ckpt.should_stop:
-            m.job.wait_for_step(m.rank)
-            if again and ckpt.current_step == 7:
-                again = False
-                self._resume(m)
+    def _steps(self, trainer: TrainingRank) -> None:
+        ckpt, resume_again = trainer.ckpt, self.scenario.resume_again
+        while ckpt.current_step < LAST_STEP and not ckpt.should_stop:
+            trainer.job.wait_for_step(trainer.rank)
+            if resume_again and ckpt.current_step == 7:
+                resume_again = False
+                self._resume(trainer)
                 continue
-            train_step(m.state, ckpt.current_step + 1)
-            if self.course.ask and m.rank == 1 and ckpt.current_step == 4:
+            train_step(trainer.state, ckpt.current_step + 1)
+            if self.scenario.request_save and trainer.rank == 1 and ckpt.current_step == 4:
                 ckpt._watcher._signalled = True
-            self._do(m, "step", lambda: ckpt.step({"loss": 1.0}))
+            self._try(trainer, "step", lambda: ckpt.step({"loss": 1.0}))
 
-    def _do(self, m: TrainingRank, what: str, call: Callable[[], object]) -> bool:
+    def _try(self, trainer: TrainingRank, operation: str, call: Callable[[], object]) -> bool:
         try:
             call()
         except Exception as e:
-            self.told_of(m.rank, what, e)
+            self.report(trainer.rank, operation, e)
             return False
         return True
 
-    # -- what came of it -----------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------
 
-    def _agree(self) -> None:
-        first = [(what, step) for what, step, _ in self.told[0]]
-        for told in self.told:
-            assert [(what, step) for what, step, _ in told] == first, (self, self.told)
-            for *_, error in told:
+    def _check_agreement(self) -> None:
+        """Check that the same operations failed at the same steps on all ranks."""
+        first = [(operation, step) for operation, step, _ in self.reports[0]]
+        for reports in self.reports:
+            assert [(what, step) for what, step, _ in reports] == first, (self, self.reports)
+            for *_, error in reports:
                 notes = str(getattr(error, "__notes__", ""))
                 assert "did not raise in the same step" not in notes, (self, notes)
                 lost = isinstance(error, HoldfastError) and error.fields.get("lost")
-                assert not lost, (self, self.told)
-        steps = [m.ckpt.current_step for m in self.crew.ranks]
-        assert len({*steps}) == 1, (self, steps, self.told)
-        assert len({m.ckpt._cadence._save_number for m in self.crew.ranks}) == 1, self
+                assert not lost, (self, self.reports)
+        steps = [trainer.ckpt.current_step for trainer in self.job.ranks]
+        assert len({*steps}) == 1, (self, steps, self.reports)
+        assert len({trainer.ckpt._cadence._save_number for trainer in self.job.ranks}) == 1, self
 
-    def _goes_on(self) -> None:
-        crew = self.crew
-        line = Run(crew.inner).line()
+    def _check_next_training(self) -> None:
+        """Check that the same ranks resume from the newest version and train and save."""
+        job = self.job
+        lineage = Run(job.inner).line()
         for r in range(SIZE):
-            crew.set_before_call(r, lambda name, key: None)
-        crew.train(MORE, save=EverySteps(2))
-        found = {None if m.resumed is None else m.resumed.step for m in crew.ranks}
-        assert found == {line[-1].step if line else None}, (self, found, line)
-        assert crew.versions[-1] == MORE - 1, (self, crew.versions)
-        assert crew.leftover_keys() == [], (self, crew.leftover_keys())
-        assert all(matches_uninterrupted(m.state, m.rank, SIZE, MORE) for m in crew.ranks), self
-        assert all(s.verify().ok for s in Run(crew.inner).snapshots()), self
+            job.set_before_call(r, lambda name, key: None)
+        job.train(NEXT_LAST_STEP, save=EverySteps(2))
+        resumed = {
+            None if trainer.resumed is None else trainer.resumed.step for trainer in job.ranks
+        }
+        assert resumed == {lineage[-1].step if lineage else None}, (self, resumed, lineage)
+        assert job.versions[-1] == NEXT_LAST_STEP - 1, (self, job.versions)
+        assert job.leftover_keys() == [], (self, job.leftover_keys())
+        for trainer in job.ranks:
+            assert matches_uninterrupted(trainer.state, trainer.rank, SIZE, NEXT_LAST_STEP), self
+        assert all(s.verify().ok for s in Run(job.inner).snapshots()), self
 
 
-def _asking(board: Any, asked: Callable[[str], None]) -> None:
-    """Have each method of a board tell who calls it."""
-    for name in ("put_all", "look", "looks", "claim", "claimed", "count", "forget"):
-        method = getattr(board, name)
+def _record_requests(kv: Any, before_request: Callable[[str], None]) -> None:
+    """Call ``before_request`` before and after each call of a method of a key-value client."""
+    for name in (
+        "put_all",
+        "try_get",
+        "get_many",
+        "compare_and_set",
+        "get_text",
+        "increment",
+        "delete",
+    ):
+        method = getattr(kv, name)
 
-        def do(key: Any, *rest: Any, method: Any = method, name: str = name, **more: Any) -> Any:
+        def call(
+            key: Any, *args: Any, method: Any = method, name: str = name, **kwargs: Any
+        ) -> Any:
             keys = key if isinstance(key, str) else " ".join(key)
-            asked(f"{name} {keys}")
-            found = method(key, *rest, **more)
-            asked(f"after {name} {keys}")  # the answer is late
-            return found
+            before_request(f"{name} {keys}")
+            result = method(key, *args, **kwargs)
+            before_request(f"after {name} {keys}")  # if it is late, the response is late
+            return result
 
-        setattr(board, name, do)
+        setattr(kv, name, call)
 
 
-def _trial() -> tuple[Any, int]:
-    """Of the thread of a rank: its trial, if it has one, and which rank it is."""
+def _current_trial() -> tuple[Any, int]:
+    """Return the trial of this thread, or None, and the rank of this thread."""
     group = save.current_group()
     return getattr(getattr(group, "kv", None), "trial", None), group.rank
 
 
 @contextmanager
-def watched() -> Iterator[None]:
-    """What is called otherwise than by a store: steps of a save can fail too, and warnings are
-    noted."""
+def recorded_steps() -> Iterator[None]:
+    """Record steps of saves, which can fail too, and report warnings to the trials."""
 
-    def before(name: str, call: Any) -> Any:
-        def do(*args: Any, **more: Any) -> Any:
-            trial, rank = _trial()
+    def record(name: str, step: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            trial, rank = _current_trial()
             if trial is not None:
-                trial.record_call(rank, "step", name)
-            return call(*args, **more)
+                trial.before_call(rank, "step", name)
+            return step(*args, **kwargs)
 
-        return do
+        return call
 
-    def warned(error: HoldfastError, *rest: Any) -> None:
-        trial, rank = _trial()
+    def report_warning(error: HoldfastError, *args: Any) -> None:
+        trial, rank = _current_trial()
         if trial is not None and not trial.job.ranks[rank].ckpt._closed:
-            trial.told_of(rank, "warning", error)
+            trial.report(rank, "warning", error)
 
     with ExitStack() as stack:
         for name in ("flatten", "stage_pieces"):
-            call = before(name, getattr(save, name))
-            stack.enter_context(mock.patch.object(save, name, call))
-        stack.enter_context(mock.patch("holdfast.training.checkpointer.warn_save_failed", warned))
+            step = record(name, getattr(save, name))
+            stack.enter_context(mock.patch.object(save, name, step))
+        stack.enter_context(
+            mock.patch("holdfast.training.checkpointer.warn_save_failed", report_warning)
+        )
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield
 
 
-def drawn(seed: int, times: int = 4) -> list[Trial]:
-    """Trials of one failure, run: the first without a rank that is late, to see what is called."""
+def run_random_trials(seed: int, times: int = 4) -> list[Trial]:
+    """Run trials with one failure.
+
+    The first trial has no failure and the second no late call, to learn which calls occur.
+    """
     draw = random.Random(seed)
-    course = draw.choice(COURSES)
-    clean = Trial(course).run()
-    of = draw.choice(("store", "store", "store", "step"))
-    calls = [c for c in clean.calls if c[1] == of and not UNHEARD.search(c[2])]
+    scenario = draw.choice(SCENARIOS)
+    clean = Trial(scenario).run()
+    target = draw.choice(("store", "store", "store", "step"))
+    calls = [c for c in clean.calls if c[1] == target and not LOCAL_CALLS.search(c[2])]
     kind = draw.choice(sorted(calls))
-    fails = Call(*kind, draw.randint(1, clean.calls[kind]))
+    failing_call = Call(*kind, draw.randint(1, clean.calls[kind]))
     error = draw.choice(ERRORS)
-    first = Trial(course, fails, error=error()).run()
-    made = [clean, first]
+    first = Trial(scenario, failing_call, error=error()).run()
+    trials = [clean, first]
     for i in range(times):
-        late = []
+        late_calls = []
         for _ in range(1 + i % 2):
-            rank, to = (
+            rank, target = (
                 draw.randrange(SIZE),
-                draw.choice(("board", "ask", "ask", "ask", "store", "step")),
+                draw.choice(("kv", "request", "request", "request", "store", "step")),
             )
-            kind = draw.choice(sorted(c for c in first.calls if c[:2] == (rank, to)))
-            late.append(Call(*kind, draw.randint(1, min(3, first.calls[kind]))))
-        made.append(Trial(course, fails, late, error()).run())
-    return made
+            kind = draw.choice(sorted(c for c in first.calls if c[:2] == (rank, target)))
+            late_calls.append(Call(*kind, draw.randint(1, min(3, first.calls[kind]))))
+        trials.append(Trial(scenario, failing_call, late_calls, error()).run())
+    return trials
 
 
 @pytest.mark.slow
-def test_whoever_is_late_all_take_the_same_steps() -> None:
-    with watched(), ThreadPoolExecutor(6) as pool:
-        made = [trial for trials in pool.map(drawn, range(6)) for trial in trials]
-    assert sum(t.failed > 0 for t in made) > len(made) / 2
-    assert sum(t.was_late > 0 for t in made) > len(made) / 4
+def test_all_ranks_take_the_same_steps_when_one_is_late() -> None:
+    with recorded_steps(), ThreadPoolExecutor(6) as pool:
+        trials = [trial for group in pool.map(run_random_trials, range(6)) for trial in group]
+    assert sum(t.failure_count > 0 for t in trials) > len(trials) / 2
+    assert sum(t.late_count > 0 for t in trials) > len(trials) / 4
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_a_copy_that_fails_on_one_rank_is_told_when_the_next_save_is_due(
+def test_a_failed_copy_on_one_rank_is_reported_when_the_next_save_is_due(
     rank: int, on_error: str
 ) -> None:
-    """The others have gone on to train; alone it would leave them in their all-reduce."""
-    with watched():
+    """The other ranks already train. An error at once would leave them in their all-reduce."""
+    with recorded_steps():
         trial = Trial(
-            Course(on_error), Call(rank, "step", "stage_pieces", 2), error=NoSpace("No room")
+            Scenario(on_error), Call(rank, "step", "stage_pieces", 2), error=NoSpace("No room")
         ).run()
-    what = "step" if on_error == "raise" else "warning"
-    assert [[(w, step) for w, step, _ in told] for told in trial.told] == [[(what, 6)]] * SIZE
-    assert isinstance(trial.told[rank][0][2], NoSpace)
-    assert trial.failed == 1
+    operation = "step" if on_error == "raise" else "warning"
+    found = [[(name, step) for name, step, _ in reports] for reports in trial.reports]
+    assert found == [[(operation, 6)]] * SIZE
+    assert isinstance(trial.reports[rank][0][2], NoSpace)
+    assert trial.failure_count == 1
 
 
 @pytest.mark.slow
-def test_no_call_to_a_store_of_one_rank_ends_the_resume_for_that_rank_alone() -> None:
-    course = Course(resume=True)
-    with watched(), ThreadPoolExecutor(6) as pool:
-        clean = Trial(course).run()
+def test_a_failed_store_call_of_one_rank_never_ends_the_resume_of_that_rank_alone() -> None:
+    scenario = Scenario(resume=True)
+    with recorded_steps(), ThreadPoolExecutor(6) as pool:
+        clean = Trial(scenario).run()
         kinds = [k for k in clean.calls if k[:2] == (1, "store") and "version_4" in k[2]]
-        fails = [Call(*kind, n) for kind in kinds for n in range(1, clean.calls[kind] + 1)]
-        made = list(pool.map(lambda c: Trial(course, c, error=Unavailable("No")).run(), fails))
-    assert [t.failed for t in made] == [1] * len(fails)
-    assert sum("manifest" in c.what for c in fails) > 0
+        calls = [Call(*kind, n) for kind in kinds for n in range(1, clean.calls[kind] + 1)]
+        trials = list(pool.map(lambda c: Trial(scenario, c, error=Unavailable("No")).run(), calls))
+    assert [t.failure_count for t in trials] == [1] * len(calls)
+    assert sum("manifest" in c.operation for c in calls) > 0
 
 
 def main(first: int, count: int, times: int = 4) -> None:
-    def one(seed: int) -> None:
+    def run_seed(seed: int) -> None:
         try:
-            made = drawn(seed, times)
+            trials = run_random_trials(seed, times)
         except BaseException:
             print(f"--- seed {seed}\n{traceback.format_exc()}", flush=True)
         else:
             total.update(
-                trials=len(made),
-                late=sum(t.was_late > 0 for t in made),
-                failed=sum(t.failed > 0 for t in made),
+                trials=len(trials),
+                late=sum(t.late_count > 0 for t in trials),
+                failed=sum(t.failure_count > 0 for t in trials),
             )
 
     total: Counter[str] = Counter()
-    with watched(), ThreadPoolExecutor(6) as pool:
-        list(pool.map(one, range(first, first + count)))
+    with recorded_steps(), ThreadPoolExecutor(6) as pool:
+        list(pool.map(run_seed, range(first, first + count)))
     print(dict(total))
 
 

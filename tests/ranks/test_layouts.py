@@ -1,4 +1,4 @@
-"""Any layout into any other, on ranks that are threads: against direct slicing."""
+"""Save in any layout and load in any other, on ranks in threads, compared with direct slicing."""
 
 from __future__ import annotations
 
@@ -38,69 +38,70 @@ from tests.ranks.recorded_reads import RecordingStore, are_merged, chunks_contai
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
-def saved(store, size, state_of_rank, **options):
+def save_on_ranks(store, size, state_of_rank, **options):
     with FakeGroup(size) as group:
-        snaps = group.run(lambda r: holdfast.save(store, state_of_rank(r), **options))
-    assert len({s.digest for s in snaps}) == 1
-    return snaps[0]
+        snapshots = group.run(lambda r: holdfast.save(store, state_of_rank(r), **options))
+    assert len({s.digest for s in snapshots}) == 1
+    return snapshots[0]
 
 
-def saved_later(store, size, state_of_rank):
+def save_async_on_ranks(store, size, state_of_rank):
     with FakeGroup(size) as group:
         group.run(lambda r: holdfast.save_async(store, state_of_rank(r)).wait())
 
 
-def check(laid, state, held, chosen=None):
-    """All tensors that were ``chosen`` are the saved ones, the others as they were."""
-    for i, rows in held.items():
+def assert_loaded(tensors, state, expected, chosen=None):
+    """Check that the ``chosen`` tensors are as saved and that the others are unchanged."""
+    for i, rows in expected.items():
         level, name = leaf_key(i).split("/")
         rows = rows if chosen is None or i in chosen else np.full_like(rows, 1)
-        assert local_bytes(state[level][name]) == rows.tobytes(), (i, laid[i])
+        assert local_bytes(state[level][name]) == rows.tobytes(), (i, tensors[i])
 
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(states(), st.sampled_from([partition.MAX_BOX_BYTES, 64, 8]), st.booleans())
-def test_any_layout_into_any_other(drawn, split, later):
-    """Also some leaves only, and one process alone, of a part or the whole."""
-    sizes, laid = drawn
+def test_a_state_in_any_layout_loads_into_any_other(drawn, max_box_bytes, asynchronous):
+    """The ranks load all leaves and some leaves. A single process loads all and a part of them."""
+    sizes, tensors = drawn
     store = MemoryStore()
-    with patch.object(partition, "MAX_BOX_BYTES", split):
-        (saved_later if later else saved)(store, sizes[0], lambda r: state_of(laid, 0, r)[0])
+    with patch.object(partition, "MAX_BOX_BYTES", max_box_bytes):
+        save = save_async_on_ranks if asynchronous else save_on_ranks
+        save(store, sizes[0], lambda r: state_of(tensors, 0, r)[0])
     snapshot = holdfast.open(store)
     assert snapshot.verify().ok
-    assert set(snapshot.keys()) == {leaf_key(i) for i in range(len(laid))}
+    assert set(snapshot.keys()) == {leaf_key(i) for i in range(len(tensors))}
     written = sum(nbytes for _, _, nbytes in _boxes(snapshot))
-    assert written == sum(one.element_bytes().nbytes for one in laid)
+    assert written == sum(tensor.element_bytes().nbytes for tensor in tensors)
 
     def load(rank):
-        state, held = state_of(laid, 1, rank, empty=True)
+        state, expected = state_of(tensors, 1, rank, empty=True)
         assert holdfast.load(store, into=state) is state
-        check(laid, state, held)
+        assert_loaded(tensors, state, expected)
 
     with FakeGroup(sizes[1]) as group:
         group.run(load)
-    chosen = [i for i in range(0, len(laid), 2) if laid[i].seed % 4] + [1]
+    chosen = [i for i in range(0, len(tensors), 2) if tensors[i].seed % 4] + [1]
 
     def load_some(rank):
-        state, held = state_of(laid, 2, rank, empty=True)
+        state, expected = state_of(tensors, 2, rank, empty=True)
         holdfast.load(store, into=state, keys=[leaf_key(i) for i in chosen])
-        check(laid, state, held, chosen)
+        assert_loaded(tensors, state, expected, chosen)
 
-    chosen = [i for i in chosen if i < len(laid)]
+    chosen = [i for i in chosen if i < len(tensors)]
     if chosen:
         with FakeGroup(sizes[2]) as group:
             group.run(load_some)
-    alone = holdfast.load(store)
-    for i, one in enumerate(laid):
+    whole = holdfast.load(store)
+    for i, tensor in enumerate(tensors):
         level, name = leaf_key(i).split("/")
-        assert local_bytes(alone[level][name]) == one.element_bytes().tobytes(), one
-    if laid[1:]:
+        assert local_bytes(whole[level][name]) == tensor.element_bytes().tobytes(), tensor
+    if tensors[1:]:
         assert holdfast.load(store, keys="other/**").keys() == {"other"}
 
 
 def _boxes(snapshot):
-    """Shard, key and bytes of all boxes of a snapshot."""
+    """Return the shard number, key, and size in bytes of each box of a snapshot."""
     return [
         (number, leaf.key, prod(box.sizes) * DTYPES[leaf.dtype].itemsize)
         for number, index in enumerate(snapshot.indexes())
@@ -109,16 +110,16 @@ def _boxes(snapshot):
     ]
 
 
-# -- what is read --------------------------------------------------------------------------------
+# -- reads -----------------------------------------------------------------------------------------
 
 LARGE = [(300, 7, 40), (1, 130_000), (129, 1030), (70_000,), (3, 5, 7, 900), (400, 400), (9,), ()]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_each_rank_reads_the_chunks_that_it_needs_once(seed):
-    """Chunks of 64 KiB and more: a rank that has a part of a tensor reads a part of its chunks."""
+def test_each_rank_reads_exactly_the_chunks_that_it_needs_once(seed):
+    """The tensors have several chunks, so a rank with a part of one reads some of its chunks."""
     random, sizes = Random(seed), (4, 6)
-    laid = [
+    tensors = [
         LaidOutTensor(
             random.choice(["float32", "uint8", "bfloat16"]),
             shape,
@@ -130,34 +131,34 @@ def test_each_rank_reads_the_chunks_that_it_needs_once(seed):
         for n, shape in enumerate(LARGE)
     ]
     store = MemoryStore()
-    snapshot = saved(store, 4, lambda r: state_of(laid, 0, r)[0])
-    everything = sum(length for _, _, length in _boxes(snapshot))
+    snapshot = save_on_ranks(store, 4, lambda r: state_of(tensors, 0, r)[0])
+    total = sum(nbytes for _, _, nbytes in _boxes(snapshot))
 
     def load(rank):
-        state, held = state_of(laid, 1, rank, empty=True)
-        noted = RecordingStore(store)
-        holdfast.load(noted, into=state)
-        check(laid, state, held)
+        state, expected = state_of(tensors, 1, rank, empty=True)
+        recorded = RecordingStore(store)
+        holdfast.load(recorded, into=state)
+        assert_loaded(tensors, state, expected)
         wanted = {}
-        for i, one in enumerate(laid):
-            numbers = one.layouts[1].element_numbers(one.shape, rank)
-            wanted[leaf_key(i)] = np.zeros(one.shape, bool)
+        for i, tensor in enumerate(tensors):
+            numbers = tensor.layouts[1].element_numbers(tensor.shape, rank)
+            wanted[leaf_key(i)] = np.zeros(tensor.shape, bool)
             wanted[leaf_key(i)].reshape(-1)[[] if numbers is None else numbers] = True
         needed = chunks_containing(snapshot, wanted)
-        assert noted.nbytes == sum(stop - start for _, start, stop in needed)
-        assert are_merged(noted.ranges, snapshot)
-        assert len(noted.ranges) <= len(needed)
-        small = sorted(key for method, key in noted.calls if method == "get")
-        assert len(small) == len(set(small)) == 1 + len(snapshot.indexes())
-        return noted.nbytes
+        assert recorded.nbytes == sum(stop - start for _, start, stop in needed)
+        assert are_merged(recorded.ranges, snapshot)
+        assert len(recorded.ranges) <= len(needed)
+        metadata_files = sorted(key for method, key in recorded.calls if method == "get")
+        assert len(metadata_files) == len(set(metadata_files)) == 1 + len(snapshot.indexes())
+        return recorded.nbytes
 
     with FakeGroup(6) as group:
-        read = group.run(load)
-    assert min(read) <= everything <= sum(read)
+        read_bytes = group.run(load)
+    assert min(read_bytes) <= total <= sum(read_bytes)
 
 
-def test_a_tensor_of_several_units_is_read_by_the_rows_that_a_rank_has():
-    """32 MiB over 4 ranks, then over 8: each reads its 4 MiB and no more than a chunk besides."""
+def test_a_rank_reads_only_its_rows_of_a_large_tensor():
+    """4 ranks save a tensor of 32 MiB, and 8 ranks load it. Each one reads exactly its 4 MiB."""
     whole = torch.arange(8 << 20, dtype=torch.int32).reshape(2048, 4096)
     store = MemoryStore()
 
@@ -165,29 +166,29 @@ def test_a_tensor_of_several_units_is_read_by_the_rows_that_a_rank_has():
         rows = slice(2048 * rank // size, 2048 * (rank + 1) // size)
         return holdfast.Boxed(whole[rows].clone(), (rows.start, 0), (2048, 4096))
 
-    saved(store, 4, lambda r: {"w": part(r, 4)})
+    save_on_ranks(store, 4, lambda r: {"w": part(r, 4)})
 
     def load(rank):
-        noted, into = RecordingStore(store), part(rank, 8)
-        expected = into.tensor.clone()
-        into.tensor.zero_()
-        holdfast.load(noted, into={"w": into})
-        assert torch.equal(into.tensor, expected)
-        assert noted.nbytes == into.tensor.nbytes
-        assert max(length for _, _, length in noted.ranges) <= BLOCK_SIZE
+        recorded, live = RecordingStore(store), part(rank, 8)
+        expected = live.tensor.clone()
+        live.tensor.zero_()
+        holdfast.load(recorded, into={"w": live})
+        assert torch.equal(live.tensor, expected)
+        assert recorded.nbytes == live.tensor.nbytes
+        assert max(length for _, _, length in recorded.ranges) <= BLOCK_SIZE
 
     with FakeGroup(8) as group:
         group.run(load)
 
 
-# -- what is written -----------------------------------------------------------------------------
+# -- writes ----------------------------------------------------------------------------------------
 
 
-def _loads(snapshot, keys=None):
-    loads = [0] * len(snapshot.indexes())
-    for shard, k, nbytes in _boxes(snapshot):
-        loads[shard] += nbytes if keys is None or k in keys else 0
-    return loads
+def _bytes_per_shard(snapshot, keys=None):
+    totals = [0] * len(snapshot.indexes())
+    for shard, key, nbytes in _boxes(snapshot):
+        totals[shard] += nbytes if keys is None or key in keys else 0
+    return totals
 
 
 @settings(max_examples=30, deadline=None)
@@ -196,48 +197,50 @@ def _loads(snapshot, keys=None):
     st.lists(st.integers(0, 5000), min_size=1, max_size=40),
     st.sampled_from([64, 1000, partition.MAX_BOX_BYTES]),
 )
-def test_what_all_ranks_have_is_written_once_and_the_work_is_shared(size, lengths, split):
+def test_replicated_tensors_are_written_once_and_evenly(size, lengths, max_box_bytes):
     state = {str(i): torch.full((n, 3), i, dtype=torch.uint8) for i, n in enumerate(lengths)}
-    with patch.object(partition, "MAX_BOX_BYTES", split):
-        snapshot = saved(MemoryStore(), size, lambda r: {k: t.clone() for k, t in state.items()})
+    with patch.object(partition, "MAX_BOX_BYTES", max_box_bytes):
+        snapshot = save_on_ranks(
+            MemoryStore(), size, lambda r: {k: t.clone() for k, t in state.items()}
+        )
     boxes = [nbytes for _, _, nbytes in _boxes(snapshot)]
     assert sum(boxes) == 3 * sum(lengths)
-    loads = _loads(snapshot)
-    assert max(loads) <= sum(loads) / size + max(boxes)
-    assert max(boxes) <= max(split, 3)
+    totals = _bytes_per_shard(snapshot)
+    assert max(totals) <= sum(totals) / size + max(boxes)
+    assert max(boxes) <= max(max_box_bytes, 3)
 
 
-def test_what_replicas_have_in_common_is_shared_among_them():
-    """As HSDP has it: 2 replicas of 3 parts; what all have besides goes to whoever has least."""
+def test_replicas_of_sharded_tensors_share_the_work_evenly():
+    """2 replicas of 3 shards, as in HSDP. Replicated tensors go to the ranks with the least."""
     random, size = Random(0), 6
     mesh = Layout(tuple(range(6)), (2, 3), (None, 0), (0, 1), "dtensor")
     plain = Layout(tuple(range(6)), (6,), (None,), (0,), "plain")
-    laid = [
+    tensors = [
         LaidOutTensor(
             "uint8", (random.randint(1, 300), 10), (mesh if i % 3 else plain,), False, False, i
         )
         for i in range(60)
     ]
-    snapshot = saved(MemoryStore(), size, lambda r: state_of(laid, 0, r)[0])
+    snapshot = save_on_ranks(MemoryStore(), size, lambda r: state_of(tensors, 0, r)[0])
     boxes = [nbytes for _, _, nbytes in _boxes(snapshot)]
-    assert sum(boxes) == sum(prod(one.shape) for one in laid)
-    spread = {leaf_key(i) for i in range(60) if i % 3}
-    parts = _loads(snapshot, spread)
+    assert sum(boxes) == sum(prod(tensor.shape) for tensor in tensors)
+    sharded = {leaf_key(i) for i in range(60) if i % 3}
+    totals = _bytes_per_shard(snapshot, sharded)
     for n in range(3):
-        assert abs(parts[n] - parts[n + 3]) <= max(boxes)
-    assert max(_loads(snapshot)) <= sum(boxes) / size + max(boxes)
+        assert abs(totals[n] - totals[n + 3]) <= max(boxes)
+    assert max(_bytes_per_shard(snapshot)) <= sum(boxes) / size + max(boxes)
 
 
 @pytest.mark.slow
-def test_a_large_tensor_that_all_have_is_cut_and_shared():
+def test_a_large_replicated_tensor_is_split_across_ranks():
     whole = torch.arange(9 * MIB, dtype=torch.int32).reshape(3, 3, -1)
-    snapshot = saved(MemoryStore(), 3, lambda r: {"w": whole, "t": whole.permute(2, 1, 0)})
-    loads = _loads(snapshot)
-    assert sum(loads) == 2 * whole.nbytes
-    assert max(loads) <= sum(loads) / 3 + partition.MAX_BOX_BYTES
-    back = holdfast.load(snapshot.location.store)
-    assert torch.equal(back["w"], whole)
-    assert torch.equal(back["t"], whole.permute(2, 1, 0))
+    snapshot = save_on_ranks(MemoryStore(), 3, lambda r: {"w": whole, "t": whole.permute(2, 1, 0)})
+    totals = _bytes_per_shard(snapshot)
+    assert sum(totals) == 2 * whole.nbytes
+    assert max(totals) <= sum(totals) / 3 + partition.MAX_BOX_BYTES
+    loaded = holdfast.load(snapshot.location.store)
+    assert torch.equal(loaded["w"], whole)
+    assert torch.equal(loaded["t"], whole.permute(2, 1, 0))
 
 
 # -- incremental ---------------------------------------------------------------------------------
@@ -246,44 +249,45 @@ def test_a_large_tensor_that_all_have_is_cut_and_shared():
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(states(30), st.booleans())
-def test_an_incremental_version_of_another_layout_has_its_own_values(drawn, alike):
-    """``alike``: the same layout again, of which all that has not changed is referred to."""
-    sizes, laid = drawn
-    sizes = sizes[:1] * 3 if alike else sizes
-    laid = [replace(one, layouts=one.layouts[:1] * 3) if alike else one for one in laid]
+def test_an_incremental_version_in_another_layout_holds_its_own_values(drawn, same_layout):
+    """With ``same_layout``, the version refers to the unchanged chunks of its base version."""
+    sizes, tensors = drawn
+    sizes = sizes[:1] * 3 if same_layout else sizes
+    if same_layout:
+        tensors = [replace(tensor, layouts=tensor.layouts[:1] * 3) for tensor in tensors]
     store = MemoryStore()
-    saved_at(Location(store, "version_1"), sizes[0], lambda r: state_of(laid, 0, r)[0])
-    changed = [replace(one, seed=one.seed + (one.seed % 3 == 0)) for one in laid]
+    save_to_location(Location(store, "version_1"), sizes[0], lambda r: state_of(tensors, 0, r)[0])
+    changed = [replace(tensor, seed=tensor.seed + (tensor.seed % 3 == 0)) for tensor in tensors]
     base = open_location(Location(store, "version_1"))
-    place = Location(store, "version_2")
-    saved_at(place, sizes[1], lambda r: state_of(changed, 1, r)[0], base)
-    snapshot = open_location(place)
+    location = Location(store, "version_2")
+    save_to_location(location, sizes[1], lambda r: state_of(changed, 1, r)[0], base)
+    snapshot = open_location(location)
     assert snapshot.verify().ok
-    kept = sum(
-        a.element_bytes().nbytes for a, b in zip(laid, changed, strict=True) if a.seed == b.seed
+    unchanged_bytes = sum(
+        a.element_bytes().nbytes for a, b in zip(tensors, changed, strict=True) if a.seed == b.seed
     )
-    if alike:
-        assert snapshot.referred_bytes <= kept
-    if alike and changed == laid:
-        assert snapshot.referred_bytes == kept
+    if same_layout:
+        assert snapshot.referred_bytes <= unchanged_bytes
+    if same_layout and changed == tensors:
+        assert snapshot.referred_bytes == unchanged_bytes
 
     def load(rank):
-        state, held = state_of(changed, 2, rank, empty=True)
-        load_snapshot(open_location(place), state)
-        check(changed, state, held)
+        state, expected = state_of(changed, 2, rank, empty=True)
+        load_snapshot(open_location(location), state)
+        assert_loaded(changed, state, expected)
 
     with FakeGroup(sizes[2]) as group:
         group.run(load)
 
 
-def saved_at(place, size, state_of_rank, base=None):
-    """As a run saves: at a place within it, with a base."""
+def save_to_location(location, size, state_of_rank, base=None):
+    """Save to a location within a run, optionally with a base version, as a run does."""
 
     def work(rank):
-        label = VersionMetadata(step=int(place.folder[-1]))
+        metadata = VersionMetadata(step=int(location.folder[-1]))
         state = state_of_rank(rank)
         return finish_save(
-            begin_save(place, state, label, shared_pool(), stage_now=False, base=base)
+            begin_save(location, state, metadata, shared_pool(), stage_now=False, base=base)
         )
 
     with FakeGroup(size) as group:

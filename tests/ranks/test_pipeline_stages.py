@@ -1,4 +1,4 @@
-"""Pipeline stages: other keys on other ranks make one state. What does not fit: an error on all."""
+"""Pipeline stages: the different keys of the ranks form one state, and mismatches raise on all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYERS = 6
 
 
 class Net(nn.Module):
-    """Some of the layers of a net, under the names that they have in the whole."""
+    """Some of the layers of a model, under their names in the whole model."""
 
     def __init__(self, layers, seed):
         super().__init__()
@@ -45,34 +45,35 @@ class Net(nn.Module):
             self.add_module(f"n{i}", nn.BatchNorm1d(4))
 
 
-def trained(layers, seed, kind=torch.optim.AdamW, **options):
+def trained_stage(layers, seed, optimizer_type=torch.optim.AdamW, **options):
     net = Net(layers, seed)
     groups = [
         {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in net.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = kind(groups, lr=0.1, **options)
+    optimizer = optimizer_type(groups, lr=0.1, **options)
     for p in net.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
     return {"model": net, "optimizer": optimizer, "step": 1}
 
 
-def stages(size, seed, kind=torch.optim.AdamW, **options):
-    """Contiguous layers, as evenly as they go."""
+def stages(size, seed, optimizer_type=torch.optim.AdamW, **options):
+    """Return the states of ``size`` stages of contiguous layers, split as evenly as possible."""
     bounds = [LAYERS * r // size for r in range(size + 1)]
     return [
-        trained(range(bounds[r], bounds[r + 1]), seed + r, kind, **options) for r in range(size)
+        trained_stage(range(bounds[r], bounds[r + 1]), seed + r, optimizer_type, **options)
+        for r in range(size)
     ]
 
 
 def slots(state):
-    """By the names of parameters."""
+    """Return the optimizer's slots by parameter name."""
     names = {p: n for n, p in state["model"].named_parameters()}
     return {names[p]: dict(s) for p, s in state["optimizer"].state.items()}
 
 
-KINDS = [
+OPTIMIZERS = [
     (torch.optim.AdamW, {}),
     (torch.optim.SGD, {"momentum": 0.9}),
     (torch.optim.Adafactor, {}),
@@ -80,23 +81,27 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda k: getattr(k, "__name__", ""))
-@pytest.mark.parametrize(("ranks", "later"), [(2, 1), (2, 3), (3, 2), (1, 6)])
-def test_modules_and_optimizers_of_stages_are_one(ranks, later, kind, options):
-    before = stages(ranks, 0, kind, **options)
-    store = save_on_ranks(*before)
-    after = stages(later, 50, kind, **options)
-    load_on_ranks(store, *after)
-    whole, optimizer = {}, {}
-    for state in before:
-        whole |= state["model"].state_dict()
-        optimizer |= slots(state)
-    for state in after:
+@pytest.mark.parametrize(
+    ("optimizer_type", "options"), OPTIMIZERS, ids=lambda k: getattr(k, "__name__", "")
+)
+@pytest.mark.parametrize(("saving_ranks", "loading_ranks"), [(2, 1), (2, 3), (3, 2), (1, 6)])
+def test_stages_load_into_a_different_number_of_stages(
+    saving_ranks, loading_ranks, optimizer_type, options
+):
+    saved = stages(saving_ranks, 0, optimizer_type, **options)
+    store = save_on_ranks(*saved)
+    loaded = stages(loading_ranks, 50, optimizer_type, **options)
+    load_on_ranks(store, *loaded)
+    all_tensors, all_slots = {}, {}
+    for state in saved:
+        all_tensors |= state["model"].state_dict()
+        all_slots |= slots(state)
+    for state in loaded:
         for name, value in state["model"].state_dict().items():
-            assert torch.equal(value, whole[name])
-        assert_same({n: optimizer[n] for n in slots(state)}, slots(state))
+            assert torch.equal(value, all_tensors[name])
+        assert_same({n: all_slots[n] for n in slots(state)}, slots(state))
     tree = holdfast.load(store)
-    assert set(tree["model"]) == set(whole)
+    assert set(tree["model"]) == set(all_tensors)
     assert [sorted(g["params"]) for g in tree["optimizer"]["groups"]] == [
         sorted(f"model.l{i}.weight" for i in range(LAYERS)),
         sorted(
@@ -107,43 +112,43 @@ def test_modules_and_optimizers_of_stages_are_one(ranks, later, kind, options):
     ]
 
 
-def test_an_optimizer_that_has_not_stepped_yet_gets_its_slots():
+def test_an_optimizer_that_has_not_stepped_gets_its_slots():
     store = save_on_ranks(*stages(3, 0))
-    after = stages(2, 9)
-    fresh = []
-    for state in after:
+    loaded = stages(2, 9)
+    unstepped = []
+    for state in loaded:
         groups = [
             {k: g[k] for k in ("params", "weight_decay")} for g in state["optimizer"].param_groups
         ]
-        fresh.append(state | {"optimizer": torch.optim.AdamW(groups, lr=0.1)})
-    load_on_ranks(store, *fresh)
+        unstepped.append(state | {"optimizer": torch.optim.AdamW(groups, lr=0.1)})
+    load_on_ranks(store, *unstepped)
     tree = holdfast.load(store)["optimizer"]["state"]
-    for state in fresh:
+    for state in unstepped:
         for name, values in slots(state).items():
             assert_same(tree[f"model.{name}"], values)
 
 
-def test_options_of_stages_that_differ_are_an_error():
-    before = stages(2, 0)
-    before[1]["optimizer"].param_groups[1]["lr"] = 0.5
-    e = save_error(PlanError, *before)
+def test_different_optimizer_options_of_stages_raise():
+    states = stages(2, 0)
+    states[1]["optimizer"].param_groups[1]["lr"] = 0.5
+    e = save_error(PlanError, *states)
     assert "optimizer/groups/1/lr: 0.1 on rank 0, 0.5 on rank 1" in str(e)
 
 
 def test_layers_that_stages_share_must_be_equal():
-    before = [trained([0, 1], 0), trained([1, 2], 0)]
-    e = save_error(PlanError, *before)
+    states = [trained_stage([0, 1], 0), trained_stage([1, 2], 0)]
+    e = save_error(PlanError, *states)
     assert "model/l1.weight" in e.leaves
     assert "model/l0.weight" not in e.leaves
 
 
-def test_nested_containers_of_stages_merge_in_the_order_of_ranks():
+def test_nested_containers_of_stages_merge_in_rank_order():
     states = [
         {"d": {"a": floats(0), "z": (1, {"x": 1})}, "o": OrderedDict(q=1)},
         {"d": {"b": {3: floats(1)}, "z": (1, {"y": floats(2)})}},
         {"d": {"b": {4: "x"}, "a": floats(0)}, "o": OrderedDict(p=floats(3)), "n": None},
     ]
-    back = holdfast.load(save_on_ranks(*states))
+    loaded = holdfast.load(save_on_ranks(*states))
     expected = {
         "d": {
             "a": floats(0),
@@ -153,31 +158,31 @@ def test_nested_containers_of_stages_merge_in_the_order_of_ranks():
         "o": OrderedDict(q=1, p=floats(3)),
         "n": None,
     }
-    assert_same(expected, back)
-    lives = [clone(s) for s in states]
-    for live in lives:
+    assert_same(expected, loaded)
+    live_states = [clone(s) for s in states]
+    for live in live_states:
         live["d"].get("b", {}).pop(4, None)
-    lives[2]["d"]["b"] = {4: None}
-    load_on_ranks(save_on_ranks(*states), *lives)
-    assert_same(list(states), lives)
+    live_states[2]["d"]["b"] = {4: None}
+    load_on_ranks(save_on_ranks(*states), *live_states)
+    assert_same(list(states), live_states)
 
 
-def test_lists_of_another_length_are_an_error():
+def test_lists_of_different_lengths_raise():
     e = save_error(PlanError, {"l": [1, floats(2)]}, {"l": [1]})
     assert e.leaves == ("l",)
 
 
-# -- what does not fit when it is loaded ---------------------------------------------------------
+# -- mismatches in a load --------------------------------------------------------------------------
 
 
-def two():
+def save_two_stages():
     return save_on_ranks(
         {"a": floats(1), "m": {"x": floats(2)}}, {"b": floats(3), "m": {"y": floats(4)}}
     )
 
 
-def lives(*extra):
-    """Two stages other than those that were saved, which expect all that there is."""
+def two_live_stages(*extra):
+    """Return two stages other than the saved ones, which together expect all saved leaves."""
     states = [
         {"a": floats(0), "m": {"y": floats(0)}},
         {"b": floats(0), "m": {"x": floats(0), "y": floats(0)}},
@@ -185,39 +190,39 @@ def lives(*extra):
     return [s | e for s, e in zip(states, extra, strict=True)] if extra else states
 
 
-def unchanged(store, kind, states, **options):
+def load_errors_without_changes(store, kind, states, **options):
     before = clone(states)
-    told = load_errors(store, kind, *states, **options)
+    errors = load_errors(store, kind, *states, **options)
     assert_same(before, states)
-    return told
+    return errors
 
 
-def test_what_one_stage_lacks_is_anothers():
-    states = lives()
-    load_on_ranks(two(), *states)
+def test_a_saved_leaf_is_expected_if_any_stage_has_it():
+    states = two_live_stages()
+    load_on_ranks(save_two_stages(), *states)
     assert_same([{"a": floats(1), "m": {"y": floats(4)}},
           {"b": floats(3), "m": {"x": floats(2), "y": floats(4)}}], states)  # fmt: skip
 
 
-def test_a_leaf_that_no_rank_expects_is_an_error_on_all():
-    states = lives()
+def test_a_leaf_that_no_rank_expects_raises_on_all_ranks():
+    states = two_live_stages()
     del states[1]["m"]["x"]
-    for e in unchanged(two(), UnexpectedLeaf, states):
+    for e in load_errors_without_changes(save_two_stages(), UnexpectedLeaf, states):
         assert e.unexpected == ("m/x",)
-    load_on_ranks(two(), *states, unexpected="ignore")
+    load_on_ranks(save_two_stages(), *states, unexpected="ignore")
     assert_same(floats(1), states[0]["a"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_leaf_that_is_missing_for_one_rank_is_an_error_on_all_that_names_it(rank):
+def test_a_leaf_that_is_missing_for_one_rank_raises_on_all_ranks(rank):
     extra = [{}, {}]
     extra[rank] = {"new": floats(7), "c": 8}
-    states = lives(*extra)
-    told = unchanged(two(), MissingLeaf, states)
-    for e in told:
+    states = two_live_stages(*extra)
+    errors = load_errors_without_changes(save_two_stages(), MissingLeaf, states)
+    for e in errors:
         assert e.missing == ("new", "c")
         assert f"does not fit the live state of rank {rank}; nothing was changed" in str(e)
-    load_on_ranks(two(), *states, missing="keep")
+    load_on_ranks(save_two_stages(), *states, missing="keep")
     assert_same(floats(7), states[rank]["new"])
     assert_same(floats(4), states[0]["m"]["y"])
 
@@ -232,7 +237,7 @@ def test_a_leaf_that_is_missing_for_one_rank_is_an_error_on_all_that_names_it(ra
         (Boxed(floats(1), (0,), (2,)), ShapeMismatch),
     ],
 )
-def test_a_leaf_that_does_not_fit_on_one_rank_is_an_error_on_all(rank, value, kind):
+def test_a_mismatched_leaf_on_one_rank_raises_on_all_ranks(rank, value, kind):
     store = save_on_ranks(*for_each_rank(2, lambda r: {"w": floats(1), "z": floats(2)}))
     states = for_each_rank(2, lambda r: {"w": floats(0), "z": floats(0)})
     states[rank]["w"] = value
@@ -243,22 +248,22 @@ def test_a_leaf_that_does_not_fit_on_one_rank_is_an_error_on_all(rank, value, ki
     assert_same(floats(0), states[1 - rank]["w"])
 
 
-def test_a_rank_whose_object_refuses_before_is_an_error_on_all_and_nothing_is_changed():
+def test_nothing_is_changed_if_an_object_of_one_rank_refuses_its_state():
     class Refusing:
         def state_dict(self):
             return {"n": 1}
 
         def load_state_dict(self, state):
-            raise AssertionError("it has refused")
+            raise AssertionError("it refused the state before")
 
         def check_state_dict(self, state):
-            if self.no:
+            if self.refuses:
                 raise PlanError("not with me")
 
     def state(r):
-        made = Refusing()
-        made.no = r == 2
-        return {"o": made, "w": floats(1)}
+        obj = Refusing()
+        obj.refuses = r == 2
+        return {"o": obj, "w": floats(1)}
 
     store = save_on_ranks(*for_each_rank(3, state))
     states = [s | {"w": floats(0)} for s in for_each_rank(3, state)]
@@ -268,7 +273,7 @@ def test_a_rank_whose_object_refuses_before_is_an_error_on_all_and_nothing_is_ch
         assert_same(floats(0), live["w"])
 
 
-def test_names_and_dtypes_are_changed_on_the_way():
+def test_rename_and_cast_with_different_layouts():
     whole = torch.arange(12, dtype=torch.float64).reshape(6, 2)
     store = save_on_ranks(
         *for_each_rank(
@@ -281,22 +286,24 @@ def test_names_and_dtypes_are_changed_on_the_way():
             "new": {"w": Boxed(torch.zeros(2, 2, dtype=torch.bfloat16), (2 * r, 0), (6, 2))}
         },
     )
-    unmoved = load_errors(store, DTypeMismatch, *states, rename={"old": "new"})
-    assert "new/w float64, live bfloat16" in str(unmoved[0])
+    errors = load_errors(store, DTypeMismatch, *states, rename={"old": "new"})
+    assert "new/w float64, live bfloat16" in str(errors[0])
     load_on_ranks(store, *states, rename={"old": "new"}, cast=True)
     for r, live in enumerate(states):
         assert torch.equal(live["new"]["w"].tensor, whole[2 * r : 2 * r + 2].bfloat16())
 
 
-def test_keys_choose_on_every_rank_what_it_has():
-    store, states = two(), lives()
+def test_keys_select_leaves_on_the_ranks_that_have_them():
+    store, states = save_two_stages(), two_live_stages()
     load_on_ranks(store, *states, keys="m/**")
     assert_same([{"a": floats(0), "m": {"y": floats(4)}},
           {"b": floats(0), "m": {"x": floats(2), "y": floats(4)}}], states)  # fmt: skip
-    load_on_ranks(store, *states, keys="a")  # one rank has nothing to do
+    load_on_ranks(store, *states, keys="a")  # one rank has nothing to load
     assert_same(floats(1), states[0]["a"])
-    unchanged(store, MissingLeaf, lives(), keys="nothing/**")
-    for e in unchanged(store, MissingLeaf, lives({}, {"q": floats(1)}), keys=["q", "a"]):
+    load_errors_without_changes(store, MissingLeaf, two_live_stages(), keys="nothing/**")
+    for e in load_errors_without_changes(
+        store, MissingLeaf, two_live_stages({}, {"q": floats(1)}), keys=["q", "a"]
+    ):
         assert "q" in str(e)
 
 
@@ -304,19 +311,20 @@ def test_keys_choose_on_every_rank_what_it_has():
 
 
 @pytest.mark.parametrize("reader", [0, 2])
-def test_damage_that_one_rank_reads_is_an_error_on_all_whose_live_states_are_not_valid(reader):
+def test_damage_that_one_rank_reads_raises_on_all_ranks(reader):
+    """The error says that the live states are not valid, because some ranks have changed theirs."""
     whole = torch.arange(4 * 40_000, dtype=torch.int32).reshape(4, -1)
 
     def part(r, empty=False):
-        own = whole[r : r + 1].clone()
-        return {"w": Boxed(own.zero_() if empty else own, (r, 0), tuple(whole.shape))}
+        rows = whole[r : r + 1].clone()
+        return {"w": Boxed(rows.zero_() if empty else rows, (r, 0), tuple(whole.shape))}
 
     store = save_on_ranks(*for_each_rank(4, part))
     name = next(
         s.name for s in holdfast.open(store).manifest.shards if f"0000{reader}-of" in s.name
     )
-    data, when = store._shared.objects[name]
-    store._shared.objects[name] = (data[:-1] + bytes([data[-1] ^ 1]), when)
+    data, modified = store._shared.objects[name]
+    store._shared.objects[name] = (data[:-1] + bytes([data[-1] ^ 1]), modified)
     states = for_each_rank(4, lambda r: part(r, empty=True))
     for rank, e in enumerate(load_errors(store, DigestMismatch, *states)):
         assert e.live_state == "not valid"
@@ -325,7 +333,7 @@ def test_damage_that_one_rank_reads_is_an_error_on_all_whose_live_states_are_not
         assert name in str(e)
         if rank != reader:
             assert e.rank == reader
-    assert not states[reader]["w"].tensor.any()  # nothing of a damaged chunk is copied
+    assert not states[reader]["w"].tensor.any()  # a damaged chunk is not copied
     states = for_each_rank(4, lambda r: part(r, empty=True))
     with pytest.raises(DigestMismatch):
         holdfast.load(store, into=states[reader], group="alone")
@@ -334,31 +342,33 @@ def test_damage_that_one_rank_reads_is_an_error_on_all_whose_live_states_are_not
     assert torch.equal(states[other]["w"].tensor, whole[other : other + 1])
 
 
-class Settling:
-    """An object that takes its state, or fails to once all have come so far."""
+class UserObject:
+    """An object whose ``load_state_dict`` waits for all ranks and then optionally fails."""
 
-    def __init__(self, fails, all_come):
-        self.fails, self.all_come = fails, all_come
+    def __init__(self, fails, all_arrived):
+        self.fails, self.all_arrived = fails, all_arrived
 
     def state_dict(self):
         return {"n": 1}
 
     def load_state_dict(self, state):
-        self.all_come.wait(20)
+        self.all_arrived.wait(20)
         if self.fails:
             raise ZeroDivisionError("in its own code")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_code_of_the_users_that_fails_on_one_rank_is_an_error_on_all(rank):
-    all_come = threading.Barrier(3)
+def test_a_user_object_that_fails_on_one_rank_raises_on_all_ranks(rank):
+    all_arrived = threading.Barrier(3)
     store = save_on_ranks(
-        *for_each_rank(3, lambda r: {"o": Settling(False, all_come), "w": floats(1)})
+        *for_each_rank(3, lambda r: {"o": UserObject(False, all_arrived), "w": floats(1)})
     )
     with FakeGroup(3) as group:
-        states = for_each_rank(3, lambda r: {"o": Settling(r == rank, all_come), "w": floats(0)})
-        told = group.outcomes(lambda r: holdfast.load(store, into=states[r]))
-        for r, e in enumerate(told):
+        states = for_each_rank(
+            3, lambda r: {"o": UserObject(r == rank, all_arrived), "w": floats(0)}
+        )
+        errors = group.outcomes(lambda r: holdfast.load(store, into=states[r]))
+        for r, e in enumerate(errors):
             if r == rank:
                 assert isinstance(e, ZeroDivisionError)
                 assert "is not valid" in e.__notes__[0]
@@ -366,6 +376,6 @@ def test_code_of_the_users_that_fails_on_one_rank_is_an_error_on_all(rank):
                 assert isinstance(e, RankFailed)
                 assert (e.rank, e.live_state) == (rank, "not valid")
                 assert "ZeroDivisionError: in its own code" in str(e)
-        states = for_each_rank(3, lambda r: {"o": Settling(False, all_come), "w": floats(0)})
+        states = for_each_rank(3, lambda r: {"o": UserObject(False, all_arrived), "w": floats(0)})
         group.run(lambda r: holdfast.load(store, into=states[r]))  # the next one works
         assert all(state["w"].item() == 1 for state in states)

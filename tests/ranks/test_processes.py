@@ -1,5 +1,8 @@
-"""Ranks that are processes, over gloo and a TCPStore: killed, stopped, with full disks, at every
-stage; and all of it under torchrun."""
+"""Ranks that are processes, over gloo and a TCPStore.
+
+At the stages of a save, they are killed or stopped, or their disks are full. One test runs them
+under torchrun.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 SILENT, STUCK = 2, 4
-BOUND = 3 * STUCK
-OF_RANK_0 = {"before it checks", "before the manifest", "in the manifest", "after the manifest"}
-COMMITTED = {"after the manifest"}
+TIME_LIMIT = 3 * STUCK
+RANK_0_STAGES = {"before the check", "before the manifest", "in the manifest", "after the manifest"}
+COMMITTED_STAGES = {"after the manifest"}
 
 
-class Harbour:
-    """Forks ranks."""
+class Processes:
+    """Starts ranks, by way of a process that forks them."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.ranks.processes"]
@@ -46,41 +49,44 @@ class Harbour:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def start(self, order: dict[str, Any]) -> int:
+    def start(self, spec: dict[str, Any]) -> int:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.write(json.dumps(spec) + "\n")
         self.process.stdin.flush()
         self.pids.append(int(self._line()))
         return self.pids[-1]
 
     def close(self) -> None:
         for pid in self.pids:
-            if alive(pid):
+            if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.stdin.close()  # type: ignore[union-attr]
         self.process.wait(20)
         self.process.stdout.close()  # type: ignore[union-attr]
 
 
-def alive(pid: int) -> bool:
-    """Whether it is still one of ours."""
+def is_alive(pid: int) -> bool:
+    """Return True if the process still exists and is one of the ranks."""
     with suppress(OSError):
         return b"tests.ranks.processes" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
 @pytest.fixture(scope="module")
-def harbour() -> Iterator[Harbour]:
-    made = Harbour()
-    yield made
-    made.close()
+def processes() -> Iterator[Processes]:
+    processes = Processes()
+    yield processes
+    processes.close()
 
 
 class Job:
-    """Ranks that are started again and again over one store, as torchrun does it."""
+    """Ranks that are started several times over one store, as by torchrun.
 
-    def __init__(self, harbour: Harbour, tmp_path: Path, size: int, agent: bool = True) -> None:
-        self.harbour = harbour
+    ``agent``: this process hosts the store, as torchrun does. Otherwise, rank 0 hosts it.
+    """
+
+    def __init__(self, processes: Processes, tmp_path: Path, size: int, agent: bool = True) -> None:
+        self.processes = processes
         self.folder = tmp_path
         self.root = tmp_path / "run"
         self.size = size
@@ -88,17 +94,19 @@ class Job:
         self.agent = agent
         self.store: Any = None
         if agent:
-            wait = timedelta(seconds=30)
-            self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)
+            timeout = timedelta(seconds=30)
+            self.store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
 
-    def start(self, calls: list[tuple[str, int]], **more: Any) -> Attempt:
-        """``more``: the ``victim``, the ``stage`` and the ``act`` that happens to it."""
+    def start(self, calls: list[tuple[str, int]], **options: Any) -> JobStart:
+        """Start all ranks. ``options``: those of ``JobStart``, such as the fault."""
         self.restart += 1
         port = free_port() if self.store is None else self.store.port
-        return Attempt(self, port, calls, **more)
+        return JobStart(self, port, calls, **options)
 
 
-class Attempt:
+class JobStart:
+    """One start of a job, with ``fault`` at one ``stage`` of the rank ``victim``."""
+
     def __init__(
         self,
         job: Job,
@@ -106,172 +114,177 @@ class Attempt:
         calls: list[tuple[str, int]],
         victim: int = -1,
         stage: str = "",
-        act: str = "",
+        fault: str = "",
         silent: float = SILENT,
     ) -> None:
         self.job = job
         self.victim = victim
         self.reports = [job.folder / f"{job.restart}-{r}.jsonl" for r in range(job.size)]
-        order = {
+        spec = {
             "size": job.size,
             "port": port,
             "host": not job.agent,
             "restart": job.restart,
             "root": str(job.root),
             "calls": calls,
-            "leave": not act,
+            "destroy_group": not fault,
             "env": {"HOLDFAST_SILENT": str(silent), "HOLDFAST_STUCK": str(STUCK)},
         }
         self.pids = [
-            job.harbour.start(
+            job.processes.start(
                 {
-                    **order,
+                    **spec,
                     "rank": rank,
                     "report": str(self.reports[rank]),
                     "stage": stage,
-                    "act": act if rank == victim else "",
+                    "fault": fault if rank == victim else "",
                 }
             )
             for rank in range(job.size)
         ]
 
-    def told(self, rank: int) -> list[dict[str, Any]]:
+    def read_reports(self, rank: int) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):
             return [json.loads(line) for line in self.reports[rank].read_text().splitlines()]
         return []
 
     def wait(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
-        """What ranks have said of their last call, once they have ended."""
+        """Wait until the ranks have ended. Return the report of each rank on its last call."""
         ranks = list(range(self.job.size)) if ranks is None else ranks
         end = time.monotonic() + 60
-        while any(alive(self.pids[r]) for r in ranks):
-            assert time.monotonic() < end, [self.told(r) for r in ranks]
+        while any(is_alive(self.pids[r]) for r in ranks):
+            assert time.monotonic() < end, [self.read_reports(r) for r in ranks]
             time.sleep(0.02)
         for rank in ranks:
-            assert any(t.get("ended") for t in self.told(rank)), (rank, self.told(rank))
-        return [self.told(r)[-2] for r in ranks]
+            reports = self.read_reports(rank)
+            assert any(report.get("ended") for report in reports), (rank, reports)
+        return [self.read_reports(r)[-2] for r in ranks]
 
 
 def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
 
 
 def check_survivors(
-    attempt: Attempt, outcomes: list[dict[str, Any]], stage: str, lost: Any
+    start: JobStart, outcomes: list[dict[str, Any]], stage: str, failed_rank: Any
 ) -> None:
-    happened = [t["at"] for t in attempt.told(attempt.victim) if "happened" in t]
-    assert len(happened) == 1
+    """Check that the other ranks commit, or raise within the time limit and name the victim."""
+    injected_at = [r["at"] for r in start.read_reports(start.victim) if "injected" in r]
+    assert len(injected_at) == 1
     for outcome in outcomes:
-        assert outcome["at"] - happened[0] < BOUND
-        if stage in COMMITTED:
+        assert outcome["at"] - injected_at[0] < TIME_LIMIT
+        if stage in COMMITTED_STAGES:
             assert "digest" in outcome, outcome
             continue
         assert outcome["error"] == "RankFailed", outcome
-        assert outcome["rank"] == lost, outcome
-        assert outcome["unsure"] == (stage in ("before the manifest", "in the manifest")), outcome
+        assert outcome["rank"] == failed_rank, outcome
+        uncertain = stage in ("before the manifest", "in the manifest")
+        assert outcome["uncertain"] == uncertain, outcome
 
 
-def starts_again(job: Job, stage: str) -> None:
-    """Promises 1 to 8 of what was left, and of the versions that follow."""
-    step = 2 if stage in COMMITTED else 1
+def check_restart(job: Job, stage: str) -> None:
+    """Check that the job starts again, saves, and loads, and that all versions are intact."""
+    step = 2 if stage in COMMITTED_STAGES else 1
     store = LocalStore(job.root)
-    there = [s.key for s in store.list("") if s.key.endswith("manifest.json")]
-    assert there == ["version_1/manifest.json"][: step - 1]
-    again = job.start([("save", step), ("save_async", step + 1), ("load", step + 1)])
-    again.wait()
+    manifests = [s.key for s in store.list("") if s.key.endswith("manifest.json")]
+    assert manifests == ["version_1/manifest.json"][: step - 1]
+    restart = job.start([("save", step), ("save_async", step + 1), ("load", step + 1)])
+    restart.wait()
     for rank in range(job.size):
-        told = again.told(rank)
-        assert not [t for t in told if "error" in t], told
+        reports = restart.read_reports(rank)
+        assert not [report for report in reports if "error" in report], reports
     assert_versions_intact(store, list(range(1, step + 2)))
 
 
-def outcome_of(stage: str) -> str:
-    """A rank that is about to let go has said all that the others wait for."""
-    return "after the manifest" if stage == "before it lets go" else stage
+def equivalent_stage(stage: str) -> str:
+    """Return the stage with the same outcome.
+
+    Before its release, a rank has sent everything that the other ranks wait for.
+    """
+    return "after the manifest" if stage == "before the release" else stage
 
 
-PLACES = [(0, s) for s in STAGES] + [(2, s) for s in STAGES if s not in OF_RANK_0]
-KILLED = [(*place, ("save", "save_async")[n % 2]) for n, place in enumerate(PLACES)]
+VICTIM_STAGES = [(0, s) for s in STAGES] + [(2, s) for s in STAGES if s not in RANK_0_STAGES]
+KILLED = [(*pair, ("save", "save_async")[n % 2]) for n, pair in enumerate(VICTIM_STAGES)]
 STOPPED = [
-    (0, "told who writes what", "save_async"),
+    (0, "after the partition", "save_async"),
     (0, "before the manifest", "save"),
-    (2, "in its shard", "save"),
-    (2, "before its receipt", "save_async"),
+    (2, "in the shard", "save"),
+    (2, "before the receipt", "save_async"),
 ]
 
 
-@pytest.mark.parametrize(("victim", "stage", "what"), KILLED)
-def test_a_rank_is_killed(
-    harbour: Harbour, tmp_path: Path, victim: int, stage: str, what: str
+@pytest.mark.parametrize(("victim", "stage", "operation"), KILLED)
+def test_the_other_ranks_raise_or_commit_when_a_rank_is_killed(
+    processes: Processes, tmp_path: Path, victim: int, stage: str, operation: str
 ) -> None:
-    job = Job(harbour, tmp_path, 3)
-    attempt = job.start([(what, 1)], victim=victim, stage=stage, act="kill")
-    rest = [r for r in range(3) if r != victim]
-    check_survivors(attempt, attempt.wait(rest), outcome_of(stage), victim)
-    starts_again(job, outcome_of(stage))
+    job = Job(processes, tmp_path, 3)
+    start = job.start([(operation, 1)], victim=victim, stage=stage, fault="kill")
+    others = [r for r in range(3) if r != victim]
+    check_survivors(start, start.wait(others), equivalent_stage(stage), victim)
+    check_restart(job, equivalent_stage(stage))
 
 
-@pytest.mark.parametrize(("victim", "stage", "what"), STOPPED)
-def test_a_rank_is_stopped_and_wakes_when_the_job_has_started_again(
-    harbour: Harbour, tmp_path: Path, victim: int, stage: str, what: str
+@pytest.mark.parametrize(("victim", "stage", "operation"), STOPPED)
+def test_a_stopped_rank_that_continues_after_a_restart_does_no_harm(
+    processes: Processes, tmp_path: Path, victim: int, stage: str, operation: str
 ) -> None:
-    job = Job(harbour, tmp_path, 3)
-    attempt = job.start([(what, 1)], victim=victim, stage=stage, act="stop")
-    rest = [r for r in range(3) if r != victim]
-    check_survivors(attempt, attempt.wait(rest), stage, victim)
-    starts_again(job, stage)
-    os.kill(attempt.pids[victim], signal.SIGCONT)
-    [woken] = attempt.wait([victim])
-    assert woken["error"] in ("RankFailed", "CommitError"), woken
+    job = Job(processes, tmp_path, 3)
+    start = job.start([(operation, 1)], victim=victim, stage=stage, fault="stop")
+    others = [r for r in range(3) if r != victim]
+    check_survivors(start, start.wait(others), stage, victim)
+    check_restart(job, stage)
+    os.kill(start.pids[victim], signal.SIGCONT)
+    [outcome] = start.wait([victim])
+    assert outcome["error"] in ("RankFailed", "CommitError"), outcome
     assert_versions_intact(LocalStore(job.root), [1, 2])
 
 
-@pytest.mark.parametrize("what", ["save", "save_async"])
-@pytest.mark.parametrize(("victim", "stage"), [(0, "in its shard"), (2, "before its index")])
-def test_the_disk_of_a_rank_is_full(
-    harbour: Harbour, tmp_path: Path, victim: int, stage: str, what: str
+@pytest.mark.parametrize("operation", ["save", "save_async"])
+@pytest.mark.parametrize(("victim", "stage"), [(0, "in the shard"), (2, "before the index")])
+def test_all_ranks_raise_when_a_disk_is_full_and_save_again(
+    processes: Processes, tmp_path: Path, victim: int, stage: str, operation: str
 ) -> None:
-    """The ranks live on, and save again."""
-    job = Job(harbour, tmp_path, 3)
-    calls = [(what, 1), (what, 1), ("load", 1)]
-    attempt = job.start(calls, victim=victim, stage=stage, act="full")
-    attempt.wait()
+    job = Job(processes, tmp_path, 3)
+    calls = [(operation, 1), (operation, 1), ("load", 1)]
+    start = job.start(calls, victim=victim, stage=stage, fault="full")
+    start.wait()
     for rank in range(3):
-        failed, saved, loaded, _ = [t for t in attempt.told(rank) if "happened" not in t]
+        failed, saved, loaded, _ = [r for r in start.read_reports(rank) if "injected" not in r]
         if rank == victim:
             assert failed["error"] in ("NoSpace", "OSError")
         else:
             assert (failed["error"], failed["rank"]) == ("RankFailed", victim)
             assert "No space left" in failed["text"]
-        assert not failed["unsure"]
+        assert not failed["uncertain"]
         assert "digest" in saved
         assert "error" not in loaded
     assert_versions_intact(LocalStore(job.root), [1])
 
 
-def test_a_rank_that_holds_its_interpreter_for_long_is_not_given_up(
-    harbour: Harbour, tmp_path: Path
+def test_a_rank_that_holds_the_gil_for_seconds_does_not_fail(
+    processes: Processes, tmp_path: Path
 ) -> None:
-    """3 seconds in a call to C: no pulse, no answer, and nothing wrong."""
-    job = Job(harbour, tmp_path, 3)
-    attempt = job.start(
-        [("save", 1), ("load", 1)], victim=1, stage="before its shard", act="hold_gil", silent=5
+    """A call to C holds the GIL for 3 seconds, so the rank sends no heartbeats."""
+    job = Job(processes, tmp_path, 3)
+    start = job.start(
+        [("save", 1), ("load", 1)], victim=1, stage="before the shard", fault="hold_gil", silent=5
     )
-    attempt.wait()
-    assert not [t for r in range(3) for t in attempt.told(r) if "error" in t]
+    start.wait()
+    assert not [report for r in range(3) for report in start.read_reports(r) if "error" in report]
     assert_versions_intact(LocalStore(job.root), [1])
 
 
-@pytest.mark.parametrize("stage", ["told who writes what", "before the manifest"])
-def test_the_rank_that_hosts_the_store_is_killed(
-    harbour: Harbour, tmp_path: Path, stage: str
+@pytest.mark.parametrize("stage", ["after the partition", "before the manifest"])
+def test_the_other_ranks_raise_when_the_rank_that_hosts_the_store_is_killed(
+    processes: Processes, tmp_path: Path, stage: str
 ) -> None:
-    job = Job(harbour, tmp_path, 3, agent=False)
-    attempt = job.start([("save", 1)], victim=0, stage=stage, act="kill")
-    check_survivors(attempt, attempt.wait([1, 2]), stage, None)
-    starts_again(job, stage)
+    job = Job(processes, tmp_path, 3, agent=False)
+    start = job.start([("save", 1)], victim=0, stage=stage, fault="kill")
+    check_survivors(start, start.wait([1, 2]), stage, None)
+    check_restart(job, stage)
 
 
 TRAINING = """
@@ -284,16 +297,16 @@ from tests.ranks.faults import state_of
 from tests.trainings import train_step
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-order = {"host": False, "port": int(os.environ["MASTER_PORT"])}
-join_process_group({**order, "restart": os.environ["TORCHELASTIC_RESTART_COUNT"]}, rank, size)
-first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-real = save.write_local_shard
+spec = {"host": False, "port": int(os.environ["MASTER_PORT"])}
+join_process_group({**spec, "restart": os.environ["TORCHELASTIC_RESTART_COUNT"]}, rank, size)
+first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+original = save.write_local_shard
 def write_local_shard(job, base):
-    made = real(job, base)
-    if first and rank == 2 and job.location.folder == "version_4":
+    receipt = original(job, base)
+    if first_start and rank == 2 and job.location.folder == "version_4":
         print("killed", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    return made
+    return receipt
 save.write_local_shard = write_local_shard
 whole = {**state_of(0, 1, 0)}
 whole["weights"] = whole["weights"].tensor
@@ -315,15 +328,18 @@ dist.destroy_process_group()
 """
 
 
-def test_torchrun_starts_the_ranks_again(tmp_path: Path) -> None:
-    """One of four is killed in its fourth save; what torchrun starts then finds the notes of the
-    first start on the same board, goes on from version 3, and saves on."""
+def test_training_continues_after_torchrun_restarts_the_ranks(tmp_path: Path) -> None:
+    """One of four ranks is killed in its fourth save.
+
+    The ranks that torchrun starts then find the keys of the first start in the same store. They
+    resume from version 3 and continue to save.
+    """
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     command += ["--master-port", str(free_port()), "--max-restarts", "3", "--monitor-interval", "1"]
     settings = {"HOLDFAST_SILENT": "20", "HOLDFAST_STUCK": "40", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, str(script), str(tmp_path / "run")],
         cwd=REPOSITORY,
         env={**os.environ, **settings, "PYTHONPATH": str(REPOSITORY)},
@@ -332,9 +348,9 @@ def test_torchrun_starts_the_ranks_again(tmp_path: Path) -> None:
         check=False,
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
-    assert done.stdout.count("killed") == 1
+    assert completed.returncode == 0, completed.stdout + completed.stderr[-8000:]
+    assert completed.stdout.count("killed") == 1
     for rank in range(4):
-        assert f"rank {rank} resumed at 0" in done.stdout
-        assert f"rank {rank} resumed at 3" in done.stdout, done.stdout
+        assert f"rank {rank} resumed at 0" in completed.stdout
+        assert f"rank {rank} resumed at 3" in completed.stdout, completed.stdout
     assert_versions_intact(LocalStore(tmp_path / "run"), [1, 2, 3, 4, 5, 6])

@@ -1,4 +1,4 @@
-"""What several ranks hold: equal to the last bit it is stored once, else an error names it."""
+"""Values that several ranks have: bitwise equal ones are stored once, different ones raise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bits(*words):
 
 
 def flipped(tensor, byte=-1):
-    """The tensor with one bit another."""
+    """Return a copy of the tensor with one bit flipped."""
     other = tensor.clone(memory_format=torch.contiguous_format)
     other.view(-1).view(torch.uint8)[byte] ^= 1
     return other
@@ -45,16 +45,16 @@ def flipped(tensor, byte=-1):
     st.lists(st.integers(1, 9), max_size=3).map(tuple),
     st.data(),
 )
-def test_one_bit_on_one_rank_is_an_error_on_all_that_names_it(size, dtype, shape, data):
+def test_a_flipped_bit_on_one_rank_raises_on_all_ranks(size, dtype, shape, data):
     whole = random_tensor(dtype, shape, 1)
-    torn = data.draw(st.integers(0, size - 1))
+    different_rank = data.draw(st.integers(0, size - 1))
     byte = data.draw(st.integers(0, whole.nbytes - 1))
     states = for_each_rank(size, lambda r: {"other": floats(1), "m": {"w": whole.clone()}})
-    states[torn]["m"]["w"] = flipped(whole, byte)
+    states[different_rank]["m"]["w"] = flipped(whole, byte)
     e = save_error(PlanError, *states)
     assert e.leaves == ("m/w",)
-    others = [r for r in range(size) if r != torn]
-    assert f"rank {torn}" in str(e)
+    others = [r for r in range(size) if r != different_rank]
+    assert f"rank {different_rank}" in str(e)
     if size > 2:
         assert f"ranks {', '.join(map(str, others))}" in str(e)
     assert "other" not in e.found.replace("other than", "")
@@ -82,7 +82,7 @@ def test_one_bit_on_one_rank_is_an_error_on_all_that_names_it(size, dtype, shape
     ],
     ids=lambda v: str(v)[:30],
 )
-def test_what_differs_by_a_bit(one, other):
+def test_values_that_differ_in_one_bit_raise(one, other):
     e = save_error(PlanError, {"a": {"b": one}}, {"a": {"b": one}}, {"a": {"b": other}})
     assert e.leaves[0].startswith("a/b")
     assert "ranks 0, 1" in str(e)
@@ -104,24 +104,24 @@ def test_what_differs_by_a_bit(one, other):
     ],
     ids=lambda v: str(v)[:30],
 )
-def test_what_is_the_same_is_written_once(value):
+def test_equal_values_are_written_once(value):
     store = save_on_ranks(*for_each_rank(3, lambda r: {"a": clone(value), "b": [clone(value)]}))
     assert_same({"a": value, "b": [value]}, holdfast.load(store))
 
 
 def test_strides_are_not_compared():
     whole = torch.arange(70_000.0).reshape(700, 100)
-    turned = whole.t().contiguous().t()
-    apart = torch.zeros(700, 200)[:, ::2].copy_(whole)
+    column_major = whole.t().contiguous().t()
+    spaced = torch.zeros(700, 200)[:, ::2].copy_(whole)
     assert torch.equal(
-        holdfast.load(save_on_ranks(*[{"w": w} for w in (whole, turned, apart)]))["w"], whole
+        holdfast.load(save_on_ranks(*[{"w": w} for w in (whole, column_major, spaced)]))["w"], whole
     )
-    e = save_error(PlanError, {"w": whole}, {"w": whole + 1}, {"w": flipped(turned)})
+    e = save_error(PlanError, {"w": whole}, {"w": whole + 1}, {"w": flipped(column_major)})
     assert "w (different on every rank)" in str(e)
 
 
-def test_only_ranks_that_have_a_tensor_are_compared():
-    """Stages: what some lack does not hide what others have differently."""
+def test_a_tensor_is_compared_only_between_ranks_that_have_it():
+    """The ranks are stages: the ranks without a tensor do not hide a difference between others."""
     same_on_two = floats(1, 2)
     states = [{}, {"a": same_on_two}, {"a": same_on_two.clone(), "b": floats(3)}, {"b": floats(4)}]
     e = save_error(PlanError, *states)
@@ -130,7 +130,7 @@ def test_only_ranks_that_have_a_tensor_are_compared():
     assert "b (rank 2 vs. rank 3)" in str(e)
 
 
-def test_all_that_differ_are_named_up_to_a_number():
+def test_the_error_names_a_limited_number_of_different_tensors():
     states = for_each_rank(3, lambda r: {f"k{i:02}": floats(r * (i % 2)) for i in range(90)})
     e = save_error(PlanError, *states)
     assert len(e.leaves) == 45
@@ -152,7 +152,7 @@ def test_all_that_differ_are_named_up_to_a_number():
     ],
     ids=lambda v: str(v)[:30],
 )
-def test_tensors_that_do_not_fit(kind, one, other):
+def test_mismatched_tensors_raise(kind, one, other):
     with pytest.raises(PlanError) as e:
         save_on_ranks({"a": one}, {"a": other})
     assert isinstance(e.value, kind)
@@ -162,12 +162,12 @@ def test_tensors_that_do_not_fit(kind, one, other):
         assert "on rank 1" in str(e.value)
 
 
-def test_boxes_that_are_equal_are_stored_once_and_unseen():
+def test_equal_boxes_are_stored_once_without_a_comparison():
     states = for_each_rank(4, lambda r: {"w": Boxed(floats(r % 2, r)[None], (r % 2, 0), (2, 2))})
-    back = holdfast.load(save_on_ranks(*states))["w"]
-    assert back[:, 0].tolist() == [0, 1]
-    assert back[0, 1] in (0, 2)
-    assert back[1, 1] in (1, 3)
+    loaded = holdfast.load(save_on_ranks(*states))["w"]
+    assert loaded[:, 0].tolist() == [0, 1]
+    assert loaded[0, 1] in (0, 2)
+    assert loaded[1, 1] in (1, 3)
 
 
 # -- plain values --------------------------------------------------------------------------------
@@ -209,13 +209,13 @@ def test_boxes_that_are_equal_are_stored_once_and_unseen():
     ],
     ids=lambda v: str(v)[:30],
 )
-def test_a_value_that_differs_is_named_with_both_sides(one, other, words):
+def test_the_error_shows_all_variants_of_a_different_value(one, other, words):
     e = save_error(PlanError, *[{"a": {"b": clone(v)}, "c": 1} for v in (one, one, other)])
     assert f"a/b: {words}" in str(e)
     assert e.leaves == ("a/b",)
 
 
-def test_all_values_that_differ_are_named_at_once():
+def test_one_error_names_all_different_values():
     states = for_each_rank(
         4, lambda r: {"a": r, "b": [0, {"c": r // 2}], "d": (1, r % 2 == 3), "e": 5}
     )
@@ -243,31 +243,31 @@ def test_equal_values_of_any_kind_are_stored_once(state, size):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(plain, min_size=2, max_size=3))
-def test_values_are_one_or_an_error_never_a_mixture(values):
-    """Also dicts with other names on other ranks: what comes back has each rank's own values."""
-    with_error = None
+def test_different_values_merge_completely_or_raise(values):
+    """Dicts may have different names on different ranks. Then the loaded dict has all of them."""
+    error = None
     try:
-        back = holdfast.load(save_on_ranks(*[{"x": clone(v)} for v in values]))["x"]
+        loaded = holdfast.load(save_on_ranks(*[{"x": clone(v)} for v in values]))["x"]
     except PlanError as e:
-        with_error = e
-    if with_error is None:
+        error = e
+    if error is None:
         for v in values:
-            contained(v, back)
+            assert_contained(v, loaded)
     elif not any(isinstance(v, dict | list | tuple) for v in values):
         assert len({repr(v) for v in values}) > 1
 
 
-def contained(part, whole):
-    """Every value of a rank is in the whole, under its own name."""
+def assert_contained(part, whole):
+    """Check that every value of a rank is in the merged value under its name."""
     assert type(part) is type(whole)
     if isinstance(part, dict):
         for name, value in part.items():
             (found,) = (k for k in whole if (type(k), k) == (type(name), name))
-            contained(value, whole[found])
+            assert_contained(value, whole[found])
     elif isinstance(part, list | tuple):
         assert len(part) == len(whole)
         for a, b in zip(part, whole, strict=True):
-            contained(a, b)
+            assert_contained(a, b)
     else:
         assert_same(part, whole)
 
@@ -275,16 +275,16 @@ def contained(part, whole):
 # -- names that are equal as text ----------------------------------------------------------------
 
 
-def test_names_that_are_equal_as_text_stand_in_one_order_on_all_ranks():
-    """Their keys come from their places: else a part of one would be taken for the other's."""
-    spread = [
+def test_names_that_are_equal_as_text_must_have_the_same_order_on_all_ranks():
+    """Their keys depend on their order, so one name would get the other's boxes."""
+    states = [
         {"d": {1: Boxed(floats(1), (0,), (2,)), "1": Boxed(floats(10), (0,), (2,))}},
         {"d": {"1": Boxed(floats(20), (1,), (2,)), 1: Boxed(floats(2), (1,), (2,))}},
     ]
-    assert "d: items [[1," in str(save_error(PlanError, *spread))
-    spread[1]["d"] = dict(reversed(spread[1]["d"].items()))
+    assert "d: items [[1," in str(save_error(PlanError, *states))
+    states[1]["d"] = dict(reversed(states[1]["d"].items()))
     assert_same(
-        {"d": {1: floats(1, 2), "1": floats(10, 20)}}, holdfast.load(save_on_ranks(*spread))
+        {"d": {1: floats(1, 2), "1": floats(10, 20)}}, holdfast.load(save_on_ranks(*states))
     )
     e = save_error(PlanError, {"d": {1: floats(1), "x": 0}}, {"d": {"1": floats(1), 2: 0}})
     assert e.leaves == ("d",)
@@ -297,31 +297,31 @@ def tied(value, *names):
     return dict.fromkeys(names, value)
 
 
-def test_tensors_are_tied_on_all_ranks_or_on_none():
+def test_tensors_tied_on_some_ranks_only_raise():
     x = floats(5, 6)
     store = save_on_ranks(*for_each_rank(2, lambda r: tied(x.clone(), "a", "b")))
-    back = holdfast.load(store)
-    assert back["a"] is back["b"]
+    loaded = holdfast.load(store)
+    assert loaded["a"] is loaded["b"]
     e = save_error(PlanError, tied(x, "a", "b"), {"a": x.clone(), "b": x.clone()})
     assert 'b: tied "a" on rank 0, tensor ["float32",[2]] on rank 1' in str(e)
     e = save_error(PlanError, {"b": x.clone()}, tied(x, "a", "b"))
     assert 'b: tensor ["float32",[2]] on rank 0, tied "a" on rank 1' in str(e)
 
 
-def test_a_stage_may_tie_what_others_have_once():
+def test_a_stage_may_tie_tensors_that_others_have_once():
     x = floats(5, 6)
-    back = holdfast.load(save_on_ranks({"a": x.clone()}, tied(x, "a", "b"), {"c": 1}))
-    assert back["a"] is back["b"]
+    loaded = holdfast.load(save_on_ranks({"a": x.clone()}, tied(x, "a", "b"), {"c": 1}))
+    assert loaded["a"] is loaded["b"]
     part = [Boxed(floats(r), (r,), (2,)) for r in range(2)]
-    back = holdfast.load(save_on_ranks(tied(part[0], "a", "b"), tied(part[1], "a", "b")))
-    assert back["a"] is back["b"]
-    assert back["a"].tolist() == [0, 1]
+    loaded = holdfast.load(save_on_ranks(tied(part[0], "a", "b"), tied(part[1], "a", "b")))
+    assert loaded["a"] is loaded["b"]
+    assert loaded["a"].tolist() == [0, 1]
 
 
 # -- Replicated ----------------------------------------------------------------------------------
 
 
-def test_of_a_replicated_value_the_first_rank_counts():
+def test_a_replicated_value_is_saved_from_rank_0():
     states = for_each_rank(
         3,
         lambda r: {
@@ -339,11 +339,11 @@ def test_of_a_replicated_value_the_first_rank_counts():
         assert_same(np.zeros(3, int), state["b"].value)
 
 
-def test_of_a_replicated_value_the_first_rank_that_has_it_counts():
+def test_a_replicated_value_is_saved_from_the_first_rank_that_has_it():
     store = save_on_ranks({"x": 1}, *for_each_rank(2, lambda r: {"a": Replicated([r, floats(r)])}))
     assert_same({"x": 1, "a": [0, floats(0)]}, holdfast.load(store))
 
 
-def test_replicated_tensors_have_one_shape():
-    make = partial(map, lambda n: {"a": Replicated(torch.zeros(n))})
-    assert "a: float32 [1] on rank 0" in str(save_error(ShapeMismatch, *make([1, 2])))
+def test_replicated_tensors_of_different_shapes_raise():
+    make_states = partial(map, lambda n: {"a": Replicated(torch.zeros(n))})
+    assert "a: float32 [1] on rank 0" in str(save_error(ShapeMismatch, *make_states([1, 2])))

@@ -1,4 +1,4 @@
-"""A job that is started again over the same store reads nothing that its first start has left."""
+"""A job that starts again over the same store reads nothing that an earlier start wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOON = Timeouts(silent=1.5, stuck=8.0)
 
 
 class Prefixed:
-    """A store with a prefix before all keys, as ``PrefixStore``."""
+    """A store that adds a prefix to all keys, like ``PrefixStore``."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -36,39 +36,41 @@ class Prefixed:
         return do
 
 
-class Start:
-    """The boards of all ranks of one start."""
+class Clients:
+    """The key-value clients that a test opens. The fixture closes them."""
 
     def __init__(self) -> None:
-        self.made: list[KVClient] = []
+        self.opened: list[KVClient] = []
 
-    def board(self, store: Any, rank: int, size: int, patience: Timeouts = SOON) -> KVClient:
-        within: Any = partial(Prefixed, store)
-        self.made.append(SessionKVClient(store, rank, size, patience, within))
-        return self.made[-1]
+    def connect(self, store: Any, rank: int, size: int, timeouts: Timeouts = SOON) -> KVClient:
+        make_session_store: Any = partial(Prefixed, store)
+        self.opened.append(SessionKVClient(store, rank, size, timeouts, make_session_store))
+        return self.opened[-1]
 
-    def group(self, store: KeyValueStore, size: int) -> list[StoreGroup]:
-        return [StoreGroup(self.board(StoreView(store), r, size), size) for r in range(size)]  # type: ignore[arg-type]
+    def start_job(self, store: KeyValueStore, size: int) -> list[StoreGroup]:
+        """Return the groups of the ranks of a job that starts now."""
+        return [StoreGroup(self.connect(StoreView(store), r, size), size) for r in range(size)]  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    made = Start()
-    yield made
-    for board in made.made:
-        board.close()
+def clients() -> Iterator[Clients]:
+    clients = Clients()
+    yield clients
+    for kv in clients.opened:
+        kv.close()
 
 
-def act(ranks: list[StoreGroup], work: Any) -> list[Any]:
-    outcomes: list[Any] = [None] * ranks[-1].size
+def run_on_ranks(groups: list[StoreGroup], work: Any) -> list[Any]:
+    """Run ``work(group)`` in one thread per group. Return the results or exceptions by rank."""
+    outcomes: list[Any] = [None] * groups[-1].size
 
-    def run(ranks: StoreGroup) -> None:
+    def run(group: StoreGroup) -> None:
         try:
-            outcomes[ranks.rank] = work(ranks)
+            outcomes[group.rank] = work(group)
         except Exception as e:
-            outcomes[ranks.rank] = e
+            outcomes[group.rank] = e
 
-    threads = [threading.Thread(target=run, args=(r,)) for r in ranks]
+    threads = [threading.Thread(target=run, args=(group,)) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -76,78 +78,88 @@ def act(ranks: list[StoreGroup], work: Any) -> list[Any]:
     return outcomes
 
 
-def meets(ranks: StoreGroup, word: str, falls: int = -1) -> Any:
-    meeting = ranks.collective("the save of version_1")
+def gather_words(group: StoreGroup, word: str, failing_rank: int = -1) -> Any:
+    """Gather a word from each rank. Return the words of all ranks, on all ranks."""
+    collective = group.collective("the save of version_1")
     try:
-        with meeting:
-            told = meeting.gather(f"{word}{ranks.rank}", str)
-            if ranks.rank == falls:
+        with collective:
+            words = collective.gather(f"{word}{group.rank}", str)
+            if group.rank == failing_rank:
                 raise KeyError("on the way")
-            return meeting.broadcast(None if told is None else told, list[str])
+            return collective.broadcast(words, list[str])
     finally:
-        meeting.close()
+        collective.close()
 
 
 @pytest.mark.parametrize("size", [2, 3, 9])
-def test_what_a_first_start_has_left_is_not_read(start: Start, size: int) -> None:
+def test_a_job_does_not_read_the_values_of_earlier_starts(clients: Clients, size: int) -> None:
+    """The processes of the earlier starts stay alive and send heartbeats."""
     store = FakeStore()
     for n, word in enumerate(["a", "b", "c"]):
-        ranks = start.group(store, size)
-        everybody = [f"{word}{r}" for r in range(size)]
-        assert act(ranks, lambda r, word=word: meets(r, word)) == [everybody] * size
-        failed = act(ranks, lambda r, word=word, n=n: meets(r, word, falls=n % size))
+        groups = clients.start_job(store, size)
+        all_words = [f"{word}{r}" for r in range(size)]
+        assert (
+            run_on_ranks(groups, lambda g, word=word: gather_words(g, word)) == [all_words] * size
+        )
+        failed = run_on_ranks(
+            groups, lambda g, word=word, n=n: gather_words(g, word, failing_rank=n % size)
+        )
         assert all(isinstance(e, KeyError | RankFailed) for e in failed)
-        # and its processes live on, and leave pulses
-    pulses = [key for key in store.values if "pulse/" in key]
-    assert len(pulses) == 3 * size
+    heartbeats = [key for key in store.values if "pulse/" in key]
+    assert len(heartbeats) == 3 * size
 
 
-def test_ranks_left_over_from_the_first_start_go_on_meeting_each_other(start: Start) -> None:
+def test_ranks_of_an_earlier_start_can_still_run_collectives(clients: Clients) -> None:
     store = FakeStore()
-    old, new = start.group(store, 3), []
-    assert act(old, lambda r: meets(r, "a"))[0] == ["a0", "a1", "a2"]
-    new = start.group(store, 3)
-    made = act([*old], lambda r: meets(r, "b"))
-    assert act(new, lambda r: meets(r, "c")) == [["c0", "c1", "c2"]] * 3
-    assert made == [["b0", "b1", "b2"]] * 3
+    old = clients.start_job(store, 3)
+    assert run_on_ranks(old, lambda g: gather_words(g, "a"))[0] == ["a0", "a1", "a2"]
+    new = clients.start_job(store, 3)
+    old_words = run_on_ranks(old, lambda g: gather_words(g, "b"))
+    assert run_on_ranks(new, lambda g: gather_words(g, "c")) == [["c0", "c1", "c2"]] * 3
+    assert old_words == [["b0", "b1", "b2"]] * 3
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_may_come_much_later(start: Start, late: int) -> None:
-    """Longer than without a pulse: nothing can tell yet that it lives."""
-    ranks = start.group(FakeStore(), 3)
+def test_a_rank_may_start_much_later(clients: Clients, late: int) -> None:
+    """The delay exceeds ``silent``, which does not apply before the first heartbeat of a rank."""
+    groups = clients.start_job(FakeStore(), 3)
 
-    def work(r: StoreGroup) -> Any:
-        if r.rank == late:
+    def work(group: StoreGroup) -> Any:
+        if group.rank == late:
             time.sleep(SOON.silent * 1.2)
-        return meets(r, "a")
+        return gather_words(group, "a")
 
-    assert act(ranks, work) == [["a0", "a1", "a2"]] * 3
+    assert run_on_ranks(groups, work) == [["a0", "a1", "a2"]] * 3
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-def test_a_rank_that_never_comes_is_named(start: Start, lost: int) -> None:
-    ranks = start.group(FakeStore(), 3)
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_never_starts_is_named(clients: Clients, missing: int) -> None:
+    groups = clients.start_job(FakeStore(), 3)
     began = time.monotonic()
-    outcomes = act([r for r in ranks if r.rank != lost], lambda r: meets(r, "a"))
-    assert {getattr(outcomes[r], "rank", "none") for r in range(3) if r != lost} == {lost}
+    outcomes = run_on_ranks(
+        [group for group in groups if group.rank != missing], lambda g: gather_words(g, "a")
+    )
+    failed_ranks = {getattr(outcomes[r], "rank", "none") for r in range(3) if r != missing}
+    assert failed_ranks == {missing}
     assert time.monotonic() - began < 2 * SOON.stuck
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_store_that_fails_before_the_session_is_there(start: Start, rank: int) -> None:
+def test_a_store_that_fails_before_the_session_begins_raises_at_once(
+    clients: Clients, rank: int
+) -> None:
     view = StoreView(FakeStore())
     view.disconnect()
-    board = start.board(view, rank, 2)
+    kv = clients.connect(view, rank, 2)
     began = time.monotonic()
     with pytest.raises(RankFailed, match="does not respond") as caught:
-        board.has_all(["a"])
+        kv.has_all(["a"])
     assert caught.value.rank is None
     assert time.monotonic() - began < SOON.silent
 
 
-def test_notes_that_nobody_of_this_start_has_written_are_no_answer(start: Start) -> None:
-    """Of ranks that died at any moment of saying hello, and of what somebody else wrote there."""
+def test_values_that_no_rank_of_this_start_wrote_are_ignored(clients: Clients) -> None:
+    """The values come from ranks that died while they joined, or from another program."""
     store = FakeStore()
     for key, value in {
         "hello/1": b"0123456789abcdef",
@@ -158,4 +170,5 @@ def test_notes_that_nobody_of_this_start_has_written_are_no_answer(start: Start)
         "1/failed": b"nonsense",
     }.items():
         store.set(key, value)
-    assert act(start.group(store, 3), lambda r: meets(r, "a")) == [["a0", "a1", "a2"]] * 3
+    groups = clients.start_job(store, 3)
+    assert run_on_ranks(groups, lambda g: gather_words(g, "a")) == [["a0", "a1", "a2"]] * 3

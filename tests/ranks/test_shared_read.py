@@ -1,4 +1,4 @@
-"""One rank of each host reads, and passes on: as if each had read itself, but once a host."""
+"""Shared reads: the ranks of a host read each byte once and pass it on to one another."""
 
 from __future__ import annotations
 
@@ -37,61 +37,63 @@ from holdfast.testing.fakegroup import FakeGroup
 from holdfast.types import BLOCK_SIZE, MIB
 from tests.engine.unreliable_stores import HookedStore
 from tests.ranks.random_layouts import leaf_key, local_bytes, state_of, states
-from tests.ranks.test_layouts import saved_at
+from tests.ranks.test_layouts import save_to_location
 from tests.ranks.world import run_scenarios
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
-class Counted(HookedStore):
-    """A store that counts the bytes that are read of each file."""
+class CountingStore(HookedStore):
+    """A store that counts the bytes that are read from each file, and the calls of ``stat``."""
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.bytes = Counter()
+        self.byte_counts = Counter()
         self.stats = Counter()
         self.before = lambda method, key: self.stats.update([key] if method == "stat" else [])
 
     def get(self, key, limit):
         data = super().get(key, limit)
-        self.bytes[key] += len(data)
+        self.byte_counts[key] += len(data)
         return data
 
     def get_range(self, key, offset, length, into):
         super().get_range(key, offset, length, into)
-        self.bytes[key] += length
+        self.byte_counts[key] += length
 
-    def of(self, ending):
-        return sum(n for file, n in self.bytes.items() if file.endswith(ending))
+    def bytes_read(self, suffix):
+        return sum(n for file, n in self.byte_counts.items() if file.endswith(suffix))
 
 
 def on_hosts(*hosts):
-    """Rank r is on ``hosts[r]``."""
-    real = machine.process_identity
+    """Make rank r appear to run on ``hosts[r]``."""
+    original = machine.process_identity
 
-    def identity():
-        host, boot, process = real()
-        _, mark, rank = threading.current_thread().name.partition("rank-")
-        return (hosts[int(rank)] if mark else host), boot, process
+    def process_identity():
+        host, boot, process = original()
+        _, prefix, rank = threading.current_thread().name.partition("rank-")
+        return (hosts[int(rank)] if prefix else host), boot, process
 
-    return patch.object(machine, "process_identity", identity)
+    return patch.object(machine, "process_identity", process_identity)
 
 
-def load_on(hosts, store, states, patience=None, **options):
-    """The ranks load into their states, sharing; what each has come to, and its store."""
-    stores = [Counted(store) for _ in hosts]
-    made = FakeGroup(len(hosts)) if patience is None else FakeGroup(len(hosts), patience)
-    with made as group, on_hosts(*hosts):
-        told = group.outcomes(
+def load_outcomes(hosts, store, states, **options):
+    """Load into the states of all ranks, by default with ``share=True``.
+
+    Returns the outcome of each rank and its store.
+    """
+    stores = [CountingStore(store) for _ in hosts]
+    with FakeGroup(len(hosts)) as group, on_hosts(*hosts):
+        outcomes = group.outcomes(
             lambda r: holdfast.load(stores[r], into=states[r], **{"share": True, **options})
         )
-    return told, stores
+    return outcomes, stores
 
 
-def loaded_on(hosts, store, states, **options):
-    """As ``load_on``, where all succeed: the stores."""
-    told, stores = load_on(hosts, store, states, **options)
-    for outcome in told:
+def load_on_hosts(hosts, store, states, **options):
+    """Load like ``load_outcomes``. Return the stores, or raise the error of a rank."""
+    outcomes, stores = load_outcomes(hosts, store, states, **options)
+    for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
     return stores
@@ -104,8 +106,8 @@ def save(*states, store=None):
     return store
 
 
-def memory():
-    """Descriptors and mappings of shared memory in this process."""
+def shared_segments():
+    """Return the descriptors, and the number of mappings, of shared memory in this process."""
     gc.collect()
     fds = []
     for fd in os.listdir("/proc/self/fd"):
@@ -118,41 +120,41 @@ def memory():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
-    shm = shared_memory()
+def no_leftover_memory():
+    before = shared_memory_names()
     yield
-    assert memory() == ([], 0)
-    assert shared_memory() - shm == set()
+    assert shared_segments() == ([], 0)
+    assert shared_memory_names() - before == set()
 
 
-def shared_memory():
-    """Names in the shared memory of the machine, but for semaphores of other tests' processes."""
+def shared_memory_names():
+    """Return the names in /dev/shm, except the semaphores of the processes of other tests."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def replicated(rank=0, seed=0):
-    """The same on all ranks: 20 MiB."""
-    made = torch.Generator().manual_seed(seed)
+    """Return a state of 20 MiB that is the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
     return {
-        "w": torch.randn(3, 1_000_000, generator=made),
-        "u": torch.randn(2_000_003, generator=made).to(torch.bfloat16),
+        "w": torch.randn(3, 1_000_000, generator=generator),
+        "u": torch.randn(2_000_003, generator=generator).to(torch.bfloat16),
         "a": np.arange(500_000),
-        "small": {str(i): torch.randn(i + 1, generator=made) for i in range(50)},
+        "small": {str(i): torch.randn(i + 1, generator=generator) for i in range(50)},
         "step": 7,
     }
 
 
-def cut(rank, ranks, seed=0):
-    """The rows of a rank: of the whole, which is the same whatever the number of ranks."""
+def sharded(rank, ranks, seed=0):
+    """Return one rank's rows of a tensor that does not depend on the number of ranks."""
     whole = torch.randn(4096, 1024, generator=torch.Generator().manual_seed(seed))
     first, last = 4096 * rank // ranks, 4096 * (rank + 1) // ranks
     return {"w": holdfast.Boxed(whole[first:last].clone(), (first, 0), (4096, 1024))}
 
 
-def emptied(state):
-    """Like a state, with other bytes in it."""
+def zeroed(state):
+    """Return a state of the same structure with zeros."""
     if isinstance(state, dict):
-        return {k: emptied(v) for k, v in state.items()}
+        return {k: zeroed(v) for k, v in state.items()}
     if isinstance(state, holdfast.Boxed):
         return holdfast.Boxed(torch.zeros_like(state.tensor), state.offsets, state.shape)
     if isinstance(state, torch.Tensor | np.ndarray):
@@ -160,97 +162,106 @@ def emptied(state):
     return 0
 
 
-def same(one, other):
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for k in one:
-            same(one[k], other[k])
-    elif isinstance(one, int):
-        assert one == other
+def assert_same_state(a, b):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for k in a:
+            assert_same_state(a[k], b[k])
+    elif isinstance(a, int):
+        assert a == b
     else:
-        assert local_bytes(one) == local_bytes(other)
+        assert local_bytes(a) == local_bytes(b)
 
 
-def lengths(store):
-    """Bytes of the boxes of a snapshot, and of its indexes."""
+def stored_bytes(store):
+    """Return the bytes of the boxes of a snapshot and of its indexes."""
     snapshot = holdfast.open(store)
-    indexes = sum(shard.index.length for shard in snapshot.manifest.shards)
-    return sum(i.length - i.header for i in snapshot.indexes()), indexes
+    index_bytes = sum(shard.index.length for shard in snapshot.manifest.shards)
+    return sum(i.length - i.header for i in snapshot.indexes()), index_bytes
 
 
-# -- how much is read ------------------------------------------------------------------------------
+# -- bytes read ------------------------------------------------------------------------------------
 
 TWO_BY_TWO = ("a", "b", "a", "b")
 
 
-def test_what_all_ranks_have_is_read_once_on_each_host():
+def test_replicated_leaves_are_read_once_per_host():
     store = save(*[replicated() for _ in range(4)])
-    lives = [emptied(replicated()) for _ in range(4)]
-    stores = loaded_on(TWO_BY_TWO, store, lives)
+    lives = [zeroed(replicated()) for _ in range(4)]
+    stores = load_on_hosts(TWO_BY_TWO, store, lives)
     for live in lives:
-        same(live, replicated())
-    data, indexes = lengths(store)
+        assert_same_state(live, replicated())
+    data, indexes = stored_bytes(store)
     for host in ((0, 2), (1, 3)):
-        assert sum(stores[r].of(".safetensors") for r in host) == data
-        assert sum(stores[r].of(".index.json") for r in host) == indexes
-        assert max(stores[r].of(".safetensors") for r in host) <= data / 2 + BLOCK_SIZE
-        looked = Counter()
+        assert sum(stores[r].bytes_read(".safetensors") for r in host) == data
+        assert sum(stores[r].bytes_read(".index.json") for r in host) == indexes
+        assert max(stores[r].bytes_read(".safetensors") for r in host) <= data / 2 + BLOCK_SIZE
+        stats = Counter()
         for r in host:
-            looked += stores[r].stats
-        assert max(looked.values()) == 1
+            stats += stores[r].stats
+        assert max(stats.values()) == 1
 
 
-def test_without_it_each_rank_reads_for_itself():
+def test_without_sharing_each_rank_reads_everything():
     store = save(*[replicated() for _ in range(2)])
-    lives = [emptied(replicated()) for _ in range(2)]
-    stores = loaded_on("aa", store, lives, share=False)
-    assert [s.of(".safetensors") for s in stores] == [lengths(store)[0]] * 2
-    assert [s.of(".index.json") for s in stores] == [lengths(store)[1]] * 2
+    lives = [zeroed(replicated()) for _ in range(2)]
+    stores = load_on_hosts("aa", store, lives, share=False)
+    assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
+    assert [s.bytes_read(".index.json") for s in stores] == [stored_bytes(store)[1]] * 2
 
 
-def test_what_each_rank_has_of_its_own_is_read_by_itself():
-    store = save(*[cut(r, 4) for r in range(4)])
-    alone, shared = ([emptied(cut(r, 4)) for r in range(4)] for _ in range(2))
-    before = loaded_on(TWO_BY_TWO, store, alone, share=False)
-    stores = loaded_on(TWO_BY_TWO, store, shared)
+def test_each_rank_reads_its_own_shards_itself():
+    store = save(*[sharded(r, 4) for r in range(4)])
+    alone, shared = ([zeroed(sharded(r, 4)) for r in range(4)] for _ in range(2))
+    stores_alone = load_on_hosts(TWO_BY_TWO, store, alone, share=False)
+    stores = load_on_hosts(TWO_BY_TWO, store, shared)
     for rank in range(4):
-        same(shared[rank], cut(rank, 4))
-        assert stores[rank].of(".safetensors") == before[rank].of(".safetensors")
+        assert_same_state(shared[rank], sharded(rank, 4))
+        assert stores[rank].bytes_read(".safetensors") == stores_alone[rank].bytes_read(
+            ".safetensors"
+        )
     for host in ((0, 2), (1, 3)):
-        assert sum(stores[r].of(".index.json") for r in host) == lengths(store)[1]
+        assert sum(stores[r].bytes_read(".index.json") for r in host) == stored_bytes(store)[1]
 
 
-def test_a_chunk_of_which_ranks_want_different_parts_is_read_once():
-    store = save(*[cut(r, 3) for r in range(3)])
-    lives = [emptied(cut(r, 8)) for r in range(8)]
-    stores = loaded_on("aaaaaaaa", store, lives)
+def test_a_chunk_that_several_ranks_need_is_read_once():
+    store = save(*[sharded(r, 3) for r in range(3)])
+    lives = [zeroed(sharded(r, 8)) for r in range(8)]
+    stores = load_on_hosts("aaaaaaaa", store, lives)
     for rank in range(8):
-        same(lives[rank], cut(rank, 8))
-    assert sum(s.of(".safetensors") for s in stores) == lengths(store)[0]
+        assert_same_state(lives[rank], sharded(rank, 8))
+    assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
 
 
-def test_some_leaves_of_all_and_some_of_one():
-    whole = [{**cut(r, 4), "all": replicated(), f"own{r}": torch.full((9, 9), r)} for r in range(4)]
-    store = save(*whole)
-    lives = [emptied(state) for state in whole]
-    stores = loaded_on("aabb", store, lives)
+def test_replicated_sharded_and_unique_leaves_together():
+    states = [
+        {**sharded(r, 4), "all": replicated(), f"own{r}": torch.full((9, 9), r)} for r in range(4)
+    ]
+    store = save(*states)
+    lives = [zeroed(state) for state in states]
+    stores = load_on_hosts("aabb", store, lives)
     for rank in range(4):
-        same(lives[rank], whole[rank])
-    data, _ = lengths(store)
-    both = [stores[r].of(".safetensors") + stores[r + 1].of(".safetensors") for r in (0, 2)]
-    common = sum(t.nbytes for t in (replicated()["w"], replicated()["u"], replicated()["a"]))
-    assert abs(sum(both) - data - common) < 20_000
-    stores = loaded_on("aabb", store, [emptied(state) for state in whole], keys="all/u")
-    assert sum(s.of(".safetensors") for s in stores) < 2 * 5 * MIB
+        assert_same_state(lives[rank], states[rank])
+    data, _ = stored_bytes(store)
+    host_bytes = [
+        stores[r].bytes_read(".safetensors") + stores[r + 1].bytes_read(".safetensors")
+        for r in (0, 2)
+    ]
+    replicated_bytes = sum(
+        t.nbytes for t in (replicated()["w"], replicated()["u"], replicated()["a"])
+    )
+    assert abs(sum(host_bytes) - data - replicated_bytes) < 20_000
+    stores = load_on_hosts("aabb", store, [zeroed(state) for state in states], keys="all/u")
+    assert sum(s.bytes_read(".safetensors") for s in stores) < 2 * 5 * MIB
 
 
 def test_an_incremental_version_is_shared_like_a_full_one():
     store = MemoryStore()
     old, new = replicated(), {**replicated(), "a": np.arange(500_000) * 3}
     base = Location(store, "version_1")
-    saved_at(base, 2, lambda r: old)
-    saved_at(Location(store, "version_2"), 2, lambda r: new, open_location(base))
-    lives, stores = [emptied(new) for _ in range(2)], [Counted(store) for _ in range(2)]
+    save_to_location(base, 2, lambda r: old)
+    save_to_location(Location(store, "version_2"), 2, lambda r: new, open_location(base))
+    lives, stores = [zeroed(new) for _ in range(2)], [CountingStore(store) for _ in range(2)]
 
     def load(rank):
         snapshot = open_location(Location(stores[rank], "version_2"))
@@ -259,34 +270,35 @@ def test_an_incremental_version_is_shared_like_a_full_one():
     with FakeGroup(2) as group:
         group.run(load)
     for live in lives:
-        same(live, new)
-    read = sum(s.of(".safetensors") for s in stores)
-    assert read == sum(i.cuts[-1] - i.header for i in indexes_of(store, "version_2"))
+        assert_same_state(live, new)
+    bytes_read = sum(s.bytes_read(".safetensors") for s in stores)
+    assert bytes_read == sum(i.cuts[-1] - i.header for i in indexes_of(store, "version_2"))
 
 
 def indexes_of(store, folder):
     return open_location(Location(store, folder)).indexes()
 
 
-def test_more_ranks_on_a_host_than_share():
+def test_more_ranks_on_a_host_than_can_share():
     store = save(*[replicated() for _ in range(5)])
-    lives = [emptied(replicated()) for _ in range(5)]
+    lives = [zeroed(replicated()) for _ in range(5)]
     with patch.object(host_memory, "MAX_PEERS", 2):
-        stores = loaded_on("aaaaa", store, lives)
+        stores = load_on_hosts("aaaaa", store, lives)
     for live in lives:
-        same(live, replicated())
-    data = lengths(store)[0]
-    read = [s.of(".safetensors") for s in stores]
-    assert [read[0] + read[1], read[2] + read[3], read[4]] == [data] * 3
+        assert_same_state(live, replicated())
+    data = stored_bytes(store)[0]
+    bytes_read = [s.bytes_read(".safetensors") for s in stores]
+    assert [bytes_read[0] + bytes_read[1], bytes_read[2] + bytes_read[3], bytes_read[4]] == [
+        data
+    ] * 3
 
 
-def test_an_index_of_several_parts():
-    """Of more bytes than a part has."""
+def test_an_index_that_is_larger_than_one_block():
     states = [{"w": {str(i): torch.full((3,), i) for i in range(300)}} for _ in range(2)]
     store = save(*states)
-    lives = [emptied(state) for state in states]
+    lives = [zeroed(state) for state in states]
 
-    def backwards(items, work, threads, advance=bool):  # so the parts come in another order
+    def backwards(items, work, threads, advance=bool):  # so the parts arrive in another order
         for item in reversed(list(items)):
             work(item)
 
@@ -294,20 +306,21 @@ def test_an_index_of_several_parts():
         patch("holdfast.engine.loading.shared_read.BLOCK_SIZE", 4096),
         patch.object(host_memory, "in_parallel", backwards),
     ):
-        stores = loaded_on("aa", store, lives)
-    same(lives[0], states[0])
-    same(lives[1], states[1])
-    assert sum(s.of(".index.json") for s in stores) == lengths(store)[1] > 5 * 4096
-    assert all(s.of(".index.json") > 4096 for s in stores)
+        stores = load_on_hosts("aa", store, lives)
+    assert_same_state(lives[0], states[0])
+    assert_same_state(lives[1], states[1])
+    assert sum(s.bytes_read(".index.json") for s in stores) == stored_bytes(store)[1] > 5 * 4096
+    assert all(s.bytes_read(".index.json") > 4096 for s in stores)
 
 
-def test_what_is_read_for_all_begins_where_the_store_reads_fastest():
+def test_shared_reads_begin_at_aligned_offsets():
     state = {name: torch.full((1_500_001,), ord(name), dtype=torch.uint8) for name in "abcd"}
     store, offsets = save(state, state), []
-    begins = [box.at for i in holdfast.open(store).indexes() for f in i.leaves for box in f.boxes]
-    assert len({begin % 4096 for begin in begins}) > 1
+    indexes = holdfast.open(store).indexes()
+    box_offsets = [box.at for i in indexes for leaf in i.leaves for box in leaf.boxes]
+    assert len({offset % 4096 for offset in box_offsets}) > 1
 
-    class Paged(Counted):
+    class PagedStore(CountingStore):
         traits = Traits("paged", 4096, False)
 
         def get_range(self, key, offset, length, into):
@@ -315,110 +328,115 @@ def test_what_is_read_for_all_begins_where_the_store_reads_fastest():
             super().get_range(key, offset, length, into)
 
     for name in "abcd":
-        lives = [emptied(state) for _ in range(2)]
+        lives = [zeroed(state) for _ in range(2)]
         with FakeGroup(2) as group:
             group.run(
-                lambda r: holdfast.load(Paged(store), into=lives[r], share=True, keys=name)  # noqa: B023
+                lambda r: holdfast.load(PagedStore(store), into=lives[r], share=True, keys=name)  # noqa: B023
             )
-        same(lives[1], emptied(state) | {name: state[name]})
+        assert_same_state(lives[1], zeroed(state) | {name: state[name]})
     assert {offset % 4096 for offset in offsets} == {0}
 
 
 @given(st.data())
-def test_copies_of_parts_are_the_copies_of_the_whole(data):
-    """Also where another writer has cut one box into several chunks of one read."""
+def test_the_copies_of_all_parts_are_the_copies_of_the_whole_read(data):
+    """One box may have several chunks in one read, if another program wrote the snapshot."""
     cuts = [*sorted(data.draw(st.sets(st.integers(1, 59), max_size=6))), 60]
     chunks = [*zip([0, *cuts[:-1]], cuts, strict=True)]
-    rows, at = [], 0
+    rows, total = [], 0
     for _ in range(data.draw(st.integers(0, 5))):
         begin, end = sorted(data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60))))
-        rows.append((0, 100 + begin, at, end - begin))
-        at += end - begin
+        rows.append((0, 100 + begin, total, end - begin))
+        total += end - begin
     linear = np.array(rows, np.int64).reshape(-1, 4)
     item = ReadItem(0, 5, 5 + len(chunks), 100, 160, linear, ())
     file = np.random.default_rng(0).integers(0, 256, 60, np.uint8)
 
-    def copied(parts):
-        made = np.zeros(at, np.uint8)
+    def copy(parts):
+        target = np.zeros(total, np.uint8)
         for part in parts:
             for _, offset, to, size in part.linear_copies.tolist():
                 assert part.start <= offset < offset + size <= part.stop
-                made[to : to + size] = file[offset - 100 : offset - 100 + size]
-        return made.tobytes()
+                target[to : to + size] = file[offset - 100 : offset - 100 + size]
+        return target.tobytes()
 
     parts = [
         shared_read._narrow(item, ReadItem(0, 5 + i, 6 + i, 100 + a, 100 + b, linear[:0], ()))
         for i, (a, b) in enumerate(chunks)
     ]
     whole = replace(item, linear_copies=linear[linear[:, 3] > 0])
-    assert copied(parts) == copied([whole])
-    assert sum(part.linear_copies[:, 3].sum() for part in parts) == at
+    assert copy(parts) == copy([whole])
+    assert sum(part.linear_copies[:, 3].sum() for part in parts) == total
 
 
-# -- any layout ------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(states(), st.sampled_from([1, 4096, 20_000, 256 * MIB]), st.randoms(use_true_random=False))
-def test_any_layout_on_any_hosts(drawn, budget, random):
-    sizes, laid = drawn
+def test_any_layout_loads_on_any_hosts(drawn, budget, random):
+    sizes, tensors = drawn
     store = MemoryStore()
     with ExitStack() as small:
         planned = ("planning.shard_layout", "saving.image", "planning.read_plan")
         for module in (*planned, "loading.shared_read"):
             small.enter_context(patch(f"holdfast.engine.{module}.BLOCK_SIZE", 512))
         with FakeGroup(sizes[0]) as group:
-            group.run(lambda r: holdfast.save(store, state_of(laid, 0, r)[0]))
+            group.run(lambda r: holdfast.save(store, state_of(tensors, 0, r)[0]))
         small.enter_context(patch.object(host_memory, "WINDOW_BUDGET", budget))
-        _load_laid(laid, 1, store, [random.choice("abc") for _ in range(sizes[1])])
+        _load_and_check(tensors, 1, store, [random.choice("abc") for _ in range(sizes[1])])
         hosts = [random.choice("ab") for _ in range(sizes[2])]
-        read, alone = (_load_laid(laid, 2, store, hosts, share)[1] for share in (True, False))
-    for ending in (".safetensors", ".index.json"):
+        shared, alone = (
+            _load_and_check(tensors, 2, store, hosts, share) for share in (True, False)
+        )
+    for suffix in (".safetensors", ".index.json"):
         for host in set(hosts):
             ranks = [r for r, name in enumerate(hosts) if name == host]
-            assert sum(read[r].of(ending) for r in ranks) <= sum(alone[r].of(ending) for r in ranks)
+            shared_bytes = sum(shared[r].bytes_read(suffix) for r in ranks)
+            assert shared_bytes <= sum(alone[r].bytes_read(suffix) for r in ranks)
 
 
-def _load_laid(laid, world, store, hosts, share=True):
-    states = [state_of(laid, world, rank, empty=True) for rank in range(len(hosts))]
-    stores = loaded_on(hosts, store, [state for state, _ in states], share=share)
-    for state, held in states:
-        for i, rows in held.items():
+def _load_and_check(tensors, world, store, hosts, share=True):
+    """Load and compare all tensors on all ranks. Return the stores."""
+    states = [state_of(tensors, world, rank, empty=True) for rank in range(len(hosts))]
+    stores = load_on_hosts(hosts, store, [state for state, _ in states], share=share)
+    for state, expected in states:
+        for i, rows in expected.items():
             level, name = leaf_key(i).split("/")
-            assert local_bytes(state[level][name]) == rows.tobytes(), (i, laid[i])
-    return states, stores
+            assert local_bytes(state[level][name]) == rows.tobytes(), (i, tensors[i])
+    return stores
 
 
 # -- windows ---------------------------------------------------------------------------------------
 
 
-class Held:
-    """The bytes of all windows, while a test runs."""
+class WindowTracker:
+    """Tracks the total size of all windows, and the number of rounds, while a test runs."""
 
     def __init__(self):
         self.sizes = {}
-        self.most = 0
+        self.peak_bytes = 0
         self.rounds = 0
         self.lock = threading.Lock()
 
     def __enter__(self):
-        real, pass_on, held = host_memory.SharedSegment.resize, host_memory.HostPeers.exchange, self
+        original_resize = host_memory.SharedSegment.resize
+        original_exchange = host_memory.HostPeers.exchange
 
-        def resize(shelf, size):
-            with held.lock:
-                held.sizes[id(shelf)] = size
-                held.most = max(held.most, sum(held.sizes.values()))
-            real(shelf, size)
-            assert os.fstat(shelf.fd).st_size == host_memory.PAGE_SIZE + size
+        def resize(segment, size):
+            with self.lock:
+                self.sizes[id(segment)] = size
+                self.peak_bytes = max(self.peak_bytes, sum(self.sizes.values()))
+            original_resize(segment, size)
+            assert os.fstat(segment.fd).st_size == host_memory.PAGE_SIZE + size
 
-        def passed(near, rounds, fill, take):
-            held.rounds = max(held.rounds, len(rounds))
-            pass_on(near, rounds, fill, take)
+        def exchange(peers, rounds, fill, take):
+            self.rounds = max(self.rounds, len(rounds))
+            original_exchange(peers, rounds, fill, take)
 
         self.patches = [
             patch.object(host_memory.SharedSegment, "resize", resize),
-            patch.object(host_memory.HostPeers, "exchange", passed),
+            patch.object(host_memory.HostPeers, "exchange", exchange),
         ]
         for each in self.patches:
             each.start()
@@ -430,24 +448,24 @@ class Held:
 
 
 @pytest.mark.parametrize("budget", [20 * MIB, 64 * MIB])
-def test_a_leaf_that_is_larger_than_all_windows(budget):
+def test_a_leaf_that_is_larger_than_all_windows_is_read_in_rounds(budget):
     whole = torch.arange(10 * MIB, dtype=torch.int32).reshape(1024, -1)
     store = save({"w": whole}, {"w": whole})
     lives = [{"w": torch.zeros_like(whole)} for _ in range(3)]
-    with patch.object(host_memory, "WINDOW_BUDGET", budget), Held() as held:
-        stores = loaded_on("aaa", store, lives)
+    with patch.object(host_memory, "WINDOW_BUDGET", budget), WindowTracker() as windows:
+        stores = load_on_hosts("aaa", store, lives)
     for live in lives:
         assert torch.equal(live["w"], whole)
-    assert sum(s.of(".safetensors") for s in stores) == lengths(store)[0]
-    assert held.most <= budget
-    assert held.rounds >= 2 * whole.nbytes // budget
+    assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
+    assert windows.peak_bytes <= budget
+    assert windows.rounds >= 2 * whole.nbytes // budget
 
 
-def test_a_small_load_takes_little_memory():
-    store = save(*[cut(r, 2) for r in range(2)])
-    with Held() as held:
-        loaded_on("aa", store, [emptied(cut(r, 2)) for r in range(2)])
-    assert held.most <= 64 * 1024
+def test_a_small_load_uses_small_windows():
+    store = save(*[sharded(r, 2) for r in range(2)])
+    with WindowTracker() as windows:
+        load_on_hosts("aa", store, [zeroed(sharded(r, 2)) for r in range(2)])
+    assert windows.peak_bytes <= 64 * 1024
 
 
 @given(
@@ -455,155 +473,155 @@ def test_a_small_load_takes_little_memory():
     st.integers(1, 64),
     st.sampled_from([64 * MIB, 256 * MIB]),
 )
-def test_pieces_are_dealt_within_the_budget(sizes, ranks, budget):
+def test_reads_are_assigned_within_the_window_budget(sizes, ranks, budget):
     with patch.object(host_memory, "WINDOW_BUDGET", budget):
         rounds = host_memory.assign_reads(sizes, ranks)
-    pieces = [piece for pieces in rounds for piece in pieces]
-    assert [p.item_number for p in pieces] == list(range(len(sizes)))
-    room = max((p.window_offset + p.size for p in pieces), default=0)
-    readers = {p.reader for p in pieces}
+    reads = [read for reads in rounds for read in reads]
+    assert [p.item_number for p in reads] == list(range(len(sizes)))
+    window_size = max((p.window_offset + p.size for p in reads), default=0)
+    readers = {p.reader for p in reads}
     assert len(readers) <= ranks
-    assert 2 * room * len(readers) <= budget
-    for several in rounds:
+    assert 2 * window_size * len(readers) <= budget
+    for reads in rounds:
         used = {}
-        for p in several:
+        for p in reads:
             assert p.size >= sizes[p.item_number]
             assert p.window_offset % 4096 == 0
-            assert p.window_offset == used.get(p.reader, 0)  # one behind the other
+            assert p.window_offset == used.get(p.reader, 0)  # one after the other
             used[p.reader] = p.window_offset + p.size
-    for several in rounds[:-1]:  # no round ends early
-        total = sum(p.size for p in several)
+    for reads in rounds[:-1]:  # no round ends early
+        total = sum(p.size for p in reads)
         assert total + (16 * MIB + 8192) * ranks > budget // 4 or len(readers) < ranks
 
 
-def test_long_rows_of_pieces_are_dealt_evenly():
+def test_many_reads_are_assigned_evenly():
     random = Random(0)
     sizes = [random.randint(1, BLOCK_SIZE) for _ in range(1000)]
-    load = Counter()
-    for pieces in host_memory.assign_reads(sizes, 8):
-        for p in pieces:
-            load[p.reader] += p.size
-    assert len(load) == 8
-    assert max(load.values()) < 1.15 * min(load.values())
+    reader_bytes = Counter()
+    for reads in host_memory.assign_reads(sizes, 8):
+        for p in reads:
+            reader_bytes[p.reader] += p.size
+    assert len(reader_bytes) == 8
+    assert max(reader_bytes.values()) < 1.15 * min(reader_bytes.values())
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
-def damage(store, ending, at=None):
-    """Change a byte in the middle of a file (the last one with that ending)."""
-    file = sorted(k for k in store._shared.objects if k.endswith(ending))[-1]
+def damage(store, suffix, offset=None):
+    """Flip a bit of the last file with this suffix, by default in its middle. Return its name."""
+    file = sorted(k for k in store._shared.objects if k.endswith(suffix))[-1]
     data, modified = store._shared.objects[file]
-    at = len(data) // 2 if at is None else at
-    changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    offset = len(data) // 2 if offset is None else offset
+    changed = data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
     store._shared.objects[file] = changed, modified
     return file.rpartition("/")[2]
 
 
-def test_a_damaged_chunk_is_raised_on_all_ranks_of_all_hosts():
+def test_a_damaged_chunk_raises_on_all_ranks_of_all_hosts():
     store = save(*[replicated() for _ in range(4)])
     file = damage(store, ".safetensors")
-    lives = [emptied(replicated()) for _ in range(4)]
-    changes = [live["w"]._version for live in lives]
-    told, _ = load_on(TWO_BY_TWO, store, lives)
-    assert {type(e) for e in told} == {DigestMismatch}
-    assert all(live["w"]._version > n for live, n in zip(lives, changes, strict=True))
-    for error in told:
+    lives = [zeroed(replicated()) for _ in range(4)]
+    counters = [live["w"]._version for live in lives]
+    errors, _ = load_outcomes(TWO_BY_TWO, store, lives)
+    assert {type(e) for e in errors} == {DigestMismatch}
+    assert all(live["w"]._version > n for live, n in zip(lives, counters, strict=True))
+    for error in errors:
         assert file in str(error)
         assert error.leaf is not None
         assert error.leaf in str(error)
         assert error.fields["live_state"] == "not valid"
 
 
-def test_a_damaged_chunk_that_one_rank_alone_wants():
-    store = save(*[cut(r, 4) for r in range(4)])
+def test_a_damaged_chunk_that_only_one_rank_needs_raises_on_all_ranks():
+    store = save(*[sharded(r, 4) for r in range(4)])
     damage(store, ".safetensors")
-    told, _ = load_on("aaaa", store, [emptied(cut(r, 4)) for r in range(4)])
-    assert {type(e) for e in told} == {DigestMismatch}
-    assert {e.leaf for e in told} == {"w"}
+    errors, _ = load_outcomes("aaaa", store, [zeroed(sharded(r, 4)) for r in range(4)])
+    assert {type(e) for e in errors} == {DigestMismatch}
+    assert {e.leaf for e in errors} == {"w"}
 
 
-def test_a_damaged_index_is_raised_before_anything_is_changed():
+def test_a_damaged_index_raises_before_anything_is_changed():
     store = save(*[replicated() for _ in range(4)])
     file = damage(store, ".index.json")
-    lives = [emptied(replicated()) for _ in range(4)]
-    told, _ = load_on(TWO_BY_TWO, store, lives)
-    assert {type(e) for e in told} == {DigestMismatch}
-    for error, live in zip(told, lives, strict=True):
+    lives = [zeroed(replicated()) for _ in range(4)]
+    errors, _ = load_outcomes(TWO_BY_TWO, store, lives)
+    assert {type(e) for e in errors} == {DigestMismatch}
+    for error, live in zip(errors, lives, strict=True):
         assert file in str(error)
         assert "live_state" not in error.fields
-        same(live, emptied(replicated()))
+        assert_same_state(live, zeroed(replicated()))
 
 
-@pytest.mark.parametrize("ending", [".index.json", ".safetensors"])
-def test_a_file_that_is_short_or_missing_is_damage_on_all(ending):
+@pytest.mark.parametrize("suffix", [".index.json", ".safetensors"])
+def test_a_short_or_missing_file_raises_on_all_ranks(suffix):
     for missing in (True, False):
         store = save(*[replicated() for _ in range(4)])
-        file = sorted(k for k in store._shared.objects if k.endswith(ending))[-1]
+        file = sorted(k for k in store._shared.objects if k.endswith(suffix))[-1]
         data, modified = store._shared.objects.pop(file)
         if not missing:
             store._shared.objects[file] = data[:-1], modified
-        told, _ = load_on(TWO_BY_TWO, store, [emptied(replicated()) for _ in range(4)])
-        assert {type(e) for e in told} == {FormatError}
-        assert all(file.rpartition("/")[2] in str(e) for e in told)
+        errors, _ = load_outcomes(TWO_BY_TWO, store, [zeroed(replicated()) for _ in range(4)])
+        assert {type(e) for e in errors} == {FormatError}
+        assert all(file.rpartition("/")[2] in str(e) for e in errors)
 
 
-def test_differences_are_those_of_any_load():
+def test_a_mismatched_leaf_raises_on_all_ranks_before_anything_is_changed():
     store = save(*[replicated() for _ in range(2)])
-    lives = [emptied(replicated()) for _ in range(2)]
+    lives = [zeroed(replicated()) for _ in range(2)]
     lives[1]["w"] = torch.zeros(3)
-    told, _ = load_on("aa", store, lives)
-    assert all(isinstance(e, PlanError) and "w" in str(e) for e in told)
-    same(lives[0], emptied(replicated()))
+    errors, _ = load_outcomes("aa", store, lives)
+    assert all(isinstance(e, PlanError) and "w" in str(e) for e in errors)
+    assert_same_state(lives[0], zeroed(replicated()))
 
 
-def test_a_rank_that_does_not_share_is_told():
+def test_all_ranks_raise_when_one_does_not_share():
     store = save(*[replicated() for _ in range(2)])
     with FakeGroup(2) as group:
-        told = group.outcomes(
-            lambda r: holdfast.load(store, into=emptied(replicated()), share=r == 0)
+        errors = group.outcomes(
+            lambda r: holdfast.load(store, into=zeroed(replicated()), share=r == 0)
         )
-    assert {type(e) for e in told} == {RankFailed}
-    assert any("shared load" in str(e) and "different operations" in str(e) for e in told)
+    assert {type(e) for e in errors} == {RankFailed}
+    assert any("shared load" in str(e) and "different operations" in str(e) for e in errors)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["indexes", "wanted", "first", "later"])
-def test_a_rank_that_dies_is_missed_within_the_bounds(when):
-    """Of the rank's process nothing is left but its shared memory, with a step that never ends."""
+@pytest.mark.parametrize("phase", ["indexes", "wanted", "first", "later"])
+def test_all_ranks_raise_within_the_timeouts_when_one_dies(phase):
+    """Only the shared memory of the dead rank remains, with a phase that never advances."""
     store = save(*[replicated() for _ in range(3)])
-    lives = [emptied(replicated()) for _ in range(3)]
-    after = {"indexes": 2, "wanted": 4, "first": 5, "later": 6}[when]
-    real = host_memory.HostPeers._barrier
+    lives = [zeroed(replicated()) for _ in range(3)]
+    last_phase = {"indexes": 2, "wanted": 4, "first": 5, "later": 6}[phase]
+    original = host_memory.HostPeers._barrier
     with FakeGroup(3, Timeouts(silent=1.0, stuck=10.0)) as group:
 
-        def keep_step(near):
-            if near.peer_index == 1 and near._phase + 1 == after:
+        def die_in_phase(peers):
+            if peers.peer_index == 1 and peers._phase + 1 == last_phase:
                 group.views[1].disconnect()
                 raise KeyboardInterrupt
-            real(near)
+            original(peers)
 
         with (
-            patch.object(host_memory.HostPeers, "_barrier", keep_step),
+            patch.object(host_memory.HostPeers, "_barrier", die_in_phase),
             patch.object(host_memory, "WINDOW_BUDGET", 40 * MIB),
         ):
             began = time.monotonic()
-            told = group.outcomes(lambda r: holdfast.load(store, into=lives[r], share=True))
-    assert isinstance(told[1], KeyboardInterrupt)
-    for error in (told[0], told[2]):
+            errors = group.outcomes(lambda r: holdfast.load(store, into=lives[r], share=True))
+    assert isinstance(errors[1], KeyboardInterrupt)
+    for error in (errors[0], errors[2]):
         assert isinstance(error, RankFailed)
         assert error.rank == 1
         assert error.fields["lost"]
     assert time.monotonic() - began < 8
-    if when in ("indexes", "wanted"):
-        same(lives[0], emptied(replicated()))
-    del told, error, keep_step
+    if phase in ("indexes", "wanted"):
+        assert_same_state(lives[0], zeroed(replicated()))
+    del errors, error, die_in_phase
 
 
-def test_a_rank_that_fails_in_the_middle_is_heard_at_once():
+def test_the_other_ranks_raise_at_once_when_one_fails_in_the_middle():
     store = save(*[replicated() for _ in range(3)])
 
-    class Broken(Counted):
+    class BrokenStore(CountingStore):
         def get_range(self, key, offset, length, into):
             if key.endswith(".safetensors"):
                 raise holdfast.errors.StoreError("the disk is gone", key=key)
@@ -611,14 +629,14 @@ def test_a_rank_that_fails_in_the_middle_is_heard_at_once():
 
     began = time.monotonic()
     with FakeGroup(3) as group:
-        told = group.outcomes(
+        errors = group.outcomes(
             lambda r: holdfast.load(
-                Broken(store) if r == 1 else store, into=emptied(replicated()), share=True
+                BrokenStore(store) if r == 1 else store, into=zeroed(replicated()), share=True
             )
         )
     assert time.monotonic() - began < 4
-    assert type(told[1]) is holdfast.errors.StoreError
-    for error in (told[0], told[2]):
+    assert type(errors[1]) is holdfast.errors.StoreError
+    for error in (errors[0], errors[2]):
         assert isinstance(error, RankFailed)
         assert error.rank == 1
         assert "the disk is gone" in str(error)
@@ -626,72 +644,73 @@ def test_a_rank_that_fails_in_the_middle_is_heard_at_once():
 
 def test_ranks_that_cannot_map_each_others_memory_read_alone():
     store = save(*[replicated() for _ in range(4)])
-    lives = [emptied(replicated()) for _ in range(4)]
-    real, seen = host_memory.SharedSegment.open_peer.__func__, []
+    lives = [zeroed(replicated()) for _ in range(4)]
+    original, events = host_memory.SharedSegment.open_peer.__func__, []
 
-    def of(cls, seat):
+    def open_peer(cls, peer):
         if threading.current_thread().name == "rank-2":
             raise PermissionError(13, "Permission denied")
-        return real(cls, seat)
+        return original(cls, peer)
 
     def sink(name, fields):
         if name == "read_alone":
-            seen.append(fields)
+            events.append(fields)
 
     with (
-        patch.object(host_memory.SharedSegment, "open_peer", classmethod(of)),
+        patch.object(host_memory.SharedSegment, "open_peer", classmethod(open_peer)),
         holdfast.attach(sink),
     ):
-        stores = loaded_on("abab", store, lives)
+        stores = load_on_hosts("abab", store, lives)
     for live in lives:
-        same(live, replicated())
-    data = lengths(store)[0]
-    read = [s.of(".safetensors") for s in stores]
-    assert read[0] == read[2] == data
-    assert read[1] + read[3] == data
-    assert len(seen) == 2
-    assert all("rank 2" in s["reason"] and "Permission denied" in s["reason"] for s in seen)
+        assert_same_state(live, replicated())
+    data = stored_bytes(store)[0]
+    bytes_read = [s.bytes_read(".safetensors") for s in stores]
+    assert bytes_read[0] == bytes_read[2] == data
+    assert bytes_read[1] + bytes_read[3] == data
+    assert len(events) == 2
+    assert all("rank 2" in s["reason"] and "Permission denied" in s["reason"] for s in events)
 
 
 @pytest.mark.parametrize("failing", ["memfd_create", "posix_fallocate"])
 def test_a_rank_without_shared_memory_reads_alone(failing):
     store = save(*[replicated() for _ in range(2)])
-    lives, real, seen = [emptied(replicated()) for _ in range(2)], getattr(os, failing), []
+    lives, events = [zeroed(replicated()) for _ in range(2)], []
+    original = getattr(os, failing)
 
-    def fail(*given):
+    def fail(*args):
         if threading.current_thread().name == "rank-1":
             raise OSError(28, "No space left on device")
-        return real(*given)
+        return original(*args)
 
-    with patch.object(os, failing, fail), holdfast.attach(lambda n, f: seen.append(n)):
-        stores = loaded_on("aa", store, lives)
-    assert [s.of(".safetensors") for s in stores] == [lengths(store)[0]] * 2
-    same(lives[1], replicated())
-    assert seen.count("read_alone") == 2
+    with patch.object(os, failing, fail), holdfast.attach(lambda n, f: events.append(n)):
+        stores = load_on_hosts("aa", store, lives)
+    assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
+    assert_same_state(lives[1], replicated())
+    assert events.count("read_alone") == 2
 
 
-def test_windows_for_which_there_is_no_memory_are_an_error():
+def test_all_ranks_raise_when_there_is_no_memory_for_windows():
     store = save(*[replicated() for _ in range(2)])
-    real = os.posix_fallocate
+    original = os.posix_fallocate
 
-    def fail(fd, at, length):
+    def fail(fd, offset, length):
         if length > MIB and threading.current_thread().name == "rank-1":
             raise OSError(28, "No space left on device")
-        real(fd, at, length)
+        original(fd, offset, length)
 
     with patch.object(os, "posix_fallocate", fail):
-        told, _ = load_on("aa", store, [emptied(replicated()) for _ in range(2)])
-    assert type(told[1]) is HoldfastError
-    assert "share=True" in str(told[1])
-    assert isinstance(told[0], RankFailed)
-    assert "share=True" in str(told[0])
+        errors, _ = load_outcomes("aa", store, [zeroed(replicated()) for _ in range(2)])
+    assert type(errors[1]) is HoldfastError
+    assert "share=True" in str(errors[1])
+    assert isinstance(errors[0], RankFailed)
+    assert "share=True" in str(errors[0])
 
 
-def test_memory_of_another_is_not_taken_for_a_ranks():
+def test_a_segment_of_another_process_is_refused():
     own, other = host_memory.SharedSegment.create(), host_memory.SharedSegment.create()
     try:
-        seat = host_memory.Peer(0, ("a", "b"), os.getpid(), own.fd, own.control_words[0])
-        host_memory.SharedSegment.open_peer(seat).close()
+        peer = host_memory.Peer(0, ("a", "b"), os.getpid(), own.fd, own.control_words[0])
+        host_memory.SharedSegment.open_peer(peer).close()
         with pytest.raises(OSError, match="belongs to another process"):
             host_memory.SharedSegment.open_peer(
                 host_memory.Peer(0, ("a", "b"), os.getpid(), other.fd, own.control_words[0])
@@ -706,45 +725,45 @@ def test_memory_of_another_is_not_taken_for_a_ranks():
         other.close()
 
 
-# -- nobody to share with --------------------------------------------------------------------------
+# -- no rank to share with -------------------------------------------------------------------------
 
 
-def test_one_process_and_ranks_alone_on_their_hosts_just_load():
+def test_share_has_no_effect_without_other_ranks_on_the_host():
     store = save(*[replicated() for _ in range(2)])
-    live = emptied(replicated())
+    live = zeroed(replicated())
     assert holdfast.load(store, into=live, share=True) is live
-    same(live, replicated())
-    same(holdfast.load(store, share=True), replicated())
-    lives = [emptied(replicated()) for _ in range(2)]
-    stores = loaded_on("ab", store, lives)
-    assert [s.of(".safetensors") for s in stores] == [lengths(store)[0]] * 2
-    same(lives[1], replicated())
+    assert_same_state(live, replicated())
+    assert_same_state(holdfast.load(store, share=True), replicated())
+    lives = [zeroed(replicated()) for _ in range(2)]
+    stores = load_on_hosts("ab", store, lives)
+    assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
+    assert_same_state(lives[1], replicated())
 
 
 # -- resuming --------------------------------------------------------------------------------------
 
 
-def resumed(hosts, run, **options):
-    """What the ranks go on from, and the bytes of shards that each host has read."""
-    lives = [emptied(replicated()) | {"progress": holdfast.Progress()} for _ in hosts]
-    stores = [Counted(LocalStore(run)) for _ in hosts]
+def resume_on_hosts(hosts, run, **options):
+    """Resume on all ranks. Return the step of each rank and the bytes of shards read per host."""
+    lives = [zeroed(replicated()) | {"progress": holdfast.Progress()} for _ in hosts]
+    stores = [CountingStore(LocalStore(run)) for _ in hosts]
 
     def work(rank):
         with holdfast.Checkpointer(stores[rank], lives[rank], save=holdfast.EverySteps(1)) as ckpt:
             snapshot = ckpt.resume(**{"share": True, **options})
-        same({k: v for k, v in lives[rank].items() if k != "progress"}, replicated())
+        assert_same_state({k: v for k, v in lives[rank].items() if k != "progress"}, replicated())
         return None if snapshot is None else snapshot.step
 
     with FakeGroup(len(hosts)) as group, on_hosts(*hosts):
         steps = group.run(work)
-    read = Counter()
+    bytes_read = Counter()
     for host, store in zip(hosts, stores, strict=True):
-        read[host] += store.of(".safetensors")
-    return steps, read
+        bytes_read[host] += store.bytes_read(".safetensors")
+    return steps, bytes_read
 
 
 @pytest.mark.filterwarnings("ignore::holdfast.errors.SkippedVersion")
-def test_a_training_goes_on_by_sharing_and_goes_back_where_a_version_is_damaged(tmp_path):
+def test_a_shared_resume_skips_a_damaged_version(tmp_path):
     run = tmp_path / "run"
 
     def train(rank):
@@ -755,18 +774,18 @@ def test_a_training_goes_on_by_sharing_and_goes_back_where_a_version_is_damaged(
 
     with FakeGroup(2) as group:
         group.run(train)
-    data = lengths(str(run / "version_2"))[0]
-    steps, read = resumed("aab", run)
+    data = stored_bytes(str(run / "version_2"))[0]
+    steps, read = resume_on_hosts("aab", run)
     assert steps == [2, 2, 2]
     assert set(read.values()) == {data}
     with (next((run / "version_2").glob("*.safetensors"))).open("r+b") as file:
         file.seek(-1000, os.SEEK_END)
         file.write(bytes([file.read(1)[0] ^ 1]))
-    steps, _ = resumed("aab", run)
+    steps, _ = resume_on_hosts("aab", run)
     assert steps == [1, 1, 1]
-    new = tmp_path / "new"
-    new.mkdir()
-    steps, read = resumed("aab", new, start=f"{run}@1")
+    new_run = tmp_path / "new_run"
+    new_run.mkdir()
+    steps, read = resume_on_hosts("aab", new_run, start=f"{run}@1")
     assert steps == [1, 1, 1]
 
 
@@ -774,23 +793,23 @@ def test_a_training_goes_on_by_sharing_and_goes_back_where_a_version_is_damaged(
 
 
 @pytest.mark.slow
-def test_real_processes_share_and_one_that_is_killed_leaves_nothing(tmp_path):
-    told = run_scenarios(
+def test_real_processes_share_reads_and_a_killed_one_leaves_nothing(tmp_path):
+    results = run_scenarios(
         "shared_reads", tmp_path, [0, -signal.SIGKILL, 0], silent_seconds=3, timeout=120
     )
-    data, indexes = lengths(str(tmp_path / "version_1"))
+    data, indexes = stored_bytes(str(tmp_path / "version_1"))
     own = 10 * MIB
-    each = data - 2 * own
-    for one in told:  # all but a box of another rank; what they have in common, a third each
-        assert abs(one["bytes False"] - each) < 100_000
-        assert abs(one["bytes True"] - own - (each - own) / 3) < 2 * BLOCK_SIZE
-    assert sum(one["indexes False"] for one in told) == 3 * indexes
-    assert sum(one["indexes True"] for one in told) == indexes
-    assert abs(sum(one["bytes True"] for one in told) - data) < 100_000
-    assert [one["left"] for one in told] == [[[], 0]] * 3
+    needed = data - 2 * own  # everything except the boxes of the other ranks
+    for result in results:  # with sharing, each rank reads its box and a third of the rest
+        assert abs(result["bytes False"] - needed) < 100_000
+        assert abs(result["bytes True"] - own - (needed - own) / 3) < 2 * BLOCK_SIZE
+    assert sum(result["indexes False"] for result in results) == 3 * indexes
+    assert sum(result["indexes True"] for result in results) == indexes
+    assert abs(sum(result["bytes True"] for result in results) - data) < 100_000
+    assert [result["leftover segments"] for result in results] == [[[], 0]] * 3
     for rank in (0, 2):
-        failed, seconds, live = told[rank]["killed"]
-        assert (failed, live) == (1, "not valid")
+        failed_rank, seconds, live_state = results[rank]["killed"]
+        assert (failed_rank, live_state) == (1, "not valid")
         assert seconds < 10
-        assert told[rank]["left after"] == [[], 0]
-    print({key: [one[key] for one in told] for key in ("seconds False", "seconds True")})
+        assert results[rank]["leftover segments after the kill"] == [[], 0]
+    print({key: [result[key] for result in results] for key in ("seconds False", "seconds True")})

@@ -13,15 +13,15 @@ from tests.ranks.world import run_scenarios
 pytestmark = pytest.mark.slow
 
 
-def test_trainings(tmp_path: Path) -> None:
-    """One test, so that workers of pytest-xdist do not each start the processes."""
-    told = run_scenarios("whole_runs", tmp_path)
+def test_all_scenarios_pass(tmp_path: Path) -> None:
+    """All scenarios are one test, so that each worker of pytest-xdist does not start processes."""
+    results = run_scenarios("whole_runs", tmp_path)
     failed = [
-        f"{course.__name__} on rank {rank}: {one[course.__name__]}"
-        for course in SCENARIOS
-        for rank, one in enumerate(told)
-        if one[course.__name__] != "passed"
+        f"{name} on rank {rank}: {outcomes[name]}"
+        for name in [scenario.__name__ for scenario in SCENARIOS]
+        for rank, outcomes in enumerate(results)
+        if outcomes[name] != "passed"
     ]
     assert not failed, "\n".join(failed)
     costs = [json.loads((tmp_path / f"cost{rank}.json").read_text()) for rank in range(2)]
-    print(f"a step with nothing due: median {costs[0]:.0f} ns, {costs[1]:.0f} ns")
+    print(f"a step without a save: median {costs[0]:.0f} ns, {costs[1]:.0f} ns")

@@ -1,4 +1,4 @@
-"""Ranks that were given folders of the same name on disks of their own."""
+"""Ranks whose folders have the same name but are on different disks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from holdfast.testing.fakegroup import FakeGroup
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_no_rank_writes_where_rank_0_is_not(large: bool) -> None:
-    """Also where the others would have nothing to write, so that rank 0 would see all files."""
+def test_no_rank_writes_to_a_folder_that_rank_0_does_not_share(large: bool) -> None:
+    """A small state has nothing to write for the other ranks, so rank 0 would see all files."""
     stores = [MemoryStore() for _ in range(3)]
     stores[2] = stores[0]
 
@@ -26,8 +26,8 @@ def test_no_rank_writes_where_rank_0_is_not(large: bool) -> None:
         return holdfast.save(stores[rank], state, step=1)
 
     with FakeGroup(3, Timeouts(2.0, 4.0)) as group:
-        made = group.outcomes(save)
-    for outcome in made:
+        outcomes = group.outcomes(save)
+    for outcome in outcomes:
         assert isinstance(outcome, CommitError), outcome
         assert "rank 1 cannot see the files that rank 0 writes there" in str(outcome)
         assert outcome.rank == 1
@@ -35,7 +35,7 @@ def test_no_rank_writes_where_rank_0_is_not(large: bool) -> None:
     assert not any(stat.key.endswith("manifest.json") for stat in stores[0].list(""))
 
 
-def test_a_training_hears_of_it_at_its_first_save(tmp_path: Path) -> None:
+def test_a_training_raises_at_its_first_save(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         state = {"w": torch.ones(3), "progress": holdfast.Progress()}
         folder = tmp_path / ("here" if rank == 0 else "there") / "run"
@@ -44,5 +44,5 @@ def test_a_training_hears_of_it_at_its_first_save(tmp_path: Path) -> None:
             ckpt.save()
 
     with FakeGroup(2, Timeouts(2.0, 4.0)) as group:
-        made = group.outcomes(train)
-    assert all(isinstance(e, HoldfastError) for e in made), made
+        outcomes = group.outcomes(train)
+    assert all(isinstance(e, HoldfastError) for e in outcomes), outcomes

@@ -1,4 +1,4 @@
-"""Trainings of several ranks in threads, each with a Checkpointer and a store of its own."""
+"""Trainings of several ranks in threads. Each rank has its own Checkpointer and store."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ SHORT_TIMEOUTS = Timeouts(silent=4.0, stuck=8.0)
 ROWS = 120
 
 Metrics = Callable[[int], Any]
-"""What is given to each step."""
+"""Returns the metrics to pass to ``Checkpointer.step`` at a step."""
 
 
 def no_metrics(step: int) -> None: ...
 
 
 def initial_state(rank: int, size: int, progress: bool = True) -> dict[str, Any]:
-    """A state before its first step: weights that are cut, and what is the same everywhere."""
+    """Return the state of a rank before its first step.
+
+    The weights are sharded across ranks, "same" is replicated, and "mine" is a PerRank value.
+    """
     rows = np.array_split(np.arange(ROWS), size)[rank]
     state: dict[str, Any] = {
         "weights": holdfast.Boxed(np.zeros((len(rows), 5)), (int(rows[0]), 0), (ROWS, 5)),
@@ -40,7 +43,7 @@ def initial_state(rank: int, size: int, progress: bool = True) -> dict[str, Any]
 
 
 def train_step(state: dict[str, Any], step: int) -> None:
-    """A step that depends on all before it."""
+    """Make a step whose result depends on all earlier steps."""
     weights = state["weights"].tensor
     weights *= 1.01
     weights += step
@@ -49,20 +52,24 @@ def train_step(state: dict[str, Any], step: int) -> None:
 
 
 def matches_uninterrupted(state: dict[str, Any], rank: int, size: int, last_step: int) -> bool:
-    """Whether it is the state of a training that was never interrupted."""
-    wanted = initial_state(rank, size)
+    """Return True if the state equals that of an uninterrupted training."""
+    expected = initial_state(rank, size)
     for step in range(1, last_step + 1):
-        train_step(wanted, step)
+        train_step(expected, step)
     return (
-        np.array_equal(state["weights"].tensor, wanted["weights"].tensor)
-        and np.array_equal(state["same"], wanted["same"])
-        and np.array_equal(state["mine"].value, wanted["mine"].value)
+        np.array_equal(state["weights"].tensor, expected["weights"].tensor)
+        and np.array_equal(state["same"], expected["same"])
+        and np.array_equal(state["mine"].value, expected["mine"].value)
     )
 
 
 @dataclass
 class TrainingRank:
-    """One rank of a crew. ``at``: is called with each step that it has made."""
+    """One rank of a job.
+
+    ``calls``: the calls to its store. ``resumed``: the snapshot that it resumed from.
+    ``saved_steps``: the steps at which it began a save.
+    """
 
     job: TrainingJob
     rank: int
@@ -74,39 +81,45 @@ class TrainingRank:
     saved_steps: list[int] = field(default_factory=list)
 
     def calls_without_pin_checks(self) -> list[tuple[str, str]]:
-        """What it has called, but for the look whether it sees the pin of rank 0, one at a save."""
+        """Return its calls, except the check in each save that it can see the pin of rank 0."""
         return [c for c in self.calls.elements() if not (c[0] == "stat" and "pin-" in c[1])]
 
-    def make_checkpointer(self, **given: Any) -> holdfast.Checkpointer:
-        state = given.pop("state", None)
+    def make_checkpointer(self, **options: Any) -> holdfast.Checkpointer:
+        state = options.pop("state", None)
         self.state = initial_state(self.rank, self.job.size) if state is None else state
-        self.ckpt = holdfast.Checkpointer(self.store, self.state, **given)
+        self.ckpt = holdfast.Checkpointer(self.store, self.state, **options)
         return self.ckpt
 
     def train_steps(self, last_step: int, metrics: Metrics = no_metrics) -> None:
-        """In step with the others, as by an all-reduce, until step ``to``, or all stop."""
+        """Train up to step ``last_step``, or until the training stops.
+
+        In a lockstep job, the ranks wait for one another before each step, as in an all-reduce.
+        """
         while self.ckpt.current_step < last_step and not self.ckpt.should_stop:
             self.job.wait_for_step(self.rank)
             step = self.ckpt.current_step + 1
             train_step(self.state, step)
-            begun = self.ckpt._cadence._save_number
+            save_number = self.ckpt._cadence._save_number
             try:
                 self.ckpt.step(metrics(step))
             finally:
-                if self.ckpt._cadence._save_number > begun and step > 1:
+                if self.ckpt._cadence._save_number > save_number and step > 1:
                     self.saved_steps.append(step)
 
-    def train(self, last_step: int, metrics: Metrics = no_metrics, **given: Any) -> Any:
-        """A whole training; what ``resume`` has found."""
-        with self.make_checkpointer(**given):
+    def train(self, last_step: int, metrics: Metrics = no_metrics, **options: Any) -> Any:
+        """Run a whole training. Return the result of ``resume``."""
+        with self.make_checkpointer(**options):
             self.resumed = self.ckpt.resume()
             self.train_steps(last_step, metrics)
         return self.resumed
 
 
 class StepBarrier:
-    """A barrier, like one of threading; but who has got through it is not called back by an
-    ``abort`` right after that, as there, where a thread may still have to wake up."""
+    """A barrier like ``threading.Barrier``, except that ``abort`` affects only waiting ranks.
+
+    With ``threading.Barrier``, an ``abort`` right after the last arrival also fails the threads
+    that have passed the barrier and have not woken up yet.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -119,10 +132,10 @@ class StepBarrier:
     def wait(self, timeout: float) -> None:
         with self._changed:
             self._arrived += 1
-            all_of_them = -(-self._arrived // self._size) * self._size
+            target = -(-self._arrived // self._size) * self._size
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._aborted or self._arrived >= all_of_them, timeout)
-            if self._arrived < all_of_them:
+            self._changed.wait_for(lambda: self._aborted or self._arrived >= target, timeout)
+            if self._arrived < target:
                 raise threading.BrokenBarrierError
 
     def abort(self) -> None:
@@ -132,7 +145,7 @@ class StepBarrier:
 
 
 class TrainingJob:
-    """``size`` ranks. ``pace()`` is called by rank 0 before each step."""
+    """A training of ``size`` ranks. Rank 0 calls ``before_step()`` before each step."""
 
     def __init__(
         self,
@@ -147,25 +160,25 @@ class TrainingJob:
         self.ranks = [TrainingRank(self, r, HookedStore(self.inner)) for r in range(size)]
         self.before_step: Callable[[], object] = lambda: None
         self._barrier = StepBarrier(size) if lockstep else None
-        for member in self.ranks:
-            member.store.before = self._call_counter(member)
+        for trainer in self.ranks:
+            trainer.store.before = self._call_counter(trainer)
 
     @staticmethod
-    def _call_counter(member: TrainingRank) -> Callable[[str, str], None]:
-        def note(method: str, key: str) -> None:
-            member.calls[method, key] += 1
+    def _call_counter(trainer: TrainingRank) -> Callable[[str, str], None]:
+        def count(method: str, key: str) -> None:
+            trainer.calls[method, key] += 1
 
-        return note
+        return count
 
     def set_before_call(self, rank: int, callback: Callable[[str, str], object]) -> None:
-        """``act(method, key)`` before each call of a rank to its store."""
-        note = self._call_counter(self.ranks[rank])
+        """Run ``callback(method, key)`` before each call of a rank to its store."""
+        count = self._call_counter(self.ranks[rank])
 
-        def both(method: str, key: str) -> None:
-            note(method, key)
+        def count_and_call(method: str, key: str) -> None:
+            count(method, key)
             callback(method, key)
 
-        self.ranks[rank].store.before = both
+        self.ranks[rank].store.before = count_and_call
 
     def wait_for_step(self, rank: int) -> None:
         if rank == 0:
@@ -175,12 +188,12 @@ class TrainingJob:
 
     def wait_for_saves(self) -> None:
         """Wait for the saves in flight."""
-        for member in self.ranks:
-            if (pending := member.ckpt._saver._pending) is not None:
+        for trainer in self.ranks:
+            if (pending := trainer.ckpt._saver._pending) is not None:
                 pending.wait()
 
     def run(self, work: Callable[[TrainingRank], Any]) -> list[Any]:
-        """What ``work`` has returned on each rank; an exception that is returned is raised."""
+        """Return the result of ``work`` on each rank. Raises the first exception of any rank."""
         if self._barrier is not None:
             self._barrier.reset()
         return self.group.run(lambda rank: self._run_rank(work, rank))
@@ -193,18 +206,18 @@ class TrainingJob:
             return work(self.ranks[rank])
         except BaseException:
             if self._barrier is not None:
-                self._barrier.abort()  # an all-reduce in which one is missing ends as well
+                self._barrier.abort()  # an all-reduce that lacks a rank ends too
             raise
 
-    def train(self, last_step: int, metrics: Metrics = no_metrics, **given: Any) -> Any:
-        return self.run(lambda member: member.train(last_step, metrics, **given))
+    def train(self, last_step: int, metrics: Metrics = no_metrics, **options: Any) -> Any:
+        return self.run(lambda trainer: trainer.train(last_step, metrics, **options))
 
     @property
     def versions(self) -> list[int]:
         return [s.step for s in Run(self.inner).snapshots()]
 
     def leftover_keys(self) -> list[str]:
-        """What is left on the board, but for pulses."""
+        """Return the keys that remain in the key-value store, except heartbeats."""
         return sorted(k for k in self.group.store.values if not k.startswith("pulse/"))
 
     def __enter__(self) -> TrainingJob:

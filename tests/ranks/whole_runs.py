@@ -1,4 +1,7 @@
-"""Whole trainings on real ranks: ``python -m tests.ranks.whole_runs RANK PORT FOLDER`` is one."""
+"""Whole trainings on real processes.
+
+``python -m tests.ranks.whole_runs RANK PORT FOLDER [SCENARIO ...]`` is one rank.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ DATASET_LENGTH, BATCH = 101, 12
 
 
 class IndexedSamples(Dataset):
-    """Sample ``i`` is ``i``, and something made of it."""
+    """A dataset whose sample ``i`` is the number ``i`` and a tensor computed from it."""
 
     def __len__(self):
         return DATASET_LENGTH
@@ -39,13 +42,16 @@ class IndexedSamples(Dataset):
 
 
 class Training:
-    """A model in DDP, whose loss depends on all that is to be resumed: weights, slots, samples in
-    their order, and the generators of this rank."""
+    """A training of a DDP model whose loss depends on everything that a resume must restore.
+
+    These are the weights, the slots, the order of the samples, and the random generators of this
+    rank.
+    """
 
     def __init__(self, workers=0):
         torch.manual_seed(7 + dist.get_rank())
         model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
-        self.model = DistributedDataParallel(model)  # with the weights of rank 0
+        self.model = DistributedDataParallel(model)  # it broadcasts the weights of rank 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.progress = holdfast.Progress()
         self.sampler = holdfast.ElasticSampler(DATASET_LENGTH, BATCH, seed=5)
@@ -60,18 +66,18 @@ class Training:
         self.losses = {}
         self.seen_samples = []
 
-    def run(self, url, last_step, save, **given):
-        """Until step ``to``; what ``resume`` has found."""
-        with holdfast.Checkpointer(url, self.state, save=save, **given) as ckpt:
-            found = ckpt.resume()
+    def run(self, url, last_step, save, **options):
+        """Resume and train up to step ``last_step``. Return the result of ``resume``."""
+        with holdfast.Checkpointer(url, self.state, save=save, **options) as ckpt:
+            resumed = ckpt.resume()
             while self.progress.step < last_step:
                 for numbers, inputs in self.loader:
                     self.step(numbers, inputs)
                     ckpt.step({"loss": self.losses[self.progress.step + 1]})
                     if self.progress.step >= last_step:
-                        return found
+                        return resumed
                 self.progress.epoch += 1
-        return found
+        return resumed
 
     def step(self, numbers, inputs):
         loss = self.model(inputs).square().mean()
@@ -87,7 +93,7 @@ def run_url(ranks, name):
 
 
 def all_gather(value):
-    """The values of all ranks, on all."""
+    """Return the values of all ranks, on all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -95,10 +101,10 @@ def all_gather(value):
 
 @contextmanager
 def no_collectives():
-    """Any collective of torch.distributed raises."""
+    """Make every collective of torch.distributed raise."""
 
     def refuse(*args, **kwargs):
-        raise AssertionError("a collective in the step")
+        raise AssertionError("the step called a collective")
 
     names = [
         n
@@ -106,15 +112,15 @@ def no_collectives():
         if n.startswith(("all_", "barrier", "broadcast", "gather", "reduce", "scatter", "send"))
         or n in ("isend", "irecv", "recv", "monitored_barrier")
     ]
-    kept = {n: getattr(dist, n) for n in names if callable(getattr(dist, n))}
+    originals = {n: getattr(dist, n) for n in names if callable(getattr(dist, n))}
     c10d = dist.distributed_c10d
     try:
-        for name in kept:
+        for name in originals:
             setattr(dist, name, refuse)
             setattr(c10d, name, refuse)
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in originals.items():
             setattr(dist, name, value)
             setattr(c10d, name, value)
 
@@ -122,102 +128,102 @@ def no_collectives():
 # -- scenarios -----------------------------------------------------------------------------------
 
 
-def resumes_bit_by_bit(ranks):
-    """Stopped in the middle of an epoch and resumed, the losses are those of a training that was
-    never interrupted, and so are they with workers that are forked in between."""
-    url, never = run_url(ranks, "resumed"), run_url(ranks, "never")
-    whole, parts = {}, {}
+def resumes_bit_for_bit(ranks):
+    """Stopped in the middle of an epoch and resumed, a training has the losses of an uninterrupted
+    one, also with forked data loader workers."""
+    url, uninterrupted_url = run_url(ranks, "resumed"), run_url(ranks, "never")
+    expected, losses = {}, {}
 
-    def undisturbed():
+    def uninterrupted():
         training = Training()
-        training.run(never, 25, EverySteps(1000))
-        whole.update(training.losses)
+        training.run(uninterrupted_url, 25, EverySteps(1000))
+        expected.update(training.losses)
 
-    def until(step, to, workers):
+    def resume_and_train(resumed_step, last_step, workers):
         def work():
             training = Training(workers)
-            found = training.run(url, to, EverySteps(4))
-            assert (found.step if found else 0) == step
-            parts.update(training.losses)
+            resumed = training.run(url, last_step, EverySteps(4))
+            assert (resumed.step if resumed else 0) == resumed_step
+            losses.update(training.losses)
 
         return work
 
-    ranks(2, undisturbed)
-    ranks(2, until(0, 6, 0))
-    ranks(2, until(4, 15, 2))
-    ranks(2, until(12, 25, 0))
+    ranks(2, uninterrupted)
+    ranks(2, resume_and_train(0, 6, 0))
+    ranks(2, resume_and_train(4, 15, 2))
+    ranks(2, resume_and_train(12, 25, 0))
     if ranks.rank < 2:
-        assert parts == whole
-        assert len(whole) == 25
+        assert losses == expected
+        assert len(expected) == 25
 
 
 def sees_every_sample_once(ranks):
-    """4 ranks, then 2, then 3, each stopped in the middle of an epoch: each sample of an epoch is
-    seen once, in the batch in which one rank would have seen it."""
+    """With 4 ranks, then 2, then 3, each stopped in the middle of an epoch, each sample of an epoch
+    is seen once, in the batch in which a single rank would see it."""
     url, seen = run_url(ranks, "samples"), {}
 
-    def until(size, to):
+    def resume_and_train(size, last_step):
         def work():
             training = Training()
-            training.run(url, to, EverySteps(3))
-            for mine in all_gather(training.seen_samples):
-                for epoch, step, numbers in mine:
+            training.run(url, last_step, EverySteps(3))
+            for samples in all_gather(training.seen_samples):
+                for epoch, step, numbers in samples:
                     seen.setdefault((step, size, epoch), []).extend(numbers)
 
         return work
 
-    for size, to in ((4, 5), (2, 13), (3, 27)):
-        ranks(size, until(size, to))
+    for size, last_step in ((4, 5), (2, 13), (3, 27)):
+        ranks(size, resume_and_train(size, last_step))
     if ranks.rank:
         return
-    order = holdfast.ElasticSampler(DATASET_LENGTH, BATCH, seed=5, rank=0, ranks=1)
+    sampler = holdfast.ElasticSampler(DATASET_LENGTH, BATCH, seed=5, rank=0, ranks=1)
     batches = []
     for _ in range(3):
-        for batch in order:
+        for batch in sampler:
             batches.append(batch)
-            order.advance()
+            sampler.advance()
     assert [len(b) for b in batches] == ([BATCH] * 8 + [5]) * 3
     assert sorted(n for batch in batches[:9] for n in batch) == list(range(DATASET_LENGTH))
     assert {step for step, *_ in seen} == set(range(1, 28))
-    again = 0
+    repeated = 0
     for (step, size, epoch), numbers in seen.items():
         assert epoch == (step - 1) // 9
         batch, first = batches[step - 1], batches[9 * epoch]
         padding = first[: -len(batch) % size] if step % 9 == 0 else []
         assert sorted(numbers) == sorted(batch + padding), (step, size)
-        again += len([s for s, *_ in seen if s == step]) - 1
-    assert again  # steps that were not in a version were made again, by others
+        repeated += len([s for s, *_ in seen if s == step]) - 1
+    assert repeated  # the next ranks repeated the steps after the last version
 
 
-def gives_new_ranks_seeds_of_their_own(ranks):
-    url, drawn = run_url(ranks, "seeds"), []
+def gives_new_ranks_their_own_seeds(ranks):
+    url, draws = run_url(ranks, "seeds"), []
 
     def work():
         torch.manual_seed(3)
         state = {"rng": holdfast.RNG(), "progress": holdfast.Progress()}
         with holdfast.Checkpointer(url, state, save=EverySteps(1)) as ckpt:
-            found = ckpt.resume()
-            if found is None:
+            resumed = ckpt.resume()
+            if resumed is None:
                 torch.manual_seed(100 + dist.get_rank())
                 torch.rand(5)
                 ckpt.step()
-            drawn.extend(all_gather(torch.rand(1).item()))
+            draws.extend(all_gather(torch.rand(1).item()))
 
     ranks(2, work)
     ranks(2, work)
     ranks(4, work)
     if ranks.rank < 2:
-        first, second, third = drawn[:2], drawn[2:4], drawn[4:]
+        first, second, third = draws[:2], draws[2:4], draws[4:]
         assert first == second == third[:2]
         assert len(set(third)) == 4, third
 
 
 def trains_ten_thousand_steps_without_a_collective(ranks):
-    """By steps, by the clock of rank 0, on request, and with an early stop."""
-    url, told = run_url(ranks, "long"), []
+    """Save at steps, by the clock of rank 0, and on request, and stop early."""
+    url, costs = run_url(ranks, "long"), []
 
-    def asking(asked):
-        asked.append(request_and_wait(Run(url), 60, interval=0.05).version.step)
+    def request_save(requested):
+        requested.append(request_and_wait(Run(url), 60, interval=0.05).version.step)
 
     def work():
         rank = dist.get_rank()
@@ -225,8 +231,8 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
             "progress": holdfast.Progress(),
             "w": holdfast.Boxed(torch.zeros(2), (2 * rank,), (4,)),
         }
-        asked, took = [], []
-        asks = threading.Thread(target=asking, args=(asked,))
+        requested, durations = [], []
+        requester = threading.Thread(target=request_save, args=(requested,))
         stop = StopWhen("loss", patience=9_000)
         policy = EverySteps(2500) | EverySeconds(0.3)
         with holdfast.Checkpointer(url, state, save=policy, stop=stop) as ckpt:
@@ -236,29 +242,29 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
                 for step in range(2, 40_000):
                     state["w"].tensor.add_(1)
                     if step == 2000 and rank == 1:
-                        asks.start()
+                        requester.start()
                     if step == 5200 and rank == 1:
                         ckpt._watcher._signalled = True
                     began = time.perf_counter_ns()
                     ckpt.step({"loss": 1.0})
-                    took.append(time.perf_counter_ns() - began)
+                    durations.append(time.perf_counter_ns() - began)
                     if ckpt.should_stop:
                         break
-                    time.sleep(0.0006)  # so that the clock has time to ask between two
+                    time.sleep(0.0006)  # so that the clock can request saves between the steps
         if rank == 1:
-            asks.join()
+            requester.join()
         versions = [s.step for s in Run(url).snapshots()]
-        both = all_gather((state["progress"].step, versions, asked))
-        told.append((both, statistics.median(took)))
-        assert both[0][:2] == both[1][:2], both
-        last = both[0][0]
-        assert 9_000 < last < 39_000
-        [of_request] = both[1][2]
-        assert of_request in versions
+        results = all_gather((state["progress"].step, versions, requested))
+        costs.append(statistics.median(durations))
+        assert results[0][:2] == results[1][:2], results
+        last_step = results[0][0]
+        assert 9_000 < last_step < 39_000
+        [requested_step] = results[1][2]
+        assert requested_step in versions
         reasons = {s.step: s.metadata["reason"] for s in Run(url).snapshots()}
         assert {2500, 5000, 7500} <= set(versions)
         assert list(reasons.values()).count("request") in (1, 2), reasons
-        assert len(versions) >= 6  # the clock as well
+        assert len(versions) >= 6  # the clock caused saves too
         assert read_request(Run(url).store) is None
         for s in Run(url).snapshots():
             loaded = holdfast.load(s.url)["w"]
@@ -266,7 +272,7 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
 
     ranks(2, work)
     if ranks.rank < 2:
-        (ranks.folder / f"cost{ranks.rank}.json").write_text(json.dumps(told[0][1]))
+        (ranks.folder / f"cost{ranks.rank}.json").write_text(json.dumps(costs[0]))
 
 
 def answers_a_signal_on_any_rank(ranks):
@@ -275,7 +281,7 @@ def answers_a_signal_on_any_rank(ranks):
     def work():
         rank = dist.get_rank()
         state = {"progress": holdfast.Progress(), "w": torch.zeros(3)}
-        before = signal.getsignal(signal.SIGUSR1)
+        handler = signal.getsignal(signal.SIGUSR1)
         with holdfast.Checkpointer(url, state, save=EverySteps(10**6)) as ckpt:
             ckpt.resume()
             ckpt.save_on_signal(signal.SIGUSR1)
@@ -285,7 +291,7 @@ def answers_a_signal_on_any_rank(ranks):
                 ckpt.step()
                 dist.barrier()
                 time.sleep(0.005)
-        assert signal.getsignal(signal.SIGUSR1) is before
+        assert signal.getsignal(signal.SIGUSR1) is handler
         [snapshot] = Run(url).snapshots()
         assert snapshot.metadata["reason"] == "request"
         assert 20 < snapshot.step < 200
@@ -293,18 +299,18 @@ def answers_a_signal_on_any_rank(ranks):
     ranks(3, work)
 
 
-def shows_a_line_for_each_save_once(ranks):
-    url = run_url(ranks, "shown")
+def shows_one_line_for_each_save(ranks):
+    url = run_url(ranks, "terminal")
 
     def work():
-        shown = io.StringIO()
-        with holdfast.attach(holdfast.sinks.Terminal(shown)):
+        terminal = io.StringIO()
+        with holdfast.attach(holdfast.sinks.Terminal(terminal)):
             state = {"progress": holdfast.Progress(), "w": torch.zeros(3)}
             with holdfast.Checkpointer(url, state, save=EverySteps(2)) as ckpt:
                 ckpt.resume()
                 for _ in range(5):
                     ckpt.step({"loss": 1.0 + dist.get_rank()})
-        lines = all_gather(shown.getvalue().splitlines())
+        lines = all_gather(terminal.getvalue().splitlines())
         assert lines[1:] == [[]] * (len(lines) - 1)
         assert [line.split()[0] for line in lines[0]] == ["began", "saved", "saved", "left"]
         assert all("loss 1" in line for line in lines[0][1:3])
@@ -313,7 +319,7 @@ def shows_a_line_for_each_save_once(ranks):
 
 
 def refuses_a_second_job(ranks):
-    """Ranks 0 and 1 train; rank 2 is told by group= to write there as well, alone."""
+    """Ranks 0 and 1 train. Rank 2 writes to the same run alone, with ``group="alone"``."""
     url = run_url(ranks, "second")
 
     def work():
@@ -333,8 +339,8 @@ def refuses_a_second_job(ranks):
                     ckpt.resume()
                     ckpt.step()
             except HoldfastError as e:
-                refused = str(e)
-            assert "Another training writes to this run" in refused
+                error = str(e)
+            assert "Another training writes to this run" in error
             dist.barrier()
         dist.barrier()
         assert [s.step for s in Run(url).snapshots()] == [2]
@@ -342,7 +348,7 @@ def refuses_a_second_job(ranks):
     ranks(3, work)
 
 
-def saves_the_state_before_an_exception_of_all(ranks):
+def saves_the_state_before_an_exception_on_all_ranks(ranks):
     url = run_url(ranks, "raised")
 
     def work():
@@ -366,7 +372,7 @@ def saves_the_state_before_an_exception_of_all(ranks):
     ranks(3, work)
 
 
-def tells_unlike_arguments(ranks):
+def reports_different_arguments(ranks):
     url = run_url(ranks, "unlike")
 
     def work():
@@ -379,26 +385,30 @@ def tells_unlike_arguments(ranks):
                 for _ in range(20):
                     ckpt.step()
         except PlanError as e:
-            told = str(e)
-        assert "rank 1" in told
+            error = str(e)
+        assert "rank 1" in error
         assert time.monotonic() - began < 15
 
     ranks(3, work)
 
 
 SCENARIOS = [
-    resumes_bit_by_bit,
+    resumes_bit_for_bit,
     sees_every_sample_once,
-    gives_new_ranks_seeds_of_their_own,
+    gives_new_ranks_their_own_seeds,
     trains_ten_thousand_steps_without_a_collective,
     answers_a_signal_on_any_rank,
-    shows_a_line_for_each_save_once,
+    shows_one_line_for_each_save,
     refuses_a_second_job,
-    saves_the_state_before_an_exception_of_all,
-    tells_unlike_arguments,
+    saves_the_state_before_an_exception_on_all_ranks,
+    reports_different_arguments,
 ]
 
 if __name__ == "__main__":
     run_as_rank(
-        [course for course in SCENARIOS if not sys.argv[4:] or course.__name__ in sys.argv[4:]]
+        [
+            scenario
+            for scenario in SCENARIOS
+            if not sys.argv[4:] or scenario.__name__ in sys.argv[4:]
+        ]
     )

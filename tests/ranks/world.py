@@ -1,4 +1,4 @@
-"""Processes that are a world of torch.distributed by turns: of one, two, three or four ranks."""
+"""Processes that form worlds of torch.distributed of one to four ranks, one after the other."""
 
 from __future__ import annotations
 
@@ -29,25 +29,29 @@ def run_scenarios(
     silent_seconds: int = 30,
     timeout: float = 300,
 ) -> list[dict[str, Any]]:
-    """What each part of a module came to, on each rank. All of them share one start of the
-    processes, which end with the ``expected`` codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Run all scenarios of a module of this package. Return the result of each one, by rank.
+
+    The scenarios share one start of the processes, which must end with the ``exit_codes``.
+    ``silent_seconds``: HOLDFAST_SILENT of the processes. ``timeout``: the limit for each process,
+    in seconds.
+    """
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
     root = Path(__file__).parents[2]
     environ = os.environ | {"HOLDFAST_SILENT": str(silent_seconds), "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.log" for rank in range(len(exit_codes))]
-    started: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(logs):
             command = [sys.executable, "-m", f"tests.ranks.{module}", str(rank), str(port), folder]
             with log.open("w") as out:
-                started.append(
+                processes.append(
                     subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=root)
                 )
-        codes = [process.wait(timeout=timeout) for process in started]
+        codes = [process.wait(timeout=timeout) for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
             process.wait()
     assert codes == list(exit_codes), "\n".join(log.read_text()[-2000:] for log in logs)
@@ -55,7 +59,7 @@ def run_scenarios(
 
 
 class RankPool:
-    """The processes, of which the first so many are a world."""
+    """All processes. Each call forms a world of the first ``size`` of them."""
 
     def __init__(self, rank: int, port: int, folder: Path) -> None:
         self.rank = rank
@@ -68,7 +72,7 @@ class RankPool:
         self.scenario, self.world_count = scenario, 0
 
     def __call__(self, size: int, work) -> None:
-        """``work()`` on ranks below ``size``, in a world of that size."""
+        """Run ``work()`` on the ranks below ``size``, in a world of that size."""
         self.world_count += 1
         name = f"{self.scenario}{self.world_count}"
         try:
@@ -89,9 +93,9 @@ class RankPool:
             dist.destroy_process_group()
 
     def barrier(self, name: str) -> None:
-        self.store.add(f"{name}/there", 1)
+        self.store.add(f"{name}/arrived", 1)
         end = time.monotonic() + TIMEOUT.total_seconds()
-        while self.store.add(f"{name}/there", 0) < SIZE and time.monotonic() < end:
+        while self.store.add(f"{name}/arrived", 0) < SIZE and time.monotonic() < end:
             time.sleep(0.005)
 
     def url(self, name: str) -> str:
@@ -99,7 +103,10 @@ class RankPool:
 
 
 def run_as_rank(scenarios) -> None:
-    """As rank ``sys.argv[1]``; what each scenario came to on it goes to ``FOLDER/RANK.json``."""
+    """Run the scenarios as rank ``sys.argv[1]``, and write their results to ``FOLDER/RANK.json``.
+
+    A result is "passed" or a traceback.
+    """
     rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     ranks, outcomes = RankPool(rank, port, folder), {}
