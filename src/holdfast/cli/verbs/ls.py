@@ -272,7 +272,7 @@ def _footnotes(result: ListResult) -> list[Text]:
         notes.append(
             styled_text(
                 f"{count} ({nbytes}) that no manifest names, from a save in progress or one that"
-                f" was never committed (remove: holdfast sweep {result.run.url})",
+                f" was never committed; to clean up: holdfast sweep {result.run.url}",
                 "yellow",
             )
         )
@@ -280,7 +280,8 @@ def _footnotes(result: ListResult) -> list[Text]:
         notes.append(styled_text(result.stray_warning, "yellow"))
     notes.append(
         styled_text(
-            f"Contents of files not checked (check: holdfast verify {result.run.url})", "dim"
+            f"File contents were not checked; to check them: holdfast verify {result.run.url}",
+            "dim",
         )
     )
     return notes
