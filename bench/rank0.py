@@ -183,6 +183,7 @@ class _Rank0:
         from holdfast.engine.saving.partition import partition_state
         from holdfast.engine.state.flatten import flatten
         from holdfast.threads import gc_paused
+        from holdfast.workers import Workers
 
         what = f"the save of {self.location.url}"
         flat = flatten(state_of(0, self.ranks, self.shape))
@@ -192,7 +193,7 @@ class _Rank0:
         began, cpu = time.perf_counter(), time.process_time()
         meeting = self.group.collective(what)
         with meeting, gc_paused():
-            dealt = partition_state(meeting, self.group, flat, self.pool, 2)
+            dealt = partition_state(meeting, self.group, flat, Workers(self.pool, 2))
         figures: dict[str, Any] = {
             "agree_s": time.perf_counter() - began,
             "agree_cpu_s": time.process_time() - cpu,
@@ -216,6 +217,7 @@ class _Rank0:
         from holdfast.engine.saving.image import Image
         from holdfast.engine.saving.incremental import pinned_base
         from holdfast.engine.saving.job import SaveJob, VersionMetadata
+        from holdfast.workers import Workers
 
         none = Image(b"", [], [], [], [], np.zeros(1, np.int64))
         about = VersionMetadata().to_node()
@@ -228,7 +230,7 @@ class _Rank0:
             partition,
             none,
             [],
-            self.pool,
+            Workers(self.pool, 2),
             0.0,
         )
         if write:

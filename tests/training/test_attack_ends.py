@@ -22,7 +22,6 @@ from torch import nn
 
 import holdfast
 from holdfast import events, machine
-from holdfast.buffers import BufferPool
 from holdfast.engine.saving import pending as worker
 from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.errors import HoldfastError, NoSnapshot, SaveFailed, StoreError
@@ -41,6 +40,7 @@ from holdfast.run.run import Run
 from holdfast.run.save_request import put_request
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
+from holdfast.workers import Workers
 from tests.trainings import flip_bit, initial_state, shard_of, train, train_step, training
 
 State = dict[str, Any]
@@ -82,9 +82,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
     gate, stage = threading.Event(), DeferredStaging.stage
     gate.set()
 
-    def slow(self: DeferredStaging, pool: BufferPool, threads: int) -> None:
+    def slow(self: DeferredStaging, workers: Workers) -> None:
         assert gate.wait(20)
-        stage(self, pool, threads)
+        stage(self, workers)
 
     monkeypatch.setattr(DeferredStaging, "stage", slow)
     yield gate

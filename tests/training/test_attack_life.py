@@ -23,13 +23,13 @@ from torch import nn
 
 import holdfast
 from holdfast import events
-from holdfast.buffers import BufferPool
 from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.errors import HoldfastError, SaveFailed, StoreError
 from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
+from holdfast.workers import Workers
 from tests.trainings import initial_state, state_after, train_step
 
 Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]
@@ -428,9 +428,9 @@ def test_a_fork_while_a_save_is_in_flight_harms_neither(
     ckpt.step()
     ckpt.wait()
 
-    def slow(self: DeferredStaging, pool: BufferPool, threads: int) -> None:
+    def slow(self: DeferredStaging, workers: Workers) -> None:
         assert gate.wait(20)
-        stage(self, pool, threads)
+        stage(self, workers)
 
     monkeypatch.setattr(DeferredStaging, "stage", slow)
     step()

@@ -22,6 +22,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.types import BLOCK_SIZE
+from holdfast.workers import Workers
 
 
 def network(outputs: int = 4000) -> dict[str, Any]:
@@ -69,9 +70,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is cleared, no copy is made beside the training."""
     gate, stage = threading.Event(), DeferredStaging.stage
 
-    def slow(self: DeferredStaging, pool: BufferPool, threads: int) -> list[str]:
+    def slow(self: DeferredStaging, workers: Workers) -> list[str]:
         assert gate.wait(20)
-        return stage(self, pool, threads)
+        return stage(self, workers)
 
     monkeypatch.setattr(DeferredStaging, "stage", slow)
     gate.set()
@@ -260,20 +261,17 @@ def test_whatever_fails_before_the_copies_holds_no_optimizer_up(
     ckpt.step()
     ckpt.wait()
     train_step(state)
-    real, main = save.read_settings, threading.main_thread()
 
-    def bad() -> Any:
-        if threading.current_thread() is main:
-            return real()
-        raise HoldfastError("HOLDFAST_THREADS is no number")
+    def fail(*_: Any) -> None:
+        raise HoldfastError("no copy was made")
 
-    monkeypatch.setattr(save, "read_settings", bad)
+    monkeypatch.setattr(save, "_stage_deferred", fail)
     ckpt.step()
     waiting = threading.Thread(target=train_step, args=(state,), daemon=True)
     waiting.start()
     waiting.join(20)
     assert not waiting.is_alive()
-    with pytest.raises(HoldfastError, match="no number"):
+    with pytest.raises(HoldfastError, match="no copy was made"):
         ckpt.close()
 
 

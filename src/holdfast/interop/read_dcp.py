@@ -21,9 +21,8 @@ from holdfast.errors import FormatError, PlanError, Unsupported
 from holdfast.format.tree import MAX_DEPTH, is_valid_shape
 from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
 from holdfast.interop.read_torch import ZIP_MAGIC, load_bytes
-from holdfast.settings import read_settings
-from holdfast.threads import in_parallel
 from holdfast.types import DTYPES, Box
+from holdfast.workers import Workers
 
 METADATA_FILE = ".metadata"
 _MAX_LIST_LENGTH = 1 << 20
@@ -233,8 +232,7 @@ def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
         _check_coverage(opened, values)
     except _MALFORMED_ERRORS as e:
         raise opened.format_error("a list of tensors and their locations", e) from e
-    threads = min(read_settings().threads, len(boxes))
-    in_parallel(boxes, lambda box: _map_box(opened, box, advance), threads)
+    Workers.create().each(boxes, lambda box: _map_box(opened, box, advance))
     for fqn, value in values.items():
         if isinstance(value, TensorBoxes) and value.boxes[0].box == Box.whole(value.shape):
             values[fqn] = value.boxes[0].tensor

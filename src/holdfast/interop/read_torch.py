@@ -18,9 +18,8 @@ from typing import Any
 
 from holdfast.errors import FormatError, HoldfastError, Unsupported
 from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
-from holdfast.settings import read_settings
 from holdfast.text import format_list
-from holdfast.threads import in_parallel
+from holdfast.workers import Workers
 
 ZIP_MAGIC = b"PK\3\4"
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
@@ -75,8 +74,7 @@ def read_torch_records(file: MappedFile) -> dict[str, ZipRecord] | None:
 
 def load_zip(file: MappedFile, records: dict[str, ZipRecord], advance: Advance) -> Any:
     """Load a zip file of ``torch.save`` with mapped tensors, after checking every CRC."""
-    threads = min(read_settings().threads, len(records))
-    in_parallel(list(records.values()), lambda record: check_crc(file, record, advance), threads)
+    Workers.create().each(list(records.values()), lambda r: check_crc(file, r, advance))
     # torch.load reads any path that ends in .safetensors as that format, so hide the suffix
     with open(file.path, "rb") as opened:
         misleading = file.path.endswith(".safetensors")

@@ -13,15 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.buffers import Buffer, shared_pool
+from holdfast.buffers import Buffer
 from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.read_plan import ReadItem, ReadRequest, make_read_plan
 from holdfast.engine.snapshot.read import Target, execute_read_plan, read_verified_chunks
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
-from holdfast.settings import read_settings
-from holdfast.threads import in_parallel
 from holdfast.types import BLOCK_SIZE, DTYPES, MIB, Box
+from holdfast.workers import Workers
 
 WINDOW = 64 * MIB
 """Maximum bytes that are assembled in memory. A chunk that crosses the border of two windows is
@@ -42,22 +41,20 @@ def stream_leaves(snapshot: Snapshot, keys: Sequence[str], write: WriteLeafBytes
     ``StoreError`` (``NotFound`` if the snapshot was deleted), and any exception of ``write``.
     """
     indexes = snapshot.indexes()
-    threads, pool = read_settings().threads, shared_pool()
+    location, workers = snapshot.location, Workers.create()
     plan = make_read_plan(indexes, [ReadRequest(k, Box.whole(snapshot.leaves[k][1])) for k in keys])
     scattered = {slab.request_id for item in plan.items for slab in item.strided_copies}
 
     def write_contiguous(item: ReadItem) -> None:
         rows = [row for row in item.linear_copies.tolist() if row[0] not in scattered]
         if rows:
-            with read_verified_chunks(snapshot.location, indexes[item.shard], item, pool) as (
-                buffer,
-                base,
-            ):
+            index = indexes[item.shard]
+            with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
                 for number, offset, at, size in rows:
                     write(number, at, buffer.view[offset - base : offset - base + size])
 
     with snapshot.not_found_if_deleted():
-        in_parallel(plan.items, write_contiguous, min(threads, len(plan.items)))
+        workers.each(plan.items, write_contiguous)
         if scattered:
             _stream_by_window(snapshot, keys, sorted(scattered), write)
 
@@ -146,9 +143,7 @@ def _read_window(
         targets.append(Target(opaque, b.box.sizes, into, window.address + at))
         at += b.nbytes
     plan = make_read_plan(indexes, requests)
-    execute_read_plan(
-        snapshot.location, plan, indexes, targets, shared_pool(), read_settings().threads
-    )
+    execute_read_plan(snapshot.location, plan, indexes, targets, Workers.create())
 
 
 def _write_window(boxes: Sequence[_ContiguousBox], view: memoryview, write: WriteLeafBytes) -> None:
@@ -159,5 +154,4 @@ def _write_window(boxes: Sequence[_ContiguousBox], view: memoryview, write: Writ
             stop = min(start + BLOCK_SIZE, box.nbytes)
             blocks.append((box.leaf_number, box.offset + start, at + start, at + stop))
         at += box.nbytes
-    threads = min(read_settings().threads, len(blocks))
-    in_parallel(blocks, lambda b: write(b[0], b[1], view[b[2] : b[3]]), threads)
+    Workers.create().each(blocks, lambda b: write(b[0], b[1], view[b[2] : b[3]]))

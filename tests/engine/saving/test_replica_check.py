@@ -18,6 +18,7 @@ from holdfast.engine.state.replication import Replication
 from holdfast.errors import PlanError
 from holdfast.text import format_ranks
 from holdfast.types import MIB, Box
+from holdfast.workers import Workers
 
 ORDINARY = torch.arange(1000, dtype=torch.float32)
 
@@ -29,7 +30,7 @@ def leaf(source: Any, key: str = "x") -> LocalLeaf:
 
 def digests(*sources: Any, threads: int = 2) -> list[bytes]:
     return digest_values(
-        [leaf(s, f"x{i}") for i, s in enumerate(sources)], BufferPool(16 * MIB), threads
+        [leaf(s, f"x{i}") for i, s in enumerate(sources)], Workers(BufferPool(16 * MIB), threads)
     )
 
 

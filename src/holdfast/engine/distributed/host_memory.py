@@ -26,9 +26,9 @@ from holdfast import events, machine
 from holdfast.buffers import address_of
 from holdfast.engine.distributed.collective import Collective
 from holdfast.errors import HoldfastError
-from holdfast.settings import read_settings
 from holdfast.threads import in_parallel
 from holdfast.types import ALIGNMENT, MIB
+from holdfast.workers import Workers
 
 WINDOW_BUDGET = 256 * MIB
 """The total size of all windows of a host in bytes."""
@@ -289,8 +289,7 @@ class HostPeers:
         )
 
     def _run_jobs(self, jobs: Sequence[Callable[[], None]]) -> None:
-        threads = min(read_settings().threads, len(jobs))
-        in_parallel(jobs, lambda job: job(), threads, self.collective.advance)
+        Workers.create(advance=self.collective.advance).each(jobs, lambda job: job())
 
     def _barrier(self) -> None:
         """Wait until all ranks have completed the phases that this rank has completed.

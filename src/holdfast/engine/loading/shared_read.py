@@ -16,7 +16,6 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.buffers import shared_pool
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.host_memory import (
     HostPeers,
@@ -43,9 +42,9 @@ from holdfast.engine.snapshot.read import (
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import SchemaCache
-from holdfast.settings import read_settings
 from holdfast.threads import gc_paused
 from holdfast.types import ALIGNMENT, BLOCK_SIZE
+from holdfast.workers import Workers
 
 RankMasks = npt.NDArray[np.uint64]
 """Sets of ranks, one per chunk: bit ``r`` represents the ``r``-th rank of a host."""
@@ -143,8 +142,8 @@ class SharedReader:
             own_plan = ReadPlan(
                 plan.shards, tuple(unshared), sum(i.stop - i.start for i in unshared)
             )
-            threads = read_settings().threads
-            execute_read_plan(location, own_plan, indexes, targets, shared_pool(), threads, advance)
+            workers = Workers.create(advance=advance)
+            execute_read_plan(location, own_plan, indexes, targets, workers)
 
     def _wanting_ranks(self, plan: ReadPlan, indexes: Sequence[ShardIndex]) -> list[RankMasks]:
         """Return, for each shard, the ranks that need each of its chunks."""

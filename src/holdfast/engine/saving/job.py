@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from holdfast import machine
-from holdfast.buffers import BufferPool
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.saving.commit import NO_RESULT, CommitResult
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.partition import Partition
+from holdfast.engine.saving.staging import release_buffers
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import names, tree
 from holdfast.format.manifest import IncrementalManifest, IncrementalShard, Manifest, Parent, Shard
 from holdfast.version import __version__
+from holdfast.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class VersionMetadata:
 
 @dataclass(slots=True)
 class SaveJob:
-    """A save between its two halves: staged, or ready to be staged piece by piece.
+    """A save between its two halves: staged, or ready to be staged piece by piece. A ``with`` block
+    releases what it holds.
 
     ``deferred``: the pieces that remain to be staged in the background; ``staging_error``: the
     error with which this rank failed to stage the save while other ranks may have succeeded.
@@ -61,7 +63,7 @@ class SaveJob:
     partition: Partition
     image: Image
     pieces: list[Piece]
-    pool: BufferPool
+    workers: Workers
     started_at: float
     staged_at: float = 0.0
     deferred: DeferredStaging | None = None
@@ -71,6 +73,16 @@ class SaveJob:
     @property
     def attempt(self) -> str:
         return self.partition.attempt
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Release the buffers and the references to the live state, and leave the collective."""
+        if self.deferred is not None:
+            self.deferred.release()
+        release_buffers(self.pieces, self.workers.pool)
+        self.collective.close()
 
     def build_manifest(self, shards: Sequence[Shard], chain: int) -> Manifest:
         """Return the manifest that commits these shards.

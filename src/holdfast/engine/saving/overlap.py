@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from threading import Event, local
 from typing import Any
 
-from holdfast.buffers import Buffer, BufferPool
+from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.staging import cuda_devices, stage_pieces
 from holdfast.lazy_torch import torch_or_none
+from holdfast.workers import Workers
 
 
 class DeferredStaging:
@@ -39,7 +40,7 @@ class DeferredStaging:
         if not pieces:
             self.release()
 
-    def stage(self, pool: BufferPool, threads: int) -> list[str]:
+    def stage(self, workers: Workers) -> list[str]:
         """Copy the pieces and release the live state.
 
         Return the keys of the leaves that changed meanwhile; their copies are invalid. Changes are
@@ -49,7 +50,7 @@ class DeferredStaging:
         try:
             if self.done.is_set():
                 return []
-            stage_pieces(self._image, self._pieces, pool, threads, self._streams)
+            stage_pieces(self._image, self._pieces, workers, self._streams)
             versions = zip(
                 self._leaf_indices, self._tensor_versions, self._read_tensor_versions(), strict=True
             )

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from holdfast.buffers import Buffer, BufferPool
+from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.incremental import IncrementalLayout
 from holdfast.engine.snapshot.location import Location
 from holdfast.errors import CommitError
 from holdfast.format.digest import digest, digest_parts
-from holdfast.threads import in_parallel
 from holdfast.types import BLOCK_SIZE
+from holdfast.workers import Workers
 
 
 class ImageChunks:
@@ -55,12 +55,10 @@ class ImageChunks:
 def digest_chunks(
     image: Image,
     pieces: Sequence[Piece],
-    pool: BufferPool,
-    threads: int,
-    advance: Callable[[], object] = bool,
+    workers: Workers,
 ) -> list[str]:
     """Return the digest of every chunk. A chunk that is not staged is copied into a temporary
-    buffer. ``advance`` is called after each chunk."""
+    buffer."""
     chunks = ImageChunks(image, pieces)
     digests = [digest(image.header)] + [""] * (len(chunks.cuts) - 1)
 
@@ -69,13 +67,10 @@ def digest_chunks(
         if staged:
             digests[chunk] = digest_parts(b.view[first:last] for b, first, last in staged)
             return
-        buffer = pool.acquire()
-        try:
+        with workers.buffer() as buffer:
             digests[chunk] = digest(chunks.copy_live(chunk, buffer, 0))
-        finally:
-            pool.release(buffer)
 
-    in_parallel(range(1, len(digests)), digest_chunk, min(threads, len(digests)), advance)
+    workers.each(range(1, len(digests)), digest_chunk)
     return digests
 
 
@@ -84,39 +79,33 @@ def write_incremental_shard(
     name: str,
     layout: IncrementalLayout,
     pieces: Sequence[Piece],
-    pool: BufferPool,
-    threads: int,
-    advance: Callable[[], object] = bool,
+    workers: Workers,
 ) -> None:
-    """Write the shard, and call ``advance`` after each part of it.
+    """Write the shard.
 
     Raises ``StoreError``, or ``CommitError`` if the state changed after its digests were computed.
     If it raises, no shard was created.
     """
     assembler = _ShardAssembler(location, layout, pieces)
     header = layout.header
-    spans = [
-        (a, min(a + pool.buffer_size, len(header))) for a in range(0, len(header), pool.buffer_size)
-    ]
-    data_starts = range(len(header), layout.length, pool.buffer_size)
-    spans += [(a, min(a + pool.buffer_size, layout.length)) for a in data_starts]
+    size = workers.pool.buffer_size
+    spans = [(a, min(a + size, len(header))) for a in range(0, len(header), size)]
+    data_starts = range(len(header), layout.length, size)
+    spans += [(a, min(a + size, layout.length)) for a in data_starts]
 
     def write(span: tuple[int, int]) -> None:
         start, stop = span
-        buffer = pool.acquire()
-        try:
+        with workers.buffer() as buffer:
             if start < len(header):
                 buffer.view[: stop - start] = header[start:stop]
             else:
                 assembler.fill(start, stop, buffer)
             upload.write_at(start, buffer.view[: stop - start])
-        finally:
-            pool.release(buffer)
 
     with location.store.put(location.key(name), layout.length) as upload:
-        in_parallel(spans, write, min(threads, len(spans)), advance)
+        workers.each(spans, write)
         upload.commit()
-        advance()
+        workers.advance()
 
 
 class _ShardAssembler:

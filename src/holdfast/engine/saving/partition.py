@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from holdfast.buffers import BufferPool
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.planning.global_plan import GlobalPlan, can_reuse_plan, make_global_plan
@@ -32,6 +31,7 @@ from holdfast.errors import PlanError
 from holdfast.format.names import new_attempt
 from holdfast.text import format_list, format_ranks
 from holdfast.types import MIB, Box
+from holdfast.workers import Workers
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ class CommonTree(msgspec.Struct, frozen=True, array_like=True):
 
 
 def partition_state(
-    collective: Collective, group: Group, flat: FlatState, pool: BufferPool, threads: int
+    collective: Collective, group: Group, flat: FlatState, workers: Workers
 ) -> Partition:
     """Agree with the other ranks on which rank writes which boxes of a state.
 
@@ -123,7 +123,7 @@ def partition_state(
         return _partition_locally(flat)
     masks: dict[bytes, Any] = group.cache.setdefault("masks", {})
     leaves = [part for leaf in flat.leaves for part in _split_leaf(leaf)]
-    local = _LocalRank(flat, leaves, pool, threads)
+    local = _LocalRank(flat, leaves, workers)
     summaries = collective.gather(local.make_summary(list(masks)), RankSummary)
     coordinator = None if summaries is None else _Coordinator(summaries, local, group.cache)
     request = collective.broadcast(
@@ -189,9 +189,7 @@ def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:
 class _LocalRank:
     """The messages of this rank, made on request."""
 
-    def __init__(
-        self, flat: FlatState, leaves: Sequence[LocalLeaf], pool: BufferPool, threads: int
-    ) -> None:
+    def __init__(self, flat: FlatState, leaves: Sequence[LocalLeaf], workers: Workers) -> None:
         self.flat = flat
         self.leaf_boxes = [make_leaf_box(leaf) for leaf in leaves]
         self.from_first = np.array(
@@ -200,7 +198,7 @@ class _LocalRank:
         self._unverified = [
             leaf for leaf in flat.leaves if leaf.replication == Replication.UNVERIFIED
         ]
-        self._value_digests = digest_values(self._unverified, pool, threads)
+        self._value_digests = digest_values(self._unverified, workers)
         self.structure = xxh3_128_digest(
             digest_leaf_boxes(self.leaf_boxes) + self.from_first.tobytes()
         )

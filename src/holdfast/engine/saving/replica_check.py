@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from holdfast.buffers import Buffer, BufferPool
+from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import copy_bytes
 from holdfast.engine.state.flatten import LocalLeaf
-from holdfast.threads import in_parallel
 from holdfast.types import BLOCK_SIZE, MIB
+from holdfast.workers import Workers
 
 _INLINE_BYTES = 4096
 
 
-def digest_values(leaves: Sequence[LocalLeaf], pool: BufferPool, threads: int) -> list[bytes]:
+def digest_values(leaves: Sequence[LocalLeaf], workers: Workers) -> list[bytes]:
     """Return a 16-byte digest of the elements of each leaf. The box of every leaf is the whole
     leaf."""
     digests: list[bytes] = [b""] * len(leaves)
@@ -38,7 +39,7 @@ def digest_values(leaves: Sequence[LocalLeaf], pool: BufferPool, threads: int) -
             block_digests[i] = [b""] * len(cuts)
             if nbytes <= _INLINE_BYTES:
                 block_digests[i][:] = [
-                    _digest_range(source, a, min(a + BLOCK_SIZE, nbytes), pool) for a in cuts
+                    _digest_range(source, a, min(a + BLOCK_SIZE, nbytes), workers) for a in cuts
                 ]
             else:
                 blocks += [(i, n, a) for n, a in enumerate(cuts)]
@@ -49,16 +50,16 @@ def digest_values(leaves: Sequence[LocalLeaf], pool: BufferPool, threads: int) -
         i, n, start = block
         source = leaves[i].source
         block_digests[i][n] = _digest_range(
-            source, start, min(start + BLOCK_SIZE, int(source.nbytes)), pool
+            source, start, min(start + BLOCK_SIZE, int(source.nbytes)), workers
         )
 
-    in_parallel(blocks, digest_block, min(threads, len(blocks)))
+    workers.each(blocks, digest_block)
     for i, parts in block_digests.items():
         digests[i] = parts[0] if len(parts) == 1 else xxh3_128_digest(b"".join(parts))
     return digests
 
 
-def _digest_range(source: Any, start: int, stop: int, pool: BufferPool) -> bytes:
+def _digest_range(source: Any, start: int, stop: int, workers: Workers) -> bytes:
     """Return the digest of bytes ``start`` to ``stop`` of an array on the CPU, in row-major
     order."""
     address = 0
@@ -69,13 +70,10 @@ def _digest_range(source: Any, start: int, stop: int, pool: BufferPool) -> bytes
         address = source.data_ptr()
     if address:
         return xxh3_128_digest((ctypes.c_char * (stop - start)).from_address(address + start))
-    buffer = Buffer(stop - start) if stop - start <= _INLINE_BYTES else pool.acquire()
-    try:
+    is_small = stop - start <= _INLINE_BYTES
+    with nullcontext(Buffer(stop - start)) if is_small else workers.buffer() as buffer:
         copy_bytes(source, start, stop, buffer, 0)
         return xxh3_128_digest(buffer.view[: stop - start])
-    finally:
-        if buffer.size == pool.buffer_size:
-            pool.release(buffer)
 
 
 _WORDS_PER_STEP = 4 * MIB

@@ -36,9 +36,9 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.engine.state.step_hooks import find_stable_leaves
 from holdfast.errors import CommitError
-from holdfast.settings import read_settings
 from holdfast.text import format_list
 from holdfast.threads import gc_paused
+from holdfast.workers import Workers
 
 
 def save(
@@ -107,11 +107,8 @@ def finish_in_background(
         pending.start()
     except BaseException:
         if pending is None or not pending.begun:
-            try:
-                with job.collective:  # reports the error to the other ranks
-                    raise
-            finally:
-                release_job(job)  # otherwise an optimizer would wait forever
+            with job, job.collective:  # otherwise an optimizer or another rank would wait forever
+                raise
         raise
     return pending
 
@@ -135,8 +132,9 @@ def begin_save(
     of the returned job is set. ``state`` may already be flattened.
     """
     started_at = time.perf_counter()
-    group, threads = current_group(), read_settings().threads
+    group = current_group()
     collective = group.collective(f"the save of {location.url}")
+    workers = Workers.create(pool, collective.advance)
     with collective:
         if group.rank == 0:
             raise_if_exists(location)
@@ -144,7 +142,7 @@ def begin_save(
         with gc_paused():
             flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
             synchronize_streams([leaf.source for leaf in flat.leaves])
-            partition = partition_state(collective, group, flat, pool, threads)
+            partition = partition_state(collective, group, flat, workers)
             image = make_image(partition.leaves, partition.leaf_boxes)
         pieces = image.pieces()
         job = SaveJob(
@@ -156,7 +154,7 @@ def begin_save(
             partition,
             image,
             pieces,
-            pool,
+            workers,
             started_at,
         )
         try:
@@ -164,7 +162,7 @@ def begin_save(
                 now, later = split_pieces(
                     image, pieces, find_stable_leaves(state, flat) if overlap else ()
                 )
-                stage_pieces(image, now, pool, threads)
+                stage_pieces(image, now, workers)
                 job.deferred = DeferredStaging(image, later)
             job.staged_at = time.perf_counter()
             seconds = job.staged_at - started_at
@@ -184,27 +182,24 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
     Rank 0 calls ``fence`` right before the commit; ``fence`` raises to prevent the commit.
     """
     location, collective = job.location, job.collective
-    try:
-        with collective:
-            if job.staging_error is not None:
-                raise job.staging_error
-            if job.deferred is not None:
-                _stage_deferred(job, job.deferred)
-            with pinned_base(location, job.attempt, job.base, collective) as base:
-                receipt = write_local_shard(job, base)
+    with job, collective:
+        if job.staging_error is not None:
+            raise job.staging_error
+        if job.deferred is not None:
+            _stage_deferred(job, job.deferred)
+        with pinned_base(location, job.attempt, job.base, collective) as base:
+            receipt = write_local_shard(job, base)
 
-                def commit(receipts: list[Receipt]) -> Snapshot:
-                    shards = check_receipts(location, receipts, collective.size)
-                    manifest = job.build_manifest(shards, 1 if base is None else base.chain + 1)
-                    fence()
-                    collective.begin_commit()  # raises if another rank failed before
-                    return put_manifest(location, manifest, job.partition.plan)
+            def commit(receipts: list[Receipt]) -> Snapshot:
+                shards = check_receipts(location, receipts, collective.size)
+                manifest = job.build_manifest(shards, 1 if base is None else base.chain + 1)
+                fence()
+                collective.begin_commit()  # raises if another rank failed before
+                return put_manifest(location, manifest, job.partition.plan)
 
-                snapshot, job.result = commit_collectively(
-                    location, job.attempt, collective, receipt, commit
-                )
-    finally:
-        release_job(job)
+            snapshot, job.result = commit_collectively(
+                location, job.attempt, collective, receipt, commit
+            )
     seconds = time.perf_counter() - job.started_at
     events.emit("committed", url=snapshot.url, bytes=job.result.nbytes, seconds=seconds)
     return snapshot
@@ -213,7 +208,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
 def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
     """Stage the deferred pieces. Raises ``CommitError`` if the training changed their leaves
     meanwhile."""
-    changed = deferred.stage(job.pool, read_settings().threads)
+    changed = deferred.stage(job.workers)
     if changed:
         raise CommitError(
             f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"
@@ -221,11 +216,3 @@ def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
             todo="Change these tensors only in an optimizer's step, or use overlap=False",
             leaves=changed,
         )
-
-
-def release_job(job: SaveJob) -> None:
-    """Release the save's buffers and its references to the live state, and leave its collective."""
-    if job.deferred is not None:
-        job.deferred.release()
-    release_buffers(job.pieces, job.pool)
-    job.collective.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.buffers import BufferPool
 from holdfast.engine.saving.image import Image, Piece
-from holdfast.threads import in_parallel
+from holdfast.workers import Workers
 
 
 def cuda_devices(sources: Sequence[Any]) -> set[Any]:
@@ -32,8 +32,7 @@ def synchronize_streams(sources: Sequence[Any]) -> None:
 def stage_pieces(
     image: Image,
     pieces: Sequence[Piece],
-    pool: BufferPool,
-    threads: int,
+    workers: Workers,
     make_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Copy all pieces into buffers. After this returns, the live state may change.
@@ -43,19 +42,19 @@ def stage_pieces(
     """
 
     def fill(piece: Piece) -> None:
-        buffer = pool.acquire()
+        buffer = workers.pool.acquire()
         try:
             with make_context():
                 image.copy_piece(piece, buffer)
         except BaseException:
-            pool.release(buffer)
+            workers.pool.release(buffer)
             raise
         piece.buffer = buffer
 
     try:
-        in_parallel(pieces, fill, min(threads, len(pieces)))
+        workers.each(pieces, fill)
     except BaseException:
-        release_buffers(pieces, pool)
+        release_buffers(pieces, workers.pool)
         raise
 
 

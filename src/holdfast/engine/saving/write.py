@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 from typing import Any
 
-from holdfast.buffers import BufferPool
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.incremental import (
@@ -24,8 +22,7 @@ from holdfast.format.digest import digest
 from holdfast.format.index import IncrementalIndex, Index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
 from holdfast.format.manifest import FileEntry, IncrementalShard
-from holdfast.settings import read_settings
-from holdfast.threads import in_parallel
+from holdfast.workers import Workers
 
 
 def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
@@ -35,8 +32,7 @@ def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
     has no boxes writes nothing. Raises ``StoreError``, or ``CommitError`` if the state changed.
     """
     location, collective, image = job.location, job.collective, job.image
-    rank, advance = collective.rank, collective.advance
-    pieces, pool, threads = job.pieces, job.pool, read_settings().threads
+    rank, pieces, workers = collective.rank, job.pieces, job.workers
     if rank and not image.leaf_boxes:
         return Receipt(rank, None)
     shard_name = names.shard_name(rank, collective.size, job.attempt)
@@ -44,15 +40,15 @@ def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
     layout = None
     if base is not None and base.shards:
         aligned = align_chunks(image, base)
-        digests = digest_chunks(aligned, pieces, pool, threads, advance)
+        digests = digest_chunks(aligned, pieces, workers)
         layout = make_incremental_layout(base, aligned, digests)
     if layout is None:
-        digests = write_shard(location, shard_name, image, pieces, pool, threads, advance)
+        digests = write_shard(location, shard_name, image, pieces, workers)
         index = write_index(location, index_name, shard_name, image, digests)
         shard = IncrementalShard(shard_name, image.length, index, [])
         return Receipt(rank, shard, image.length)
-    release_buffers(layout.unneeded_pieces(pieces), pool)
-    write_incremental_shard(location, shard_name, layout, pieces, pool, threads, advance)
+    release_buffers(layout.unneeded_pieces(pieces), workers.pool)
+    write_incremental_shard(location, shard_name, layout, pieces, workers)
     index = write_index(location, index_name, shard_name, layout.image, layout.digests, layout)
     shard = IncrementalShard(shard_name, layout.length, index, layout.refers)
     return Receipt(rank, shard, layout.length)
@@ -63,14 +59,12 @@ def write_shard(
     name: str,
     image: Image,
     pieces: list[Piece],
-    pool: BufferPool,
-    threads: int,
-    advance: Callable[[], object] = bool,
+    workers: Workers,
 ) -> list[str]:
     """Write all pieces, staged or not. Return the digest of every chunk once the shard is durable.
 
-    ``advance`` is called after each piece. Raises ``StoreError``; then no shard was created, and
-    the pieces that were not yet written keep their buffers.
+    Raises ``StoreError``; then no shard was created, and the pieces that were not yet written keep
+    their buffers.
     """
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
@@ -79,7 +73,7 @@ def write_shard(
         buffer, piece.buffer = piece.buffer, None
         staged = buffer is not None
         if buffer is None:
-            buffer = pool.acquire()
+            buffer = workers.pool.acquire()
         try:
             if not staged:
                 image.copy_piece(piece, buffer)
@@ -92,12 +86,12 @@ def write_shard(
                     digests[c] = digest(view[a:b])
             upload.write_at(piece.start, view)
         finally:
-            pool.release(buffer)
+            workers.pool.release(buffer)
 
     with location.store.put(location.key(name), image.length) as upload:
-        in_parallel(pieces, write, min(threads, len(pieces)), advance)
+        workers.each(pieces, write)
         upload.commit()
-        advance()
+        workers.advance()
     return digests
 
 

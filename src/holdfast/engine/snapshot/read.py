@@ -6,7 +6,7 @@ Nothing is copied from a chunk whose digest does not match the index.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -24,8 +24,8 @@ from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex
 from holdfast.format.names import parse_reference
 from holdfast.lazy_torch import dtype_name
-from holdfast.threads import in_parallel
 from holdfast.types import DTYPES
+from holdfast.workers import Workers
 
 
 class MemoryRegion(Protocol):
@@ -69,24 +69,23 @@ def execute_read_plan(
     plan: ReadPlan,
     indexes: Sequence[ShardIndex],
     targets: Sequence[Target],
-    pool: BufferPool,
-    threads: int,
-    advance: Callable[[], object] = bool,
+    workers: Workers,
 ) -> None:
     """Execute a plan whose requests belong to ``targets``, in the same order.
 
-    ``advance`` is called after each item of the plan. Raises ``DigestMismatch`` or ``StoreError``,
+    Raises ``DigestMismatch`` or ``StoreError``,
     which name the file, the offset, and the leaves. In that case, targets may be partially written,
     but never with bytes that failed their check. In any case, PyTorch's version counters of the
     tensors (``_version``) are incremented.
     """
 
     def read_item(item: ReadItem) -> None:
-        with read_verified_chunks(location, indexes[item.shard], item, pool) as (buffer, base):
+        index = indexes[item.shard]
+        with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
             copy_to_targets(item, targets, buffer, base)
 
     increment_tensor_versions(targets)
-    in_parallel(plan.items, read_item, min(threads, len(plan.items)), advance)
+    workers.each(plan.items, read_item)
 
 
 def increment_tensor_versions(targets: Sequence[Target]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.buffers import shared_pool
 from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import check_length, read_index
@@ -26,8 +25,8 @@ from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, ShardReferen
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version, split_address
 from holdfast.format.validate import LeafSpecs, check_plain, check_tree
 from holdfast.ragged import Ints
-from holdfast.settings import read_settings
 from holdfast.threads import gc_paused
+from holdfast.workers import Workers
 
 
 def open_snapshot(url: Url) -> Snapshot:
@@ -332,10 +331,9 @@ class Snapshot:
         indexes = self.indexes()
         with gc_paused():
             plan = make_read_plan(indexes, wants)
-        threads = read_settings().threads
         with self.not_found_if_deleted():
             execute_read_plan(
-                self.location, plan, indexes, targets, shared_pool(), threads, advance
+                self.location, plan, indexes, targets, Workers.create(advance=advance)
             )
 
     def verify(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from holdfast.buffers import shared_pool
 from holdfast.engine.planning.read_plan import (
     ReadItem,
     ReadRequest,
@@ -28,9 +27,8 @@ from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Manifest, Shard
 from holdfast.format.names import MANIFEST
 from holdfast.format.safetensors import header_length, parse_header
-from holdfast.settings import read_settings
-from holdfast.threads import in_parallel
 from holdfast.types import Box
+from holdfast.workers import Workers
 
 CheckedChunks = dict[tuple[str, int, str], HoldfastError | None]
 """The result of each chunk that was read: (file, offset, expected digest) to its error, or None."""
@@ -121,7 +119,7 @@ def _verify_shard(
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, file))
             unusable_paths.add(referred.path)
-    pool = shared_pool()
+    workers = Workers.create()
 
     def check(item: ReadItem) -> None:
         path, offset = index.locate_chunk(item.first_chunk)
@@ -131,7 +129,7 @@ def _verify_shard(
         error = checked_chunks.get(chunk)
         if chunk not in checked_chunks:
             try:
-                with read_verified_chunks(location, index, item, pool):
+                with read_verified_chunks(location, index, item, workers.pool):
                     pass
             except (FormatError, StoreError) as e:
                 error = e
@@ -148,7 +146,7 @@ def _verify_shard(
         for item in chunk_read_items(0, index.cuts, index.chunk_refs)
         for chunk_item in _split_by_chunk(item, index)
     ]
-    in_parallel(items, check, min(read_settings().threads, len(items)))
+    workers.each(items, check)
     if not any(p.file == file for p in problems):
         try:
             _check_header(location, index)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast import events
-from holdfast.buffers import shared_pool
 from holdfast.engine.planning.read_plan import ReadItem, chunk_read_items
 from holdfast.engine.planning.shard_layout import full_shard_entries, leaf_boxes_from_index
 from holdfast.engine.saving.commit import raise_if_exists
@@ -40,8 +39,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.names import MANIFEST
 from holdfast.format.safetensors import build_header
-from holdfast.settings import read_settings
-from holdfast.threads import in_parallel
+from holdfast.workers import Workers
 
 Advance = Callable[[int], None]
 
@@ -220,13 +218,13 @@ def _read_items(
     consume: Callable[[ReadItem, memoryview], None],
 ) -> None:
     """Read all items in several threads, check them, and pass their bytes to ``consume``."""
-    pool = shared_pool()
+    workers = Workers.create()
 
     def read_item(item: ReadItem) -> None:
-        with read_verified_chunks(location, index, item, pool) as (buffer, base):
+        with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
             consume(item, buffer.view[item.start - base : item.stop - base])
 
-    in_parallel(items, read_item, min(read_settings().threads, len(items)))
+    workers.each(items, read_item)
 
 
 def _report_progress(advance: Advance | None, nbytes: int) -> None:

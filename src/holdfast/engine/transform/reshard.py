@@ -58,6 +58,7 @@ from holdfast.storage.store import Upload
 from holdfast.threads import in_parallel
 from holdfast.types import BLOCK_SIZE, DTYPES, MIB
 from holdfast.version import __version__
+from holdfast.workers import Workers
 
 SPLITS = ("even", "none")
 
@@ -148,9 +149,8 @@ class _SnapshotReader:
         self._indexes = snapshot.indexes()
         self._locations = locations
         longest = max((int(np.diff(i.cuts).max(initial=0)) for i in self._indexes), default=0)
-        self._threads = max(
-            1, min(read_settings().threads, MAX_READ_BYTES // max(BLOCK_SIZE, longest))
-        )
+        threads = min(read_settings().threads, MAX_READ_BYTES // max(BLOCK_SIZE, longest))
+        self._workers = Workers(shared_pool(), max(1, threads))
 
     def read(self, spans: Sequence[WindowSpan], buffer: Buffer) -> None:
         """Read the spans into their positions in the buffer. Raises ``FormatError`` or
@@ -172,7 +172,7 @@ class _SnapshotReader:
         shards = np.unique(np.concatenate([self._locations.shard[rows[k]] for k in keys])).tolist()
         indexes = [self._indexes[s] for s in shards]
         plan = make_read_plan(indexes, requests)
-        execute_read_plan(self._location, plan, indexes, targets, shared_pool(), self._threads)
+        execute_read_plan(self._location, plan, indexes, targets, self._workers)
 
 
 def _write_shards(
@@ -184,14 +184,13 @@ def _write_shards(
 ) -> list[list[str]]:
     """Write the shards concurrently, and return the digests of their chunks once the shards are
     durable."""
-    threads, read_lock = read_settings().threads, Lock()
+    read_lock = Lock()
     digests = [[digest(i.header), *[""] * (len(i.cuts) - 1)] for i in images]
     size = window_size(images)
-    windows = BufferPool(2 * size, size)
+    windows = Workers.create(BufferPool(2 * size, size))
 
     def copy_window(chunks: list[Chunk]) -> None:
-        buffer = windows.acquire()
-        try:
+        with windows.buffer() as buffer:
             spans, window_offsets = lay_out_window(chunks)
             with read_lock:
                 reader.read(spans, buffer)
@@ -207,12 +206,10 @@ def _write_shards(
                 if advance is not None:
                     advance(chunk.nbytes)
 
-            in_parallel(chunks, write, min(threads, len(chunks)))
-        finally:
-            windows.release(buffer)
+            windows.each(chunks, write)
 
     with ExitStack() as stack:
-        stack.callback(windows.close)
+        stack.callback(windows.pool.close)
         uploads: list[Upload] = []
         for name, image in zip(shard_names, images, strict=True):
             uploads.append(
@@ -223,7 +220,7 @@ def _write_shards(
             *(iter_chunks(reader.leaves, n, image) for n, image in enumerate(images))
         )
         in_parallel(group_into_windows(chunks), copy_window, 2)
-        in_parallel(uploads, _commit_upload, min(threads, len(uploads)))
+        windows.each(uploads, _commit_upload)
     return digests
 
 

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast import events, machine
-from holdfast.buffers import shared_pool
 from holdfast.engine.planning.global_plan import make_global_plan
 from holdfast.engine.planning.local_plan import make_local_plan
 from holdfast.engine.planning.shard_layout import LeafBox
@@ -44,10 +43,10 @@ from holdfast.integrations.dcp.shared import (
     to_checkpoint_id,
 )
 from holdfast.lazy_torch import dtype_name
-from holdfast.settings import read_settings
 from holdfast.text import format_list
 from holdfast.types import Box
 from holdfast.version import __version__
+from holdfast.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,8 @@ class _ActiveSave:
         """Pin the files of this rank until the commit, and return the key of the pin."""
         key = pin.create_pin(self.location, self.attempt)
         self.release_pin = finalize = weakref.finalize(self, pin.remove_pin, self.location, key)
-        finalize.atexit = (
-            False  # a pin ends with its process, and a forked child must not remove it
-        )
+        # a pin ends with its process, and a forked child must not remove the pin of its parent
+        finalize.atexit = False
         return key
 
 
@@ -267,12 +265,12 @@ def _write_rank_shard(
         return WriteResult(
             MetadataIndex(""), 0, _PinnedReceipt(Receipt(save_rank.rank, None), None)
         )
-    location, pool, threads = save.location, shared_pool(), read_settings().threads
+    location = save.location
     image = make_image(leaves, [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves])
     synchronize_streams(image.sources)
     shard = names.shard_name(save_rank.rank, save_rank.world_size, save.attempt)
     pin_key = save.pin_files()
-    digests = write_shard(location, shard, image, image.pieces(), pool, threads)
+    digests = write_shard(location, shard, image, image.pieces(), Workers.create())
     index = names.index_name(save_rank.rank, save_rank.world_size, save.attempt)
     index_record = write_index(location, index, shard, image, digests)
     receipt = Receipt(
