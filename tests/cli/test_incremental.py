@@ -148,7 +148,7 @@ def save_after(store: MemoryStore, steps: int) -> hf.Snapshot:
     state["p"].step = steps - 1
     with hf.Checkpointer(store, state, incremental=True) as ckpt:
         ckpt._saver.resume_from(hf.Run(store).open(Version(steps - 1)))
-        ckpt._resumed = True  # it has been going on since before the damage
+        ckpt._lifecycle.is_resumed = True  # it has been going on since before the damage
         ckpt.step()
         return ckpt.save()
 

@@ -747,9 +747,9 @@ def test_a_child_that_leaves_the_block_tells_nothing_of_unsaved_steps() -> None:
         Checkpointer(MemoryStore(), state, save=EverySteps(3)) as ckpt,
     ):
         train(state, ckpt, 1)
-        ckpt._pid += 1  # as a forked child sees it
+        ckpt._lifecycle._pid += 1  # as a forked child sees it
     assert "left_unsaved" not in heard
-    ckpt._pid -= 1
+    ckpt._lifecycle._pid -= 1
     ckpt.close()
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from holdfast.engine.distributed.group import Group, all_reduce
 from holdfast.engine.snapshot.location import describe_run
 from holdfast.errors import HoldfastError, NotFound, PlanError
 from holdfast.format.names import MANIFEST, parse_version, split_address
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
+from holdfast.run.writer_lock import WriterLock
 from holdfast.text import with_article
 
 
@@ -158,6 +160,30 @@ def check_run_empty(run: Run) -> None:
             found=f"{describe_run(versions)}, the newest being {versions[-1]}",
             todo="Call ckpt.resume() to continue from it, or save to another folder",
         )
+
+
+def acquire_run(
+    run: Run,
+    group: Group,
+    writer_lock: WriterLock,
+    rank_arguments: Callable[[], dict[str, str]],
+    *,
+    is_resumed: bool,
+) -> None:
+    """Make this training the one that writes to the run, or raise on all ranks.
+
+    The ranks must have equal arguments, and without a resume the run must be empty. A run that is
+    not writable raises now, not at the first save.
+    """
+
+    def check_and_lock(arguments_by_rank: Sequence[Mapping[str, str]]) -> bool:
+        check_ranks_agree(arguments_by_rank)
+        if not is_resumed:
+            check_run_empty(run)
+        writer_lock.acquire()
+        return True
+
+    all_reduce(group, "the first step", rank_arguments, dict[str, str], check_and_lock, bool)
 
 
 def not_entered_error() -> HoldfastError:

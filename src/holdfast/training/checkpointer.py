@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -12,26 +10,25 @@ from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.group import (
     GroupSpec,
     LocalGroup,
-    all_reduce,
     saving_group,
     use_group,
 )
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import CommitError, HoldfastError, MetricMissing, SkippedVersion, StoreError
+from holdfast.errors import CommitError, HoldfastError, SkippedVersion, StoreError
 from holdfast.format.names import Version
 from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import EverySeconds, KeepPolicy, SavePolicy, StopWhen, check_can_fire
 from holdfast.run.run import Run
 from holdfast.run.save_request import RequestWatcher
 from holdfast.run.writer_lock import WriterLock
+from holdfast.text import warn_user
 from holdfast.training.arguments import (
+    acquire_run,
     check_arguments,
     check_choices,
     check_no_copies,
     check_not_version,
-    check_ranks_agree,
-    check_run_empty,
     not_entered_error,
     stable_repr,
 )
@@ -39,6 +36,7 @@ from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.exception_save import ExceptionSave
 from holdfast.training.goodput import Goodput
+from holdfast.training.lifecycle import Lifecycle
 from holdfast.training.resume import StartSelection, left_state_invalid, resume_run, start_from
 from holdfast.training.saver import Saver, SaveSpec
 from holdfast.training.step_counter import StepCounter
@@ -131,8 +129,7 @@ class Checkpointer:
         self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
-        self._state_invalid = self._resumed = self._started = self._closed = False
-        self._pid = os.getpid()
+        self._lifecycle = Lifecycle()
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -182,7 +179,7 @@ class Checkpointer:
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
         arguments.
         """
-        self._check_open()
+        self._lifecycle.check_open()
         self._saver.wait_on_all_ranks(self._group)
         selection = StartSelection.from_arguments(
             start, keys, missing, unexpected, rename, (at, branch) != (None, None)
@@ -197,10 +194,10 @@ class Checkpointer:
                 if point is None and start is not None:
                     point = start_from(start, self.state, selection, share)
         except BaseException as e:
-            self._state_invalid = self._state_invalid or left_state_invalid(e)
+            self._lifecycle.is_state_valid &= not left_state_invalid(e)
             self._step_counter.resume_at(self.current_step, from_own_run=False)
             raise
-        self._resumed, self._state_invalid = True, False
+        self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if point is None:
             self._step_counter.resume_at(self.current_step, from_own_run=False)
             events.emit("began", run=self.run.url)
@@ -215,7 +212,7 @@ class Checkpointer:
         self._cadence.restart()
         events.emit("resumed", url=point.snapshot.url, step=self.current_step, branch=self._branch)
         for message in point.skipped:
-            warnings.warn(message, SkippedVersion, stacklevel=2)
+            warn_user(message, SkippedVersion)
         return point.snapshot
 
     # -- training ------------------------------------------------------------------------------
@@ -230,7 +227,7 @@ class Checkpointer:
         is raised here. With several ranks, all ranks raise it when the next save is due. The step
         is counted even if this method raises.
         """
-        self._check_open()
+        self._lifecycle.check_open()
         with self._goodput.paused():
             self._metrics = {}
             try:
@@ -241,7 +238,7 @@ class Checkpointer:
             if self._group.size == 1:  # several ranks raise together, when the next save is due
                 self._raise_or_warn(self._saver.poll)
             self._save_if_due()
-            self._warn_metric_missing()
+            self._saver.metric_check.warn()
 
     def _count_step(self, metrics: Mapping[str, Any], batches: int) -> None:
         """Count the step that led to the current state."""
@@ -258,12 +255,12 @@ class Checkpointer:
             requested, self._agreed_proposals, self._agreement, self._saver.busy
         )
         if reason is None:
-            self._saver.reserve_buffers()
+            self._saver.reservation.start()
             return
         if self._cadence.skip_if_busy(lambda: self._saver.busy, self.run.url, self._goodput):
             return
-        self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step, self._group), 4)
-        self._raise_or_warn(lambda: self._start_save(reason, self._metrics), 4)
+        self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step, self._group))
+        self._raise_or_warn(lambda: self._start_save(reason, self._metrics))
 
     def _start_save(self, reason: str, metrics: Mapping[str, Any]) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
@@ -285,7 +282,7 @@ class Checkpointer:
         where the state does not belong to any step. Raises any failure, regardless of
         ``on_error``.
         """
-        self._check_open()
+        self._lifecycle.check_open()
         added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
@@ -307,7 +304,7 @@ class Checkpointer:
         signal is called too. Raises ``HoldfastError`` if the signal cannot be handled, and outside
         the main thread.
         """
-        self._check_open()
+        self._lifecycle.check_open()
         self._watcher.install_signal_handler(number)
 
     def wait(self) -> Snapshot | None:
@@ -315,11 +312,11 @@ class Checkpointer:
 
         Return the newest version that this Checkpointer saved or resumed from, or None.
         """
-        self._check_not_forked()
+        self._lifecycle.check_not_forked()
         with self._goodput.paused():
-            return (
-                self._saver.wait() if self._closed else self._saver.wait_on_all_ranks(self._group)
-            )
+            if self._lifecycle.is_closed:
+                return self._saver.wait()
+            return self._saver.wait_on_all_ranks(self._group)
 
     def statistics(self) -> dict[str, float]:
         """Return statistics since this Checkpointer was created, by name.
@@ -342,15 +339,15 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save in flight, and release memory. Raises the error of a failed save."""
         self._close_parts()
-        if self._pid == os.getpid():
-            if self._is_rank_zero:
-                self._saver.check_metrics_given()
-            self._warn_metric_missing()
+        if not self._lifecycle.is_forked:
+            if self._is_rank_zero and self._goodput.counts["saves"]:
+                self._saver.metric_check.make()
+            self._saver.metric_check.warn()
 
     def _close_parts(self) -> None:
-        self._closed = True
-        if self._pid != os.getpid():
-            return  # this is a forked process; the saves and buffers belong to its parent
+        self._lifecycle.is_closed = True
+        if self._lifecycle.is_forked:
+            return
         try:
             self._raise_or_warn(self._saver.wait)
         finally:
@@ -372,7 +369,7 @@ class Checkpointer:
         problems: list[str] = []
         try:
             try:
-                if self._exception_save is not None and self._can_save:
+                if self._exception_save is not None and self._lifecycle.can_save:
                     with use_group(self._group):
                         self._exception_save.save(
                             self._saver, error, self._branch, self._note, problems
@@ -387,15 +384,8 @@ class Checkpointer:
         finally:
             attach_secondary_errors(error, problems)
 
-    @property
-    def _can_save(self) -> bool:
-        """True if training has started, the state is valid, and this object is open."""
-        return self._started and not (
-            self._state_invalid or self._closed or self._pid != os.getpid()
-        )
-
     def _exit_normally(self) -> None:
-        could_save = self._can_save
+        could_save = self._lifecycle.can_save
         skipped = self._cadence.skipped_since_save and self._is_rank_zero
         self.close()
         if could_save and self._saver.saved_step != self.current_step:
@@ -403,31 +393,14 @@ class Checkpointer:
 
     # -- implementation ------------------------------------------------------------------------
 
-    def _warn_metric_missing(self) -> None:
-        message, self._saver.metric_warning = self._saver.metric_warning, None
-        if message is not None:
-            warnings.warn(message, MetricMissing, stacklevel=3)
-
-    def _raise_or_warn(self, call: Callable[[], object], stacklevel: int = 3) -> None:
+    def _raise_or_warn(self, call: Callable[[], object]) -> None:
         """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
         try:
             call()
         except (StoreError, CommitError) as e:
             if self._on_error == "raise" or not is_store_failure(e):
                 raise
-            warn_save_failed(e, self._saver.saved_step, stacklevel + 1)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise HoldfastError("The Checkpointer is closed", todo="Create a new one")
-        self._check_not_forked()
-
-    def _check_not_forked(self) -> None:
-        if self._pid != os.getpid():
-            raise HoldfastError(
-                "This Checkpointer was created before this process was forked",
-                todo="Use it only in the process that created it",
-            )
+            warn_save_failed(e, self._saver.saved_step)
 
     def _ensure_started(self) -> None:
         """Check the run and acquire the writer lock, at the first step or save.
@@ -435,35 +408,23 @@ class Checkpointer:
         A new training in a run that has versions would mix two trainings. A run that is not
         writable must raise now, not at the first save.
         """
-        if self._state_invalid:
-            raise HoldfastError(
-                "The last resume() failed and may have left the live state invalid",
-                todo="Resume from an intact version before you continue the training",
-            )
-        if self._started:
+        self._lifecycle.check_state_valid()
+        if self._lifecycle.is_started:
             return
         if self._save_policy.on_exception and self._exception_save is None:
             raise not_entered_error()
-        all_reduce(
+        acquire_run(
+            self.run,
             self._group,
-            "the first step",
+            self._writer_lock,
             self._rank_arguments,
-            dict[str, str],
-            self._check_and_lock,
-            bool,
+            is_resumed=self._lifecycle.is_resumed,
         )
         self._agreement = make_agreement(self._group, "training")
         if self._is_rank_zero:
             self._watcher.start()
-        self._started = True
+        self._lifecycle.is_started = True
 
     def _rank_arguments(self) -> dict[str, str]:
-        self._saver.prepare_reservation(self.state, self._group)
+        self._saver.reservation.measure(self.state, self._group)
         return {**self._arguments, "current_step": str(self.current_step)}
-
-    def _check_and_lock(self, arguments_by_rank: Sequence[dict[str, str]]) -> bool:
-        check_ranks_agree(arguments_by_rank)
-        if not self._resumed:
-            check_run_empty(self.run)
-        self._writer_lock.acquire()
-        return True

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 from holdfast import events
@@ -19,7 +18,7 @@ from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.engine.state.flatten import FlatState, flatten
+from holdfast.engine.state.flatten import FlatState
 from holdfast.engine.state.savepoint import Savepoint
 from holdfast.engine.state.step_hooks import StepPreHook
 from holdfast.engine.state.walk import optimizers_in
@@ -30,8 +29,10 @@ from holdfast.run.metrics import to_numbers
 from holdfast.run.policy import KeepPolicy
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
+from holdfast.training.buffer_reservation import BufferReservation
 from holdfast.training.early_stop import EarlyStop
 from holdfast.training.goodput import Goodput
+from holdfast.training.version_checks import MetricCheck, emit_structure_change
 
 METRIC_CHECK_AFTER = 3
 """The number of saves after which a metric that no version has causes a warning."""
@@ -87,8 +88,7 @@ class Saver:
         self._overlap = overlap
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=pin_memory if overlap else None)
-        self._unstarted_reservation: Thread | None = None
-        self._reservation: Thread | None = None
+        self.reservation = BufferReservation(self._pool)
         self._attempt = ""
         self._pending: Pending | None = None
         self._deferred_staging: DeferredStaging | None = None
@@ -97,9 +97,7 @@ class Saver:
         self._closing = False
         self._pid = os.getpid()
         self._post_commit_error: Exception | None = None
-        self._metrics_checked = False
-        self.metric_warning: str | None = None
-        """A warning for the user, to be issued at the next step or at the end, or None."""
+        self.metric_check = MetricCheck(run, keep, early_stop)
 
     @property
     def busy(self) -> bool:
@@ -110,33 +108,6 @@ class Saver:
     def saved_step(self) -> int:
         """The step of ``newest``, or 0 if there is none."""
         return 0 if self.newest is None else _version_of(self.newest).step
-
-    def prepare_reservation(self, state: Any, group: Group) -> None:
-        """Determine how much buffer memory this rank needs for ``state``.
-
-        Leaves that all ranks have in full are divided among the ranks. Raises the errors of
-        ``flatten`` if the state cannot be saved.
-        """
-        nbytes = 2 * self._pool.buffer_size
-        for leaf in flatten(state, group.rank).leaves:
-            is_shared = leaf.box.sizes == leaf.shape
-            nbytes += int(leaf.source.nbytes) // (group.size if is_shared else 1)
-        self._unstarted_reservation = Thread(
-            target=self._pool.preallocate, args=(nbytes,), name="holdfast-buffers"
-        )
-
-    def reserve_buffers(self) -> None:
-        """Allocate the buffers on a thread while no save is due yet.
-
-        The first touch of new memory takes ten times as long as a copy into it. A save at the
-        first step allocates the buffers itself, because it would take longer while a thread does
-        the same.
-        """
-        reservation, self._unstarted_reservation = self._unstarted_reservation, None
-        if reservation is not None:
-            with suppress(RuntimeError):  # no thread can be started: the first save allocates
-                reservation.start()
-                self._reservation = reservation
 
     def wait_before_save(self, step: int, group: Group) -> None:
         """Wait for the save in flight, because the save of ``step`` is due.
@@ -300,9 +271,9 @@ class Saver:
         spec.on_finished(True)
         try:
             if job.collective.rank == 0:  # the rank that committed the version
-                self._emit_structure_change(snapshot)
+                emit_structure_change(self.run.url, self.newest, snapshot)
                 if goodput.counts["saves"] == METRIC_CHECK_AFTER:
-                    self.check_metrics_given()
+                    self.metric_check.make()
                 self.run.retain(self._keep)
         except HoldfastError as e:
             advice = f"{spec.version} was saved, but old versions could not be deleted"
@@ -324,54 +295,6 @@ class Saver:
             metrics=dict(job.metadata.metrics),
         )
         return snapshot
-
-    def _emit_structure_change(self, snapshot: Snapshot) -> None:
-        """Emit an event if the structure of the state differs from that of the version before.
-
-        A change is not an error: an optimizer creates its slots at its first step, or a layer is
-        unfrozen. The event helps a person who investigates the change later.
-        """
-        previous = {} if self.newest is None else self.newest.leaves
-        leaves = snapshot.leaves
-        if not previous or previous == leaves:
-            return
-        events.emit(
-            "structure_changed",
-            run=self.run.url,
-            version=str(snapshot.version),
-            added=sorted(leaves.keys() - previous.keys()),
-            removed=sorted(previous.keys() - leaves.keys()),
-            changed=sorted(k for k in leaves.keys() & previous.keys() if leaves[k] != previous[k]),
-        )
-
-    def check_metrics_given(self) -> None:
-        """Set ``metric_warning`` if a policy needs a metric that nothing has provided so far.
-
-        The check runs only once, after some saves or at the end. A policy on a metric that never
-        comes keeps nothing. The user should learn of a misspelled name before the best version is
-        needed.
-        """
-        was_checked, self._metrics_checked = self._metrics_checked, True
-        needed, awaited = self._keep.metrics, self._early_stop.awaited_metric
-        if was_checked or not self._goodput.counts["saves"] or not (needed or awaited):
-            return
-        try:
-            available = {name for record in self.run.records() for name in record.metrics}
-        except HoldfastError:
-            return  # retention reports the failure of the store
-        missing, warnings = sorted(needed - available), []
-        if missing:
-            warnings.append(
-                f"No version of {self.run.url} has {' or '.join(missing)}, which the keep policy"
-                f" uses; they have {', '.join(sorted(available)) or 'no metrics'}. Pass it to"
-                " step(), or add it with Run.add_metrics; until then, no version is the best"
-            )
-        if awaited is not None:
-            warnings.append(
-                f"No step of {self.run.url} was given {awaited}, which StopWhen waits for. Pass it"
-                " to step() or save(); until then, training does not stop early"
-            )
-        self.metric_warning = ". ".join(warnings) or None
 
     def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:
         spec.on_finished(False)
@@ -438,8 +361,7 @@ class Saver:
             self._guard = None
         if not self.busy:
             self._pool.close()
-        if self._reservation is not None:
-            self._reservation.join()
+        self.reservation.join()
 
 
 def _first_reason(reasons: list[str]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 
 from holdfast import events
 from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.errors import CommitError, HoldfastError, RankFailed, SaveFailed, StoreError
+from holdfast.text import warn_user
 
 
 def is_store_failure(error: StoreError | CommitError) -> bool:
@@ -23,7 +23,7 @@ def is_store_failure(error: StoreError | CommitError) -> bool:
     return not reported_by_rank or isinstance(cause, StoreError | CommitError)
 
 
-def warn_save_failed(error: HoldfastError, last_saved_step: int, stacklevel: int) -> None:
+def warn_save_failed(error: HoldfastError, last_saved_step: int) -> None:
     """Warn of a save that failed, or of a failure after the commit. Training continues."""
     if error.fields.get("committed"):
         message = "Old versions accumulate"
@@ -31,7 +31,7 @@ def warn_save_failed(error: HoldfastError, last_saved_step: int, stacklevel: int
         message = (
             f"NOTHING WAS SAVED; training continues, with no save since step {last_saved_step}"
         )
-    warnings.warn(f"{message}: {format_with_notes(error)}", SaveFailed, stacklevel=stacklevel)
+    warn_user(f"{message}: {format_with_notes(error)}", SaveFailed)
 
 
 def last_save_message(error: BaseException) -> str:
@@ -50,7 +50,7 @@ def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> No
         error.add_note(f"In addition, {message}")
         warning = f"The training ended with {type(error).__name__}. In addition, {message}"
         try:
-            warnings.warn(warning, SaveFailed, stacklevel=3)
+            warn_user(warning, SaveFailed)
         except SaveFailed:
             if not isinstance(error, Exception):
                 with suppress(Exception):  # stderr may be missing or closed
@@ -68,4 +68,4 @@ def warn_unsaved_steps(run_url: str, step: int, last_saved_step: int, skipped: b
             f"Steps {last_saved_step + 1} to {step} are not in any version of {run_url}: the save"
             ' that was due was skipped (busy="skip"). Call ckpt.save() at the end of the training'
         )
-        warnings.warn(message, SaveFailed, stacklevel=4)
+        warn_user(message, SaveFailed)

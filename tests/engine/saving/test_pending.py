@@ -273,7 +273,7 @@ def test_room_is_made_beside_training_but_not_beside_a_save_at_the_first_step(
         train(state, ckpt, 1)
         assert ("holdfast-buffers" in started) == beside
         if beside:
-            ckpt._saver._reservation.join()
+            ckpt._saver.reservation.join()
             made = ckpt._saver._pool.allocated_bytes
             train(state, ckpt, every)
             assert ckpt._saver._pool.allocated_bytes == made > 0

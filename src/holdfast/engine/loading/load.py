@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -27,7 +25,7 @@ from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.engine.state import modules
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed, RanksChanged
-from holdfast.text import with_article
+from holdfast.text import warn_user, with_article
 from holdfast.threads import gc_paused
 
 
@@ -182,17 +180,11 @@ def _bind(
 
 
 def _warn_reassigned(url: str, reassigned: str) -> None:
-    """Emit the warning at the line of the program that called Holdfast. The number of frames in
-    between varies."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
+    warn_user(
         f"The per-rank values in {url} do not match the ranks that load them: {reassigned}. If a"
         " value counts the data that one rank has seen, some samples will be repeated and some"
         " skipped; holdfast.ElasticSampler continues with any number of ranks.",
         RanksChanged,
-        stacklevel=level,
     )
 
 

@@ -1,0 +1,49 @@
+"""The buffers of the first save, allocated before it is due."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+from holdfast.buffers import BufferPool
+from holdfast.engine.distributed.group import Group
+from holdfast.engine.state.flatten import flatten
+
+
+class BufferReservation:
+    """Allocates the buffers that a state needs, on a thread.
+
+    The first touch of new memory takes ten times as long as a copy into it.
+    """
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._nbytes = 0
+        self._thread: Thread | None = None
+
+    def measure(self, state: Any, group: Group) -> None:
+        """Determine how much buffer memory this rank needs for ``state``.
+
+        Leaves that all ranks have in full are divided among the ranks. Raises the errors of
+        ``flatten`` if the state cannot be saved.
+        """
+        self._nbytes = 2 * self._pool.buffer_size
+        for leaf in flatten(state, group.rank).leaves:
+            is_shared = leaf.box.sizes == leaf.shape
+            self._nbytes += int(leaf.source.nbytes) // (group.size if is_shared else 1)
+
+    def start(self) -> None:
+        """Allocate the buffers, once. Call it at the first step that does not save: a save
+        allocates its buffers itself, and would take longer while a thread does the same."""
+        nbytes, self._nbytes = self._nbytes, 0
+        if nbytes:
+            thread = Thread(target=self._pool.preallocate, args=(nbytes,), name="holdfast-buffers")
+            with suppress(RuntimeError):  # no thread can be started: the first save allocates
+                thread.start()
+                self._thread = thread
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not None:
+            self._thread.join()
