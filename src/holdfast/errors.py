@@ -57,6 +57,21 @@ class HoldfastError(Exception):
             return fields[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    @property
+    def is_outcome_unknown(self) -> bool:
+        """True if it is not known whether the operation had its effect (``outcome``)."""
+        return self.fields.get("outcome") == "unknown"
+
+    @property
+    def is_state_invalid(self) -> bool:
+        """True if live tensors may have been overwritten in part (``live_state``)."""
+        return "live_state" in self.fields
+
+    @property
+    def is_after_commit(self) -> bool:
+        """True if the version was committed before the error occurred (``committed``)."""
+        return "committed" in self.fields
+
     def with_advice(self, advice: str = "", **fields: Any) -> HoldfastError:
         """Return a copy of this error with ``advice`` appended to ``todo`` and with more fields.
 

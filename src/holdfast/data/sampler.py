@@ -12,7 +12,6 @@ the samples of all ranks, so that training can continue with any number of ranks
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from holdfast.data.permutation import permute
 from holdfast.data.sampler_group import SamplerGroup
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches
 from holdfast.lazy_torch import torch_or_none
+from holdfast.text import warn_user
 
 if TYPE_CHECKING:
     from holdfast.data.progress import Progress
@@ -291,13 +291,12 @@ class ElasticSampler:
     def _warn_uncounted(self) -> None:
         """Warn that more batches of a fully yielded pass are uncounted than one step takes."""
         if self._has_stepped:
-            warnings.warn(
+            warn_user(
                 f"{self} yielded all batches of its epoch, but some were never counted. Call "
                 "step(batches=k) if a step takes k batches, and pass the sampler to the loader as "
                 "batch_sampler=, not sampler=. If the loop ended early on purpose, ignore this "
                 "warning. The rest of the epoch follows",
                 UncountedBatches,
-                stacklevel=3,
             )
             return
         what = f"No step has counted the batches of {self}, so every pass yields the same epoch"
@@ -305,7 +304,7 @@ class ElasticSampler:
         self._uncounted_passes += 1
         if self._uncounted_passes > 1:  # one pass before the first step may inspect the data
             raise HoldfastError(what, todo=todo)
-        warnings.warn(f"{what}. {todo}", UncountedBatches, stacklevel=3)
+        warn_user(f"{what}. {todo}", UncountedBatches)
 
     def _enter_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch; the counted position follows if it is up to date."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from holdfast.data.epoch_labels import EpochLabels
 from holdfast.data.rng import RNG
 from holdfast.errors import UncountedEpochs
+from holdfast.text import warn_user
 
 
 class SamplerGroup:
@@ -69,10 +69,9 @@ class SamplerGroup:
             return
         self._warned = True
         label = self.epoch_labels[0].current
-        warnings.warn(
+        warn_user(
             f"{sampler} starts epoch {epoch}, but progress.epoch is still {label}. Add "
             "progress.epoch += 1 after the loop over the loader. Otherwise, a loop over epochs "
             f"begins at epoch {label} again after a restart",
             UncountedEpochs,
-            stacklevel=4,
         )

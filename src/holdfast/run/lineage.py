@@ -205,7 +205,7 @@ def _no_intact_version_error(
     url: str, at: int | None, failed: Mapping[Version, HoldfastError]
 ) -> NoSnapshot:
     wanted = "version" if at is None else f"version of step {at}"
-    state_invalid = any(e.fields.get("live_state") for e in failed.values())
+    state_invalid = any(e.is_state_invalid for e in failed.values())
     return NoSnapshot(
         f"{url} has no intact {wanted} on the requested lineage",
         expected=f"an intact {wanted}",

@@ -103,7 +103,7 @@ def resume_run(
                 return _coordinate(run, loader, collective, at, branch, acquire_lock)
             return _follow_coordinator(run, loader, collective)
     except HoldfastError as e:
-        if loader.partially_loaded and not e.fields.get("live_state"):
+        if loader.partially_loaded and not e.is_state_invalid:
             raise e.with_advice("The live state is not valid", live_state="not valid") from e
         raise
     finally:
@@ -351,7 +351,7 @@ def left_state_invalid(error: BaseException | None) -> bool:
     """
     depth = 0
     while error is not None and depth < 20:
-        if not isinstance(error, HoldfastError) or error.fields.get("live_state"):
+        if not isinstance(error, HoldfastError) or error.is_state_invalid:
             return True
         error, depth = error.__cause__, depth + 1
     return False

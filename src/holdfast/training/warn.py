@@ -25,7 +25,7 @@ def is_store_failure(error: StoreError | CommitError) -> bool:
 
 def warn_save_failed(error: HoldfastError, last_saved_step: int) -> None:
     """Warn of a save that failed, or of a failure after the commit. Training continues."""
-    if error.fields.get("committed"):
+    if error.is_after_commit:
         message = "Old versions accumulate"
     else:
         message = (

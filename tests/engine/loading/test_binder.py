@@ -71,17 +71,17 @@ def test_the_narrowest_class_is_raised():
 
 def test_a_long_list_of_differences_is_cut():
     state = {f"k{i}": i for i in range(50)}
-    e = fails(state, {}, UnexpectedLeaf, "50 unexpected", "k19 and 30 more")
+    e = fails(state, {}, UnexpectedLeaf, "50 unexpected", "k19, and 30 more")
     assert len(e.unexpected) == 50
     state = {f"k{i}": [i, i, ONE] for i in range(50)}
-    fails(state, {}, UnexpectedLeaf, "150 unexpected", "k19 (3 leaves) and 90 more")
+    fails(state, {}, UnexpectedLeaf, "150 unexpected", "k19 (3 leaves), and 90 more")
 
 
 def test_what_is_of_another_shape_or_kind_is_cut_shorter():
     state = {f"k{i}": ONE for i in range(17)}
     live = {k: torch.ones(3) for k in state}
     e = fails(state, live, ShapeMismatch, "17 with a different shape: k0 [2], live [3], k1",
-              "k4 [2], live [3] and 12 more.",
+              "k4 [2], live [3], and 12 more.",
               "keys=[...] without the keys that do not fit")  # fmt: skip
     assert e.misfits == tuple(state)
     assert "missing=" not in str(e)

@@ -114,7 +114,7 @@ def _load(
     try:
         finalize, reassigned = _bind(targets, into, keys, leniency, collective)
     except RankFailed as e:
-        if e.fields.get("live_state") or isinstance(e.__cause__, HoldfastError):
+        if e.is_state_invalid or isinstance(e.__cause__, HoldfastError):
             raise  # the error already states whether the other rank had begun to read
         raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
     if reassigned and collective.rank == 0:
@@ -125,7 +125,7 @@ def _load(
         collective.gather(True, bool)
         collective.broadcast(True if collective.rank == 0 else None, bool)
     except BaseException as e:
-        if into is None or (isinstance(e, HoldfastError) and e.fields.get("live_state")):
+        if into is None or (isinstance(e, HoldfastError) and e.is_state_invalid):
             raise
         if isinstance(e, HoldfastError):
             raise e.with_advice(_STATE_INVALID, live_state="not valid") from e

@@ -147,7 +147,7 @@ def put_manifest(
     except StoreError as e:
         # A store resolves lost replies itself. If one does not, the error must not claim that
         # nothing was committed.
-        if e.fields.get("outcome") != "unknown" and not isinstance(e, Unavailable):
+        if not e.is_outcome_unknown and not isinstance(e, Unavailable):
             raise
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e
     return Snapshot(location, manifest, manifest_digest, leaves)

@@ -24,6 +24,7 @@ from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex
 from holdfast.format.names import parse_reference
 from holdfast.lazy_torch import dtype_name
+from holdfast.text import format_list
 from holdfast.types import DTYPES
 from holdfast.workers import Workers
 
@@ -179,8 +180,8 @@ def make_damage_error(
     start, stop = int(index.cuts[chunk - 1]) if chunk else 0, int(index.cuts[chunk])
     path, offset = index.locate_chunk(chunk)
     leaves = leaves_between(index, start, stop)
-    names = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
-    where = f"between bytes {offset} and {offset + stop - start} ({names or 'its header'})"
+    names = format_list(leaves, 5) or "its header"
+    where = f"between bytes {offset} and {offset + stop - start} ({names})"
     reference = parse_reference(path)
     return DigestMismatch(
         f"{location.url}/{path} is damaged {where}"
