@@ -50,7 +50,7 @@ def test_all_ranks_raise_when_one_saves_another_step(trial_stores: PoolTracker, 
     job = make_job(3, store)
     outcomes = errors_on_all_ranks(job, lambda rank: job.save(rank, 1 + (rank == other)))
     assert any("version_2" in str(o) and "version_1" in str(o) for o in outcomes)
-    assert len({o.rank for o in outcomes}) == 1  # it may be either one: nothing tells who is wrong
+    assert len({o.rank for o in outcomes}) == 1  # it may be any rank: no rank knows which is wrong
     check_next_save(job, store)
     assert_nothing_left(trial_stores)
 

@@ -24,7 +24,7 @@ def nan_error() -> Exception:
 
 
 def connection_error() -> Exception:
-    return RuntimeError("Connection connection_error by peer")
+    return RuntimeError("Connection closed by peer")
 
 
 def wait_for_value(job: TrainingJob, part: bytes) -> None:
@@ -144,7 +144,7 @@ def test_a_warning_names_the_rank_that_reported_the_error() -> None:
     assert str(error) == "x changed."
     assert format_with_notes(error) == "x changed. Reported by rank 3."
     with pytest.warns(SaveFailed, match=r"since step 5: x changed\. Reported by rank 3\.$"):
-        warn_save_failed(error, 5, 2)
+        warn_save_failed(error, 5)
     assert format_with_notes(CommitError("x changed")) == "x changed."
 
 

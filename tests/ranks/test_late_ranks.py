@@ -333,7 +333,7 @@ def recorded_steps() -> Iterator[None]:
 
     def report_warning(error: HoldfastError, *args: Any) -> None:
         trial, rank = _current_trial()
-        if trial is not None and not trial.job.ranks[rank].ckpt._closed:
+        if trial is not None and not trial.job.ranks[rank].ckpt._lifecycle.is_closed:
             trial.report(rank, "warning", error)
 
     with ExitStack() as stack:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -187,9 +188,9 @@ TWO_BY_TWO = ("a", "b", "a", "b")
 
 def test_replicated_leaves_are_read_once_per_host():
     store = save(*[replicated() for _ in range(4)])
-    lives = [zeroed(replicated()) for _ in range(4)]
-    stores = load_on_hosts(TWO_BY_TWO, store, lives)
-    for live in lives:
+    live_states = [zeroed(replicated()) for _ in range(4)]
+    stores = load_on_hosts(TWO_BY_TWO, store, live_states)
+    for live in live_states:
         assert_same_state(live, replicated())
     data, indexes = stored_bytes(store)
     for host in ((0, 2), (1, 3)):
@@ -204,8 +205,8 @@ def test_replicated_leaves_are_read_once_per_host():
 
 def test_without_sharing_each_rank_reads_everything():
     store = save(*[replicated() for _ in range(2)])
-    lives = [zeroed(replicated()) for _ in range(2)]
-    stores = load_on_hosts("aa", store, lives, share=False)
+    live_states = [zeroed(replicated()) for _ in range(2)]
+    stores = load_on_hosts("aa", store, live_states, share=False)
     assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
     assert [s.bytes_read(".index.json") for s in stores] == [stored_bytes(store)[1]] * 2
 
@@ -226,10 +227,10 @@ def test_each_rank_reads_its_own_shards_itself():
 
 def test_a_chunk_that_several_ranks_need_is_read_once():
     store = save(*[sharded(r, 3) for r in range(3)])
-    lives = [zeroed(sharded(r, 8)) for r in range(8)]
-    stores = load_on_hosts("aaaaaaaa", store, lives)
+    live_states = [zeroed(sharded(r, 8)) for r in range(8)]
+    stores = load_on_hosts("aaaaaaaa", store, live_states)
     for rank in range(8):
-        assert_same_state(lives[rank], sharded(rank, 8))
+        assert_same_state(live_states[rank], sharded(rank, 8))
     assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
 
 
@@ -238,10 +239,10 @@ def test_replicated_sharded_and_unique_leaves_together():
         {**sharded(r, 4), "all": replicated(), f"own{r}": torch.full((9, 9), r)} for r in range(4)
     ]
     store = save(*states)
-    lives = [zeroed(state) for state in states]
-    stores = load_on_hosts("aabb", store, lives)
+    live_states = [zeroed(state) for state in states]
+    stores = load_on_hosts("aabb", store, live_states)
     for rank in range(4):
-        assert_same_state(lives[rank], states[rank])
+        assert_same_state(live_states[rank], states[rank])
     data, _ = stored_bytes(store)
     host_bytes = [
         stores[r].bytes_read(".safetensors") + stores[r + 1].bytes_read(".safetensors")
@@ -261,15 +262,15 @@ def test_an_incremental_version_is_shared_like_a_full_one():
     base = Location(store, "version_1")
     save_to_location(base, 2, lambda r: old)
     save_to_location(Location(store, "version_2"), 2, lambda r: new, open_location(base))
-    lives, stores = [zeroed(new) for _ in range(2)], [CountingStore(store) for _ in range(2)]
+    live_states, stores = [zeroed(new) for _ in range(2)], [CountingStore(store) for _ in range(2)]
 
     def load(rank):
         snapshot = open_location(Location(stores[rank], "version_2"))
-        load_snapshot(snapshot, lives[rank], share=True)
+        load_snapshot(snapshot, live_states[rank], share=True)
 
     with FakeGroup(2) as group:
         group.run(load)
-    for live in lives:
+    for live in live_states:
         assert_same_state(live, new)
     bytes_read = sum(s.bytes_read(".safetensors") for s in stores)
     assert bytes_read == sum(i.cuts[-1] - i.header for i in indexes_of(store, "version_2"))
@@ -281,10 +282,10 @@ def indexes_of(store, folder):
 
 def test_more_ranks_on_a_host_than_can_share():
     store = save(*[replicated() for _ in range(5)])
-    lives = [zeroed(replicated()) for _ in range(5)]
+    live_states = [zeroed(replicated()) for _ in range(5)]
     with patch.object(host_memory, "MAX_PEERS", 2):
-        stores = load_on_hosts("aaaaa", store, lives)
-    for live in lives:
+        stores = load_on_hosts("aaaaa", store, live_states)
+    for live in live_states:
         assert_same_state(live, replicated())
     data = stored_bytes(store)[0]
     bytes_read = [s.bytes_read(".safetensors") for s in stores]
@@ -296,7 +297,7 @@ def test_more_ranks_on_a_host_than_can_share():
 def test_an_index_that_is_larger_than_one_block():
     states = [{"w": {str(i): torch.full((3,), i) for i in range(300)}} for _ in range(2)]
     store = save(*states)
-    lives = [zeroed(state) for state in states]
+    live_states = [zeroed(state) for state in states]
 
     def backwards(items, work, threads, advance=bool):  # so the parts arrive in another order
         for item in reversed(list(items)):
@@ -306,9 +307,9 @@ def test_an_index_that_is_larger_than_one_block():
         patch("holdfast.engine.loading.shared_read.BLOCK_SIZE", 4096),
         patch.object(host_memory, "in_parallel", backwards),
     ):
-        stores = load_on_hosts("aa", store, lives)
-    assert_same_state(lives[0], states[0])
-    assert_same_state(lives[1], states[1])
+        stores = load_on_hosts("aa", store, live_states)
+    assert_same_state(live_states[0], states[0])
+    assert_same_state(live_states[1], states[1])
     assert sum(s.bytes_read(".index.json") for s in stores) == stored_bytes(store)[1] > 5 * 4096
     assert all(s.bytes_read(".index.json") > 4096 for s in stores)
 
@@ -328,12 +329,11 @@ def test_shared_reads_begin_at_aligned_offsets():
             super().get_range(key, offset, length, into)
 
     for name in "abcd":
-        lives = [zeroed(state) for _ in range(2)]
+        live_states = [zeroed(state) for _ in range(2)]
         with FakeGroup(2) as group:
-            group.run(
-                lambda r: holdfast.load(PagedStore(store), into=lives[r], share=True, keys=name)  # noqa: B023
-            )
-        assert_same_state(lives[1], zeroed(state) | {name: state[name]})
+            load = partial(holdfast.load, share=True, keys=name)
+            group.run(lambda r: load(PagedStore(store), into=live_states[r]))  # noqa: B023
+        assert_same_state(live_states[1], zeroed(state) | {name: state[name]})
     assert {offset % 4096 for offset in offsets} == {0}
 
 
@@ -451,10 +451,10 @@ class WindowTracker:
 def test_a_leaf_that_is_larger_than_all_windows_is_read_in_rounds(budget):
     whole = torch.arange(10 * MIB, dtype=torch.int32).reshape(1024, -1)
     store = save({"w": whole}, {"w": whole})
-    lives = [{"w": torch.zeros_like(whole)} for _ in range(3)]
+    live_states = [{"w": torch.zeros_like(whole)} for _ in range(3)]
     with patch.object(host_memory, "WINDOW_BUDGET", budget), WindowTracker() as windows:
-        stores = load_on_hosts("aaa", store, lives)
-    for live in lives:
+        stores = load_on_hosts("aaa", store, live_states)
+    for live in live_states:
         assert torch.equal(live["w"], whole)
     assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
     assert windows.peak_bytes <= budget
@@ -521,11 +521,11 @@ def damage(store, suffix, offset=None):
 def test_a_damaged_chunk_raises_on_all_ranks_of_all_hosts():
     store = save(*[replicated() for _ in range(4)])
     file = damage(store, ".safetensors")
-    lives = [zeroed(replicated()) for _ in range(4)]
-    counters = [live["w"]._version for live in lives]
-    errors, _ = load_outcomes(TWO_BY_TWO, store, lives)
+    live_states = [zeroed(replicated()) for _ in range(4)]
+    counters = [live["w"]._version for live in live_states]
+    errors, _ = load_outcomes(TWO_BY_TWO, store, live_states)
     assert {type(e) for e in errors} == {DigestMismatch}
-    assert all(live["w"]._version > n for live, n in zip(lives, counters, strict=True))
+    assert all(live["w"]._version > n for live, n in zip(live_states, counters, strict=True))
     for error in errors:
         assert file in str(error)
         assert error.leaf is not None
@@ -544,10 +544,10 @@ def test_a_damaged_chunk_that_only_one_rank_needs_raises_on_all_ranks():
 def test_a_damaged_index_raises_before_anything_is_changed():
     store = save(*[replicated() for _ in range(4)])
     file = damage(store, ".index.json")
-    lives = [zeroed(replicated()) for _ in range(4)]
-    errors, _ = load_outcomes(TWO_BY_TWO, store, lives)
+    live_states = [zeroed(replicated()) for _ in range(4)]
+    errors, _ = load_outcomes(TWO_BY_TWO, store, live_states)
     assert {type(e) for e in errors} == {DigestMismatch}
-    for error, live in zip(errors, lives, strict=True):
+    for error, live in zip(errors, live_states, strict=True):
         assert file in str(error)
         assert "live_state" not in error.fields
         assert_same_state(live, zeroed(replicated()))
@@ -568,11 +568,11 @@ def test_a_short_or_missing_file_raises_on_all_ranks(suffix):
 
 def test_a_mismatched_leaf_raises_on_all_ranks_before_anything_is_changed():
     store = save(*[replicated() for _ in range(2)])
-    lives = [zeroed(replicated()) for _ in range(2)]
-    lives[1]["w"] = torch.zeros(3)
-    errors, _ = load_outcomes("aa", store, lives)
+    live_states = [zeroed(replicated()) for _ in range(2)]
+    live_states[1]["w"] = torch.zeros(3)
+    errors, _ = load_outcomes("aa", store, live_states)
     assert all(isinstance(e, PlanError) and "w" in str(e) for e in errors)
-    assert_same_state(lives[0], zeroed(replicated()))
+    assert_same_state(live_states[0], zeroed(replicated()))
 
 
 def test_all_ranks_raise_when_one_does_not_share():
@@ -590,7 +590,7 @@ def test_all_ranks_raise_when_one_does_not_share():
 def test_all_ranks_raise_within_the_timeouts_when_one_dies(phase):
     """Only the shared memory of the dead rank remains, with a phase that never advances."""
     store = save(*[replicated() for _ in range(3)])
-    lives = [zeroed(replicated()) for _ in range(3)]
+    live_states = [zeroed(replicated()) for _ in range(3)]
     last_phase = {"indexes": 2, "wanted": 4, "first": 5, "later": 6}[phase]
     original = host_memory.HostPeers._barrier
     with FakeGroup(3, Timeouts(silent=1.0, stuck=10.0)) as group:
@@ -606,7 +606,7 @@ def test_all_ranks_raise_within_the_timeouts_when_one_dies(phase):
             patch.object(host_memory, "WINDOW_BUDGET", 40 * MIB),
         ):
             began = time.monotonic()
-            errors = group.outcomes(lambda r: holdfast.load(store, into=lives[r], share=True))
+            errors = group.outcomes(lambda r: holdfast.load(store, into=live_states[r], share=True))
     assert isinstance(errors[1], KeyboardInterrupt)
     for error in (errors[0], errors[2]):
         assert isinstance(error, RankFailed)
@@ -614,7 +614,7 @@ def test_all_ranks_raise_within_the_timeouts_when_one_dies(phase):
         assert error.fields["lost"]
     assert time.monotonic() - began < 8
     if phase in ("indexes", "wanted"):
-        assert_same_state(lives[0], zeroed(replicated()))
+        assert_same_state(live_states[0], zeroed(replicated()))
     del errors, error, die_in_phase
 
 
@@ -644,7 +644,7 @@ def test_the_other_ranks_raise_at_once_when_one_fails_in_the_middle():
 
 def test_ranks_that_cannot_map_each_others_memory_read_alone():
     store = save(*[replicated() for _ in range(4)])
-    lives = [zeroed(replicated()) for _ in range(4)]
+    live_states = [zeroed(replicated()) for _ in range(4)]
     original, events = host_memory.SharedSegment.open_peer.__func__, []
 
     def open_peer(cls, peer):
@@ -660,8 +660,8 @@ def test_ranks_that_cannot_map_each_others_memory_read_alone():
         patch.object(host_memory.SharedSegment, "open_peer", classmethod(open_peer)),
         holdfast.attach(sink),
     ):
-        stores = load_on_hosts("abab", store, lives)
-    for live in lives:
+        stores = load_on_hosts("abab", store, live_states)
+    for live in live_states:
         assert_same_state(live, replicated())
     data = stored_bytes(store)[0]
     bytes_read = [s.bytes_read(".safetensors") for s in stores]
@@ -674,7 +674,7 @@ def test_ranks_that_cannot_map_each_others_memory_read_alone():
 @pytest.mark.parametrize("failing", ["memfd_create", "posix_fallocate"])
 def test_a_rank_without_shared_memory_reads_alone(failing):
     store = save(*[replicated() for _ in range(2)])
-    lives, events = [zeroed(replicated()) for _ in range(2)], []
+    live_states, events = [zeroed(replicated()) for _ in range(2)], []
     original = getattr(os, failing)
 
     def fail(*args):
@@ -683,9 +683,9 @@ def test_a_rank_without_shared_memory_reads_alone(failing):
         return original(*args)
 
     with patch.object(os, failing, fail), holdfast.attach(lambda n, f: events.append(n)):
-        stores = load_on_hosts("aa", store, lives)
+        stores = load_on_hosts("aa", store, live_states)
     assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
-    assert_same_state(lives[1], replicated())
+    assert_same_state(live_states[1], replicated())
     assert events.count("read_alone") == 2
 
 
@@ -734,10 +734,10 @@ def test_share_has_no_effect_without_other_ranks_on_the_host():
     assert holdfast.load(store, into=live, share=True) is live
     assert_same_state(live, replicated())
     assert_same_state(holdfast.load(store, share=True), replicated())
-    lives = [zeroed(replicated()) for _ in range(2)]
-    stores = load_on_hosts("ab", store, lives)
+    live_states = [zeroed(replicated()) for _ in range(2)]
+    stores = load_on_hosts("ab", store, live_states)
     assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
-    assert_same_state(lives[1], replicated())
+    assert_same_state(live_states[1], replicated())
 
 
 # -- resuming --------------------------------------------------------------------------------------
@@ -745,13 +745,17 @@ def test_share_has_no_effect_without_other_ranks_on_the_host():
 
 def resume_on_hosts(hosts, run, **options):
     """Resume on all ranks. Return the step of each rank and the bytes of shards read per host."""
-    lives = [zeroed(replicated()) | {"progress": holdfast.Progress()} for _ in hosts]
+    live_states = [zeroed(replicated()) | {"progress": holdfast.Progress()} for _ in hosts]
     stores = [CountingStore(LocalStore(run)) for _ in hosts]
 
     def work(rank):
-        with holdfast.Checkpointer(stores[rank], lives[rank], save=holdfast.EverySteps(1)) as ckpt:
+        with holdfast.Checkpointer(
+            stores[rank], live_states[rank], save=holdfast.EverySteps(1)
+        ) as ckpt:
             snapshot = ckpt.resume(**{"share": True, **options})
-        assert_same_state({k: v for k, v in lives[rank].items() if k != "progress"}, replicated())
+        assert_same_state(
+            {k: v for k, v in live_states[rank].items() if k != "progress"}, replicated()
+        )
         return None if snapshot is None else snapshot.step
 
     with FakeGroup(len(hosts)) as group, on_hosts(*hosts):
