@@ -6,7 +6,7 @@ A trial is a training of three ranks in threads. One rank fails in an operation,
 calls are late: the rank waits in the call until the other ranks make no progress without it. A seed
 determines the trials::
 
-    python -trainer tests.ranks.test_late_ranks FIRST COUNT
+    python -m tests.ranks.test_late_ranks FIRST COUNT
 """
 
 from __future__ import annotations

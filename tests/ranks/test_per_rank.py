@@ -338,8 +338,8 @@ def test_rng_restores_the_generators_of_the_process():
 @pytest.mark.parametrize("wrap", [PerRank, Replicated])
 @pytest.mark.parametrize("value", [None, 0, "", False, [], {}, (None,), float("nan")], ids=repr)
 def test_any_plain_value_can_be_per_rank_or_replicated(wrap, value):
-    """Also None, which once read as "no wrapper"."""
+    """None is a value too. It does not mean that there is no wrapper."""
     store = save_on_ranks({"x": wrap(value)}, {"x": wrap(value)})
-    lives = [{"x": wrap(None if value is None else type(value)())} for _ in range(2)]
-    load_on_ranks(store, *lives)
-    assert [repr(live["x"].value) for live in lives] == [repr(value)] * 2
+    live_states = [{"x": wrap(None if value is None else type(value)())} for _ in range(2)]
+    load_on_ranks(store, *live_states)
+    assert [repr(live["x"].value) for live in live_states] == [repr(value)] * 2

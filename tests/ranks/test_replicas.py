@@ -276,7 +276,7 @@ def assert_contained(part, whole):
 
 
 def test_names_that_are_equal_as_text_must_have_the_same_order_on_all_ranks():
-    """Their keys depend on their order, so one name would get the other's boxes."""
+    """Their keys depend on their order. In another order, one name would get the other's boxes."""
     states = [
         {"d": {1: Boxed(floats(1), (0,), (2,)), "1": Boxed(floats(10), (0,), (2,))}},
         {"d": {"1": Boxed(floats(20), (1,), (2,)), 1: Boxed(floats(2), (1,), (2,))}},

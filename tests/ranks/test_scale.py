@@ -111,7 +111,7 @@ def test_an_unchanged_structure_is_neither_sent_nor_planned_again(
         ):
             calls.clear()
             save(group, leaves)
-            del calls["encode_tree"]  # the trees differ, because each has its own generators
+            del calls["encode_tree"]  # the trees differ, because each rank has its own generators
             assert calls == expected, leaves
 
 

@@ -312,7 +312,7 @@ def shows_one_line_for_each_save(ranks):
                     ckpt.step({"loss": 1.0 + dist.get_rank()})
         lines = all_gather(terminal.getvalue().splitlines())
         assert lines[1:] == [[]] * (len(lines) - 1)
-        assert [line.split()[0] for line in lines[0]] == ["began", "saved", "saved", "left"]
+        assert [line.split()[0] for line in lines[0]] == ["started", "saved", "saved", "left"]
         assert all("loss 1" in line for line in lines[0][1:3])
 
     ranks(3, work)
