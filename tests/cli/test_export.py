@@ -101,13 +101,17 @@ def test_mistakes(folder: Path) -> None:
     one_line(export("runs/a@7", "--to", "hf", "out"), 4)
     one_line(export("zzz", "--to", "hf", "out"), 4, "found nothing")
     one_line(export("runs/a@1", "--to", "hf", "out", "--root", "modle"), 6, "nothing below modle")
-    one_line(export("runs/a@1", "--to", "hf", "out", "--keys", "x/*"), 6, "selection contains nothing")
+    one_line(
+        export("runs/a@1", "--to", "hf", "out", "--keys", "x/*"), 6, "selection contains nothing"
+    )
     one_line(export("runs/a@1", "--to", "hf", ""), 5, "does not name a folder")
     one_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a snapshot or a run")
     one_line(export("runs/a@1", "--to", "hf", "s3://bucket/x"), 5, "Unsupported kind of store")
     assert not Path("out").exists()
     assert export("runs/a@1", "--to", "hf", "out").code == 0
-    one_line(export("runs/a@1", "--to", "hf", "out"), 8, "already a file model.safetensors in ./out")
+    one_line(
+        export("runs/a@1", "--to", "hf", "out"), 8, "already a file model.safetensors in ./out"
+    )
     told = run_cli("export", "runs/a@1", "--to", "hf", "out", "--json")
     assert told.code == told.json["exit"] == 8
     assert told.json["error"]["kind"] == "AlreadyExists"

@@ -166,7 +166,9 @@ def test_a_run_is_a_folder_of_versions(folder: Path) -> None:
 
 
 def test_places_that_are_not_there(folder: Path) -> None:
-    one_line(run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "you meant step_7.pt")
+    one_line(
+        run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "you meant step_7.pt"
+    )
     one_line(run_cli("import", "s3://b/x.pt", "run"), 6, "not on a local disk")
     one_line(run_cli("import", "", "run"), 4)
     assert run_cli("import", "step_7.pt").code == 2

@@ -114,9 +114,7 @@ def test_an_empty_folder(folder: Path, verb: str) -> None:
 def test_a_file_instead_of_a_folder(folder: Path, verb: str) -> None:
     (folder / "notes.txt").write_text("hello")
     one_line(run_cli(verb, "notes.txt"), 4, "found a file")
-    one_line(
-        run_cli(verb, "runs/a/version_1/manifest.json"), 4, "Use its folder: runs/a/version_1"
-    )
+    one_line(run_cli(verb, "runs/a/version_1/manifest.json"), 4, "Use its folder: runs/a/version_1")
 
 
 def test_the_folder_of_the_runs(folder: Path) -> None:

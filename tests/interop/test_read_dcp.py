@@ -453,7 +453,9 @@ def test_any_flipped_bit(tmp_path, file):
 def test_a_missing_file(tmp_path):
     good(tmp_path / "x")
     os.remove(tmp_path / "x" / "__0_0.distcp")
-    with pytest.raises(FormatError, match=r"the file __0_0\.distcp in the same folder, found no such file"):
+    with pytest.raises(
+        FormatError, match=r"the file __0_0\.distcp in the same folder, found no such file"
+    ):
         read_foreign_checkpoint(str(tmp_path / "x"))
     os.remove(tmp_path / "x" / ".metadata")
     with pytest.raises(Unsupported, match="an empty folder"):
