@@ -284,4 +284,4 @@ def write_sparse_shard(
         file.truncate(image.length)
     digests = [digest(b"%d %d" % (rank, i)) for i in range(len(image.cuts))]
     vouched = write_index(locate(folder), index, shard, image, digests)
-    return Receipt(rank, IncrementalShard(shard, image.length, vouched, []), image.length)
+    return Receipt(rank, IncrementalShard(shard, image.length, vouched, []))

@@ -11,9 +11,14 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
+import holdfast
+from holdfast.engine.saving import save as recipe
 from holdfast.errors import CommitError, NoSpace, RankFailed, StoreError, Unavailable
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing.fakegroup import FakeGroup
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import (
     Call,
@@ -164,3 +169,35 @@ def test_all_ranks_raise_or_commit_when_the_key_value_store_dies(
     run_trials(trials, lambda trial: trial.check_next_save(same_ranks=False))
     assert any(t.committed for t in trials)
     assert_nothing_left(trial_stores)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_rank_that_writes_less_than_planned_is_named_and_nothing_is_committed(
+    monkeypatch: pytest.MonkeyPatch, incremental: bool
+) -> None:
+    """Its files are in order; only the comparison with the plan shows what is missing."""
+    this_thread, make_image = threading.local(), recipe.make_image
+
+    def make_less(leaves: Any, leaf_boxes: Any) -> Any:
+        dropped = 1 if this_thread.rank == 1 and this_thread.step == 2 else 0
+        count = len(leaves) - dropped
+        return make_image(leaves[:count], leaf_boxes[:count])
+
+    store = MemoryStore()
+
+    def save(rank: int, step: int) -> None:
+        this_thread.rank, this_thread.step = rank, step
+        state = {f"x{i}": np.full(4096, float(i)) for i in range(8)}
+        with holdfast.Checkpointer(store, state, incremental=incremental) as ckpt:
+            ckpt.resume()
+            ckpt.step()
+            ckpt.save()
+
+    monkeypatch.setattr(recipe, "make_image", make_less)
+    with FakeGroup(2) as group:
+        group.run(lambda rank: save(rank, 1))
+        outcomes = group.outcomes(lambda rank: save(rank, 2))
+    for outcome in outcomes:
+        assert isinstance(outcome, CommitError)
+        assert "rank 1 did not write what was planned" in str(outcome)
+    assert [s.step for s in holdfast.Run(store).snapshots()] == [1]

@@ -40,16 +40,21 @@ a network round trip."""
 class Receipt(msgspec.Struct, frozen=True):
     """What a rank returns once its files are durable.
 
-    ``shard``: the rank's shard, or None if the rank had nothing to write; ``planned_bytes``: the
-    planned length of the shard, in bytes.
+    ``shard``: the rank's shard, or None if the rank had nothing to write; ``data_bytes``: the bytes
+    of the boxes that the shard holds or refers to.
     """
 
     rank: int
     shard: IncrementalShard | None
-    planned_bytes: int = 0
+    data_bytes: int = 0
 
 
-def check_receipts(location: Location, receipts: Sequence[Receipt], world_size: int) -> list[Shard]:
+def check_receipts(
+    location: Location,
+    receipts: Sequence[Receipt],
+    world_size: int,
+    plan: GlobalPlan | None = None,
+) -> list[Shard]:
     """Check that every rank wrote what was planned and that this process sees the files.
 
     Return the shards in rank order. This process stats every file through its own store, which
@@ -61,6 +66,17 @@ def check_receipts(location: Location, receipts: Sequence[Receipt], world_size: 
             expected=f"one receipt from each of {world_size} ranks",
             found=[r.rank for r in receipts],
         )
+    for receipt in receipts:
+        planned = receipt.data_bytes if plan is None else int(plan.bytes_per_rank[receipt.rank])
+        if receipt.data_bytes != planned:
+            raise CommitError(
+                f"Nothing was committed to {location.url}: rank {receipt.rank} did not write what"
+                " was planned",
+                expected=f"{planned} bytes",
+                found=f"{receipt.data_bytes} bytes",
+                todo="Report this as a bug of Holdfast, with the versions of Holdfast on all ranks",
+                rank=receipt.rank,
+            )
     shards = [r.shard for r in receipts if r.shard is not None]
     _check_bases(location, shards)
     files = [
@@ -68,7 +84,7 @@ def check_receipts(location: Location, receipts: Sequence[Receipt], world_size: 
         for r in receipts
         if r.shard is not None
         for name, length in (
-            (r.shard.name, r.planned_bytes),
+            (r.shard.name, r.shard.length),
             (r.shard.index.name, r.shard.index.length),
         )
     ]
@@ -79,8 +95,7 @@ def check_receipts(location: Location, receipts: Sequence[Receipt], world_size: 
             found = f"{location.store.stat(location.key(name)).length} bytes"
         except NotFound:
             found = "no such file"
-        shard = receipt.shard
-        if found != f"{length} bytes" or (shard and shard.length != receipt.planned_bytes):
+        if found != f"{length} bytes":
             raise CommitError(
                 f"Nothing was committed to {location.url}: {name} of rank {receipt.rank} is missing"
                 " or has the wrong length",

@@ -191,7 +191,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
             receipt = write_local_shard(job, base)
 
             def commit(receipts: list[Receipt]) -> Snapshot:
-                shards = check_receipts(location, receipts, collective.size)
+                shards = check_receipts(location, receipts, collective.size, job.partition.plan)
                 manifest = job.build_manifest(shards, 1 if base is None else base.chain + 1)
                 fence()
                 collective.begin_commit()  # raises if another rank failed before

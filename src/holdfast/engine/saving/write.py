@@ -37,6 +37,7 @@ def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
         return Receipt(rank, None)
     shard_name = names.shard_name(rank, collective.size, job.attempt)
     index_name = names.index_name(rank, collective.size, job.attempt)
+    data_bytes = image.length - len(image.header)
     layout = None
     if base is not None and base.shards:
         aligned = align_chunks(image, base)
@@ -46,12 +47,12 @@ def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
         digests = write_shard(location, shard_name, image, pieces, workers)
         index = write_index(location, index_name, shard_name, image, digests)
         shard = IncrementalShard(shard_name, image.length, index, [])
-        return Receipt(rank, shard, image.length)
+        return Receipt(rank, shard, data_bytes)
     release_buffers(layout.unneeded_pieces(pieces), workers.pool)
     write_incremental_shard(location, shard_name, layout, pieces, workers)
     index = write_index(location, index_name, shard_name, layout.image, layout.digests, layout)
     shard = IncrementalShard(shard_name, layout.length, index, layout.refers)
-    return Receipt(rank, shard, layout.length)
+    return Receipt(rank, shard, data_bytes)
 
 
 def write_shard(

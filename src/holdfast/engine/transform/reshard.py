@@ -110,7 +110,7 @@ def reshard(
                     index_name = names.index_name(shard, shards, attempt)
                     index = write_index(location, index_name, name, image, chunk_digests)
                     entry = IncrementalShard(name, image.length, index, [])
-                    receipts.append(Receipt(shard, entry, image.length))
+                    receipts.append(Receipt(shard, entry))
             manifest = _build_manifest(
                 snapshot, attempt, check_receipts(location, receipts, shards)
             )

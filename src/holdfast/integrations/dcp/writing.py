@@ -273,9 +273,8 @@ def _write_rank_shard(
     digests = write_shard(location, shard, image, image.pieces(), Workers.create())
     index = names.index_name(save_rank.rank, save_rank.world_size, save.attempt)
     index_record = write_index(location, index, shard, image, digests)
-    receipt = Receipt(
-        save_rank.rank, IncrementalShard(shard, image.length, index_record, []), image.length
-    )
+    entry = IncrementalShard(shard, image.length, index_record, [])
+    receipt = Receipt(save_rank.rank, entry)
     return WriteResult(MetadataIndex(shard), image.length, _PinnedReceipt(receipt, pin_key))
 
 
