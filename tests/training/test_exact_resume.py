@@ -610,8 +610,13 @@ def test_without_a_generator_of_its_own_a_plain_loader_draws_once_more() -> None
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_a_stateful_loader_goes_on_by_its_own_state(kind: str, workers: int) -> None:
+def test_a_stateful_loader_goes_on_by_its_own_state(
+    monkeypatch: pytest.MonkeyPatch, kind: str, workers: int
+) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    # a worker that is stopped between two batches would be noticed after 5 s
+    for module in (torch.utils.data._utils, stateful.worker):
+        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.05)
 
     def make() -> Reading:
         options: dict[str, Any] = {"num_workers": workers, "generator": torch.Generator()}
