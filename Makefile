@@ -33,9 +33,9 @@ QUICK := tests/test_packages.py tests/test_shape.py tests/format tests/storage t
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 2 -m "not slow and not root" $(QUICK)
 
-# All tests: under 10 minutes on 2 idle cores.
+# All tests: under 10 minutes on 2 idle cores. Three workers, because many tests wait for processes and deadlines.
 test: $(VENV)/.ready tools
-	$(RUN) -m pytest -q -n 2 --durations=20
+	$(RUN) -m pytest -q -n 3 --dist worksteal --durations=20
 
 # What CI runs. Tests against real servers and long fault-injection runs become targets of their own, and go here.
 ci: test lint
