@@ -7,12 +7,7 @@ from typing import Any, Literal, Self
 
 from holdfast import events
 from holdfast.engine.distributed.agreement import make_agreement
-from holdfast.engine.distributed.group import (
-    GroupSpec,
-    LocalGroup,
-    saving_group,
-    use_group,
-)
+from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group, use_group
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import CommitError, HoldfastError, SkippedVersion, StoreError

@@ -91,10 +91,7 @@ def check_receipts(
 
     def check_file(file: tuple[Receipt, str, int]) -> None:
         receipt, name, length = file
-        try:
-            found = f"{location.store.stat(location.key(name)).length} bytes"
-        except NotFound:
-            found = "no such file"
+        found = _describe_length(location, location.key(name))
         if found != f"{length} bytes":
             raise CommitError(
                 f"Nothing was committed to {location.url}: {name} of rank {receipt.rank} is missing"
@@ -113,10 +110,7 @@ def check_receipts(
 def _check_bases(location: Location, shards: Sequence[Shard]) -> None:
     """Check every file of another version that a shard refers to. Raises ``CommitError``."""
     for path, length in sorted({(f.path, f.length) for s in shards for f in s.refers}):
-        try:
-            found = f"{location.store.stat(file_key(location, path)).length} bytes"
-        except NotFound:
-            found = "no such file"
+        found = _describe_length(location, file_key(location, path))
         if found != f"{length} bytes":
             raise CommitError(
                 f"Nothing was committed to {location.url}: {path}, which this version refers to,"
@@ -127,6 +121,13 @@ def _check_bases(location: Location, shards: Sequence[Shard]) -> None:
                 " pinned",
                 file=file_key(location, path),
             )
+
+
+def _describe_length(location: Location, key: str) -> str:
+    try:
+        return f"{location.store.stat(key).length} bytes"
+    except NotFound:
+        return "no such file"
 
 
 def put_manifest(

@@ -144,7 +144,6 @@ def begin_save(
             synchronize_streams([leaf.source for leaf in flat.leaves])
             partition = partition_state(collective, group, flat, workers)
             image = make_image(partition.leaves, partition.leaf_boxes)
-        pieces = image.pieces()
         job = SaveJob(
             location,
             metadata,
@@ -153,14 +152,14 @@ def begin_save(
             metadata_node,
             partition,
             image,
-            pieces,
+            image.pieces(),
             workers,
             started_at,
         )
         try:
             if stage_now:
                 now, later = split_pieces(
-                    image, pieces, find_stable_leaves(state, flat) if overlap else ()
+                    image, job.pieces, find_stable_leaves(state, flat) if overlap else ()
                 )
                 stage_pieces(image, now, workers)
                 job.deferred = DeferredStaging(image, later)
@@ -168,7 +167,7 @@ def begin_save(
             seconds = job.staged_at - started_at
             events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
         except BaseException as e:
-            release_buffers(pieces, pool)
+            release_buffers(job.pieces, pool)
             if collective.size == 1 or not stage_now or not isinstance(e, Exception):
                 raise
             # The other ranks already continue training, so all ranks raise at the end of the save.
