@@ -6,6 +6,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+MAX_SHOWN = 20
+"""The number of leaves that a message lists."""
+
+VERIFY_ADVICE = "Load another version; `holdfast verify` shows which versions are intact"
+PIN_ADVICE = "Load another version; `holdfast pin RUN STEP` prevents the deletion of a version"
+
 
 def with_article(noun: str) -> str:
     """Return the noun with its indefinite article: ``a dict``, ``an int``."""

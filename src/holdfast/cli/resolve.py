@@ -11,6 +11,7 @@ from holdfast.engine.snapshot.location import (
     Url,
     is_snapshot,
     locate,
+    path_advice,
     suggest_similar_path,
     versions_in,
 )
@@ -215,7 +216,7 @@ def _describe_path(path: str, wanted: str) -> tuple[str, str | None]:
         if wanted == "snapshot" and os.path.isdir(run_path):
             return "nothing", ADDRESS_FORMS
         similar = run_path if os.path.isdir(run_path) else suggest_similar_path(path)
-        return "nothing", "Check the path" if similar is None else f"Perhaps you meant {similar}"
+        return "nothing", path_advice(similar)
     if not os.path.isdir(path):
         if name == names.MANIFEST or names.parse_attempt(name) is not None:
             return "a file of a snapshot", f"Use its folder: {os.path.dirname(path) or '.'}"

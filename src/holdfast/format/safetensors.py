@@ -15,6 +15,7 @@ from math import prod
 import msgspec
 
 from holdfast.errors import ManifestInvalid, Unsupported
+from holdfast.text import VERIFY_ADVICE
 from holdfast.types import ALIGNMENT, DTYPES, DType
 
 MAX_HEADER = 100_000_000
@@ -147,7 +148,7 @@ def _header_error(file: str, offset: int, expected: str, found: str) -> Manifest
         f"{file} is not a valid safetensors file at offset {offset}",
         expected=expected,
         found=found[:300],
-        todo="Load another version; `holdfast verify` shows which versions are intact",
+        todo=VERIFY_ADVICE,
         file=file,
         offset=offset,
     )

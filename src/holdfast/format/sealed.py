@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.errors import DigestMismatch, FormatTooNew, ManifestInvalid
 from holdfast.format.digest import HEX_LENGTH, digest
+from holdfast.text import VERIFY_ADVICE
 
 FORMAT = 2
 """The newest format number that this version of Holdfast writes and reads."""
@@ -53,7 +54,7 @@ def unseal(
             f"{file} is damaged",
             expected='a file that begins with {"format":N,"digest":"..."',
             found=repr(raw[:40]),
-            todo="Load another version; `holdfast verify` shows which versions are intact",
+            todo=VERIFY_ADVICE,
             file=file,
             offset=0,
         )
@@ -65,7 +66,7 @@ def unseal(
             f"{file} is damaged",
             expected=f"digest {claimed}",
             found=found,
-            todo="Load another version; `holdfast verify` shows which versions are intact",
+            todo=VERIFY_ADVICE,
             file=file,
             offset=0,
         )

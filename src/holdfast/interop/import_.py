@@ -18,7 +18,7 @@ from holdfast.buffers import shared_pool
 from holdfast.engine.distributed.group import current_group, use_group
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location, suggest_similar_path
+from holdfast.engine.snapshot.location import Location, path_advice, suggest_similar_path
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.errors import HoldfastError, NotFound, Unsupported
@@ -103,8 +103,7 @@ def read_foreign_checkpoint(path: str, advance: Advance = bool) -> ForeignCheckp
             todo="Copy it to a local disk first, because import maps files into memory",
         )
     if not os.path.lexists(path):
-        similar = suggest_similar_path(path)
-        todo = "Check the path" if similar is None else f"Perhaps you meant {similar}"
+        todo = path_advice(suggest_similar_path(path))
         raise NotFound(f"There is nothing at {path}", todo=todo, key=path)
     read = _read_folder if os.path.isdir(path) else _read_file
     checkpoint = read(path, advance)

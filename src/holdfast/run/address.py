@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from holdfast.engine.snapshot.location import suggest_similar_path
+from holdfast.engine.snapshot.location import path_advice, suggest_similar_path
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.errors import NotFound
 from holdfast.format.names import Version, split_address
@@ -35,10 +35,9 @@ def open_version(address: str | os.PathLike[str]) -> Snapshot:
     if snapshot is not None:
         return snapshot
     if version == "latest" or not run.listing().versions:
-        similar = suggest_similar_path(url)
         raise NotFound(
             f"{run.url} is not a run with versions",
-            todo="Check the path" if similar is None else f"Perhaps you meant {similar}",
+            todo=path_advice(suggest_similar_path(url)),
             key=os.fspath(address),
             store=run.url,
         )

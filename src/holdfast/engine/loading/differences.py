@@ -13,9 +13,8 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning.select import KeyFilter
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
-from holdfast.text import format_list, format_ranks
+from holdfast.text import MAX_SHOWN, format_list, format_ranks
 
-_MAX_SHOWN = 20
 _MAX_MISMATCHES_SHOWN = 5
 _MAX_SUGGESTED_KEYS = 5
 
@@ -230,8 +229,8 @@ def _key_prefixes(key: str) -> Iterator[str]:
 
 
 def _format_keys(folded: Sequence[tuple[str, int]]) -> str:
-    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in folded[:_MAX_SHOWN]]
-    return format_list(shown, len(shown), total=len(shown) + sum(n for _, n in folded[_MAX_SHOWN:]))
+    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in folded[:MAX_SHOWN]]
+    return format_list(shown, len(shown), total=len(shown) + sum(n for _, n in folded[MAX_SHOWN:]))
 
 
 def _format_mismatches(mismatches: Mapping[str, str]) -> str:

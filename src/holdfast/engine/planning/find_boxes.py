@@ -17,11 +17,8 @@ from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import LeafSchema
 from holdfast.ragged import Ints, exclusive_cumsum, flatten_rows, int_array, ranges, row_products
-from holdfast.text import format_list
+from holdfast.text import MAX_SHOWN, format_list
 from holdfast.types import Box
-
-MAX_SHOWN = 20
-"""The maximum number of leaves that one error message names."""
 
 DAMAGED_ADVICE = (
     "Load another version; this one is damaged or was written by a faulty version of Holdfast"

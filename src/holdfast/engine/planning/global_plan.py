@@ -15,10 +15,7 @@ from xxhash import xxh3_64_intdigest
 from holdfast.engine.planning.local_plan import Hashes, LocalPlan, describe_type, splitmix64
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
 from holdfast.ragged import Ints
-from holdfast.text import format_list, format_ranks
-
-MAX_SHOWN = 20
-"""The maximum number of leaves that one error message names."""
+from holdfast.text import MAX_SHOWN, format_list, format_ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

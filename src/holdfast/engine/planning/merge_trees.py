@@ -15,10 +15,7 @@ import msgspec
 from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.format.names import join_key
-from holdfast.text import format_list, format_ranks
-
-MAX_SHOWN = 20
-"""The maximum number of keys that one error message names."""
+from holdfast.text import MAX_SHOWN, format_list, format_ranks
 
 _MAX_NODE_CHARS = 60
 """The maximum number of characters of a node that an error message shows."""

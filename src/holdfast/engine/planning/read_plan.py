@@ -16,12 +16,12 @@ import numpy as np
 
 from holdfast.engine.planning.boxes import contiguous_boxes, flat_range
 from holdfast.engine.planning.cover_boxes import ShardCopies, StridedOverlap, cover_box
-from holdfast.engine.planning.find_boxes import DAMAGED_ADVICE, MAX_SHOWN, OverlapSearch
+from holdfast.engine.planning.find_boxes import DAMAGED_ADVICE, OverlapSearch
 from holdfast.errors import ManifestInvalid
 from holdfast.format.chunk_refs import ChunkRefs
 from holdfast.format.index import ShardIndex
 from holdfast.ragged import Ints, ranges
-from holdfast.text import format_list
+from holdfast.text import MAX_SHOWN, format_list
 from holdfast.types import BLOCK_SIZE, Box
 
 ChunkMap = tuple[Ints, ChunkRefs | None]

@@ -22,14 +22,14 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.planning.global_plan import GlobalPlan, can_reuse_plan, make_global_plan
 from holdfast.engine.planning.local_plan import LocalPlan, digest_leaf_boxes, make_local_plan
-from holdfast.engine.planning.merge_trees import MAX_SHOWN, RankNodes, merge
+from holdfast.engine.planning.merge_trees import RankNodes, merge
 from holdfast.engine.planning.shard_layout import LeafBox
 from holdfast.engine.saving.replica_check import digest_values
 from holdfast.engine.state.flatten import FlatState, LocalLeaf
 from holdfast.engine.state.replication import Replication
 from holdfast.errors import PlanError
 from holdfast.format.names import new_attempt
-from holdfast.text import format_list, format_ranks
+from holdfast.text import MAX_SHOWN, format_list, format_ranks
 from holdfast.types import MIB, Box
 from holdfast.workers import Workers
 

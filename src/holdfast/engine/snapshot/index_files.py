@@ -8,6 +8,7 @@ from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex, decode_index
 from holdfast.format.index_columns import SchemaCache
 from holdfast.format.manifest import MAX_MANIFEST, Shard
+from holdfast.text import VERIFY_ADVICE
 
 
 def read_index(
@@ -34,7 +35,7 @@ def parse_index(
             f"{location.url}/{shard.index.name} is damaged",
             expected=f"digest {shard.index.digest}",
             found=actual,
-            todo="Load another version; `holdfast verify` shows which versions are intact",
+            todo=VERIFY_ADVICE,
             file=file,
             offset=0,
         )
@@ -78,7 +79,7 @@ def check_length(location: Location, name: str, length: int) -> None:
             f"{location.url} is damaged: {name} is missing",
             expected=f"{length} bytes",
             found="no such file",
-            todo="Load another version; `holdfast verify` shows which versions are intact",
+            todo=VERIFY_ADVICE,
             file=file,
             offset=0,
         ) from e
@@ -87,7 +88,7 @@ def check_length(location: Location, name: str, length: int) -> None:
             f"{location.url} is damaged: {name} has the wrong length",
             expected=f"{length} bytes",
             found=f"{actual} bytes",
-            todo="Load another version; `holdfast verify` shows which versions are intact",
+            todo=VERIFY_ADVICE,
             file=file,
             offset=min(actual, length),
         )

@@ -111,6 +111,11 @@ def suggest_similar_path(path: str) -> str | None:
     return os.path.join(os.path.dirname(path), matches[0]) if matches else None
 
 
+def path_advice(similar: str | None) -> str:
+    """Return the advice for a missing path, to which ``similar`` is similar."""
+    return "Check the path" if similar is None else f"Perhaps you meant {similar}"
+
+
 def describe_run(versions: Sequence[Version]) -> str:
     """Describe a run that has these versions, for error messages."""
     return f"a run of {len(versions):,} version{'' if len(versions) == 1 else 's'}"

@@ -17,6 +17,7 @@ from holdfast.format.names import MANIFEST, Version, new_attempt, parse_pin, par
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
 from holdfast.machine import pid_and_start_time, process_identity, utc_now
 from holdfast.storage.store import Stat, Store
+from holdfast.text import PIN_ADVICE
 from holdfast.types import MIB
 
 MIN_PINNED_BYTES = 64 * MIB
@@ -86,7 +87,7 @@ def require_manifest(location: Location) -> None:
     except NotFound as e:
         raise NotFound(
             f"{location.url} was deleted before it could be pinned",
-            todo="Load another version; `holdfast pin RUN STEP` prevents the deletion of a version",
+            todo=PIN_ADVICE,
             key=location.key(MANIFEST),
             store=location.store.url,
         ) from e

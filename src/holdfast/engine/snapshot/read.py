@@ -24,7 +24,7 @@ from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex
 from holdfast.format.names import parse_reference
 from holdfast.lazy_torch import dtype_name
-from holdfast.text import format_list
+from holdfast.text import VERIFY_ADVICE, format_list
 from holdfast.types import DTYPES
 from holdfast.workers import Workers
 
@@ -189,7 +189,7 @@ def make_damage_error(
         else f"{location.url} refers to {path}, which is damaged {where}",
         expected=f"digest {index.chunk_digest(chunk)}",
         found=found,
-        todo="Load another version; `holdfast verify` shows which versions are intact",
+        todo=VERIFY_ADVICE,
         file=file_key(location, path),
         offset=offset,
         leaf=leaves[0] if leaves else None,

@@ -25,6 +25,7 @@ from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, ShardReferen
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version, split_address
 from holdfast.format.validate import LeafSpecs, check_plain, check_tree
 from holdfast.ragged import Ints
+from holdfast.text import PIN_ADVICE
 from holdfast.threads import gc_paused
 from holdfast.workers import Workers
 
@@ -371,8 +372,7 @@ class Snapshot:
         except NotFound as e:
             raise NotFound(
                 f"{self.url} was deleted during the read",
-                todo="Load another version; `holdfast pin RUN STEP` prevents the deletion of a"
-                " version",
+                todo=PIN_ADVICE,
                 key=file,
                 store=self.location.store.url,
             ) from e
