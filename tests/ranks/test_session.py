@@ -79,14 +79,19 @@ def run_on_ranks(groups: list[StoreGroup], work: Any) -> list[Any]:
 
 
 def gather_words(group: StoreGroup, word: str, failing_rank: int = -1) -> Any:
-    """Gather a word from each rank. Return the words of all ranks, on all ranks."""
+    """Gather a word from each rank. Return the words of all ranks, on all ranks.
+
+    If a rank fails, no rank returns, because all of them wait for it in the second round.
+    """
     collective = group.collective("the save of version_1")
     try:
         with collective:
             words = collective.gather(f"{word}{group.rank}", str)
             if group.rank == failing_rank:
                 raise KeyError("on the way")
-            return collective.broadcast(words, list[str])
+            words = collective.broadcast(words, list[str])
+            collective.gather("done", str)
+            return collective.broadcast(words if group.rank == 0 else None, list[str])
     finally:
         collective.close()
 
