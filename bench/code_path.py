@@ -22,8 +22,7 @@ _LONG = 6
 """Lines from which on a function counts as one that takes time to read."""
 
 LAYERS = (
-    ("errors", "text", "types", "ragged", "machine", "version", "events", "settings", "buffers",
-     "lazy_torch", "threads"),
+    ("(root)",),
     ("format",),
     ("storage", "data", "sinks"),
     ("engine/planning", "engine/distributed"),
@@ -32,8 +31,8 @@ LAYERS = (
     ("engine/transform",),
     ("run", "interop"),
     ("training",),
-    ("__init__",),
-)  # fmt: skip
+    ("(public names)",),
+)
 """The packages from the bottom up, as in docs/design.md."""
 
 RANKS = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
@@ -41,7 +40,9 @@ RANKS = {package: rank for rank, packages in enumerate(LAYERS) for package in pa
 
 def package_of(file: str) -> str:
     """The package of a file in the package's folder, such as ``engine/saving``."""
-    parts = file.removesuffix(".py").split("/")
+    parts = file.split("/")
+    if len(parts) == 1:
+        return "(public names)" if file == "__init__.py" else "(root)"
     return "/".join(parts[:2]) if parts[0] == "engine" else parts[0]
 
 
@@ -87,14 +88,12 @@ def measure(folder: str) -> dict[str, list[str]]:
         ]
         names = {code: f"{file_of(code)}: {code.co_qualname}" for code in functions}
         files = {file_of(code) for code in functions}
-        packages = {package_of(file) for file in files}
-        roots = {p for p in packages if not (Path(package) / p).is_dir()}
         found[f"{what} functions"] = sorted(names.values())
         found[f"{what} long functions"] = sorted(
             name for code, name in names.items() if lines_of(code) >= _LONG
         )
         found[f"{what} files"] = sorted(files)
-        found[f"{what} packages"] = sorted((packages - roots) | ({"(root)"} if roots else set()))
+        found[f"{what} packages"] = sorted({package_of(file) for file in files})
         found[f"{what} upward calls"] = sorted(
             f"{names[caller]} -> {names[callee]}"
             for caller, callee in calls
