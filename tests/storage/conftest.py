@@ -1,4 +1,4 @@
-"""Small objects go past the page cache too, so that small tests show the direct path."""
+"""Use direct I/O for small objects too, so that small tests cover it."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def direct_from_the_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_direct_io_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.storage.local_files.DIRECT_MIN_BYTES", 1)

@@ -1,4 +1,4 @@
-"""The Store contract over every store, on every kind of file system that is at hand."""
+"""Run the store contract with every store, on every available kind of file system."""
 
 import shutil
 import tempfile
@@ -20,7 +20,7 @@ class TestMemory(StoreContract):
 class TestMemoryFolder(StoreContract):
     def make_store(self, folder):
         store = MemoryStore()
-        store.put_if_absent("elsewhere", b"not seen from the folder")
+        store.put_if_absent("elsewhere", b"invisible in the folder")
         return store.at("a/b")
 
 
@@ -34,7 +34,7 @@ class _InFolder(StoreContract):
     @pytest.fixture
     def store(self):
         if not Path(self.parent).is_dir():
-            pytest.skip(f"no {self.parent} here")
+            pytest.skip(f"{self.parent} does not exist")
         folder = Path(tempfile.mkdtemp(prefix="holdfast-", dir=self.parent))
         yield self.make_store(folder)
         shutil.rmtree(folder)

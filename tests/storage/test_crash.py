@@ -1,5 +1,7 @@
-"""LocalStore when the power is cut at every call: what had returned is there, what had not is
-absent or whole."""
+"""Cut the power at every call of LocalStore.
+
+Writes that have returned survive. Other objects are complete or absent.
+"""
 
 import random
 from contextlib import suppress
@@ -29,9 +31,11 @@ def put_if_absent(store, key):
 WRITERS = pytest.mark.parametrize("write", [put_in_pieces, put_if_absent])
 
 
-def cut_everywhere(work):
-    """Runs ``work(fs, done)`` once for each call that it makes, cutting the power before it;
-    yields what a crash may leave and what ``done`` had recorded as returned."""
+def cut_at_every_call(work):
+    """Run ``work(fs, done)`` once for each of its calls, and cut the power before that call.
+
+    Yield each file system that the crash may leave, with the keys that ``done`` had recorded.
+    """
     for cut_at in range(1, 1000):
         fs, done = CrashFs(cut_at), []
         try:
@@ -44,7 +48,7 @@ def cut_everywhere(work):
             for left in fs.crashes(limit=64):
                 yield left, done
             return
-    pytest.fail("no end to the calls")
+    pytest.fail("the number of calls is unlimited")
 
 
 def check(left, done, root="/a/run"):
@@ -56,13 +60,13 @@ def check(left, done, root="/a/run"):
 
 
 @WRITERS
-def test_one_object_in_folders_that_were_not_there(write):
+def test_one_object_in_new_folders(write):
     def work(fs, done):
         write(LocalStore("/a/run", fs=fs), "v/w/a")
         done.append("v/w/a")
 
     states = 0
-    for left, done in cut_everywhere(work):
+    for left, done in cut_at_every_call(work):
         check(left, done)
         states += 1
     assert states > 200
@@ -76,34 +80,34 @@ def test_several_objects_in_one_store(write):
             write(store, key)
             done.append(key)
 
-    for left, done in cut_everywhere(work):
+    for left, done in cut_at_every_call(work):
         check(left, done)
 
 
 @WRITERS
-def test_a_folder_that_another_process_has_made_but_not_synced(write):
+def test_a_folder_that_another_process_created_but_did_not_sync(write):
     def work(fs, done):
         other = LocalStore("/a/run", fs=fs).put("v/other", SIZE)
         write(LocalStore("/a/run", fs=fs), "v/a")
         done.append("v/a")
         other.abort()
 
-    for left, done in cut_everywhere(work):
+    for left, done in cut_at_every_call(work):
         check(left, done)
 
 
-def test_an_aborted_first_upload_does_not_hide_that_the_root_is_new():
+def test_a_new_root_is_synced_although_the_first_upload_was_aborted():
     def work(fs, done):
         store = LocalStore("/a/run", fs=fs)
         store.put("v/other", SIZE).abort()
         put_if_absent(store, "v/a")
         done.append("v/a")
 
-    for left, done in cut_everywhere(work):
+    for left, done in cut_at_every_call(work):
         check(left, done)
 
 
-def test_a_root_that_was_removed_and_made_again():
+def test_a_root_that_was_deleted_and_created_again():
     def work(fs, done):
         store = LocalStore("/a/run", fs=fs)
         put_if_absent(store, "a")
@@ -113,11 +117,11 @@ def test_a_root_that_was_removed_and_made_again():
         put_if_absent(store, "v/a")
         done.append("v/a")
 
-    for left, done in cut_everywhere(work):
+    for left, done in cut_at_every_call(work):
         check(left, done)
 
 
-def test_the_same_bytes_put_by_two_are_durable_when_either_returns():
+def test_equal_writes_of_two_processes_are_durable_when_either_returns():
     def work(fs, done):
         first, second = LocalStore("/a/run", fs=fs), LocalStore("/a/run", fs=fs)
         upload = first.put("v/a", SIZE)
@@ -125,11 +129,11 @@ def test_the_same_bytes_put_by_two_are_durable_when_either_returns():
         first.sync_folders = lambda folder: (put_if_absent(second, "v/a"), done.append("v/a"))
         upload.commit()
 
-    for left, done in cut_everywhere(work):
+    for left, done in cut_at_every_call(work):
         check(left, done)
 
 
-def test_what_was_deleted_stays_deleted_and_its_neighbours_stay():
+def test_deleted_objects_stay_deleted_and_others_survive():
     def work(fs, done):
         store = LocalStore("/a/run", fs=fs)
         for key in ("v/a", "v/b", "w/c"):
@@ -140,19 +144,19 @@ def test_what_was_deleted_stays_deleted_and_its_neighbours_stay():
             store.delete(key)
             done.append("-" + key)
 
-    for left, done in cut_everywhere(work):
+    for left, done in cut_at_every_call(work):
         check(left, [key for key in done if not key.startswith("-")])
         gone = {key[1:] for key in done if key.startswith("-")}
         assert not gone & set(keys(LocalStore("/a/run", fs=left)))
 
 
 @WRITERS
-def test_after_a_crash_one_can_go_on(write):
+def test_a_store_is_usable_after_a_crash(write):
     def work(fs, done):
         write(LocalStore("/a/run", fs=fs), "v/a")
         done.append("v/a")
 
-    for left, _ in cut_everywhere(work):
+    for left, _ in cut_at_every_call(work):
         store = LocalStore("/a/run", fs=left)
         for partial in store.partials(""):
             store.delete(partial.key)
@@ -162,14 +166,14 @@ def test_after_a_crash_one_can_go_on(write):
             check(again, ["v/a"])
 
 
-def test_of_two_writers_whose_power_is_cut_no_mixture_is_left():
+def test_two_writers_never_leave_a_mixture():
     def work(fs, done):
         for data in (DATA, OTHER):
             with suppress(AlreadyExists):
                 LocalStore("/r", fs=fs).put_if_absent("m", data)
                 done.append(data)
 
-    for left, done in cut_everywhere(work):
+    for left, done in cut_at_every_call(work):
         store = LocalStore("/r", fs=left)
         found = [store.get(key, SIZE) for key in keys(store)]
         assert found in ([], [DATA], [OTHER])
@@ -177,22 +181,22 @@ def test_of_two_writers_whose_power_is_cut_no_mixture_is_left():
 
 
 @pytest.mark.slow
-def test_a_long_history_cut_at_random():
+def test_a_long_history_with_a_random_power_cut():
     for seed in range(60):
-        chance = random.Random(seed)
-        fs, there = CrashFs(chance.randrange(5, 400)), set()
-        store, doubtful = LocalStore("/a/run", fs=fs), set()
+        rng = random.Random(seed)
+        fs, existing = CrashFs(rng.randrange(5, 400)), set()
+        store, uncertain = LocalStore("/a/run", fs=fs), set()
         try:
             while True:
-                key = f"v{chance.randrange(3)}/{chance.randrange(4)}"
-                doubtful = {key}
-                if key in there and chance.random() < 0.6:
+                key = f"v{rng.randrange(3)}/{rng.randrange(4)}"
+                uncertain = {key}
+                if key in existing and rng.random() < 0.6:
                     store.delete(key)
-                    there.discard(key)
-                elif key not in there:
-                    chance.choice([put_in_pieces, put_if_absent])(store, key)
-                    there.add(key)
+                    existing.discard(key)
+                elif key not in existing:
+                    rng.choice([put_in_pieces, put_if_absent])(store, key)
+                    existing.add(key)
         except PowerCut:
             for left in fs.crashes(limit=16, seed=seed):
-                check(left, there - doubtful)
-                assert set(keys(LocalStore("/a/run", fs=left))) <= there | doubtful
+                check(left, existing - uncertain)
+                assert set(keys(LocalStore("/a/run", fs=left))) <= existing | uncertain

@@ -1,4 +1,4 @@
-"""LocalStore when a call to the operating system fails: whole or absent, and nothing else left."""
+"""If a system call fails, LocalStore leaves the complete object or nothing."""
 
 import errno
 import os
@@ -14,11 +14,11 @@ from holdfast.testing.faults import Fault, FaultFs
 
 SIZE = 3 * 4096 + 100
 DATA = random_bytes(SIZE)
-CLEAN_UP = {"unlink", "rmdir"}
+CLEANUP_CALLS = {"unlink", "rmdir"}
 
 
 def put_in_pieces(store, key):
-    """A piece that can go directly and one that cannot."""
+    """Write a piece that direct I/O can write and one that it cannot."""
     buffer = Buffer(8192)
     buffer.view[:] = DATA[:8192]
     with store.put(key, SIZE) as upload:
@@ -34,8 +34,8 @@ def put_if_absent(store, key):
 WRITERS = pytest.mark.parametrize("write", [put_in_pieces, put_if_absent])
 
 
-def every_fault(root, write, fault):
-    """Fails the 1st, 2nd, 3rd ... call until none is left; yields what came of each."""
+def results_of_all_faults(root, write, fault):
+    """Fail the 1st, 2nd, 3rd ... call until no call is left. Yield the result of each attempt."""
     for at in range(1, 200):
         folder = root / str(at)
         fs = FaultFs(None, fault(at))
@@ -47,7 +47,7 @@ def every_fault(root, write, fault):
         yield folder, fs.fired, error
         if not fs.fired:
             return
-    pytest.fail("no end to the calls")
+    pytest.fail("the number of calls is unlimited")
 
 
 def check(folder, fired, error):
@@ -60,24 +60,24 @@ def check(folder, fired, error):
         assert error.store == str(folder / "run")
         assert error.__cause__ is not None
         assert not keys(clean) or error.outcome == "unknown"
-    if not CLEAN_UP & set(fired):
+    if not CLEANUP_CALLS & set(fired):
         assert partial_keys(clean) == []
         assert keys(clean) or not (folder / "run" / "v").exists()
 
 
 @WRITERS
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE])
-def test_any_call_may_fail_once(tmp_path, write, number):
+def test_one_call_fails(tmp_path, write, number):
     errors = 0
-    for outcome in every_fault(tmp_path, write, lambda at: Fault(None, at, number)):
+    for outcome in results_of_all_faults(tmp_path, write, lambda at: Fault(None, at, number)):
         check(*outcome)
         errors += outcome[2] is not None
     assert errors >= 8
 
 
 @WRITERS
-def test_any_call_may_fail_and_all_after_it(tmp_path, write):
-    for folder, fired, error in every_fault(
+def test_a_call_and_all_later_calls_fail(tmp_path, write):
+    for folder, fired, error in results_of_all_faults(
         tmp_path, write, lambda at: Fault(None, at, errno.EIO, lasting=True)
     ):
         check(folder, [*fired, "unlink"] if fired else fired, error)
@@ -85,8 +85,8 @@ def test_any_call_may_fail_and_all_after_it(tmp_path, write):
 
 @WRITERS
 @pytest.mark.parametrize("kind", ["open", "link", "unlink", "fsync", "mkdir", "fallocate"])
-def test_the_reply_of_any_call_may_be_lost(tmp_path, write, kind):
-    for folder, fired, error in every_fault(
+def test_a_call_succeeds_but_reports_an_error(tmp_path, write, kind):
+    for folder, fired, error in results_of_all_faults(
         tmp_path, write, lambda at: Fault(kind, at, errno.EIO, lost=True)
     ):
         check(folder, fired, error)
@@ -124,7 +124,7 @@ def test_short_reads_are_continued(tmp_path, short, offset):
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("kind", ["pwrite", "preadv"])
-def test_direct_io_refused_at_the_first_byte_goes_through_the_page_cache(tmp_path, kind, number):
+def test_the_page_cache_is_used_if_the_first_direct_call_fails(tmp_path, kind, number):
     fs = FaultFs(None, Fault(kind, 1, number))
     store = LocalStore(tmp_path, fs=fs)
     put_in_pieces(store, "a")
@@ -137,11 +137,11 @@ def test_direct_io_refused_at_the_first_byte_goes_through_the_page_cache(tmp_pat
 class NoDirect(Fs):
     def open(self, path, flags):
         if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no O_DIRECT here")
+            raise OSError(errno.EINVAL, "O_DIRECT is not supported")
         return super().open(path, flags)
 
 
-def test_direct_io_refused_at_open_goes_through_the_page_cache(tmp_path):
+def test_the_page_cache_is_used_if_a_direct_open_fails(tmp_path):
     store = LocalStore(tmp_path, fs=NoDirect())
     put_in_pieces(store, "a")
     buffer = Buffer(16_384)
@@ -149,10 +149,10 @@ def test_direct_io_refused_at_open_goes_through_the_page_cache(tmp_path):
     assert buffer.view[:SIZE] == DATA
 
 
-class Recorded(Fs):
+class RecordingFs(Fs):
     def __init__(self):
         self.direct = set()
-        self.moved = []
+        self.transfers = []
 
     def open(self, path, flags):
         fd = super().open(path, flags)
@@ -160,17 +160,17 @@ class Recorded(Fs):
         return fd
 
     def pwrite(self, fd, data, offset):
-        self.moved.append((fd in self.direct, offset, len(data)))
+        self.transfers.append((fd in self.direct, offset, len(data)))
         return super().pwrite(fd, data, offset)
 
     def preadv(self, fd, into, offset):
-        self.moved.append((fd in self.direct, offset, len(into)))
+        self.transfers.append((fd in self.direct, offset, len(into)))
         return super().preadv(fd, into, offset)
 
 
-def test_what_is_aligned_goes_directly_and_only_that():
+def test_direct_io_transfers_exactly_the_aligned_pieces():
     folder = f"/var/tmp/holdfast-aligned-{os.getpid()}"
-    fs = Recorded()
+    fs = RecordingFs()
     store = LocalStore(folder, fs=fs)
     buffer = Buffer(16_384)
     try:
@@ -183,7 +183,7 @@ def test_what_is_aligned_goes_directly_and_only_that():
     finally:
         store.delete("a")
         os.rmdir(folder)
-    assert fs.moved == [
+    assert fs.transfers == [
         (True, 0, 8192),
         (False, 8192, 808),
         (True, 0, 12_288),
@@ -193,23 +193,23 @@ def test_what_is_aligned_goes_directly_and_only_that():
     ]
 
 
-def test_without_fallocate_the_file_is_as_long(tmp_path):
-    class NoReserve(Fs):
+def test_the_file_is_complete_without_fallocate(tmp_path):
+    class WithoutFallocate(Fs):
         def fallocate(self, fd, length):
             return False
 
-    store = LocalStore(tmp_path, fs=NoReserve())
+    store = LocalStore(tmp_path, fs=WithoutFallocate())
     put_in_pieces(store, "a")
     assert store.get("a", SIZE) == DATA
 
 
-def test_a_length_that_the_file_system_does_not_confirm_is_an_error(tmp_path):
-    class Cut(Fs):
+def test_an_unexpected_file_length_is_an_error(tmp_path):
+    class TruncatingFs(Fs):
         def fstat(self, fd):
             return super().fstat(fd)._replace(size=SIZE - 1)
 
     with pytest.raises(StoreError, match="differs from the bytes written"):
-        put_in_pieces(LocalStore(tmp_path, fs=Cut()), "a")
+        put_in_pieces(LocalStore(tmp_path, fs=TruncatingFs()), "a")
     assert os.listdir(tmp_path) == []
 
 
@@ -218,7 +218,7 @@ def test_a_length_that_the_file_system_does_not_confirm_is_an_error(tmp_path):
 
 @WRITERS
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ETIMEDOUT])
-def test_a_link_that_was_made_although_its_reply_was_lost_is_a_success(tmp_path, write, number):
+def test_a_link_that_exists_despite_an_error_is_a_success(tmp_path, write, number):
     fs = FaultFs(None, Fault("link", 1, number, lost=True))
     store = LocalStore(tmp_path, fs=fs)
     write(store, "v/a")
@@ -230,7 +230,7 @@ def test_a_link_that_was_made_although_its_reply_was_lost_is_a_success(tmp_path,
 @WRITERS
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
 @pytest.mark.parametrize("lost", [None, errno.EEXIST, errno.ENOENT, errno.EIO])
-def test_without_hard_links_it_is_renamed_without_replacing(tmp_path, write, number, lost):
+def test_a_rename_that_does_not_replace_is_used_without_hard_links(tmp_path, write, number, lost):
     fs = FaultFs(None, Fault("link", 1, number, lasting=True))
     if lost:
         fs.faults.append(Fault("rename_noreplace", 1, lost, lost=True))
@@ -246,7 +246,7 @@ def test_without_hard_links_it_is_renamed_without_replacing(tmp_path, write, num
 
 @WRITERS
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_with_neither_links_nor_noreplace_it_is_refused_by_name(tmp_path, write, number):
+def test_a_file_system_without_links_and_noreplace_is_an_error(tmp_path, write, number):
     store = LocalStore(
         tmp_path,
         fs=FaultFs(None, Fault("link", 1, errno.EPERM), Fault("rename_noreplace", 1, number)),
@@ -256,7 +256,7 @@ def test_with_neither_links_nor_noreplace_it_is_refused_by_name(tmp_path, write,
     assert os.listdir(tmp_path) == []
 
 
-def test_a_name_taken_by_a_folder_is_taken(tmp_path):
+def test_a_folder_with_the_key_of_an_object_is_an_error(tmp_path):
     store = LocalStore(tmp_path)
     put(store, "v/a/b", b"1")
     for write in (put_if_absent, put_in_pieces):
@@ -266,20 +266,20 @@ def test_a_name_taken_by_a_folder_is_taken(tmp_path):
 
 
 @WRITERS
-def test_an_upload_that_was_swept_away_does_not_commit(tmp_path, write):
-    class Swept(Fs):
+def test_an_upload_whose_file_was_deleted_does_not_commit(tmp_path, write):
+    class DeletingFs(Fs):
         def link(self, source, target):
             os.unlink(source)
             super().link(source, target)
 
     with pytest.raises(StoreError) as caught:
-        write(LocalStore(tmp_path, fs=Swept()), "v/a")
+        write(LocalStore(tmp_path, fs=DeletingFs()), "v/a")
     assert not isinstance(caught.value, NotFound)
     assert os.listdir(tmp_path) == []
 
 
 @WRITERS
-def test_after_a_failed_fsync_the_file_is_gone_and_was_not_synced_again(tmp_path, write):
+def test_a_failed_fsync_is_not_repeated_and_the_file_is_deleted(tmp_path, write):
     fs = FaultFs(None, Fault("fsync", 1, errno.EIO))
     store = LocalStore(tmp_path, fs=fs)
     with pytest.raises(StoreError):
@@ -291,7 +291,7 @@ def test_after_a_failed_fsync_the_file_is_gone_and_was_not_synced_again(tmp_path
 
 
 @WRITERS
-def test_when_the_folder_cannot_be_synced_the_outcome_is_said_to_be_unknown(tmp_path, write):
+def test_the_outcome_is_unknown_if_the_folder_cannot_be_synced(tmp_path, write):
     store = LocalStore(tmp_path, fs=FaultFs(None, Fault("fsync", 2, errno.EIO)))
     with pytest.raises(StoreError, match="unknown") as caught:
         write(store, "v/a")
@@ -299,7 +299,7 @@ def test_when_the_folder_cannot_be_synced_the_outcome_is_said_to_be_unknown(tmp_
 
 
 @WRITERS
-def test_a_file_system_that_cannot_sync_folders_is_taken_as_it_is(tmp_path, write):
+def test_a_file_system_that_cannot_sync_folders_is_accepted(tmp_path, write):
     fs = FaultFs(None, *(Fault("fsync", at, errno.EINVAL) for at in range(2, 99)))
     store = LocalStore(tmp_path, fs=fs)
     write(store, "v/a")
@@ -324,7 +324,7 @@ def test_a_file_system_that_cannot_sync_folders_is_taken_as_it_is(tmp_path, writ
         (errno.EIO, StoreError),
     ],
 )
-def test_each_errno_is_the_error_that_one_can_act_on(tmp_path, number, kind):
+def test_each_errno_has_its_error_class(tmp_path, number, kind):
     for call, fault in [("pwrite", "pwrite"), ("fallocate", "fallocate"), ("open", "open")]:
         store = LocalStore(tmp_path, fs=FaultFs(None, Fault(fault, 1, number)))
         with pytest.raises(StoreError) as caught:
@@ -338,9 +338,9 @@ def test_each_errno_is_the_error_that_one_can_act_on(tmp_path, number, kind):
 
 
 @pytest.mark.parametrize("kind", ["open", "preadv", "stat", "scandir"])
-def test_reading_that_fails_names_key_and_store(tmp_path, kind):
+def test_a_failed_read_names_key_and_store(tmp_path, kind):
     put(LocalStore(tmp_path), "v/a", DATA)
-    for look in (
+    for read in (
         lambda s: s.get("v/a", SIZE),
         lambda s: s.get_range("v/a", 0, 4096, Buffer(4096).view),
         lambda s: s.stat("v/a"),
@@ -349,7 +349,7 @@ def test_reading_that_fails_names_key_and_store(tmp_path, kind):
         fs = FaultFs(None, Fault(kind, 1, errno.EIO, lasting=True))
         error = None
         try:
-            look(LocalStore(tmp_path, fs=fs))
+            read(LocalStore(tmp_path, fs=fs))
         except StoreError as caught:
             error = caught
         assert bool(fs.fired) == (error is not None)
@@ -360,7 +360,7 @@ def test_reading_that_fails_names_key_and_store(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["open", "unlink", "fsync"])
-def test_delete_that_fails_says_so_and_may_be_repeated(tmp_path, kind):
+def test_a_failed_delete_raises_and_can_be_repeated(tmp_path, kind):
     put(LocalStore(tmp_path), "v/a", DATA)
     store = LocalStore(tmp_path, fs=FaultFs(None, Fault(kind, 1, errno.EIO)))
     with pytest.raises(StoreError):
@@ -369,8 +369,8 @@ def test_delete_that_fails_says_so_and_may_be_repeated(tmp_path, kind):
     assert os.listdir(tmp_path) == []
 
 
-def test_descriptors_are_closed_whatever_fails(tmp_path):
+def test_descriptors_are_closed_after_any_failure(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
-    for _ in every_fault(tmp_path, put_in_pieces, lambda at: Fault(None, at, errno.EIO)):
+    for _ in results_of_all_faults(tmp_path, put_in_pieces, lambda at: Fault(None, at, errno.EIO)):
         pass
     assert len(os.listdir("/proc/self/fd")) == before

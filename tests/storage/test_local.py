@@ -1,4 +1,4 @@
-"""What the contract does not say of local folders: links, names, folders, races, real limits."""
+"""Properties of local folders beyond the store contract: links, names, races, real limits."""
 
 import os
 import resource
@@ -20,16 +20,16 @@ def store(tmp_path):
     return LocalStore(tmp_path / "run")
 
 
-def test_an_absent_root_is_empty_and_is_not_made_by_looking(store, tmp_path):
+def test_reads_of_a_missing_root_find_nothing_and_do_not_create_it(store, tmp_path):
     assert keys(store) == partial_keys(store) == []
-    for look in (store.stat, lambda key: store.get(key, 1)):
+    for read in (store.stat, lambda key: store.get(key, 1)):
         with pytest.raises(NotFound):
-            look("a")
+            read("a")
     store.delete("a")
     assert not (tmp_path / "run").exists()
 
 
-def test_the_url_is_as_written_and_the_folder_stays_when_one_moves(tmp_path, monkeypatch):
+def test_a_relative_path_keeps_its_folder_after_chdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = LocalStore("runs/a")
     (tmp_path / "elsewhere").mkdir()
@@ -39,14 +39,14 @@ def test_the_url_is_as_written_and_the_folder_stays_when_one_moves(tmp_path, mon
     assert (tmp_path / "runs" / "a" / "m").read_bytes() == b"1"
 
 
-def test_two_views_of_one_folder_see_the_same_objects(store, tmp_path):
+def test_two_stores_over_one_folder_share_its_objects(store, tmp_path):
     put(store, "v/a", b"1")
     inner = LocalStore(tmp_path / "run" / "v")
     assert keys(inner) == ["a"]
     assert inner.get("a", 1) == b"1"
 
 
-def test_an_unfinished_upload_stands_beside_its_object(store, tmp_path):
+def test_an_unfinished_upload_is_in_the_folder_of_its_object(store, tmp_path):
     upload = store.put("v/a", 3)
     (name,) = os.listdir(tmp_path / "run" / "v")
     assert name.startswith(".a.")
@@ -55,7 +55,7 @@ def test_an_unfinished_upload_stands_beside_its_object(store, tmp_path):
     upload.abort()
 
 
-def test_what_a_killed_process_left_is_found_and_deleted(store):
+def test_the_partial_file_of_a_killed_process_is_listed_and_deleted(store):
     program = f"""
 import os
 from holdfast.storage.local import LocalStore
@@ -71,27 +71,27 @@ os._exit(9)
     assert partial_keys(store) == []
 
 
-def test_a_key_with_the_name_of_an_unfinished_upload_is_refused(store):
+def test_a_key_with_the_name_of_a_partial_file_is_an_error(store):
     for write in (lambda: store.put("v/.a.partial", 1), lambda: put(store, ".partial", b"")):
         with pytest.raises(StoreError, match="unfinished"):
             write()
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "日" * 85, "." + "x" * 254])
-def test_the_longest_names_that_the_file_system_takes(store, name):
+def test_the_longest_valid_names(store, name):
     store.put_if_absent(f"v/{name}", b"1")
     assert keys(store) == [f"v/{name}"]
 
 
 @pytest.mark.parametrize("name", ["n" * 256, "\ud800"])
-def test_names_that_the_file_system_does_not_take(store, name):
+def test_names_that_the_file_system_rejects(store, name):
     for call in (lambda: store.put_if_absent(name, b"1"), lambda: store.stat(name)):
         with pytest.raises(StoreError) as caught:
             call()
         assert not isinstance(caught.value, NotFound)
 
 
-def test_a_name_that_is_no_text_can_be_listed_and_deleted(store, tmp_path):
+def test_a_name_that_is_not_valid_unicode_can_be_listed_and_deleted(store, tmp_path):
     (tmp_path / "run").mkdir()
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/run/\xff")).write_bytes(b"1")
     (key,) = keys(store)
@@ -109,14 +109,14 @@ def test_links_are_neither_listed_nor_followed(store, tmp_path):
     (tmp_path / "run" / "loop").symlink_to(tmp_path / "run")
     assert keys(store) == ["v/a"]
     assert keys(store, "folder") == keys(store, "loop") == []
-    for look in (store.stat, lambda key: store.get(key, 1)):
+    for read in (store.stat, lambda key: store.get(key, 1)):
         with pytest.raises(NotFound):
-            look("v/file")
+            read("v/file")
     with pytest.raises(NotFound):
         store.get_range("v/file", 0, 1, memoryview(bytearray(1)))
 
 
-def test_the_root_may_be_a_link(tmp_path):
+def test_the_root_can_be_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "run").symlink_to("real")
     store = LocalStore(tmp_path / "run")
@@ -125,7 +125,7 @@ def test_the_root_may_be_a_link(tmp_path):
     assert (tmp_path / "real" / "v" / "a").exists()
 
 
-def test_delete_removes_folders_that_become_empty_up_to_the_root(store, tmp_path):
+def test_delete_removes_empty_folders_below_the_root(store, tmp_path):
     put(store, "v/w/x/a", b"1")
     put(store, "v/b", b"1")
     store.delete("v/w/x/a")
@@ -135,43 +135,43 @@ def test_delete_removes_folders_that_become_empty_up_to_the_root(store, tmp_path
     assert os.listdir(tmp_path / "run") == []
 
 
-def test_a_folder_removed_while_an_upload_begins_is_made_again(tmp_path):
-    class Racing(Fs):
-        races = 3
+def test_a_folder_that_is_deleted_when_an_upload_begins_is_created_again(tmp_path):
+    class RacingFs(Fs):
+        remaining_races = 3
 
         def open(self, path, flags):
-            if flags & os.O_CREAT and self.races:
-                self.races -= 1
+            if flags & os.O_CREAT and self.remaining_races:
+                self.remaining_races -= 1
                 os.rmdir(os.path.dirname(path))
             return super().open(path, flags)
 
-    store = LocalStore(tmp_path / "run", fs=Racing())
+    store = LocalStore(tmp_path / "run", fs=RacingFs())
     put(store, "v/a", b"1")
     assert keys(store) == ["v/a"]
 
 
-def test_objects_deleted_while_they_are_listed_are_left_out(tmp_path):
-    class Racing(Fs):
+def test_list_omits_objects_that_are_deleted_meanwhile(tmp_path):
+    class RacingFs(Fs):
         def scandir(self, path):
             found = super().scandir(path)
             return [*found, ("gone", False), ("gone too", True)]
 
-    store = LocalStore(tmp_path, fs=Racing())
+    store = LocalStore(tmp_path, fs=RacingFs())
     put(store, "a", b"1")
     assert keys(store) == ["a"]
 
 
-def test_an_abort_while_writes_are_in_flight_does_not_close_under_them(tmp_path):
+def test_abort_closes_the_file_after_the_active_writes(tmp_path):
     inside, go = threading.Barrier(3), [threading.Event(), threading.Event()]
 
-    class Slow(Fs):
+    class SlowFs(Fs):
         def pwrite(self, fd, data, offset):
             if len(data) == 2:
                 inside.wait(10)
                 go[offset // 2].wait(10)
             return super().pwrite(fd, data[:1], offset)
 
-    upload = LocalStore(tmp_path, fs=Slow()).put("a", 4)
+    upload = LocalStore(tmp_path, fs=SlowFs()).put("a", 4)
     threads = [
         threading.Thread(target=upload.write_at, args=(at, memoryview(b"ab"))) for at in (0, 2)
     ]
@@ -180,7 +180,7 @@ def test_an_abort_while_writes_are_in_flight_does_not_close_under_them(tmp_path)
     inside.wait(10)
     upload.abort()
     for thread, gate in zip(threads, go, strict=True):
-        # A descriptor closed too early has its number given to a file like this one.
+        # If the descriptor were closed too early, a file like this one would get its number.
         with (tmp_path / f"other-{thread.name}").open("wb"):
             gate.set()
             thread.join(10)
@@ -188,16 +188,16 @@ def test_an_abort_while_writes_are_in_flight_does_not_close_under_them(tmp_path)
     assert all((tmp_path / name).read_bytes() == b"" for name in os.listdir(tmp_path))
 
 
-def test_commit_while_a_write_is_in_flight_is_refused(tmp_path):
+def test_commit_during_a_write_is_an_error(tmp_path):
     inside, go = threading.Event(), threading.Event()
 
-    class Slow(Fs):
+    class SlowFs(Fs):
         def pwrite(self, fd, data, offset):
             inside.set()
             go.wait(10)
             return super().pwrite(fd, data, offset)
 
-    with LocalStore(tmp_path, fs=Slow()).put("a", 2) as upload:
+    with LocalStore(tmp_path, fs=SlowFs()).put("a", 2) as upload:
         thread = threading.Thread(target=upload.write_at, args=(0, memoryview(b"ab")))
         thread.start()
         inside.wait(10)
@@ -208,7 +208,7 @@ def test_commit_while_a_write_is_in_flight_is_refused(tmp_path):
         upload.commit()
 
 
-def test_a_limit_on_file_size_is_no_space(store):
+def test_the_limit_on_file_size_raises_no_space(store):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -219,28 +219,28 @@ def test_a_limit_on_file_size_is_no_space(store):
     assert partial_keys(store) == []
 
 
-def test_more_than_the_disk_has_is_refused_before_the_first_byte(tmp_path):
+def test_an_upload_that_exceeds_the_disk_fails_before_the_first_byte(tmp_path):
     with pytest.raises(NoSpace) as caught:
         LocalStore(tmp_path).put("v/a", 1 << 62)
     assert "Free space" in str(caught.value) or "file size" in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 
-def test_where_a_file_stands_no_folder_can_be_made(store):
+def test_a_key_below_an_object_is_an_error(store):
     put(store, "v", b"1")
     with pytest.raises(StoreError) as caught:
         store.put("v/a", 1)
     assert not isinstance(caught.value, NotFound)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_denied(tmp_path):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write to every folder")
+def test_a_folder_without_write_permission_raises_denied(tmp_path):
     (tmp_path / "run").mkdir(mode=0o500)
     with pytest.raises(Denied):
         LocalStore(tmp_path / "run").put("v/a", 1)
 
 
-def test_the_real_rename_does_not_replace(tmp_path):
+def test_rename_noreplace_does_not_replace(tmp_path):
     (tmp_path / "a").write_bytes(b"a")
     (tmp_path / "b").write_bytes(b"b")
     with pytest.raises(FileExistsError):

@@ -1,4 +1,4 @@
-"""From what the user wrote to a store."""
+"""``open_store``: from the user's argument to a store."""
 
 from pathlib import Path
 
@@ -35,12 +35,12 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch, make):
     store = open_store(make("~/runs"))
     assert store.url == str(tmp_path / "home" / "runs")
     store.put_if_absent("m", b"1")
-    open_store("./~/runs").put_if_absent("m", b"1")  # so that it can be said
+    open_store("./~/runs").put_if_absent("m", b"1")  # names a folder "~"
     open_store("a~/b").put_if_absent("m", b"1")
     holdfast.save(make("~/snap"), {"n": 1})
     (tmp_path / "home" / "snap").rename(tmp_path / "home" / "moved")
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "moved"))
-    assert holdfast.load(make("~"))["n"] == 1  # the home directory itself is one
+    assert holdfast.load(make("~"))["n"] == 1  # the home directory itself is a snapshot
     with pytest.raises(StoreError, match="The home directory in ~no-such-user/x is unknown"):
         open_store(make("~no-such-user/x"))
     with pytest.raises(StoreError, match=r"Write the full path, or \./~no-such-user for"):
@@ -48,7 +48,7 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch, make):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a~", "home", "~"]
 
 
-def test_memory_is_one_store_per_name():
+def test_a_memory_url_names_one_store():
     one, two = open_store("memory://test-open-1"), open_store("memory://test-open-2")
     one.put_if_absent("v/m", b"1")
     assert open_store("memory://test-open-1") is one
@@ -57,12 +57,12 @@ def test_memory_is_one_store_per_name():
     assert (keys(inner), inner.url) == (["m"], "memory://test-open-1/v")
 
 
-def test_a_store_is_returned_as_it_is():
+def test_a_store_is_returned_unchanged():
     store = MemoryStore()
     assert open_store(store) is store
 
 
-def test_direct_is_read_from_the_settings(tmp_path, monkeypatch):
+def test_the_settings_choose_direct_io(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_DIRECT", "0")
     assert not open_store(tmp_path)._direct
     monkeypatch.setenv("HOLDFAST_DIRECT", "1")
@@ -70,13 +70,13 @@ def test_direct_is_read_from_the_settings(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "S4://bucket/run"])
-def test_an_unknown_scheme_is_an_error_that_lists_the_known(url):
+def test_the_error_for_an_unknown_scheme_lists_the_known_schemes(url):
     with pytest.raises(StoreError, match="memory://") as caught:
         open_store(url)
     assert url in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["", "file://", "file://host/x", "memory://", None, 3, b"x"])
-def test_what_names_no_place_is_an_error(url):
+def test_an_argument_that_names_no_location_is_an_error(url):
     with pytest.raises(StoreError):
         open_store(url)

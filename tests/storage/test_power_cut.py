@@ -1,5 +1,7 @@
-"""The promises of LocalStore, and the model of CrashFs, against a real power cut: the file
-systems' own "shutdown" drops whatever has not reached journal or disk."""
+"""Test the promises of LocalStore, and the model of CrashFs, with a real power cut.
+
+The "shutdown" of a file system drops everything that has not reached its journal or the disk.
+"""
 
 import fcntl
 import os
@@ -27,7 +29,7 @@ WITHOUT_FLUSHING_THE_LOG = struct.pack("I", 2)
 
 
 class Disk:
-    """A file system in an image of its own, on a loop device."""
+    """A file system in its own image, on a loop device."""
 
     def __init__(self, kind, folder):
         self.image, self.mount_point = folder / "image", folder / "mounted"
@@ -64,7 +66,7 @@ def disk(request):
         pytest.skip("only root may mount")
     if not shutil.which(f"mkfs.{request.param}"):
         if not shutil.which("apt-get"):
-            pytest.skip(f"no mkfs.{request.param} here")
+            pytest.skip(f"mkfs.{request.param} is not installed")
         package = {"ext4": "e2fsprogs", "xfs": "xfsprogs"}[request.param]
         install = ["apt-get", "install", "-y", "-q", package]
         if subprocess.run(install, capture_output=True, check=False).returncode:
@@ -74,7 +76,7 @@ def disk(request):
         try:
             disk = Disk(request.param, folder)
         except RuntimeError as error:
-            pytest.skip(f"no loop mounts here: {error}")
+            pytest.skip(f"loop mounts are not permitted: {error}")
         yield disk
         disk.unmount()
     finally:
@@ -85,14 +87,14 @@ def data_of(key):
     return random_bytes(random.Random(key).choice([10, 5000, 4096 * 20, 700_001]), hash(key) % 1000)
 
 
-def save(store, key, turn):
+def write(store, key, turn):
     if turn % 2:
         store.put_if_absent(key, data_of(key))
     else:
         put(store, key, data_of(key))
 
 
-def test_what_had_returned_is_there_and_what_had_not_is_absent_or_whole(disk):
+def test_finished_writes_survive_and_others_are_complete_or_absent(disk):
     for trial in range(6):
         root = disk.mount_point / f"trial{trial}" / "deep" / "run"
         returned, deleted = [], []
@@ -102,13 +104,13 @@ def test_what_had_returned_is_there_and_what_had_not_is_absent_or_whole(disk):
             for turn in range(10_000):
                 key = f"v{turn // 3}/{number}-{turn}"
                 try:
-                    save(store, key, turn)
+                    write(store, key, turn)
                     returned.append(key)
                     if turn % 5 == 4:
                         deleted.append(f"v{turn // 3}/{number}-{turn}")
                         store.delete(key)
                 except StoreError:
-                    return  # the power is gone
+                    return  # the power is cut
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
         for thread in threads:
@@ -130,8 +132,8 @@ def test_what_had_returned_is_there_and_what_had_not_is_absent_or_whole(disk):
             assert store.get(key, 1 << 20) == data_of(key)
 
 
-def make(fs, root, name, *, sync, folder=None):
-    """A file written, synced or not, and linked to its name, as LocalStore does."""
+def make_file(fs, root, name, *, sync, folder=None):
+    """Write a file, sync it if asked, and link it to its name, as LocalStore does."""
     temp = f"{root}/{folder}/t" if folder else f"{root}/.{name}"
     fd = fs.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     fs.pwrite(fd, memoryview(b"x" * 5000), 0)
@@ -141,22 +143,22 @@ def make(fs, root, name, *, sync, folder=None):
     fs.link(temp, f"{root}/{folder or '.'}/{name}".replace("/./", "/"))
 
 
-def history(fs, root):
-    """Files with less and less done to keep them."""
-    make(fs, root, "kept", sync=True)
+def make_history(fs, root):
+    """Make files whose durability decreases from one to the next."""
+    make_file(fs, root, "kept", sync=True)
     fs.mkdir(f"{root}/made")
     fd = fs.open(root, os.O_RDONLY | os.O_DIRECTORY)
     fs.fsync(fd)
     fs.close(fd)
     fs.unlink(f"{root}/.kept")
-    make(fs, root, "synced", sync=True, folder="made")
-    make(fs, root, "unsynced", sync=False)
+    make_file(fs, root, "synced", sync=True, folder="made")
+    make_file(fs, root, "unsynced", sync=False)
     fs.mkdir(f"{root}/new")
-    make(fs, root, "inside", sync=False, folder="new")
+    make_file(fs, root, "inside", sync=False, folder="new")
 
 
-def seen(fs, root):
-    """Which files are there, and how much of each is as written."""
+def read_files(fs, root):
+    """Return the content of each file that exists."""
     found = {}
     for name in ("kept", ".kept", "made/synced", "unsynced", "new/inside"):
         try:
@@ -171,27 +173,29 @@ def seen(fs, root):
     return found
 
 
-def test_what_a_real_power_cut_leaves_is_among_what_the_model_leaves(disk):
+def test_the_model_includes_the_result_of_a_real_power_cut(disk):
     root = str(disk.mount_point)
-    history(Fs(), root)
+    make_history(Fs(), root)
     disk.cut_power()
     disk.unmount()
     disk.mount()
-    real = seen(Fs(), root)
+    real = read_files(Fs(), root)
     assert real["kept"] == b"x" * 5000
-    assert real.get("unsynced") != b"x" * 5000, "the cut dropped nothing: it proves nothing"
+    assert real.get("unsynced") != b"x" * 5000, (
+        "the power cut dropped nothing, so it proves nothing"
+    )
     model = CrashFs()
-    history(model, "")
-    every = [seen(left, "") for left in model.crashes(limit=1 << 17)]
-    assert real in every
+    make_history(model, "")
+    possible = [read_files(left, "") for left in model.crashes(limit=1 << 17)]
+    assert real in possible
 
 
-def test_without_the_syncs_of_the_store_the_promise_would_be_broken(disk):
-    class Lazy(Fs):
+def test_a_store_without_syncs_loses_data(disk):
+    class WithoutSync(Fs):
         def fsync(self, fd):
             pass
 
-    store = LocalStore(disk.mount_point / "run", fs=Lazy(), direct=False)
+    store = LocalStore(disk.mount_point / "run", fs=WithoutSync(), direct=False)
     put(store, "v/a", data_of("v/a"))
     disk.cut_power()
     disk.unmount()
