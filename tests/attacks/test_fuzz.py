@@ -1,6 +1,6 @@
-"""Whatever the bytes: a valid result or a ``FormatError``, nothing else, in bounded memory.
+"""Any input gives a valid result or a ``FormatError``, in bounded memory.
 
-``FUZZ_EXAMPLES=n`` tries n examples of each property, in an order of its own each time.
+``FUZZ_EXAMPLES=n`` tries n random examples of each property, different in each run.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def files() -> Files:
     return FILES
 
 
-def quietly(parse: Callable[[bytes, str], Any], raw: bytes) -> Any:
-    """The result, or None for a ``FormatError`` that names the file."""
+def parse_or_none(parse: Callable[[bytes, str], Any], raw: bytes) -> Any:
+    """Return the result, or None after a ``FormatError`` that names the file."""
     try:
         return parse(raw, "file")
     except FormatError as e:
@@ -106,21 +106,21 @@ jsons = st.recursive(
 
 @fuzz
 @given(st.binary(max_size=300))
-def test_bytes_without_sense(raw: bytes) -> None:
+def test_random_bytes(raw: bytes) -> None:
     for parse in (decode_manifest, decode_branch, decode_pin, decode_index):
-        assert quietly(parse, raw) is None
-        assert quietly(parse, seal_body(raw)) is None
-    quietly(lambda r, f: parse_header(r, len(r), f), raw)
+        assert parse_or_none(parse, raw) is None
+        assert parse_or_none(parse, seal_body(raw)) is None
+    parse_or_none(lambda r, f: parse_header(r, len(r), f), raw)
     header = len(raw).to_bytes(8, "little") + raw
-    quietly(lambda r, f: parse_header(r, len(r), f), header)
+    parse_or_none(lambda r, f: parse_header(r, len(r), f), header)
 
 
 @fuzz
 @given(st.dictionaries(st.text(max_size=6), jsons, max_size=8))
-def test_json_without_sense(content: Json) -> None:
+def test_random_json(content: Json) -> None:
     for parse in (decode_manifest, decode_branch, decode_pin):
-        assert quietly(parse, seal(content)) is None
-    assert quietly(decode_index, json.dumps(content).encode()) is None
+        assert parse_or_none(parse, seal(content)) is None
+    assert parse_or_none(decode_index, json.dumps(content).encode()) is None
 
 
 # -- trees ---------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ def test_json_without_sense(content: Json) -> None:
 @example({"set": [{"set": []}]})
 @example({"complex": [{"float": "nan"}, {"tensor": []}]})
 @example({"dict": {"a": {"array": ["uint8", [], "|u1"]}}})
-def test_any_tree(node: Json) -> None:
-    """What the grammar lets through can be walked and decoded without any error."""
+def test_random_trees(node: Json) -> None:
+    """A tree that passes validation can be walked and decoded without an error."""
     root = {"dict": {"x": node}}
-    leaves = quietly(lambda _, file: check_tree(root, file), b"")
+    leaves = parse_or_none(lambda _, file: check_tree(root, file), b"")
     if leaves is None:
         with suppress(FormatError):
             tree.decode(root, "", lambda n, k: n)
@@ -147,26 +147,24 @@ def test_any_tree(node: Json) -> None:
     assert leaves.keys() <= found.keys()
 
 
-# -- changes to what is valid --------------------------------------------------------------------
+# -- changed valid files -------------------------------------------------------------------------
 
 
 def change(data: st.DataObject, content: Json) -> None:
-    """Change a JSON document in one to three places."""
+    """Make one to three changes in a JSON document."""
     for _ in range(data.draw(st.integers(1, 3))):
-        several = list(json_paths(content))
-        path = several[data.draw(st.integers(0, len(several) - 1))]
-        how = data.draw(st.sampled_from(["put", "delete", "copy", "near", "more"]))
+        paths = list(json_paths(content))
+        path = paths[data.draw(st.integers(0, len(paths) - 1))]
+        kind = data.draw(st.sampled_from(["put", "delete", "copy", "near", "more"]))
         parent = get_at(content, path[:-1])
         old = parent[path[-1]]
-        if how == "delete":
+        if kind == "delete":
             del parent[path[-1]]
-        elif how == "copy":
-            set_at(
-                content, path, get_at(content, several[data.draw(st.integers(0, len(several) - 1))])
-            )
-        elif how == "near" and type(old) is int:
+        elif kind == "copy":
+            set_at(content, path, get_at(content, paths[data.draw(st.integers(0, len(paths) - 1))]))
+        elif kind == "near" and type(old) is int:
             parent[path[-1]] = old + data.draw(st.sampled_from([-4096, -8, -1, 1, 8, 4096]))
-        elif how == "more" and isinstance(parent, list):
+        elif kind == "more" and isinstance(parent, list):
             parent.append(json.loads(json.dumps(old)))
         else:
             parent[path[-1]] = data.draw(jsons)
@@ -174,27 +172,27 @@ def change(data: st.DataObject, content: Json) -> None:
 
 @fuzz
 @given(st.data())
-def test_a_manifest_that_was_changed(data: st.DataObject) -> None:
+def test_changed_manifests(data: st.DataObject) -> None:
     failing_uses(forge(files(), manifest=lambda m: change(data, m)))
 
 
 @fuzz
 @given(st.data())
-def test_an_index_that_was_changed(data: st.DataObject) -> None:
+def test_changed_indexes(data: st.DataObject) -> None:
     failing_uses(forge(files(), index=lambda i: change(data, i)))
 
 
 @fuzz
 @given(st.data())
-def test_a_header_that_was_changed(data: st.DataObject) -> None:
-    """Of a shard: what ``parse_header`` takes is packed without holes, to the file's end."""
+def test_changed_headers(data: st.DataObject) -> None:
+    """If ``parse_header`` accepts a header, the data has no gaps and ends with the file."""
     raw = files()[shard_key(files())]
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     change(data, header)
     text = json.dumps(header).encode()
     changed = len(text).to_bytes(8, "little") + text + raw[8 + size :]
-    parsed = quietly(lambda r, f: parse_header(r, len(r), f), changed)
+    parsed = parse_or_none(lambda r, f: parse_header(r, len(r), f), changed)
     if parsed is not None:
         begin, entries = parsed
         assert begin + (entries[-1].stop if entries else 0) == len(changed)
@@ -203,8 +201,8 @@ def test_a_header_that_was_changed(data: st.DataObject) -> None:
 
 @fuzz
 @given(st.sampled_from(["manifest", "index"]), st.data())
-def test_bytes_changed_and_sealed_anew(which: str, data: st.DataObject) -> None:
-    """Not JSON any more, or JSON of another meaning."""
+def test_changed_bytes_with_a_valid_seal(which: str, data: st.DataObject) -> None:
+    """The content is no longer JSON, or JSON with a different meaning."""
     file = manifest_key(files()) if which == "manifest" else index_key(files())
     raw = files()[file]
     raw = raw if which == "index" else seal(sealed_content(raw)).split(b'",', 1)[1]
@@ -212,14 +210,14 @@ def test_bytes_changed_and_sealed_anew(which: str, data: st.DataObject) -> None:
     stop = min(len(raw), start + data.draw(st.integers(0, 8)))
     raw = raw[:start] + data.draw(st.binary(max_size=8)) + raw[stop:]
     if which == "manifest":
-        place = store_of({**files(), file: seal_body(raw)}).at(FOLDER)
+        store = store_of({**files(), file: seal_body(raw)}).at(FOLDER)
         with suppress(FormatError):
-            holdfast.load(place)
+            holdfast.load(store)
     else:
-        quietly(decode_index, raw)
+        parse_or_none(decode_index, raw)
 
 
-def test_the_fuzzed_files_are_sound() -> None:
+def test_the_original_files_are_valid() -> None:
     assert failing_uses(files()) == []
     assert files_of(store_of(files())) == files()
     header = build_header([("a", "F32", (2,), 0, 8)])

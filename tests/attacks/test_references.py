@@ -1,4 +1,4 @@
-"""Lies of number 2: references that lead astray, overlap, or claim what is not there."""
+"""Invalid references in format 2: to wrong files, overlapping, or beyond the end of a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests import forging
 from tests.attacks.test_fuzz import change
-from tests.attacks.test_lies import WRONG
+from tests.attacks.test_invalid_files import WRONG_VALUES
 from tests.forging import (
     Files,
     Json,
@@ -50,7 +50,7 @@ Change = Callable[[Json], object]
 
 
 def state(step: int) -> dict[str, Any]:
-    """Two leaves of several chunks; one element of each changes at a step."""
+    """Return two leaves of several chunks. One element of each changes in every step."""
     a, b = np.arange(500.0), np.arange(1500, dtype=np.int16).reshape(30, 50)
     a[3], b[20, 7] = -step, -step
     return {"a": a, "b": b, "step": step}
@@ -58,7 +58,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def files() -> Files:
-    """Three versions, each the base of the next: the last refers to files of both others."""
+    """Return three versions, each based on the previous one. The last refers to both others."""
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
         for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
@@ -66,33 +66,37 @@ def files() -> Files:
         patch.setattr("holdfast.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
         last = None
         for step in range(3):
-            held = state(step)
-            held["b"] = state(min(step, 1))["b"]
-            place = Location(store, f"version_{step}")
-            label = VersionMetadata(step=step)
+            current_state = state(step)
+            current_state["b"] = state(min(step, 1))["b"]
+            location = Location(store, f"version_{step}")
+            metadata = VersionMetadata(step=step)
             last = finish_save(
-                begin_save(place, held, label, shared_pool(), stage_now=False, base=last)
+                begin_save(
+                    location, current_state, metadata, shared_pool(), stage_now=False, base=last
+                )
             )
     assert last is not None
     assert last.bases == {Version(0), Version(1)}
     return files_of(store)
 
 
-def lie(files: Files, manifest: Change | None = None, index: Change | None = None) -> Files:
-    """The run with a changed manifest or index of its last version; the digests are right again."""
+def forge_last_version(
+    files: Files, manifest: Change | None = None, index: Change | None = None
+) -> Files:
+    """Change the manifest or index of the last version, and correct the digests."""
     return forging.forge(files, manifest, index, folder="version_2/", format_number=2)
 
 
-def refused(files: Files) -> list[str]:
-    """The ways of using the last version that refuse it, each with a proper error."""
+def rejecting_uses(files: Files) -> list[str]:
+    """Return the uses of the last version that reject it, each with a proper error."""
     store = store_of(files)
     found = []
-    ways: dict[str, Callable[[], Any]] = {
+    uses: dict[str, Callable[[], Any]] = {
         "load": lambda: load_snapshot(Run(store).open(Version(2))),
         "copy": lambda: copy_snapshot(Run(store).open(Version(2)), Location(MemoryStore(), "x")),
         "verify": lambda: Run(store).open(Version(2)).verify(),
     }
-    for name, use in ways.items():
+    for name, use in uses.items():
         try:
             made = use()
         except (FormatError, StoreError) as e:
@@ -106,14 +110,14 @@ def refused(files: Files) -> list[str]:
     return found
 
 
-ALL = ["load", "copy", "verify"]
+ALL_USES = ["load", "copy", "verify"]
 
 
-def test_unchanged_it_is_sound(files: Files) -> None:
-    assert refused(lie(files)) == []
-    wanted = {**state(2), "b": state(1)["b"]}
-    assert values_equal(load_snapshot(Run(store_of(files)).open(Version(2))), wanted)
-    assert lie(files)[MANIFEST] == files[MANIFEST]
+def test_the_unchanged_version_is_valid(files: Files) -> None:
+    assert rejecting_uses(forge_last_version(files)) == []
+    expected = {**state(2), "b": state(1)["b"]}
+    assert values_equal(load_snapshot(Run(store_of(files)).open(Version(2))), expected)
+    assert forge_last_version(files)[MANIFEST] == files[MANIFEST]
 
 
 def shard(m: Json) -> Json:
@@ -129,7 +133,7 @@ def path_to(path: str) -> Change:
 
 
 NAME = "shard-00000-of-00001.000000000000.safetensors"
-MANIFEST_LIES: dict[str, Change] = {
+MANIFEST_EDITS: dict[str, Change] = {
     "chain-zero": lambda m: m.update(chain=0),
     "chain-negative": lambda m: m.update(chain=-1),
     "chain-huge": lambda m: m.update(chain=1 << 31),
@@ -175,9 +179,9 @@ MANIFEST_LIES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", MANIFEST_LIES)
-def test_a_lie_in_the_manifest_is_refused(files: Files, name: str) -> None:
-    assert refused(lie(files, manifest=MANIFEST_LIES[name])) == ALL
+@pytest.mark.parametrize("name", MANIFEST_EDITS)
+def test_an_invalid_manifest_is_rejected(files: Files, name: str) -> None:
+    assert rejecting_uses(forge_last_version(files, manifest=MANIFEST_EDITS[name])) == ALL_USES
 
 
 def run(number: int, **changes: int) -> Change:
@@ -202,17 +206,17 @@ def edit_first(file: int, field: int, to: Callable[[Json, Json], int]) -> Change
 
 
 def overlap(i: Json) -> None:
-    """Two runs read the same bytes of the base: so could a small base back a state of any size."""
-    mine = [n for n, r in enumerate(i["runs"]) if r[1] == 1]
-    i["runs"][mine[1]][2] = i["runs"][mine[0]][2]
+    """Make two runs read the same bytes of the base, so that a small base could fill any state."""
+    base_runs = [n for n, r in enumerate(i["runs"]) if r[1] == 1]
+    i["runs"][base_runs[1]][2] = i["runs"][base_runs[0]][2]
 
 
 def grow(i: Json) -> None:
-    """A whole of 2**62 bytes."""
+    """Make the shard's data 2**62 bytes long."""
     i["cuts"][-1] = HUGE
 
 
-INDEX_LIES: dict[str, Change] = {
+INDEX_EDITS: dict[str, Change] = {
     "format-one": lambda i: i.update(format=1),
     "format-three": lambda i: i.update(format=3),
     "runs-gone": lambda i: i.pop("runs"),
@@ -250,15 +254,17 @@ INDEX_LIES: dict[str, Change] = {
     ),
     "leaf-renamed": lambda i: i["leaves"][0].update(key="c"),
 }  # fmt: skip
-UNREAD = {"header-digest": ["copy", "verify"]}
+DETECTED_LATER = {"header-digest": ["copy", "verify"]}
 
 
-@pytest.mark.parametrize("name", INDEX_LIES)
-def test_a_lie_in_an_index_is_refused(files: Files, name: str) -> None:
-    assert refused(lie(files, index=INDEX_LIES[name])) == UNREAD.get(name, ALL)
+@pytest.mark.parametrize("name", INDEX_EDITS)
+def test_an_invalid_index_is_rejected(files: Files, name: str) -> None:
+    assert rejecting_uses(forge_last_version(files, index=INDEX_EDITS[name])) == DETECTED_LATER.get(
+        name, ALL_USES
+    )
 
 
-def test_the_fields_of_a_number_go_with_it(files: Files) -> None:
+def test_each_format_has_exactly_its_fields(files: Files) -> None:
     one = sealed_content(files["version_0/manifest.json"])
     with pytest.raises(ManifestInvalid, match="refers"):
         decode_manifest(seal(one, 2), "f")
@@ -271,8 +277,8 @@ def test_the_fields_of_a_number_go_with_it(files: Files) -> None:
         decode_index(files[index_key(files, "version_2/")], "f")
 
 
-def test_a_small_base_backs_no_large_state(files: Files) -> None:
-    """Every chunk has bytes of its own behind it, so a shape asks for no more than there are."""
+def test_a_small_base_cannot_fill_a_large_state(files: Files) -> None:
+    """Every chunk needs its own bytes, so a shape cannot exceed the size of the files."""
 
     def index(i: Json) -> None:
         i["leaves"] = [
@@ -288,12 +294,12 @@ def test_a_small_base_backs_no_large_state(files: Files) -> None:
         m["tree"] = {"dict": {"a": {"tensor": ["uint8", [1 << 24]]}}}
         shard(m)["length"] = 4096
 
-    assert refused(lie(files, manifest, index)) == ALL
+    assert rejecting_uses(forge_last_version(files, manifest, index)) == ALL_USES
 
 
 # -- the schema ----------------------------------------------------------------------------------
 
-BEYOND = {
+UNDETECTABLE = {
     "refers-fewer", "refers-none", "refers-twice", "refers-unused", "refers-swapped", "path-own",
     "path-absent", "path-newline", "chain-float", "length-shorter", "length-longer", "bytes-fewer",
     "bytes-more", "bytes-all", "own-length", "runs-late", "runs-short", "runs-beyond", "runs-twice",
@@ -301,19 +307,21 @@ BEYOND = {
     "own-later", "own-in-the-header", "at-shifted", "at-beyond", "overlap", "length-whole",
     "header-digest", "digest-referred", "leaf-renamed",
 }  # fmt: skip
-"""Lies that a schema cannot tell."""
+"""Invalid values that a schema cannot detect."""
 
 
-def test_the_schema_takes_what_we_write_and_refuses_the_lies_that_it_can(files: Files) -> None:
+def test_the_schema_accepts_valid_files_and_rejects_invalid_ones_where_it_can(files: Files) -> None:
     key = index_key(files, "version_2/")
     for raw in (files[MANIFEST], files[key]):
         assert ANY.is_valid(json.loads(raw))
-    for name, edit in MANIFEST_LIES.items():
-        good = KINDS["manifest"].is_valid(json.loads(lie(files, manifest=edit)[MANIFEST]))
-        assert good == (name in BEYOND), name
-    for name, edit in INDEX_LIES.items():
-        good = KINDS["index"].is_valid(json.loads(lie(files, index=edit)[key]))
-        assert good == (name in BEYOND), name
+    for name, edit in MANIFEST_EDITS.items():
+        is_valid = KINDS["manifest"].is_valid(
+            json.loads(forge_last_version(files, manifest=edit)[MANIFEST])
+        )
+        assert is_valid == (name in UNDETECTABLE), name
+    for name, edit in INDEX_EDITS.items():
+        is_valid = KINDS["index"].is_valid(json.loads(forge_last_version(files, index=edit)[key]))
+        assert is_valid == (name in UNDETECTABLE), name
     one = json.loads(files["version_0/manifest.json"])
     assert not KINDS["manifest"].is_valid({**one, "chain": 1})
     assert not KINDS["manifest"].is_valid({**one, "format": 2})
@@ -325,21 +333,21 @@ def test_the_schema_takes_what_we_write_and_refuses_the_lies_that_it_can(files: 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["manifest", "index"])
 def test_any_field_with_any_wrong_value(files: Files, which: str) -> None:
-    """Nothing but proper errors; what is loaded nevertheless is what was saved."""
-    wanted = {**state(2), "b": state(1)["b"]}
+    """All errors are expected ones. A load that succeeds returns what was saved."""
+    expected = {**state(2), "b": state(1)["b"]}
     raw = files[MANIFEST] if which == "manifest" else files[index_key(files, "version_2/")]
     original = sealed_content(raw) if which == "manifest" else json.loads(raw)
     chosen = [
         p for p in json_paths(original) if p[0] in ("shards", "chain", "runs", "length", "header")
     ]
     for path in chosen:
-        for wrong in WRONG:
+        for wrong in WRONG_VALUES:
             if get_at(original, path) == wrong:
                 continue
             edit = {which: lambda c: set_at(c, path, wrong)}  # noqa: B023
-            forged = lie(files, **edit)
-            if "load" not in refused(forged):
-                assert values_equal(load_snapshot(Run(store_of(forged)).open(Version(2))), wanted)
+            forged = forge_last_version(files, **edit)
+            if "load" not in rejecting_uses(forged):
+                assert values_equal(load_snapshot(Run(store_of(forged)).open(Version(2))), expected)
 
 
 @pytest.mark.slow
@@ -348,14 +356,16 @@ def test_any_field_with_any_wrong_value(files: Files, which: str) -> None:
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.sampled_from(["manifest", "index"]), st.data())
-def test_what_was_changed_anywhere(files: Files, which: str, data: st.DataObject) -> None:
-    refused(lie(files, **{which: lambda c: change(data, c)}))
+def test_random_changes(files: Files, which: str, data: st.DataObject) -> None:
+    rejecting_uses(forge_last_version(files, **{which: lambda c: change(data, c)}))
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[list[int]], list[int]]:
-    """Runs, sizes of chunks, (length, bytes) of the files, and the shard's length: sound, but for
-    at most one number that is off by a little."""
+    """Draw runs, sizes of chunks, (length, bytes) of the files, and the shard's length.
+
+    They are valid, except that at most one number may be slightly wrong.
+    """
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
     files = [draw(st.integers(0, 2)) for _ in sizes]
     ends, at, used = [8, 0, 0], [0] * len(sizes), [0, 0, 0]
@@ -382,10 +392,10 @@ def layouts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[list[int]
 
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(layouts())
-def test_runs_are_taken_only_if_every_chunk_has_a_place_of_its_own(
+def test_runs_are_accepted_only_if_no_two_chunks_share_bytes(
     layout: tuple[list[list[int]], list[int], list[list[int]], list[int]],
 ) -> None:
-    """Against the rule in slow and plain words."""
+    """Compare with a slow and simple implementation of the rule."""
     runs, sizes, refers, (length,) = layout
     cuts = [8]
     for size in sizes:
@@ -397,30 +407,30 @@ def test_runs_are_taken_only_if_every_chunk_has_a_place_of_its_own(
                     "boxes": [{"offsets": [0], "sizes": [total], "at": 8}]}],
         "cuts": cuts, "digests": ["0" * 32] * len(cuts), "runs": runs,
     }  # fmt: skip
-    files = [ShardReference(f"../version_{n}/x", *told) for n, told in enumerate(refers)]
+    files = [ShardReference(f"../version_{n}/x", *reference) for n, reference in enumerate(refers)]
     limits = [length, *(f.length for f in files)]
-    wanted: dict[tuple[int, int], int] = {(0, at): 0 for at in range(8)}
-    sound = bool(runs) and runs[0][0] == 1
-    places = {}
+    used_bytes: dict[tuple[int, int], int] = {(0, at): 0 for at in range(8)}
+    valid = bool(runs) and runs[0][0] == 1
+    expected_refs = {}
     for n, (chunk, file, origin) in enumerate(runs):
         end = runs[n + 1][0] if n + 1 < len(runs) else len(cuts)
-        sound &= 0 < chunk < end <= len(cuts) and 0 <= file < len(limits) and origin >= 0
-        for c in range(chunk, end if sound else chunk):
+        valid &= 0 < chunk < end <= len(cuts) and 0 <= file < len(limits) and origin >= 0
+        for c in range(chunk, end if valid else chunk):
             start = origin + cuts[c - 1] - cuts[chunk - 1]
-            places[c] = (file, start)
+            expected_refs[c] = (file, start)
             for byte in range(start, start + cuts[c] - cuts[c - 1]):
-                sound &= (file, byte) not in wanted and byte < limits[file]
-                wanted[file, byte] = c
-    own = {byte for file, byte in wanted if file == 0}
-    sound &= own == set(range(length))
-    for n, told in enumerate(files, 1):
-        sound &= sum(file == n for file, _ in wanted) == told.bytes
+                valid &= (file, byte) not in used_bytes and byte < limits[file]
+                used_bytes[file, byte] = c
+    own = {byte for file, byte in used_bytes if file == 0}
+    valid &= own == set(range(length))
+    for n, reference in enumerate(files, 1):
+        valid &= sum(file == n for file, _ in used_bytes) == reference.bytes
     try:
         index = decode_index(json.dumps(document).encode(), "f", files)
     except ManifestInvalid:
-        assert not sound
+        assert not valid
     else:
-        assert sound
+        assert valid
         assert index.chunk_refs is not None
-        for c, place in places.items():
-            assert (index.chunk_refs.files[c], index.chunk_refs.offsets[c]) == place
+        for c, ref in expected_refs.items():
+            assert (index.chunk_refs.files[c], index.chunk_refs.offsets[c]) == ref

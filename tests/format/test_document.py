@@ -1,4 +1,4 @@
-"""``docs/format.md`` is held to the code: its examples are read, its tables are ours."""
+"""``docs/format.md`` agrees with the code: its examples can be read and its tables are correct."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ MANIFEST, BRANCH, PIN, LASTING, EVALUATION, NODES, INDEX, MANIFEST_2, INDEX_2 = 
 
 
 def raw(document: Any) -> bytes:
-    """As it stands in a file: on one line."""
+    """Return the document as the bytes of a file, on one line."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def test_the_examples_are_what_the_schema_says() -> None:
+def test_the_schema_accepts_the_examples() -> None:
     schema = json.loads((DOCS / "format.schema.json").read_text())
     for kind, document in (
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
         ("lasting", LASTING), ("evaluation", EVALUATION),
         ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
-        of = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
-        of.validate(document)
+        validator = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
+        validator.validate(document)
     tree = {**MANIFEST, "tree": {"dict": NODES}}
     Draft202012Validator(schema).validate(tree)
 
 
-def test_the_examples_are_read() -> None:
+def test_the_decoders_read_the_examples() -> None:
     assert decode_manifest(raw(MANIFEST), "f")[0].step == 120
     assert decode_branch(raw(BRANCH), "f").number == 1
     assert decode_pin(raw(PIN), "f").host == "node-3"
@@ -59,36 +59,36 @@ def test_the_examples_are_read() -> None:
     assert decode_index(raw(INDEX), "f").length == 4120
 
 
-def test_the_examples_are_one_snapshot() -> None:
-    """With the data that the text tells they can be loaded."""
+def test_the_examples_form_one_snapshot() -> None:
+    """With the data that the text describes, the snapshot can be loaded."""
     weight = torch.arange(6, dtype=torch.float32).view(2, 3)
     header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
-    vouched = MANIFEST["shards"][0]
+    shard = MANIFEST["shards"][0]
     files = {
         "version_120.1/manifest.json": raw(MANIFEST),
-        "version_120.1/" + vouched["name"]: header + weight.numpy().tobytes(),
-        "version_120.1/" + vouched["index"]["name"]: raw(INDEX),
+        "version_120.1/" + shard["name"]: header + weight.numpy().tobytes(),
+        "version_120.1/" + shard["index"]["name"]: raw(INDEX),
         "branch-1.json": raw(BRANCH),
     }
     store = store_of(files)
     snapshot = holdfast.Run(store).open(names.Version(120, 1))
     assert snapshot.verify().ok
     state = holdfast.load(store.at("version_120.1"))
-    want = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
-    assert values_equal(state, want)
+    expected = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
+    assert values_equal(state, expected)
     assert state["model"]["tied"] is state["model"]["weight"]
 
 
-def test_the_example_of_number_2_refers_to_that_of_number_1() -> None:
+def test_the_example_of_format_2_refers_to_that_of_format_1() -> None:
     weight, bias = torch.arange(6, dtype=torch.float32).view(2, 3), torch.tensor([0.5])
     header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
-    own = build_header([("model/bias", "F32", (1,), 0, 4)])
-    base, shard = MANIFEST["shards"][0]["name"], MANIFEST_2["shards"][0]["name"]
+    own_header = build_header([("model/bias", "F32", (1,), 0, 4)])
+    base_name, shard_name = MANIFEST["shards"][0]["name"], MANIFEST_2["shards"][0]["name"]
     store = store_of(
         {
-            f"version_120.1/{base}": header + weight.numpy().tobytes(),
+            f"version_120.1/{base_name}": header + weight.numpy().tobytes(),
             "version_130.1/manifest.json": raw(MANIFEST_2),
-            f"version_130.1/{shard}": own + bias.numpy().tobytes(),
+            f"version_130.1/{shard_name}": own_header + bias.numpy().tobytes(),
             "version_130.1/" + MANIFEST_2["shards"][0]["index"]["name"]: raw(INDEX_2),
         }
     )
@@ -99,27 +99,27 @@ def test_the_example_of_number_2_refers_to_that_of_number_1() -> None:
     assert values_equal(load_snapshot(snapshot), {"model": {"weight": weight, "bias": bias}})
 
 
-def test_every_node_is_shown() -> None:
+def test_the_examples_include_every_kind_of_node() -> None:
     leaves = check_tree({"dict": NODES}, "f")
     assert leaves.keys() == {
         "tensor", "array", "structured", "blob", "sparse/indices", "sparse/values"
     }  # fmt: skip
     plain = {n: v for n, v in NODES.items() if n not in leaves and n not in ("tied", "sparse")}
-    made = decode({"dict": plain}, "", lambda n, k: None)
-    for name, value in made.items():
+    decoded = decode({"dict": plain}, "", lambda n, k: None)
+    for name, value in decoded.items():
         if name not in ("ordered", "items", "counter", "scalar"):
             assert type(value).__name__ == name
-    assert made["int"] == -(1 << 64)
-    assert made["complex"] == complex(1, float("-inf"))
-    assert made["scalar"] == 1.5
-    assert made["items"] == {1: "one", "1": "text", (1, 2): None}
-    assert made["counter"] == {"a": 2}
+    assert decoded["int"] == -(1 << 64)
+    assert decoded["complex"] == complex(1, float("-inf"))
+    assert decoded["scalar"] == 1.5
+    assert decoded["items"] == {1: "one", "1": "text", (1, 2): None}
+    assert decoded["counter"] == {"a": 2}
 
 
 def test_the_table_of_dtypes() -> None:
     rows = re.findall(r"`(\w+)` \| (\d+) \| (\w+)(?:, (\d))?", TEXT)
-    told = {name: (int(size), stored, int(per or 1)) for name, size, stored, per in rows}
-    assert told == {
+    documented = {name: (int(size), stored, int(per or 1)) for name, size, stored, per in rows}
+    assert documented == {
         d.name: (d.itemsize, d.stored_dtype, d.stored_per_element) for d in DTYPES.values()
     }
 
@@ -128,27 +128,27 @@ def test_names_and_numbers_in_the_text() -> None:
     assert f"numbers 1 and {FORMAT}" in TEXT.splitlines()[0]
     tree = re.search(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     assert tree is not None
-    words = re.findall(r"^\s+(\S+)", tree[1], re.MULTILINE)
-    assert [names.parse_version(w.rstrip("/")) for w in words if w.endswith("/")] == [
+    entries = re.findall(r"^\s+(\S+)", tree[1], re.MULTILINE)
+    assert [names.parse_version(w.rstrip("/")) for w in entries if w.endswith("/")] == [
         names.Version(120), names.Version(120, 1)
     ]  # fmt: skip
-    assert sum(names.is_shard_name(w) for w in words) == 1
-    assert sum(names.parse_attempt(w) is not None for w in words) == 2
-    assert any(names.parse_branch(w) for w in words)
-    assert any(names.parse_pin(w) for w in words)
-    assert any(names.parse_lasting_pin(w) for w in words)
-    assert any(names.parse_evaluation(w) for w in words)
+    assert sum(names.is_shard_name(w) for w in entries) == 1
+    assert sum(names.parse_attempt(w) is not None for w in entries) == 2
+    assert any(names.parse_branch(w) for w in entries)
+    assert any(names.parse_pin(w) for w in entries)
+    assert any(names.parse_lasting_pin(w) for w in entries)
+    assert any(names.parse_evaluation(w) for w in entries)
     flat = " ".join(TEXT.split())
-    for said in (
+    for phrase in (
         f"{MAX_DEPTH} levels of nodes and {MAX_DIMENSIONS} dimensions",
         f"header at most {MAX_HEADER:,} bytes",
         f"longer than {MAX_CHUNK // MIB} MiB",
         f"multiple of {ALIGNMENT:,}",
     ):
-        assert said in flat, said
+        assert phrase in flat, phrase
     assert MAX_MANIFEST == 1 << 30
     assert digest(b"") == "99aa06d3014798d86001c324468d497f", "XXH3-128 of nothing, canonical"
 
 
-def test_it_is_short() -> None:
+def test_the_document_is_short() -> None:
     assert len(TEXT.splitlines()) < 300

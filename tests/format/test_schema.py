@@ -1,4 +1,4 @@
-"""The published JSON Schema holds for all that we write, and refuses what our decoders refuse."""
+"""The published JSON Schema accepts all files that we write, and rejects what decoders reject."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from holdfast.format.records import decode_branch, decode_evaluation, decode_las
 from holdfast.format.validate import check_plain, check_tree
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from tests.attacks.test_lies import (
+from tests.attacks.test_invalid_files import (
     BRANCH,
     EVALUATION,
-    INDEX_LIES,
-    LASTING,
-    MANIFEST_LIES,
+    INDEX_EDITS,
+    LASTING_PIN,
+    MANIFEST_EDITS,
     PIN,
-    WRONG,
+    WRONG_VALUES,
 )
 from tests.forging import (
     TORCH_DTYPES,
@@ -79,7 +79,7 @@ def kind_of(key: str) -> str | None:
 
 
 def check(store: MemoryStore) -> set[str]:
-    """Validate every file in the store; the kinds that were there."""
+    """Validate every file in the store. Return the kinds of files found."""
     kinds = set()
     for key, raw in files_of(store).items():
         kind = kind_of(key)
@@ -89,7 +89,7 @@ def check(store: MemoryStore) -> set[str]:
     return kinds
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_valid() -> None:
     Draft202012Validator.check_schema(SCHEMA)
 
 
@@ -132,47 +132,47 @@ def test_any_plain_value(value: Any) -> None:
     assert check(store) == {"manifest", "index"}
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- rejected documents --------------------------------------------------------------------------
 
-BEYOND = {
-    # two places in one file, or in two
+UNDETECTABLE = {
+    # two locations in one file or in two files
     "no-shards", "shard-twice", "shard-other", "index-other", "shard-shorter",
     "index-huge", "index-digest", "leaf-gone", "leaf-new", "leaf-new-empty", "dtype-other",
     "shape-other", "tied-nothing", "tied-itself", "tied-round", "tied-plain", "tied-array",
     "tied-blob", "blob-length", "sparse-tied", "sparse-shape", "another-shard", "length-shorter",
     "header-all", "leaf-twice", "leaf-of-nothing", "leaf-without-boxes", "dtype", "shape", "box-at",
     "box-out", "box-smaller", "box-empty", "box-dimensions", "box-ragged", "box-twice",
-    "places-swapped", "cuts-short", "cuts-long", "cuts-same", "cuts-back", "digest-missing",
+    "boxes-swapped", "cuts-short", "cuts-long", "cuts-same", "cuts-back", "digest-missing",
     "digest-other", "header-digest", "cuts-inside-an-element",
     # arithmetic
     "shape-overflow", "shape-float", "shape-huge", "blob-huge",
     "descr-size", "descr-smaller", "descr-huge", "scalar-length", "scalar-shape", "int-short",
     "bytes-base64", "length-huge", "step-float",
-    # what JSON Schema has no words for: dates, 64 bits beside floats, depth, equal as Python
+    # what JSON Schema cannot express: dates, 64-bit integers, depth, equality in Python
     "created-month", "node-integer", "complex-int", "set-equal", "set-list", "set-leaf",
     "items-key-list", "items-key-dict", "items-key-leaf", "items-key-twice", "items-key-equal",
     "ordered-metadata-leaf", "metadata-leaf", "descr-same-names",
-    # Python's "$" is also before a last newline, where ECMA's is not
+    # "$" matches before a final newline in Python, but not in ECMAScript
     "shard-newline",
 }  # fmt: skip
-"""Lies that a schema cannot tell."""
+"""Invalid values that a schema cannot detect."""
 
 
-def test_the_schema_refuses_the_lies_that_it_can() -> None:
+def test_the_schema_rejects_invalid_files_where_it_can() -> None:
     files = save_to_files(small_state())
-    for name, change in MANIFEST_LIES.items():
+    for name, change in MANIFEST_EDITS.items():
         if name.startswith("depth"):
-            continue  # that depth is too much for the validator itself
+            continue  # the validator itself cannot handle this depth
         forged = forge(files, manifest=change)
-        good = KINDS["manifest"].is_valid(json.loads(forged[manifest_key(forged)]))
-        assert good == (name in BEYOND), name
-    for name, change in INDEX_LIES.items():
+        is_valid = KINDS["manifest"].is_valid(json.loads(forged[manifest_key(forged)]))
+        assert is_valid == (name in UNDETECTABLE), name
+    for name, change in INDEX_EDITS.items():
         forged = forge(files, index=change)
-        good = KINDS["index"].is_valid(json.loads(forged[index_key(forged)]))
-        assert good == (name in BEYOND), name
+        is_valid = KINDS["index"].is_valid(json.loads(forged[index_key(forged)]))
+        assert is_valid == (name in UNDETECTABLE), name
 
 
-DECODE: dict[str, Callable[[bytes, str], Any]] = {
+DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "index": decode_index,
     "branch": decode_branch,
     "pin": decode_pin,
@@ -181,14 +181,14 @@ DECODE: dict[str, Callable[[bytes, str], Any]] = {
 }
 
 
-def decodes(kind: str, raw: bytes) -> bool:
+def can_decode(kind: str, raw: bytes) -> bool:
     try:
         if kind == "manifest":
             manifest, _ = decode_manifest(raw, "f")
             check_plain(manifest.metadata, "metadata", "f")
             check_tree(manifest.tree, "f")
         else:
-            DECODE[kind](raw, "f")
+            DECODERS[kind](raw, "f")
     except FormatError:
         return False
     return True
@@ -205,7 +205,7 @@ def documents() -> dict[str, Json]:
         "index": index,
         "branch": json.loads(seal(BRANCH)),
         "pin": json.loads(seal(PIN)),
-        "lasting": json.loads(seal(LASTING)),
+        "lasting": json.loads(seal(LASTING_PIN)),
         "evaluation": json.loads(seal(EVALUATION)),
     }
 
@@ -219,7 +219,7 @@ def raw_of(kind: str, document: Json) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_schema_and_decoder_agree(kind: str) -> None:
-    """Fields that are missing, unknown or of another type, at every place in every kind of file."""
+    """Delete, add or change each field of each kind of file."""
     original = documents()[kind]
     assert KINDS[kind].is_valid(original)
     assert ANY.is_valid(original)
@@ -228,30 +228,30 @@ def test_schema_and_decoder_agree(kind: str) -> None:
             continue
         changed = json.loads(json.dumps(original))
         del get_at(changed, path[:-1])[path[-1]]
-        agree(kind, changed, (*path, "deleted"))
+        check_agreement(kind, changed, (*path, "deleted"))
         changed = json.loads(json.dumps(original))
         if isinstance(get_at(changed, path), dict):
             get_at(changed, path)["unknown"] = 1
-            agree(kind, changed, (*path, "unknown"))
-        for wrong in WRONG:
+            check_agreement(kind, changed, (*path, "unknown"))
+        for wrong in WRONG_VALUES:
             changed = json.loads(json.dumps(original))
             set_at(changed, path, wrong)
-            agree(kind, changed, (*path, wrong))
+            check_agreement(kind, changed, (*path, wrong))
 
 
-def agree(kind: str, document: Json, where: tuple[Any, ...]) -> None:
-    decoded, valid = decodes(kind, raw_of(kind, document)), KINDS[kind].is_valid(document)
+def check_agreement(kind: str, document: Json, where: tuple[Any, ...]) -> None:
+    decoded, valid = can_decode(kind, raw_of(kind, document)), KINDS[kind].is_valid(document)
     if decoded:
-        # what an index says of a leaf's shape is compared with the tree, which was checked
+        # a leaf's shape in an index is compared with the tree, which has been checked
         assert valid or (kind == "index" and "shape" in where), (
-            f"the schema refuses what the decoder takes at {where}"
+            f"the schema rejects what the decoder accepts at {where}"
         )
     elif valid:
-        # it knows no better of numbers and texts, but of fields and types
+        # the schema is less strict about numbers and texts, but not about fields and types
         wrong = where[-1]
         assert wrong is not None and wrong is not True and wrong != "unknown", where  # noqa: PT018
         assert wrong != "deleted" or type(where[-2]) is int, where
 
 
-def test_content_of_leaves_out_the_seal() -> None:
+def test_sealed_content_omits_the_seal() -> None:
     assert sealed_content(seal(PIN)) == PIN

@@ -1,4 +1,4 @@
-"""The archive of ``torch.save``: what Python's own zip reader says of it."""
+"""Python's own zip reader can read our archives in the format of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from holdfast.format.torchzip import combine_crc32, plan_archive
 
 
 def archive(records: list[tuple[str, bytes]]) -> bytes:
-    made = plan_archive((name, len(raw)) for name, raw in records)
-    out = bytearray(b"\xff" * made.length)
-    sums = [zlib.crc32(raw) for _, raw in records]
+    plan = plan_archive((name, len(raw)) for name, raw in records)
+    out = bytearray(b"\xff" * plan.length)
+    checksums = [zlib.crc32(raw) for _, raw in records]
     pieces = [
-        *made.encode_headers(sums),
-        *zip(made.data_offsets, (raw for _, raw in records), strict=True),
+        *plan.encode_headers(checksums),
+        *zip(plan.data_offsets, (raw for _, raw in records), strict=True),
     ]
     written = 0
     for at, raw in pieces:
-        assert at + len(raw) <= made.length
+        assert at + len(raw) <= plan.length
         out[at : at + len(raw)] = raw
         written += len(raw)
-    assert written == made.length
+    assert written == plan.length
     return bytes(out)
 
 
@@ -38,7 +38,7 @@ sizes = st.one_of(st.binary(max_size=200), st.just(bytes(70_000)))
 
 
 @given(st.dictionaries(names, sizes, max_size=6))
-def test_every_record_comes_back(records: dict[str, bytes]) -> None:
+def test_every_record_can_be_read(records: dict[str, bytes]) -> None:
     raw = archive(list(records.items()))
     with zipfile.ZipFile(io.BytesIO(raw)) as found:
         assert found.testzip() is None
@@ -48,10 +48,10 @@ def test_every_record_comes_back(records: dict[str, bytes]) -> None:
 
 
 @given(st.lists(st.binary(max_size=200), max_size=6))
-def test_records_are_aligned_and_the_file_is_always_the_same(several: list[bytes]) -> None:
-    records = [(str(i), raw) for i, raw in enumerate(several)]
-    made = plan_archive((name, len(raw)) for name, raw in records)
-    assert not any(begin % 64 for begin in made.data_offsets)
+def test_records_are_aligned_and_the_file_is_deterministic(contents: list[bytes]) -> None:
+    records = [(str(i), raw) for i, raw in enumerate(contents)]
+    plan = plan_archive((name, len(raw)) for name, raw in records)
+    assert not any(begin % 64 for begin in plan.data_offsets)
     large = plan_archive(
         [*((name, len(raw)) for name, raw in records), ("large", 1 << 16), ("x", 1)]
     )
@@ -59,12 +59,12 @@ def test_records_are_aligned_and_the_file_is_always_the_same(several: list[bytes
     assert archive(records) == archive(records)
 
 
-def test_a_wrong_checksum_is_seen() -> None:
-    made = plan_archive([("a", 3)])
-    raw = bytearray(made.length)
+def test_a_wrong_checksum_is_detected() -> None:
+    plan = plan_archive([("a", 3)])
+    raw = bytearray(plan.length)
     for at, piece in [
-        *made.encode_headers([zlib.crc32(b"xyz") ^ 1]),
-        (made.data_offsets[0], b"xyz"),
+        *plan.encode_headers([zlib.crc32(b"xyz") ^ 1]),
+        (plan.data_offsets[0], b"xyz"),
     ]:
         raw[at : at + len(piece)] = piece
     assert zipfile.ZipFile(io.BytesIO(bytes(raw))).testzip() == "archive/a"
@@ -72,29 +72,29 @@ def test_a_wrong_checksum_is_seen() -> None:
 
 @pytest.mark.parametrize("length", [2**32 - 2, 2**32 - 1, 2**32, 5 * 2**32])
 def test_records_and_offsets_of_more_than_32_bits(tmp_path: Path, length: int) -> None:
-    """A file with holes: what stands around the bytes is looked at."""
-    made = plan_archive([("a", length), ("b", 5), ("c", 2**33), ("d", 1)])
-    sums = [1, zlib.crc32(b"hello"), 3, zlib.crc32(b"!")]
+    """Check the zip headers of a sparse file."""
+    plan = plan_archive([("a", length), ("b", 5), ("c", 2**33), ("d", 1)])
+    checksums = [1, zlib.crc32(b"hello"), 3, zlib.crc32(b"!")]
     path = tmp_path / "holes.pt"
     with path.open("wb") as out:
-        out.truncate(made.length)
+        out.truncate(plan.length)
         for at, raw in [
-            *made.encode_headers(sums),
-            (made.data_offsets[1], b"hello"),
-            (made.data_offsets[3], b"!"),
+            *plan.encode_headers(checksums),
+            (plan.data_offsets[1], b"hello"),
+            (plan.data_offsets[3], b"!"),
         ]:
             out.seek(at)
             out.write(raw)
-        assert out.seek(0, io.SEEK_END) == made.length
+        assert out.seek(0, io.SEEK_END) == plan.length
     with zipfile.ZipFile(path) as found:
         assert [i.file_size for i in found.infolist()] == [length, 5, 2**33, 1]
-        assert [i.CRC for i in found.infolist()] == sums
-        assert [i.header_offset for i in found.infolist()] == list(made.header_offsets)
+        assert [i.CRC for i in found.infolist()] == checksums
+        assert [i.header_offset for i in found.infolist()] == list(plan.header_offsets)
         assert found.read("archive/b") == b"hello"
         assert found.read("archive/d") == b"!"
 
 
-def test_more_records_than_16_bits_count() -> None:
+def test_more_than_65535_records() -> None:
     raw = archive([(f"data/{i}", b"x") for i in range(70_000)])
     with zipfile.ZipFile(io.BytesIO(raw)) as found:
         assert len(found.namelist()) == 70_000
@@ -102,13 +102,13 @@ def test_more_records_than_16_bits_count() -> None:
 
 
 @given(st.lists(st.binary(max_size=300)))
-def test_checksums_of_parts_join(parts: list[bytes]) -> None:
+def test_checksums_of_parts_combine(parts: list[bytes]) -> None:
     assert combine_crc32((len(p), zlib.crc32(p)) for p in parts) == zlib.crc32(b"".join(parts))
 
 
 @pytest.mark.parametrize("length", [0, 1, 4 << 20, 2**40 + 3])
-def test_checksums_of_long_parts_join(length: int) -> None:
-    """x^8n for a long n, in two steps as in one."""
+def test_checksums_of_long_parts_combine(length: int) -> None:
+    """Combining in two steps gives the same result as in one, also for a long part."""
     a, b = length // 3, length - length // 3
     one = combine_crc32([(3, zlib.crc32(b"abc")), (length, 0)])
     assert one == combine_crc32([(3, zlib.crc32(b"abc")), (a, 0), (b, 0)])

@@ -1,4 +1,4 @@
-"""Plain values and leaves come back as they were: value and type, whatever they are called."""
+"""A load returns plain values and leaves with their value and type, under any name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def back(state: dict[str, Any]) -> Any:
+def save_and_load(state: dict[str, Any]) -> Any:
     store = MemoryStore()
     holdfast.save(store, state)
     return holdfast.load(store)
@@ -62,14 +62,14 @@ def back(state: dict[str, Any]) -> Any:
 @pytest.mark.slow
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(values)
-def test_plain_values_come_back_with_their_types(value: Any) -> None:
+def test_plain_values_keep_their_types(value: Any) -> None:
     state = {"x": value}
-    assert values_equal(back(state), state)
+    assert values_equal(save_and_load(state), state)
 
 
-def test_every_kind_of_node_comes_back() -> None:
-    assert values_equal(back(small_state()), small_state())
-    assert values_equal(back(plain_values()), plain_values())
+def test_every_kind_of_node_is_restored() -> None:
+    assert values_equal(save_and_load(small_state()), small_state())
+    assert values_equal(save_and_load(plain_values()), plain_values())
 
 
 NAMES = [
@@ -100,7 +100,7 @@ NAMES = [
 ]
 
 
-def test_names_do_not_matter() -> None:
+def test_any_name_is_valid() -> None:
     state: dict[Any, Any] = {n: torch.tensor([i]) for i, n in enumerate(NAMES)}
     state["deep"] = {n: {n: torch.tensor([i, i])} for i, n in enumerate(NAMES)}
     state["keys"] = {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), "1~2": torch.tensor([3.0])}
@@ -110,16 +110,16 @@ def test_names_do_not_matter() -> None:
     assert snapshot.verify().ok
     assert len(set(snapshot.keys())) == len(snapshot.leaves) == 2 * len(NAMES) + 3
     files = {key.partition("-")[0].partition(".")[0] for key in files_of(store)}
-    assert files == {"manifest", "shard"}, "no file is called like a leaf"
+    assert files == {"manifest", "shard"}, "no file is named after a leaf"
 
 
-def test_an_empty_name_is_no_other_leaf() -> None:
+def test_an_empty_name_is_distinct_from_other_names() -> None:
     one, two = torch.tensor([1]), torch.tensor([2])
     state = {"": {"a": one, "": {"a": two}}, "a": two + 1, "~": {"a": two + 2}}
-    assert values_equal(back(state), state)
+    assert values_equal(save_and_load(state), state)
 
 
-def test_keys_that_are_equal_as_text_are_told_apart_in_a_part_of_a_load() -> None:
+def test_keys_with_equal_text_are_distinguished_in_a_partial_load() -> None:
     state = {"d": {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), (1,): [torch.tensor([3.0])]}}
     store = MemoryStore()
     keys = holdfast.save(store, state).keys()
@@ -128,7 +128,7 @@ def test_keys_that_are_equal_as_text_are_told_apart_in_a_part_of_a_load() -> Non
         assert values_equal(part, {"d": {name: torch.tensor([value])}})
 
 
-def test_safetensors_opens_the_shard(tmp_path: Any) -> None:
+def test_safetensors_can_open_the_shard(tmp_path: Any) -> None:
     state = {n: torch.tensor([i]) for i, n in enumerate(NAMES) if n != "__metadata__"}
     state |= {d: torch.zeros(4, dtype=getattr(torch, d)) for d in TORCH_DTYPES}
     holdfast.save(str(tmp_path / "version_1"), state)
@@ -143,13 +143,13 @@ def test_safetensors_opens_the_shard(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 2)])
-def test_every_dtype_comes_back_to_the_bit(name: str, shape: tuple[int, ...]) -> None:
+def test_every_dtype_is_restored_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
     dtype = getattr(torch, name)
     size = torch.empty((), dtype=dtype).element_size()
     count = int(np.prod(shape)) * size
     raw = np.random.default_rng(1).integers(0, 2 if name == "bool" else 256, count, np.uint8)
     t = torch.from_numpy(raw).view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
-    assert values_equal(back({"t": t})["t"], t)
+    assert values_equal(save_and_load({"t": t})["t"], t)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_every_dtype_comes_back_to_the_bit(name: str, shape: tuple[int, ...]) ->
     ],
     ids=lambda a: str(a.dtype)[:30],
 )
-def test_arrays_of_other_dtypes_come_back(array: np.ndarray[Any, Any]) -> None:
-    assert values_equal(back({"a": array})["a"], array)
+def test_arrays_of_other_dtypes_are_restored(array: np.ndarray[Any, Any]) -> None:
+    assert values_equal(save_and_load({"a": array})["a"], array)
     if array.size:
         one = array.flat[0]
-        found = back({"a": one})["a"]
+        found = save_and_load({"a": one})["a"]
         assert type(found) is type(one)
         assert found.dtype == one.dtype
         assert found == one
@@ -187,12 +187,12 @@ def test_arrays_of_other_dtypes_come_back(array: np.ndarray[Any, Any]) -> None:
     [np.str_(""), np.bytes_(b""), np.void(b""), np.void(b"abc"), 1 << 20000, -(1 << 20000)],
     ids=range(6),
 )
-def test_values_that_text_makes_hard(value: Any) -> None:
+def test_values_that_are_difficult_to_encode_as_text(value: Any) -> None:
     state = {"x": value, "in": [value], "as": {1: (value,)}}
-    assert values_equal(back(state), state)
+    assert values_equal(save_and_load(state), state)
 
 
-def refused(value: Any) -> None:
+def check_rejected(value: Any) -> None:
     store = MemoryStore()
     with pytest.raises(Unsupported) as e:
         holdfast.save(store, {"here": value})
@@ -200,17 +200,17 @@ def refused(value: Any) -> None:
     assert not list(store.list(""))
 
 
-def test_what_would_come_back_as_something_else_is_refused() -> None:
+def test_values_that_could_not_be_restored_exactly_are_rejected() -> None:
     record = np.zeros(2, np.dtype((np.record, [("a", "<i4")])))
-    refused(record)
-    refused(record[0])
-    refused(np.array([None]))
-    refused(np.zeros(2, np.dtype("<i4", metadata={"unit": "m"})))
-    refused(torch.zeros([1] * (MAX_DIMENSIONS + 1)))
-    refused(np.zeros([1] * MAX_DIMENSIONS, ">i4"))
-    refused("\ud800")
-    refused({"\ud800": 1})
-    refused({1 << 20000: {}})
+    check_rejected(record)
+    check_rejected(record[0])
+    check_rejected(np.array([None]))
+    check_rejected(np.zeros(2, np.dtype("<i4", metadata={"unit": "m"})))
+    check_rejected(torch.zeros([1] * (MAX_DIMENSIONS + 1)))
+    check_rejected(np.zeros([1] * MAX_DIMENSIONS, ">i4"))
+    check_rejected("\ud800")
+    check_rejected({"\ud800": 1})
+    check_rejected({1 << 20000: {}})
 
 
 def nested(depth: int, inner: Any) -> Any:
@@ -231,8 +231,8 @@ class Stateful:
 
 
 @pytest.mark.parametrize("inner", [1, 1 << 80, "x", nan, torch.ones(1), [1, 2], {"a": None}, {1}])
-def test_what_is_nested_deep_is_refused_or_comes_back(inner: Any) -> None:
-    kept = 0
+def test_deeply_nested_values_are_rejected_or_restored(inner: Any) -> None:
+    restored = 0
     for depth in (1, *range(MAX_DEPTH - 4, MAX_DEPTH + 3)):
         state = {"x": nested(depth, inner)}
         store = MemoryStore()
@@ -241,12 +241,12 @@ def test_what_is_nested_deep_is_refused_or_comes_back(inner: Any) -> None:
         except Unsupported:
             continue
         assert values_equal(holdfast.load(store), state)
-        kept += 1
-    assert 2 <= kept < 8
-    refused(nested(60, Stateful(nested(60, inner))))
+        restored += 1
+    assert 2 <= restored < 8
+    check_rejected(nested(60, Stateful(nested(60, inner))))
 
 
-def test_what_is_written_is_what_the_grammar_allows() -> None:
+def test_the_validator_accepts_encoded_trees() -> None:
     def refuse(value: Any, key: str, depth: int) -> Any:
         raise AssertionError(key)
 

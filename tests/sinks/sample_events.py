@@ -1,4 +1,4 @@
-"""What the tests tell the sinks, and what they look at."""
+"""The events that the tests send to the sinks, and fake destinations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ EVENTS: dict[str, dict[str, Any]] = {
 
 
 class RecordingStream(io.StringIO):
-    """A stream that keeps what each call of ``write`` wrote."""
+    """A stream that records each call of ``write``."""
 
     def __init__(self, is_terminal: bool = False, encoding: str = "utf-8") -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class RecordingStream(io.StringIO):
         return self._is_terminal
 
     def write(self, text: str) -> int:
-        text.encode(self._encoding)  # as strictly as a file would
+        text.encode(self._encoding)  # raises an error where a file would
         self.writes.append(text)
         return super().write(text)
 
@@ -95,7 +95,7 @@ class BrokenRepr:
     shape = (3,)
 
     def __repr__(self) -> str:
-        raise RuntimeError("no words")
+        raise RuntimeError("repr failed")
 
 
 circular_list: list[Any] = []

@@ -1,4 +1,4 @@
-"""What holds for all sinks."""
+"""Properties of all sinks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.sinks.sample_events import (
 )
 
 
-def everything(tmp: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], object]]:
+def make_all_sinks(folder: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], object]]:
     from prometheus_client import CollectorRegistry
 
     return [
         sinks.Terminal(io.StringIO()),
         sinks.Terminal(RecordingStream(is_terminal=True, encoding="ascii")),
         sinks.Logging(),
-        sinks.JsonLines(tmp / "events.jsonl"),
+        sinks.JsonLines(folder / "events.jsonl"),
         sinks.Prometheus(CollectorRegistry()),
         sinks.TensorBoard(writer),
     ]
@@ -38,7 +38,7 @@ def everything(tmp: Path, writer: Any) -> list[Callable[[str, dict[str, Any]], o
 
 @pytest.fixture(scope="module")
 def all_sinks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return everything(tmp_path_factory.mktemp("all"), FakeSummaryWriter())
+    return make_all_sinks(tmp_path_factory.mktemp("all"), FakeSummaryWriter())
 
 
 FIELDS = sorted({field for fields in EVENTS.values() for field in fields} | {"time", "event"})
@@ -46,18 +46,18 @@ FIELDS = sorted({field for fields in EVENTS.values() for field in fields} | {"ti
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([*EVENTS, "unheard_of"]),
+    st.sampled_from([*EVENTS, "unknown_event"]),
     st.dictionaries(st.sampled_from(FIELDS), nested_odd_values),
     st.booleans(),
 )
-def test_no_sink_fails_at_missing_or_odd_fields(
+def test_no_sink_fails_for_missing_or_unexpected_fields(
     all_sinks: list[Any], name: str, odd: dict[str, Any], known: bool
 ) -> None:
     for sink in all_sinks:
         sink(name, {**(EVENTS.get(name, {}) if known else {}), **odd})
 
 
-FORKED = """
+FORK_PROGRAM = """
 import os, sys, threading
 import holdfast
 from holdfast import events
@@ -67,38 +67,38 @@ stream = open("lines", "w", buffering=1 << 20)
 holdfast.attach(sinks.Terminal(stream))
 holdfast.attach(sinks.JsonLines("events.jsonl"))
 from holdfast.sinks import terminal
-inside, go_on = threading.Event(), threading.Event()
+inside, may_continue = threading.Event(), threading.Event()
 flush = stream.flush
-class Slow:  # a thread is between its write and its flush when the fork is asked for
+class SlowStream:  # a thread is between its write and its flush when the fork begins
     encoding = "utf-8"
     isatty = staticmethod(lambda: False)
     write = staticmethod(stream.write)
     def flush(self):
         inside.set()
-        go_on.wait(0.2)
+        may_continue.wait(0.2)
         flush()
-holdfast.attach(sinks.Terminal(Slow()))
+holdfast.attach(sinks.Terminal(SlowStream()))
 thread = threading.Thread(target=lambda: events.emit("saved", step=1))
 thread.start()
 inside.wait()
 child = os.fork()
 if child == 0:
-    events.emit("saved", step=2)  # no lock is left held
-    sys.exit()  # flushes whatever lies in a buffer
+    events.emit("saved", step=2)  # no lock is still held
+    sys.exit()  # flushes all buffers
 thread.join()
 sys.exit(os.waitpid(child, 0)[1])
 """
 
 
-def test_a_fork_writes_nothing_twice(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED]
+def test_a_fork_duplicates_no_output(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_PROGRAM]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     steps = [line.split()[2] for line in (tmp_path / "lines").read_text().splitlines()]
     assert sorted(steps) == ["1", "1", "2", "2"]
-    assert sorted(told["step"] for told in read_json_lines(tmp_path / "events.jsonl")) == [1, 2]
+    assert sorted(line["step"] for line in read_json_lines(tmp_path / "events.jsonl")) == [1, 2]
 
 
-def test_sinks_load_neither_torch_nor_rich() -> None:
+def test_sinks_import_neither_torch_nor_rich() -> None:
     code = (
         "import sys, logging, holdfast\n"
         "holdfast.sinks.Logging()('saved', {'step': 1})\n"

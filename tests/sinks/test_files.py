@@ -1,4 +1,4 @@
-"""Lines of JSON, and records of logging."""
+"""The sinks for JSON lines and for logging."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.sinks import wording
 from tests.sinks.sample_events import EVENTS, NO_SPACE, SAVED, read_json_lines
 
 
-def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
     sink = sinks.Logging("my.log")
     with caplog.at_level(logging.DEBUG, "my.log"):
         for name, fields in EVENTS.items():
@@ -53,7 +53,7 @@ def test_records_of_the_standard_library(caplog: pytest.LogCaptureFixture) -> No
     )
 
 
-def test_an_event_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_event_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sink = sinks.JsonLines("a/b/events.jsonl", clock=lambda: 1.5)
     monkeypatch.chdir("/")
@@ -75,10 +75,10 @@ def test_an_event_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path.rename(tmp_path / "old")
     sink("b", {})
     sinks.JsonLines(path)("c", {})
-    assert [told["event"] for told in read_json_lines(path)] == ["b", "c"]
+    assert [line["event"] for line in read_json_lines(path)] == ["b", "c"]
 
 
-def test_a_line_that_was_cut_short_is_ended(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_terminated(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event": "a"}\n{"event": "b')
     sinks.JsonLines(path)("c", {})
@@ -88,24 +88,24 @@ def test_a_line_that_was_cut_short_is_ended(tmp_path: Path) -> None:
     assert json.loads(third)["event"] == "c"
 
 
-def test_eight_threads_and_two_sinks_write_whole_lines(tmp_path: Path) -> None:
+def test_threads_and_sinks_do_not_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    both = [sinks.JsonLines(path), sinks.JsonLines(path)]
+    two_sinks = [sinks.JsonLines(path), sinks.JsonLines(path)]
 
     def run(thread: int) -> None:
         for n in range(50):
-            both[n % 2]("a", {"thread": thread, "n": n, "filler": "x" * 10_000})
+            two_sinks[n % 2]("a", {"thread": thread, "n": n, "filler": "x" * 10_000})
 
     threads = [threading.Thread(target=run, args=(t,)) for t in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    told = [(t["thread"], t["n"]) for t in read_json_lines(path)]
-    assert sorted(told) == [(t, n) for t in range(8) for n in range(50)]
+    written = [(t["thread"], t["n"]) for t in read_json_lines(path)]
+    assert sorted(written) == [(t, n) for t in range(8) for n in range(50)]
 
 
-def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = sinks.JsonLines(tmp_path / "events.jsonl")
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:7]))
@@ -113,22 +113,22 @@ def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monke
     assert read_json_lines(tmp_path / "events.jsonl")[0]["x"] == 1
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
-def test_a_full_disk_is_told_by_the_file_s_name() -> None:
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full exists only on Linux")
+def test_the_error_for_a_full_disk_names_the_file() -> None:
     sink = sinks.JsonLines("/dev/full")
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         sink("a", {})
-    assert not [f for f in os.listdir("/proc/self/fd") if _target(f) == "/dev/full"]
+    assert not [f for f in os.listdir("/proc/self/fd") if _link_target(f) == "/dev/full"]
 
 
-def _target(file: str) -> str:
+def _link_target(file: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{file}")
     except OSError:
         return ""
 
 
-def test_a_file_that_cannot_be_is_told_at_once(tmp_path: Path) -> None:
+def test_an_invalid_path_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "events.jsonl", tmp_path):
         with pytest.raises(OSError, match=re.escape(str(tmp_path))):

@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError
 from tests.sinks.sample_events import EVENTS, SAVED, FakeSummaryWriter
 
 
-def test_counters_and_gauges() -> None:
+def test_prometheus_counters_and_gauges() -> None:
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
@@ -22,7 +22,8 @@ def test_counters_and_gauges() -> None:
     def value(name: str) -> float | None:
         return registry.get_sample_value(f"holdfast_{name}")
 
-    assert value("saves_total") == 0  # there before the first event, so that rates begin right
+    # The counter exists before the first event, so that rates are correct from the start.
+    assert value("saves_total") == 0
     sink("resumed", EVENTS["resumed"])
     assert value("last_step") == 1200
     assert value("last_success_timestamp_seconds") == 0
@@ -30,7 +31,7 @@ def test_counters_and_gauges() -> None:
     sink("saved", {**SAVED, "bytes": -1, "seconds": float("nan"), "blocked": "long"})
     sink("save_failed", EVENTS["save_failed"])
     sink("save_skipped", EVENTS["save_skipped"])
-    wanted = {
+    expected = {
         "saves_total": 2,
         "resumes_total": 1,
         "save_failures_total": 1,
@@ -42,30 +43,30 @@ def test_counters_and_gauges() -> None:
         "last_step": 1300,
         "last_success_timestamp_seconds": 1e9,
     }
-    assert {name: value(name) for name in wanted} == wanted
+    assert {name: value(name) for name in expected} == expected
     names = {
         s.name for m in registry.collect() for s in m.samples if not s.name.endswith("_created")
     }
-    assert names == {f"holdfast_{name}" for name in wanted}
+    assert names == {f"holdfast_{name}" for name in expected}
     document = (Path(holdfast.__file__).parents[2] / "docs/events.md").read_text()
     assert all(f"`{name}`" in document for name in names)
     with pytest.raises(ValueError, match="Duplicated"):
         sinks.Prometheus(registry)
 
 
-def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_the_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(HoldfastError, match=r'pip install "holdfast\[prometheus\]"'):
         sinks.Prometheus()
 
 
-def test_curves() -> None:
-    curves = FakeSummaryWriter()
-    sink = sinks.TensorBoard(curves)
+def test_tensorboard_scalars() -> None:
+    writer = FakeSummaryWriter()
+    sink = sinks.TensorBoard(writer)
     for name, fields in EVENTS.items():
         sink(name, fields)
     sink("saved", {"step": 7, "bytes": 0, "seconds": 0.0})
-    assert curves == [
+    assert writer == [
         ("holdfast/written_bytes", SAVED["bytes"], 1300),
         ("holdfast/referred_bytes", 0, 1300),
         ("holdfast/blocked_seconds", 0.0123, 1300),

@@ -1,4 +1,4 @@
-"""What a person sees at a terminal."""
+"""The sink for terminals."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LINE = (
 )
 
 
-def lines(*told: tuple[str, dict[str, Any]], **how: Any) -> list[str]:
-    """What a terminal shows of events, each write one line."""
-    stream = RecordingStream(**how)
+def lines(*sample: tuple[str, dict[str, Any]], **options: Any) -> list[str]:
+    """Return the lines that a terminal shows for these events. Each write is one line."""
+    stream = RecordingStream(**options)
     sink = sinks.Terminal(stream)
-    for name, fields in told:
+    for name, fields in sample:
         sink(name, fields)
     assert all(w.endswith("\n") and w.count("\n") == 1 for w in stream.writes)
     assert stream.flushes == len(stream.writes)
@@ -39,7 +39,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
 
 
-def test_a_line_for_each_save() -> None:
+def test_each_save_is_one_line() -> None:
     more = {**SAVED, "step": 1400, "referred": 5 << 30, "reason": "request", "metrics": {}}
     assert lines(("saved", SAVED), ("saved", more)) == [
         LINE,
@@ -48,7 +48,7 @@ def test_a_line_for_each_save() -> None:
     ]
 
 
-def test_of_several_ranks_the_first_shows_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_shows_events_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines(("saved", SAVED)) == [LINE]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     for rank, shown in enumerate([[LINE], [], []]):
@@ -56,7 +56,7 @@ def test_of_several_ranks_the_first_shows_what_all_do(monkeypatch: pytest.Monkey
         assert lines(("saved", SAVED), ("deleted", EVENTS["deleted"])) == shown
 
 
-def test_that_ranks_are_waited_for_is_shown_by_the_first_that_is_not(
+def test_the_first_rank_that_has_arrived_shows_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
@@ -96,9 +96,9 @@ def test_that_ranks_are_waited_for_is_shown_by_the_first_that_is_not(
                           "keeps waiting for up to 10.0 min"),
     ],
 )  # fmt: skip
-def test_a_line_for_what_else_happens(name: str, line: str) -> None:
+def test_each_other_event_is_one_line(name: str, line: str) -> None:
     assert lines((name, EVENTS[name])) == [line]
-    assert lines(("staged", EVENTS["staged"]), ("unheard_of", {})) == []
+    assert lines(("staged", EVENTS["staged"]), ("unknown_event", {})) == []
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_a_line_for_what_else_happens(name: str, line: str) -> None:
         ("snap", 0, 0, "started at step 0 with state from snap"),
     ],
 )
-def test_a_run_that_begins_with_a_part_of_another_did_not_resume_its_step(
+def test_a_resume_and_a_start_from_another_run_differ_in_words(
     url: str, step: int, branch: int, line: str
 ) -> None:
     assert lines(("resumed", {"url": url, "step": step, "branch": branch})) == [line]
 
 
-def test_a_wait_is_told_where_a_person_could_feel_it() -> None:
+def test_only_noticeable_waits_are_shown() -> None:
     waits: list[dict[str, Any]] = [
         {"step": n, **more}
         for n, more in enumerate(
@@ -136,36 +136,36 @@ def test_a_wait_is_told_where_a_person_could_feel_it() -> None:
     ]
 
 
-def test_a_metric_that_never_was_a_number() -> None:
+def test_a_metric_without_any_number() -> None:
     (line,) = lines(("stopped", {"step": 3, "metric": "loss", "best": None}))
     assert line == "stopped at step 3: loss was never a number"
 
 
-def test_the_todo_of_a_version_that_was_skipped_is_left_out() -> None:
+def test_the_advice_for_a_skipped_version_is_omitted() -> None:
     (line,) = lines(("skipped", EVENTS["skipped"]))
     assert line == (
         "skipped version_1250: NoSpace: No space for shard-0. Expected 4096 bytes, found 1024."
     )
-    (line,) = lines(("skipped", {"version": "version_1", "error": "in words"}))
-    assert line == "skipped version_1: in words"
+    (line,) = lines(("skipped", {"version": "version_1", "error": "as text"}))
+    assert line == "skipped version_1: as text"
 
 
-def test_deleted_versions_stand_in_the_next_save_s_line() -> None:
-    gone = [("deleted", {"version": f"version_{n}.1"}) for n in range(5)]
-    shown = lines(*gone[:3], ("saved", SAVED), *gone, ("saved", SAVED), ("saved", SAVED))
+def test_the_line_of_the_next_save_names_deleted_versions() -> None:
+    deletions = [("deleted", {"version": f"version_{n}.1"}) for n in range(5)]
+    shown = lines(*deletions[:3], ("saved", SAVED), *deletions, ("saved", SAVED), ("saved", SAVED))
     assert shown == [f"{LINE}  deleted 0.1, 1.1, 2.1", f"{LINE}  deleted 5 versions", LINE]
 
 
-def test_a_damaged_version_is_told_once() -> None:
+def test_a_damaged_version_is_shown_once() -> None:
     other = {"version": "version_7", "error": NO_SPACE}
-    told = [("skipped", EVENTS["skipped"])] * 3 + [("skipped", other)]
-    assert [x.partition(":")[0] for x in lines(*told)] == [
+    sample = [("skipped", EVENTS["skipped"])] * 3 + [("skipped", other)]
+    assert [x.partition(":")[0] for x in lines(*sample)] == [
         "skipped version_1250",
         "skipped version_7",
     ]
 
 
-def test_nothing_steers_the_terminal() -> None:
+def test_control_characters_do_not_reach_the_terminal() -> None:
     metrics = {"loss\x1b[31m": 1.5, "a\nb": "\r\x07x", "n" * 5000: 1}
     for name, fields in EVENTS.items():
         odd = dict.fromkeys(fields, "\x1b]0;x\x07\n\x9b") | {"metrics": metrics}
@@ -174,7 +174,7 @@ def test_nothing_steers_the_terminal() -> None:
             assert len(line) < 400
 
 
-def test_many_metrics_are_told_by_the_first() -> None:
+def test_only_the_first_of_many_metrics_are_shown() -> None:
     (line,) = lines(("saved", {**SAVED, "metrics": {f"m{n}": n / 3 for n in range(100_000)}}))
     assert line.endswith("  m0 0, m1 0.3333, m2 0.6667, m3 1, 99996 more")
 
@@ -183,29 +183,29 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.mark.parametrize("width", [20, 40, 57, 60, 75, 80, 81, 100, 132, 200])
-def test_a_save_s_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_the_line_of_a_save_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     wide = {**SAVED, "metrics": {"\u640d\u5931": 0.25, "\u7cbe\u5ea6" * 9: 0.5}, "referred": 1}
-    told = [("deleted", EVENTS["deleted"]), ("saved", wide), ("saved", SAVED)]
-    for line in lines(*told, is_terminal=True):
+    sample = [("deleted", EVENTS["deleted"]), ("saved", wide), ("saved", SAVED)]
+    for line in lines(*sample, is_terminal=True):
         shown = ANSI.sub("", line)
         base = "saved step  1300  1.31 GiB in  2.31 s"
         assert shown.startswith(base)
         assert cell_len(shown) <= max(width, len(base))
         assert ("blocked 12.3 ms" in shown) == (width >= 55)
     (failed,) = lines(("save_failed", EVENTS["save_failed"]), is_terminal=True)
-    assert "Free space." in failed  # a failure is never cut
+    assert "Free space." in failed  # a failure is never shortened
     (piped,) = lines(("saved", SAVED))
     assert piped == LINE
 
 
-def test_metrics_are_cut_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_do_not_fit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "84")
     (line,) = lines(("saved", SAVED), is_terminal=True)
     assert ANSI.sub("", line) == LINE[:82] + ".."
 
 
-def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_is_used_only_on_terminals_that_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[32msaved" in lines(("saved", SAVED), is_terminal=True)[0]
     assert "\x1b[1;31m" in lines(("save_failed", EVENTS["save_failed"]), is_terminal=True)[0]
     assert "\x1b" not in lines(("saved", SAVED))[0]
@@ -216,12 +216,12 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -
     assert "\x1b" not in lines(("saved", SAVED), is_terminal=True)[0]
 
 
-def test_a_terminal_of_ascii_shows_the_rest_escaped() -> None:
+def test_an_ascii_terminal_shows_other_characters_escaped() -> None:
     (line,) = lines(("saved", {**SAVED, "metrics": {"\u640d": 0.5, "\udcff": 1}}), encoding="ascii")
     assert line.endswith("  \\u640d 0.5, \\udcff 1")
 
 
-def test_it_is_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_stderr_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = sinks.Terminal()
     for _ in range(2):
         stream = RecordingStream()
@@ -232,21 +232,21 @@ def test_it_is_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     sink("saved", SAVED)
 
 
-class Gone(RecordingStream):
+class BrokenStream(RecordingStream):
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_stream_that_fails_ends_the_sink_only() -> None:
+def test_a_stream_that_fails_detaches_only_its_sink() -> None:
     closed = RecordingStream()
     closed.close()
-    for stream in (closed, Gone()):
+    for stream in (closed, BrokenStream()):
         with holdfast.attach(sinks.Terminal(stream)), pytest.warns(SinkFailed, match="Terminal"):
             events.emit("saved", **SAVED)
 
 
 def screen(written: str) -> list[str]:
-    """What a terminal shows of this: ``\\r`` goes back, and later text covers earlier."""
+    """Return what a terminal shows: ``\\r`` goes back, and new text replaces old."""
     shown = []
     for line in written.split("\n"):
         row = ""
@@ -256,7 +256,7 @@ def screen(written: str) -> list[str]:
     return shown
 
 
-def test_a_bar_of_tqdm_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tqdm_bar_stays_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     from tqdm import tqdm
 
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
@@ -273,7 +273,7 @@ def test_a_bar_of_tqdm_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("training" in x for x in shown) == 1
 
 
-def test_eight_threads_on_one_terminal() -> None:
+def test_threads_do_not_mix_their_lines() -> None:
     stream = RecordingStream()
     with warnings.catch_warnings(), holdfast.attach(sinks.Terminal(stream)):
         warnings.simplefilter("error")

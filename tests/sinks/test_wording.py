@@ -1,4 +1,4 @@
-"""Sizes, times and odd values in words."""
+"""Sizes, durations and unusual values as text."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ def test_sizes(nbytes: int, shown: str) -> None:
         (1e6, "278 h"),
     ],
 )
-def test_spans(seconds: float, shown: str) -> None:
+def test_durations(seconds: float, shown: str) -> None:
     assert wording.format_duration(seconds) == shown
 
 
 @given(st.floats(0, 2.0**59), st.floats(0, 3.5e6))
-def test_sizes_and_spans_keep_their_column_and_their_value(nbytes: float, seconds: float) -> None:
+def test_sizes_and_durations_are_short_and_accurate(nbytes: float, seconds: float) -> None:
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
     units |= {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
-    for value, shown, least in (
+    for value, shown, tolerance in (
         (nbytes, wording.format_size(nbytes), 0.5),
         (seconds, wording.format_duration(seconds), 0.5e-6),
     ):
         assert len(shown) <= 8
         number, unit = shown.split()
-        assert float(number) * units[unit] == pytest.approx(value, rel=0.0052, abs=least)
+        assert float(number) * units[unit] == pytest.approx(value, rel=0.0052, abs=tolerance)
 
 
 @given(nested_odd_values)
-def test_every_value_can_be_said_in_json(value: Any) -> None:
+def test_every_value_can_be_encoded_as_json(value: Any) -> None:
     json.loads(json.dumps(wording.to_json_value(value), allow_nan=False))
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (torch.tensor([2.5]), 2.5),
         (np.float32(0.5), 0.5),
@@ -86,12 +86,12 @@ def test_every_value_can_be_said_in_json(value: Any) -> None:
         (torch.empty(1, device="meta"), "<Tensor>"),
     ],
 )
-def test_what_a_value_becomes_in_json(value: Any, said: Any) -> None:
-    assert wording.to_json_value(value) == said
-    assert type(wording.to_json_value(value)) is type(said)
+def test_json_values(value: Any, expected: Any) -> None:
+    assert wording.to_json_value(value) == expected
+    assert type(wording.to_json_value(value)) is type(expected)
 
 
-def test_what_holds_itself_is_cut() -> None:
-    deep: Any = []
-    deep.append(deep)
-    assert str(wording.to_json_value({"x": deep})).count("[") < 10
+def test_a_recursive_value_is_cut() -> None:
+    recursive: Any = []
+    recursive.append(recursive)
+    assert str(wording.to_json_value({"x": recursive})).count("[") < 10

@@ -1,7 +1,6 @@
-"""Manifests and indexes that lie, with every digest right: each is refused by name.
+"""Invalid manifests and indexes whose digests are all correct are rejected, with the file's name.
 
-Nothing else may come of a lie: no other exception, nothing loaded that is wrong, no memory beyond
-the bytes that are there.
+They cause no other exception, no wrong data, and no memory use beyond the size of the files.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse inva
 
 HUGE = 1 << 62
 NUMBERS = [-1, 1 << 40, HUGE, (1 << 63) - 1, 1 << 63, -(1 << 63) - 1, 1 << 70]
-WRONG: list[Json] = [
+WRONG_VALUES: list[Json] = [
     *NUMBERS, 0, 1, 1.0, 1e300, True, None, "", "x", "../x", "a/b", "nul\0", "0" * 32, [], [[]],
     [-1], [HUGE], [1 << 63], {}, {"x": 1}, {"tensor": ["float32", [1]]}, {"tied": "weight"},
     {"list": []},
@@ -62,7 +61,7 @@ def tree_of(manifest: Json) -> Json:
     return manifest["tree"]["dict"]
 
 
-# -- lies that every one must be refused ---------------------------------------------------------
+# -- edits that must all be rejected -------------------------------------------------------------
 
 
 def shard(m: Json) -> Json:
@@ -103,7 +102,7 @@ def sparse(**changes: Json) -> Callable[[Json], None]:
     return change
 
 
-MANIFEST_LIES: dict[str, Callable[[Json], object]] = {
+MANIFEST_EDITS: dict[str, Callable[[Json], object]] = {
     "attempt-long": set_in("attempt", to="0" * 13),
     "attempt-path": set_in("attempt", to="../../etc/pw"),
     "created-empty": set_in("created", to=""),
@@ -245,13 +244,13 @@ MANIFEST_LIES: dict[str, Callable[[Json], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", MANIFEST_LIES)
-def test_a_lie_in_the_manifest_is_refused(files: Files, name: str) -> None:
-    forged = forge(files, manifest=MANIFEST_LIES[name])
-    refused = failing_uses(forged, into={**small_state(), "added": None})
-    # what only torch can tell of a sparse tensor shows when it is loaded
-    lax = ["load", "into"] if name in ("sparse-shape", "sparse-tied") else []
-    assert refused in (["load", "verify", "into"], lax), name
+@pytest.mark.parametrize("name", MANIFEST_EDITS)
+def test_an_invalid_manifest_is_rejected(files: Files, name: str) -> None:
+    forged = forge(files, manifest=MANIFEST_EDITS[name])
+    failed = failing_uses(forged, into={**small_state(), "added": None})
+    # only torch can detect this error of a sparse tensor, when it is loaded
+    detected_late = ["load", "into"] if name in ("sparse-shape", "sparse-tied") else []
+    assert failed in (["load", "verify", "into"], detected_late), name
 
 
 def leaf_in(index: Json, key: str) -> Json:
@@ -266,14 +265,14 @@ def box_set(key: str, /, **changes: Json) -> Callable[[Json], None]:
     return lambda i: leaf_in(i, key)["boxes"][0].update(changes)
 
 
-def swap_places(index: Json) -> None:
-    """Two leaves of one dtype and shape under each other's key."""
+def swap_boxes(index: Json) -> None:
+    """Exchange the boxes of two leaves with the same dtype and shape."""
     a, b = leaf_in(index, "csr/values"), leaf_in(index, "sparse/values")
     assert (a["dtype"], a["shape"]) == (b["dtype"], b["shape"])
     a["boxes"], b["boxes"] = b["boxes"], a["boxes"]
 
 
-INDEX_LIES: dict[str, Callable[[Json], object]] = {
+INDEX_EDITS: dict[str, Callable[[Json], object]] = {
     "format-two": set_in("format", to=2),
     "format-zero": set_in("format", to=0),
     "unknown-field": set_in("extra", to=1),
@@ -309,7 +308,7 @@ INDEX_LIES: dict[str, Callable[[Json], object]] = {
     "box-twice": lambda i: leaf_in(i, "weight")["boxes"].append(
         copy.deepcopy(leaf_in(i, "weight")["boxes"][0])
     ),
-    "places-swapped": swap_places,
+    "boxes-swapped": swap_boxes,
     "no-cuts": lambda i: i.update(cuts=[], digests=[]),
     "cuts-short": lambda i: i["cuts"].pop(),
     "cuts-long": lambda i: i["cuts"].append(i["length"] + 1),
@@ -326,23 +325,23 @@ INDEX_LIES: dict[str, Callable[[Json], object]] = {
     "digest-number": lambda i: i["digests"].__setitem__(1, 1),
     "header-digest": lambda i: i["digests"].__setitem__(0, "0" * 32),
 }
-UNREAD = {"header-digest", "places-swapped"}
-"""Only the safetensors header contradicts these, which a load does not read; verify does."""
+DETECTED_BY_VERIFY = {"header-digest", "boxes-swapped"}
+"""Only the safetensors header contradicts these edits. ``verify`` reads it; a load does not."""
 
 
-@pytest.mark.parametrize("name", INDEX_LIES)
-def test_a_lie_in_an_index_is_refused(files: Files, name: str) -> None:
-    forged = forge(files, index=INDEX_LIES[name])
-    refused = failing_uses(forged, into=small_state())
-    assert refused == (["verify"] if name in UNREAD else ["load", "verify", "into"])
+@pytest.mark.parametrize("name", INDEX_EDITS)
+def test_an_invalid_index_is_rejected(files: Files, name: str) -> None:
+    forged = forge(files, index=INDEX_EDITS[name])
+    failed = failing_uses(forged, into=small_state())
+    assert failed == (["verify"] if name in DETECTED_BY_VERIFY else ["load", "verify", "into"])
 
 
 def test_errors_name_file_and_leaf(files: Files) -> None:
-    forged = store_of(forge(files, manifest=MANIFEST_LIES["dtype-unknown"])).at(FOLDER)
+    forged = store_of(forge(files, manifest=MANIFEST_EDITS["dtype-unknown"])).at(FOLDER)
     with pytest.raises(ManifestInvalid, match="'weight'") as e:
         holdfast.open(forged)
     assert (e.value.file, e.value.leaf) == ("manifest.json", "weight")
-    changed = forge(files, index=INDEX_LIES["box-out"])
+    changed = forge(files, index=INDEX_EDITS["box-out"])
     with pytest.raises(ManifestInvalid, match="'weight'") as e:
         holdfast.load(store_of(changed).at(FOLDER))
     assert (e.value.file, e.value.leaf) == (index_key(changed).partition("/")[2], "weight")
@@ -351,8 +350,8 @@ def test_errors_name_file_and_leaf(files: Files) -> None:
 # -- every field, every wrong value --------------------------------------------------------------
 
 
-def only_proper_errors(forged: Files) -> None:
-    """The forged snapshot is used without any exception but ours; they name the file."""
+def check_errors(forged: Files) -> None:
+    """Use the forged snapshot. All errors are ``FormatError`` and name the file."""
     failing_uses(forged)
 
 
@@ -366,14 +365,14 @@ def test_any_field_with_any_wrong_value(which: str) -> None:
     else:
         original = json.loads(files[index_key(files)])
     for path in json_paths(original):
-        for wrong in WRONG:
-            only_proper_errors(forge(files, **{which: lambda c: set_at(c, path, wrong)}))  # noqa: B023
+        for wrong in WRONG_VALUES:
+            check_errors(forge(files, **{which: lambda c: set_at(c, path, wrong)}))  # noqa: B023
 
 
-# -- what seals and sizes say --------------------------------------------------------------------
+# -- seals and formats ---------------------------------------------------------------------------
 
 
-def decode_any(raw: bytes) -> None:
+def check_all_decoders_reject(raw: bytes) -> None:
     for decode in (
         decode_manifest,
         decode_branch,
@@ -386,7 +385,7 @@ def decode_any(raw: bytes) -> None:
         assert_names_file(e.value)
 
 
-def test_a_later_format_says_so(files: Files) -> None:
+def test_a_newer_format_is_reported(files: Files) -> None:
     raw = seal(sealed_content(files[manifest_key(files)]), format_number=3)
     with pytest.raises(FormatTooNew, match="newer version of Holdfast"):
         decode_manifest(raw, "manifest.json")
@@ -413,11 +412,11 @@ def test_a_later_format_says_so(files: Files) -> None:
     ],
     ids=range(15),
 )
-def test_what_is_no_sealed_file(raw: bytes) -> None:
-    decode_any(raw)
+def test_files_without_a_valid_seal(raw: bytes) -> None:
+    check_all_decoders_reject(raw)
 
 
-def test_nesting_to_the_limit_of_the_parser_is_refused(files: Files) -> None:
+def test_nesting_beyond_the_limit_is_rejected(files: Files) -> None:
     for levels in (101, 200, 300, 400, 480, 1000, 100_000):
         content = sealed_content(files[manifest_key(files)])
         content["tree"] = "HERE"
@@ -459,7 +458,7 @@ PIN = {
         ("from_digest", "x"), ("created", "x"), ("reason", None), ("extra", 1),
     ],
 )  # fmt: skip
-def test_a_branch_that_lies(field: str, value: Json) -> None:
+def test_an_invalid_branch_is_rejected(field: str, value: Json) -> None:
     assert decode_branch(seal(BRANCH), "f").number == 1
     with pytest.raises(ManifestInvalid) as e:
         decode_branch(seal({**BRANCH, field: value}), "branch-1.json")
@@ -475,14 +474,14 @@ def test_a_branch_that_lies(field: str, value: Json) -> None:
     ],
     ids=range(12),
 )  # fmt: skip
-def test_a_pin_that_lies(field: str, value: Json) -> None:
+def test_an_invalid_pin_is_rejected(field: str, value: Json) -> None:
     assert decode_pin(seal(PIN), "f").process == "1:2"
     with pytest.raises(ManifestInvalid) as e:
         decode_pin(seal({**PIN, field: value}), "pin-0.json")
     assert_names_file(e.value)
 
 
-LASTING = {"version": "version_7", "created": "2026-01-01T00:00:00+00:00"}
+LASTING_PIN = {"version": "version_7", "created": "2026-01-01T00:00:00+00:00"}
 EVALUATION = {
     "name": "val",
     "attempt": "0" * 12,
@@ -501,10 +500,10 @@ EVALUATION = {
     ],
     ids=range(7),
 )  # fmt: skip
-def test_a_lasting_pin_that_lies(field: str, value: Json) -> None:
-    assert decode_lasting_pin(seal(LASTING), "f").version == "version_7"
+def test_an_invalid_lasting_pin_is_rejected(field: str, value: Json) -> None:
+    assert decode_lasting_pin(seal(LASTING_PIN), "f").version == "version_7"
     with pytest.raises(ManifestInvalid) as e:
-        decode_lasting_pin(seal({**LASTING, field: value}), "pin-version_7.json")
+        decode_lasting_pin(seal({**LASTING_PIN, field: value}), "pin-version_7.json")
     assert_names_file(e.value)
 
 
@@ -523,7 +522,7 @@ def test_a_lasting_pin_that_lies(field: str, value: Json) -> None:
     ],
     ids=range(29),
 )  # fmt: skip
-def test_an_evaluation_that_lies(field: str, value: Json) -> None:
+def test_an_invalid_evaluation_is_rejected(field: str, value: Json) -> None:
     found = decode_evaluation(seal(EVALUATION), "f")
     assert found.decoded_metrics() == {"loss": 0.5, "n": 3, "worst": float("-inf")}
     with pytest.raises(ManifestInvalid) as e:
@@ -532,7 +531,7 @@ def test_an_evaluation_that_lies(field: str, value: Json) -> None:
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" * 400, "1" * 5000])
-def test_an_evaluation_with_a_number_that_is_none(number: str) -> None:
+def test_an_evaluation_with_an_invalid_number_is_rejected(number: str) -> None:
     body = json.dumps(EVALUATION, separators=(",", ":")).replace("0.5", number)
     with pytest.raises(ManifestInvalid) as e:
         decode_evaluation(seal_body(body.encode()[1:]), "version_7/eval-val.0.json")
@@ -543,19 +542,19 @@ def test_an_evaluation_with_a_number_that_is_none(number: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["shape-huge", "blob-huge", "shard-huge", "index-huge"])
-def test_a_lie_about_size_takes_no_memory(files: Files, name: str) -> None:
-    place = store_of(forge(files, manifest=MANIFEST_LIES[name])).at(FOLDER)
+def test_a_wrong_size_allocates_no_memory(files: Files, name: str) -> None:
+    store = store_of(forge(files, manifest=MANIFEST_EDITS[name])).at(FOLDER)
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):
-            holdfast.load(place)
+            holdfast.load(store)
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()
 
 
-def bigger(files: Files) -> Files:
-    """Manifest and index agree on a leaf of 4 TiB; only the shard's bytes say otherwise."""
+def enlarge_leaf(files: Files) -> Files:
+    """Make manifest and index describe a leaf of 4 TiB, which the shard does not contain."""
     size = 1 << 40
 
     def index(i: Json) -> None:
@@ -574,11 +573,11 @@ def bigger(files: Files) -> Files:
 
 
 @pytest.mark.slow
-def test_lies_about_size_in_little_memory(files: Files, tmp_path: Path) -> None:
-    """In a process whose address space is bounded: headers of 2**63 bytes, leaves of terabytes."""
-    cases = [forge(files, manifest=MANIFEST_LIES[n]) for n in ("shape-huge", "blob-huge")]
-    cases.append(forge(files, index=INDEX_LIES["header-huge"]))
-    cases.append(bigger(files))
+def test_wrong_sizes_in_a_limited_address_space(files: Files, tmp_path: Path) -> None:
+    """The files claim headers of 2**63 bytes and leaves of terabytes."""
+    cases = [forge(files, manifest=MANIFEST_EDITS[n]) for n in ("shape-huge", "blob-huge")]
+    cases.append(forge(files, index=INDEX_EDITS["header-huge"]))
+    cases.append(enlarge_leaf(files))
     huge = dict(files)
     key = next(k for k in files if k.endswith(".safetensors"))
     huge[key] = (1 << 63).to_bytes(8, "little") + files[key][8:]
@@ -600,30 +599,30 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
             report = use(str(folder / "version_7"))
             print(folder.name, "loaded" if isinstance(report, dict) else report.ok)
         except FormatError:
-            print(folder.name, "refused")
+            print(folder.name, "rejected")
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
         capture_output=True, text=True, check=False, env={**os.environ, "HOLDFAST_THREADS": "1"},
     )  # fmt: skip
-    said = done.stdout.split("\n")
+    lines = done.stdout.split("\n")
     assert done.returncode == 0, done.stderr
-    assert all(s.endswith(("refused", "False")) or s == "4 loaded" for s in said if s), said
+    assert all(s.endswith(("rejected", "False")) or s == "4 loaded" for s in lines if s), lines
 
 
 @pytest.mark.slow
 def test_a_million_keys_are_checked_in_bounded_memory(files: Files) -> None:
-    many = {f"k{i}": i for i in range(1_000_000)}
-    sound = forge(files, manifest=lambda m: tree_of(m).update(many={"dict": many}))
-    size = len(sound[manifest_key(sound)])
-    store = store_of(sound).at(FOLDER)
+    many_values = {f"k{i}": i for i in range(1_000_000)}
+    valid = forge(files, manifest=lambda m: tree_of(m).update(many_values={"dict": many_values}))
+    size = len(valid[manifest_key(valid)])
+    store = store_of(valid).at(FOLDER)
     tracemalloc.start()
     try:
         holdfast.open(store)
         assert tracemalloc.get_traced_memory()[1] < 30 * size
     finally:
         tracemalloc.stop()
-    many["last"] = {"tied": "nothing"}  # type: ignore[assignment]
-    forged = forge(files, manifest=lambda m: tree_of(m).update(many={"dict": many}))
-    with pytest.raises(ManifestInvalid, match="'many/last'"):
+    many_values["last"] = {"tied": "nothing"}  # type: ignore[assignment]
+    forged = forge(files, manifest=lambda m: tree_of(m).update(many_values={"dict": many_values}))
+    with pytest.raises(ManifestInvalid, match="'many_values/last'"):
         holdfast.open(store_of(forged).at(FOLDER))
