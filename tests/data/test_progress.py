@@ -1,4 +1,4 @@
-"""Progress and RNG: what comes back after a resume is what would have followed."""
+"""``Progress`` and ``RNG``: a resumed training gets the same values as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def draw() -> tuple[float, float, float, list[float]]:
     )
 
 
-def test_random_numbers_go_on_where_they_were() -> None:
+def test_random_numbers_continue_after_a_load() -> None:
     store = MemoryStore()
-    np.random.normal()  # leaves one number cached, which is state too
+    np.random.normal()  # caches a second number, which is part of the state
     random.gauss(0, 1)
     holdfast.save(store, {"rng": holdfast.RNG()})
     expected = [draw() for _ in range(3)]
@@ -38,7 +38,7 @@ def test_random_numbers_go_on_where_they_were() -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-def test_progress_comes_back() -> None:
+def test_progress_is_restored() -> None:
     store = MemoryStore()
     progress = holdfast.Progress()
     progress.epoch, progress.step, progress.samples = 3, 70, 2240
@@ -49,13 +49,13 @@ def test_progress_comes_back() -> None:
     assert repr(other) == "Progress(epoch=3, step=70, samples=2240)"
 
 
-def test_progress_refuses_another_state() -> None:
+def test_progress_rejects_another_state() -> None:
     with pytest.raises(PlanError, match="epoch, step, and samples"):
         holdfast.Progress().load_state_dict({"epoch": 1})
 
 
 class FakeDevice:
-    """A device module as ``torch.cuda`` and its like are, with a generator per device."""
+    """A device module like ``torch.cuda``, with a generator per device."""
 
     def __init__(self, count: int, initialized: bool = True) -> None:
         self.generators = [torch.Generator().manual_seed(i) for i in range(count)]
@@ -75,7 +75,7 @@ class FakeDevice:
 
 
 class FakeMps(FakeDevice):
-    """One that cannot be asked whether it is used, and whose only device has no number."""
+    """A device module without ``is_initialized``, whose only device has no index."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -93,10 +93,10 @@ class FakeMps(FakeDevice):
 
 
 @pytest.fixture
-def plug(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, FakeDevice], None]:
-    """Has PyTorch find another accelerator, and ask it as little as it asks a real one."""
+def install_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, FakeDevice], None]:
+    """Return a function that makes PyTorch find a fake accelerator."""
 
-    def to(kind: str, device: FakeDevice) -> None:
+    def install(kind: str, device: FakeDevice) -> None:
         accelerator = SimpleNamespace(
             current_accelerator=lambda: SimpleNamespace(type=kind),
             is_available=lambda: bool(device.generators),
@@ -105,94 +105,100 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, FakeDevice], None]:
         monkeypatch.setattr(torch, "accelerator", accelerator)
         monkeypatch.setattr(torch, "get_device_module", lambda d: device)
 
-    return to
+    return install
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_every_device_goes_on(plug: Callable[[str, FakeDevice], None], count: int) -> None:
+def test_the_generators_of_all_devices_continue(
+    install_device: Callable[[str, FakeDevice], None], count: int
+) -> None:
     store = MemoryStore()
     device = FakeDevice(count)
-    plug("cuda", device)
+    install_device("cuda", device)
     holdfast.save(store, {"rng": holdfast.RNG()})
     expected = device.draw()
     other = FakeDevice(count)
     other.draw()
-    plug("cuda", other)
+    install_device("cuda", other)
     holdfast.load(store, into={"rng": holdfast.RNG()})
     assert other.draw() == expected
 
 
-def test_a_device_without_numbers_goes_on(plug: Callable[[str, FakeDevice], None]) -> None:
+def test_the_generator_of_a_device_without_index_continues(
+    install_device: Callable[[str, FakeDevice], None],
+) -> None:
     device = FakeMps()
-    plug("mps", device)
+    install_device("mps", device)
     state = holdfast.RNG().state_dict()
     expected = device.draw()
     holdfast.RNG().load_state_dict(state)
     assert device.draw() == expected
 
 
-@pytest.mark.parametrize(("saved", "there"), [(2, 4), (4, 2), (4, 1), (1, 4), (2, 0)])
-def test_devices_that_were_not_there_keep_theirs(
-    plug: Callable[[str, FakeDevice], None], saved: int, there: int
+@pytest.mark.parametrize(("saved", "available"), [(2, 4), (4, 2), (4, 1), (1, 4), (2, 0)])
+def test_devices_without_saved_state_keep_their_generators(
+    install_device: Callable[[str, FakeDevice], None], saved: int, available: int
 ) -> None:
     first = FakeDevice(saved)
-    plug("xpu", first)
+    install_device("xpu", first)
     state = holdfast.RNG().state_dict()
     assert len(state["xpu"]) == saved
     drawn = first.draw()
-    second = FakeDevice(there)
+    second = FakeDevice(available)
     for g in second.generators:
         g.manual_seed(99)
-    untouched = [torch.rand(1, generator=torch.Generator().manual_seed(99)).item()] * there
-    plug("xpu", second)
+    untouched = [torch.rand(1, generator=torch.Generator().manual_seed(99)).item()] * available
+    install_device("xpu", second)
     holdfast.RNG().load_state_dict(state)
-    common = min(saved, there)
+    common = min(saved, available)
     assert second.draw() == drawn[:common] + untouched[common:]
 
 
 def test_another_kind_of_device_keeps_its_generators(
-    plug: Callable[[str, FakeDevice], None],
+    install_device: Callable[[str, FakeDevice], None],
 ) -> None:
-    plug("cuda", FakeDevice(2))
+    install_device("cuda", FakeDevice(2))
     state = holdfast.RNG().state_dict()
     other, twin = FakeDevice(2), FakeDevice(2)
-    plug("xpu", other)
+    install_device("xpu", other)
     holdfast.RNG().load_state_dict(state)
     assert other.draw() == twin.draw()
 
 
-def test_a_device_that_the_program_does_not_use_is_not_woken(
-    plug: Callable[[str, FakeDevice], None],
+def test_a_device_that_the_program_does_not_use_is_not_initialized(
+    install_device: Callable[[str, FakeDevice], None],
 ) -> None:
-    class Asleep(FakeDevice):
+    class UninitializedDevice(FakeDevice):
         def get_rng_state(self, device: int = 0) -> torch.Tensor:
-            raise AssertionError("this starts the device")
+            raise AssertionError("this initializes the device")
 
-    device = Asleep(1, initialized=False)
-    plug("cuda", device)
-    torch.accelerator.is_available = lambda: pytest.fail("this may spoil a later fork")  # type: ignore[method-assign]
+    device = UninitializedDevice(1, initialized=False)
+    install_device("cuda", device)
+    torch.accelerator.is_available = lambda: pytest.fail("this could break a later fork")  # type: ignore[method-assign]
     assert "cuda" not in holdfast.RNG().state_dict()
 
 
-def test_a_state_without_devices_loads_where_there_are_some(
-    plug: Callable[[str, FakeDevice], None],
+def test_a_state_without_devices_loads_where_devices_exist(
+    install_device: Callable[[str, FakeDevice], None],
 ) -> None:
     state = holdfast.RNG().state_dict()
     device, twin = FakeDevice(2), FakeDevice(2)
-    plug("cuda", device)
+    install_device("cuda", device)
     holdfast.RNG().load_state_dict(state)
     assert device.draw() == twin.draw()
 
 
 @pytest.mark.parametrize("state", [{}, {"python": 1}, [], None])
-def test_rng_refuses_another_state(state: object) -> None:
+def test_rng_rejects_another_state(state: object) -> None:
     with pytest.raises(PlanError, match="not the state of an RNG"):
         holdfast.RNG().load_state_dict(state)  # type: ignore[arg-type]
 
 
-def test_torch_is_taken_only_if_the_program_has_loaded_it(tmp_path: Path) -> None:
-    """A state of arrays is saved, and comes back, where PyTorch is not loaded; one that has
-    PyTorch's generator sets it also where PyTorch comes later."""
+def test_torch_is_not_imported_for_the_rng(tmp_path: Path) -> None:
+    """A state without PyTorch's generator is saved and restored without PyTorch.
+
+    A saved generator is also restored if the program imports PyTorch later.
+    """
     script = """
 import random, sys
 import numpy as np
@@ -202,21 +208,21 @@ def save(name):
 def load(name):
     holdfast.load(sys.argv[1] + name, into={"w": np.ones(3), "rng": holdfast.RNG()})
 if sys.argv[2] == "save":
-    save("/bare")
+    save("/without_torch")
     drawn = random.random(), np.random.normal()
-    load("/bare")
+    load("/without_torch")
     assert drawn == (random.random(), np.random.normal())
     assert "torch" not in sys.modules
     import torch
     torch.manual_seed(7)
-    load("/bare")
+    load("/without_torch")
     assert torch.initial_seed() == 7
-    save("/whole")
+    save("/with_torch")
 else:
-    load("/whole")
+    load("/with_torch")
     import torch
     expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
     assert torch.rand(3).tolist() == expected.tolist()
 """
-    for turn in ("save", "load"):
-        subprocess.run([sys.executable, "-c", script, tmp_path, turn], check=True)
+    for action in ("save", "load"):
+        subprocess.run([sys.executable, "-c", script, tmp_path, action], check=True)

@@ -1,4 +1,4 @@
-"""ElasticSampler: the order, the ranks' parts, the count, passes, what a state may be."""
+"""``ElasticSampler``: order, parts of the ranks, counting, passes, and states."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
 
 
 def resumed(sampler: Sampler, *arguments: Any, **options: Any) -> Sampler:
-    """Another sampler in the place of one, as after a restart."""
+    """Return a new sampler with the state of ``sampler``, as after a restart."""
     other = Sampler(*arguments, **options)
     other.load_state_dict(sampler.state_dict())
     return other
 
 
 def train(sampler: Sampler, batches: int | None = None) -> list[list[int]]:
-    """The batches of a pass that is left after so many, each counted."""
+    """Count and return up to ``batches`` batches of one pass."""
     seen = []
     for batch in islice(iter(sampler), batches):
         seen.append(batch)
@@ -64,7 +64,7 @@ GOLDEN = {
 
 
 def test_the_order_never_changes() -> None:
-    """Saved positions refer to it: if this fails, resumed runs see other samples."""
+    """Saved positions refer to the order. If this test fails, resumed runs get other samples."""
     assert order(5) == GOLDEN["5"]
     assert order(10, seed=-1, epoch=7) == GOLDEN["10"]
     assert order(2000, seed=2**80, epoch=1)[:8] == GOLDEN["2000"]
@@ -76,58 +76,62 @@ def test_the_order_never_changes() -> None:
 @example(1023, 0, 0)
 @example(1024, 0, 0)
 @settings(deadline=None, max_examples=60)
-def test_it_is_a_permutation(length: int, seed: int, epoch: int) -> None:
+def test_the_order_is_a_permutation(length: int, seed: int, epoch: int) -> None:
     assert sorted(order(length, seed, epoch)) == list(range(length))
 
 
-def test_it_is_a_permutation_for_every_small_length() -> None:
+def test_the_order_is_a_permutation_for_every_small_length() -> None:
     for length in range(1, 130):
         assert sorted(order(length)) == list(range(length))
 
 
 @given(st.integers(1, 1 << 61), st.data())
 @settings(deadline=None, max_examples=60)
-def test_places_of_a_huge_epoch_can_be_asked_one_by_one(length: int, data: st.DataObject) -> None:
-    places = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True))
-    together = permute(np.array(places), length, 0, 0).tolist()
-    assert together == [permute(np.array([p]), length, 0, 0).item() for p in places]
-    assert len(set(together)) == len(places)
-    assert all(0 <= sample < length for sample in together)
+def test_positions_of_a_huge_epoch_can_be_computed_one_by_one(
+    length: int, data: st.DataObject
+) -> None:
+    positions = data.draw(
+        st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True)
+    )
+    values = permute(np.array(positions), length, 0, 0).tolist()
+    assert values == [permute(np.array([p]), length, 0, 0).item() for p in positions]
+    assert len(set(values)) == len(positions)
+    assert all(0 <= sample < length for sample in values)
 
 
-def excess(counts: np.ndarray[Any, Any]) -> float:
-    """By how many standard deviations chi-square exceeds what equal chances give."""
+def excess_chi_square(counts: np.ndarray[Any, Any]) -> float:
+    """Return by how many standard deviations chi-square exceeds that of a uniform distribution."""
     mean, freedom = counts.mean(), counts.size - 1
     return float((((counts - mean) ** 2 / mean).sum() - freedom) / math.sqrt(2 * freedom))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
-def test_every_order_of_few_samples_is_as_likely(length: int) -> None:
+def test_all_orders_of_few_samples_are_equally_likely(length: int) -> None:
     kinds = math.factorial(length)
     seen = Counter(tuple(order(length, seed=5, epoch=e)) for e in range(20 * kinds))
-    assert abs(excess(np.array([*seen.values(), *[0] * (kinds - len(seen))]))) < 4
+    assert abs(excess_chi_square(np.array([*seen.values(), *[0] * (kinds - len(seen))]))) < 4
 
 
 @pytest.mark.parametrize(("length", "other"), [(7, 1), (12, 11), (25, 1), (30, 29)])
-def test_two_samples_lie_independently(length: int, other: int) -> None:
-    places, seen = np.array([0, other]), np.zeros((length, length))
+def test_the_positions_of_two_samples_are_independent(length: int, other: int) -> None:
+    positions, seen = np.array([0, other]), np.zeros((length, length))
     for epoch in range(5 * length * length):
-        first, second = permute(places, length, 5, epoch)
+        first, second = permute(positions, length, 5, epoch)
         seen[first, second] += 1
     assert seen.trace() == 0
-    assert abs(excess(seen[~np.eye(length, dtype=bool)])) < 4
+    assert abs(excess_chi_square(seen[~np.eye(length, dtype=bool)])) < 4
 
 
 @pytest.mark.parametrize("length", [1000, 4096, 10**6, 10**10 + 19])
-def test_large_orders_are_even(length: int) -> None:
+def test_large_orders_are_uniform(length: int) -> None:
     count = min(length, 20_000)
     at = np.arange(count)
     first, second = (permute(at, length, 1, e).astype(np.float64) / length for e in (0, 1))
     if count < length:
-        assert abs(excess(np.histogram(first, 50, (0, 1))[0])) < 4
+        assert abs(excess_chi_square(np.histogram(first, 50, (0, 1))[0])) < 4
     for a, b in ((first[1:], first[:-1]), (first, second), (first, at / count)):
         assert abs(np.corrcoef(a, b)[0, 1]) < 4 / math.sqrt(count)
-        assert abs(excess(np.histogram2d(a, b, 5, ((0, 1), (0, 1)))[0])) < 4
+        assert abs(excess_chi_square(np.histogram2d(a, b, 5, ((0, 1), (0, 1)))[0])) < 4
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -135,16 +139,16 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(set(orders)) == 100
 
 
-def test_without_shuffle_the_order_is_that_of_the_data_set() -> None:
+def test_without_shuffle_samples_keep_their_order() -> None:
     assert train(Sampler(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_a_batch_of_a_huge_data_set_needs_no_memory_for_it() -> None:
+def test_a_batch_of_a_huge_data_set_needs_little_memory() -> None:
     sampler = Sampler(10**10, 256)
-    passing = iter(sampler)
-    next(passing)
+    current_pass = iter(sampler)
+    next(current_pass)
     tracemalloc.start()
-    next(passing)
+    next(current_pass)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert len(sampler) == 39_062_500
@@ -158,7 +162,7 @@ def ranks_of(count: int, *arguments: Any, **options: Any) -> list[Sampler]:
 
 
 def step_together(samplers: list[Sampler], passes: list[Iterator[list[int]]]) -> list[list[int]]:
-    """One batch: the part of each rank; empty when the pass is over, for all at once."""
+    """Return each rank's part of the next batch, or an empty list at the end of the pass."""
     parts = [part for p in passes if (part := next(p, None)) is not None]
     assert len(parts) in (0, len(samplers))
     if parts:
@@ -175,7 +179,7 @@ def step_together(samplers: list[Sampler], passes: list[Iterator[list[int]]]) ->
 @example(1, 4, 4, False)
 @example(3, 8, 8, False)
 @settings(deadline=None)
-def test_ranks_share_an_epoch(length: int, batch: int, count: int, drop_last: bool) -> None:
+def test_ranks_divide_an_epoch(length: int, batch: int, count: int, drop_last: bool) -> None:
     batch = max(batch, count)
     if drop_last:
         length = max(length, batch)
@@ -191,10 +195,10 @@ def test_ranks_share_an_epoch(length: int, batch: int, count: int, drop_last: bo
         else:
             assert len({len(part) for part in parts}) == 1
     assert batches == len(samplers[0])
-    kept = length // batch * batch if drop_last else length
-    assert len(seen) == kept + samplers[0].padded
+    sample_count = length // batch * batch if drop_last else length
+    assert len(seen) == sample_count + samplers[0].padded
     whole = order(length)
-    assert Counter(seen) == Counter(whole[:kept]) + Counter(
+    assert Counter(seen) == Counter(whole[:sample_count]) + Counter(
         whole[i % length] for i in range(samplers[0].padded)
     )
     assert samplers[0].epochs == 1
@@ -209,10 +213,10 @@ def test_ranks_share_an_epoch(length: int, batch: int, count: int, drop_last: bo
 )
 @example(40, 4, [(4, 3), (2, 3), (3, 100)], 0, True)
 @settings(deadline=None)
-def test_ranks_come_and_go(
+def test_the_number_of_ranks_may_change(
     length: int, batch: int, changes: list[tuple[int, int]], seed: int, prefetch: bool
 ) -> None:
-    """Every sample once per epoch, and exactly the padding twice, whoever reads it when."""
+    """Each epoch has every sample once, and exactly the padding twice, for any ranks."""
     state: dict[str, int] | None = None
     seen: dict[int, list[int]] = {}
     repeated: dict[int, int] = {}
@@ -240,7 +244,7 @@ def test_ranks_come_and_go(
             steps -= 1
         if samplers[0].epochs == 3:
             break
-        if prefetch:  # a loader that has run ahead when the process is killed
+        if prefetch:  # like a loader that has prefetched batches when the process is killed
             for p in passes:
                 list(islice(p, 3))
         state = samplers[0].state_dict()
@@ -269,7 +273,7 @@ def test_the_batch_size_may_change(length: int, sizes: list[int], data: st.DataO
     assert seen == order(length)
 
 
-def test_torch_distributed_is_asked_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(8, 4, shuffle=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -280,7 +284,7 @@ def test_torch_distributed_is_asked_when_a_pass_begins(monkeypatch: pytest.Monke
         Sampler(8, 2)
 
 
-def test_a_group_that_outgrew_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(8, 4)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -290,7 +294,7 @@ def test_a_group_that_outgrew_the_batch_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"length": 0}, "Invalid length of an"),
         ({"length": -1}, "Invalid length of an"),
@@ -305,20 +309,20 @@ def test_a_group_that_outgrew_the_batch_is_refused(monkeypatch: pytest.MonkeyPat
         ({"rank": 0, "ranks": 5}, "empty batch"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(HoldfastError, match=said):
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(HoldfastError, match=message):
         Sampler(**({"length": 8, "batch_size": 4} | arguments))
 
 
 @pytest.mark.parametrize("wrong", [4.0, "4", None])
-def test_sizes_are_ints(wrong: Any) -> None:
+def test_sizes_must_be_ints(wrong: Any) -> None:
     with pytest.raises(TypeError):
         Sampler(wrong, 4)
     with pytest.raises(TypeError):
         Sampler(8, wrong)
 
 
-def test_numpy_sizes_are_kept_as_plain_ints() -> None:
+def test_numpy_sizes_become_plain_ints() -> None:
     sampler = Sampler(np.int64(8), np.int32(4), np.uint8(3), shuffle=np.True_)
     assert {type(v) for v in sampler.state_dict().values()} == {int, bool}
 
@@ -326,7 +330,7 @@ def test_numpy_sizes_are_kept_as_plain_ints() -> None:
 # -- passes --------------------------------------------------------------------------------------
 
 
-def test_pass_after_pass_is_epoch_after_epoch() -> None:
+def test_each_pass_is_one_epoch() -> None:
     sampler = Sampler(6, 4)
     for epoch in range(4):
         assert flat(train(sampler)) == order(6, epoch=epoch)
@@ -334,8 +338,8 @@ def test_pass_after_pass_is_epoch_after_epoch() -> None:
 
 
 @pytest.mark.parametrize("steps", range(13))
-def test_a_resume_goes_on_behind_the_last_step(steps: int) -> None:
-    """Three epochs of four batches; the resumed one gives an empty pass after a last step."""
+def test_a_resume_continues_after_the_last_step(steps: int) -> None:
+    """A resume at the end of an epoch begins with an empty pass."""
     sampler = Sampler(13, 4)
     batches = [batch for _ in range(3) for batch in train(sampler)]
     sampler = Sampler(13, 4)
@@ -352,7 +356,7 @@ def test_a_resume_goes_on_behind_the_last_step(steps: int) -> None:
     assert first == batches[steps:]
 
 
-def test_the_last_step_resumes_as_an_empty_pass() -> None:
+def test_a_resume_at_the_end_of_an_epoch_begins_with_an_empty_pass() -> None:
     sampler = Sampler(8, 4)
     train(sampler)
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["samples"]) == (0, 8)
@@ -362,7 +366,7 @@ def test_the_last_step_resumes_as_an_empty_pass() -> None:
     assert other.epochs == 2
 
 
-def test_a_dropped_tail_ends_the_epoch() -> None:
+def test_drop_last_ends_the_epoch() -> None:
     sampler = Sampler(10, 4, drop_last=True)
     train(sampler)
     assert sampler.epochs == 1
@@ -371,16 +375,16 @@ def test_a_dropped_tail_ends_the_epoch() -> None:
     assert flat(train(other)) == order(10, epoch=1)[:8]
 
 
-def test_after_a_break_the_rest_follows() -> None:
+def test_the_rest_of_an_epoch_follows_a_break() -> None:
     sampler = Sampler(8, 2)
     first = train(sampler, 1)
     assert flat(first + train(sampler)) == order(8)
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-def test_a_batch_that_was_not_counted_comes_again() -> None:
+def test_a_batch_that_was_not_counted_is_repeated() -> None:
     sampler = Sampler(8, 2)
-    next(iter(sampler))  # a look at the data, say
+    next(iter(sampler))  # for example, to inspect the data
     assert flat(train(sampler)) == order(8)
 
 
@@ -390,7 +394,7 @@ def test_a_break_at_the_last_step_ends_the_epoch() -> None:
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-def test_the_length_of_a_pass_is_that_of_a_whole_epoch() -> None:
+def test_the_length_is_that_of_a_full_epoch() -> None:
     sampler = Sampler(10, 4)
     assert len(sampler) == 3
     train(sampler, 2)
@@ -399,7 +403,7 @@ def test_the_length_of_a_pass_is_that_of_a_whole_epoch() -> None:
     assert len(Sampler(8, 4)) == 2
 
 
-def test_the_batches_left_are_those_of_the_epoch() -> None:
+def test_left_counts_the_remaining_batches_of_the_epoch() -> None:
     sampler, left = Sampler(10, 4), []
     assert sampler.left == 3
     for _ in range(2):
@@ -413,13 +417,13 @@ def test_the_batches_left_are_those_of_the_epoch() -> None:
     assert resumed(sampler, 10, 4, drop_last=True).left == 1
 
 
-def test_a_count_beyond_what_was_given_is_refused() -> None:
+def test_counting_more_batches_than_yielded_is_an_error() -> None:
     sampler = Sampler(8, 2)
     with pytest.raises(HoldfastError, match="Expected at most 0, found 1"):
         sampler.advance()
-    passing = iter(sampler)
-    next(passing)
-    next(passing)
+    current_pass = iter(sampler)
+    next(current_pass)
+    next(current_pass)
     with pytest.raises(HoldfastError, match="Expected at most 2, found 3"):
         sampler.advance(3)
     assert sampler.state_dict()["samples"] == 0
@@ -430,7 +434,7 @@ def test_a_count_beyond_what_was_given_is_refused() -> None:
         sampler.advance(-1)
 
 
-def test_a_step_that_is_called_twice_is_told_with_the_sampler_and_the_usual_cause() -> None:
+def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause() -> None:
     sampler = Sampler(8, 2, 5)
     next(iter(sampler))
     sampler.advance()
@@ -440,28 +444,28 @@ def test_a_step_that_is_called_twice_is_told_with_the_sampler_and_the_usual_caus
         sampler.advance()
 
 
-def test_a_loader_from_before_the_resume_is_refused() -> None:
+def test_a_pass_from_before_the_resume_is_an_error() -> None:
     sampler = Sampler(8, 2)
     saved = sampler.state_dict()
-    passing = iter(sampler)
-    next(passing)
+    current_pass = iter(sampler)
+    next(current_pass)
     sampler.load_state_dict(saved)
     with pytest.raises(HoldfastError, match="no longer the latest"):
-        next(passing)
+        next(current_pass)
     with pytest.raises(HoldfastError, match="iterate over the loader again"):
         sampler.advance()
 
 
-def test_a_pass_that_was_asked_for_before_the_resume_but_not_begun_is_the_rest() -> None:
+def test_an_iterator_created_before_the_resume_yields_the_rest() -> None:
     sampler = Sampler(8, 2)
     train(sampler, 1)
     other = Sampler(8, 2)
-    passing = iter(other)
+    current_pass = iter(other)
     other.load_state_dict(sampler.state_dict())
-    assert flat(passing) == order(8)[2:]
+    assert flat(current_pass) == order(8)[2:]
 
 
-def test_two_passes_at_once_are_refused() -> None:
+def test_two_concurrent_passes_are_an_error() -> None:
     sampler = Sampler(8, 2)
     with pytest.raises(HoldfastError, match="one pass at a time"):
         list(zip(sampler, sampler, strict=True))
@@ -471,16 +475,18 @@ def test_two_passes_at_once_are_refused() -> None:
 
 
 def accumulate(sampler: Sampler, per_step: int, steps: int) -> list[tuple[dict[str, int], int]]:
-    """Steps of so many batches, across the ends of epochs; what is saved after each, and the
-    number of batches that were given out until then."""
-    saved, window, given = [], 0, 0
+    """Run steps of ``per_step`` batches across the ends of epochs.
+
+    Return, for each step, the saved state and the number of batches yielded so far.
+    """
+    saved, window, yielded = [], 0, 0
     while True:
         for _ in sampler:
-            given += 1
+            yielded += 1
             window += 1
             if window == per_step:
                 sampler.advance(per_step)
-                saved.append((sampler.state_dict(), given))
+                saved.append((sampler.state_dict(), yielded))
                 window = 0
                 if len(saved) == steps:
                     return saved
@@ -509,7 +515,7 @@ def test_steps_may_cross_the_ends_of_epochs(length: int, per_step: int) -> None:
         assert rest == whole[done : done + len(rest)]
 
 
-def test_batches_that_no_step_counts_are_told() -> None:
+def test_batches_that_no_step_counts_cause_a_warning() -> None:
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
         if number % 2:
@@ -519,8 +525,10 @@ def test_batches_that_no_step_counts_are_told() -> None:
     assert flat(rest) == order(10)[4:]
 
 
-@pytest.mark.parametrize(("uncounted", "told"), [(0, False), (1, False), (2, True), (3, True)])
-def test_what_is_told_is_as_much_as_a_step_takes(uncounted: int, told: bool) -> None:
+@pytest.mark.parametrize(("uncounted", "warns"), [(0, False), (1, False), (2, True), (3, True)])
+def test_the_warning_requires_at_least_one_step_of_uncounted_batches(
+    uncounted: int, warns: bool
+) -> None:
     sampler = Sampler(2 * (4 + uncounted), 2)
     for number, _ in enumerate(sampler):
         if number in (1, 3):
@@ -528,7 +536,7 @@ def test_what_is_told_is_as_much_as_a_step_takes(uncounted: int, told: bool) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         next(iter(sampler))
-    assert [w.category for w in caught] == [UncountedBatches] * told
+    assert [w.category for w in caught] == [UncountedBatches] * warns
 
 
 NEVER = (
@@ -537,8 +545,11 @@ NEVER = (
 )
 
 
-def test_nothing_counted_at_all_is_told_once_and_then_refused() -> None:
-    """Forgotten in the state, or used for evaluation; the first may be a look at the data."""
+def test_a_sampler_without_any_counted_batch_warns_once_and_then_raises() -> None:
+    """The sampler is missing from the state or used for evaluation.
+
+    The first pass is permitted, for example to inspect the data.
+    """
     sampler = Sampler(10, 2)
     list(sampler)
     with pytest.warns(UncountedBatches, match=NEVER):
@@ -550,7 +561,7 @@ def test_nothing_counted_at_all_is_told_once_and_then_refused() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_tells_it_too(workers: int) -> None:
+def test_a_loader_without_any_counted_batch_warns_once_and_then_raises(workers: int) -> None:
     loader = DataLoader(Squares(), batch_sampler=Sampler(10, 2), num_workers=workers)
     list(loader)
     with pytest.warns(UncountedBatches, match=NEVER):
@@ -559,7 +570,7 @@ def test_a_loader_tells_it_too(workers: int) -> None:
         list(loader)
 
 
-def test_looks_at_the_first_batches_are_not_told() -> None:
+def test_reading_only_the_first_batches_causes_no_warning() -> None:
     sampler = Sampler(10, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -570,20 +581,20 @@ def test_looks_at_the_first_batches_are_not_told() -> None:
 
 
 @pytest.mark.parametrize("counted", [0, 1])
-def test_who_counts_too_few_is_never_refused(counted: int) -> None:
-    """``step(batches=0)``, say, or without ``batches=``: it is in the state."""
+def test_counting_too_few_batches_only_warns(counted: int) -> None:
+    """The sampler is in the state, but ``step`` gets ``batches=0`` or no ``batches=``."""
     sampler = Sampler(10, 2)
-    passing = iter(sampler)
-    next(passing)
+    current_pass = iter(sampler)
+    next(current_pass)
     sampler.advance(counted)
-    list(passing)
+    list(current_pass)
     for _ in range(3):
         with pytest.warns(UncountedBatches, match="but some were never counted"):
             again = list(sampler)
         assert flat(again) == order(10)[2 * counted :]
 
 
-def test_a_loaded_sampler_that_no_step_counts_is_told_as_well() -> None:
+def test_a_resumed_sampler_that_no_step_counts_also_warns() -> None:
     sampler = Sampler(10, 2)
     train(sampler, 2)
     other = resumed(sampler, 10, 2)
@@ -597,7 +608,7 @@ def test_a_loaded_sampler_that_no_step_counts_is_told_as_well() -> None:
     assert flat(train(other)) == order(10, epoch=1)
 
 
-def test_a_step_that_ends_in_the_next_epoch_is_not_told() -> None:
+def test_a_step_that_ends_in_the_next_epoch_causes_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accumulate(Sampler(10, 2), 4, 10)
@@ -608,8 +619,8 @@ def test_the_rest_of_a_step_may_be_counted_after_the_epoch() -> None:
     for number, _ in enumerate(sampler):
         if number == 3:
             sampler.advance(4)
-    passing = iter(sampler)
-    next(passing)
+    current_pass = iter(sampler)
+    next(current_pass)
     assert sampler.epochs == 0
     sampler.advance()
     assert sampler.epochs == 1
@@ -618,13 +629,13 @@ def test_the_rest_of_a_step_may_be_counted_after_the_epoch() -> None:
     assert sampler.state_dict()["samples"] == 2
 
 
-def test_a_state_in_the_middle_of_a_step_that_crosses_resumes_as_one_pass() -> None:
-    """Had it two passes, a loop that counts passes would train one epoch less."""
+def test_a_state_within_a_step_across_epochs_resumes_as_one_pass() -> None:
+    """With two passes, a loop that counts passes would train one epoch less."""
     sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
         if number == 3:
             sampler.advance(4)
-    next(iter(sampler))  # the first of the next epoch; nothing of it is counted
+    next(iter(sampler))  # the first batch of the next epoch, not counted
     assert sampler.state_dict()["ahead"] == 1
     other = resumed(sampler, 10, 2)
     assert other.state_dict() == sampler.state_dict()
@@ -640,8 +651,8 @@ def test_a_state_in_the_middle_of_a_step_that_crosses_resumes_as_one_pass() -> N
 # -- following a Progress ------------------------------------------------------------------------
 
 
-def between(count_up: bool, *, follow: bool = True) -> tuple[Sampler, holdfast.Progress]:
-    """A sampler behind a whole epoch, that the user has counted or not."""
+def at_end_of_epoch(count_up: bool, *, follow: bool = True) -> tuple[Sampler, holdfast.Progress]:
+    """Return a sampler after one epoch, which the user has counted or not."""
     sampler, progress = Sampler(8, 2), holdfast.Progress()
     if follow:
         sampler.follow(progress)
@@ -651,21 +662,23 @@ def between(count_up: bool, *, follow: bool = True) -> tuple[Sampler, holdfast.P
     return sampler, progress
 
 
-def test_a_state_from_between_two_passes_loses_no_epoch() -> None:
-    sampler, _ = between(count_up=True)
+def test_a_state_saved_between_two_passes_skips_no_epoch() -> None:
+    sampler, _ = at_end_of_epoch(count_up=True)
     assert sampler.epochs == 1
     assert flat(train(resumed(sampler, 8, 2))) == order(8, epoch=1)
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
 @pytest.mark.parametrize(("count_up", "follow"), [(False, True), (True, False), (False, False)])
-def test_an_epoch_that_is_not_counted_up_has_an_empty_rest(count_up: bool, follow: bool) -> None:
-    sampler, _ = between(count_up, follow=follow)
+def test_an_epoch_that_is_not_counted_resumes_as_an_empty_pass(
+    count_up: bool, follow: bool
+) -> None:
+    sampler, _ = at_end_of_epoch(count_up, follow=follow)
     assert train(resumed(sampler, 8, 2)) == []
 
 
-def test_a_loop_with_a_final_save_can_be_made_longer() -> None:
-    """``while progress.epoch < n``, saved after the loop, and gone on with a larger n."""
+def test_a_finished_loop_can_be_resumed_with_more_epochs() -> None:
+    """The loop is ``while progress.epoch < n``, saved at its end and resumed with a larger n."""
     state: dict[str, dict[str, int]] = {}
     trained: list[int] = []
     for epochs in (1, 2, 2, 4):
@@ -694,7 +707,7 @@ def test_a_loop_that_sets_the_epoch_before_the_pass() -> None:
     assert flat(seen) == order(8, epoch=2)
 
 
-def test_a_counted_epoch_with_a_step_that_crosses_is_kept_as_one_pass() -> None:
+def test_a_counted_epoch_with_a_step_across_epochs_resumes_as_one_pass() -> None:
     sampler, progress = Sampler(10, 2), holdfast.Progress()
     sampler.follow(progress)
     for number, _ in enumerate(sampler):
@@ -706,23 +719,23 @@ def test_a_counted_epoch_with_a_step_that_crosses_is_kept_as_one_pass() -> None:
     assert flat(resumed(sampler, 10, 2)) == order(10)[8:] + order(10, epoch=1)
 
 
-def test_a_loaded_state_is_saved_again_as_it_was() -> None:
-    sampler, progress = between(count_up=False)
+def test_a_loaded_state_is_saved_unchanged() -> None:
+    sampler, progress = at_end_of_epoch(count_up=False)
     saved = sampler.state_dict()
     other = resumed(sampler, 8, 2)
     other.follow(progress)
     progress.epoch += 5
     assert other.state_dict() == saved
-    sampler.load_state_dict(saved)  # also where passes were made before, in this process
+    sampler.load_state_dict(saved)  # also after passes in this process
     assert sampler.state_dict() == saved
 
 
-def test_an_empty_rest_that_was_never_asked_for_is_counted_up_as_well() -> None:
-    """The loop ends with the first of two samplers; a state from behind it has both as done."""
-    old, progress = between(count_up=False)
-    together, pair = SamplerGroup(), [Sampler(8, 2), Sampler(8, 2)]
+def test_an_empty_pass_that_was_not_started_is_counted_too() -> None:
+    """The loop ends with the first of two samplers, and the saved state has both as finished."""
+    old, progress = at_end_of_epoch(count_up=False)
+    group, pair = SamplerGroup(), [Sampler(8, 2), Sampler(8, 2)]
     for sampler in pair:
-        sampler.follow(progress, together)
+        sampler.follow(progress, group)
         sampler.load_state_dict(old.state_dict())
     assert list(zip(*pair)) == []
     assert [s.state_dict() for s in pair] == [old.state_dict()] * 2
@@ -733,8 +746,8 @@ def test_an_empty_rest_that_was_never_asked_for_is_counted_up_as_well() -> None:
 
 @pytest.mark.parametrize("how", ["after", "before", "within", "late", "breaks", "no progress"])
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
-def test_epochs_that_are_counted_are_not_told(how: str, start: int) -> None:
-    """However they are counted, and wherever the training was resumed."""
+def test_counted_epochs_cause_no_warning(how: str, start: int) -> None:
+    """Count the epochs in several ways, after a resume at several positions."""
     sampler, progress = Sampler(6, 2), holdfast.Progress()
     if start:
         old = Sampler(6, 2)
@@ -758,8 +771,8 @@ def test_epochs_that_are_counted_are_not_told(how: str, start: int) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 3])
-def test_epochs_that_are_not_counted_are_told_once(start: int) -> None:
-    """When the third pass begins; again only in the next process."""
+def test_uncounted_epochs_cause_one_warning(start: int) -> None:
+    """The warning appears when the third pass begins, and again only in the next process."""
     sampler, progress = Sampler(6, 2), holdfast.Progress()
     sampler.follow(progress)
     progress.epoch = 4
@@ -776,7 +789,7 @@ def test_epochs_that_are_not_counted_are_told_once(start: int) -> None:
     train(sampler)
 
 
-def test_a_resume_begins_to_look_anew() -> None:
+def test_a_resume_restarts_the_check_of_counted_epochs() -> None:
     sampler, progress = Sampler(6, 2), holdfast.Progress()
     sampler.follow(progress)
     for _ in range(3):
@@ -785,7 +798,7 @@ def test_a_resume_begins_to_look_anew() -> None:
         sampler.load_state_dict(sampler.state_dict())
 
 
-def test_another_progress_is_looked_at_anew() -> None:
+def test_a_new_progress_restarts_the_check_of_counted_epochs() -> None:
     sampler = Sampler(6, 2)
     for _ in range(3):
         progress = holdfast.Progress()
@@ -798,7 +811,7 @@ def test_another_progress_is_looked_at_anew() -> None:
 # -- states --------------------------------------------------------------------------------------
 
 
-def test_the_state_is_plain_and_free_of_topology() -> None:
+def test_the_state_is_plain_and_independent_of_the_ranks() -> None:
     sampler = Sampler(9, 4, 7, rank=1, ranks=3)
     train(sampler, 2)
     assert sampler.state_dict() == {
@@ -813,7 +826,7 @@ def test_the_state_is_plain_and_free_of_topology() -> None:
     }
 
 
-def test_all_differences_are_told_at_once() -> None:
+def test_the_error_lists_all_differences() -> None:
     sampler = Sampler(8, 2)
     train(sampler, 1)
     other = Sampler(9, 2, 1, shuffle=False, drop_last=True)
@@ -821,13 +834,13 @@ def test_all_differences_are_told_at_once() -> None:
         other.load_state_dict(sampler.state_dict())
     assert caught.value.expected == "length=8, seed=0, shuffle=True, drop_last=False"
     assert caught.value.found == "length=9, seed=1, shuffle=False, drop_last=True"
-    assert train(other, 1) == [[0, 1]]  # nothing was changed
+    assert train(other, 1) == [[0, 1]]  # the sampler is unchanged
 
 
-def test_another_length_is_taken_where_an_epoch_begins() -> None:
+def test_the_length_may_change_at_the_beginning_of_an_epoch() -> None:
     other = resumed(Sampler(8, 2), 90, 2)
     assert flat(train(other)) == order(90)
-    sampler, _ = between(count_up=True)
+    sampler, _ = at_end_of_epoch(count_up=True)
     assert flat(train(resumed(sampler, 90, 2))) == order(90, epoch=1)
 
 
@@ -835,10 +848,10 @@ def test_another_length_is_taken_where_an_epoch_begins() -> None:
 @example(10, 7, 4, 4, True)
 @example(8, 4, 4, 4, False)
 @settings(deadline=None)
-def test_another_length_is_taken_where_an_epoch_ends(
+def test_the_length_may_change_only_at_the_end_of_an_epoch(
     length: int, other: int, batch: int, other_batch: int, drop_last: bool
 ) -> None:
-    """With drop_last as well, where fewer are left than a batch; and nowhere else."""
+    """With ``drop_last``, an epoch ends if fewer samples than a batch are left."""
     if drop_last:
         batch, other_batch = min(batch, length), min(other_batch, other)
     sampler = Sampler(length, batch, drop_last=drop_last)
@@ -849,18 +862,18 @@ def test_another_length_is_taken_where_an_epoch_ends(
             with pytest.raises(PlanError, match=f"length={length}, found length={other}"):
                 resumed(sampler, other, other_batch, drop_last=drop_last)
     if drop_last and rest >= other_batch:
-        return  # these smaller batches would go on in the epoch
+        return  # these smaller batches continue the epoch
     live = resumed(sampler, other, other_batch, drop_last=drop_last)
-    live = resumed(live, other, other_batch, drop_last=drop_last)  # and saved before it goes on
+    live = resumed(live, other, other_batch, drop_last=drop_last)  # and saved before it continues
     assert (live.epochs, live.left) == (1, 0)
     assert train(live) == []
-    kept = other // other_batch * other_batch if drop_last else other
-    assert flat(train(live)) == order(other, epoch=1)[:kept]
+    sample_count = other // other_batch * other_batch if drop_last else other
+    assert flat(train(live)) == order(other, epoch=1)[:sample_count]
     assert live.epochs == 2
 
 
-def test_another_length_in_the_middle_of_a_step_is_refused() -> None:
-    """The step would be finished with samples of another order."""
+def test_the_length_must_not_change_within_a_step() -> None:
+    """The rest of the step would use samples of a different order."""
     sampler, progress = Sampler(10, 2), holdfast.Progress()
     sampler.follow(progress)
     for number, _ in enumerate(sampler):
@@ -888,10 +901,10 @@ def test_another_length_in_the_middle_of_a_step_is_refused() -> None:
         {"epoch": "1"},
         {"samples": 1.0},
         {"samples": None},
-        {"more": 1},
+        {"unknown": 1},
     ],
 )
-def test_states_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+def test_impossible_states_are_rejected(change: dict[str, Any]) -> None:
     sampler = Sampler(8, 2)
     train(sampler, 1)
     with pytest.raises(PlanError, match="state of an ElasticSampler"):
@@ -900,12 +913,12 @@ def test_states_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"epoch": 1, "samples": 0}])
-def test_what_is_no_state_is_refused(state: Any) -> None:
+def test_other_objects_are_rejected_as_states(state: Any) -> None:
     with pytest.raises(PlanError, match="not the state of an ElasticSampler"):
         Sampler(8, 2).load_state_dict(state)
 
 
-def test_it_is_saved_and_loaded_by_holdfast() -> None:
+def test_a_sampler_is_saved_and_loaded_by_holdfast() -> None:
     store = MemoryStore()
     sampler = Sampler(8, 2)
     train(sampler, 3)
@@ -919,13 +932,13 @@ def test_it_is_saved_and_loaded_by_holdfast() -> None:
 # -- copies, processes, loaders ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_copies_go_on_by_themselves(how: Any) -> None:
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_is_independent_of_the_original(make_copy: Any) -> None:
     sampler, progress = Sampler(8, 2), holdfast.Progress()
     sampler.follow(progress)
     train(sampler, 1)
-    twin = how(sampler)
-    assert flat(train(twin)) == order(8)[2:]
+    copied = make_copy(sampler)
+    assert flat(train(copied)) == order(8)[2:]
     assert sampler.state_dict()["samples"] == 2
     assert flat(train(sampler)) == order(8)[2:]
     iter(resumed(sampler, 8, 2))
@@ -933,26 +946,26 @@ def test_copies_go_on_by_themselves(how: Any) -> None:
 
 
 def test_a_copy_of_a_state_follows_the_copied_progress() -> None:
-    sampler, progress = between(count_up=False)
+    sampler, progress = at_end_of_epoch(count_up=False)
     state = copy.deepcopy({"sampler": sampler, "progress": progress})
     state["progress"].epoch += 1
     assert state["sampler"].state_dict()["epoch"] == 1
     assert sampler.state_dict()["epoch"] == 0
 
 
-def test_copies_of_several_know_each_other_and_not_the_old_ones() -> None:
+def test_copies_of_several_samplers_form_their_own_group() -> None:
     state = {"samplers": [Sampler(8, 2), Sampler(8, 2)], "progress": holdfast.Progress()}
     with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in zip(*state["samplers"]):
             ckpt.step()
     saved = [s.state_dict() for s in state["samplers"]]
-    for how in (copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))):
-        twins = how(state["samplers"])
-        for sampler in (*state["samplers"], *twins):
+    for make_copy in (copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))):
+        copies = make_copy(state["samplers"])
+        for sampler in (*state["samplers"], *copies):
             sampler.load_state_dict(saved[0])
         assert list(zip(*state["samplers"])) == []
-        for sampler in twins:
-            assert list(sampler) == []  # nothing has begun beside it
+        for sampler in copies:
+            assert list(sampler) == []  # no other sampler of its group has started a pass
         assert len(list(zip(*state["samplers"]))) == 4
 
 
@@ -970,7 +983,7 @@ LOADERS: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", LOADERS, ids=str)
-def test_loaders_that_run_ahead_count_only_what_was_trained(options: dict[str, Any]) -> None:
+def test_prefetched_batches_are_not_counted(options: dict[str, Any]) -> None:
     whole = [sample**2 for epoch in range(3) for sample in order(10, epoch=epoch)]
     for steps in (0, 1, 4, 5, 6, 9):
         sampler = Sampler(10, 2)
@@ -994,7 +1007,7 @@ def test_loaders_that_run_ahead_count_only_what_was_trained(options: dict[str, A
 
 
 @pytest.mark.slow
-def test_loaders_whose_workers_are_spawned() -> None:
+def test_a_loader_with_spawned_workers() -> None:
     sampler = Sampler(10, 2)
     loader = DataLoader(
         Squares(), batch_sampler=sampler, num_workers=1, multiprocessing_context="spawn"
