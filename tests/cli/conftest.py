@@ -1,4 +1,4 @@
-"""A run in memory that commands reach by its URL."""
+"""Fixtures: a run in memory that commands find by its URL."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from tests.cli.invoke import make_run
 
-_numbers = itertools.count()
+_store_numbers = itertools.count()
 
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """A run with versions 20, 40, 60 under a URL of its own."""
-    made = open_store(f"memory://cli-{next(_numbers)}")
-    assert isinstance(made, MemoryStore)
-    return make_run(made)
+    """Return a run with versions 20, 40, and 60 under a unique URL."""
+    store = open_store(f"memory://cli-{next(_store_numbers)}")
+    assert isinstance(store, MemoryStore)
+    return make_run(store)
 
 
 @pytest.fixture
@@ -27,6 +27,6 @@ def run(store: MemoryStore) -> str:
 
 
 @pytest.fixture
-def elsewhere() -> str:
-    """The URL of an empty place."""
-    return f"memory://cli-{next(_numbers)}"
+def empty_url() -> str:
+    """Return the URL of an empty store."""
+    return f"memory://cli-{next(_store_numbers)}"

@@ -1,4 +1,4 @@
-"""Commands run in this process, and small runs for them in memory."""
+"""Run commands in this process, and make small runs in memory for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trainings import train, training
 
 
 class CommandResult(NamedTuple):
-    """What a command printed, and its exit code."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -25,9 +25,9 @@ class CommandResult(NamedTuple):
         return json.loads(self.out)
 
 
-def run_cli(*words: object) -> CommandResult:
-    """Run a command. Never a traceback: whatever escapes it fails the test."""
-    result = CliRunner().invoke(cli, [str(w) for w in words])
+def run_cli(*arguments: object) -> CommandResult:
+    """Run a command. An unexpected exception fails the test."""
+    result = CliRunner().invoke(cli, [str(w) for w in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "Traceback" not in result.stderr
@@ -35,14 +35,14 @@ def run_cli(*words: object) -> CommandResult:
 
 
 def make_run(store: MemoryStore) -> MemoryStore:
-    """Versions 20, 40 and 60, the metric ``loss`` with each."""
+    """Save versions 20, 40, and 60 with the metric ``loss``."""
     with training(store, EverySteps(20)) as (state, ckpt):
         train(state, ckpt, 60)
     return store
 
 
 def train_branch(store: MemoryStore, start: int, last_step: int) -> None:
-    """Train again from a version, on a branch."""
+    """Continue from a version on a new branch."""
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=start)
         train(state, ckpt, last_step)

@@ -1,4 +1,4 @@
-"""What people see: sizes, ages, text, the progress bar."""
+"""Terminal output: sizes, ages, text, the progress bar."""
 
 from __future__ import annotations
 
@@ -38,33 +38,35 @@ def test_text_is_cut_with_an_ellipsis() -> None:
 
 
 @pytest.mark.parametrize("unit", ["bytes", "versions"])
-def test_a_long_work_shows_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
+def test_a_long_operation_shows_a_bar_that_disappears(
+    monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(console, "_PROGRESS_DELAY", 0.0)
-    with console.progress_bar("verifying", 100, quiet=False, unit=unit) as tell:
-        until = time.monotonic() + 10
-        while "verifying" not in terminal.getvalue() and time.monotonic() < until:
+    with console.progress_bar("verifying", 100, quiet=False, unit=unit) as advance:
+        deadline = time.monotonic() + 10
+        while "verifying" not in terminal.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
-        tell(60)
+        advance(60)
     assert "verifying" in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[2K")
 
 
-def test_a_short_work_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_operation_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with console.progress_bar("verifying", 100, quiet=False) as tell:
-        tell(100)
+    with console.progress_bar("verifying", 100, quiet=False) as advance:
+        advance(100)
     assert terminal.getvalue() == ""
 
 
-def test_nobody_looks_so_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_PROGRESS_DELAY", 0.0)
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
-    with console.progress_bar("verifying", 100, quiet=False) as tell:
+    with console.progress_bar("verifying", 100, quiet=False) as advance:
         time.sleep(0.02)
-        tell(100)
+        advance(100)
     assert plain.getvalue() == ""

@@ -29,97 +29,101 @@ def keys(url: str) -> list[str]:
     return [s.key for s in open_store(url).list("")]
 
 
-def test_a_snapshot(run: str, elsewhere: str) -> None:
-    answer = run_cli("copy", f"{run}/version_40", f"{elsewhere}/version_40")
-    assert answer.code == 0
-    assert "1 snapshot copied" in answer.out
-    assert run_cli("diff", f"{run}/version_40", f"{elsewhere}/version_40").code == 0
-    assert run_cli("verify", elsewhere).code == 0
+def test_a_snapshot(run: str, empty_url: str) -> None:
+    result = run_cli("copy", f"{run}/version_40", f"{empty_url}/version_40")
+    assert result.code == 0
+    assert "1 snapshot copied" in result.out
+    assert run_cli("diff", f"{run}/version_40", f"{empty_url}/version_40").code == 0
+    assert run_cli("verify", empty_url).code == 0
 
 
-def test_json_keys_are_stable(run: str, elsewhere: str) -> None:
-    told = run_cli("copy", run, elsewhere, "--json").json
-    assert list(told) == [
+def test_json_keys_are_stable(run: str, empty_url: str) -> None:
+    report = run_cli("copy", run, empty_url, "--json").json
+    assert list(report) == [
         "from", "to", "copied", "present", "damaged", "branches", "evaluations", "pins", "stray",
         "bytes", "seconds",
     ]  # fmt: skip
-    assert [list(c) for c in told["copied"]] == [["snapshot", "step", "bytes"]] * 3
-    assert [c["step"] for c in told["copied"]] == [20, 40, 60]
+    assert [list(c) for c in report["copied"]] == [["snapshot", "step", "bytes"]] * 3
+    assert [c["step"] for c in report["copied"]] == [20, 40, 60]
 
 
-def test_a_whole_run_with_its_branches(store: MemoryStore, tmp_path: Path) -> None:
+def test_a_run_with_branches(store: MemoryStore, tmp_path: Path) -> None:
     train_branch(store, start=40, last_step=80)
     to = tmp_path / "runs" / "copy"
-    answer = run_cli("copy", store.url, to)
-    assert answer.code == 0
+    result = run_cli("copy", store.url, to)
+    assert result.code == 0
     assert keys(str(to)) == keys(store.url)
-    ours, theirs = run_cli("ls", store.url, "--json").json, run_cli("ls", to, "--json").json
-    assert theirs["latest"] == ours["latest"] == "version_80.1"
-    assert [v["on_line"] for v in theirs["versions"]] == [v["on_line"] for v in ours["versions"]]
+    source, copied = run_cli("ls", store.url, "--json").json, run_cli("ls", to, "--json").json
+    assert copied["latest"] == source["latest"] == "version_80.1"
+    assert [v["on_line"] for v in copied["versions"]] == [v["on_line"] for v in source["versions"]]
     assert run_cli("verify", to).code == 0
 
 
-def test_a_run_is_copied_again_only_where_it_grew(store: MemoryStore, elsewhere: str) -> None:
-    run_cli("copy", store.url, elsewhere)
+def test_a_repeated_copy_copies_only_new_versions(store: MemoryStore, empty_url: str) -> None:
+    run_cli("copy", store.url, empty_url)
     train_branch(store, start=40, last_step=80)
-    told = run_cli("copy", store.url, elsewhere, "--json").json
-    assert [c["step"] for c in told["present"]] == [20, 40, 60]
-    assert [c["step"] for c in told["copied"]] == [60, 80]
-    assert told["branches"] == 1
-    assert "already present" in run_cli("copy", store.url, elsewhere).out
+    report = run_cli("copy", store.url, empty_url, "--json").json
+    assert [c["step"] for c in report["present"]] == [20, 40, 60]
+    assert [c["step"] for c in report["copied"]] == [60, 80]
+    assert report["branches"] == 1
+    assert "already present" in run_cli("copy", store.url, empty_url).out
 
 
-def test_evaluations_and_lasting_pins_come_with_a_run(store: MemoryStore, elsewhere: str) -> None:
-    """So that the best of a copy is the best of its original, and what was to stay stays."""
+def test_evaluations_and_lasting_pins_are_copied_with_a_run(
+    store: MemoryStore, empty_url: str
+) -> None:
+    """A copy has the same best version as its original, and the same pinned versions."""
     run = hf.Run(store)
     run.add_metrics(20, {"val": 0.25, "odd": float("nan")})
     run.add_metrics(40, {"val": 0.5})
     run.pin(40)
     for added in (0, 1):
-        told = run_cli("copy", store.url, elsewhere, "--json").json
-        assert (told["evaluations"], told["pins"]) == (2 + added, 1)
-        copied = hf.Run(elsewhere)
-        assert keys(elsewhere) == keys(store.url)
+        report = run_cli("copy", store.url, empty_url, "--json").json
+        assert (report["evaluations"], report["pins"]) == (2 + added, 1)
+        copied = hf.Run(empty_url)
+        assert keys(empty_url) == keys(store.url)
         assert [repr(r) for r in copied.records()] == [repr(r) for r in run.records()]
         assert copied.pins() == run.pins()
         run.add_metrics(60, {"val": 0.125})
-    assert run_cli("verify", elsewhere).code == 0
+    assert run_cli("verify", empty_url).code == 0
 
 
-def copied_to(one: Store, two: Store) -> int:
+def count_copied(one: Store, two: Store) -> int:
     run = hf.Run(one)
     return len(_copy_run(run, run.listing(), hf.Run(two), True).copied)
 
 
-def test_a_backup_goes_on_where_the_source_has_kept_nothing_of_it() -> None:
-    """As an hourly one of a training that saves often and keeps the last."""
+def test_a_backup_continues_if_the_source_has_deleted_all_its_versions() -> None:
+    """For example, an hourly backup of a training that saves often and keeps few versions."""
     source, backup, other = MemoryStore(), MemoryStore(), MemoryStore()
     with training(source, EverySteps(1), KeepLast(2)) as (state, ckpt):
         for steps in (3, 6, 9):
             train(state, ckpt, steps)
             ckpt.wait()
-            assert copied_to(source, backup) == 2
+            assert count_copied(source, backup) == 2
     assert [v.step for v in hf.Run(backup).line()] == [2, 3, 5, 6, 8, 9]
     with training(other, EverySteps(1), KeepLast(2)) as (state, ckpt):
         train(state, ckpt, 12)
-    with pytest.raises(AlreadyExists, match="another training"):  # newer, but it began elsewhere
-        copied_to(other, backup)
+    with pytest.raises(
+        AlreadyExists, match="another training"
+    ):  # newer, but from a different start
+        count_copied(other, backup)
     with training(source, EverySteps(1), KeepLast(2)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 12)
     with training(backup, EverySteps(1), KeepLast(2)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 20)
-    with pytest.raises(AlreadyExists, match="another training"):  # both went on
-        copied_to(source, backup)
+    with pytest.raises(AlreadyExists, match="another training"):  # both continued training
+        count_copied(source, backup)
 
 
-def test_two_that_saved_another_version_of_one_step_are_not_mixed(elsewhere: str) -> None:
-    """Retention has left nothing between a version and its parent, only the parent's name."""
-    one, two = MemoryStore(), open_store(elsewhere)
+def test_different_versions_of_one_step_are_not_mixed(empty_url: str) -> None:
+    """Retention deleted the versions between a version and its parent. Only a name is left."""
+    one, two = MemoryStore(), open_store(empty_url)
     with training(one, EverySteps(3), KeepLast(1) | KeepEvery(3)) as (state, ckpt):
         train(state, ckpt, 3)
-    assert copied_to(one, two) == 1
+    assert count_copied(one, two) == 1
     for store, steps in ((one, (12,)), (two, (12, 13))):
         with training(store, EverySteps(100), KeepLast(1) | KeepEvery(3)) as (state, ckpt):
             ckpt.resume()
@@ -128,63 +132,65 @@ def test_two_that_saved_another_version_of_one_step_are_not_mixed(elsewhere: str
                 state["history"] = [float(id(store))]
                 ckpt.save()
     hf.Run(two).delete(Version(12))
-    before = keys(elsewhere)
+    before = keys(empty_url)
     for a, b in ((one, two), (two, one)):
         with pytest.raises(AlreadyExists, match="both continued training"):
-            copied_to(a, b)
-    assert keys(elsewhere) == before
+            count_copied(a, b)
+    assert keys(empty_url) == before
 
 
-def test_nothing_is_overwritten(run: str, elsewhere: str) -> None:
-    hf.save(f"{elsewhere}/version_40", {"n": 1})
-    before = keys(elsewhere)
-    for words in ((f"{run}/version_40", f"{elsewhere}/version_40"), (run, elsewhere)):
-        answer = run_cli("copy", *words)
-        assert answer.code == 8
-        assert "nothing was changed" in answer.err
-    assert keys(elsewhere) == before
+def test_nothing_is_overwritten(run: str, empty_url: str) -> None:
+    hf.save(f"{empty_url}/version_40", {"n": 1})
+    before = keys(empty_url)
+    for arguments in ((f"{run}/version_40", f"{empty_url}/version_40"), (run, empty_url)):
+        result = run_cli("copy", *arguments)
+        assert result.code == 8
+        assert "nothing was changed" in result.err
+    assert keys(empty_url) == before
 
 
-def test_two_trainings_are_not_mixed(run: str, elsewhere: str) -> None:
-    hf.save(f"{elsewhere}/version_7", {"n": 1})
-    answer = run_cli("copy", run, elsewhere)
-    assert answer.code == 8
-    assert "another training" in answer.err
-    other = open_store(elsewhere + "-other")
+def test_two_trainings_are_not_mixed(run: str, empty_url: str) -> None:
+    hf.save(f"{empty_url}/version_7", {"n": 1})
+    result = run_cli("copy", run, empty_url)
+    assert result.code == 8
+    assert "another training" in result.err
+    other = open_store(empty_url + "-other")
     assert isinstance(other, MemoryStore)
     make_run(other)
     assert run_cli("copy", run, other.url).code == 8
 
 
-def test_a_version_keeps_its_step(run: str, elsewhere: str) -> None:
-    answer = run_cli("copy", f"{run}/version_40", f"{elsewhere}/version_50")
-    assert answer.code == 8
-    assert keys(elsewhere) == []
-    assert run_cli("copy", f"{run}/version_40", f"{elsewhere}/best").code == 0
+def test_a_version_keeps_its_step(run: str, empty_url: str) -> None:
+    result = run_cli("copy", f"{run}/version_40", f"{empty_url}/version_50")
+    assert result.code == 8
+    assert keys(empty_url) == []
+    assert run_cli("copy", f"{run}/version_40", f"{empty_url}/best").code == 0
 
 
-def test_a_damaged_snapshot_is_not_copied(store: MemoryStore, elsewhere: str) -> None:
+def test_a_damaged_snapshot_is_not_copied(store: MemoryStore, empty_url: str) -> None:
     flip_bit(store, shard_of(store, "version_40"))
-    answer = run_cli("copy", f"{store.url}/version_40", f"{elsewhere}/version_40")
-    assert answer.code == 3
-    assert answer.out == ""
-    assert f"version_40/{MANIFEST}" not in keys(elsewhere)
+    result = run_cli("copy", f"{store.url}/version_40", f"{empty_url}/version_40")
+    assert result.code == 3
+    assert result.out == ""
+    assert f"version_40/{MANIFEST}" not in keys(empty_url)
 
 
-def test_of_a_run_what_is_damaged_is_named_and_left_out(store: MemoryStore, elsewhere: str) -> None:
+def test_damaged_versions_of_a_run_are_reported_and_not_copied(
+    store: MemoryStore, empty_url: str
+) -> None:
     flip_bit(store, shard_of(store, "version_40"))
     flip_bit(store, f"version_20/{MANIFEST}")
-    answer = run_cli("copy", store.url, elsewhere, "--json")
-    assert answer.code == 3
-    assert [d["version"] for d in answer.json["damaged"]] == ["version_20", "version_40"]
-    assert [c["step"] for c in answer.json["copied"]] == [60]
-    assert run_cli("verify", elsewhere).code == 0
-    out = run_cli("copy", store.url, elsewhere).out
+    result = run_cli("copy", store.url, empty_url, "--json")
+    assert result.code == 3
+    assert [d["version"] for d in result.json["damaged"]] == ["version_20", "version_40"]
+    assert [c["step"] for c in result.json["copied"]] == [60]
+    assert run_cli("verify", empty_url).code == 0
+    out = run_cli("copy", store.url, empty_url).out
     assert "NOT copied       version_20" in out
     assert out.endswith("Nothing copied; 1 already present; 2 NOT copied\n")
 
 
-def test_the_sum_says_what_was_done(store: MemoryStore, tmp_path: Path) -> None:
+def test_the_summary_says_what_was_copied(store: MemoryStore, tmp_path: Path) -> None:
     assert ", all checked\n" in run_cli("copy", store.url, tmp_path / "b").out
     out = run_cli("copy", store.url, tmp_path / "b").out
     assert out.endswith("\nNothing copied; 3 already present\n")
@@ -194,33 +200,31 @@ def test_the_sum_says_what_was_done(store: MemoryStore, tmp_path: Path) -> None:
     assert out.endswith(", all checked; 1 NOT copied\n")
 
 
-def test_no_empty_folder_is_left_where_nothing_was_copied(
-    store: MemoryStore, tmp_path: Path
-) -> None:
+def test_no_empty_folder_remains_if_nothing_was_copied(store: MemoryStore, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for step in (20, 40, 60):
         flip_bit(store, shard_of(store, f"version_{step}"))
     for to in ("b", "mine"):
-        answer = run_cli("copy", store.url, tmp_path / to)
-        assert answer.code == 3
-        assert answer.out.endswith("\nNothing copied; 3 NOT copied\n")
+        result = run_cli("copy", store.url, tmp_path / to)
+        assert result.code == 3
+        assert result.out.endswith("\nNothing copied; 3 NOT copied\n")
         assert run_cli("copy", f"{store.url}@20", tmp_path / to / "version_20").code == 3
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-# -- a copy that is copied to again --------------------------------------------------------------
+# -- repeated copies -----------------------------------------------------------------------------
 
 
-def go_on(store: Store, steps: int, every: int = 20, at: int | None = None) -> None:
-    """Train on from the newest version, or from that of step ``at``."""
+def continue_training(store: Store, steps: int, every: int = 20, at: int | None = None) -> None:
+    """Continue training from the newest version, or from that of step ``at``."""
     with training(store, EverySteps(every)) as (state, ckpt):
         ckpt.resume(at=at)
         train(state, ckpt, state["progress"].step + steps)
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "said"),
+    ("source_change", "copy_change", "message"),
     [
         ({"steps": 40}, {"steps": 25, "every": 25}, "version_75"),
         ({"steps": 25, "every": 25}, {"steps": 40}, "version_80"),
@@ -231,138 +235,146 @@ def go_on(store: Store, steps: int, every: int = 20, at: int | None = None) -> N
     ],
     ids=["between", "behind", "source back", "copy back", "record alone", "both back"],
 )
-def test_two_that_went_on_from_one_are_not_mixed(
-    store: MemoryStore, elsewhere: str, ours: dict[str, int], theirs: dict[str, int], said: str
+def test_two_runs_that_diverged_are_not_mixed(
+    store: MemoryStore,
+    empty_url: str,
+    source_change: dict[str, int],
+    copy_change: dict[str, int],
+    message: str,
 ) -> None:
-    run_cli("copy", store.url, elsewhere)
-    for each, how in ((store, ours), (open_store(elsewhere), theirs)):
-        if how:
-            go_on(each, **how)
-        else:  # as a training does that dies before its first save
+    run_cli("copy", store.url, empty_url)
+    for each, change in ((store, source_change), (open_store(empty_url), copy_change)):
+        if change:
+            continue_training(each, **change)
+        else:  # like a training that stops before its first save
             snapshot = hf.Run(each).open(Version(20))
             hf.Run(each).leave_from(snapshot, Version(20), "on request")
-    for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
+    for a, b in ((store.url, empty_url), (empty_url, store.url)):
         before = keys(b)
-        answer = run_cli("copy", a, b)
-        assert answer.code == 8
-        assert "nothing was changed" in answer.err
+        result = run_cli("copy", a, b)
+        assert result.code == 8
+        assert "nothing was changed" in result.err
         assert keys(b) == before
-        if b == elsewhere:
-            assert said in answer.err
+        if b == empty_url:
+            assert message in result.err
 
 
-def test_two_that_went_on_on_one_branch_are_not_mixed(store: MemoryStore, elsewhere: str) -> None:
+def test_two_runs_that_diverged_on_one_branch_are_not_mixed(
+    store: MemoryStore, empty_url: str
+) -> None:
     snapshot = hf.Run(store).open(Version(20))
     hf.Run(store).leave_from(snapshot, Version(20), "on request")
-    run_cli("copy", store.url, elsewhere)
-    go_on(store, 10, 30)
-    go_on(open_store(elsewhere), 20)
-    assert [str(hf.Run(r).line()[-1]) for r in (store, elsewhere)] == [
+    run_cli("copy", store.url, empty_url)
+    continue_training(store, 10, 30)
+    continue_training(open_store(empty_url), 20)
+    assert [str(hf.Run(r).line()[-1]) for r in (store, empty_url)] == [
         "version_30.1", "version_40.1",
     ]  # fmt: skip
-    for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
+    for a, b in ((store.url, empty_url), (empty_url, store.url)):
         assert run_cli("copy", a, b).code == 8
 
 
-def test_what_a_copy_has_gone_on_to_comes_home(store: MemoryStore, elsewhere: str) -> None:
-    run_cli("copy", store.url, elsewhere)
-    go_on(open_store(elsewhere), 40)
-    go_on(open_store(elsewhere), 40, at=80)
-    assert [c["step"] for c in run_cli("copy", elsewhere, store.url, "--json").json["copied"]] == [
+def test_versions_added_to_a_copy_can_be_copied_back(store: MemoryStore, empty_url: str) -> None:
+    run_cli("copy", store.url, empty_url)
+    continue_training(open_store(empty_url), 40)
+    continue_training(open_store(empty_url), 40, at=80)
+    assert [c["step"] for c in run_cli("copy", empty_url, store.url, "--json").json["copied"]] == [
         80, 100, 100, 120,
     ]  # fmt: skip
-    assert keys(store.url) == keys(elsewhere)
-    go_on(store, 20)
-    assert run_cli("copy", store.url, elsewhere).code == 0
+    assert keys(store.url) == keys(empty_url)
+    continue_training(store, 20)
+    assert run_cli("copy", store.url, empty_url).code == 0
 
 
-def test_a_copy_that_is_ahead_is_left_as_it_is(store: MemoryStore, elsewhere: str) -> None:
-    run_cli("copy", store.url, elsewhere)
-    go_on(open_store(elsewhere), 40, at=40)
-    before = keys(elsewhere)
-    assert run_cli("copy", store.url, elsewhere).code == 0
-    assert keys(elsewhere) == before
+def test_a_copy_that_is_ahead_is_not_changed(store: MemoryStore, empty_url: str) -> None:
+    run_cli("copy", store.url, empty_url)
+    continue_training(open_store(empty_url), 40, at=40)
+    before = keys(empty_url)
+    assert run_cli("copy", store.url, empty_url).code == 0
+    assert keys(empty_url) == before
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_backup_keeps_what_its_source_deletes_and_is_never_refused(
-    store: MemoryStore, elsewhere: str, seed: int
+def test_a_backup_keeps_versions_that_its_source_deletes(
+    store: MemoryStore, empty_url: str, seed: int
 ) -> None:
-    choose = random.Random(seed)
+    rng = random.Random(seed)
     run = hf.Run(store)
-    had: set[Version] = set()
-    run.pin(20)  # so that they have something in common
+    saved: set[Version] = set()
+    run.pin(20)  # keeps a version that both have
     for _ in range(12):
-        what = choose.randrange(5)
-        if what == 0:
-            go_on(store, 40, choose.choice([7, 10, 20]))
-        elif what == 1:
-            go_on(store, 20, 10, at=choose.choice(run.line()).step)
-        elif what == 2:
-            run.retain(hf.KeepLast(choose.choice([1, 2, 3])))
-        elif what == 3:
+        action = rng.randrange(5)
+        if action == 0:
+            continue_training(store, 40, rng.choice([7, 10, 20]))
+        elif action == 1:
+            continue_training(store, 20, 10, at=rng.choice(run.line()).step)
+        elif action == 2:
+            run.retain(hf.KeepLast(rng.choice([1, 2, 3])))
+        elif action == 3:
             run.retain(hf.KeepLast(1) | hf.KeepEvery(50))
         else:
-            answer = run_cli("copy", store.url, elsewhere)
-            assert answer.code == 0, answer.err
-            had |= set(run.listing().versions)
-            assert set(hf.Run(elsewhere).listing().versions) == had
-            assert hf.Run(elsewhere).line()[-1] == run.line()[-1]
-            if choose.random() < 0.5:
+            result = run_cli("copy", store.url, empty_url)
+            assert result.code == 0, result.err
+            saved |= set(run.listing().versions)
+            assert set(hf.Run(empty_url).listing().versions) == saved
+            assert hf.Run(empty_url).line()[-1] == run.line()[-1]
+            if rng.random() < 0.5:
                 run.sweep(abandoned=True, grace=0)
-    assert len(had) > 3
+    assert len(saved) > 3
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_after_a_sweep_of_what_was_abandoned_the_message_says_what_to_do(
-    store: MemoryStore, elsewhere: str, seed: int
+def test_after_a_sweep_of_abandoned_versions_the_message_says_what_to_do(
+    store: MemoryStore, empty_url: str, seed: int
 ) -> None:
-    """It cannot be told from a copy that went on by itself; but it can be said."""
-    choose, refused = random.Random(seed), 0
-    run, to = hf.Run(store), open_store(elsewhere)
-    had = set(run.listing().versions)
-    run_cli("copy", store.url, elsewhere)
+    """The copy looks like one that continued training, so the message mentions both causes."""
+    rng, refused = random.Random(seed), 0
+    run, to = hf.Run(store), open_store(empty_url)
+    saved = set(run.listing().versions)
+    run_cli("copy", store.url, empty_url)
     for _ in range(8):
-        at = choose.choice([None, *(v.step for v in run.line())])
-        go_on(store, 20, 10, at=at)
-        if choose.random() < 0.7:
+        at = rng.choice([None, *(v.step for v in run.line())])
+        continue_training(store, 20, 10, at=at)
+        if rng.random() < 0.7:
             run.sweep(abandoned=True, grace=0)
-        had |= set(run.listing().versions)
-        answer = run_cli("copy", store.url, elsewhere)
-        if answer.code == 8:
+        saved |= set(run.listing().versions)
+        result = run_cli("copy", store.url, empty_url)
+        if result.code == 8:
             refused += 1
-            assert "seem to have both continued training" in answer.err
-            records = [k for k in keys(store.url) if k.startswith("branch-") and k in answer.err]
+            assert "seem to have both continued training" in result.err
+            records = [k for k in keys(store.url) if k.startswith("branch-") and k in result.err]
             assert records
-            assert f"copy {' and '.join(records)} into {elsewhere} by hand" in answer.err
+            assert f"copy {' and '.join(records)} into {empty_url} by hand" in result.err
             for key in records:
                 to.put_if_absent(key, store.get(key, 1 << 20))
-            answer = run_cli("copy", store.url, elsewhere)
-        assert answer.code == 0, answer.err
+            result = run_cli("copy", store.url, empty_url)
+        assert result.code == 0, result.err
         assert hf.Run(to).line() == run.line()
-        assert set(hf.Run(to).listing().versions) == had
+        assert set(hf.Run(to).listing().versions) == saved
     assert refused > 0
 
 
-def test_a_copy_that_went_on_is_not_told_of_sweeps(store: MemoryStore, elsewhere: str) -> None:
-    run_cli("copy", store.url, elsewhere)
-    go_on(store, 40)
-    go_on(open_store(elsewhere), 25, 25)
-    assert "sweep" not in run_cli("copy", store.url, elsewhere).err
+def test_the_error_for_a_diverged_copy_does_not_mention_sweeps(
+    store: MemoryStore, empty_url: str
+) -> None:
+    run_cli("copy", store.url, empty_url)
+    continue_training(store, 40)
+    continue_training(open_store(empty_url), 25, 25)
+    assert "sweep" not in run_cli("copy", store.url, empty_url).err
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_two_that_both_went_on_are_always_told_apart(
-    store: MemoryStore, elsewhere: str, seed: int
+def test_two_diverged_runs_are_always_distinguished(
+    store: MemoryStore, empty_url: str, seed: int
 ) -> None:
-    choose = random.Random(seed)
-    run_cli("copy", store.url, elsewhere)
-    for each in (store, open_store(elsewhere)):
-        every = choose.choice([1, 2, 3, 7])
-        for _ in range(choose.choice([1, 2])):
-            at = choose.choice([None, None, *(v.step for v in hf.Run(each).line())])
-            go_on(each, every * choose.choice([1, 2]), every, at)
-    for a, b in ((store.url, elsewhere), (elsewhere, store.url)):
+    rng = random.Random(seed)
+    run_cli("copy", store.url, empty_url)
+    for each in (store, open_store(empty_url)):
+        every = rng.choice([1, 2, 3, 7])
+        for _ in range(rng.choice([1, 2])):
+            at = rng.choice([None, None, *(v.step for v in hf.Run(each).line())])
+            continue_training(each, every * rng.choice([1, 2]), every, at)
+    for a, b in ((store.url, empty_url), (empty_url, store.url)):
         before = keys(b)
         assert run_cli("copy", a, b).code == 8
         assert keys(b) == before
@@ -373,90 +385,92 @@ def test_a_run_is_not_copied_into_a_snapshot(run: str, store: MemoryStore, tmp_p
     hf.save(tmp_path / "lone", {"n": 1})
     before = keys(str(tmp_path))
     for to in ("b/version_4", "b/version_4/", "b/version_4/.", "b/version_9", "lone"):
-        answer = run_cli("copy", run, f"{tmp_path}/{to}")
-        assert answer.code == 8, to
-        assert "nothing was changed" in answer.err
+        result = run_cli("copy", run, f"{tmp_path}/{to}")
+        assert result.code == 8, to
+        assert "nothing was changed" in result.err
     assert run_cli("copy", run, f"{run}-more/version_4").code == 8
     assert keys(str(tmp_path)) == before
 
 
-def test_what_is_called_like_a_version_is_that_version_whatever_lies_in_it(
+def test_a_folder_named_like_a_version_is_that_version(
     store: MemoryStore,
 ) -> None:
     for stat in list(store.list("version_20")):
         inner = stat.key.replace("version_20", "version_40/version_20")
         store.put_if_absent(inner, store.get(stat.key, 1 << 20))
-    answer = run_cli("ls", f"{store.url}/version_40")
-    assert answer.code == 4
-    assert "is one snapshot, not a run" in answer.err
+    result = run_cli("ls", f"{store.url}/version_40")
+    assert result.code == 4
+    assert "is one snapshot, not a run" in result.err
     for verb in ("verify", "show"):
-        answer = run_cli(verb, f"{store.url}/version_40")
-        assert answer.code == 0
-        assert "Delete" not in answer.out + answer.err
+        result = run_cli(verb, f"{store.url}/version_40")
+        assert result.code == 0
+        assert "Delete" not in result.out + result.err
 
 
-def test_a_damaged_manifest_is_moved_away_and_copied_back(run: str, store: MemoryStore) -> None:
+def test_a_damaged_manifest_can_be_replaced_from_a_copy(run: str, store: MemoryStore) -> None:
     to = f"{run}-copied"
     run_cli("copy", run, to)
     flip_bit(store, f"version_40/{MANIFEST}")
-    answer = run_cli("copy", to, run)
-    assert answer.code == 8
-    assert f"Move its {MANIFEST} away, and nothing else" in answer.err
+    result = run_cli("copy", to, run)
+    assert result.code == 8
+    assert f"Move its {MANIFEST} away, and nothing else" in result.err
     store.delete(f"version_40/{MANIFEST}")
     assert run_cli("copy", to, run).code == 0
     assert keys(run) == keys(to)
     assert run_cli("verify", run).code == 0
 
 
-# -- beside retention ----------------------------------------------------------------------------
+# -- concurrent retention ------------------------------------------------------------------------
 
 
-def copied(run: hf.Run) -> list[object]:
-    made = _copy_run(run, run.listing(), hf.Run(MemoryStore()), quiet=True)
-    assert made.damaged == []
-    return list(made.copied)
+def copy_and_check(run: hf.Run) -> list[object]:
+    copy_result = _copy_run(run, run.listing(), hf.Run(MemoryStore()), quiet=True)
+    assert copy_result.damaged == []
+    return list(copy_result.copied)
 
 
-@pytest.mark.parametrize("damage", ["loses", "refuses"])
-def test_what_the_other_store_loses_is_no_deletion(store: MemoryStore, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["loses", "fails"])
+def test_files_lost_by_the_destination_are_errors(store: MemoryStore, damage: str) -> None:
     to = HookedStore(MemoryStore())
 
     def lose(method: str, key: str) -> None:
         if key.endswith(".index.json") and method == "put_if_absent":
             to.inner.delete(key.replace(".index.json", ".safetensors"))
 
-    def refuse(method: str, key: str) -> None:
+    def fail(method: str, key: str) -> None:
         if method == "commit":
-            raise NotFound("the share is gone", key=key, store="elsewhere")
+            raise NotFound("the file share is unavailable", key=key, store="elsewhere")
 
     run = hf.Run(store)
     if damage == "loses":
         to.after = lose
-        told = _copy_run(run, run.listing(), hf.Run(to), quiet=True)
-        assert [type(e) for _, e in told.damaged] == [FormatError] * 3
+        report = _copy_run(run, run.listing(), hf.Run(to), quiet=True)
+        assert [type(e) for _, e in report.damaged] == [FormatError] * 3
     else:
-        to.before = refuse
-        with pytest.raises(NotFound, match="the share is gone"):
+        to.before = fail
+        with pytest.raises(NotFound, match="the file share is unavailable"):
             _copy_run(run, run.listing(), hf.Run(to), quiet=True)
     assert hf.Run(to.inner).listing().versions == []
 
 
-def checked(run: hf.Run) -> list[object]:
+def verify_and_check(run: hf.Run) -> list[object]:
     found, _ = _verify_run(run, run.listing(), quiet=True)
     assert [c.problems for c in found] == [()] * len(found)
     return list(found)
 
 
-def looked_at(run: hf.Run) -> list[object]:
+def list_and_check(run: hf.Run) -> list[object]:
     entries = list_versions(run, run.listing()).entries
     assert [e.problem for e in entries] == [None] * len(entries)
     return list(entries)
 
 
-@pytest.mark.parametrize("use", [copied, checked, looked_at])
-def test_what_is_deleted_meanwhile_is_no_damage(use: Callable[[hf.Run], list[object]]) -> None:
-    """Retention is let in before every call in turn."""
-    outcomes = Counter[int]()
+@pytest.mark.parametrize("use", [copy_and_check, verify_and_check, list_and_check])
+def test_concurrently_deleted_versions_are_not_damaged(
+    use: Callable[[hf.Run], list[object]],
+) -> None:
+    """Run retention before each call in turn."""
+    results_by_count = Counter[int]()
     for at in itertools.count(1):
         store, calls = HookedStore(make_run(MemoryStore())), itertools.count(1)
 
@@ -471,7 +485,7 @@ def test_what_is_deleted_meanwhile_is_no_damage(use: Callable[[hf.Run], list[obj
                 hf.Run(store.inner).retain(hf.KeepLast(1))
 
         store.before = retain
-        outcomes[len(use(hf.Run(store)))] += 1
+        results_by_count[len(use(hf.Run(store)))] += 1
         if next(calls) <= at:
             break
-    assert outcomes.keys() == {1, 2, 3}
+    assert results_by_count.keys() == {1, 2, 3}

@@ -16,42 +16,42 @@ from tests.cli.invoke import CommandResult, run_cli
 from tests.trainings import flip_bit, shard_of
 
 
-def compare(place: str, a: dict[str, Any], b: dict[str, Any], *words: str) -> CommandResult:
-    hf.save(f"{place}/a", a)
-    hf.save(f"{place}/b", b)
-    return run_cli("diff", f"{place}/a", f"{place}/b", *words)
+def compare(folder: str, a: dict[str, Any], b: dict[str, Any], *arguments: str) -> CommandResult:
+    hf.save(f"{folder}/a", a)
+    hf.save(f"{folder}/b", b)
+    return run_cli("diff", f"{folder}/a", f"{folder}/b", *arguments)
 
 
-def test_equal_states_are_the_same_and_not_read(elsewhere: str) -> None:
+def test_equal_states_are_identical_without_reading_them(empty_url: str) -> None:
     state = {"x": torch.arange(70000.0), "y": np.ones(3), "n": 1, "l": [1, 2]}
-    answer = compare(elsewhere, state, state, "--json")
-    assert answer.code == 0
-    assert answer.json["same"] is True
-    assert answer.json["bytes_read"] == 0
-    assert answer.json["equal"] == 4
-    assert "Identical" in run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+    result = compare(empty_url, state, state, "--json")
+    assert result.code == 0
+    assert result.json["same"] is True
+    assert result.json["bytes_read"] == 0
+    assert result.json["equal"] == 4
+    assert "Identical" in run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").out
 
 
-def test_small_leaves_that_share_a_chunk_with_a_change_are_read_and_equal(elsewhere: str) -> None:
+def test_unchanged_leaves_that_share_a_chunk_with_a_change_are_equal(empty_url: str) -> None:
     a = {"x": np.arange(5.0), "y": np.arange(3.0)}
     b = {"x": np.arange(5.0), "y": np.array([0.0, 1.0, 2.5])}
-    told = compare(elsewhere, a, b, "--json").json
-    assert [c["key"] for c in told["changed"]] == ["y"]
-    assert told["equal"] == 1
-    assert told["bytes_read"] == 64
+    report = compare(empty_url, a, b, "--json").json
+    assert [c["key"] for c in report["changed"]] == ["y"]
+    assert report["equal"] == 1
+    assert report["bytes_read"] == 64
 
 
 def test_json_keys_are_stable(run: str) -> None:
-    answer = run_cli("diff", f"{run}/version_20", f"{run}/version_40", "--json")
-    assert answer.code == 7
-    told = answer.json
-    assert list(told) == ["a", "b", "same", "only_a", "only_b", "changed", "equal", "bytes_read"]
-    assert told["a"]["step"] == 20
-    weights = next(c for c in told["changed"] if c["key"] == "weights")
+    result = run_cli("diff", f"{run}/version_20", f"{run}/version_40", "--json")
+    assert result.code == 7
+    report = result.json
+    assert list(report) == ["a", "b", "same", "only_a", "only_b", "changed", "equal", "bytes_read"]
+    assert report["a"]["step"] == 20
+    weights = next(c for c in report["changed"] if c["key"] == "weights")
     assert list(weights) == ["key", "what", "a", "b", "elements", "differing", "largest"]
     assert (weights["what"], weights["elements"], weights["differing"]) == ("bytes", 1000, 1000)
     assert weights["largest"] > 0
-    step = next(c for c in told["changed"] if c["key"] == "progress/step")
+    step = next(c for c in report["changed"] if c["key"] == "progress/step")
     assert (step["what"], step["a"], step["b"]) == ("value", 20, 40)
 
 
@@ -76,49 +76,49 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), CASES)
-def test_what_differs_beside_the_bytes(elsewhere: str, a: Any, b: Any, expected: Any) -> None:
-    answer = compare(elsewhere, a, b, "--json")
-    changes = [(c["key"], c["what"]) for c in answer.json["changed"]]
+def test_differences_other_than_bytes(empty_url: str, a: Any, b: Any, expected: Any) -> None:
+    result = compare(empty_url, a, b, "--json")
+    changes = [(c["key"], c["what"]) for c in result.json["changed"]]
     assert changes == expected
-    assert answer.code == (7 if changes else 0)
-    assert run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").code == answer.code
+    assert result.code == (7 if changes else 0)
+    assert run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").code == result.code
 
 
-def test_members_of_one_side_only_are_named_once(elsewhere: str) -> None:
+def test_members_on_one_side_only_are_reported_once(empty_url: str) -> None:
     a = {"both": 1, "gone": {"x": torch.zeros(2), "y": 1}}
     b = {"both": 1, "new": {"z": torch.zeros(2)}}
-    told = compare(elsewhere, a, b, "--json").json
-    assert told["only_a"] == ["gone"]
-    assert told["only_b"] == ["new"]
-    out = run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+    report = compare(empty_url, a, b, "--json").json
+    assert report["only_a"] == ["gone"]
+    assert report["only_b"] == ["new"]
+    out = run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").out
     assert "only in A  gone" in out
     assert "only in B  new" in out
 
 
-def test_tied_tensors_are_compared_with_what_stands_there(elsewhere: str) -> None:
+def test_tied_tensors_are_compared_with_untied_ones(empty_url: str) -> None:
     one = torch.zeros(3)
     a = {"x": one, "y": one}
     b = {"x": torch.zeros(3), "y": torch.ones(3)}
-    told = compare(elsewhere, a, b, "--json").json
-    assert len(told["changed"]) == 1
-    assert told["changed"][0]["differing"] == 3
-    assert told["equal"] == 1
+    report = compare(empty_url, a, b, "--json").json
+    assert len(report["changed"]) == 1
+    assert report["changed"][0]["differing"] == 3
+    assert report["equal"] == 1
 
 
 def test_keys_limit_the_comparison(run: str) -> None:
-    words = ("diff", f"{run}/version_20", f"{run}/version_40", "--json", "--keys")
-    assert [c["key"] for c in run_cli(*words, "small/**").json["changed"]] == ["small/bias"]
+    arguments = ("diff", f"{run}/version_20", f"{run}/version_40", "--json", "--keys")
+    assert [c["key"] for c in run_cli(*arguments, "small/**").json["changed"]] == ["small/bias"]
 
 
 def test_damage_is_not_a_difference(store: MemoryStore) -> None:
     flip_bit(store, shard_of(store, "version_40"))
-    answer = run_cli("diff", f"{store.url}/version_20", f"{store.url}/version_40")
-    assert answer.code == 3
-    assert "damaged" in answer.err
+    result = run_cli("diff", f"{store.url}/version_20", f"{store.url}/version_40")
+    assert result.code == 3
+    assert "damaged" in result.err
 
 
-def test_counts_have_their_plural(elsewhere: str, run: str) -> None:
-    compare(elsewhere, {"x": 1}, {"x": 1})
-    assert "Identical: 1 leaf or value\n" in run_cli("diff", f"{elsewhere}/a", f"{elsewhere}/b").out
+def test_counts_use_singular_and_plural(empty_url: str, run: str) -> None:
+    compare(empty_url, {"x": 1}, {"x": 1})
+    assert "Identical: 1 leaf or value\n" in run_cli("diff", f"{empty_url}/a", f"{empty_url}/b").out
     out = run_cli("diff", f"{run}/version_20", f"{run}/version_20").out
     assert re.search(r"Identical: [0-9]+ leaves and values\n", out)

@@ -21,7 +21,7 @@ from tests.trainings import flip_bit, shard_of
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a run ``runs/a`` of versions 1 and 2."""
+    """Return the working directory, with a run ``runs/a`` of versions 1 and 2."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2):
         model = {"w": np.full((2, 3), step, "f4"), "b": np.arange(4)}
@@ -31,98 +31,104 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def one_line(answer: CommandResult, code: int, *parts: str) -> None:
-    assert answer.code == code
-    assert answer.err.count("\n") == 1
+def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
+    assert result.code == code
+    assert result.err.count("\n") == 1
     for part in parts:
-        assert part in answer.err
+        assert part in result.err
 
 
 @pytest.mark.parametrize("address", ["runs/a@latest", "runs/a@2", "runs/a/version_2"])
-def test_the_model_of_any_address(folder: Path, address: str) -> None:
-    answer = run_cli("export", address, "--to", "safetensors", "out")
-    assert (answer.code, answer.err) == (0, "")
-    assert "out/model.safetensors" in answer.out
-    assert "2 tensors below model, 56 B, all checked" in answer.out
-    back = load_file("out/model.safetensors")
-    assert back["w"].tolist() == [[2.0] * 3] * 2
+def test_any_address_names_a_model(folder: Path, address: str) -> None:
+    result = run_cli("export", address, "--to", "safetensors", "out")
+    assert (result.code, result.err) == (0, "")
+    assert "out/model.safetensors" in result.out
+    assert "2 tensors below model, 56 B, all checked" in result.out
+    loaded = load_file("out/model.safetensors")
+    assert loaded["w"].tolist() == [[2.0] * 3] * 2
     assert os.listdir("out") == ["model.safetensors"]
 
 
-def test_what_is_left_out_is_told(folder: Path) -> None:
-    answer = run_cli("export", "runs/a@1", "out", "--to", "safetensors", "--root", "/")
-    one_line(answer, 0, "2 plain values omitted: safetensors files contain only tensors")
+def test_omitted_values_are_reported(folder: Path) -> None:
+    result = run_cli("export", "runs/a@1", "out", "--to", "safetensors", "--root", "/")
+    check_error_line(result, 0, "2 plain values omitted: safetensors files contain only tensors")
     assert sorted(load_file("out/model.safetensors")) == ["model/b", "model/w", "rng"]
 
 
 def test_json_keys_are_stable(folder: Path) -> None:
-    answer = run_cli("export", "runs/a@1", "--to", "hf", "out", "--max-shard-size", "30B", "--json")
-    assert answer.err == ""
-    told = answer.json
-    assert list(told) == [
+    result = run_cli("export", "runs/a@1", "--to", "hf", "out", "--max-shard-size", "30B", "--json")
+    assert result.err == ""
+    report = result.json
+    assert list(report) == [
         "snapshot", "step", "to", "root", "files", "tensors", "left_out", "bytes", "seconds",
     ]  # fmt: skip
-    assert [told[k] for k in ("step", "to", "root", "tensors", "left_out", "bytes")] == [
+    assert [report[k] for k in ("step", "to", "root", "tensors", "left_out", "bytes")] == [
         1, "hf", "model", 2, 0, 56,
     ]  # fmt: skip
-    assert [list(f) for f in told["files"]] == [["file", "bytes"]] * 3
-    for file in told["files"]:
+    assert [list(f) for f in report["files"]] == [["file", "bytes"]] * 3
+    for file in report["files"]:
         assert os.path.getsize(file["file"]) == file["bytes"]
     index = json.loads(Path("out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 56
-    told = run_cli("export", "runs/a@1", "--to", "hf", "all", "--root", "/", "--json").json
-    assert (told["left_out"], told["tensors"]) == (2, 3)
+    report = run_cli("export", "runs/a@1", "--to", "hf", "all", "--root", "/", "--json").json
+    assert (report["left_out"], report["tensors"]) == (2, 3)
 
 
-def test_torch(folder: Path) -> None:
+def test_export_to_torch(folder: Path) -> None:
     import torch
 
-    answer = run_cli("export", "runs/a@1", "--to", "torch", "all.pt")
-    assert "all.pt" in answer.out
-    assert answer.err == ""
-    back = torch.load("all.pt", weights_only=True)
-    assert list(back) == ["model", "rng", "epoch", "lr"]
-    assert back["lr"] == 0.1
+    result = run_cli("export", "runs/a@1", "--to", "torch", "all.pt")
+    assert "all.pt" in result.out
+    assert result.err == ""
+    loaded = torch.load("all.pt", weights_only=True)
+    assert list(loaded) == ["model", "rng", "epoch", "lr"]
+    assert loaded["lr"] == 0.1
 
 
-def test_mistakes(folder: Path) -> None:
-    def export(*words: str) -> CommandResult:
-        return run_cli("export", *words)
+def test_invalid_arguments(folder: Path) -> None:
+    def export(*arguments: str) -> CommandResult:
+        return run_cli("export", *arguments)
 
-    def wrong(*words: str) -> str:
-        answer = export(*words)
-        assert answer.code == 2
-        return answer.err
+    def usage_error(*arguments: str) -> str:
+        result = export(*arguments)
+        assert result.code == 2
+        return result.err
 
-    assert "Missing option '--to'" in wrong("runs/a@1", "out")
-    assert "'gguf' is not one of" in wrong("runs/a@1", "--to", "gguf", "out")
-    assert "is not a size" in wrong("runs/a@1", "--to", "hf", "out", "--max-shard-size", "big")
-    one_line(export("runs/a", "--to", "hf", "out"), 4, "is a run of 2 versions")
-    one_line(export("runs/a@7", "--to", "hf", "out"), 4)
-    one_line(export("zzz", "--to", "hf", "out"), 4, "found nothing")
-    one_line(export("runs/a@1", "--to", "hf", "out", "--root", "modle"), 6, "nothing below modle")
-    one_line(
+    assert "Missing option '--to'" in usage_error("runs/a@1", "out")
+    assert "'gguf' is not one of" in usage_error("runs/a@1", "--to", "gguf", "out")
+    assert "is not a size" in usage_error(
+        "runs/a@1", "--to", "hf", "out", "--max-shard-size", "big"
+    )
+    check_error_line(export("runs/a", "--to", "hf", "out"), 4, "is a run of 2 versions")
+    check_error_line(export("runs/a@7", "--to", "hf", "out"), 4)
+    check_error_line(export("zzz", "--to", "hf", "out"), 4, "found nothing")
+    check_error_line(
+        export("runs/a@1", "--to", "hf", "out", "--root", "modle"), 6, "nothing below modle"
+    )
+    check_error_line(
         export("runs/a@1", "--to", "hf", "out", "--keys", "x/*"), 6, "selection contains nothing"
     )
-    one_line(export("runs/a@1", "--to", "hf", ""), 5, "does not name a folder")
-    one_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a snapshot or a run")
-    one_line(export("runs/a@1", "--to", "hf", "s3://bucket/x"), 5, "Unsupported kind of store")
+    check_error_line(export("runs/a@1", "--to", "hf", ""), 5, "does not name a folder")
+    check_error_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a snapshot or a run")
+    check_error_line(
+        export("runs/a@1", "--to", "hf", "s3://bucket/x"), 5, "Unsupported kind of store"
+    )
     assert not Path("out").exists()
     assert export("runs/a@1", "--to", "hf", "out").code == 0
-    one_line(
+    check_error_line(
         export("runs/a@1", "--to", "hf", "out"), 8, "already a file model.safetensors in ./out"
     )
-    told = run_cli("export", "runs/a@1", "--to", "hf", "out", "--json")
-    assert told.code == told.json["exit"] == 8
-    assert told.json["error"]["kind"] == "AlreadyExists"
+    report = run_cli("export", "runs/a@1", "--to", "hf", "out", "--json")
+    assert report.code == report.json["exit"] == 8
+    assert report.json["error"]["kind"] == "AlreadyExists"
 
 
-def test_damage_ends_with_3_and_leaves_nothing(folder: Path) -> None:
+def test_damage_exits_with_3_and_leaves_no_file(folder: Path) -> None:
     store = hf.Run("runs/a").store
     flip_bit(store, shard_of(store, "version_1"))
     for kind in ("safetensors", "hf", "torch"):
-        answer = run_cli("export", "runs/a@1", "--to", kind, "out", "--root", "/")
-        one_line(answer, 3, "is damaged between bytes", "holdfast verify")
+        result = run_cli("export", "runs/a@1", "--to", kind, "out", "--root", "/")
+        check_error_line(result, 3, "is damaged between bytes", "holdfast verify")
         assert not Path("out").exists()
 
 
@@ -140,7 +146,7 @@ def test_sizes(text: str, expected: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "0", "-1GB", "GB", "5XB", "5iB", "1e9", "0.5B", "5GBB", "5 0GB"]
 )
-def test_no_sizes(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(BadParameter, match="is not a size"):
         parse_size(None, None, text)  # type: ignore[arg-type]
 
@@ -152,9 +158,9 @@ def test_json_needs_neither_torch_nor_rich(folder: Path) -> None:
         "except SystemExit: pass\n"
         "print([m for m in ('torch', 'rich') if m in sys.modules], file=sys.stderr)"
     )
-    words = ["export", "runs/a@1", "--to", "hf", "out", "--json"]
+    arguments = ["export", "runs/a@1", "--to", "hf", "out", "--json"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["bytes"] == 56
     assert done.stderr == "[]\n"

@@ -25,7 +25,7 @@ from tests.engine.unreliable_stores import HookedStore
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a checkpoint ``step_7.pt`` of a model and more."""
+    """Return the working directory, with a checkpoint ``step_7.pt`` of a model and an epoch."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(1)
     model = nn.Linear(3, 2)
@@ -33,18 +33,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def one_line(answer: CommandResult, code: int, *parts: str) -> None:
-    assert answer.code == code, answer
-    assert answer.err.startswith("holdfast: ")
-    assert answer.err.count("\n") == 1
+def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
+    assert result.code == code, result
+    assert result.err.startswith("holdfast: ")
+    assert result.err.count("\n") == 1
     for part in parts:
-        assert part in answer.err
+        assert part in result.err
 
 
 def test_a_file_becomes_a_version(folder: Path) -> None:
-    answer = run_cli("import", "step_7.pt", "runs/a")
-    assert answer.code == 0
-    assert answer.out.splitlines() == [
+    result = run_cli("import", "step_7.pt", "runs/a")
+    assert result.code == 0
+    assert result.out.splitlines() == [
         "a file of torch.save  step_7.pt",
         "runs/a/version_7  2 leaves, 4.0 KiB",
     ]
@@ -57,7 +57,7 @@ def test_a_file_becomes_a_version(folder: Path) -> None:
     assert "import" in run_cli("show", "runs/a@latest").out
 
 
-def test_a_state_dict_alone_loads_as_the_model(folder: Path) -> None:
+def test_a_bare_state_dict_is_imported_as_the_model(folder: Path) -> None:
     torch.save(nn.Linear(3, 2).state_dict(), "w.pt")
     assert run_cli("import", "w.pt", "runs/a", "--step", 0).code == 0
     hf.load("runs/a/version_0", into={"model": nn.Linear(3, 2)})
@@ -66,43 +66,43 @@ def test_a_state_dict_alone_loads_as_the_model(folder: Path) -> None:
 
 
 def test_json_keys_are_stable(folder: Path) -> None:
-    told = run_cli("import", "step_7.pt", "runs/a", "--json").json
-    assert list(told) == [
+    report = run_cli("import", "step_7.pt", "runs/a", "--json").json
+    assert list(report) == [
         "from", "kind", "snapshot", "step", "leaves", "bytes", "mapped", "renamed", "converted",
         "left_out", "seconds",
     ]  # fmt: skip
     snapshot = hf.open("runs/a/version_7")
-    assert told["bytes"] == snapshot.nbytes
-    del told["seconds"], told["bytes"]
-    assert told == {
+    assert report["bytes"] == snapshot.nbytes
+    del report["seconds"], report["bytes"]
+    assert report == {
         "from": "step_7.pt", "kind": "torch", "snapshot": snapshot.url, "step": 7, "leaves": 2,
         "mapped": True, "renamed": [], "converted": [], "left_out": [],
     }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_kind(folder: Path) -> None:
+def test_every_kind_of_checkpoint(folder: Path) -> None:
     state = {"weight": torch.ones(2, 3)}
     save_file(state, "m.safetensors")
     os.mkdir("checkpoint-20")
     save_file(state, "checkpoint-20/model.safetensors")
     dcp.save({"model": state}, checkpoint_id="dcp/step-30", no_dist=True)
     torch.save({"pytorch-lightning_version": "2", "global_step": 40, "state_dict": state}, "l.ckpt")
-    for words, kind, step in (
+    for arguments, kind, step in (
         (("m.safetensors", "run", "--step", 10), "safetensors", 10),
         (("checkpoint-20", "run"), "huggingface", 20),
         (("dcp/step-30/", "run"), "dcp", 30),
         (("l.ckpt", "run"), "lightning", 40),
     ):
-        told = run_cli("import", *words, "--json").json
-        assert (told["kind"], told["step"]) == (kind, step)
+        report = run_cli("import", *arguments, "--json").json
+        assert (report["kind"], report["step"]) == (kind, step)
         at = "state_dict/weight" if kind == "lightning" else "model/weight"
         assert hf.load(f"run/version_{step}", keys=at)
     assert [s.step for s in hf.Run("run").snapshots()] == [10, 20, 30, 40]
     assert set(import_._KIND_NAMES) == {"torch", "lightning", "safetensors", "huggingface", "dcp"}
 
 
-def test_what_is_not_as_it_was_is_told(folder: Path) -> None:
+def test_changes_of_the_content_are_reported(folder: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     state = {f"module.{k}": v for k, v in model.state_dict().items()}
@@ -115,8 +115,8 @@ def test_what_is_not_as_it_was_is_told(folder: Path) -> None:
     assert "Removed wrapper prefixes from the names in model\n" in out
     assert "Keyed by parameter name: optimizer\n" in out
     assert "Read into memory as a whole" in out
-    told = run_cli("import", "step_1.pt", "run", "--step", 2, "--keep-names", "--json").json
-    assert (told["renamed"], told["mapped"]) == ([], False)
+    report = run_cli("import", "step_1.pt", "run", "--step", 2, "--keep-names", "--json").json
+    assert (report["renamed"], report["mapped"]) == ([], False)
     assert list(hf.load("run/version_2")["model"]) == ["module.weight", "module.bias"]
     os.mkdir("hf_step_3")
     save_file({"w": torch.ones(1)}, "hf_step_3/model.safetensors")
@@ -127,88 +127,92 @@ def test_what_is_not_as_it_was_is_told(folder: Path) -> None:
     ).out  # fmt: skip
 
 
-# -- what goes wrong -----------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------
 
 
-def test_a_step_that_nothing_tells(folder: Path) -> None:
+def test_a_checkpoint_without_a_step(folder: Path) -> None:
     torch.save({"w": torch.ones(1)}, "w.pt")
-    for more in ((), ("--json",)):
-        answer = run_cli("import", "w.pt", "runs/a", *more)
-        assert answer.code == 2
-        assert "does not record its step: give --step N" in answer.err
-        assert answer.out == ""
+    for options in ((), ("--json",)):
+        result = run_cli("import", "w.pt", "runs/a", *options)
+        assert result.code == 2
+        assert "does not record its step: give --step N" in result.err
+        assert result.out == ""
     for step in ("-1", "x", "1000000000000000000"):
         assert run_cli("import", "w.pt", "runs/a", "--step", step).code == 2
     assert not os.path.exists("runs")
     assert run_cli("import", "w.pt", "runs/a", "--step", 10**18 - 1).code == 0
 
 
-def test_a_version_that_is_there_is_not_touched(folder: Path) -> None:
+def test_an_existing_version_is_not_changed(folder: Path) -> None:
     hf.save("runs/a/version_7", {"x": np.arange(3)})
-    one_line(run_cli("import", "step_7.pt", "runs/a"), 8, "already exists at runs/a/version_7")
+    check_error_line(
+        run_cli("import", "step_7.pt", "runs/a"), 8, "already exists at runs/a/version_7"
+    )
     assert list(hf.load("runs/a/version_7")) == ["x"]
 
 
-def test_it_goes_on_the_line_that_training_is_on(store: MemoryStore, folder: Path) -> None:
+def test_the_version_joins_the_current_lineage(store: MemoryStore, folder: Path) -> None:
     train_branch(store, start=40, last_step=60)
-    told = run_cli("import", "step_7.pt", store.url, "--step", 70, "--json").json
-    assert told["snapshot"].endswith("version_70.1")
+    report = run_cli("import", "step_7.pt", store.url, "--step", 70, "--json").json
+    assert report["snapshot"].endswith("version_70.1")
     newest = hf.Run(store.url).latest()
     assert newest is not None
     assert newest.version == Version(70, 1)
     assert newest.metadata["reason"] == "import"
 
 
-def test_a_run_is_a_folder_of_versions(folder: Path) -> None:
+def test_the_destination_must_be_a_run(folder: Path) -> None:
     hf.save("one", {"x": np.arange(3)})
-    one_line(run_cli("import", "step_7.pt", "one"), 8, "location of a snapshot, not of a run")
-    one_line(run_cli("import", "step_7.pt", "runs/version_3"), 8, "not of a run")
+    check_error_line(
+        run_cli("import", "step_7.pt", "one"), 8, "location of a snapshot, not of a run"
+    )
+    check_error_line(run_cli("import", "step_7.pt", "runs/version_3"), 8, "not of a run")
 
 
-def test_places_that_are_not_there(folder: Path) -> None:
-    one_line(
+def test_missing_files(folder: Path) -> None:
+    check_error_line(
         run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "you meant step_7.pt"
     )
-    one_line(run_cli("import", "s3://b/x.pt", "run"), 6, "not on a local disk")
-    one_line(run_cli("import", "", "run"), 4)
+    check_error_line(run_cli("import", "s3://b/x.pt", "run"), 6, "not on a local disk")
+    check_error_line(run_cli("import", "", "run"), 4)
     assert run_cli("import", "step_7.pt").code == 2
 
 
-class Evil:
+class RunsCommand:
     def __reduce__(self) -> tuple[object, ...]:
         return os.system, ("touch canary",)
 
 
-def test_what_would_be_run_is_refused_in_one_line(folder: Path) -> None:
-    torch.save({"w": Evil()}, "step_9.pt")
-    one_line(run_cli("import", "step_9.pt", "run"), 6, "refers to posix.system")
-    answer = run_cli("import", "step_9.pt", "run", "--json")
-    assert answer.json["exit"] == 6
-    assert answer.json["error"]["fields"]["classes"] == ["posix.system"]
+def test_a_pickle_that_would_run_code_is_rejected(folder: Path) -> None:
+    torch.save({"w": RunsCommand()}, "step_9.pt")
+    check_error_line(run_cli("import", "step_9.pt", "run"), 6, "refers to posix.system")
+    result = run_cli("import", "step_9.pt", "run", "--json")
+    assert result.json["exit"] == 6
+    assert result.json["error"]["fields"]["classes"] == ["posix.system"]
     assert not os.path.exists("canary")
     assert not os.path.exists("run")
-    assert "unpickle" not in run_cli("import", "--help").out  # and there is no way to ask for it
+    assert "unpickle" not in run_cli("import", "--help").out  # and no option permits it
 
 
-def test_damage_and_what_is_no_checkpoint(folder: Path) -> None:
+def test_damaged_files_and_other_files(folder: Path) -> None:
     raw = Path("step_7.pt").read_bytes()
     Path("step_8.pt").write_bytes(raw[: len(raw) // 2])
-    one_line(run_cli("import", "step_8.pt", "run"), 3, "step_8.pt is damaged")
+    check_error_line(run_cli("import", "step_8.pt", "run"), 3, "step_8.pt is damaged")
     Path("step_8.pt").write_text("hello")
-    one_line(run_cli("import", "step_8.pt", "run"), 6, "is not a checkpoint", "b'hello'")
+    check_error_line(run_cli("import", "step_8.pt", "run"), 6, "is not a checkpoint", "b'hello'")
     os.mkdir("empty")
-    one_line(run_cli("import", "empty", "run", "--step", 1), 6, "an empty folder")
+    check_error_line(run_cli("import", "empty", "run", "--step", 1), 6, "an empty folder")
     torch.save({"a": {"size": torch.Size([1])}}, "step_8.pt")
-    one_line(run_cli("import", "step_8.pt", "run"), 6, "'a/size' is a torch.Size")
+    check_error_line(run_cli("import", "step_8.pt", "run"), 6, "'a/size' is a torch.Size")
     assert not os.path.exists("run")
 
 
-def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(path: str, flags: int) -> int:
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr("holdfast.interop.mmap_files.os.open", deny)
-    one_line(run_cli("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
+    check_error_line(run_cli("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
 
 
 def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,11 +224,11 @@ def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyP
 
     store.before = full
     monkeypatch.setattr("holdfast.run.run.open_store", lambda url: store)
-    one_line(run_cli("import", "step_7.pt", "memory://import-full"), 5, "The disk is full")
+    check_error_line(run_cli("import", "step_7.pt", "memory://import-full"), 5, "The disk is full")
     assert not any("manifest" in s.key for s in store.list(""))
 
 
-def test_the_bars_are_told_of_every_byte(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bars_count_every_byte(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.ones(1 << 21), "model": {}}, "step_8.pt")
     bars: list[tuple[str, int, list[int]]] = []
 
@@ -249,6 +253,6 @@ def test_the_bars_are_told_of_every_byte(folder: Path, monkeypatch: pytest.Monke
     assert len(written[2]) > 1
 
 
-def test_the_torch_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_without_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
-    one_line(run_cli("import", "step_7.pt", "run"), 1, "needs PyTorch")
+    check_error_line(run_cli("import", "step_7.pt", "run"), 1, "needs PyTorch")

@@ -14,52 +14,52 @@ from tests.trainings import flip_bit, shard_of
 
 
 def test_lists_all_versions_oldest_first(run: str) -> None:
-    answer = run_cli("ls", run)
-    assert answer.code == 0
-    rows = [line.split() for line in answer.out.splitlines()]
+    result = run_cli("ls", run)
+    assert result.code == 0
+    rows = [line.split() for line in result.out.splitlines()]
     assert [r[0] for r in rows if r[0].isdecimal()] == ["20", "40", "60"]
-    assert "latest" in next(line for line in answer.out.splitlines() if line.startswith("  60"))
-    assert "loss" in answer.out
-    assert "not checked" in answer.out
+    assert "latest" in next(line for line in result.out.splitlines() if line.startswith("  60"))
+    assert "loss" in result.out
+    assert "not checked" in result.out
 
 
 def test_json_keys_are_stable(run: str) -> None:
-    told = run_cli("ls", run, "--json").json
-    assert list(told) == [
+    report = run_cli("ls", run, "--json").json
+    assert list(report) == [
         "run", "latest", "branch", "versions", "branches", "orphans", "stray", "bytes_checked",
     ]  # fmt: skip
-    assert list(told["versions"][0]) == [
+    assert list(report["versions"][0]) == [
         "version", "url", "step", "branch", "on_line", "latest", "created", "bytes",
         "referred_bytes", "reason", "metrics", "pinned", "intact", "problem",
     ]  # fmt: skip
-    assert told["latest"] == "version_60"
-    assert [v["step"] for v in told["versions"]] == [20, 40, 60]
-    assert all(v["intact"] and v["bytes"] > 4000 for v in told["versions"])
-    assert told["versions"][0]["reason"] == "cadence"
-    assert isinstance(told["versions"][0]["metrics"]["loss"], float)
-    assert told["bytes_checked"] is False
+    assert report["latest"] == "version_60"
+    assert [v["step"] for v in report["versions"]] == [20, 40, 60]
+    assert all(v["intact"] and v["bytes"] > 4000 for v in report["versions"])
+    assert report["versions"][0]["reason"] == "cadence"
+    assert isinstance(report["versions"][0]["metrics"]["loss"], float)
+    assert report["bytes_checked"] is False
 
 
-def test_versions_on_a_branch_that_was_left_are_listed_and_marked(store: MemoryStore) -> None:
+def test_abandoned_versions_are_listed_and_marked(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
-    told = run_cli("ls", store.url, "--json").json
-    assert [(v["version"], v["on_line"]) for v in told["versions"]] == [
+    report = run_cli("ls", store.url, "--json").json
+    assert [(v["version"], v["on_line"]) for v in report["versions"]] == [
         ("version_20", True), ("version_40", True), ("version_60", False), ("version_60.1", True),
     ]  # fmt: skip
-    assert told["latest"] == "version_60.1"
-    assert told["branches"][0] == {
+    assert report["latest"] == "version_60.1"
+    assert report["branches"][0] == {
         "number": 1,
         "from": "version_40",
         "reason": "on request",
-        "created": told["branches"][0]["created"],
+        "created": report["branches"][0]["created"],
         "problem": None,
     }
-    answer = run_cli("ls", store.url)
-    assert "abandoned" in answer.out
-    assert "branch 1 starts at version_40" in answer.out
+    result = run_cli("ls", store.url)
+    assert "abandoned" in result.out
+    assert "branch 1 starts at version_40" in result.out
 
 
-@pytest.mark.parametrize("damage", ["manifest", "cut", "gone"])
+@pytest.mark.parametrize("damage", ["manifest", "truncated", "deleted"])
 def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, damage: str) -> None:
     shard = shard_of(store, "version_60")
     if damage == "manifest":
@@ -67,38 +67,38 @@ def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, dama
     else:
         raw = store.get(shard, 1 << 20)
         store.delete(shard)
-        if damage == "cut":
+        if damage == "truncated":
             store.put_if_absent(shard, raw[:-1])
-    told = run_cli("ls", store.url, "--json").json
-    assert [v["intact"] for v in told["versions"]] == [True, True, False]
-    assert told["latest"] == "version_40"
-    assert told["versions"][2]["problem"]["message"]
-    assert told["versions"][2]["bytes"] > 0
-    answer = run_cli("ls", store.url)
-    assert answer.code == 0
-    assert "damaged" in answer.out
-    assert "version_60:" in answer.out
+    report = run_cli("ls", store.url, "--json").json
+    assert [v["intact"] for v in report["versions"]] == [True, True, False]
+    assert report["latest"] == "version_40"
+    assert report["versions"][2]["problem"]["message"]
+    assert report["versions"][2]["bytes"] > 0
+    result = run_cli("ls", store.url)
+    assert result.code == 0
+    assert "damaged" in result.out
+    assert "version_60:" in result.out
 
 
-def test_all_damaged_is_said(store: MemoryStore) -> None:
+def test_a_run_without_any_intact_version(store: MemoryStore) -> None:
     for step in (20, 40, 60):
         flip_bit(store, f"version_{step}/{MANIFEST}")
     assert "No version on the current lineage is intact" in run_cli("ls", store.url).out
     assert run_cli("ls", store.url, "--json").json["latest"] is None
 
 
-def test_a_damaged_branch_record_is_told(store: MemoryStore) -> None:
+def test_a_damaged_branch_record_is_reported(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     flip_bit(store, "branch-1.json")
     assert run_cli("ls", store.url, "--json").json["branches"][0]["problem"]
     assert "branch 1:" in run_cli("ls", store.url).out
 
 
-def test_metrics_are_those_of_evaluations(store: MemoryStore) -> None:
+def test_metrics_come_from_evaluations(store: MemoryStore) -> None:
     Run(store).add_metrics(Version(40), {"loss": 0.125, "worst": float("nan")})
-    told = run_cli("ls", store.url, "--json").json
-    assert told["versions"][1]["metrics"] == {"loss": 0.125, "worst": "nan"}
-    assert told["orphans"]["files"] == 0
+    report = run_cli("ls", store.url, "--json").json
+    assert report["versions"][1]["metrics"] == {"loss": 0.125, "worst": "nan"}
+    assert report["orphans"]["files"] == 0
     assert "loss 0.125, worst nan" in run_cli("ls", store.url).out
 
 
@@ -109,20 +109,20 @@ def test_orphans_are_counted(store: MemoryStore) -> None:
     assert "2 files (20 B) that no manifest names" in run_cli("ls", store.url).out
 
 
-def test_a_version_that_may_not_be_read_is_listed(
+def test_an_unreadable_version_is_listed(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Run.open
 
-    def refuse(self: Run, version: Version) -> Snapshot:
+    def fail(self: Run, version: Version) -> Snapshot:
         if version.step == 60:
             raise Denied("Cannot read version_60")
         return real(self, version)
 
-    monkeypatch.setattr(Run, "open", refuse)
-    answer = run_cli("ls", store.url)
-    assert answer.code == 0
-    assert "unreadable" in answer.out
+    monkeypatch.setattr(Run, "open", fail)
+    result = run_cli("ls", store.url)
+    assert result.code == 0
+    assert "unreadable" in result.out
 
 
 @pytest.mark.parametrize("columns", [20, 44, 60, 80, 400])
@@ -134,14 +134,16 @@ def test_only_metrics_are_cut_short_on_a_narrow_terminal(
     run.pin(20)
     for version in run.listing().versions:
         run.add_metrics(version, {f"a_long_name_{n}": n for n in range(9)})
-    monkeypatch.setattr("holdfast.cli.console.format_age", lambda created: "1 s")  # of both calls
+    monkeypatch.setattr(
+        "holdfast.cli.console.format_age", lambda created: "1 s"
+    )  # the same in both calls
     monkeypatch.setenv("COLUMNS", "400")
     head, *rows = run_cli("ls", store.url).out.splitlines()[1:6]
     monkeypatch.setenv("COLUMNS", str(columns))
     narrow = run_cli("ls", store.url).out.splitlines()[1:6]
     at = head.index("metrics")
     assert narrow[0] == head
-    for row, short in zip(rows, narrow[1:], strict=True):
-        assert short[:at] == row[:at]
-        assert len(short) <= max(columns, at + len("metrics"))
-        assert short == row or short.endswith("\u2026")
+    for row, narrow_row in zip(rows, narrow[1:], strict=True):
+        assert narrow_row[:at] == row[:at]
+        assert len(narrow_row) <= max(columns, at + len("metrics"))
+        assert narrow_row == row or narrow_row.endswith("\u2026")

@@ -1,4 +1,4 @@
-"""What people get wrong: one line that says what, an exit code that says what kind."""
+"""Each common mistake gives an error of one line and a specific exit code."""
 
 from __future__ import annotations
 
@@ -37,107 +37,117 @@ ON_SNAPSHOT = ("show",)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a run ``runs/a`` of versions 1, 2 and 10."""
+    """Return the working directory, with a run ``runs/a`` of versions 1, 2, and 10."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2, 10):
         hf.save(f"runs/a/version_{step}", {"x": np.arange(3)})
     return tmp_path
 
 
-def one_line(answer: CommandResult, code: int, *parts: str) -> None:
-    assert answer.code == code
-    assert answer.err.startswith("holdfast: ")
-    assert answer.err.count("\n") == 1
+def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
+    assert result.code == code
+    assert result.err.startswith("holdfast: ")
+    assert result.err.count("\n") == 1
     for part in parts:
-        assert part in answer.err
+        assert part in result.err
 
 
-def test_a_run_where_a_snapshot_is_meant(folder: Path) -> None:
-    told = "runs/a is a run of 3 versions, not a snapshot. Name one of them, such as"
-    one_line(run_cli("show", "runs/a"), 4, told, "runs/a/version_10")
-    one_line(run_cli("diff", "runs/a/version_1", "runs/a"), 4, told)
+def test_a_run_instead_of_a_snapshot(folder: Path) -> None:
+    message = "runs/a is a run of 3 versions, not a snapshot. Name one of them, such as"
+    check_error_line(run_cli("show", "runs/a"), 4, message, "runs/a/version_10")
+    check_error_line(run_cli("diff", "runs/a/version_1", "runs/a"), 4, message)
 
 
 @pytest.mark.parametrize("verb", ["ls", "sweep"])
-def test_a_snapshot_where_a_run_is_meant(folder: Path, verb: str) -> None:
-    one_line(run_cli(verb, "runs/a/version_2"), 4, "is one snapshot", "contains it: runs/a.")
+def test_a_snapshot_instead_of_a_run(folder: Path, verb: str) -> None:
+    check_error_line(
+        run_cli(verb, "runs/a/version_2"), 4, "is one snapshot", "contains it: runs/a."
+    )
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_a_wrong_path(folder: Path, verb: str) -> None:
-    one_line(run_cli(verb, "runs/aa"), 4, "at runs/aa", "Perhaps you meant runs/a")
-    one_line(run_cli(verb, "elsewhere/b"), 4, "elsewhere is not a folder")
-    one_line(run_cli(verb, "zzz"), 4, "found nothing")
+    check_error_line(run_cli(verb, "runs/aa"), 4, "at runs/aa", "Perhaps you meant runs/a")
+    check_error_line(run_cli(verb, "elsewhere/b"), 4, "elsewhere is not a folder")
+    check_error_line(run_cli(verb, "zzz"), 4, "found nothing")
 
 
-def test_a_version_that_is_not_there(folder: Path) -> None:
-    one_line(run_cli("show", "runs/a/version_3"), 4, "3 versions in the same folder", "version_10")
+def test_a_missing_version(folder: Path) -> None:
+    check_error_line(
+        run_cli("show", "runs/a/version_3"), 4, "3 versions in the same folder", "version_10"
+    )
 
 
-def test_a_version_where_a_run_is_meant(folder: Path) -> None:
+def test_a_version_instead_of_a_run(folder: Path) -> None:
     for verb in ("ls", "sweep", "request-save"):
-        one_line(
+        check_error_line(
             run_cli(verb, "runs/a@2"),
             4,
             "runs/a@2 is one version, not a run. Use the run: runs/a.",
         )
-        one_line(run_cli(verb, "runs/a@best"), 4, "Perhaps you meant runs/a")
-        one_line(run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps you meant runs/a")
-    one_line(run_cli("pin", "runs/a@2", 2), 4, "Use the run: runs/a.")
+        check_error_line(run_cli(verb, "runs/a@best"), 4, "Perhaps you meant runs/a")
+        check_error_line(
+            run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps you meant runs/a"
+        )
+    check_error_line(run_cli("pin", "runs/a@2", 2), 4, "Use the run: runs/a.")
 
 
 @pytest.mark.parametrize("address", ["@best", "@version_2", "@", "/2", "@-1", "/best"])
-def test_what_is_almost_an_address(folder: Path, address: str) -> None:
+def test_an_almost_valid_address(folder: Path, address: str) -> None:
     forms = "RUN/version_120, RUN@120 (on branch 1: RUN@120.1), or RUN@latest."
-    one_line(run_cli("show", f"runs/a{address}"), 4, f"no snapshot at runs/a{address}. ", forms)
-    one_line(run_cli("show", f"memory://never-made{address}"), 4, forms)
+    check_error_line(
+        run_cli("show", f"runs/a{address}"), 4, f"no snapshot at runs/a{address}. ", forms
+    )
+    check_error_line(run_cli("show", f"memory://never-expected{address}"), 4, forms)
 
 
-@pytest.mark.parametrize("place", [".", "./", ".."])
-def test_a_place_that_ends_in_a_dot_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+@pytest.mark.parametrize("location", [".", "./", ".."])
+def test_a_relative_path_of_dots_is_resolved_in_the_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, location: str
 ) -> None:
     (folder / "empty" / "more").mkdir(parents=True)
     monkeypatch.chdir(folder / "empty" / "more")
-    told = f"There is no run at {os.path.abspath(place)}. Expected a folder of versions"
-    one_line(run_cli("ls", place), 4, told)
-    one_line(run_cli("show", f"{place}@20"), 4, told)
+    message = f"There is no run at {os.path.abspath(location)}. Expected a folder of versions"
+    check_error_line(run_cli("ls", location), 4, message)
+    check_error_line(run_cli("show", f"{location}@20"), 4, message)
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_an_empty_folder(folder: Path, verb: str) -> None:
     (folder / "empty").mkdir()
-    one_line(run_cli(verb, "empty"), 4, "an empty folder")
+    check_error_line(run_cli(verb, "empty"), 4, "an empty folder")
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_a_file_instead_of_a_folder(folder: Path, verb: str) -> None:
     (folder / "notes.txt").write_text("hello")
-    one_line(run_cli(verb, "notes.txt"), 4, "found a file")
-    one_line(run_cli(verb, "runs/a/version_1/manifest.json"), 4, "Use its folder: runs/a/version_1")
+    check_error_line(run_cli(verb, "notes.txt"), 4, "found a file")
+    check_error_line(
+        run_cli(verb, "runs/a/version_1/manifest.json"), 4, "Use its folder: runs/a/version_1"
+    )
 
 
-def test_the_folder_of_the_runs(folder: Path) -> None:
-    one_line(run_cli("ls", "runs"), 4, "1 run in it", "runs/a")
+def test_the_parent_folder_of_runs(folder: Path) -> None:
+    check_error_line(run_cli("ls", "runs"), 4, "1 run in it", "runs/a")
 
 
-def test_a_save_that_was_never_committed(folder: Path) -> None:
+def test_an_uncommitted_save(folder: Path) -> None:
     (folder / "runs/a/version_2/manifest.json").unlink()
-    one_line(run_cli("show", "runs/a/version_2"), 4, "never committed")
+    check_error_line(run_cli("show", "runs/a/version_2"), 4, "never committed")
 
 
-def test_a_large_tree_of_other_files_is_not_walked(
+def test_a_large_folder_of_other_files_is_not_listed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(self: object) -> None:
-        raise RuntimeError("the whole tree is walked")
+    def fail(self: object) -> None:
+        raise RuntimeError("the whole folder is listed")
 
-    monkeypatch.setattr(Run, "listing", never)
+    monkeypatch.setattr(Run, "listing", fail)
     for verb in ("ls", "verify", "sweep", "show"):
         assert run_cli(verb, "runs").code == 4
 
 
-def test_here_and_above_are_places_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dot_and_dot_dot_are_valid_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder / "runs/a")
     assert run_cli("ls", ".").code == 0
     assert run_cli("verify", "./").code == 0
@@ -145,50 +155,54 @@ def test_here_and_above_are_places_too(folder: Path, monkeypatch: pytest.MonkeyP
     assert run_cli("show", ".").code == 0
     assert run_cli("verify", ".").code == 0
     assert run_cli("ls", "..").code == 0
-    one_line(run_cli("ls", "."), 4, "is one snapshot")
+    check_error_line(run_cli("ls", "."), 4, "is one snapshot")
 
 
-@pytest.mark.parametrize("place", ["", "s3://bucket/run", "file://other-host/x", "memory://", "/"])
+@pytest.mark.parametrize(
+    "location", ["", "s3://bucket/run", "file://other-host/x", "memory://", "/"]
+)
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
-def test_urls_that_name_no_place(verb: str, place: str) -> None:
-    answer = run_cli(verb, place)
-    one_line(answer, answer.code)
-    assert answer.code in (4, 5)
+def test_urls_that_name_no_location(verb: str, location: str) -> None:
+    result = run_cli(verb, location)
+    check_error_line(result, result.code)
+    assert result.code in (4, 5)
 
 
-def test_names_that_no_terminal_can_print(folder: Path) -> None:
-    answer = run_cli("ls", "runs/\x1b[31mred\nx")
-    one_line(answer, 4)
-    assert "\x1b" not in answer.err
+def test_unprintable_names(folder: Path) -> None:
+    result = run_cli("ls", "runs/\x1b[31mred\nx")
+    check_error_line(result, 4)
+    assert "\x1b" not in result.err
     os.mkdir(b"runs/\xff")
     assert run_cli("ls", "runs/\udcff").code == 4
 
 
-def test_errors_as_json(folder: Path) -> None:
-    answer = run_cli("show", "runs/a", "--json")
-    assert answer.code == 4
-    told = answer.json
-    assert list(told) == ["error", "exit"]
-    assert told["error"]["kind"] == "NotFound"
-    assert told["exit"] == 4
-    assert answer.err.count("\n") == 1
+def test_json_errors(folder: Path) -> None:
+    result = run_cli("show", "runs/a", "--json")
+    assert result.code == 4
+    report = result.json
+    assert list(report) == ["error", "exit"]
+    assert report["error"]["kind"] == "NotFound"
+    assert report["exit"] == 4
+    assert result.err.count("\n") == 1
 
 
-def test_a_typo_in_the_verb() -> None:
-    answer = run_cli("verfiy", "x")
-    assert answer.code == 2
-    assert "Did you mean verify?" in answer.err
+def test_a_typo_in_the_command() -> None:
+    result = run_cli("verfiy", "x")
+    assert result.code == 2
+    assert "Did you mean verify?" in result.err
     assert "ls, show" in run_cli("qqqq").err
 
 
-@pytest.mark.parametrize("words", [["ls"], ["diff", "a"], ["ls", "a", "b"], ["ls", "a", "--jsno"]])
-def test_a_wrong_command_line(words: list[str]) -> None:
-    assert run_cli(*words).code == 2
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["diff", "a"], ["ls", "a", "b"], ["ls", "a", "--jsno"]]
+)
+def test_invalid_arguments(arguments: list[str]) -> None:
+    assert run_cli(*arguments).code == 2
 
 
-def test_a_wrong_setting_in_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_environment_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_THREDS", "2")
-    one_line(run_cli("verify", "runs/a"), 1, "HOLDFAST_THREDS")
+    check_error_line(run_cli("verify", "runs/a"), 1, "HOLDFAST_THREDS")
 
 
 ERRORS: list[tuple[BaseException, int]] = [
@@ -218,10 +232,10 @@ def test_every_kind_of_failure_has_its_exit_code(
         raise error
 
     monkeypatch.setattr(Run, "listing", fail)
-    one_line(run_cli("ls", run), code)
+    check_error_line(run_cli("ls", run), code)
 
 
-def test_a_bug_is_not_hidden(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_exception_is_not_caught(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object) -> None:
         raise ZeroDivisionError
 
@@ -230,23 +244,23 @@ def test_a_bug_is_not_hidden(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
         run_cli("ls", run)
 
 
-def test_the_exit_codes_stand_in_the_help() -> None:
-    answer = run_cli("--help")
-    assert answer.code == 0
+def test_the_help_lists_the_exit_codes() -> None:
+    result = run_cli("--help")
+    assert result.code == 0
     for code, meaning in exit_codes.MEANINGS.items():
-        assert f"{code}  {meaning}" in answer.out
-    assert all(verb in answer.out for verb in VERBS)
+        assert f"{code}  {meaning}" in result.out
+    assert all(verb in result.out for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_and_json(verb: str) -> None:
-    answer = run_cli(verb, "--help")
-    assert answer.code == 0
-    assert "--json" in answer.out
+def test_every_command_has_help_and_json(verb: str) -> None:
+    result = run_cli(verb, "--help")
+    assert result.code == 0
+    assert "--json" in result.out
 
 
 @pytest.mark.parametrize(
-    ("value", "made"),
+    ("value", "expected"),
     [
         (float("nan"), "nan"),
         ([1 << 63, 1 << 65], [1 << 63, hex(1 << 65)]),
@@ -257,27 +271,27 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (True, True),
     ],
 )
-def test_values_as_json(value: Any, made: Any) -> None:
-    assert to_json_value(value) == made
+def test_json_values(value: Any, expected: Any) -> None:
+    assert to_json_value(value) == expected
 
 
-def test_clean_text_is_one_line_of_printable_characters() -> None:
+def test_sanitized_text_is_one_printable_line() -> None:
     assert sanitize_text("a\x1b[1m\nb\udcffü") == "a\\x1b[1m b\\udcffü"
 
 
-def test_the_exit_codes_stand_in_the_document() -> None:
+def test_the_documentation_lists_the_exit_codes() -> None:
     document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     for code, meaning in exit_codes.MEANINGS.items():
         assert f"| {code} | {meaning} |" in document
 
 
-def test_messages_have_their_articles() -> None:
+def test_messages_use_correct_articles() -> None:
     found = [
         with_article(word) for word in ("dict", "int", "object", "AdamW", "OrderedDict", "UUID", "")
     ]
     assert found[:4] == ["a dict", "an int", "an object", "an AdamW"]
     assert found[4:] == ["an OrderedDict", "a UUID", "a "]
     with pytest.raises(HoldfastError, match="'x' is an object that cannot"):
-        hf.save("memory://never-made/version_1", {"x": object()})
+        hf.save("memory://never-expected/version_1", {"x": object()})
     with pytest.raises(HoldfastError, match="found an int"):
         check_metrics(1)  # type: ignore[arg-type]

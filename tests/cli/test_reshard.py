@@ -21,81 +21,89 @@ def keys(url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("split", ["even", "none"])
-def test_a_snapshot_to_a_place_of_its_own(run: str, elsewhere: str, split: str) -> None:
-    words = ("reshard", f"{run}/version_40", f"{elsewhere}/four", "--shards", 4, "--split", split)
-    answer = run_cli(*words)
-    assert answer.code == 0
-    assert "1 shard before, 4 now" in answer.out
-    assert run_cli("verify", f"{elsewhere}/four").code == 0
-    assert run_cli("diff", f"{run}/version_40", f"{elsewhere}/four").code == 0
-    assert len([k for k in keys(elsewhere) if k.endswith(".safetensors")]) == 4
+def test_a_snapshot_is_resharded_to_a_new_location(run: str, empty_url: str, split: str) -> None:
+    arguments = (
+        "reshard",
+        f"{run}/version_40",
+        f"{empty_url}/four",
+        "--shards",
+        4,
+        "--split",
+        split,
+    )
+    result = run_cli(*arguments)
+    assert result.code == 0
+    assert "1 shard before, 4 now" in result.out
+    assert run_cli("verify", f"{empty_url}/four").code == 0
+    assert run_cli("diff", f"{run}/version_40", f"{empty_url}/four").code == 0
+    assert len([k for k in keys(empty_url) if k.endswith(".safetensors")]) == 4
 
 
-def test_one_shard_in_a_folder_is_a_file_for_others(run: str, tmp_path: Path) -> None:
+def test_safetensors_can_read_a_single_shard(run: str, tmp_path: Path) -> None:
     assert run_cli("reshard", f"{run}@latest", tmp_path / "x", "--shards", 1).code == 0
     [file] = (tmp_path / "x").glob("*.safetensors")
     loaded = safetensors.numpy.load_file(file)
     assert loaded["weights"].tobytes() == state_after(60)["weights"].tobytes()
 
 
-def test_json_keys_are_stable(run: str, elsewhere: str) -> None:
-    to = f"{elsewhere}/version_40"
-    told = run_cli("reshard", f"{run}@40", to, "--shards", 2, "--json").json
-    assert list(told) == [
+def test_json_keys_are_stable(run: str, empty_url: str) -> None:
+    to = f"{empty_url}/version_40"
+    report = run_cli("reshard", f"{run}@40", to, "--shards", 2, "--json").json
+    assert list(report) == [
         "from", "to", "step", "split", "shards", "shards_before", "leaves", "bytes", "seconds",
     ]  # fmt: skip
-    assert (told["from"], told["to"]) == (f"{run}/version_40", to)
-    assert (told["step"], told["shards"], told["shards_before"]) == (40, 2, 1)
+    assert (report["from"], report["to"]) == (f"{run}/version_40", to)
+    assert (report["step"], report["shards"], report["shards_before"]) == (40, 2, 1)
 
 
-def test_into_a_run_it_becomes_its_version_and_training_goes_on_from_it(
-    store: MemoryStore, elsewhere: str
+def test_the_result_in_a_run_is_a_version_that_can_be_resumed(
+    store: MemoryStore, empty_url: str
 ) -> None:
-    run_cli("reshard", f"{store.url}@20", f"{elsewhere}/version_20", "--shards", 2)
-    answer = run_cli("reshard", f"{store.url}@60", elsewhere, "--shards", 3, "--json")
-    assert answer.json["to"] == f"{elsewhere}/version_60"
-    assert [v["step"] for v in run_cli("ls", elsewhere, "--json").json["versions"]] == [20, 60]
+    run_cli("reshard", f"{store.url}@20", f"{empty_url}/version_20", "--shards", 2)
+    result = run_cli("reshard", f"{store.url}@60", empty_url, "--shards", 3, "--json")
+    assert result.json["to"] == f"{empty_url}/version_60"
+    assert [v["step"] for v in run_cli("ls", empty_url, "--json").json["versions"]] == [20, 60]
     state = initial_state()
-    with hf.Checkpointer(elsewhere, state, save=EverySteps(100)) as ckpt:
+    with hf.Checkpointer(empty_url, state, save=EverySteps(100)) as ckpt:
         resumed = ckpt.resume()
     assert resumed is not None
     assert resumed.step == 60
     assert states_equal(state, state_after(60))
 
 
-def test_a_version_of_a_branch_keeps_it(store: MemoryStore, elsewhere: str) -> None:
+def test_the_branch_is_kept(store: MemoryStore, empty_url: str) -> None:
     train_branch(store, start=40, last_step=80)
-    run_cli("reshard", f"{store.url}@20", f"{elsewhere}/version_20", "--shards", 2)
-    assert run_cli("reshard", f"{store.url}@80.1", elsewhere, "--shards", 2).code == 0
-    assert f"version_80.1/{MANIFEST}" in keys(elsewhere)
+    run_cli("reshard", f"{store.url}@20", f"{empty_url}/version_20", "--shards", 2)
+    assert run_cli("reshard", f"{store.url}@80.1", empty_url, "--shards", 2).code == 0
+    assert f"version_80.1/{MANIFEST}" in keys(empty_url)
 
 
-def test_nothing_is_overwritten(run: str, elsewhere: str) -> None:
-    hf.save(f"{elsewhere}/lone", {"n": 1})
-    before = keys(run), keys(elsewhere)
-    for to in (f"{elsewhere}/lone", run, f"{run}/version_40", f"{elsewhere}/version_50"):
-        answer = run_cli("reshard", f"{run}/version_40", to, "--shards", 2)
-        assert answer.code == 8, to
-    assert (keys(run), keys(elsewhere)) == before
+def test_nothing_is_overwritten(run: str, empty_url: str) -> None:
+    hf.save(f"{empty_url}/lone", {"n": 1})
+    before = keys(run), keys(empty_url)
+    for to in (f"{empty_url}/lone", run, f"{run}/version_40", f"{empty_url}/version_50"):
+        result = run_cli("reshard", f"{run}/version_40", to, "--shards", 2)
+        assert result.code == 8, to
+    assert (keys(run), keys(empty_url)) == before
 
 
-def test_a_snapshot_without_a_step_becomes_no_version(run: str, elsewhere: str) -> None:
-    hf.save(f"{elsewhere}/lone", {"n": 1})
-    answer = run_cli("reshard", f"{elsewhere}/lone", run, "--shards", 2)
-    assert answer.code == 8
-    assert "is a run of 3 versions" in answer.err
+def test_a_snapshot_without_a_step_cannot_become_a_version(run: str, empty_url: str) -> None:
+    hf.save(f"{empty_url}/lone", {"n": 1})
+    result = run_cli("reshard", f"{empty_url}/lone", run, "--shards", 2)
+    assert result.code == 8
+    assert "is a run of 3 versions" in result.err
 
 
-def test_damage_is_told_and_no_folder_stays(store: MemoryStore, tmp_path: Path) -> None:
+def test_damage_is_reported_and_leaves_no_folder(store: MemoryStore, tmp_path: Path) -> None:
     flip_bit(store, shard_of(store, "version_40"))
-    answer = run_cli("reshard", f"{store.url}@40", tmp_path / "new" / "version_40", "--shards", 2)
-    assert answer.code == 3
-    assert "weights" in answer.err or "bias" in answer.err
+    result = run_cli("reshard", f"{store.url}@40", tmp_path / "new" / "version_40", "--shards", 2)
+    assert result.code == 3
+    assert "weights" in result.err or "bias" in result.err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("--shards", 0), "0 is not in the range"),
         (("--shards", "few"), "'few' is not a valid integer"),
@@ -103,15 +111,15 @@ def test_damage_is_told_and_no_folder_stays(store: MemoryStore, tmp_path: Path) 
         ((), "Missing option '--shards'"),
     ],
 )
-def test_words_that_do_not_fit(
-    run: str, elsewhere: str, words: tuple[object, ...], said: str
+def test_invalid_arguments(
+    run: str, empty_url: str, arguments: tuple[object, ...], message: str
 ) -> None:
-    answer = run_cli("reshard", f"{run}@40", f"{elsewhere}/x", *words)
-    assert answer.code == 2
-    assert said in answer.err
-    assert keys(elsewhere) == []
+    result = run_cli("reshard", f"{run}@40", f"{empty_url}/x", *arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert keys(empty_url) == []
 
 
-def test_what_is_no_snapshot(run: str, elsewhere: str) -> None:
-    assert run_cli("reshard", run, f"{elsewhere}/x", "--shards", 2).code == 4
-    assert run_cli("reshard", f"{elsewhere}/none", f"{elsewhere}/x", "--shards", 2).code == 4
+def test_a_location_without_a_snapshot(run: str, empty_url: str) -> None:
+    assert run_cli("reshard", run, f"{empty_url}/x", "--shards", 2).code == 4
+    assert run_cli("reshard", f"{empty_url}/none", f"{empty_url}/x", "--shards", 2).code == 4

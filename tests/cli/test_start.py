@@ -1,4 +1,4 @@
-"""How a command starts and ends as a process."""
+"""Commands in a process: imports, exit codes, and closed pipes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import holdfast as hf
 
-IMPORTED = """
+REPORT_IMPORTS = """
 import sys
 from holdfast.cli import cli
 try:
@@ -25,15 +25,18 @@ print(*sorted({m.partition(".")[0] for m in sys.modules}), file=sys.stderr)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("start") / "run"
+    folder = tmp_path_factory.mktemp("start") / "run"
     for step in (1, 2):
-        hf.save(place / f"version_{step}", {"x": np.arange(3.0) * step})
-    return place
+        hf.save(folder / f"version_{step}", {"x": np.arange(3.0) * step})
+    return folder
 
 
-def imported(*words: str) -> set[str]:
+def imported(*arguments: str) -> set[str]:
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, *words], capture_output=True, text=True, check=True
+        [sys.executable, "-c", REPORT_IMPORTS, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     json.loads(done.stdout)
     return set(done.stderr.splitlines()[-1].split())
@@ -41,16 +44,16 @@ def imported(*words: str) -> set[str]:
 
 @pytest.mark.parametrize("verb", ["ls", "show", "verify", "diff", "sweep"])
 def test_json_needs_neither_torch_nor_rich(run: Path, verb: str) -> None:
-    places = {"ls": [run], "verify": [run], "sweep": [run], "show": [run / "version_1"]}
-    chosen = places.get(verb, [run / "version_1", run / "version_2"])
-    assert not imported(verb, *map(str, chosen), "--json") & {"torch", "rich"}
+    arguments = {"ls": [run], "verify": [run], "sweep": [run], "show": [run / "version_1"]}
+    chosen_arguments = arguments.get(verb, [run / "version_1", run / "version_2"])
+    assert not imported(verb, *map(str, chosen_arguments), "--json") & {"torch", "rich"}
 
 
-def test_copy_needs_neither(run: Path, tmp_path: Path) -> None:
+def test_copy_needs_neither_torch_nor_rich(run: Path, tmp_path: Path) -> None:
     assert not imported("copy", str(run), str(tmp_path / "to"), "--json") & {"torch", "rich"}
 
 
-def test_the_command_ends_with_its_exit_code(run: Path) -> None:
+def test_the_process_returns_the_exit_code(run: Path) -> None:
     command = [sys.executable, "-m", "holdfast.cli"]
     done = subprocess.run([*command, "ls", run], capture_output=True, text=True, check=True)
     assert "latest" in done.stdout
@@ -62,7 +65,7 @@ def test_the_command_ends_with_its_exit_code(run: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_reader_that_has_left_is_no_error(run: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(run: Path) -> None:
     script = f"{sys.executable} -m holdfast.cli ls {run} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60

@@ -24,21 +24,21 @@ def keys(store: MemoryStore) -> list[str]:
     return [s.key for s in store.list("")]
 
 
-def test_removes_only_what_no_manifest_names(store: MemoryStore) -> None:
+def test_only_files_that_no_manifest_names_are_removed(store: MemoryStore) -> None:
     before = keys(store)
     key = orphan(store)
-    answer = run_cli("sweep", store.url, "--grace", "0")
-    assert answer.code == 0
-    assert f"removed  {key}" in answer.out
-    assert "Removed 1 file, 10 B" in answer.out
+    result = run_cli("sweep", store.url, "--grace", "0")
+    assert result.code == 0
+    assert f"removed  {key}" in result.out
+    assert "Removed 1 file, 10 B" in result.out
     assert keys(store) == before
     assert "Nothing to remove" in run_cli("sweep", store.url, "--grace", "0").out
 
 
 def test_json_keys_are_stable(store: MemoryStore) -> None:
     key = orphan(store)
-    told = run_cli("sweep", store.url, "--json", "--grace", "1h30m").json
-    assert told == {
+    report = run_cli("sweep", store.url, "--json", "--grace", "1h30m").json
+    assert report == {
         "run": store.url,
         "dry_run": False,
         "grace_seconds": 5400.0,
@@ -49,22 +49,22 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
     }
 
 
-def test_a_dry_run_only_tells(store: MemoryStore) -> None:
+def test_a_dry_run_removes_nothing(store: MemoryStore) -> None:
     key = orphan(store)
     assert "would remove" in run_cli("sweep", store.url, "--grace", "0", "--dry-run").out
     assert key in keys(store)
 
 
-def test_a_save_under_way_is_kept_and_said(store: MemoryStore) -> None:
+def test_the_files_of_an_active_save_are_kept(store: MemoryStore) -> None:
     attempt = new_attempt()
     key = orphan(store, attempt)
     pins.create_pin(Location(store, "version_80"), attempt)
-    answer = run_cli("sweep", store.url, "--grace", "0")
-    assert "a save is in progress" in answer.out
+    result = run_cli("sweep", store.url, "--grace", "0")
+    assert "a save is in progress" in result.out
     assert key in keys(store)
 
 
-def test_abandoned_versions_go_when_asked(store: MemoryStore) -> None:
+def test_abandoned_versions_are_removed_on_request(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     assert not run_cli("sweep", store.url, "--grace", "0", "--json").json["removed"]
     out = run_cli("sweep", store.url, "--abandoned", "--dry-run").out
@@ -75,17 +75,21 @@ def test_abandoned_versions_go_when_asked(store: MemoryStore) -> None:
     assert "\nRemoved 1 version, " in out
     assert out.endswith("; 1 file kept\n")
     store.delete(key)
-    told = run_cli("ls", store.url, "--json").json
-    assert [v["version"] for v in told["versions"]] == ["version_20", "version_40", "version_60.1"]
+    report = run_cli("ls", store.url, "--json").json
+    assert [v["version"] for v in report["versions"]] == [
+        "version_20",
+        "version_40",
+        "version_60.1",
+    ]
 
 
-def test_abandoned_versions_that_are_pinned_are_left_and_said(store: MemoryStore) -> None:
+def test_pinned_abandoned_versions_are_kept(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     run_cli("pin", store.url, "60.0")
-    answer = run_cli("sweep", store.url, "--abandoned")
-    assert answer.code == 0
-    assert "kept     version_60 (it is pinned)" in answer.out
-    assert answer.out.endswith("\nRemoved nothing; 1 version kept\n")
+    result = run_cli("sweep", store.url, "--abandoned")
+    assert result.code == 0
+    assert "kept     version_60 (it is pinned)" in result.out
+    assert result.out.endswith("\nRemoved nothing; 1 version kept\n")
     orphan(store)
     out = run_cli("sweep", store.url, "--abandoned", "--grace", "0").out
     assert out.endswith("\nRemoved 1 file, 10 B; 1 version kept\n")
@@ -93,8 +97,8 @@ def test_abandoned_versions_that_are_pinned_are_left_and_said(store: MemoryStore
     out = run_cli("sweep", store.url, "--abandoned").out
     assert out.endswith("\nRemoved nothing; 1 version and 1 file kept\n")
     store.delete(key)
-    told = run_cli("sweep", store.url, "--abandoned", "--json").json
-    assert told["kept"] == [{"key": "version_60", "why": "it is pinned"}]
+    report = run_cli("sweep", store.url, "--abandoned", "--json").json
+    assert report["kept"] == [{"key": "version_60", "why": "it is pinned"}]
     run_cli("pin", store.url, "60.0", "--remove")
     orphan(store)
     out = run_cli("sweep", store.url, "--abandoned", "--grace", "0").out
@@ -102,7 +106,7 @@ def test_abandoned_versions_that_are_pinned_are_left_and_said(store: MemoryStore
     assert "\nRemoved 1 version and 1 file, " in out
 
 
-def test_versions_that_cannot_be_told_are_no_file(store: MemoryStore) -> None:
+def test_unclassified_versions_are_not_counted_as_files(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     flip_bit(store, "branch-1.json")
     raw = sealed_content(store.get("version_60.1/manifest.json", 1 << 20))
@@ -114,28 +118,28 @@ def test_versions_that_cannot_be_told_are_no_file(store: MemoryStore) -> None:
     assert out.endswith("\nRemoved nothing\n")
 
 
-def test_a_run_that_never_committed_can_be_swept(elsewhere: str) -> None:
-    store = open_store(elsewhere)
+def test_a_run_without_any_version_can_be_swept(empty_url: str) -> None:
+    store = open_store(empty_url)
     assert isinstance(store, MemoryStore)
     orphan(store)
-    assert run_cli("ls", elsewhere).code == 4
-    assert "1 uncommitted save" in run_cli("ls", elsewhere).err
-    assert run_cli("sweep", elsewhere, "--grace", "0").code == 0
+    assert run_cli("ls", empty_url).code == 4
+    assert "1 uncommitted save" in run_cli("ls", empty_url).err
+    assert run_cli("sweep", empty_url, "--grace", "0").code == 0
     assert keys(store) == []
 
 
-def test_a_place_that_is_no_run_is_not_swept(elsewhere: str) -> None:
-    assert run_cli("sweep", elsewhere).code == 4
+def test_a_location_without_a_run_is_an_error(empty_url: str) -> None:
+    assert run_cli("sweep", empty_url).code == 4
 
 
 @pytest.mark.parametrize(
     "grace",
     ["", "-5", "-5s", "5 ", "1e3", ".", "5.", "inf", "9" * 10, "1w", "h", "1h 2m", "nan", "24 h"],
 )
-def test_a_grace_that_is_no_time_is_a_usage_error(run: str, grace: str) -> None:
-    answer = run_cli("sweep", run, "--grace", grace)
-    assert answer.code == 2
-    assert "24h" in answer.err
+def test_an_invalid_grace_is_a_usage_error(run: str, grace: str) -> None:
+    result = run_cli("sweep", run, "--grace", grace)
+    assert result.code == 2
+    assert "24h" in result.err
 
 
 @pytest.mark.parametrize(
@@ -151,5 +155,5 @@ def test_a_grace_that_is_no_time_is_a_usage_error(run: str, grace: str) -> None:
         ("0.5h", 1800),
     ],
 )
-def test_times(run: str, grace: str, seconds: float) -> None:
+def test_durations(run: str, grace: str, seconds: float) -> None:
     assert run_cli("sweep", run, "--grace", grace, "--json").json["grace_seconds"] == seconds

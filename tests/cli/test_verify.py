@@ -17,29 +17,29 @@ from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of
 
 
-def test_an_intact_run_is_ok(run: str) -> None:
-    answer = run_cli("verify", run)
-    assert answer.code == 0
-    assert answer.out.count("ok") == 3
-    assert "3 versions intact" in answer.out
+def test_an_intact_run(run: str) -> None:
+    result = run_cli("verify", run)
+    assert result.code == 0
+    assert result.out.count("ok") == 3
+    assert "3 versions intact" in result.out
 
 
 def test_one_snapshot(run: str) -> None:
-    answer = run_cli("verify", f"{run}/version_40")
-    assert answer.code == 0
-    assert "1 version intact" in answer.out
+    result = run_cli("verify", f"{run}/version_40")
+    assert result.code == 0
+    assert "1 version intact" in result.out
 
 
 def test_json_keys_are_stable(store: MemoryStore) -> None:
     shard = shard_of(store, "version_40")
     flip_bit(store, shard)
-    answer = run_cli("verify", store.url, "--json")
-    assert answer.code == 3
-    told = answer.json
-    assert list(told) == ["place", "ok", "bytes", "seconds", "versions", "danger", "stray"]
-    assert [v["ok"] for v in told["versions"]] == [True, False, True]
-    assert list(told["versions"][1]) == ["version", "url", "ok", "bytes", "problems"]
-    [problem] = told["versions"][1]["problems"]
+    result = run_cli("verify", store.url, "--json")
+    assert result.code == 3
+    report = result.json
+    assert list(report) == ["place", "ok", "bytes", "seconds", "versions", "danger", "stray"]
+    assert [v["ok"] for v in report["versions"]] == [True, False, True]
+    assert list(report["versions"][1]) == ["version", "url", "ok", "bytes", "problems"]
+    [problem] = report["versions"][1]["problems"]
     assert list(problem) == ["file", "offset", "leaves", "kind", "message", "fields"]
     assert problem["file"] == shard
     assert problem["kind"] == "DigestMismatch"
@@ -48,24 +48,24 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "/version_40"])
-def test_damage_is_told_by_file_offset_and_leaf(store: MemoryStore, place: str) -> None:
+def test_damage_is_reported_with_file_offset_and_leaf(store: MemoryStore, place: str) -> None:
     flip_bit(store, shard_of(store, "version_40"))
-    answer = run_cli("verify", store.url + place)
-    assert answer.code == 3
+    result = run_cli("verify", store.url + place)
+    assert result.code == 3
     for part in (shard_of(store, "version_40"), "byte ", "weights", "1 problem"):
-        assert part in answer.out
+        assert part in result.out
 
 
-def test_a_damaged_manifest_is_damage(store: MemoryStore) -> None:
+def test_a_damaged_manifest_is_reported(store: MemoryStore) -> None:
     flip_bit(store, f"version_40/{MANIFEST}")
-    answer = run_cli("verify", store.url)
-    assert answer.code == 3
-    assert f"version_40/{MANIFEST}" in answer.out
+    result = run_cli("verify", store.url)
+    assert result.code == 3
+    assert f"version_40/{MANIFEST}" in result.out
     assert run_cli("verify", f"{store.url}/version_40").code == 3
 
 
 def test_evaluations_and_lasting_pins_are_verified(store: MemoryStore) -> None:
-    """A damaged evaluation counts no more, so that another version becomes the best."""
+    """A damaged evaluation no longer counts, so another version could become the best."""
     run = Run(store)
     run.add_metrics(Version(20), {"loss": 0.1})
     run.pin(40)
@@ -73,26 +73,26 @@ def test_evaluations_and_lasting_pins_are_verified(store: MemoryStore) -> None:
     [evaluation] = [s.key for s in store.list("version_20") if "/eval-" in s.key]
     for key in (evaluation, "pin-version_40.json"):
         flip_bit(store, key)
-    answer = run_cli("verify", store.url, "--json")
-    assert answer.code == 3
-    bad = [v for v in answer.json["versions"] if not v["ok"]]
-    assert sorted(v["version"] for v in bad) == ["pin-version_40.json", evaluation]
-    assert all(p["file"] == v["version"] for v in bad for p in v["problems"])
+    result = run_cli("verify", store.url, "--json")
+    assert result.code == 3
+    damaged = [v for v in result.json["versions"] if not v["ok"]]
+    assert sorted(v["version"] for v in damaged) == ["pin-version_40.json", evaluation]
+    assert all(p["file"] == v["version"] for v in damaged for p in v["problems"])
     assert evaluation in run_cli("verify", store.url).out
 
 
-def test_versions_on_left_branches_and_branch_records_are_verified(store: MemoryStore) -> None:
+def test_abandoned_versions_and_branch_records_are_verified(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     flip_bit(store, shard_of(store, "version_60"))
     flip_bit(store, "branch-1.json")
-    told = run_cli("verify", store.url, "--json").json
-    assert [v["version"] for v in told["versions"] if not v["ok"]] == [
+    report = run_cli("verify", store.url, "--json").json
+    assert [v["version"] for v in report["versions"] if not v["ok"]] == [
         "version_60",
         "branch-1.json",
     ]
 
 
-def test_a_version_that_retention_deletes_meanwhile_is_no_damage(
+def test_a_concurrently_deleted_version_is_not_damaged(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Snapshot.verify
@@ -103,53 +103,55 @@ def test_a_version_that_retention_deletes_meanwhile_is_no_damage(
         return real(snapshot, *rest)
 
     monkeypatch.setattr(Snapshot, "verify", deleted)
-    answer = run_cli("verify", store.url, "--json")
-    assert answer.code == 0
-    assert [v["version"] for v in answer.json["versions"]] == ["version_40", "version_60"]
+    result = run_cli("verify", store.url, "--json")
+    assert result.code == 0
+    assert [v["version"] for v in result.json["versions"]] == ["version_40", "version_60"]
 
 
-def test_a_store_that_refuses_is_not_called_damage(
+def test_an_unreadable_version_is_not_called_damaged(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: object, version: object) -> None:
+    def fail(self: object, version: object) -> None:
         raise Denied("Cannot read it")
 
-    monkeypatch.setattr(verify.Run, "open", refuse)
-    answer = run_cli("verify", store.url)
-    assert answer.code == 5
-    assert "3 of 3 unreadable" in answer.out  # which is no damage
-    assert "damaged" not in answer.out
+    monkeypatch.setattr(verify.Run, "open", fail)
+    result = run_cli("verify", store.url)
+    assert result.code == 5
+    assert "3 of 3 unreadable" in result.out  # which is not damage
+    assert "damaged" not in result.out
 
 
-def test_a_place_without_versions_is_not_found(elsewhere: str) -> None:
-    assert run_cli("verify", elsewhere).code == 4
+def test_a_location_without_versions_is_not_found(empty_url: str) -> None:
+    assert run_cli("verify", empty_url).code == 4
 
 
-def test_each_damage_is_told_once_and_none_is_lost() -> None:
+def test_each_problem_is_reported_exactly_once() -> None:
     def damage(offset: int | None, what: str = "it is bad", digest: str = "a") -> Problem:
         return Problem("f", offset, (), FormatError(what, expected=digest, found="b"))
 
-    def of(name: str, *problems: Problem) -> verify.Checked:
+    def result_of(name: str, *problems: Problem) -> verify.Checked:
         return verify.VerifyResult(name, name, 0, problems)
 
     one, two, nowhere = damage(0), damage(8), damage(None)
     checked = [
-        of("v1", one, two, nowhere, damage(None, "otherwise")),  # of equal bytes, two places
-        of("v2", damage(0, "v2 refers to it"), damage(8, digest="c")),
-        of("v3", two, two),
+        result_of(
+            "v1", one, two, nowhere, damage(None, "another message")
+        ),  # equal messages at two offsets
+        result_of("v2", damage(0, "v2 refers to it"), damage(8, digest="c")),
+        result_of("v3", two, two),
     ]
-    told = [(p.offset, p.error.what, others) for p, others in verify._group_problems(checked)]
-    assert told == [
+    report = [(p.offset, p.error.what, others) for p, others in verify._group_problems(checked)]
+    assert report == [
         (0, "it is bad", ["v2"]),
         (8, "it is bad", ["v3"]),
         (None, "it is bad", []),
-        (None, "otherwise", []),
+        (None, "another message", []),
         (8, "it is bad", []),
     ]
 
 
-def test_errors_have_no_advice_twice() -> None:
+def test_brief_errors_omit_the_advice() -> None:
     from holdfast.cli.output import format_error_brief
 
-    told = format_error_brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
-    assert told == "A is bad. Expected 1, found 2."
+    report = format_error_brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
+    assert report == "A is bad. Expected 1, found 2."
