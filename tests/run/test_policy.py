@@ -1,4 +1,4 @@
-"""Policies by tables: pure functions over records."""
+"""Policies are pure functions over records. Tables list their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
@@ -43,17 +43,17 @@ def test_every_steps_is_due_at_multiples(step: int, last: int, due: bool) -> Non
     assert EverySteps(3).due(replace(START, step=step, last_step=last)) is due
 
 
-def test_every_steps_catches_up_after_a_multiple_was_jumped_over() -> None:
+def test_every_steps_is_due_after_skipping_a_multiple() -> None:
     assert EverySteps(100).due(replace(START, step=205, last_step=150))
     assert not EverySteps(100).due(replace(START, step=205, last_step=200))
 
 
 @pytest.mark.parametrize(("now", "last", "due"), [(59.9, 0, False), (60, 0, True), (65, 60, False)])
 def test_every_seconds_counts_from_the_last_save(now: float, last: float, due: bool) -> None:
-    moment = PolicyInput(
+    current = PolicyInput(
         step=1, seconds=now, epochs=0, last_step=0, last_seconds=last, last_epochs=0
     )
-    assert EverySeconds(60).due(moment) is due
+    assert EverySeconds(60).due(current) is due
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_every_seconds_counts_from_the_last_save(now: float, last: float, due: b
 def test_every_epoch_is_due_when_one_is_completed(
     every: int, epochs: int, last: int, due: bool
 ) -> None:
-    moment = replace(START, step=9, epochs=epochs, last_epochs=last)
-    assert EveryEpoch(every).due(moment) is due
+    current = replace(START, step=9, epochs=epochs, last_epochs=last)
+    assert EveryEpoch(every).due(current) is due
 
 
-def test_a_whole_training_is_saved_at_each_epochs_end_once() -> None:
-    """Seven steps an epoch, saved by two policies: a save in mid-epoch takes no epoch's end."""
+def test_every_epoch_saves_each_epoch_once() -> None:
+    """An epoch has seven steps. Another policy also saves within epochs."""
     policy, last, saved = EveryEpoch() | EverySteps(5), START, []
     for step in range(1, 30):
         now = PolicyInput(step, 0.0, step // 7, last.step, 0.0, last.epochs)
@@ -81,11 +81,11 @@ def test_a_whole_training_is_saved_at_each_epochs_end_once() -> None:
     assert saved == [5, 7, 10, 14, 15, 20, 21, 25, 28]
 
 
-def test_either_policy_makes_a_save_due() -> None:
-    either = EverySteps(10) | EverySeconds(60) | EverySteps(7)
-    due = [s for s in range(1, 21) if either.due(replace(START, step=s, last_step=s - 1))]
+def test_a_combined_policy_is_due_if_either_is() -> None:
+    combined = EverySteps(10) | EverySeconds(60) | EverySteps(7)
+    due = [s for s in range(1, 21) if combined.due(replace(START, step=s, last_step=s - 1))]
     assert due == [7, 10, 14, 20]
-    assert either.due(replace(START, step=1, seconds=61.0))
+    assert combined.due(replace(START, step=1, seconds=61.0))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_either_policy_makes_a_save_due() -> None:
         (EverySteps(3) | (OnException() | EveryEpoch()), True, True),
     ],
 )
-def test_what_a_policy_asks_of_who_holds_it(
+def test_attributes_of_combined_policies(
     policy: SavePolicy, on_exception: bool, wants_epochs: bool
 ) -> None:
     assert (policy.on_exception, policy.wants_epochs) == (on_exception, wants_epochs)
@@ -115,25 +115,25 @@ def test_an_exception_is_never_due() -> None:
 
 
 def records(*pairs: Any, metric: str = "loss") -> list[Record]:
-    """Steps, or pairs of a step and a metric."""
-    made = []
+    """Return records of steps, or of pairs of a step and a metric."""
+    found = []
     for pair in pairs:
         step, value = pair if isinstance(pair, tuple) else (pair, None)
-        made.append(Record(Version(step), {} if value is None else {metric: value}))
-    return made
+        found.append(Record(Version(step), {} if value is None else {metric: value}))
+    return found
 
 
-def kept(policy: KeepPolicy, found: list[Record]) -> list[int]:
+def kept_steps(policy: KeepPolicy, found: list[Record]) -> list[int]:
     return sorted(v.step for v in policy.keep(found))
 
 
 def test_keep_last() -> None:
     found = records(10, 20, 30, 40)
-    assert kept(KeepLast(3), found) == [20, 30, 40]
-    assert kept(KeepLast(9), found) == [10, 20, 30, 40]
-    assert kept(KeepLast(1) | KeepLast(2), found) == [30, 40]
-    assert kept(KeepPolicy(), found) == [10, 20, 30, 40]
-    assert kept(KeepLast(3), []) == []
+    assert kept_steps(KeepLast(3), found) == [20, 30, 40]
+    assert kept_steps(KeepLast(9), found) == [10, 20, 30, 40]
+    assert kept_steps(KeepLast(1) | KeepLast(2), found) == [30, 40]
+    assert kept_steps(KeepPolicy(), found) == [10, 20, 30, 40]
+    assert kept_steps(KeepLast(3), []) == []
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_keep_last() -> None:
     ],
 )
 def test_keep_every(steps: list[int], expected: list[int]) -> None:
-    assert kept(KeepEvery(100), records(*steps)) == expected
+    assert kept_steps(KeepEvery(100), records(*steps)) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,75 +174,75 @@ def test_keep_every(steps: list[int], expected: list[int]) -> None:
     ],
 )
 def test_keep_best(found: list[Any], count: int, mode: Any, expected: list[int]) -> None:
-    assert kept(KeepBest(count, "loss", mode), records(*found)) == expected
+    assert kept_steps(KeepBest(count, "loss", mode), records(*found)) == expected
 
 
-def test_best_first_orders_all_that_have_the_metric() -> None:
+def test_best_first_sorts_records_with_the_metric() -> None:
     found = records((1, 0.3), (2, nan), (3, 0.1), 4, (5, 0.3))
     assert [v.step for v in best_first(found, "loss")] == [3, 5, 1]
     assert [v.step for v in best_first(found, "loss", "max")] == [5, 1, 3]
     assert best_first(found, "accuracy") == []
 
 
-def test_policies_that_choose_by_metrics_say_which() -> None:
-    either = KeepLast(2) | KeepBest(1, "a") | (KeepEvery(3) | KeepBest(2, "b", mode="max"))
-    assert either.metrics == {"a", "b"}
+def test_policies_name_their_metrics() -> None:
+    combined = KeepLast(2) | KeepBest(1, "a") | (KeepEvery(3) | KeepBest(2, "b", mode="max"))
+    assert combined.metrics == {"a", "b"}
     assert KeepLast(2).metrics == KeepPolicy().metrics == frozenset()
 
 
-def test_a_hundred_versions_every_five_keep_three() -> None:
-    """ElasticDL's case (BEHAVIOURS.md, B5): steps 5, keep 3: 90, 95 and 100 stay."""
+def test_keep_last_after_many_saves() -> None:
+    """ElasticDL's example: with a save every 5 steps and 3 kept, 90, 95, and 100 remain."""
     found: list[int] = []
     for step in range(1, 101):
         if EverySteps(5).due(replace(START, step=step, last_step=step - 1)):
-            found = kept(KeepLast(3), records(*found, step))
+            found = kept_steps(KeepLast(3), records(*found, step))
     assert found == [90, 95, 100]
 
 
-counts = some.integers(1, 4)
-single = some.one_of(
-    some.builds(KeepLast, counts),
-    some.builds(KeepEvery, some.integers(1, 30)),
-    some.builds(KeepBest, counts, some.sampled_from(["a", "b"]), some.sampled_from(["min", "max"])),
+counts = st.integers(1, 4)
+single = st.one_of(
+    st.builds(KeepLast, counts),
+    st.builds(KeepEvery, st.integers(1, 30)),
+    st.builds(KeepBest, counts, st.sampled_from(["a", "b"]), st.sampled_from(["min", "max"])),
 )
-policies = some.recursive(single, lambda p: some.builds(lambda a, b: a | b, p, p), max_leaves=4)
-values = some.one_of(some.sampled_from([nan, inf, -inf, 0.0, -0.0]), some.integers(-3, 3))
-metrics = some.dictionaries(some.sampled_from(["a", "b"]), values)
-histories = some.lists(some.tuples(some.integers(0, 9), metrics), max_size=25)
+policies = st.recursive(single, lambda p: st.builds(lambda a, b: a | b, p, p), max_leaves=4)
+values = st.one_of(st.sampled_from([nan, inf, -inf, 0.0, -0.0]), st.integers(-3, 3))
+metrics = st.dictionaries(st.sampled_from(["a", "b"]), values)
+histories = st.lists(st.tuples(st.integers(0, 9), metrics), max_size=25)
 
 
 def history_of(gaps: list[tuple[int, dict[str, float]]]) -> list[Record]:
-    """Records of growing steps, some on later branches."""
-    made, step = [], 0
+    """Return records with increasing steps, some on later branches."""
+    history, step = [], 0
     for number, (gap, found) in enumerate(gaps):
         step += gap + 1
-        made.append(Record(Version(step, number // 10), found))
-    return made
+        history.append(Record(Version(step, number // 10), found))
+    return history
 
 
 @given(policies, histories)
 @settings(derandomize=True, max_examples=300)
-def test_retention_after_every_save_keeps_what_the_rule_keeps_of_the_whole_history(
+def test_retention_after_every_save_keeps_the_same_versions_as_one_at_the_end(
     policy: KeepPolicy, gaps: list[tuple[int, dict[str, float]]]
 ) -> None:
-    """So nothing is lost because retention runs often. The newest always stays besides.
+    """Frequent retention loses no version. In addition, the newest version is always kept.
 
-    It holds for every policy and combination whose metrics come with the save. It cannot hold for
-    a metric that an evaluation adds: a version that would have been the best may be gone by then.
+    This applies to all policies whose metrics are saved with the version. It cannot apply to a
+    metric that an evaluation adds, because the best version may have been deleted by then.
     """
     history = history_of(gaps)
-    survivors: list[Record] = []
+    remaining: list[Record] = []
     for number, record in enumerate(history):
-        survivors.append(record)
-        stay = policy.keep(survivors) | {record.version}
-        survivors = [r for r in survivors if r.version in stay]
-        assert stay == policy.keep(history[: number + 1]) | {record.version}
-        assert policy.keep(survivors) == policy.keep(history[: number + 1])
+        remaining.append(record)
+        keep_now = policy.keep(remaining) | {record.version}
+        remaining = [r for r in remaining if r.version in keep_now]
+        assert keep_now == policy.keep(history[: number + 1]) | {record.version}
+        assert policy.keep(remaining) == policy.keep(history[: number + 1])
 
 
 @given(policies, policies, histories)
 @settings(derandomize=True, max_examples=100)
-def test_either_keeps_what_each_keeps(
+def test_a_combined_policy_keeps_what_either_keeps(
     a: KeepPolicy, b: KeepPolicy, gaps: list[tuple[int, dict[str, float]]]
 ) -> None:
     history = history_of(gaps)
@@ -277,7 +277,7 @@ def observe(stop: StopWhen, *found: float, state: StopState | None = None) -> St
         (StopWhen("l", 3, min_delta=0.1), [1.0, 0.95, 0.9], StopState(1.0, 2, False)),
         (StopWhen("l", 3, min_delta=0.1), [1.0, 0.95, 0.8], StopState(0.8, 0, False)),
         (StopWhen("l", 3, "max", min_delta=0.5), [1, 1.5, 1.6], StopState(1.6, 0, False)),
-        # slow progress of less than min_delta a time counts from the best, not from the last
+        # progress in steps smaller than min_delta is compared with the best value, not the last
         (StopWhen("l", 3, min_delta=0.1), [1.0, 0.94, 0.88], StopState(0.88, 0, False)),
     ],
 )
@@ -285,10 +285,10 @@ def test_stop_when(stop: StopWhen, found: list[float], state: StopState) -> None
     assert observe(stop, *found) == state
 
 
-@given(some.lists(some.sampled_from([nan, inf, -inf, 0.0, 1.0, 2.0, 3]), max_size=12), counts)
+@given(st.lists(st.sampled_from([nan, inf, -inf, 0.0, 1.0, 2.0, 3]), max_size=12), counts)
 @settings(derandomize=True)
-def test_patience_lies_in_the_snapshot(found: list[float], patience: int) -> None:
-    """Going to plain values and back at any moment changes nothing."""
+def test_the_state_of_stop_when_is_plain_and_complete(found: list[float], patience: int) -> None:
+    """Conversion to plain values and back changes nothing at any time."""
     stop = StopWhen("l", patience)
     state = StopState()
     for value in found:
@@ -296,7 +296,7 @@ def test_patience_lies_in_the_snapshot(found: list[float], patience: int) -> Non
     assert state == observe(stop, *found)
 
 
-def test_a_longer_patience_is_looked_at_anew() -> None:
+def test_a_changed_patience_is_applied_to_a_restored_state() -> None:
     stopped = observe(StopWhen("l", 2), 1.0, 2.0, 2.0)
     assert stopped.stopped
     plain = StopWhen("l", 2).to_plain(stopped)
@@ -313,23 +313,23 @@ def test_a_longer_patience_is_looked_at_anew() -> None:
         {"metric": "l", "mode": "min", "best": 1.0, "misses": None},
     ],
 )  # fmt: skip
-def test_what_is_of_something_else_is_a_fresh_start(plain: Any) -> None:
+def test_a_state_of_another_policy_is_ignored(plain: Any) -> None:
     assert StopWhen("l").from_plain(plain) == StopState()
 
 
-# -- arguments that can never fire ---------------------------------------------------------------
+# -- invalid arguments ---------------------------------------------------------------------------
 
-BAD_COUNTS: list[Any] = [0, -1, 1.0, 2.5, nan, inf, True, "3", None, [3], EverySteps]
-BAD_SECONDS: list[Any] = [0, -1, 0.0, nan, inf, -inf, True, "60", None]
-COUNTED: list[Callable[[Any], object]] = [
+INVALID_COUNTS: list[Any] = [0, -1, 1.0, 2.5, nan, inf, True, "3", None, [3], EverySteps]
+INVALID_SECONDS: list[Any] = [0, -1, 0.0, nan, inf, -inf, True, "60", None]
+POLICIES_WITH_COUNT: list[Callable[[Any], object]] = [
     EverySteps, EveryEpoch, KeepLast, KeepEvery,
     lambda n: KeepBest(n, "loss"), lambda n: StopWhen("loss", n),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", BAD_COUNTS, ids=repr)
-@pytest.mark.parametrize("make", COUNTED, ids=range(len(COUNTED)))
-def test_a_count_that_can_never_fire_is_refused(make: Callable[[Any], object], count: Any) -> None:
+@pytest.mark.parametrize("count", INVALID_COUNTS, ids=repr)
+@pytest.mark.parametrize("make", POLICIES_WITH_COUNT, ids=range(len(POLICIES_WITH_COUNT)))
+def test_an_invalid_count_is_rejected(make: Callable[[Any], object], count: Any) -> None:
     with pytest.raises(
         HoldfastError, match=r"Invalid argument to .*whole number of .*, found .*write"
     ) as e:
@@ -338,8 +338,8 @@ def test_a_count_that_can_never_fire_is_refused(make: Callable[[Any], object], c
     make(1)
 
 
-@pytest.mark.parametrize("seconds", BAD_SECONDS, ids=repr)
-def test_seconds_that_can_never_pass_are_refused(seconds: Any) -> None:
+@pytest.mark.parametrize("seconds", INVALID_SECONDS, ids=repr)
+def test_invalid_seconds_are_rejected(seconds: Any) -> None:
     with pytest.raises(
         HoldfastError, match=r"Invalid argument to EverySeconds.*EverySeconds\(600\)"
     ):
@@ -363,13 +363,13 @@ def test_seconds_that_can_never_pass_are_refused(seconds: Any) -> None:
         lambda: StopWhen("loss", min_delta=True),
     ],
 )
-def test_what_no_metric_can_ever_fulfil_is_refused(make: Callable[[], object]) -> None:
+def test_invalid_arguments_for_metrics_are_rejected(make: Callable[[], object]) -> None:
     with pytest.raises(HoldfastError, match=r"Invalid argument to .*For example, write"):
         make()
 
 
 @pytest.mark.parametrize("other", [None, 3, "x", [EverySteps(3)]])
-def test_only_policies_of_a_kind_are_combined(other: Any) -> None:
+def test_only_policies_of_the_same_kind_can_be_combined(other: Any) -> None:
     with pytest.raises(TypeError):
         _ = EverySteps(3) | other
     with pytest.raises(TypeError):

@@ -1,5 +1,4 @@
-"""What is deleted and what never: retention, pins, deletion beside readers and saves, failures at
-every call."""
+"""Retention and pins: what is deleted, concurrent readers and saves, and failures of every call."""
 
 from __future__ import annotations
 
@@ -43,14 +42,14 @@ YEAR = 365 * DAY
 
 
 class KeepNothing(KeepPolicy):
-    """What no policy of ours does: even so the newest stays."""
+    """A policy that keeps nothing. Retention keeps the newest version nevertheless."""
 
     def keep(self, records: Any) -> frozenset[Version]:
         return frozenset()
 
 
 def make_run(*steps: int) -> MemoryStore:
-    """A run with these versions on its first branch."""
+    """Return a run with these versions on its first branch."""
     store = MemoryStore()
     for step in steps:
         holdfast.save(store.at(f"version_{step}"), state_after(1), step=step)
@@ -59,7 +58,7 @@ def make_run(*steps: int) -> MemoryStore:
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """A training with versions 20, 40, 60."""
+    """Return a run with versions 20, 40, and 60."""
     return trained_run()
 
 
@@ -67,15 +66,15 @@ def steps(store: Store) -> list[int]:
     return [v.step for v in Run(store).listing().versions]
 
 
-def cut(store: MemoryStore, key: str) -> None:
+def truncate(store: MemoryStore, key: str) -> None:
     raw = store.get(key, 1 << 30)
     store.delete(key)
     store.put_if_absent(key, raw[:-1])
 
 
 @pytest.fixture
-def refers(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
-    """Which versions refer to which: a table that stands for incremental versions."""
+def references(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
+    """Return a table of references between versions, to simulate incremental versions."""
     table: dict[Version, set[Version]] = {}
     real = catalog.make_version_record
 
@@ -93,49 +92,51 @@ def refers(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
     return table
 
 
-# -- what stays ----------------------------------------------------------------------------------
+# -- kept versions -------------------------------------------------------------------------------
 
 
-def test_keep_last_deletes_the_others_whole(store: MemoryStore) -> None:
+def test_keep_last_deletes_all_files_of_other_versions(store: MemoryStore) -> None:
     assert Run(store).retain(KeepLast(1)) == [Version(20), Version(40)]
     assert {s.key.partition("/")[0] for s in store.list("")} == {"version_60"}
     assert Run(store).retain(KeepLast(1)) == []
 
 
-def test_the_policy_that_keeps_all_looks_at_nothing(store: MemoryStore) -> None:
+def test_the_policy_that_keeps_everything_makes_no_store_call(store: MemoryStore) -> None:
     wrapped = HookedStore(store)
     wrapped.before = lambda method, key: pytest.fail(f"{method} {key}")
     assert Run(wrapped).retain(KeepPolicy()) == []
 
 
-@pytest.mark.parametrize("damage", ["manifest", "cut", "gone", "index"])
-def test_only_intact_versions_count_and_damaged_ones_stay(store: MemoryStore, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["manifest", "truncated", "deleted", "index"])
+def test_only_intact_versions_count_and_damaged_ones_are_kept(
+    store: MemoryStore, damage: str
+) -> None:
     shard = shard_of(store, "version_60")
     if damage == "manifest":
         flip_bit(store, f"version_60/{MANIFEST}")
-    elif damage == "cut":
-        cut(store, shard)
-    elif damage == "gone":
+    elif damage == "truncated":
+        truncate(store, shard)
+    elif damage == "deleted":
         store.delete(shard)
     else:
-        cut(store, shard.replace(".safetensors", ".index.json"))
+        truncate(store, shard.replace(".safetensors", ".index.json"))
     before = {s.key for s in store.list("version_60")}
-    gone = Run(store).retain(KeepLast(1))
-    # the bytes of a manifest that cannot be read mention its parent, which might be its base
-    assert gone == [Version(20)]
+    deleted = Run(store).retain(KeepLast(1))
+    # the unreadable manifest mentions its parent, which could be its base
+    assert deleted == [Version(20)]
     assert steps(store) == [40, 60]
     assert {s.key for s in store.list("version_60")} == before
 
 
-def test_the_newest_intact_never_goes(store: MemoryStore) -> None:
-    cut(store, shard_of(store, "version_60"))
+def test_the_newest_intact_version_is_never_deleted(store: MemoryStore) -> None:
+    truncate(store, shard_of(store, "version_60"))
     Run(store).retain(KeepNothing())
     assert steps(store) == [40, 60]
     Run(store).retain(KeepNothing())
     assert steps(store) == [40, 60]
 
 
-def test_other_branches_are_left_alone(store: MemoryStore) -> None:
+def test_versions_on_other_branches_are_kept(store: MemoryStore) -> None:
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=20)
         train(state, ckpt, 60)
@@ -144,7 +145,7 @@ def test_other_branches_are_left_alone(store: MemoryStore) -> None:
     assert Version(40) in Run(store).listing().versions
 
 
-def test_best_and_every_are_kept_after_every_save() -> None:
+def test_retention_of_several_policies_after_every_save() -> None:
     losses = {10: 0.9, 20: 0.2, 30: 0.5, 40: 0.2, 50: 0.8, 60: 0.9, 70: 0.95}
     store = MemoryStore()
     state = {"n": 0}
@@ -159,7 +160,7 @@ def test_best_and_every_are_kept_after_every_save() -> None:
 # -- pins ----------------------------------------------------------------------------------------
 
 
-def test_a_pinned_version_stays_until_it_is_unpinned(store: MemoryStore) -> None:
+def test_a_pinned_version_is_kept_until_it_is_unpinned(store: MemoryStore) -> None:
     run = Run(store)
     assert run.pin(20) == Version(20)
     assert run.pin(20) == Version(20)
@@ -177,8 +178,8 @@ def test_a_damaged_pin_still_pins(store: MemoryStore) -> None:
     assert Run(store).pin(20) == Version(20)
 
 
-def too_new(store: MemoryStore) -> str:
-    """A process's pin of a format that is to come."""
+def pin_in_newer_format(store: MemoryStore) -> str:
+    """Create a process pin in a future format."""
     key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
     raw = seal(sealed_content(store.get(key, 1 << 20)), 99)
     store.delete(key)
@@ -186,24 +187,24 @@ def too_new(store: MemoryStore) -> str:
     return key
 
 
-def torn(store: MemoryStore) -> str:
-    """A process's pin of which a bit has flipped."""
+def damaged_pin(store: MemoryStore) -> str:
+    """Create a process pin with a flipped bit."""
     key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
     flip_bit(store, key)
     return key
 
 
-@pytest.mark.parametrize("unread", [too_new, torn])
-def test_beside_a_pin_that_cannot_be_read_nothing_is_deleted_for_a_week(
-    store: MemoryStore, unread: Callable[[MemoryStore], str]
+@pytest.mark.parametrize("create_unreadable", [pin_in_newer_format, damaged_pin])
+def test_an_unreadable_pin_prevents_all_deletion_for_a_week(
+    store: MemoryStore, create_unreadable: Callable[[MemoryStore], str]
 ) -> None:
     keys = orphaned(store, 40)
-    key = unread(store)
+    key = create_unreadable(store)
     run = Run(store)
-    heard: list[str] = []
-    with events.attach(lambda name, fields: heard.append(f"{name} {fields.get('version')}")):
+    emitted: list[str] = []
+    with events.attach(lambda name, fields: emitted.append(f"{name} {fields.get('version')}")):
         assert run.retain(KeepLast(1)) == []
-    assert f"skipped {key}" in heard
+    assert f"skipped {key}" in emitted
     with pytest.raises(HoldfastError, match=f"{key} is unreadable and may protect any version"):
         run.delete(Version(20))
     swept = run.sweep(grace=0, abandoned=True)
@@ -216,50 +217,50 @@ def test_beside_a_pin_that_cannot_be_read_nothing_is_deleted_for_a_week(
     assert run.retain(KeepLast(1)) == [Version(20)]
 
 
-@pytest.mark.parametrize("unread", [too_new, torn])
-def test_a_pin_that_cannot_be_read_and_comes_in_the_middle_keeps_the_files(
-    store: MemoryStore, unread: Callable[[MemoryStore], str]
+@pytest.mark.parametrize("create_unreadable", [pin_in_newer_format, damaged_pin])
+def test_an_unreadable_pin_created_during_a_deletion_keeps_the_files(
+    store: MemoryStore, create_unreadable: Callable[[MemoryStore], str]
 ) -> None:
-    """It may be of a save that has pinned the version, looked for it, and refers to it."""
-    wrapped, came = HookedStore(store), []
+    """The pin may belong to a save that checked the version and now refers to it."""
+    wrapped, created = HookedStore(store), []
 
-    def come(method: str, key: str) -> None:
+    def create_pin(method: str, key: str) -> None:
         if method == "delete" and key == f"version_20/{MANIFEST}":
-            came.append(unread(store))
+            created.append(create_unreadable(store))
 
-    wrapped.after = come
+    wrapped.after = create_pin
     run = Run(wrapped)
     run.delete(Version(20))
     assert len(list(store.list("version_20"))) == 2
-    store.delete(came[0])
+    store.delete(created[0])
     assert run.retain(KeepLast(2)) == []
     assert list(store.list("version_20")) == []
 
 
-def test_a_pin_that_cannot_be_read_keeps_what_is_on_its_way(store: MemoryStore) -> None:
+def test_an_unreadable_pin_keeps_partial_files(store: MemoryStore) -> None:
     run = Run(store)
     run.pin(20)
     store.delete(f"version_20/{MANIFEST}")
     store.put(f"version_80/{MANIFEST}", 5)
     store.put(f"version_80/{shard_name(0, 1, new_attempt())}", 5)
-    key = torn(store)
-    ahead = time.time() + 61
-    swept = run.sweep(grace=0, now=ahead)
+    key = damaged_pin(store)
+    later = time.time() + 61
+    swept = run.sweep(grace=0, now=later)
     assert swept.removed == []
     assert {why for _, why in swept.kept} == {f"{key} is unreadable and may protect any version"}
     assert len(swept.kept) == 5  # two partial files, two files of version_20 and its lasting pin
     store.delete(key)
-    assert len(run.sweep(grace=0, now=ahead).removed) == 5
+    assert len(run.sweep(grace=0, now=later).removed) == 5
 
 
-def test_a_lasting_pin_keeps_no_leftovers_beside_its_version(store: MemoryStore) -> None:
+def test_a_lasting_pin_does_not_protect_orphans_in_its_folder(store: MemoryStore) -> None:
     Run(store).pin(20)
     key = f"version_20/{shard_name(0, 1, new_attempt())}"
     store.put_if_absent(key, b"left over")
     assert Run(store).sweep(now=time.time() + YEAR).removed == [key]
 
 
-def test_what_is_not_there_is_not_pinned_and_what_is_not_pinned_not_unpinned(
+def test_pin_and_unpin_raise_errors_for_missing_versions_and_pins(
     store: MemoryStore,
 ) -> None:
     with pytest.raises(NotFound, match=r"no version of step 30.*version_20, version_40"):
@@ -279,7 +280,7 @@ def test_what_is_not_there_is_not_pinned_and_what_is_not_pinned_not_unpinned(
     assert Run(store).pins() == []
 
 
-def test_versions_of_branches_that_were_left_can_be_pinned(store: MemoryStore) -> None:
+def test_abandoned_versions_can_be_pinned(store: MemoryStore) -> None:
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=20)
         train(state, ckpt, 40)
@@ -288,25 +289,25 @@ def test_versions_of_branches_that_were_left_can_be_pinned(store: MemoryStore) -
     assert run.pin(40, branch=0) == Version(40)
     assert run.pin(60, branch=0) == Version(60)
     assert run.pins() == [Version(40), Version(40, 1), Version(60)]
-    assert run.unpin(60) == Version(60)  # the only one of that step
+    assert run.unpin(60) == Version(60)  # the only pinned version of this step
     assert run.unpin(40) == Version(40, 1)
     assert run.unpin(40, branch=0) == Version(40)
 
 
-def test_a_pin_that_comes_too_late_is_told_and_taken_back(store: MemoryStore) -> None:
+def test_a_pin_of_a_version_deleted_meanwhile_is_removed_and_raises(store: MemoryStore) -> None:
     wrapped = HookedStore(store)
 
-    def vanish(method: str, key: str) -> None:
+    def delete_manifest(method: str, key: str) -> None:
         if method == "put_if_absent":
             store.delete(f"version_20/{MANIFEST}")
 
-    wrapped.after = vanish
+    wrapped.after = delete_manifest
     with pytest.raises(NotFound, match="deleted before it could be pinned"):
         Run(wrapped).pin(20)
     assert Run(store).pins() == []
 
 
-def test_what_a_process_reads_stays_as_long_as_it_lives(
+def test_a_process_pin_protects_while_the_process_runs(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
@@ -314,36 +315,36 @@ def test_what_a_process_reads_stays_as_long_as_it_lives(
     assert Run(store).retain(KeepLast(1)) == []
     monkeypatch.setattr(
         pins, "is_holder_alive", lambda record: None
-    )  # on another machine: for a week
+    )  # on another machine, a pin counts for a week
     assert Run(store).retain(KeepLast(1)) == []
     monkeypatch.setattr(pins, "is_holder_alive", lambda record: False)
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
     assert list(Run(store).sweep().removed) == [key]
 
 
-def test_reading_much_pins_and_reading_little_does_not(store: MemoryStore) -> None:
-    place = Location(store, "version_20")
+def test_only_large_reads_create_a_pin(store: MemoryStore) -> None:
+    location = Location(store, "version_20")
     with (
-        pins.pin_while_reading(place, pins.MIN_PINNED_BYTES - 1),
+        pins.pin_while_reading(location, pins.MIN_PINNED_BYTES - 1),
         pins.pin_while_reading(Location(store, "x"), pins.MIN_PINNED_BYTES),
     ):
         assert Run(store).listing().process_pins == []
-    with pins.pin_while_reading(place, pins.MIN_PINNED_BYTES):
+    with pins.pin_while_reading(location, pins.MIN_PINNED_BYTES):
         assert Run(store).retain(KeepLast(1)) == [Version(40)]
     assert Run(store).listing().process_pins == []
-    with pytest.raises(ZeroDivisionError), pins.pin_while_reading(place, pins.MIN_PINNED_BYTES):
+    with pytest.raises(ZeroDivisionError), pins.pin_while_reading(location, pins.MIN_PINNED_BYTES):
         raise ZeroDivisionError
     assert Run(store).listing().process_pins == []
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
     with (
         pytest.raises(NotFound, match="deleted before"),
-        pins.pin_while_reading(place, pins.MIN_PINNED_BYTES),
+        pins.pin_while_reading(location, pins.MIN_PINNED_BYTES),
     ):
-        pytest.fail("it is gone")
+        pytest.fail("the version is deleted")
     assert Run(store).listing().process_pins == []
 
 
-def test_reading_pins_the_bases_as_well() -> None:
+def test_a_read_pins_the_bases_too() -> None:
     store = make_run(10, 20, 30, 40)
     with pins.pin_while_reading(
         Location(store, "version_30"), pins.MIN_PINNED_BYTES, {Version(10)}
@@ -372,84 +373,82 @@ def test_a_version_is_not_deleted_while_it_is_read(
     wrapped, tried = HookedStore(store), []
 
     def retain(method: str, key: str) -> None:
-        if method == "get_range" and "version_20/" in key:  # it is in the middle of it
+        if method == "get_range" and "version_20/" in key:  # during the read
             tried.append(Run(store).retain(KeepLast(1)))
 
     wrapped.before = retain
     read(Run(wrapped))
-    assert {v for gone in tried for v in gone} == {Version(40)}  # by several threads
+    assert {v for deleted in tried for v in deleted} == {Version(40)}  # several threads read
     assert Run(store).listing().process_pins == []
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
 
 
 @pytest.mark.parametrize("error", [holdfast.errors.Denied, holdfast.errors.NoSpace, Unavailable])
-def test_where_no_pin_can_be_written_it_is_read_without(
+def test_a_read_continues_without_a_pin_if_none_can_be_written(
     store: MemoryStore, error: type[StoreError]
 ) -> None:
-    wrapped, left = HookedStore(store), []
+    wrapped, emitted = HookedStore(store), []
 
-    def refuse(method: str, key: str) -> None:
+    def fail(method: str, key: str) -> None:
         if method in ("put_if_absent", "delete"):
             raise error("no")
 
-    wrapped.before = refuse
+    wrapped.before = fail
     with (
-        events.attach(lambda name, fields: left.append(name)),
+        events.attach(lambda name, fields: emitted.append(name)),
         pins.pin_while_reading(
             Location(wrapped, "version_20"), pins.MIN_PINNED_BYTES, {Version(40)}
         ),
     ):
         assert wrapped.get(f"version_20/{MANIFEST}", 1 << 20)
-    assert left == ([] if error is holdfast.errors.Denied else ["pin_left"])
+    assert emitted == ([] if error is holdfast.errors.Denied else ["pin_left"])
 
 
 # -- bases ---------------------------------------------------------------------------------------
 
-Refers = dict[Version, set[Version]]
+References = dict[Version, set[Version]]
 
 
-def test_a_base_stays_as_long_as_something_refers_to_it(refers: Refers) -> None:
+def test_a_base_is_kept_while_a_version_refers_to_it(references: References) -> None:
     store = make_run(10, 20, 30, 40)
-    refers[Version(30)] = {Version(10)}
+    references[Version(30)] = {Version(10)}
     run = Run(store)
     assert run.retain(KeepLast(2)) == [Version(20)]
     assert run.retain(KeepLast(2)) == []
     assert run.retain(KeepLast(1)) == [Version(10), Version(30)]
 
 
-def test_a_chain_of_bases_stays_and_goes_together(refers: Refers) -> None:
+def test_a_chain_of_bases_is_kept_and_deleted_together(references: References) -> None:
     store = make_run(10, 20, 30, 40, 50)
-    refers.update({Version(20): {Version(10)}, Version(30): {Version(10), Version(20)}})
+    references.update({Version(20): {Version(10)}, Version(30): {Version(10), Version(20)}})
     run = Run(store)
     assert run.retain(KeepLast(3)) == []
     order: list[str] = []
     real = store.delete
     store.delete = lambda key: (order.append(key), real(key))[1]  # type: ignore[method-assign]
     assert run.retain(KeepLast(2)) == [Version(10), Version(20), Version(30)]
-    # newest first: whenever it ends, no manifest refers to a version that is gone
+    # newest first, so that no manifest ever refers to a deleted version
     assert order[:3] == [f"version_{s}/{MANIFEST}" for s in (30, 20, 10)]
 
 
-def test_a_base_of_a_damaged_version_stays(refers: Refers) -> None:
+def test_a_base_of_a_damaged_version_is_kept(references: References) -> None:
     store = make_run(10, 20, 30)
-    refers[Version(20)] = {Version(10)}
-    cut(store, shard_of(store, "version_20"))
+    references[Version(20)] = {Version(10)}
+    truncate(store, shard_of(store, "version_20"))
     assert Run(store).retain(KeepLast(1)) == []
     assert steps(store) == [10, 20, 30]
 
 
-def test_a_base_of_a_version_on_a_branch_that_was_left_stays(
-    store: MemoryStore, refers: Refers
-) -> None:
+def test_a_base_of_an_abandoned_version_is_kept(store: MemoryStore, references: References) -> None:
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=40)
         train(state, ckpt, 80)
-    refers[Version(60)] = {Version(20)}
+    references[Version(60)] = {Version(20)}
     assert Run(store).retain(KeepLast(1)) == [Version(40), Version(60, 1)]
     assert steps(store) == [20, 60, 80]
 
 
-def test_what_a_manifest_that_cannot_be_read_mentions_stays(store: MemoryStore) -> None:
+def test_versions_mentioned_by_an_unreadable_manifest_are_kept(store: MemoryStore) -> None:
     raw = store.get(f"version_60/{MANIFEST}", 1 << 20)
     raw = raw.replace(b'"version_40"', b'"../version_20/"')
     store.delete(f"version_60/{MANIFEST}")
@@ -462,7 +461,7 @@ def test_what_a_manifest_that_cannot_be_read_mentions_stays(store: MemoryStore) 
     assert steps(store) == [20, 60, 80]
 
 
-def test_a_manifest_that_the_disk_cannot_give_stops_the_deletion(store: MemoryStore) -> None:
+def test_a_read_error_of_a_manifest_stops_the_deletion(store: MemoryStore) -> None:
     wrapped = HookedStore(store)
 
     def fail(method: str, key: str) -> None:
@@ -478,9 +477,9 @@ def test_a_manifest_that_the_disk_cannot_give_stops_the_deletion(store: MemorySt
 # -- deleting one --------------------------------------------------------------------------------
 
 
-def test_delete_refuses_what_is_pinned_referred_to_or_absent(refers: Refers) -> None:
+def test_delete_raises_for_pinned_referenced_and_missing_versions(references: References) -> None:
     store = make_run(10, 20, 30)
-    refers[Version(20)] = {Version(10)}
+    references[Version(20)] = {Version(10)}
     run = Run(store)
     run.pin(30)
     with pytest.raises(HoldfastError, match=r"version_30 .* not deleted: it is pinned"):
@@ -500,101 +499,103 @@ def test_delete_refuses_what_is_pinned_referred_to_or_absent(refers: Refers) -> 
     assert list(store.list("version_10")) == []
 
 
-# -- beside readers and saves, at every moment ---------------------------------------------------
+# -- concurrent readers and saves, at every call -------------------------------------------------
 
 
-class Interleaved(HookedStore):
-    """Lets others act before chosen calls of the one that deletes."""
+class InterleavedStore(HookedStore):
+    """A store that runs other actions before chosen calls."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.calls = 0
-        self.acts: list[tuple[int, Callable[[], object]]] = []
+        self.actions: list[tuple[int, Callable[[], object]]] = []
         self.before = self._count
 
     def _count(self, method: str, key: str) -> None:
         self.calls += 1
-        while self.acts and self.acts[0][0] <= self.calls:
-            self.acts.pop(0)[1]()
+        while self.actions and self.actions[0][0] <= self.calls:
+            self.actions.pop(0)[1]()
 
     def finish(self) -> None:
-        for _, act in self.acts:
-            act()
-        self.acts.clear()
+        for _, action in self.actions:
+            action()
+        self.actions.clear()
 
 
-def calls_of_a_retention(keep: KeepPolicy) -> int:
-    store = Interleaved(make_run(1, 2))
+def count_calls_of_retention(keep: KeepPolicy) -> int:
+    store = InterleavedStore(make_run(1, 2))
     Run(store).retain(keep)
     return store.calls
 
 
-def test_a_reader_at_every_moment_is_refused_or_reads_to_the_end() -> None:
-    calls = calls_of_a_retention(KeepLast(1))
+def test_a_concurrent_reader_fails_at_once_or_reads_everything() -> None:
+    calls = count_calls_of_retention(KeepLast(1))
     outcomes: Counter[str] = Counter()
     for at, seen_at in itertools.combinations_with_replacement(range(1, calls + 2), 2):
         inner = make_run(1, 2)
-        store, place = Interleaved(inner), Location(inner, "version_1")
+        store, location = InterleavedStore(inner), Location(inner, "version_1")
         snapshot = Run(inner).open(Version(1))
         reader: list[Any] = []
 
-        def hold(place: Location = place, reader: list[Any] = reader) -> None:
-            reader.append(pins.create_pin(place, new_attempt(), Version(1)))
+        def create_pin(location: Location = location, reader: list[Any] = reader) -> None:
+            reader.append(pins.create_pin(location, new_attempt(), Version(1)))
 
-        def see(place: Location = place, reader: list[Any] = reader) -> None:
+        def check_version(location: Location = location, reader: list[Any] = reader) -> None:
             try:
-                pins.require_manifest(place)
+                pins.require_manifest(location)
                 reader.append("reads")
             except NotFound:
-                reader.append("refused")
+                reader.append("failed")
 
-        store.acts = [(at, hold), (seen_at, see)]
+        store.actions = [(at, create_pin), (seen_at, check_version)]
         run = Run(store)
         run.retain(KeepLast(1))
         store.finish()
         outcomes[reader[1]] += 1
         if reader[1] == "reads":
             snapshot.check_files()
-        pins.remove_pin(place, reader[0])
+        pins.remove_pin(location, reader[0])
         run.retain(KeepLast(1))
         assert [s.key for s in inner.list("version_1")] == []
-    assert outcomes.keys() == {"reads", "refused"}
+    assert outcomes.keys() == {"reads", "failed"}
     assert min(outcomes.values()) > 5
 
 
-def test_a_save_that_refers_to_what_is_deleted_at_every_moment(refers: Refers) -> None:
-    """It pins its base, looks for it, commits, takes the pin away: whenever it has committed,
-    what it refers to is there."""
-    calls = calls_of_a_retention(KeepLast(1))
-    refers[Version(3)] = {Version(1)}
+def test_a_concurrent_save_keeps_its_base_or_fails(references: References) -> None:
+    """The save pins its base, checks it, commits, and removes the pin.
+
+    After a commit, the base exists.
+    """
+    calls = count_calls_of_retention(KeepLast(1))
+    references[Version(3)] = {Version(1)}
     third = make_run(3)
     outcomes: Counter[str] = Counter()
     moments = itertools.combinations_with_replacement(range(1, calls + 2), 3)
     for at, seen_at, commit_at in itertools.islice(moments, 0, None, 3):
         inner = make_run(1, 2)
-        store, place = Interleaved(inner), Location(inner, "version_1")
+        store, location = InterleavedStore(inner), Location(inner, "version_1")
         needed = {s.key for s in inner.list("version_1") if s.key.endswith(".safetensors")}
         saver: list[Any] = []
 
-        def hold(place: Location = place, saver: list[Any] = saver) -> None:
-            saver.append(pins.create_pin(place, new_attempt(), Version(1)))
+        def create_pin(location: Location = location, saver: list[Any] = saver) -> None:
+            saver.append(pins.create_pin(location, new_attempt(), Version(1)))
 
-        def see(place: Location = place, saver: list[Any] = saver) -> None:
+        def check_version(location: Location = location, saver: list[Any] = saver) -> None:
             try:
-                pins.require_manifest(place)
+                pins.require_manifest(location)
                 saver.append("saves")
             except NotFound:
-                saver.append("refused")
+                saver.append("failed")
 
         def commit(
-            inner: MemoryStore = inner, place: Location = place, saver: list[Any] = saver
+            inner: MemoryStore = inner, location: Location = location, saver: list[Any] = saver
         ) -> None:
             if saver[1] == "saves":
                 for key in sorted((s.key for s in third.list("")), reverse=True):
                     inner.put_if_absent(key, third.get(key, 1 << 30))
-            pins.remove_pin(place, saver[0])
+            pins.remove_pin(location, saver[0])
 
-        store.acts = [(at, hold), (seen_at, see), (commit_at, commit)]
+        store.actions = [(at, create_pin), (seen_at, check_version), (commit_at, commit)]
         run = Run(store)
         run.retain(KeepLast(1))
         store.finish()
@@ -606,14 +607,14 @@ def test_a_save_that_refers_to_what_is_deleted_at_every_moment(refers: Refers) -
                 assert needed <= {s.key for s in inner.list("version_1")}, (at, seen_at, commit_at)
             else:
                 assert not list(inner.list("version_1"))
-    assert min(outcomes["saves"], outcomes["refused"]) > 20
+    assert min(outcomes["saves"], outcomes["failed"]) > 20
 
 
 # -- failures at every call ----------------------------------------------------------------------
 
 
 def failing(inner: Store, at: int, *, lost: bool) -> HookedStore:
-    """A store whose ``at``-th call fails, before it is made or with its reply lost."""
+    """Return a store whose ``at``-th call fails, before its effect or (``lost``) after it."""
     store, calls = HookedStore(inner), itertools.count(1)
 
     def fail(method: str, key: str) -> None:
@@ -627,17 +628,17 @@ def failing(inner: Store, at: int, *, lost: bool) -> HookedStore:
     return store
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["refused", "lost"])
-def test_whichever_call_fails_the_promises_hold_and_the_next_retention_finishes(
+@pytest.mark.parametrize("lost", [False, True], ids=["failed", "lost"])
+def test_retention_can_be_repeated_after_the_failure_of_any_call(
     lost: bool,
 ) -> None:
-    whole = MemoryStore()
-    with training(whole, EverySteps(1)) as (state, ckpt):
+    original = MemoryStore()
+    with training(original, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 4)
     for at in range(1, 200):
         inner = MemoryStore()
-        for stat in whole.list(""):
-            inner.put_if_absent(stat.key, whole.get(stat.key, 1 << 30))
+        for stat in original.list(""):
+            inner.put_if_absent(stat.key, original.get(stat.key, 1 << 30))
         store = failing(inner, at, lost=lost)
         run, failed = Run(store), False
         try:
@@ -651,19 +652,19 @@ def test_whichever_call_fails_the_promises_hold_and_the_next_retention_finishes(
             assert at > 10
             break
     else:
-        pytest.fail("no end to the calls")
+        pytest.fail("the number of calls is unlimited")
 
 
-def test_a_version_whose_manifest_could_not_be_deleted_is_whole(store: MemoryStore) -> None:
+def test_a_version_whose_manifest_could_not_be_deleted_is_complete(store: MemoryStore) -> None:
     Run(store).add_metrics(Version(40), {"loss": 1})
     before = {s.key for s in store.list("version_40")}
     wrapped = HookedStore(store)
 
-    def refuse(method: str, key: str) -> None:
+    def fail(method: str, key: str) -> None:
         if method == "delete" and key == f"version_40/{MANIFEST}":
             raise Unavailable("no")
 
-    wrapped.before = refuse
+    wrapped.before = fail
     run = Run(wrapped)
     with pytest.raises(Unavailable):
         run.retain(KeepLast(1))
@@ -671,8 +672,8 @@ def test_a_version_whose_manifest_could_not_be_deleted_is_whole(store: MemorySto
     assert {s.key for s in store.list("version_40")} == before
 
 
-def test_whichever_call_is_the_last_the_promises_hold() -> None:
-    """The process dies there: another one goes on, and a sweep removes what is left."""
+def test_the_promises_hold_if_the_process_dies_at_any_call() -> None:
+    """Another process continues, and a sweep removes the remaining files."""
     for at in range(1, 200):
         store = MemoryStore()
         with training(store, EverySteps(1)) as (state, ckpt):
@@ -696,9 +697,9 @@ def test_whichever_call_is_the_last_the_promises_hold() -> None:
             break
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["refused", "lost"])
+@pytest.mark.parametrize("lost", [False, True], ids=["failed", "lost"])
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_whichever_call_to_the_disk_fails(every: int, lost: bool) -> None:
+def test_any_file_system_call_fails(every: int, lost: bool) -> None:
     for at in range(every, 400, every):
         disk = CrashFs()
         with training(LocalStore("/a/run", fs=disk), EverySteps(1)) as (state, ckpt):
@@ -718,8 +719,8 @@ def test_whichever_call_to_the_disk_fails(every: int, lost: bool) -> None:
             check_promises(found, [3])
 
 
-def test_incremental_versions_keep_what_they_refer_to() -> None:
-    """Each refers to the one before it, up to the next full one; then all of them go."""
+def test_incremental_versions_keep_their_bases() -> None:
+    """Each version refers to the previous one until the next full version."""
     store = MemoryStore()
     state = {"frozen": np.arange(9000.0), "live": np.zeros(9)}
     seen = []
@@ -741,16 +742,16 @@ def test_incremental_versions_keep_what_they_refer_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rotating", "full_every", "most"),
+    ("rotating", "full_every", "expected"),
     [
-        (False, None, 2),  # a frozen base and its newest adapter, for ever
+        (False, None, 2),  # a frozen base and its newest adapter, always
         (False, 5, 2),
-        (True, 5, 5),  # the newest needs all of them, up to the next full one
-        (True, None, 30),  # none can ever go
+        (True, 5, 5),  # the newest version needs all of them until the next full version
+        (True, None, 30),  # no version can be deleted
     ],
 )
-def test_how_many_versions_stay_because_others_refer_to_them(
-    rotating: bool, full_every: int | None, most: int
+def test_the_number_of_versions_kept_as_bases(
+    rotating: bool, full_every: int | None, expected: int
 ) -> None:
     store = MemoryStore()
     state = {str(part): np.zeros(9000) for part in range(3)} | {"live": np.zeros(9)}
@@ -768,23 +769,23 @@ def test_how_many_versions_stay_because_others_refer_to_them(
             ckpt.step()
             ckpt.wait()
             counts.append(len(steps(store)))
-    assert max(counts) == most
+    assert max(counts) == expected
 
 
-# -- what it costs -------------------------------------------------------------------------------
+# -- cost ----------------------------------------------------------------------------------------
 
 
-def counted(inner: Store) -> tuple[HookedStore, Counter[str]]:
+def count_calls(inner: Store) -> tuple[HookedStore, Counter[str]]:
     store, calls = HookedStore(inner), Counter[str]()
     store.before = lambda method, key: calls.update([f"{method} {key.rpartition('/')[2]}"])
     return store, calls
 
 
-def test_a_manifest_and_an_evaluation_are_read_once_and_no_file_is_looked_at() -> None:
+def test_each_manifest_and_evaluation_is_read_once() -> None:
     inner = make_run(*range(1, 31))
     for step in range(1, 31):
         Run(inner).add_metrics(Version(step), {"loss": step})
-    store, calls = counted(inner)
+    store, calls = count_calls(inner)
     run = Run(store)
     run.retain(KeepLast(40) | KeepBest(2, "loss"))
     assert calls[f"get {MANIFEST}"] == 30
@@ -798,40 +799,42 @@ def test_a_manifest_and_an_evaluation_are_read_once_and_no_file_is_looked_at() -
     assert run.best("loss") is not None
     assert run.retain(KeepLast(1)) != []
     run.retain(KeepLast(1))
-    assert len(run.catalog._version_records) == 1, "what is gone is forgotten"
+    assert len(run.catalog._version_records) == 1, "records of deleted versions are dropped"
     assert run.catalog._evaluations == {}
 
 
-def test_what_is_damaged_is_told_once(store: MemoryStore) -> None:
+def test_a_damaged_version_is_reported_once(store: MemoryStore) -> None:
     flip_bit(store, f"version_20/{MANIFEST}")
-    run, told = Run(store), []
-    with events.attach(lambda name, fields: told.append((name, str(fields.get("version"))))):
+    run, emitted_events = Run(store), []
+    with events.attach(
+        lambda name, fields: emitted_events.append((name, str(fields.get("version"))))
+    ):
         run.retain(KeepLast(1))
         run.retain(KeepLast(1))
-    assert told == [("skipped", "version_20"), ("deleted", "version_40")]
+    assert emitted_events == [("skipped", "version_20"), ("deleted", "version_40")]
 
 
 # -- sweep ---------------------------------------------------------------------------------------
 
 
 def orphaned(store: MemoryStore, step: int) -> list[str]:
-    """A version of which only the manifest is deleted."""
+    """Delete the manifest of a version. Return its other files."""
     store.delete(f"version_{step}/{MANIFEST}")
     return [s.key for s in store.list(f"version_{step}")]
 
 
-def test_sweep_keeps_what_a_manifest_of_another_version_refers_to(refers: Refers) -> None:
+def test_sweep_keeps_files_that_another_version_refers_to(references: References) -> None:
     store = make_run(10, 20)
-    refers[Version(20)] = {Version(10)}
+    references[Version(20)] = {Version(10)}
     Run(store).catalog.read_versions(Run(store).listing())
     index, shard = sorted(orphaned(store, 10))
     swept = Run(store).sweep(now=time.time() + YEAR)
     assert (swept.removed, swept.kept) == ([index], [])
-    refers.clear()
+    references.clear()
     assert Run(store).sweep(now=time.time() + YEAR).removed == [shard]
 
 
-def test_sweep_keeps_what_a_manifest_that_cannot_be_read_may_refer_to(store: MemoryStore) -> None:
+def test_sweep_keeps_files_that_an_unreadable_manifest_may_refer_to(store: MemoryStore) -> None:
     keys = orphaned(store, 40)
     flip_bit(store, f"version_60/{MANIFEST}")  # it mentions version_40
     swept = Run(store).sweep(now=time.time() + YEAR)
@@ -839,18 +842,18 @@ def test_sweep_keeps_what_a_manifest_that_cannot_be_read_may_refer_to(store: Mem
     assert {(k, "an unreadable manifest may refer to it") for k in keys} <= set(swept.kept)
 
 
-def test_sweep_keeps_what_a_process_still_reads_of_a_deleted_version(store: MemoryStore) -> None:
-    place = Location(store, "version_20")
-    key = pins.create_pin(place, new_attempt(), Version(20))
+def test_sweep_keeps_files_of_a_deleted_version_that_a_process_reads(store: MemoryStore) -> None:
+    location = Location(store, "version_20")
+    key = pins.create_pin(location, new_attempt(), Version(20))
     keys = orphaned(store, 20)
     swept = Run(store).sweep(now=time.time() + YEAR)
     assert swept.removed == []
     assert swept.kept == [(k, "a process is using it") for k in keys]
-    pins.remove_pin(place, key)
+    pins.remove_pin(location, key)
     assert Run(store).sweep(now=time.time() + YEAR).removed == keys
 
 
-def test_sweep_removes_evaluations_and_pins_of_versions_that_are_gone(store: MemoryStore) -> None:
+def test_sweep_removes_evaluations_and_pins_of_deleted_versions(store: MemoryStore) -> None:
     run = Run(store)
     run.add_metrics(Version(20), {"loss": 1})
     run.add_metrics(Version(40), {"loss": 1})
@@ -865,30 +868,30 @@ def test_sweep_removes_evaluations_and_pins_of_versions_that_are_gone(store: Mem
     assert Run(store).pins() == [Version(40)]
 
 
-def test_sweep_of_abandoned_versions_leaves_what_is_pinned_or_referred_to(
-    store: MemoryStore, refers: Refers
+def test_sweep_keeps_abandoned_versions_that_are_pinned_or_referenced(
+    store: MemoryStore, references: References
 ) -> None:
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at=20)
         train(state, ckpt, 60)
     run = Run(store)
-    refers[Version(60, 1)] = {Version(40)}
+    references[Version(60, 1)] = {Version(40)}
     run.pin(60, branch=0)
     kept = [("version_40", "version_60.1 refers to it"), ("version_60", "it is pinned")]
     for dry_run in (True, False):
         swept = run.sweep(abandoned=True, dry_run=dry_run)
         assert (swept.removed, swept.kept) == ([], kept)
     run.unpin(60, branch=0)
-    told = run.sweep(abandoned=True, dry_run=True)
+    planned = run.sweep(abandoned=True, dry_run=True)
     swept = run.sweep(abandoned=True)
-    assert sorted(told.removed) == sorted(swept.removed)
-    assert told.nbytes == swept.nbytes > 0
+    assert sorted(planned.removed) == sorted(swept.removed)
+    assert planned.nbytes == swept.nbytes > 0
     assert swept.kept == kept[:1]
     assert run.listing().versions == [Version(20), Version(40), Version(40, 1), Version(60, 1)]
 
 
-def test_a_small_file_on_its_way_is_left_alone_for_a_moment(tmp_path: Any) -> None:
-    """A save puts its pin before anything speaks for it: swept away, it would fail."""
+def test_a_recent_partial_file_is_kept_for_a_minute(tmp_path: Any) -> None:
+    """A save writes its pin first. If a sweep removed the partial pin, the save would fail."""
     holdfast.save(tmp_path / "version_1", {"x": 1}, step=1)
     key = ".pin-0123456789ab.json.0123456789abcdef.partial"
     (tmp_path / key).write_bytes(b"{")
@@ -897,18 +900,18 @@ def test_a_small_file_on_its_way_is_left_alone_for_a_moment(tmp_path: Any) -> No
     assert run.sweep(grace=0, now=time.time() + 61).removed == [key]
 
 
-def test_retention_is_a_rule_over_records(store: MemoryStore) -> None:
-    """What a policy is given: intact versions on the lineage, oldest first, with their metrics."""
+def test_policies_get_records_of_intact_versions(store: MemoryStore) -> None:
+    """The records are those of the lineage, oldest first, with their metrics."""
     seen: list[Iterable[Record]] = []
 
-    class Look(KeepPolicy):
+    class RecordingPolicy(KeepPolicy):
         def keep(self, records: Any) -> frozenset[Version]:
             seen.append(records)
             return super().keep(records)
 
     run = Run(store)
     run.add_metrics(Version(40), {"loss": -1.0, "accuracy": 0.5})
-    assert run.retain(Look()) == []
+    assert run.retain(RecordingPolicy()) == []
     [records] = seen
     first, second, _ = records
     assert (first.version, set(first.metrics)) == (Version(20), {"loss"})

@@ -1,4 +1,4 @@
-"""The versions of a run: which count, the newest intact, branches, retention, sweep."""
+"""The versions of a run: listing, the newest intact version, branches, sweep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DAY = 24 * 3600.0
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """A run with versions 20, 40, 60."""
+    """Return a run with versions 20, 40, and 60."""
     return trained_run()
 
 
@@ -51,7 +51,7 @@ def branch_off(store: MemoryStore, at: int, to: int) -> None:
         train(state, ckpt, to)
 
 
-def test_an_absent_or_empty_run_has_nothing() -> None:
+def test_a_missing_run_has_no_versions() -> None:
     run = Run("memory://never-made")
     assert run.snapshots() == []
     assert run.latest() is None
@@ -59,7 +59,7 @@ def test_an_absent_or_empty_run_has_nothing() -> None:
     assert run.sweep().removed == []
 
 
-def test_versions_come_oldest_first_by_number(store: MemoryStore) -> None:
+def test_versions_are_sorted_by_step(store: MemoryStore) -> None:
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 120)
@@ -70,7 +70,7 @@ def test_versions_come_oldest_first_by_number(store: MemoryStore) -> None:
     assert latest.verify().ok
 
 
-def test_a_folder_without_manifest_is_no_version(store: MemoryStore) -> None:
+def test_a_folder_without_manifest_is_not_a_version(store: MemoryStore) -> None:
     store.delete(f"version_60/{MANIFEST}")
     assert steps(Run(store)) == [20, 40]
 
@@ -83,7 +83,7 @@ def test_other_folders_and_files_are_not_versions(store: MemoryStore) -> None:
     assert steps(Run(store)) == [20, 40, 60]
 
 
-def test_latest_passes_over_what_is_damaged_or_cut_short(store: MemoryStore) -> None:
+def test_latest_skips_damaged_and_truncated_versions(store: MemoryStore) -> None:
     run = Run(store)
     flip_bit(store, f"version_60/{MANIFEST}")
     latest = run.latest()
@@ -98,7 +98,7 @@ def test_latest_passes_over_what_is_damaged_or_cut_short(store: MemoryStore) -> 
     assert latest.step == 20
 
 
-def test_all_damaged_raises_and_names_each(store: MemoryStore) -> None:
+def test_a_run_without_intact_versions_raises_and_names_them(store: MemoryStore) -> None:
     for step in (20, 40, 60):
         flip_bit(store, f"version_{step}/{MANIFEST}")
     with pytest.raises(NoSnapshot) as e:
@@ -107,18 +107,18 @@ def test_all_damaged_raises_and_names_each(store: MemoryStore) -> None:
     assert "version_20" in str(e.value)
 
 
-def test_a_version_of_a_later_format_is_never_passed_over(store: MemoryStore) -> None:
+def test_a_version_in_a_newer_format_is_never_skipped(store: MemoryStore) -> None:
     key = f"version_60/{MANIFEST}"
     raw = store.get(key, 1 << 20).replace(b'{"format":1,', b'{"format":99,', 1)
     start = raw.index(b'"digest":"') + len('"digest":"')
-    made = digest(raw[:start] + b"0" * 32 + raw[start + 32 :])
+    new_digest = digest(raw[:start] + b"0" * 32 + raw[start + 32 :])
     store.delete(key)
-    store.put_if_absent(key, raw[:start] + made.encode() + raw[start + 32 :])
+    store.put_if_absent(key, raw[:start] + new_digest.encode() + raw[start + 32 :])
     with pytest.raises(FormatTooNew, match="newer version of Holdfast"):
         Run(store).latest()
 
 
-def test_a_version_in_the_folder_of_another_is_damaged(store: MemoryStore) -> None:
+def test_a_version_in_a_folder_of_another_name_is_damaged(store: MemoryStore) -> None:
     for stat in list(store.list("version_60")):
         store.put_if_absent(stat.key.replace("_60", "_80"), store.get(stat.key, 1 << 30))
     with pytest.raises(ManifestInvalid, match=r"folder name of .* does not match its manifest"):
@@ -131,18 +131,18 @@ def test_a_version_in_the_folder_of_another_is_damaged(store: MemoryStore) -> No
 # -- branches ------------------------------------------------------------------------------------
 
 
-def test_versions_after_the_point_of_leaving_count_no_more(store: MemoryStore) -> None:
+def test_versions_after_the_branch_point_are_abandoned(store: MemoryStore) -> None:
     branch_off(store, at=20, to=40)
     run = Run(store)
     assert run.line() == [Version(20), Version(40, 1)]
     assert run.branch() == 1
     assert run.read_branch(1).from_version == "version_20"
-    assert Version(60) in run.listing().versions  # kept until asked away
+    assert Version(60) in run.listing().versions  # kept until a sweep of abandoned versions
 
 
 def test_a_branch_of_a_branch(store: MemoryStore) -> None:
     branch_off(store, at=40, to=100)  # 40, then 60.1, 80.1, 100.1
-    branch_off(store, at=80, to=100)  # leaves from 80.1
+    branch_off(store, at=80, to=100)  # branches off at 80.1
     assert [str(v) for v in Run(store).line()] == [
         "version_20",
         "version_40",
@@ -152,12 +152,12 @@ def test_a_branch_of_a_branch(store: MemoryStore) -> None:
     ]
 
 
-def test_a_new_branch_without_versions_counts_at_once(store: MemoryStore) -> None:
+def test_a_new_branch_is_current_before_its_first_version(store: MemoryStore) -> None:
     branch_off(store, at=20, to=20)
     assert Run(store).line() == [Version(20)]
 
 
-def test_a_damaged_branch_record_is_told_by_its_first_version(store: MemoryStore) -> None:
+def test_a_damaged_branch_record_is_replaced_by_its_first_version(store: MemoryStore) -> None:
     branch_off(store, at=20, to=60)
     line = Run(store).line()
     flip_bit(store, "branch-1.json")
@@ -166,23 +166,25 @@ def test_a_damaged_branch_record_is_told_by_its_first_version(store: MemoryStore
     assert Run(store).line() == line
 
 
-def test_a_damaged_record_of_an_empty_branch_is_as_if_never_left(store: MemoryStore) -> None:
+def test_a_damaged_record_of_an_empty_branch_is_ignored(store: MemoryStore) -> None:
     branch_off(store, at=20, to=20)
     flip_bit(store, "branch-1.json")
     assert [v.step for v in Run(store).line()] == [20, 40, 60]
     assert Run(store).branch() == 0
     snapshot = Run(store).open(Version(20))
-    assert Run(store).leave_from(snapshot, Version(20), "again") == 2  # its number stays taken
+    assert (
+        Run(store).leave_from(snapshot, Version(20), "again") == 2
+    )  # its number is not used again
 
 
-def test_a_branch_that_leaves_from_itself_is_refused(store: MemoryStore) -> None:
+def test_a_branch_from_itself_is_rejected(store: MemoryStore) -> None:
     record = Branch(1, "version_20.1", "0" * 32, "2026-01-01T00:00:00+00:00", "")
     store.put_if_absent("branch-1.json", encode_branch(record))
     with pytest.raises(ManifestInvalid, match="before 1"):
         Run(store).line()
 
 
-def test_two_that_leave_at_once_get_two_branches(store: MemoryStore) -> None:
+def test_each_branch_gets_its_own_number(store: MemoryStore) -> None:
     snapshot = Run(store).open(Version(20))
     numbers = {Run(store).leave_from(snapshot, Version(20), "x") for _ in range(3)}
     assert numbers == {1, 2, 3}
@@ -191,15 +193,15 @@ def test_two_that_leave_at_once_get_two_branches(store: MemoryStore) -> None:
 # -- going back ----------------------------------------------------------------------------------
 
 
-def branched(store: MemoryStore) -> MemoryStore:
-    """Lines 20 40 60 of branch 0, 20 40.1 60.1 of branch 1, 20 40.1 60.2 of branch 2."""
+def make_branches(store: MemoryStore) -> MemoryStore:
+    """Make the lineages 20 40 60, 20 40.1 60.1, and 20 40.1 60.2 (branches 0 to 2)."""
     branch_off(store, at=20, to=60)
     branch_off(store, at=40, to=60)
     return store
 
 
-def test_the_line_of_each_branch(store: MemoryStore) -> None:
-    run = Run(branched(store))
+def test_the_lineage_of_each_branch(store: MemoryStore) -> None:
+    run = Run(make_branches(store))
     lines = [[str(v)[8:] for v in run.line(branch=b)] for b in (0, 1, 2, None)]
     assert lines[:3] == [["20", "40", "60"], ["20", "40.1", "60.1"], ["20", "40.1", "60.2"]]
     assert lines[3] == lines[2]
@@ -216,7 +218,7 @@ def test_the_line_of_each_branch(store: MemoryStore) -> None:
     ],
 )  # fmt: skip
 def test_find(store: MemoryStore, step: int, branch: int | None, found: str | None) -> None:
-    run = Run(branched(store))
+    run = Run(make_branches(store))
     if found is None:
         with pytest.raises(NotFound, match=f"no version of step {step} on .*found version_"):
             run.find(step, branch)
@@ -224,8 +226,8 @@ def test_find(store: MemoryStore, step: int, branch: int | None, found: str | No
         assert str(run.find(step, branch)) == f"version_{found}"
 
 
-def test_the_newest_of_another_branch(store: MemoryStore) -> None:
-    run = Run(branched(store))
+def test_the_newest_version_of_another_branch(store: MemoryStore) -> None:
+    run = Run(make_branches(store))
     flip_bit(store, f"version_60/{MANIFEST}")
     for branch, at, found in (
         (0, None, "40"),
@@ -242,7 +244,7 @@ def test_the_newest_of_another_branch(store: MemoryStore) -> None:
         run.newest(lambda s: None, branch=7)
 
 
-def test_an_empty_run_has_its_first_branch_only() -> None:
+def test_an_empty_run_has_only_its_first_branch() -> None:
     run = Run(MemoryStore())
     assert run.line(branch=0) == []
     assert run.newest(lambda s: None, branch=0) == (None, [])
@@ -260,7 +262,7 @@ def test_an_empty_run_has_its_first_branch_only() -> None:
     ],
 )  # fmt: skip
 def test_addresses(tmp_path: Path, address: str, found: str | None) -> None:
-    folder = tmp_path / "a@7"  # an @ of its own does no harm
+    folder = tmp_path / "a@7"  # the path may contain an @
     with training(str(folder), EverySteps(20)) as (state, ckpt):
         train(state, ckpt, 60)
     for at in (20, 40):
@@ -275,7 +277,7 @@ def test_addresses(tmp_path: Path, address: str, found: str | None) -> None:
         assert str(open_version(Path(f"{folder}{address}")).version) == f"version_{found}"
 
 
-def test_a_snapshot_whose_name_has_an_at_goes_first(tmp_path: Path) -> None:
+def test_an_existing_path_with_an_at_sign_takes_precedence(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "run" / "version_5", {"n": 1})
     assert open_version(tmp_path / "run@5").step == 5
     holdfast.save(tmp_path / "run@5", {"n": 2})
@@ -283,7 +285,7 @@ def test_a_snapshot_whose_name_has_an_at_goes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "branch", "said"),
+    ("at", "branch", "message"),
     [
         (60, None, r"of step 60 on the .*lineage.*version_60 on another branch\. Name the branch as"
                    r" well: branch=0 in Python, 60\.0 in a command"),
@@ -292,23 +294,23 @@ def test_a_snapshot_whose_name_has_an_at_goes_first(tmp_path: Path) -> None:
         (-5, None, r"no version of step -5 .*found version_20, version_40\.1\. `holdfast ls"),
     ],
 )  # fmt: skip
-def test_what_is_elsewhere_is_named(
-    store: MemoryStore, at: int, branch: int | None, said: str
+def test_the_error_for_a_missing_step_names_other_versions(
+    store: MemoryStore, at: int, branch: int | None, message: str
 ) -> None:
     branch_off(store, at=20, to=40)
-    with pytest.raises(NoSnapshot, match=said):
+    with pytest.raises(NoSnapshot, match=message):
         Run(store).newest(lambda s: None, at=at, branch=branch)
-    with pytest.raises(NotFound, match=said):
+    with pytest.raises(NotFound, match=message):
         Run(store).find(at, branch)
 
 
 @pytest.mark.parametrize("at", [5, -5, 0])
-def test_a_step_of_a_run_without_versions(at: int) -> None:
+def test_the_error_for_a_step_of_an_empty_run(at: int) -> None:
     with pytest.raises(NoSnapshot, match=rf"has no versions\..*of step {at},.*Omit at="):
         Run(MemoryStore()).newest(lambda s: None, at=at)
 
 
-def test_an_abandoned_line_of_which_all_is_gone(store: MemoryStore) -> None:
+def test_a_lineage_whose_versions_are_all_deleted(store: MemoryStore) -> None:
     branch_off(store, at=20, to=40)
     for version in (Version(20), Version(40, 1)):
         Run(store).delete(version)
@@ -318,7 +320,7 @@ def test_an_abandoned_line_of_which_all_is_gone(store: MemoryStore) -> None:
         Run(store).latest()
 
 
-def test_an_address_where_nothing_is_says_what_was_meant(tmp_path: Path) -> None:
+def test_the_error_for_an_address_without_run_suggests_another(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
     for address in ("@80", "@80.1", "@latest"):
         with pytest.raises(
@@ -337,7 +339,7 @@ def test_an_address_where_nothing_is_says_what_was_meant(tmp_path: Path) -> None
             open_version(f"{tmp_path}/runs/big{address}")
 
 
-def test_the_latest_of_nothing(tmp_path: Path) -> None:
+def test_an_address_of_a_missing_run(tmp_path: Path) -> None:
     for run in ("never", "memory://never-made"):
         for address in ("@latest", "@20", "@20.1"):
             with pytest.raises(NotFound):
@@ -347,7 +349,7 @@ def test_the_latest_of_nothing(tmp_path: Path) -> None:
 # -- deleting ------------------------------------------------------------------------------------
 
 
-def test_delete_takes_the_manifest_first(store: MemoryStore) -> None:
+def test_delete_removes_the_manifest_first(store: MemoryStore) -> None:
     order: list[str] = []
     delete = store.delete
     store.delete = lambda key: (order.append(key), delete(key))[1]  # type: ignore[method-assign]
@@ -368,14 +370,14 @@ def leave_orphans(store: MemoryStore, step: int) -> list[str]:
     return keys
 
 
-def test_sweep_removes_old_orphans_only(store: MemoryStore) -> None:
+def test_sweep_removes_only_old_orphans(store: MemoryStore) -> None:
     before = {s.key for s in store.list("")}
     orphans = leave_orphans(store, 60) + leave_orphans(store, 80)
     run = Run(store)
     assert run.sweep().removed == []
     assert len(run.sweep().kept) == 4
-    told = run.sweep(now=time.time() + 2 * DAY, dry_run=True)
-    assert sorted(told.removed) == sorted(orphans)
+    planned = run.sweep(now=time.time() + 2 * DAY, dry_run=True)
+    assert sorted(planned.removed) == sorted(orphans)
     assert {s.key for s in store.list("")} == before | set(orphans)
     swept = run.sweep(now=time.time() + 2 * DAY)
     assert sorted(swept.removed) == sorted(orphans)
@@ -383,7 +385,7 @@ def test_sweep_removes_old_orphans_only(store: MemoryStore) -> None:
     assert {s.key for s in store.list("")} == before
 
 
-def test_sweep_keeps_what_a_living_process_holds_whatever_the_clock_says(
+def test_sweep_keeps_files_of_a_running_process_at_any_age(
     store: MemoryStore,
 ) -> None:
     attempt = new_attempt()
@@ -399,7 +401,7 @@ def test_sweep_keeps_what_a_living_process_holds_whatever_the_clock_says(
     assert Run(store).sweep(now=time.time() + 365 * DAY).removed == [shard]
 
 
-def test_sweep_touches_nothing_beside_a_manifest_that_cannot_be_read(store: MemoryStore) -> None:
+def test_sweep_removes_nothing_in_the_folder_of_an_unreadable_manifest(store: MemoryStore) -> None:
     flip_bit(store, f"version_60/{MANIFEST}")
     before = {s.key for s in store.list("")}
     swept = Run(store).sweep(now=time.time() + 365 * DAY)
@@ -407,13 +409,13 @@ def test_sweep_touches_nothing_beside_a_manifest_that_cannot_be_read(store: Memo
     assert {s.key for s in store.list("")} == before
 
 
-def test_sweep_leaves_files_that_are_not_ours(store: MemoryStore) -> None:
+def test_sweep_keeps_foreign_files(store: MemoryStore) -> None:
     for key in ("README.txt", "version_60/notes.txt", "version_60/eval-x.000000000000.json"):
-        store.put_if_absent(key, b"mine")
+        store.put_if_absent(key, b"foreign")
     assert Run(store).sweep(now=time.time() + 365 * DAY).removed == []
 
 
-def test_sweep_takes_abandoned_versions_only_when_asked(store: MemoryStore) -> None:
+def test_sweep_removes_abandoned_versions_only_on_request(store: MemoryStore) -> None:
     branch_off(store, at=20, to=40)
     run = Run(store)
     assert run.sweep(now=time.time() + 365 * DAY).removed == []
@@ -423,7 +425,7 @@ def test_sweep_takes_abandoned_versions_only_when_asked(store: MemoryStore) -> N
     assert run.line() == [Version(20), Version(40, 1)]
 
 
-def test_opening_a_version_that_is_not_there(store: MemoryStore) -> None:
+def test_opening_a_missing_version(store: MemoryStore) -> None:
     with pytest.raises(NotFound, match="no snapshot"):
         Run(store).open(Version(99))
     with pytest.raises(NotFound):
@@ -431,33 +433,33 @@ def test_opening_a_version_that_is_not_there(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "does"),
+    ("address", "advice"),
     [
         ("@40", "run.open(run.find(40))"),
         ("@40.0", "run.open(run.find(40, branch=0))"),
         ("@latest", "run.latest()"),
     ],
 )
-def test_where_a_snapshot_is_wanted_an_address_is_told_how(
-    tmp_path: Path, address: str, does: str
+def test_the_error_for_an_address_says_which_calls_to_make(
+    tmp_path: Path, address: str, advice: str
 ) -> None:
-    place = str(tmp_path / "a")
-    with training(place, EverySteps(20)) as (state, ckpt):
+    location = str(tmp_path / "a")
+    with training(location, EverySteps(20)) as (state, ckpt):
         train(state, ckpt, 40)
     for use in (holdfast.load, holdfast.open):
         with pytest.raises(NotFound) as caught:
-            use(place + address)
-        assert f"run = holdfast.Run({place!r}), then {does}" in str(caught.value)
+            use(location + address)
+        assert f"run = holdfast.Run({location!r}), then {advice}" in str(caught.value)
         assert "ls RUN" not in str(caught.value)
-    found = eval(does, {"run": holdfast.Run(place)})
+    found = eval(advice, {"run": holdfast.Run(location)})
     assert holdfast.load(found.url)["progress"]["step"] == 40
 
 
-# -- beside one that saves and deletes -----------------------------------------------------------
+# -- a concurrent process that saves and deletes -------------------------------------------------
 
 
-class Moving(HookedStore):
-    """At some calls another process saves one version more, and keeps only that and the first."""
+class ChangingStore(HookedStore):
+    """At some calls, another process saves a version, and keeps only that one (and the first)."""
 
     def __init__(self, at: Container[int], *, first: bool) -> None:
         super().__init__(MemoryStore())
@@ -465,37 +467,41 @@ class Moving(HookedStore):
         self.keep = KeepLast(1) | KeepEvery(100) if first else KeepLast(1)
         self.step, self.at = 99, at
         for _ in range(2):
-            self.move()
-        self.before = lambda method, key: self.move() if next(self.calls) in at else None
+            self.change()
+        self.before = lambda method, key: self.change() if next(self.calls) in at else None
 
-    def move(self) -> None:
+    def change(self) -> None:
         run = Run(self.inner)
         self.step += 1
-        label = VersionMetadata(step=self.step, metrics={"loss": 1 / self.step})
-        place = run.location(Version(self.step))
-        finish_save(begin_save(place, {"n": np.zeros(2)}, label, shared_pool(), stage_now=False))
+        metadata = VersionMetadata(step=self.step, metrics={"loss": 1 / self.step})
+        location = run.location(Version(self.step))
+        finish_save(
+            begin_save(location, {"n": np.zeros(2)}, metadata, shared_pool(), stage_now=False)
+        )
         run.retain(self.keep)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["the last", "and the first"])
 @pytest.mark.parametrize("at", [*({n} for n in range(12)), {1, 3}, {1, 2, 4, 5}, range(1, 12)])
-def test_one_that_was_there_at_every_moment_is_found(at: Container[int], first: bool) -> None:
-    """And none that is older than the newest (the best) was at the beginning."""
+def test_a_version_is_found_although_versions_change_meanwhile(
+    at: Container[int], first: bool
+) -> None:
+    """The found version is at least as new as the newest (best) one at the beginning."""
     finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
     for find in finds:
-        moving = Moving(at, first=first)
-        begun = moving.step
-        found = find(Run(moving))
+        store = ChangingStore(at, first=first)
+        newest_before = store.step
+        found = find(Run(store))
         assert found is not None
-        assert found.step >= begun
+        assert found.step >= newest_before
         assert found.metadata["metrics"]["loss"] == 1 / found.step
-    moving = Moving(at, first=first)
-    assert Run(moving).best("never") is None
-    assert next(moving.calls) < 60
+    store = ChangingStore(at, first=first)
+    assert Run(store).best("never") is None
+    assert next(store.calls) < 60
 
 
-class Torn(Moving):
-    """Its first list shows neither what is saved while it is made, nor what is deleted then."""
+class InconsistentListStore(ChangingStore):
+    """The first listing shows neither versions saved meanwhile nor versions deleted meanwhile."""
 
     def __init__(self) -> None:
         super().__init__((), first=True)
@@ -505,46 +511,46 @@ class Torn(Moving):
         found = list(super().list(prefix))
         if next(self.lists) == 0:
             found = [s for s in found if not s.key.startswith(f"version_{self.step}/")]
-            self.move()
+            self.change()
         return iter(found)
 
 
-def test_a_list_that_shows_neither_the_old_nor_the_new_is_not_believed() -> None:
+def test_an_inconsistent_listing_is_repeated() -> None:
     finds: list[Callable[[Run], Any]] = [
         Run.latest,
         lambda run: run.best("loss"),
         lambda run: run.newest(lambda snapshot: snapshot.check_files())[0],
     ]
     for find in finds:
-        found = find(Run(torn := Torn()))
-        assert found.step == torn.step == 102
+        found = find(Run(inconsistent := InconsistentListStore()))
+        assert found.step == inconsistent.step == 102
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_what_is_deleted_meanwhile_is_not_skipped(at: int) -> None:
-    told: list[str] = []
-    with events.attach(lambda name, fields: told.append(name)):
-        snapshot, skipped = Run(Moving({at}, first=True)).newest(lambda s: s.check_files())
+def test_a_version_deleted_meanwhile_causes_no_skipped_event(at: int) -> None:
+    emitted: list[str] = []
+    with events.attach(lambda name, fields: emitted.append(name)):
+        snapshot, skipped = Run(ChangingStore({at}, first=True)).newest(lambda s: s.check_files())
     assert snapshot is not None
     assert skipped == []
-    assert "skipped" not in told
+    assert "skipped" not in emitted
 
 
-def test_a_run_that_is_deleted_while_it_is_loaded_is_not_an_empty_run(store: MemoryStore) -> None:
-    """The live state may have been overwritten by then."""
+def test_a_run_deleted_during_a_load_raises(store: MemoryStore) -> None:
+    """The live state may already be overwritten."""
 
     def use(snapshot: holdfast.Snapshot) -> None:
         for stat in list(store.list("")):
             store.delete(stat.key)
-        raise NotFound("it was deleted", live_state="not valid")
+        raise NotFound("the version was deleted", live_state="not valid")
 
-    with pytest.raises(NoSnapshot, match="version_60: it was deleted") as caught:
+    with pytest.raises(NoSnapshot, match="version_60: the version was deleted") as caught:
         Run(store).newest(use)
     assert caught.value.live_state == "not valid"
 
 
-def test_a_version_that_is_listed_and_not_found_is_passed_over(store: MemoryStore) -> None:
-    """As where a share lists what is gone: no reason to look for ever."""
+def test_a_version_that_is_listed_but_missing_is_skipped(store: MemoryStore) -> None:
+    """For example, a network file system lists a deleted version. The search must end."""
 
     def use(snapshot: holdfast.Snapshot) -> None:
         if snapshot.step == 60:
@@ -556,9 +562,11 @@ def test_a_version_that_is_listed_and_not_found_is_passed_over(store: MemoryStor
     assert [v for v, _ in skipped] == [Version(60)]
 
 
-class Passed(HookedStore):
-    """The first list comes to no version: one was deleted before it got there, and the next one
-    saved where it had been already."""
+class EmptyFirstListStore(HookedStore):
+    """The first listing is empty.
+
+    One version was deleted before the listing reached it; the next was saved behind it.
+    """
 
     def list(self, prefix: str) -> Iterator[Stat]:
         found = super().list(prefix)
@@ -570,14 +578,14 @@ class Passed(HookedStore):
     listed = False
 
 
-def test_a_list_that_comes_too_late_and_too_early_is_made_again(store: MemoryStore) -> None:
+def test_an_empty_listing_is_repeated(store: MemoryStore) -> None:
     finds: list[Callable[[Run], Any]] = [Run.latest, lambda run: run.best("loss")]
     for find in finds:
-        assert find(Run(Passed(store))) is not None
+        assert find(Run(EmptyFirstListStore(store))) is not None
 
 
-def test_what_is_deleted_while_it_is_read_is_not_found(store: MemoryStore) -> None:
-    place = Run(store).location(Version(20))
+def test_reading_a_deleted_version_raises_not_found(store: MemoryStore) -> None:
+    location = Run(store).location(Version(20))
     uses: list[Callable[[holdfast.Snapshot], object]] = [
         lambda s: s.check_files(),
         lambda s: s.indexes(),
@@ -587,11 +595,13 @@ def test_what_is_deleted_while_it_is_read_is_not_found(store: MemoryStore) -> No
         lambda s: copy_snapshot(s, Location(MemoryStore(), "version_20")),
     ]
     snapshots = [Run(store).open(Version(20)) for _ in uses]
-    looked = Run(store).open(Version(20))
-    looked.indexes()
+    opened_before = Run(store).open(Version(20))
+    opened_before.indexes()
     for key in [s.key for s in store.list("version_20")]:
         store.delete(key)
-    for use, snapshot in zip([*uses, uses[3], uses[5]], [*snapshots, looked, looked], strict=True):
+    for use, snapshot in zip(
+        [*uses, uses[3], uses[5]], [*snapshots, opened_before, opened_before], strict=True
+    ):
         with pytest.raises(NotFound, match="was deleted") as caught:
             use(snapshot)
-        assert place.url in str(caught.value)
+        assert location.url in str(caught.value)

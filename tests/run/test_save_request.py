@@ -1,4 +1,4 @@
-"""Requests for a save: both sides, their races, and stores that fail."""
+"""Save requests: the requester, the training, their races, and failing stores."""
 
 from __future__ import annotations
 
@@ -38,57 +38,57 @@ from holdfast.storage.store import Stat
 A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
 
-class Shaky(MemoryStore):
-    """Raises ``error`` from every small call while it is set; counts what it is asked."""
+class FailingStore(MemoryStore):
+    """A store that records its calls. While ``error`` is set, each call raises it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.error: BaseException | None = None
-        self.asked: list[str] = []
-        self.between: Callable[[], object] = lambda: None
+        self.calls: list[str] = []
+        self.after_get: Callable[[], object] = lambda: None
 
-    def _meet(self, call: str) -> None:
-        self.asked.append(call)
+    def _record_call(self, call: str) -> None:
+        self.calls.append(call)
         if self.error is not None:
             raise self.error
 
     def get(self, key: str, limit: int) -> bytes:
-        self._meet("get")
+        self._record_call("get")
         raw = super().get(key, limit)
-        self.between()
+        self.after_get()
         return raw
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
-        self._meet("put_if_absent")
+        self._record_call("put_if_absent")
         return super().put_if_absent(key, data)
 
     def delete(self, key: str) -> None:
-        self._meet("delete")
+        self._record_call("delete")
         super().delete(key)
 
     def list(self, prefix: str) -> Iterator[Stat]:
-        self._meet("list")
+        self._record_call("list")
         return super().list(prefix)
 
 
 @pytest.fixture
-def store() -> Shaky:
-    return Shaky()
+def store() -> FailingStore:
+    return FailingStore()
 
 
 @pytest.fixture
-def told() -> Iterator[list[tuple[str, Any]]]:
+def emitted() -> Iterator[list[tuple[str, Any]]]:
     seen: list[tuple[str, Any]] = []
     with events.attach(lambda name, fields: seen.append((name, fields))):
         yield seen
 
 
-def unseen(told: list[tuple[str, Any]]) -> int:
-    return sum(name == "request_unseen" for name, _ in told)
+def count_unseen(emitted: list[tuple[str, Any]]) -> int:
+    return sum(name == "request_unseen" for name, _ in emitted)
 
 
 class Trainer:
-    """A training that makes a step whenever the one who asks waits; also the clock."""
+    """A training that runs a step whenever the requester waits. It is also the clock."""
 
     def __init__(self, store: MemoryStore, *, step: int = 0, branch: int = 0) -> None:
         self.run = Run(store)
@@ -99,7 +99,7 @@ class Trainer:
         self.before_step: Callable[[], object] = lambda: None
 
     def step(self) -> None:
-        """One step, which saves if that is wanted, as the Checkpointer does it."""
+        """Run one step, and save if requested, like the Checkpointer."""
         self.version = replace(self.version, step=self.version.step + 1)
         self.watcher.poll()
         if self.watcher.pending_request and self.saves:
@@ -108,11 +108,13 @@ class Trainer:
             self.watcher.mark_done(request)
 
     def save(self, reason: str) -> None:
-        label = VersionMetadata(step=self.version.step, branch=self.version.branch, reason=reason)
+        metadata = VersionMetadata(
+            step=self.version.step, branch=self.version.branch, reason=reason
+        )
         state = {"x": np.arange(3)}
         finish_save(
             begin_save(
-                self.run.location(self.version), state, label, shared_pool(), stage_now=False
+                self.run.location(self.version), state, metadata, shared_pool(), stage_now=False
             )
         )
 
@@ -121,49 +123,51 @@ class Trainer:
         self.before_step()
         self.step()
 
-    def ask(self, timeout: float = 10) -> RequestedSave:
+    def request(self, timeout: float = 10) -> RequestedSave:
         return request_and_wait(self.run, timeout, wait=self.wait, clock=lambda: self.now)
 
 
-# -- the one who asks ------------------------------------------------------------------------------
+# -- the requester ---------------------------------------------------------------------------------
 
 
-def test_a_request_becomes_a_version_and_is_gone(store: Shaky) -> None:
+def test_a_request_is_answered_by_a_version_and_removed(store: FailingStore) -> None:
     trainer = Trainer(store)
     trainer.step()
-    assert trainer.ask() == RequestedSave(Version(2), joined=False)
+    assert trainer.request() == RequestedSave(Version(2), joined=False)
     assert read_request(store) is None
     assert trainer.watcher.pending_request is None
-    assert trainer.ask().version == Version(3)
+    assert trainer.request().version == Version(3)
     trainer.step()
-    assert len(trainer.run.listing().versions) == 2  # nothing is saved that nobody asked for
+    assert len(trainer.run.listing().versions) == 2  # nothing is saved without a request
 
 
-def test_versions_that_were_there_are_no_answer(store: Shaky) -> None:
+def test_older_versions_do_not_answer(store: FailingStore) -> None:
     trainer = Trainer(store)
     trainer.save("request")
     trainer.saves = False
     with pytest.raises(DeadlinePassed) as e:
-        trainer.ask(timeout=3)
+        trainer.request(timeout=3)
     assert trainer.now == 3
     assert "found none" in str(e.value)
     assert "Check that a training is running" in str(e.value)
     assert read_request(store) is None
 
 
-def test_a_version_that_came_for_another_reason_is_told_but_does_not_answer(store: Shaky) -> None:
+def test_a_version_saved_for_another_reason_is_reported_but_does_not_answer(
+    store: FailingStore,
+) -> None:
     trainer = Trainer(store)
     trainer.saves = False
     trainer.before_step = lambda: trainer.save("cadence")
     with pytest.raises(DeadlinePassed, match=r"found version_2, which does not answer"):
-        trainer.ask(timeout=3)
+        trainer.request(timeout=3)
 
 
-def test_the_version_on_request_is_the_answer_and_not_the_cadence_after_it(store: Shaky) -> None:
+def test_the_requested_version_answers_and_not_a_later_one(store: FailingStore) -> None:
     trainer = Trainer(store)
     step = trainer.step
 
-    def others() -> None:
+    def several_saves() -> None:
         trainer.saves = False
         step()
         trainer.save("cadence")
@@ -172,14 +176,14 @@ def test_the_version_on_request_is_the_answer_and_not_the_cadence_after_it(store
         step()
         trainer.save("cadence")
 
-    trainer.step = others  # type: ignore[method-assign]
-    assert trainer.ask().version == Version(2)
+    trainer.step = several_saves  # type: ignore[method-assign]
+    assert trainer.request().version == Version(2)
 
 
-def test_without_a_reason_the_newest_that_can_be_read_is_the_answer(store: Shaky) -> None:
+def test_the_newest_readable_version_answers_if_none_has_the_reason(store: FailingStore) -> None:
     trainer = Trainer(store)
 
-    def others() -> None:
+    def several_saves() -> None:
         for _ in range(3):
             trainer.save("cadence")
             trainer.step()
@@ -189,61 +193,61 @@ def test_without_a_reason_the_newest_that_can_be_read_is_the_answer(store: Shaky
         store.delete(SAVE_REQUEST)
 
     trainer.saves = False
-    answer = request_and_wait(trainer.run, 10, wait=lambda _: others(), clock=lambda: 0)
-    assert answer.version == Version(1)
+    result = request_and_wait(trainer.run, 10, wait=lambda _: several_saves(), clock=lambda: 0)
+    assert result.version == Version(1)
 
 
-def test_on_a_new_branch_a_lower_step_is_newer(store: Shaky) -> None:
+def test_a_lower_step_on_a_new_branch_is_newer(store: FailingStore) -> None:
     trainer = Trainer(store)
     for step in (1, 2):
-        assert trainer.ask().version == Version(step)
+        assert trainer.request().version == Version(step)
     first = trainer.run.open(Version(1))
     branch = trainer.run.leave_from(first, first.version, "on request")
-    assert Trainer(store, step=1, branch=branch).ask().version == Version(2, branch)
+    assert Trainer(store, step=1, branch=branch).request().version == Version(2, branch)
 
 
-def test_a_second_one_joins_the_first(store: Shaky) -> None:
+def test_a_second_requester_joins_the_first(store: FailingStore) -> None:
     assert put_request(store, A) == A
     trainer = Trainer(store)
-    assert trainer.ask() == RequestedSave(Version(1), joined=True)
+    assert trainer.request() == RequestedSave(Version(1), joined=True)
 
 
-def test_one_who_joins_takes_nothing_back(store: Shaky) -> None:
+def test_a_requester_that_joined_does_not_withdraw_the_request(store: FailingStore) -> None:
     put_request(store, A)
     trainer = Trainer(store)
     trainer.saves = False
     with pytest.raises(DeadlinePassed):
-        trainer.ask(timeout=2)
+        trainer.request(timeout=2)
     assert read_request(store) == A
 
 
-def test_one_who_joined_too_late_asks_again(store: Shaky) -> None:
-    """The request that was joined is removed when its version had been counted already."""
+def test_a_requester_that_joined_too_late_requests_again(store: FailingStore) -> None:
+    """The joined request is removed, but its version already existed when the requester joined."""
     put_request(store, A)
     trainer = Trainer(store)
     trainer.watcher.poll()
     trainer.watcher.accept()
     trainer.save("request")
     trainer.before_step = lambda: trainer.watcher.mark_done(A)
-    answer = trainer.ask()
-    assert answer == RequestedSave(Version(2), joined=False)
+    result = trainer.request()
+    assert result == RequestedSave(Version(2), joined=False)
     assert trainer.now == 2
 
 
-def test_a_request_that_is_removed_by_hand_is_made_again(store: Shaky) -> None:
+def test_a_request_that_is_removed_by_hand_is_repeated(store: FailingStore) -> None:
     trainer = Trainer(store)
     waits = count()
 
-    def by_hand() -> None:
+    def remove_by_hand() -> None:
         if next(waits) < 3:
             store.delete(SAVE_REQUEST)
 
-    trainer.before_step = by_hand
-    assert trainer.ask().version == Version(4)
+    trainer.before_step = remove_by_hand
+    assert trainer.request().version == Version(4)
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), Denied("x"), ZeroDivisionError()])
-def test_whatever_ends_it_takes_the_request_back(store: Shaky, interrupt: BaseException) -> None:
+def test_any_exception_withdraws_the_request(store: FailingStore, interrupt: BaseException) -> None:
     trainer = Trainer(store)
     trainer.saves = False
 
@@ -253,23 +257,25 @@ def test_whatever_ends_it_takes_the_request_back(store: Shaky, interrupt: BaseEx
 
     trainer.before_step = fail
     with pytest.raises(type(interrupt)):
-        trainer.ask()
+        trainer.request()
     assert read_request(store) is None
 
 
-def test_a_put_that_failed_but_happened_is_taken_back(store: Shaky) -> None:
-    class Lost(Shaky):
+def test_a_request_written_despite_an_error_is_withdrawn(store: FailingStore) -> None:
+    class LostReplyStore(FailingStore):
         def put_if_absent(self, key: str, data: bytes) -> Stat:
             super().put_if_absent(key, data)
             raise Unavailable("the reply was lost", outcome="unknown")
 
-    lost = Lost()
+    lost = LostReplyStore()
     with pytest.raises(Unavailable):
         request_and_wait(Run(lost), 1)
     assert read_request(lost) is None
 
 
-def test_a_store_that_fails_on_the_way_out_hides_nothing(store: Shaky) -> None:
+def test_a_store_error_during_the_withdrawal_does_not_hide_the_exception(
+    store: FailingStore,
+) -> None:
     def wait(seconds: float) -> None:
         store.error = Unavailable("gone")
         raise KeyboardInterrupt
@@ -278,7 +284,7 @@ def test_a_store_that_fails_on_the_way_out_hides_nothing(store: Shaky) -> None:
         request_and_wait(Run(store), 1, wait=wait, clock=lambda: 0)
 
 
-def test_a_folder_that_may_not_be_written_is_said_at_once(store: Shaky) -> None:
+def test_a_read_only_folder_is_an_error_at_once(store: FailingStore) -> None:
     class ReadOnly(MemoryStore):
         def put_if_absent(self, key: str, data: bytes) -> Stat:
             raise Denied("read-only")
@@ -287,17 +293,17 @@ def test_a_folder_that_may_not_be_written_is_said_at_once(store: Shaky) -> None:
         request_and_wait(Run(ReadOnly()), 1)
 
 
-def test_answered_at_the_moment_of_joining(store: Shaky) -> None:
+def test_a_request_answered_while_another_joins_is_repeated(store: FailingStore) -> None:
     put_request(store, A)
     seen = count()
 
-    def vanish() -> None:
+    def remove_request_once() -> None:
         if next(seen) == 0:
             MemoryStore.delete(store, SAVE_REQUEST)
 
     def get(key: str, limit: int) -> bytes:
-        vanish()
-        return Shaky.get(store, key, limit)
+        remove_request_once()
+        return FailingStore.get(store, key, limit)
 
     store.get = get  # type: ignore[method-assign]
     assert put_request(store, B) == B
@@ -307,7 +313,7 @@ def test_answered_at_the_moment_of_joining(store: Shaky) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_whatever_is_in_the_file_is_a_request(raw: bytes) -> None:
+def test_any_content_of_the_file_is_a_request(raw: bytes) -> None:
     store = MemoryStore()
     store.put_if_absent(SAVE_REQUEST, raw)
     found = read_request(store)
@@ -319,12 +325,12 @@ def test_whatever_is_in_the_file_is_a_request(raw: bytes) -> None:
     assert read_request(store) is None
 
 
-def test_a_file_whose_id_is_no_id_is_a_request(store: Shaky) -> None:
+def test_a_file_with_an_invalid_id_is_a_request(store: FailingStore) -> None:
     put_request(store, "../../etc/passwd")
     assert is_attempt(read_request(store) or "")
 
 
-def test_one_bit_flipped_is_another_request(store: Shaky) -> None:
+def test_a_flipped_bit_makes_another_request(store: FailingStore) -> None:
     put_request(store, A)
     raw = store.get(SAVE_REQUEST, 1 << 16)
     for at in range(len(raw)):
@@ -333,7 +339,7 @@ def test_one_bit_flipped_is_another_request(store: Shaky) -> None:
         assert read_request(other) not in (None, A)
 
 
-def test_an_empty_file_asks_each_time_it_is_made(store: Shaky) -> None:
+def test_an_empty_file_is_a_new_request_each_time(store: FailingStore) -> None:
     trainer = Trainer(store)
     for step in (1, 2):
         store.put_if_absent(SAVE_REQUEST, b"")
@@ -342,9 +348,9 @@ def test_an_empty_file_asks_each_time_it_is_made(store: Shaky) -> None:
         assert Run(store).listing().versions[-1] == Version(step)
 
 
-def test_readers_pass_it_over(store: Shaky) -> None:
+def test_readers_and_sweep_ignore_the_request(store: FailingStore) -> None:
     trainer = Trainer(store)
-    trainer.ask()
+    trainer.request()
     put_request(store, A)
     run = Run(store)
     latest = run.latest()
@@ -357,17 +363,17 @@ def test_readers_pass_it_over(store: Shaky) -> None:
 # -- the training ----------------------------------------------------------------------------------
 
 
-def test_a_look_is_one_get(store: Shaky) -> None:
+def test_a_poll_is_one_get(store: FailingStore) -> None:
     watcher = RequestWatcher(store)
     watcher.poll()
     put_request(store, A)
-    store.asked.clear()
+    store.calls.clear()
     watcher.poll()
     assert watcher.pending_request == A
-    assert store.asked == ["get"]
+    assert store.calls == ["get"]
 
 
-def test_what_is_taken_is_wanted_no_more_until_the_save_failed(store: Shaky) -> None:
+def test_an_accepted_request_is_pending_again_only_after_a_failure(store: FailingStore) -> None:
     watcher = RequestWatcher(store)
     put_request(store, A)
     watcher.poll()
@@ -376,7 +382,7 @@ def test_what_is_taken_is_wanted_no_more_until_the_save_failed(store: Shaky) -> 
     assert watcher.pending_request is None
     assert watcher.accept() is None
     watcher.mark_failed(A)
-    assert watcher.pending_request is None  # the training has the time of a look to go on
+    assert watcher.pending_request is None  # not before the next poll
     watcher.poll()
     assert watcher.accept() == A
     watcher.mark_done(A)
@@ -384,12 +390,12 @@ def test_what_is_taken_is_wanted_no_more_until_the_save_failed(store: Shaky) -> 
     assert (watcher.pending_request, read_request(store)) == (None, None)
 
 
-def test_a_request_that_took_the_place_of_the_answered_one_stays(store: Shaky) -> None:
+def test_a_request_that_replaced_the_answered_one_is_kept(store: FailingStore) -> None:
     watcher = RequestWatcher(store)
     put_request(store, A)
     watcher.poll()
     watcher.accept()
-    remove_request(store, A)  # the one who asked gave up meanwhile
+    remove_request(store, A)  # the requester withdrew it meanwhile
     put_request(store, B)
     watcher.poll()
     assert watcher.pending_request == B
@@ -398,7 +404,7 @@ def test_a_request_that_took_the_place_of_the_answered_one_stays(store: Shaky) -
     assert watcher.accept() == B
 
 
-def test_one_that_was_taken_back_is_wanted_no_more(store: Shaky) -> None:
+def test_a_withdrawn_request_is_not_pending(store: FailingStore) -> None:
     watcher = RequestWatcher(store)
     put_request(store, A)
     watcher.poll()
@@ -410,42 +416,42 @@ def test_one_that_was_taken_back_is_wanted_no_more(store: Shaky) -> None:
     watcher.mark_done(A)
 
 
-@pytest.mark.parametrize("answer", ["accept", "mark_done", "mark_failed"])
-def test_a_look_that_was_overtaken_counts_not(store: Shaky, answer: str) -> None:
+@pytest.mark.parametrize("action", ["accept", "mark_done", "mark_failed"])
+def test_an_outdated_poll_is_ignored(store: FailingStore, action: str) -> None:
     watcher = RequestWatcher(store)
     put_request(store, A)
     watcher.poll()
-    if answer != "accept":
+    if action != "accept":
         watcher.accept()
 
-    def overtake() -> None:
-        store.between = lambda: None
-        if answer == "accept":
+    def act_first() -> None:
+        store.after_get = lambda: None
+        if action == "accept":
             watcher.accept()
         else:
-            getattr(watcher, answer)(A)
+            getattr(watcher, action)(A)
 
-    store.between = overtake
+    store.after_get = act_first
     watcher.poll()
     assert watcher.pending_request is None
 
 
-def test_an_outage_is_told_once_and_raises_nothing(
-    store: Shaky, told: list[tuple[str, Any]]
+def test_an_outage_is_reported_once_and_raises_nothing(
+    store: FailingStore, emitted: list[tuple[str, Any]]
 ) -> None:
     watcher = RequestWatcher(store)
     for outage in (1, 2):
         store.error = Unavailable("no answer")
         for _ in range(3):
             watcher.poll()
-        assert unseen(told) == outage
+        assert count_unseen(emitted) == outage
         store.error = None
         watcher.poll()
-    assert told[0][1] == {"store": store.url, "error": "no answer."}
+    assert emitted[0][1] == {"store": store.url, "error": "no answer."}
 
 
-def test_an_outage_at_the_removal_makes_up_for_it_without_another_save(
-    store: Shaky, told: list[tuple[str, Any]]
+def test_a_request_that_could_not_be_removed_is_removed_later_without_another_save(
+    store: FailingStore, emitted: list[tuple[str, Any]]
 ) -> None:
     watcher = RequestWatcher(store)
     put_request(store, A)
@@ -454,7 +460,7 @@ def test_an_outage_at_the_removal_makes_up_for_it_without_another_save(
     store.error = Denied("read-only now")
     watcher.mark_done(A)
     watcher.poll()
-    assert unseen(told) == 1
+    assert count_unseen(emitted) == 1
     store.error = None
     watcher.poll()
     assert (watcher.pending_request, read_request(store)) == (None, None)
@@ -463,7 +469,7 @@ def test_an_outage_at_the_removal_makes_up_for_it_without_another_save(
     assert watcher.pending_request == A
 
 
-def test_one_answered_in_an_outage_and_removed_by_hand_may_be_asked_again(store: Shaky) -> None:
+def test_a_request_answered_during_an_outage_can_be_repeated(store: FailingStore) -> None:
     watcher = RequestWatcher(store)
     store.put_if_absent(SAVE_REQUEST, b"")
     watcher.poll()
@@ -479,35 +485,35 @@ def test_one_answered_in_an_outage_and_removed_by_hand_may_be_asked_again(store:
     assert watcher.pending_request == request
 
 
-def test_a_file_that_is_too_long_is_told(store: Shaky, told: list[tuple[str, Any]]) -> None:
+def test_a_too_long_file_is_reported(store: FailingStore, emitted: list[tuple[str, Any]]) -> None:
     store.put_if_absent(SAVE_REQUEST, b"x" * (1 << 20))
     watcher = RequestWatcher(store)
     watcher.poll()
-    assert unseen(told) == 1
+    assert count_unseen(emitted) == 1
     assert watcher.pending_request is None
 
 
-# -- its thread ------------------------------------------------------------------------------------
+# -- the thread ------------------------------------------------------------------------------------
 
 
 class Ticks:
-    """The waiting of a watcher's thread: it looks once for each ``tick()``."""
+    """A fake wait for the thread of a watcher, which polls once for each ``tick()``."""
 
     def __init__(self) -> None:
-        self._go: Queue[bool] = Queue()
+        self._continue: Queue[bool] = Queue()
         self._waiting: Queue[float] = Queue()
 
     def wait(self, seconds: float) -> bool:
         self._waiting.put(seconds)
-        return self._go.get(timeout=20)
+        return self._continue.get(timeout=20)
 
     def tick(self) -> None:
         self._waiting.get(timeout=20)
-        self._go.put(False)
+        self._continue.put(False)
 
     def end(self) -> float:
         seconds = self._waiting.get(timeout=20)
-        self._go.put(True)
+        self._continue.put(True)
         return seconds
 
 
@@ -515,22 +521,22 @@ def threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name == "holdfast-request"}
 
 
-def test_the_thread_looks_at_once_and_then_at_intervals(store: Shaky) -> None:
+def test_the_thread_polls_at_once_and_then_at_intervals(store: FailingStore) -> None:
     ticks = Ticks()
     watcher = RequestWatcher(store, interval=7.5, wait=ticks.wait)
     put_request(store, A)
-    store.asked.clear()
+    store.calls.clear()
     watcher.start()
     ticks.tick()
     ticks.tick()
     assert ticks.end() == 7.5
     watcher.close()
-    assert store.asked == ["get"] * 3
+    assert store.calls == ["get"] * 3
     assert watcher.pending_request == A
     assert not threads()
 
 
-def test_close_ends_the_real_wait_and_can_be_called_twice(store: Shaky) -> None:
+def test_close_interrupts_the_wait_and_can_be_repeated(store: FailingStore) -> None:
     watcher = RequestWatcher(store, interval=3600)
     watcher.close()
     watcher.start()
@@ -540,20 +546,20 @@ def test_close_ends_the_real_wait_and_can_be_called_twice(store: Shaky) -> None:
     assert not threads()
 
 
-def test_where_no_thread_can_be_started_training_goes_on(
-    store: Shaky, told: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+def test_training_continues_if_no_thread_can_be_started(
+    store: FailingStore, emitted: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: threading.Thread) -> None:
+    def fail(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", fail)
     watcher = RequestWatcher(store)
     watcher.start()
     watcher.close()
-    assert unseen(told) == 1
+    assert count_unseen(emitted) == 1
 
 
-def test_a_bug_on_the_thread_is_raised_by_close(store: Shaky) -> None:
+def test_close_raises_an_unexpected_exception_of_the_thread(store: FailingStore) -> None:
     store.error = ZeroDivisionError()
     ended = threading.Event()
     watcher = RequestWatcher(store, wait=ended.wait)
@@ -563,20 +569,20 @@ def test_a_bug_on_the_thread_is_raised_by_close(store: Shaky) -> None:
     watcher.close()
 
 
-def test_in_a_forked_process_it_does_nothing(store: Shaky) -> None:
+def test_a_watcher_is_inactive_in_a_forked_process(store: FailingStore) -> None:
     watcher = RequestWatcher(store, interval=3600)
     put_request(store, A)
     watcher.poll()
     watcher.start()
-    watcher._lock.acquire()  # as the thread may hold it at that moment
+    watcher._lock.acquire()  # the thread may hold the lock during a fork
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # what hangs fails
+        signal.alarm(20)  # a hang fails
         watcher.mark_failed(A)
         watcher.mark_done(A)
-        good = watcher.accept() is None
+        is_inactive = watcher.accept() is None
         watcher.close()
-        os._exit(0 if good and MemoryStore.stat(store, SAVE_REQUEST) else 1)
+        os._exit(0 if is_inactive and MemoryStore.stat(store, SAVE_REQUEST) else 1)
     watcher._lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     watcher.close()
@@ -587,19 +593,21 @@ def test_in_a_forked_process_it_does_nothing(store: Shaky) -> None:
 
 @pytest.fixture
 def previous() -> Iterator[list[int]]:
-    """The signals that the handler of before has got."""
-    got: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
-    yield got
+    """Return the list of signals that the previous handler received."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    yield received
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_asks_once_and_is_passed_on(store: Shaky, previous: list[int]) -> None:
+def test_a_signal_is_one_request_and_reaches_the_previous_handler(
+    store: FailingStore, previous: list[int]
+) -> None:
     watcher = RequestWatcher(store)
     watcher.install_signal_handler(signal.SIGUSR1)
     signal.raise_signal(signal.SIGUSR1)
     assert previous == [signal.SIGUSR1]
-    watcher.poll()  # there is no file; the signal counts all the same
+    watcher.poll()  # the signal counts without a file
     assert watcher.pending_request == SIGNAL
     assert watcher.accept() == SIGNAL
     assert watcher.pending_request is None
@@ -607,10 +615,12 @@ def test_a_signal_asks_once_and_is_passed_on(store: Shaky, previous: list[int]) 
     watcher.mark_done(SIGNAL)
     watcher.poll()
     assert watcher.pending_request is None
-    assert "delete" not in store.asked
+    assert "delete" not in store.calls
 
 
-def test_a_signal_and_a_file_are_answered_by_one_save(store: Shaky, previous: list[int]) -> None:
+def test_a_signal_and_a_file_are_answered_by_one_save(
+    store: FailingStore, previous: list[int]
+) -> None:
     watcher = RequestWatcher(store)
     watcher.install_signal_handler(signal.SIGUSR1)
     put_request(store, A)
@@ -622,7 +632,7 @@ def test_a_signal_and_a_file_are_answered_by_one_save(store: Shaky, previous: li
     watcher.close()
 
 
-def test_close_gives_the_signal_back(store: Shaky, previous: list[int]) -> None:
+def test_close_restores_the_signal_handler(store: FailingStore, previous: list[int]) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     watcher = RequestWatcher(store)
     watcher.install_signal_handler(signal.SIGUSR1)
@@ -632,7 +642,7 @@ def test_close_gives_the_signal_back(store: Shaky, previous: list[int]) -> None:
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_close_leaves_a_handler_that_came_later(store: Shaky, previous: list[int]) -> None:
+def test_close_keeps_a_handler_installed_later(store: FailingStore, previous: list[int]) -> None:
     watcher = RequestWatcher(store)
     watcher.install_signal_handler(signal.SIGUSR1)
     later = signal.getsignal(signal.SIGUSR1)
@@ -649,28 +659,32 @@ def test_close_leaves_a_handler_that_came_later(store: Shaky, previous: list[int
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_default_action_is_not_chained(store: Shaky, previous: list[int], before: Any) -> None:
+def test_a_default_action_is_not_called(
+    store: FailingStore, previous: list[int], before: Any
+) -> None:
     signal.signal(signal.SIGUSR1, before)
     watcher = RequestWatcher(store)
     watcher.install_signal_handler(signal.SIGUSR1)
-    signal.raise_signal(signal.SIGUSR1)  # by default it would end this process
+    signal.raise_signal(signal.SIGUSR1)  # the default action would end this process
     assert watcher.pending_request == SIGNAL
     watcher.close()
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_only_the_main_thread_can_set_it(store: Shaky, previous: list[int]) -> None:
+def test_only_the_main_thread_can_install_the_handler(
+    store: FailingStore, previous: list[int]
+) -> None:
     watcher = RequestWatcher(store)
     raised: list[BaseException] = []
 
-    def elsewhere() -> None:
+    def install_in_thread() -> None:
         try:
             watcher.install_signal_handler(signal.SIGUSR1)
         except HoldfastError as e:
             raised.append(e)
 
     before = signal.getsignal(signal.SIGUSR1)
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=install_in_thread)
     thread.start()
     thread.join()
     assert "Call save_on_signal from the main thread" in str(raised[0])
@@ -678,7 +692,7 @@ def test_only_the_main_thread_can_set_it(store: Shaky, previous: list[int]) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, -1, 0, 999, "USR1", None, 1.5])
-def test_what_is_no_signal_that_can_be_handled(store: Shaky, number: Any) -> None:
+def test_invalid_signals_are_rejected(store: FailingStore, number: Any) -> None:
     watcher = RequestWatcher(store)
     with pytest.raises(
         HoldfastError, match=r"No handler could be installed .*such as signal\.SIGUSR1"
@@ -687,8 +701,8 @@ def test_what_is_no_signal_that_can_be_handled(store: Shaky, number: Any) -> Non
     watcher.close()
 
 
-def test_close_from_another_thread_leaves_the_signal_and_no_error(
-    store: Shaky, previous: list[int]
+def test_close_from_another_thread_keeps_the_handler(
+    store: FailingStore, previous: list[int]
 ) -> None:
     watcher = RequestWatcher(store)
     watcher.install_signal_handler(signal.SIGUSR1)
