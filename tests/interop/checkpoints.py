@@ -1,4 +1,4 @@
-"""Checkpoints as others write them, good and malicious, and an import of them in a few lines."""
+"""Checkpoints of other libraries, valid and malicious, and short functions that import them."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _run_numbers = count()
 
 
 def import_checkpoint(path, under=None, step=1, **options):
-    """The snapshot that came of a checkpoint."""
+    """Import a checkpoint. Return the snapshot."""
     read = read_foreign_checkpoint(str(path))
     state = arrange_state(read.value, under, **options).state
-    place = Location(open_store(f"memory://imported{next(_run_numbers)}"), f"version_{step}")
-    return save_foreign_checkpoint(place, flatten_foreign_state(state), read, step)
+    location = Location(open_store(f"memory://imported{next(_run_numbers)}"), f"version_{step}")
+    return save_foreign_checkpoint(location, flatten_foreign_state(state), read, step)
 
 
 def import_and_load(path, under=None, **options):
-    """The state that came of a checkpoint."""
+    """Import a checkpoint. Return the loaded state."""
     return holdfast.load(import_checkpoint(path, under, **options).url)
 
 
 class MaliciousPickle:
-    """Pickled, it is a call of ``os.system`` that leaves a file."""
+    """An object whose pickle calls ``os.system`` to create a file."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -58,17 +58,19 @@ class MaliciousPickle:
 
 
 def rewrite_file(path: Path, transform) -> None:
-    """Put what ``change`` makes of the bytes in a file's place."""
+    """Replace the content of a file by ``transform(content)``."""
     path.write_bytes(transform(path.read_bytes()))
 
 
 def write_dcp_folder(folder: Path, tensors, values=None, planner_data=None) -> None:
-    """A DCP folder by hand. ``tensors``: name to (whole shape, dtype, [(offsets, tensor)]);
-    ``values``: name to bytes."""
+    """Write a DCP folder by hand.
+
+    ``tensors``: name to (full shape, dtype, [(offsets, tensor)]); ``values``: name to bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    about, places = {}, {}
+    tensor_metadata, storage_data = {}, {}
     with open(folder / "__0_0.distcp", "wb") as out:
         for name, (shape, dtype, parts) in tensors.items():
             chunks = []
@@ -77,21 +79,21 @@ def write_dcp_folder(folder: Path, tensors, values=None, planner_data=None) -> N
                 torch.save(tensor, out)
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), tensor.shape))
                 info = _StorageInfo("__0_0.distcp", start, out.tell() - start)
-                places[MetadataIndex(name, offsets, i)] = info
-            about[name] = TensorStorageMetadata(
+                storage_data[MetadataIndex(name, offsets, i)] = info
+            tensor_metadata[name] = TensorStorageMetadata(
                 TensorProperties(dtype=dtype), torch.Size(shape), chunks
             )
         for name, data in (values or {}).items():
-            about[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = _StorageInfo("__0_0.distcp", out.tell(), len(data))
+            tensor_metadata[name] = BytesStorageMetadata()
+            storage_data[MetadataIndex(name)] = _StorageInfo("__0_0.distcp", out.tell(), len(data))
             out.write(data)
-    metadata = Metadata(about, planner_data=planner_data, storage_data=places)
+    metadata = Metadata(tensor_metadata, planner_data=planner_data, storage_data=storage_data)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @contextmanager
 def fake_process_group(rank, size):
-    """As rank ``rank`` of ``size``, with a group whose collectives do nothing."""
+    """Make this process rank ``rank`` of ``size``, in a group whose collectives do nothing."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -100,8 +102,10 @@ def fake_process_group(rank, size):
 
 
 def write_dcp_as_ranks(folder: Path, size: int, make_state) -> None:
-    """A DCP folder as ``size`` ranks write it: ``make(rank)`` is the state of each. This process
-    poses as each by turns, and the planners and writers are PyTorch's own."""
+    """Write a DCP folder like ``size`` ranks. ``make_state(rank)`` returns the state of a rank.
+
+    This process acts as one rank after another. The planners and writers are those of PyTorch.
+    """
     writers, planners, plans = [], [], []
     for rank in range(size):
         with fake_process_group(rank, size):

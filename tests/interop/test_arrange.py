@@ -1,4 +1,4 @@
-"""Where an imported state hangs, what its members are called, and its step."""
+"""The key, the names, and the step of an imported state."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_step_in_a_state(value, step):
     assert step_from_state(value) == step
 
 
-def test_what_is_inside_goes_before_the_name_and_that_before_the_folder(tmp_path):
+def test_the_step_comes_from_the_content_then_the_file_name_then_the_folder(tmp_path):
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     torch.save({"global_step": 1, "m": {}}, folder / "step_2.pt")
@@ -103,11 +103,11 @@ ONE = torch.ones(1)
         ({"model": {"w": ONE}, "epoch": 3}, "all", ["all"]),
     ],
 )
-def test_where_it_hangs(value, under, keys):
+def test_the_key_of_an_imported_state(value, under, keys):
     assert list(arrange_state(value, under).state) == keys
 
 
-def test_what_was_given_is_not_changed():
+def test_the_argument_is_not_changed():
     value = {"model": OrderedDict({"module.w": ONE}), "n": [1]}
     arrange_state(value, None)
     assert value == {"model": {"module.w": ONE}, "n": [1]}
@@ -129,7 +129,7 @@ def test_what_was_given_is_not_changed():
         (["modules.w"], ["modules.w"]),
     ],
 )
-def test_marks_of_wrappers(names, plain):
+def test_wrapper_prefixes_are_removed(names, plain):
     assert unwrap_names(names) == plain
 
 
@@ -138,7 +138,7 @@ def net():
 
 
 def trained(model, make, steps=2):
-    """An optimizer with state."""
+    """Return an optimizer with state."""
     optimizer = make(model)
     for i in range(steps):
         optimizer.zero_grad()
@@ -147,7 +147,7 @@ def trained(model, make, steps=2):
     return optimizer
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("bare", [True, False])
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -156,26 +156,26 @@ def trained(model, make, steps=2):
     ],
     ids=["DataParallel", "compile"],
 )
-def test_what_a_wrapped_model_has_saved_loads_into_a_bare_one(tmp_path, wrap, alone):
+def test_the_state_of_a_wrapped_model_loads_into_the_plain_model(tmp_path, wrap, bare):
     model, other = net(), net()
     state = wrap(model).state_dict()
     assert "0.weight" not in state
-    torch.save(state if alone else {"model": state, "epoch": 1}, tmp_path / "x.pt")
-    made = import_checkpoint(tmp_path / "x.pt")
-    holdfast.load(made.url, into={"model": other} if alone else {"model": other, "epoch": 0})
+    torch.save(state if bare else {"model": state, "epoch": 1}, tmp_path / "x.pt")
+    imported = import_checkpoint(tmp_path / "x.pt")
+    holdfast.load(imported.url, into={"model": other} if bare else {"model": other, "epoch": 0})
     assert_same(model.state_dict(), other.state_dict())
-    # the versions of the modules come along, under the names that are left
-    fresh = holdfast.load(made.url)["model"]
+    # the versions of the modules are unchanged under the new names
+    fresh = holdfast.load(imported.url)["model"]
     assert fresh._metadata["1"] == {"version": 2}
     net().load_state_dict(fresh)
-    kept = import_and_load(tmp_path / "x.pt", keep_names=True)["model"]
-    assert list(kept) == list(state)
+    unchanged = import_and_load(tmp_path / "x.pt", keep_names=True)["model"]
+    assert list(unchanged) == list(state)
 
 
-def test_names_that_would_become_one_are_left_alone():
+def test_names_are_kept_if_removing_prefixes_would_make_them_equal():
     state = {"model": {"_orig_mod.w": ONE, "w": ONE.clone()}}
-    made = arrange_state(state, None)
-    assert (made.state, made.renamed) == (state, [])
+    imported = arrange_state(state, None)
+    assert (imported.state, imported.renamed) == (state, [])
 
 
 # -- optimizers ----------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def same_optimizer(a, b):
     ],
     ids=["adamw", "momentum", "no state", "groups"],
 )
-def test_an_optimizer_that_names_its_parameters_loads(tmp_path, make, wrapped):
+def test_an_optimizer_with_parameter_names_can_be_loaded(tmp_path, make, wrapped):
     model, other = net(), net()
     optimizer, fresh = trained(model, make), make(other)
     state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "epoch": 3}
@@ -210,26 +210,26 @@ def test_an_optimizer_that_names_its_parameters_loads(tmp_path, make, wrapped):
         for group in state["optim"]["param_groups"]:
             group["param_names"] = [f"module.{n}" for n in group["param_names"]]
     torch.save(state, tmp_path / "x.pt")
-    made = import_checkpoint(tmp_path / "x.pt")
+    imported = import_checkpoint(tmp_path / "x.pt")
     into = {"model": other, "optim": fresh, "epoch": 0}
-    assert holdfast.load(made.url, into=into)["epoch"] == 3
+    assert holdfast.load(imported.url, into=into)["epoch"] == 3
     assert_same(model.state_dict(), other.state_dict())
     same_optimizer(optimizer, fresh)
 
 
-def test_an_optimizer_that_does_not_is_kept_as_it_is(tmp_path):
+def test_an_optimizer_without_parameter_names_is_not_converted(tmp_path):
     model = net()
     optimizer = trained(model, lambda m: torch.optim.Adam(m.parameters()))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x")
     loaded = holdfast.load(import_checkpoint(tmp_path / "x").url, keys="optimizer/**")
     assert_same(loaded, {"optimizer": optimizer.state_dict()})
     other = torch.optim.Adam(model.parameters())
-    other.load_state_dict(loaded["optimizer"])  # PyTorch's own way, as the document says
+    other.load_state_dict(loaded["optimizer"])  # the way that the documentation describes
     same_optimizer(optimizer, other)
 
 
-def named(names, **changes):
-    """A state with an optimizer of two parameters that are called so."""
+def state_with_names(names, **changes):
+    """Return a state with an optimizer of two parameters with these names."""
     group = {"lr": 0.1, "params": [0, 1], "param_names": names} | changes
     return {
         "model": {"a": ONE, "b": ONE},
@@ -237,33 +237,33 @@ def named(names, **changes):
     }
 
 
-def test_the_form_of_ours():
-    made = arrange_state(named(["a", "b"]), None)
-    assert made.converted == ["optimizer"]
+def test_a_converted_optimizer_has_the_form_of_holdfast():
+    imported = arrange_state(state_with_names(["a", "b"]), None)
+    assert imported.converted == ["optimizer"]
     group = {"lr": 0.1, "params": ["model.a", "model.b"]}
-    assert made.state["optimizer"] == {"state": {"model.a": {"m": ONE}}, "groups": [group]}
+    assert imported.state["optimizer"] == {"state": {"model.a": {"m": ONE}}, "groups": [group]}
 
 
-def test_the_model_has_the_first_claim_on_names():
-    made = arrange_state(named(["a", "b"]) | {"ema": {"a": ONE, "b": ONE}}, None)
-    assert made.converted == ["optimizer"]
+def test_the_model_takes_precedence_for_names():
+    imported = arrange_state(state_with_names(["a", "b"]) | {"ema": {"a": ONE, "b": ONE}}, None)
+    assert imported.converted == ["optimizer"]
 
 
 @pytest.mark.parametrize(
     "state",
     [
-        named(["a", "c"]),
-        named(["a", "a"]),
-        named(["a"]),
-        named(["a", 3]),
-        named(None),
-        named(["a", "b"], params=[0, 0]),
-        named(["a", "b"], params=[0, 1.5]),
-        named(["a", "b"], params=None),
-        named(["a", "b"]) | {"model": 3},
-        {k: v for k, v in named(["a", "b"]).items() if k != "model"},
+        state_with_names(["a", "c"]),
+        state_with_names(["a", "a"]),
+        state_with_names(["a"]),
+        state_with_names(["a", 3]),
+        state_with_names(None),
+        state_with_names(["a", "b"], params=[0, 0]),
+        state_with_names(["a", "b"], params=[0, 1.5]),
+        state_with_names(["a", "b"], params=None),
+        state_with_names(["a", "b"]) | {"model": 3},
+        {k: v for k, v in state_with_names(["a", "b"]).items() if k != "model"},
         {"x": {"a": ONE, "b": ONE}, "y": {"a": ONE, "b": ONE}}
-        | {"optimizer": named(["a", "b"])["optimizer"]},
+        | {"optimizer": state_with_names(["a", "b"])["optimizer"]},
         {"model": {"a": ONE}, "optimizer": {"state": {}, "param_groups": []}},
         {"model": {"a": ONE}, "optimizer": {"state": {}, "param_groups": [3]}},
         {"model": {"a": ONE}, "optimizer": {"state": [], "param_groups": [{"params": ["a"]}]}},
@@ -275,6 +275,6 @@ def test_the_model_has_the_first_claim_on_names():
         {"model": {"a": ONE}, "optimizer": {"more": 1, "param_groups": [{"params": ["a"]}]}},
     ],
 )
-def test_what_cannot_be_named_is_left_as_it_is(state):
-    made = arrange_state(state, None)
-    assert (made.state, made.converted) == (state, [])
+def test_an_optimizer_that_does_not_match_is_not_converted(state):
+    imported = arrange_state(state, None)
+    assert (imported.state, imported.converted) == (state, [])

@@ -1,4 +1,4 @@
-"""Exports: what the libraries of others read is what was saved; nothing half, nothing silent."""
+"""Exports: other libraries read exactly what was saved. Nothing is omitted silently."""
 
 from __future__ import annotations
 
@@ -46,29 +46,31 @@ from tests.trainings import flip_bit
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
 
-def export(snapshot: Snapshot | dict[str, Any], kind: str, to: Path, **how: Any) -> ExportPlan:
+def export(snapshot: Snapshot | dict[str, Any], kind: str, to: Path, **options: Any) -> ExportPlan:
     """Export a snapshot, or a state that is saved first."""
     if isinstance(snapshot, dict):
         snapshot = holdfast.open(save_state(snapshot))
-    place, name = locate_export(str(to), kind)
-    plan = plan_export(snapshot, kind, file_name=name, **how)
-    write_export(snapshot, plan, place)
+    location, name = locate_export(str(to), kind)
+    plan = plan_export(snapshot, kind, file_name=name, **options)
+    write_export(snapshot, plan, location)
     return plan
 
 
-def exported(snapshot: Snapshot | dict[str, Any], to: Path, **how: Any) -> dict[str, Any]:
-    """What the safetensors library reads of an export."""
-    export(snapshot, "safetensors", to, **how)
+def export_and_read(
+    snapshot: Snapshot | dict[str, Any], to: Path, **options: Any
+) -> dict[str, Any]:
+    """Export a snapshot, and read it with the safetensors library."""
+    export(snapshot, "safetensors", to, **options)
     return st.load_file(to / "model.safetensors")
 
 
-def torched(snapshot: Snapshot | dict[str, Any], to: Path, **how: Any) -> Any:
-    """What ``torch.load`` reads of an export, with and without mmap."""
-    export(snapshot, "torch", to, **how)
+def export_to_torch(snapshot: Snapshot | dict[str, Any], to: Path, **options: Any) -> Any:
+    """Export a snapshot, and read it with ``torch.load``, with and without mmap."""
+    export(snapshot, "torch", to, **options)
     assert zipfile.ZipFile(to / "model.pt").testzip() is None
-    made = torch.load(to / "model.pt", weights_only=True)
-    assert_same(made, torch.load(to / "model.pt", weights_only=True, mmap=True))
-    return made
+    loaded_state = torch.load(to / "model.pt", weights_only=True)
+    assert_same(loaded_state, torch.load(to / "model.pt", weights_only=True, mmap=True))
+    return loaded_state
 
 
 def header(file: Path) -> dict[str, Any]:
@@ -76,8 +78,8 @@ def header(file: Path) -> dict[str, Any]:
     return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
 
 
-def everything() -> dict[str, Any]:
-    """A model of every dtype, and what else a training has."""
+def state_of_all_dtypes() -> dict[str, Any]:
+    """Return a model with tensors of every dtype, and progress."""
     model: dict[str, Any] = {
         str(d).removeprefix("torch."): random_tensor(d, (3, 4), i)
         for i, d in enumerate(TORCH_DTYPES)
@@ -93,18 +95,21 @@ def everything() -> dict[str, Any]:
 READABLE = [d for d in TORCH_DTYPES if d not in (torch.complex32, torch.complex128)]
 
 
-def test_every_dtype_is_written_as_the_library_writes_it(tmp_path: Path) -> None:
+def test_every_dtype_is_written_like_the_safetensors_library_does(tmp_path: Path) -> None:
     model = {str(i): random_tensor(d, (3, 4), i) for i, d in enumerate(READABLE)}
-    export({"model": model}, "safetensors", tmp_path / "ours")
-    st.save_file(model, tmp_path / "theirs", {"format": "pt"})
-    ours, theirs = header(tmp_path / "ours" / "model.safetensors"), header(tmp_path / "theirs")
-    raw = (tmp_path / "ours" / "model.safetensors").read_bytes()
+    export({"model": model}, "safetensors", tmp_path / "exported")
+    st.save_file(model, tmp_path / "reference", {"format": "pt"})
+    exported_header, reference_header = (
+        header(tmp_path / "exported" / "model.safetensors"),
+        header(tmp_path / "reference"),
+    )
+    raw = (tmp_path / "exported" / "model.safetensors").read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
-    assert ours.pop("__metadata__") == theirs.pop("__metadata__")
-    assert ours.keys() == theirs.keys()
-    for name, entry in ours.items():
+    assert exported_header.pop("__metadata__") == reference_header.pop("__metadata__")
+    assert exported_header.keys() == reference_header.keys()
+    for name, entry in exported_header.items():
         assert [entry[k] for k in ("dtype", "shape")] == [
-            theirs[name][k] for k in ("dtype", "shape")
+            reference_header[name][k] for k in ("dtype", "shape")
         ]
         a, b = entry["data_offsets"]
         expected = model[name].contiguous().view(torch.uint8).numpy().tobytes()
@@ -112,25 +117,27 @@ def test_every_dtype_is_written_as_the_library_writes_it(tmp_path: Path) -> None
         assert (begin + a) % model[name].dtype.itemsize == 0
 
 
-def test_what_the_library_reads_is_what_was_saved(tmp_path: Path) -> None:
-    model = {k: v for k, v in everything()["model"].items() if v.dtype in READABLE[:-2]}
-    back = exported({"model": model, "x": 1}, tmp_path)
-    assert list(back) == sorted(back, key=list(back).index)
-    assert_same({k: back[k] for k in model}, {k: v.contiguous() for k, v in model.items()})
+def test_the_safetensors_library_reads_what_was_saved(tmp_path: Path) -> None:
+    model = {k: v for k, v in state_of_all_dtypes()["model"].items() if v.dtype in READABLE[:-2]}
+    loaded = export_and_read({"model": model, "x": 1}, tmp_path)
+    assert list(loaded) == sorted(loaded, key=list(loaded).index)
+    assert_same({k: loaded[k] for k in model}, {k: v.contiguous() for k, v in model.items()})
 
 
 def test_tied_tensors_are_written_twice(tmp_path: Path) -> None:
-    """So that a reader finds each by its name, and needs to know of no ties."""
+    """A reader finds each tensor by its name and does not need to know the ties."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[0].weight
-    back = exported({"model": net}, tmp_path)
+    loaded = export_and_read({"model": net}, tmp_path)
     other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    other.load_state_dict(back)
+    other.load_state_dict(loaded)
     assert torch.equal(other[1].weight, net[0].weight)
-    st.load_model(other, tmp_path / "model.safetensors", strict=False)  # it expects one of them
+    st.load_model(
+        other, tmp_path / "model.safetensors", strict=False
+    )  # it expects only one of the two
 
 
-def test_arrays_are_tensors_and_values_are_left_out(tmp_path: Path) -> None:
+def test_arrays_become_tensors_and_plain_values_are_omitted(tmp_path: Path) -> None:
     state = {"a": np.arange(6, dtype=">i4").astype("i4").reshape(2, 3), "b": np.float64(3), "n": 1}
     state |= {"text": "x", "long": bytes(5000), "nan": float("nan"), "s": {1}, "d": {}, "l": [1, 2]}
     plan = export(state, "safetensors", tmp_path)
@@ -140,7 +147,7 @@ def test_arrays_are_tensors_and_values_are_left_out(tmp_path: Path) -> None:
     assert torch.equal(tensor, torch.arange(6, dtype=torch.int32).reshape(2, 3))
 
 
-def test_what_safetensors_cannot_name_is_refused_all_at_once(tmp_path: Path) -> None:
+def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path: Path) -> None:
     state = {
         "ok": torch.ones(2),
         "c": torch.ones(2, dtype=torch.complex128),
@@ -151,16 +158,16 @@ def test_what_safetensors_cannot_name_is_refused_all_at_once(tmp_path: Path) -> 
     with pytest.raises(Unsupported, match=r"--keys PATTERN") as raised:
         export(state, "safetensors", tmp_path / "out")
     assert raised.value.leaves == ("c", "half", "sp", "rec")
-    for told in ("c (complex128)", "half (complex32)", "sp (sparse)", "an array of [('id'"):
-        assert told in str(raised.value)
+    for text in ("c (complex128)", "half (complex32)", "sp (sparse)", "an array of [('id'"):
+        assert text in str(raised.value)
     assert not (tmp_path / "out").exists()
-    assert list(exported(state, tmp_path / "out", keys=["ok"])) == ["ok"]
-    many = {f"c{i}": torch.ones(1, dtype=torch.complex128) for i in range(50)}
+    assert list(export_and_read(state, tmp_path / "out", keys=["ok"])) == ["ok"]
+    many_leaves = {f"c{i}": torch.ones(1, dtype=torch.complex128) for i in range(50)}
     with pytest.raises(Unsupported, match=r"c19 \(complex128\), and 30 more\."):
-        export(many, "safetensors", tmp_path / "many")
+        export(many_leaves, "safetensors", tmp_path / "many")
 
 
-# -- what is chosen, and how it is called ---------------------------------------------------------
+# -- selection and names --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -172,31 +179,38 @@ def training() -> Snapshot:
     return holdfast.open(save_state({"model": net, "optimizer": adam, "n": [1, torch.ones(1)]}))
 
 
-def test_the_model_is_meant_unless_another_part_is_named(
+def test_the_model_is_exported_unless_another_part_is_selected(
     training: Snapshot, tmp_path: Path
 ) -> None:
-    def chosen(**how: Any) -> tuple[list[str], str]:
-        plan = plan_export(training, "safetensors", **how)
+    def selected(**options: Any) -> tuple[list[str], str]:
+        plan = plan_export(training, "safetensors", **options)
         return [k for f in plan.files for k in f.keys], plan.root
 
     model = ["model/bias", "model/weight"]
-    assert chosen() == (model, "model")
-    assert chosen(root="model") == chosen(root="/model/") == chosen()
-    assert chosen(keys=["model"]) == (model, "")
-    assert chosen(keys=["**/weight"], root="model") == (["model/weight"], "model")
-    assert len(chosen(root="/")[0]) == len(chosen(root="")[0]) == len(chosen(keys=["**"])[0]) == 9
-    assert chosen(root="n") == (["n/1"], "n")
-    assert sorted(exported(training, tmp_path / "a")) == ["bias", "weight"]
-    assert "model/weight" in exported(training, tmp_path / "b", root="/")
-    assert sorted(exported(training, tmp_path / "c", root="optimizer/state/model.weight")) == [
+    assert selected() == (model, "model")
+    assert selected(root="model") == selected(root="/model/") == selected()
+    assert selected(keys=["model"]) == (model, "")
+    assert selected(keys=["**/weight"], root="model") == (["model/weight"], "model")
+    assert (
+        len(selected(root="/")[0])
+        == len(selected(root="")[0])
+        == len(selected(keys=["**"])[0])
+        == 9
+    )
+    assert selected(root="n") == (["n/1"], "n")
+    assert sorted(export_and_read(training, tmp_path / "a")) == ["bias", "weight"]
+    assert "model/weight" in export_and_read(training, tmp_path / "b", root="/")
+    assert sorted(
+        export_and_read(training, tmp_path / "c", root="optimizer/state/model.weight")
+    ) == [
         "exp_avg",
         "exp_avg_sq",
         "step",
     ]
-    assert list(exported(training, tmp_path / "d", keys=["n/**"])) == ["n/1"]
+    assert list(export_and_read(training, tmp_path / "d", keys=["n/**"])) == ["n/1"]
 
 
-def test_what_is_not_there_is_named(training: Snapshot) -> None:
+def test_an_empty_selection_is_an_error(training: Snapshot) -> None:
     for root in ("modle", "model/weight", "model/weight/x", "mode", "n/1", "model/", "n/7"):
         if root != "model/":
             with pytest.raises(MissingLeaf, match=f"nothing below {root}"):
@@ -210,7 +224,7 @@ def test_what_is_not_there_is_named(training: Snapshot) -> None:
     assert plan_export(only_values, "torch").tensor_count == 0
 
 
-ODD = [
+UNUSUAL_NAMES = [
     "a/b",
     "a~b",
     "",
@@ -229,28 +243,28 @@ ODD = [
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_names_are_those_of_the_state_dict(kind: str, tmp_path: Path) -> None:
-    model = {name: torch.full((2,), float(i)) for i, name in enumerate(ODD)}
-    read = exported if kind == "safetensors" else torched
-    back = read({"model": model}, tmp_path, root="model")
-    assert set(back) == set(model)
-    assert all(torch.equal(back[k], model[k]) for k in model)
+def test_names_equal_those_of_the_state_dict(kind: str, tmp_path: Path) -> None:
+    model = {name: torch.full((2,), float(i)) for i, name in enumerate(UNUSUAL_NAMES)}
+    read = export_and_read if kind == "safetensors" else export_to_torch
+    loaded = read({"model": model}, tmp_path, root="model")
+    assert set(loaded) == set(model)
+    assert all(torch.equal(loaded[k], model[k]) for k in model)
 
 
-def test_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
+def test_equal_names_are_an_error(tmp_path: Path) -> None:
     state = {"a": {"b": torch.ones(1)}, "a/b": torch.ones(2), "__metadata__": torch.ones(3)}
     with pytest.raises(Unsupported, match="is taken") as raised:
         export(state, "safetensors", tmp_path / "out")
     assert raised.value.leaves == ("a~1b", "__metadata__")
-    assert list(exported(state, tmp_path / "out", root="a")) == ["b"]
+    assert list(export_and_read(state, tmp_path / "out", root="a")) == ["b"]
 
 
-def test_members_that_are_equal_as_text(tmp_path: Path) -> None:
+def test_keys_with_equal_text(tmp_path: Path) -> None:
     state = {1: torch.ones(1), "1": torch.ones(2)}
-    assert set(exported({"d": state}, tmp_path / "a", root="d")) == {"1", "1~2"}
-    back = torched({"d": state}, tmp_path / "b", root="d", keys=["d/1~2"])
-    assert list(back) == ["1"]
-    assert len(back["1"]) == 2
+    assert set(export_and_read({"d": state}, tmp_path / "a", root="d")) == {"1", "1~2"}
+    loaded = export_to_torch({"d": state}, tmp_path / "b", root="d", keys=["d/1~2"])
+    assert list(loaded) == ["1"]
+    assert len(loaded["1"]) == 2
 
 
 # -- Hugging Face ---------------------------------------------------------------------------------
@@ -267,14 +281,14 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "most", "expected"), SPLITS)
+@pytest.mark.parametrize(("sizes", "max_size", "expected"), SPLITS)
 def test_shards_of_a_hugging_face_checkpoint(
-    tmp_path: Path, sizes: list[int], most: int, expected: list[list[int]]
+    tmp_path: Path, sizes: list[int], max_size: int, expected: list[list[int]]
 ) -> None:
-    """As ``huggingface_hub`` splits: checked against its 1.33 when this was written."""
+    """The split equals that of ``huggingface_hub`` 1.33."""
     letters = "zyxwvu"
     model = {letters[i]: torch.full((n,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
-    plan = export({"model": model}, "hf", tmp_path, max_shard_size=most)
+    plan = export({"model": model}, "hf", tmp_path, max_shard_size=max_size)
     if len(expected) == 1:
         assert os.listdir(tmp_path) == ["model.safetensors"]
         assert set(st.load_file(tmp_path / "model.safetensors")) == set(model)
@@ -297,28 +311,26 @@ def test_shards_of_a_hugging_face_checkpoint(
 # -- torch ----------------------------------------------------------------------------------------
 
 
-def test_the_whole_state_as_load_gives_it(tmp_path: Path) -> None:
-    state = everything()
+def test_torch_reads_the_same_state_as_load(tmp_path: Path) -> None:
+    state = state_of_all_dtypes()
     at = save_state(state)
-    back = torched(holdfast.open(at), tmp_path)
-    assert_same(holdfast.load(at), back)
-    assert back["model"]["tied"] is back["model"]["w"]
+    loaded = export_to_torch(holdfast.open(at), tmp_path)
+    assert_same(holdfast.load(at), loaded)
+    assert loaded["model"]["tied"] is loaded["model"]["w"]
     again = torch.load(tmp_path / "model.pt", weights_only=True, mmap=True)
     assert not any(t.data_ptr() % 64 for t in again["model"].values())
 
 
-def test_a_model_that_torch_loads(training: Snapshot, tmp_path: Path) -> None:
+def test_torch_reads_a_model(training: Snapshot, tmp_path: Path) -> None:
     net = nn.Linear(3, 2)
-    net.load_state_dict(torched(training, tmp_path / "a", root="model"))
-    assert (net.state_dict().keys() == training["model/weight"].snapshot and False) or True
+    net.load_state_dict(export_to_torch(training, tmp_path / "a", root="model"))
     assert_same(dict(holdfast.load(training.url)["model"]), dict(net.state_dict()))
 
 
-def test_a_file_is_torch_saves_but_for_its_place(tmp_path: Path) -> None:
-    """The same calls and classes stand in the pickle, so that whoever reads the one reads the
-    other: programs without torch, too."""
+def test_the_pickle_uses_the_same_globals_as_torch_save(tmp_path: Path) -> None:
+    """Therefore any program that reads one file also reads the other, even without torch."""
     state = {
-        "model": {k: v for k, v in everything()["model"].items() if k != "tied"},
+        "model": {k: v for k, v in state_of_all_dtypes()["model"].items() if k != "tied"},
         "sparse": [torch.eye(3).to_sparse(), torch.eye(3).to_sparse().coalesce()],
         "plain": [1, 2.5, "x", None, True, (1, 2), {3}, 1j, b"ab", bytearray(b"c"), 1 << 70],
         "ordered": OrderedDict(a=1),
@@ -348,25 +360,25 @@ PLAIN: list[Any] = [
 @pytest.mark.parametrize(
     "value", PLAIN, ids=[type(v).__name__ + str(i) for i, v in enumerate(PLAIN)]
 )
-def test_plain_values_that_weights_only_reads(value: Any, tmp_path: Path) -> None:
-    assert_same({"v": value, "w": [value]}, torched({"v": value, "w": [value]}, tmp_path))
+def test_weights_only_reads_plain_values(value: Any, tmp_path: Path) -> None:
+    assert_same({"v": value, "w": [value]}, export_to_torch({"v": value, "w": [value]}, tmp_path))
 
 
-def test_numpy_becomes_torch_and_python(tmp_path: Path) -> None:
+def test_numpy_values_become_torch_and_python_values(tmp_path: Path) -> None:
     state = {"f": np.float32(0.1), "i": np.int8(-3), "b": np.bool_(True), "a": np.ones((2, 0, 3))}
     state |= {"c": np.complex64(1j), "u": np.arange(3, dtype=np.uint16), "d": {np.int64(7): 1}}
     expected = {"f": float(np.float32(0.1)), "i": -3, "b": True, "a": torch.ones(2, 0, 3).double()}
     expected |= {"c": 1j, "u": torch.tensor([0, 1, 2], dtype=torch.uint16), "d": {7: 1}}
-    back = torched(state, tmp_path)
-    assert_same(expected, back)
-    assert back["a"].stride() == expected["a"].stride()
+    loaded = export_to_torch(state, tmp_path)
+    assert_same(expected, loaded)
+    assert loaded["a"].stride() == expected["a"].stride()
 
 
-def test_module_metadata_goes_along(tmp_path: Path) -> None:
-    held = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
-    back = torched({"held": held}, tmp_path)["held"]
-    assert type(back) is OrderedDict
-    assert back._metadata == held._metadata
+def test_module_metadata_is_exported(tmp_path: Path) -> None:
+    module_state = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
+    loaded = export_to_torch({"module": module_state}, tmp_path)["module"]
+    assert type(loaded) is OrderedDict
+    assert loaded._metadata == module_state._metadata
 
 
 @pytest.mark.parametrize("layout", ["coo", "uncoalesced", "csr", "csc", "bsr", "bsc", "empty"])
@@ -389,7 +401,7 @@ def test_sparse_tensors(layout: str, tmp_path: Path) -> None:
     assert_same(state, torch.load(tmp_path / "model.pt", weights_only=True))
 
 
-def test_what_weights_only_would_refuse_is_refused_all_at_once(tmp_path: Path) -> None:
+def test_the_error_lists_all_leaves_that_weights_only_rejects(tmp_path: Path) -> None:
     state = {
         "ok": torch.ones(1),
         "frozen": frozenset([1]),
@@ -408,52 +420,54 @@ def test_what_weights_only_would_refuse_is_refused_all_at_once(tmp_path: Path) -
         "frozen", "in/0", "in/1", "key/{2}", "huge", "when", "text", "long", "rec", "blob",
     )  # fmt: skip
     assert not (tmp_path / "out").exists()
-    assert_same({"ok": torch.ones(1)}, torched(state, tmp_path / "out", keys=["ok"]))
+    assert_same({"ok": torch.ones(1)}, export_to_torch(state, tmp_path / "out", keys=["ok"]))
 
 
-def test_lists_keep_their_places_where_something_is_not_chosen(tmp_path: Path) -> None:
+def test_unselected_list_elements_become_none(tmp_path: Path) -> None:
     state = {"l": [torch.ones(1), 5, torch.zeros(2)]}
-    back = torched(state, tmp_path, keys=["l/2"])
-    assert back["l"][:2] == [None, None]
-    assert torch.equal(back["l"][2], torch.zeros(2))
+    loaded = export_to_torch(state, tmp_path, keys=["l/2"])
+    assert loaded["l"][:2] == [None, None]
+    assert torch.equal(loaded["l"][2], torch.zeros(2))
 
 
-def test_a_tied_tensor_whose_first_is_not_chosen(tmp_path: Path) -> None:
+def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path: Path) -> None:
     weight = torch.randn(3)
     state = {"a": weight, "b": weight}
-    for read in (exported, torched):
-        back = read(state, tmp_path / read.__name__, keys=["b"])
-        assert list(back) == ["b"]
-        assert torch.equal(back["b"], weight)
+    for read in (export_and_read, export_to_torch):
+        loaded = read(state, tmp_path / read.__name__, keys=["b"])
+        assert list(loaded) == ["b"]
+        assert torch.equal(loaded["b"], weight)
 
 
-def test_without_torch_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = holdfast.open(save_state({"a": np.ones(2)}))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(HoldfastError, match="pip install"):
         plan_export(snapshot, "torch")
 
 
-# -- any layout, any store ------------------------------------------------------------------------
+# -- layouts and stores ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch"])
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(4)], ids=["rows", "columns"])
 def test_the_files_do_not_depend_on_the_layout(kind: str, layout: Any, tmp_path: Path) -> None:
-    state = everything()
+    state = state_of_all_dtypes()
     for name in ("complex32", "complex128"):
         del state["model"][name]
-    whole = holdfast.open(save_state(state))
-    cut = write_resharded(whole, Location(MemoryStore(), "version_1"), layout, 4)
-    how = {"max_shard_size": 500} if kind == "hf" else {}
-    for name, snapshot in (("whole", whole), ("cut", cut), ("again", whole)):
-        export(snapshot, kind, tmp_path / name, **how)
-    files = sorted(os.listdir(tmp_path / "whole"))
+    original = holdfast.open(save_state(state))
+    resharded = write_resharded(original, Location(MemoryStore(), "version_1"), layout, 4)
+    options = {"max_shard_size": 500} if kind == "hf" else {}
+    for name, snapshot in (("original", original), ("resharded", resharded), ("again", original)):
+        export(snapshot, kind, tmp_path / name, **options)
+    files = sorted(os.listdir(tmp_path / "original"))
     assert len(files) > 2 if kind == "hf" else len(files) == 1
-    for name in ("cut", "again"):
+    for name in ("resharded", "again"):
         assert sorted(os.listdir(tmp_path / name)) == files
         for file in files:
-            assert (tmp_path / name / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+            assert (tmp_path / name / file).read_bytes() == (
+                tmp_path / "original" / file
+            ).read_bytes()
 
 
 def test_an_incremental_version(tmp_path: Path) -> None:
@@ -466,34 +480,34 @@ def test_an_incremental_version(tmp_path: Path) -> None:
     latest = holdfast.Run(store).latest()
     assert latest is not None
     assert latest.bases
-    assert_same(exported(latest, tmp_path), state["model"])
+    assert_same(export_and_read(latest, tmp_path), state["model"])
 
 
-def test_into_another_store() -> None:
+def test_export_to_another_store() -> None:
     snapshot = holdfast.open(save_state({"model": {"w": torch.arange(5.0)}}))
     for kind, name in (("safetensors", "model.safetensors"), ("torch", "model.pt")):
         at = unused_url().removesuffix("/version_1")
         for to in (f"{at}-root", f"{at}/folder"):
-            place, _ = locate_export(to, kind)
-            write_export(snapshot, plan_export(snapshot, kind), place)
-            assert [s.key for s in place.store.list("")] == [place.key(name)]
-        raw = place.store.get(place.key(name), 1 << 20)
+            location, _ = locate_export(to, kind)
+            write_export(snapshot, plan_export(snapshot, kind), location)
+            assert [s.key for s in location.store.list("")] == [location.key(name)]
+        raw = location.store.get(location.key(name), 1 << 20)
         if kind == "safetensors":
             assert torch.equal(st.load(raw)["w"], torch.arange(5.0))
 
 
-def test_progress_tells_every_byte(tmp_path: Path) -> None:
-    snapshot = holdfast.open(save_state(everything()))
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
+    snapshot = holdfast.open(save_state(state_of_all_dtypes()))
     for kind in ("hf", "torch"):
-        told: list[int] = []
+        reported: list[int] = []
         plan = plan_export(
             snapshot, kind, keys=["model/[!c]*", "model/w", "model/long"], root="model"
         )
-        write_export(snapshot, plan, locate_export(str(tmp_path / kind), kind)[0], told.append)
-        assert sum(told) == plan.nbytes > 1_200_000
+        write_export(snapshot, plan, locate_export(str(tmp_path / kind), kind)[0], reported.append)
+        assert sum(reported) == plan.nbytes > 1_200_000
 
 
-def test_a_version_is_pinned_while_it_is_read(
+def test_a_version_is_pinned_during_an_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
@@ -501,21 +515,21 @@ def test_a_version_is_pinned_while_it_is_read(
     holdfast.save(store.at("version_1"), {"model": {"w": torch.ones(100)}}, step=1)
     snapshot = holdfast.Run(store).latest()
     assert snapshot is not None
-    kept: list[list[str]] = []
+    pins_by_call: list[list[str]] = []
 
-    def look(nbytes: int) -> None:
-        kept.append([s.key for s in store.list("") if names.parse_pin(s.key)])
+    def record_pins(nbytes: int) -> None:
+        pins_by_call.append([s.key for s in store.list("") if names.parse_pin(s.key)])
 
     plan = plan_export(snapshot, "safetensors")
-    write_export(snapshot, plan, locate_export(str(tmp_path), "safetensors")[0], look)
-    assert [len(k) for k in kept] == [1]
+    write_export(snapshot, plan, locate_export(str(tmp_path), "safetensors")[0], record_pins)
+    assert [len(k) for k in pins_by_call] == [1]
     assert not [s.key for s in store.list("") if names.parse_pin(s.key)]
 
 
-# -- where it goes --------------------------------------------------------------------------------
+# -- destinations ---------------------------------------------------------------------------------
 
 
-def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snapshot = holdfast.open(save_state({"model": {"w": torch.ones(2)}}))
     targets = {
@@ -539,7 +553,7 @@ def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_nothing_that_is_there_is_touched(tmp_path: Path) -> None:
+def test_existing_files_are_not_changed(tmp_path: Path) -> None:
     at = tmp_path / "run" / "version_1"
     snapshot = holdfast.save(at, {"model": {"w": torch.ones(2), "v": torch.ones(2)}})
     for to in (at, tmp_path / "run", at / "x.safetensors", tmp_path / "run" / "x.safetensors"):
@@ -554,11 +568,11 @@ def test_nothing_that_is_there_is_touched(tmp_path: Path) -> None:
     ]:
         out = tmp_path / f"{name}-{kind}-out"
         out.mkdir()
-        (out / name).write_text("mine")
+        (out / name).write_text("existing")
         with pytest.raises(AlreadyExists, match=f"There is already a file {name}"):
             export(snapshot, kind, out, **({"max_shard_size": 8} if "0000" in name else {}))
         assert os.listdir(out) == [name]
-        assert (out / name).read_text() == "mine"
+        assert (out / name).read_text() == "existing"
     (tmp_path / "file").write_text("a file")
     with pytest.raises(StoreError):
         export(snapshot, "hf", tmp_path / "file")
@@ -566,27 +580,27 @@ def test_nothing_that_is_there_is_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch"])
-def test_damage_is_named_and_nothing_is_left(kind: str, tmp_path: Path) -> None:
+def test_damage_is_reported_and_leaves_no_file(kind: str, tmp_path: Path) -> None:
     store = MemoryStore()
     state = {"model": {n: torch.randn(50_000) for n in "abcd"}}
     snapshot = holdfast.save(store.at("version_1"), state)
     [shard] = [s.key for s in store.list("") if s.key.endswith(".safetensors")]
     flip_bit(store, shard, byte=-1)
     out = tmp_path / "out"
-    how = {"max_shard_size": 200_000} if kind == "hf" else {}
+    options = {"max_shard_size": 200_000} if kind == "hf" else {}
     with pytest.raises(DigestMismatch, match="damaged between bytes"):
-        export(snapshot, kind, out, **how)
+        export(snapshot, kind, out, **options)
     assert not out.exists()
     out.mkdir()
-    (out / "mine").touch()
+    (out / "existing").touch()
     with pytest.raises(DigestMismatch):
-        export(snapshot, kind, out, **how)
-    assert os.listdir(out) == ["mine"]
+        export(snapshot, kind, out, **options)
+    assert os.listdir(out) == ["existing"]
 
 
 @pytest.mark.slow
-def test_a_failure_at_any_call_leaves_nothing(tmp_path: Path) -> None:
-    """ENOSPC at the n-th call to the operating system that writes, for all n."""
+def test_a_failure_of_any_call_leaves_no_file(tmp_path: Path) -> None:
+    """Fail the n-th writing system call with ENOSPC, for all n."""
     state = {"model": {n: torch.randn(20, 20) for n in "abc"}}
     snapshot = holdfast.open(save_state(state))
     plans = [plan_export(snapshot, "hf", max_shard_size=1700), plan_export(snapshot, "torch")]
@@ -594,26 +608,26 @@ def test_a_failure_at_any_call_leaves_nothing(tmp_path: Path) -> None:
         for call in ("open", "fallocate", "pwrite", "fsync", "link"):
             for at in range(1, 100):
                 fs = FaultFs(None, Fault(call, at, errno.ENOSPC))
-                place = Location(LocalStore(tmp_path, fs=fs), "out")
+                location = Location(LocalStore(tmp_path, fs=fs), "out")
                 try:
-                    write_export(snapshot, plan, place)
+                    write_export(snapshot, plan, location)
                 except NoSpace:
                     assert not (tmp_path / "out").exists(), (call, at)
                     continue
                 except StoreError as e:
-                    # a folder that cannot be synced: neither sure to stay, nor to go
+                    # the folder could not be synced, so the outcome is unknown
                     assert e.fields.get("outcome") == "unknown", (call, at)  # noqa: PT017
-                    left = os.listdir(tmp_path / "out")
-                    assert len(left) <= 1, (call, at, left)
+                    remaining = os.listdir(tmp_path / "out")
+                    assert len(remaining) <= 1, (call, at, remaining)
                 for file in plan.files:
                     (tmp_path / "out" / file.name).unlink(missing_ok=True)
                 if not fs.fired:
                     break
             else:
-                raise AssertionError("it never ended")
+                raise AssertionError("the number of calls is unlimited")
 
 
-MEASURE = """
+MEASURE_MEMORY = """
 import sys, holdfast
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
@@ -630,37 +644,44 @@ def memory(name):
             return int(line.split()[1]) * 1024
 
 snapshot = holdfast.open(sys.argv[1])
-place, _ = locate_export(sys.argv[1] + "-" + sys.argv[2], sys.argv[2])
+location, _ = locate_export(sys.argv[1] + "-" + sys.argv[2], sys.argv[2])
 plan = plan_export(snapshot, sys.argv[2], max_shard_size=200_000_000)
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
-write_export(snapshot, plan, place)
+write_export(snapshot, plan, location)
 print((memory("VmHWM") - before) >> 20)
 """
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_state() -> None:
-    """A tensor of 256 MiB cut by columns, one of 128 MiB by rows, over three shards."""
+    """Export a tensor of 256 MiB split by columns and one of 128 MiB split by rows."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         state = {"model": {"a": np.zeros((1 << 13, 1 << 13), np.float32)}}
         state["model"]["a"][::100] = np.arange(1 << 13)
         state["model"]["b"] = state["model"]["a"][::2].copy()
-        whole = holdfast.save(f"{folder}/version_1", state)
+        original = holdfast.save(f"{folder}/version_1", state)
         del state
 
         def layout(key: str, shape: tuple[int, ...]) -> Any:
             return split_columns(3)(key, shape) if key.endswith("a") else split_rows(3)(key, shape)
 
-        cut = write_resharded(whole, Location(LocalStore(folder), "version_2"), layout, 3)
+        resharded = write_resharded(original, Location(LocalStore(folder), "version_2"), layout, 3)
         for kind in ("hf", "torch"):
-            command = [sys.executable, "-c", MEASURE, cut.url, kind, str(Path(__file__).parents[2])]
+            command = [
+                sys.executable,
+                "-c",
+                MEASURE_MEMORY,
+                resharded.url,
+                kind,
+                str(Path(__file__).parents[2]),
+            ]
             found = subprocess.run(command, check=True, capture_output=True, text=True)
             assert int(found.stdout) < 160, kind
-        files = sorted(Path(f"{cut.url}-hf").iterdir())
+        files = sorted(Path(f"{resharded.url}-hf").iterdir())
         assert len(files) == 3
         for file in files[:2]:
             for name, tensor in st.load_file(file).items():
-                expected = whole[f"model/{name}"][...]
+                expected = original[f"model/{name}"][...]
                 assert np.array_equal(tensor.numpy(), expected)
-        assert zipfile.ZipFile(f"{cut.url}-torch/model.pt").testzip() is None
+        assert zipfile.ZipFile(f"{resharded.url}-torch/model.pt").testzip() is None

@@ -1,4 +1,4 @@
-"""Checkpoints of others come in as they are, or are refused; nothing in them is run."""
+"""Imports of other libraries' checkpoints are exact or raise. No code in them is run."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ pytestmark = [
 ]
 
 
-def everything(zipped=True):
-    """A state with whatever a file of torch.save may hold; the old format has no newer dtypes."""
+def state_of_all_kinds(zipped=True):
+    """Return a state with all kinds of values. The old format of torch.save lacks newer dtypes."""
     dtypes = [
         d
         for d in TORCH_DTYPES
@@ -69,8 +69,8 @@ def everything(zipped=True):
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
-def test_a_file_of_torch_save(tmp_path, zipped):
-    state = everything(zipped)
+def test_a_torch_save_file(tmp_path, zipped):
+    state = state_of_all_kinds(zipped)
     torch.save(state, tmp_path / "x", _use_new_zipfile_serialization=zipped)
     read = read_foreign_checkpoint(str(tmp_path / "x"))
     assert (read.kind, read.mapped, read.step) == ("torch", zipped, None)
@@ -78,7 +78,7 @@ def test_a_file_of_torch_save(tmp_path, zipped):
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.bin", ".metadata", "shard-1"])
-def test_the_name_of_a_file_says_nothing(tmp_path, name):
+def test_the_file_name_does_not_matter(tmp_path, name):
     torch.save({"a": torch.arange(3)}, tmp_path / "plain")
     (tmp_path / "plain").rename(tmp_path / name)
     assert_same({"model": {"a": torch.arange(3)}}, import_and_load(tmp_path / name))
@@ -89,51 +89,56 @@ def test_tied_tensors_stay_tied(tmp_path, zipped):
     a = torch.arange(1000.0)
     state = {"model": {"a": a, "b": a, "view": a[10:20], "other": a.clone()}}
     torch.save(state, tmp_path / "x", _use_new_zipfile_serialization=zipped)
-    made = import_checkpoint(tmp_path / "x")
-    assert sorted(made.leaves) == ["model/a", "model/other", "model/view"]
-    loaded = holdfast.load(made.url)
+    imported = import_checkpoint(tmp_path / "x")
+    assert sorted(imported.leaves) == ["model/a", "model/other", "model/view"]
+    loaded = holdfast.load(imported.url)
     assert loaded["model"]["a"].data_ptr() == loaded["model"]["b"].data_ptr()
     assert_same(state, loaded)
 
 
-def test_what_says_where_it_is_from(tmp_path):
+def test_the_source_is_recorded(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
-    made = import_checkpoint(tmp_path / "x.pt", step=12)
-    assert made.step == 12
-    assert made.metadata["reason"] == "import"
-    note = made.metadata["note"]["imported_from"]
+    imported = import_checkpoint(tmp_path / "x.pt", step=12)
+    assert imported.step == 12
+    assert imported.metadata["reason"] == "import"
+    note = imported.metadata["note"]["imported_from"]
     assert note == {"path": str(tmp_path / "x.pt"), "kind": "torch"}
-    assert made.verify().ok
+    assert imported.verify().ok
 
 
-def test_a_snapshot_that_is_there_is_left_alone(tmp_path):
+def test_an_existing_snapshot_is_not_changed(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
-    made = import_checkpoint(tmp_path / "x.pt")
+    imported = import_checkpoint(tmp_path / "x.pt")
     read = read_foreign_checkpoint(str(tmp_path / "x.pt"))
     with pytest.raises(AlreadyExists):
         save_foreign_checkpoint(
-            locate(made.url), flatten_foreign_state(arrange_state(read.value, None).state), read, 1
+            locate(imported.url),
+            flatten_foreign_state(arrange_state(read.value, None).state),
+            read,
+            1,
         )
 
 
-def test_values_that_cannot_be_kept_are_named(tmp_path):
+def test_unsupported_values_are_named(tmp_path):
     torch.save({"a": {"size": torch.Size([1])}}, tmp_path / "x.pt")
     with pytest.raises(Unsupported, match=r"'a/size' is a torch\.Size"):
         import_checkpoint(tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("cut", [*range(0, 60, 7), 0.3, 0.6, 0.9, -1])
+@pytest.mark.parametrize("length", [*range(0, 60, 7), 0.3, 0.6, 0.9, -1])
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
-def test_a_file_that_was_cut(tmp_path, zipped, cut):
+def test_a_truncated_file(tmp_path, zipped, length):
     torch.save({"a": torch.arange(1000)}, tmp_path / "x", _use_new_zipfile_serialization=zipped)
     raw = (tmp_path / "x").read_bytes()
-    (tmp_path / "x").write_bytes(raw[: int(cut * len(raw)) if isinstance(cut, float) else cut])
+    (tmp_path / "x").write_bytes(
+        raw[: int(length * len(raw)) if isinstance(length, float) else length]
+    )
     with pytest.raises((FormatError, Unsupported)):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 
-def test_every_flipped_bit_of_the_data_is_found(tmp_path):
-    """PyTorch makes CRCs and compares none: a flipped bit in a weight would go unseen."""
+def test_every_flipped_bit_of_the_data_is_detected(tmp_path):
+    """PyTorch writes CRCs but does not check them, so it would not detect a flipped bit."""
     state = {"a": torch.arange(50.0), "n": 3}
     torch.save(state, tmp_path / "x")
     raw = (tmp_path / "x").read_bytes()
@@ -152,7 +157,7 @@ def test_every_flipped_bit_of_the_data_is_found(tmp_path):
         assert_same(state, found)
 
 
-def test_a_file_without_crcs_is_taken(tmp_path):
+def test_a_file_without_crcs_is_accepted(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.arange(3)}, tmp_path / "x")
@@ -161,16 +166,16 @@ def test_a_file_without_crcs_is_taken(tmp_path):
     assert_same({"model": {"a": torch.arange(3)}}, import_and_load(tmp_path / "x"))
 
 
-def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
-    """What the pickle says of sizes is checked by PyTorch itself, and told as damage."""
+def test_a_tensor_beyond_its_storage_is_rejected(tmp_path):
+    """PyTorch checks the sizes in the pickle. Its error is reported as damage."""
     torch.save({"a": torch.arange(1000.0)}, tmp_path / "x")
     with zipfile.ZipFile(tmp_path / "x") as opened:
         records = {i.filename: opened.read(i) for i in opened.infolist()}
-    with zipfile.ZipFile(tmp_path / "lie", "w") as opened:
+    with zipfile.ZipFile(tmp_path / "wrong_size", "w") as opened:
         for name, data in records.items():
             opened.writestr(name, data.replace(b"K\x00M\xe8\x03\x85", b"K\x00M\xe9\x03\x85"))
     with pytest.raises(FormatError, match="resize storage"):
-        read_foreign_checkpoint(str(tmp_path / "lie"))
+        read_foreign_checkpoint(str(tmp_path / "wrong_size"))
     with zipfile.ZipFile(tmp_path / "small", "w", zipfile.ZIP_DEFLATED) as opened:
         for name, data in records.items():
             opened.writestr(name, data)
@@ -178,8 +183,8 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
         read_foreign_checkpoint(str(tmp_path / "small"))
 
 
-def test_a_record_does_not_reach_into_the_next(tmp_path):
-    """As it could if nobody looked: a record without a CRC, and a list that says it is longer."""
+def test_a_record_cannot_extend_into_the_next(tmp_path):
+    """The record has no CRC, and the directory gives it a larger size."""
     with zipfile.ZipFile(tmp_path / "x", "w") as opened:
         opened.writestr("x/data.pkl", "abc")
         crc = struct.pack("<L", opened.infolist()[0].CRC)
@@ -192,65 +197,69 @@ def test_a_record_does_not_reach_into_the_next(tmp_path):
         read_zip_records(MappedFile(str(tmp_path / "y")), 0, len(longer))
 
 
-# -- nothing is run ------------------------------------------------------------------------------
+# -- no code is run ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def canary(tmp_path):
-    """What must not be there after the test."""
+    """Return the path of a file that must not exist after the test."""
     path = tmp_path / "canary"
     yield path
     assert not path.exists()
 
 
-def refused(path, *words):
+def check_rejected(path, *texts):
     with pytest.raises(Unsupported) as e:
         read_foreign_checkpoint(str(path))
     text = str(e.value)
     assert "\n" not in text
-    for word in ("was run", "If you trust", *words):
-        assert word in text
+    for expected in ("was run", "If you trust", *texts):
+        assert expected in text
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
 @pytest.mark.parametrize("name", ["x.pt", "pytorch_model.bin"])
-def test_a_file_that_would_run_something(tmp_path, canary, zipped, name):
+def test_a_file_that_would_run_code(tmp_path, canary, zipped, name):
     folder = tmp_path / "folder"
     folder.mkdir()
-    state = {"w": torch.ones(3), "evil": MaliciousPickle(canary)}
+    state = {"w": torch.ones(3), "malicious": MaliciousPickle(canary)}
     torch.save(state, folder / name, _use_new_zipfile_serialization=zipped)
-    refused(folder / name, "posix.system")
+    check_rejected(folder / name, "posix.system")
     if name == "pytorch_model.bin":
-        refused(folder, "posix.system")
+        check_rejected(folder, "posix.system")
 
 
-def test_all_that_a_file_wants_is_named(tmp_path, canary):
+def test_the_error_names_all_globals_of_the_file(tmp_path, canary):
     import argparse
 
-    state = {"evil": MaliciousPickle(canary), "args": argparse.Namespace(lr=1), "path": tmp_path}
+    state = {
+        "malicious": MaliciousPickle(canary),
+        "args": argparse.Namespace(lr=1),
+        "path": tmp_path,
+    }
     torch.save(state, tmp_path / "x.pt")
-    refused(tmp_path / "x.pt", "posix.system", "argparse.Namespace", "pathlib.PosixPath")
+    check_rejected(tmp_path / "x.pt", "posix.system", "argparse.Namespace", "pathlib.PosixPath")
 
 
-def test_a_whole_module_is_named_and_not_made(tmp_path):
+def test_a_pickled_module_is_rejected(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "x.pt")
-    refused(tmp_path / "x.pt", "torch.nn.modules.linear.Linear")
+    check_rejected(tmp_path / "x.pt", "torch.nn.modules.linear.Linear")
 
 
-def test_the_environment_cannot_ask_for_more(tmp_path, canary, monkeypatch):
+def test_the_environment_cannot_permit_code(tmp_path, canary, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     torch.save(MaliciousPickle(canary), tmp_path / "x.pt")
-    refused(tmp_path / "x.pt", "posix.system")
+    check_rejected(tmp_path / "x.pt", "posix.system")
 
 
-def test_a_bare_pickle_is_not_touched(tmp_path, canary):
+def test_a_bare_pickle_is_not_read(tmp_path, canary):
     (tmp_path / "x.pt").write_bytes(pickle.dumps(MaliciousPickle(canary)))
     with pytest.raises(Unsupported, match="a bare pickle"):
         read_foreign_checkpoint(str(tmp_path / "x.pt"))
 
 
-def lightning(**more):
-    """A file as Lightning writes it."""
+def lightning(**other_values):
+    """Return a state as Lightning writes it."""
     model = nn.Linear(3, 2)
     return {
         "epoch": 2,
@@ -261,7 +270,7 @@ def lightning(**more):
         "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.ones(())}},
         "optimizer_states": [torch.optim.Adam(model.parameters()).state_dict()],
         "lr_schedulers": [],
-        **more,
+        **other_values,
     }
 
 
@@ -271,14 +280,14 @@ def test_a_lightning_file(tmp_path, canary):
     read = read_foreign_checkpoint(str(tmp_path / "last.ckpt"))
     assert (read.kind, read.step) == ("lightning", 34)
     assert_same(state, import_and_load(tmp_path / "last.ckpt"))
-    torch.save(lightning(hyper_parameters=MaliciousPickle(canary)), tmp_path / "bad.ckpt")
-    refused(tmp_path / "bad.ckpt", "posix.system")
+    torch.save(lightning(hyper_parameters=MaliciousPickle(canary)), tmp_path / "malicious.ckpt")
+    check_rejected(tmp_path / "malicious.ckpt", "posix.system")
 
 
-def test_a_lightning_module_takes_its_part(tmp_path):
+def test_the_model_of_a_lightning_file_can_be_loaded(tmp_path):
     torch.save(lightning(), tmp_path / "last.ckpt")
-    made, model = import_checkpoint(tmp_path / "last.ckpt"), nn.Linear(3, 2)
-    holdfast.load(made.url, into={"state_dict": model}, unexpected="ignore")
+    imported, model = import_checkpoint(tmp_path / "last.ckpt"), nn.Linear(3, 2)
+    holdfast.load(imported.url, into={"state_dict": model}, unexpected="ignore")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(model.weight, saved["weight"])
 
@@ -307,7 +316,7 @@ def write_safe(path, header, data=b"", pad=0):
 
 
 @pytest.mark.parametrize("pad", range(9))
-def test_data_need_not_be_aligned(tmp_path, pad):
+def test_unaligned_data(tmp_path, pad):
     data = struct.pack("<4d3b", 1, 2, 3, 4, 5, 6, 7)
     entry = {"dtype": "F64", "shape": [2, 2], "data_offsets": [3, 35]}
     small = {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}
@@ -322,7 +331,7 @@ def entry(dtype="F32", shape=(1,), at=(0, 4)):
 
 
 @pytest.mark.parametrize(
-    ("header", "length", "words"),
+    ("header", "length", "message"),
     [
         ({"a": entry()}, 3, "in full"),
         ({"a": entry()}, 5, "a file of"),
@@ -335,7 +344,7 @@ def entry(dtype="F32", shape=(1,), at=(0, 4)):
         ({"a": entry(shape=(0, 1 << 62), at=(0, 0))}, 0, "in full"),
         ({"a": entry(at=(0, -4))}, 4, "in full"),
         ({"a": entry(at=(4, 0))}, 4, "from byte 0"),
-        ({"a": entry() | {"more": 1}}, 4, "a JSON header"),
+        ({"a": entry() | {"unknown": 1}}, 4, "a JSON header"),
         ({"a": {"dtype": "F32"}}, 4, "a JSON header"),
         ({"a": entry(shape=(1.5,))}, 4, "a JSON header"),
         ({"a": 3}, 4, "a JSON header"),
@@ -344,57 +353,57 @@ def entry(dtype="F32", shape=(1,), at=(0, 4)):
         ({"__metadata__": {"format": 3}}, 0, "a JSON header"),
     ],
 )
-def test_a_header_that_lies(tmp_path, header, length, words):
+def test_an_invalid_header_is_rejected(tmp_path, header, length, message):
     write_safe(tmp_path / "x", header, bytes(length))
-    with pytest.raises(FormatError, match=words):
+    with pytest.raises(FormatError, match=message):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 @given(st.binary(max_size=200), st.integers(0, 300))
 @settings(max_examples=300, deadline=None)
-def test_any_bytes_are_refused(tmp_path_factory, data, size):
+def test_random_bytes_are_rejected(tmp_path_factory, data, size):
     path = tmp_path_factory.mktemp("fuzz") / "x"
     path.write_bytes(size.to_bytes(8, "little") + b'{"a":' + data)
     with pytest.raises((FormatError, Unsupported)):
         read_foreign_checkpoint(str(path))
 
 
-def test_a_dtype_that_is_not_ours_is_named(tmp_path):
+def test_an_unknown_dtype_is_named(tmp_path):
     write_safe(tmp_path / "x", {"a": entry("F6_E2M3")}, bytes(4))
     with pytest.raises(Unsupported, match=r"dtype F6_E2M3.*found a\."):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize(("name", "begin"), [("x", 1), ("shard-00001-model-1.safetensors", 0)])
-def test_the_part_of_one_rank_is_no_checkpoint(tmp_path, name, begin):
+def test_the_part_of_one_rank_is_rejected(tmp_path, name, begin):
     note = json.dumps({"a": {"saved_offsets": [begin]}})
     header = {"__metadata__": {"DCP_SHARDING_INFO": note}, "a": entry()}
     write_safe(tmp_path / name, header, bytes(4))
     with pytest.raises(Unsupported, match="parts of one rank"):
         read_foreign_checkpoint(str(tmp_path / name))
     write_safe(
-        tmp_path / "whole", {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "a": entry()}, b"0000"
+        tmp_path / "complete", {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "a": entry()}, b"0000"
     )
-    assert import_and_load(tmp_path / "whole")["model"]["a"].shape == (1,)
+    assert import_and_load(tmp_path / "complete")["model"]["a"].shape == (1,)
 
 
-# -- folders of Hugging Face ---------------------------------------------------------------------
+# -- Hugging Face folders ------------------------------------------------------------------------
 
 
 def write_model(folder, parts, kind="safetensors"):
-    """A folder as Transformers writes it, in so many parts; the tensors by name."""
+    """Write a folder in ``parts`` files like Transformers. Return the tensors by name."""
     folder.mkdir(exist_ok=True)
     tensors = {f"layers.{i}.weight": torch.full((2, 2), float(i)) for i in range(4)}
     base = "model" if kind == "safetensors" else "pytorch_model"
     names, weight_map = list(tensors), {}
     for p in range(parts):
         file = f"{base}-{p + 1:05}-of-{parts:05}.{kind}" if parts > 1 else f"{base}.{kind}"
-        mine = {n: tensors[n] for n in names[p::parts]}
-        weight_map |= dict.fromkeys(mine, file)
+        own = {n: tensors[n] for n in names[p::parts]}
+        weight_map |= dict.fromkeys(own, file)
         if kind == "safetensors":
-            save_file(mine, folder / file, metadata={"format": "pt"})
+            save_file(own, folder / file, metadata={"format": "pt"})
         else:
-            torch.save(mine, folder / file)
+            torch.save(own, folder / file)
     if parts > 1:
         index = {"metadata": {"total_size": 64}, "weight_map": weight_map}
         (folder / f"{base}.{kind}.index.json").write_text(json.dumps(index))
@@ -404,7 +413,7 @@ def write_model(folder, parts, kind="safetensors"):
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_folder_of_hugging_face(tmp_path, parts, kind):
+def test_a_hugging_face_folder(tmp_path, parts, kind):
     tensors = write_model(tmp_path, parts, kind)
     (tmp_path / "optimizer.pt").write_bytes(b"anything")
     (tmp_path / "trainer_state.json").write_text('{"global_step": 55}')
@@ -416,7 +425,7 @@ def test_a_folder_of_hugging_face(tmp_path, parts, kind):
     assert_same(tensors, {k: loaded[k] for k in tensors})
 
 
-def test_safetensors_go_before_pickles(tmp_path, canary):
+def test_safetensors_take_precedence_over_pickles(tmp_path, canary):
     tensors = write_model(tmp_path, 2)
     torch.save(MaliciousPickle(canary), tmp_path / "pytorch_model.bin")
     assert read_foreign_checkpoint(str(tmp_path)).left_out == ("pytorch_model.bin",)
@@ -430,48 +439,48 @@ def test_a_missing_part(tmp_path):
         read_foreign_checkpoint(str(tmp_path))
 
 
-def test_a_part_without_what_the_index_says(tmp_path):
+def test_a_part_without_an_indexed_tensor(tmp_path):
     write_model(tmp_path, 2)
     save_file({"other": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(FormatError, match=r"layers\.0\.weight in model-00001"):
         read_foreign_checkpoint(str(tmp_path))
 
 
-def test_what_the_index_does_not_mention_comes_too(tmp_path):
+def test_tensors_missing_in_the_index_are_imported(tmp_path):
     tensors = write_model(tmp_path, 2)
     part = {"layers.0.weight": torch.ones(1), "layers.1.weight": torch.zeros(9)}
-    part |= {"layers.2.weight": torch.ones(2), "more": torch.ones(3)}
+    part |= {"layers.2.weight": torch.ones(2), "other_values": torch.ones(3)}
     save_file(part, tmp_path / "model-00001-of-00002.safetensors")
     loaded = import_and_load(tmp_path)["model"]
-    assert loaded["more"].tolist() == [1, 1, 1]
+    assert loaded["other_values"].tolist() == [1, 1, 1]
     assert_same(
         tensors["layers.1.weight"], loaded["layers.1.weight"]
-    )  # the index says which of two
+    )  # the index selects one of the two
 
 
-@pytest.mark.parametrize("place", ["../x.safetensors", "/x", "a/b", "", "..", "a\0b"])
-def test_an_index_leads_nowhere_else(tmp_path, place):
-    index = {"weight_map": {"a": place}}
+@pytest.mark.parametrize("path", ["../x.safetensors", "/x", "a/b", "", "..", "a\0b"])
+def test_an_index_cannot_refer_to_other_folders(tmp_path, path):
+    index = {"weight_map": {"a": path}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FormatError, match="files in the same folder"):
         read_foreign_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{"])
-def test_an_index_that_is_none(tmp_path, text):
+def test_an_invalid_index(tmp_path, text):
     (tmp_path / "pytorch_model.bin.index.json").write_text(text)
     with pytest.raises(FormatError):
         read_foreign_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"global_step": "x"}', '{"global_step": -1}'])
-def test_a_trainer_that_tells_no_step(tmp_path, text):
+def test_a_trainer_state_without_a_valid_step(tmp_path, text):
     write_model(tmp_path / "model", 1)
     (tmp_path / "model" / "trainer_state.json").write_text(text)
     assert read_foreign_checkpoint(str(tmp_path / "model")).step is None
 
 
-def test_a_part_that_is_no_dict(tmp_path):
+def test_a_part_without_a_dict(tmp_path):
     torch.save([torch.ones(1)], tmp_path / "pytorch_model.bin")
     with pytest.raises(FormatError, match="a dict of tensors"):
         read_foreign_checkpoint(str(tmp_path))
@@ -480,7 +489,7 @@ def test_a_part_that_is_no_dict(tmp_path):
         read_foreign_checkpoint(str(tmp_path))
 
 
-# -- what is none --------------------------------------------------------------------------------
+# -- other files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -496,12 +505,12 @@ def test_a_part_that_is_no_dict(tmp_path):
         (b"\1" + bytes(7) + b"{", "begins with"),
     ],
 )
-def test_a_file_that_is_no_checkpoint(tmp_path, data, found):
+def test_a_file_without_a_checkpoint(tmp_path, data, found):
     (tmp_path / "x.pt").write_bytes(data)
     with pytest.raises(Unsupported) as e:
         read_foreign_checkpoint(str(tmp_path / "x.pt"))
-    for words in (found, "torch.save", "safetensors", "Hugging Face", ".metadata"):
-        assert words in str(e.value)
+    for expected in (found, "torch.save", "safetensors", "Hugging Face", ".metadata"):
+        assert expected in str(e.value)
 
 
 def test_other_zip_files(tmp_path):
@@ -516,7 +525,7 @@ def test_other_zip_files(tmp_path):
         read_foreign_checkpoint(str(tmp_path / "x.pt"))
 
 
-def test_folders_that_are_no_checkpoint(tmp_path):
+def test_folders_without_a_checkpoint(tmp_path):
     with pytest.raises(Unsupported, match="an empty folder"):
         read_foreign_checkpoint(str(tmp_path))
     (tmp_path / "notes.txt").write_text("x")
@@ -525,40 +534,40 @@ def test_folders_that_are_no_checkpoint(tmp_path):
         read_foreign_checkpoint(str(tmp_path))
 
 
-def test_two_in_one_folder(tmp_path):
+def test_two_checkpoints_in_one_folder(tmp_path):
     write_model(tmp_path, 1)
     (tmp_path / ".metadata").write_bytes(b"")
     with pytest.raises(Unsupported, match=r"two checkpoints.*model\.safetensors"):
         read_foreign_checkpoint(str(tmp_path))
 
 
-def test_what_is_ours_already(tmp_path):
-    made = holdfast.save(tmp_path / "run" / "version_1", {"x": torch.ones(2)})
+def test_snapshots_of_holdfast_are_not_imported(tmp_path):
+    imported = holdfast.save(tmp_path / "run" / "version_1", {"x": torch.ones(2)})
     for path in (tmp_path / "run", tmp_path / "run" / "version_1"):
         with pytest.raises(Unsupported, match="already a Holdfast"):
             read_foreign_checkpoint(str(path))
-    shard = tmp_path / "run" / "version_1" / made.manifest.shards[0].name
+    shard = tmp_path / "run" / "version_1" / imported.manifest.shards[0].name
     with pytest.raises(Unsupported, match="a shard of a Holdfast"):
         read_foreign_checkpoint(str(shard))
 
 
-def test_places_that_are_not_there(tmp_path):
+def test_missing_and_unusual_paths(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     with pytest.raises(NotFound, match=r"Perhaps you meant .*/model\.pt"):
         read_foreign_checkpoint(str(tmp_path / "modell.pt"))
     with pytest.raises(Unsupported, match="not on a local disk"):
         read_foreign_checkpoint("s3://bucket/model.pt")
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "dangling_link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(NotFound):
-        read_foreign_checkpoint(str(tmp_path / "gone"))
+        read_foreign_checkpoint(str(tmp_path / "dangling_link"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Unsupported, match="not a regular file"):
         read_foreign_checkpoint(str(tmp_path / "pipe"))
 
 
-# -- large ones ----------------------------------------------------------------------------------
+# -- large files ---------------------------------------------------------------------------------
 
-MEASURE = """
+MEASURE_MEMORY = """
 import sys, threading, time
 import torch
 from tests.interop.checkpoints import import_checkpoint
@@ -592,33 +601,33 @@ print(top[0] - before)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
-def test_a_gibibyte_takes_no_more_memory_than_a_save(tmp_path, kind):
+def test_the_import_of_a_gibibyte_needs_little_memory(tmp_path, kind):
     if kind == "torch":
         torch.save({str(i): torch.ones(1 << 26) for i in range(4)}, tmp_path / "x")
     else:
         write_safe(tmp_path / "x", {"a": entry(shape=(1 << 28,), at=(0, 1 << 30))})
         os.truncate(tmp_path / "x", os.path.getsize(tmp_path / "x") + (1 << 30))
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, tmp_path / "x", tmp_path / "run" / "version_1"],
+        [sys.executable, "-c", MEASURE_MEMORY, tmp_path / "x", tmp_path / "run" / "version_1"],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 256 << 20
 
 
-def test_a_file_larger_than_what_the_system_promises(tmp_path, monkeypatch):
+def test_a_file_larger_than_the_commit_limit(tmp_path, monkeypatch):
     torch.save({"a": torch.ones(3)}, tmp_path / "x")
 
-    def refuse(*_, **__):
+    def fail(*_, **__):
         raise RuntimeError("unable to mmap 99 bytes from file <x>: Cannot allocate memory (12)")
 
-    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr(torch, "load", fail)
     with pytest.raises(HoldfastError, match="overcommit_memory=1"):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 
-def test_pickles_are_changed_by_hand(tmp_path):
-    """That the tool of the tests for damaged lists does what it says."""
+def test_rewrite_file(tmp_path):
+    """Check the helper of the tests for damaged metadata."""
     (tmp_path / "x").write_bytes(b"ab")
     rewrite_file(tmp_path / "x", lambda raw: raw[::-1])
     assert (tmp_path / "x").read_bytes() == b"ba"

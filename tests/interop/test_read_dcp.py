@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: as PyTorch writes them, many ranks, and liars."""
+"""Folders of torch.distributed.checkpoint: from PyTorch, from many ranks, and invalid ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 
 def dcp_save(state, folder, **options):
-    """PyTorch's own save, of this process alone."""
+    """Save with PyTorch in this process only."""
     dcp.save(state, checkpoint_id=str(folder), no_dist=True, **options)
 
 
@@ -68,7 +68,7 @@ def test_a_folder_of_one_process(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_names_that_were_not_flattened(tmp_path):
+def test_unflattened_names(tmp_path):
     state = {"layers.0.w": torch.ones(2), "layers.0.b": torch.zeros(1)}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp_save(state, tmp_path / "x", planner=planner)
@@ -102,7 +102,7 @@ def trained(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_model_and_optimizer_by_names_load_into_live_ones(tmp_path):
+def test_model_and_optimizer_load_into_live_objects(tmp_path):
     torch.manual_seed(1)
     model, other = Net(), Net()
     optimizer, fresh = trained(model), torch.optim.AdamW(other.parameters())
@@ -133,28 +133,28 @@ def numbered(*shape):
     ],
     ids=str,
 )
-def test_tensors_cut_over_ranks_become_boxes(tmp_path, mesh, placements):
-    whole = {"even": numbered(12, 6), "uneven": numbered(5, 7), "few": numbered(2, 2)}
+def test_tensors_sharded_over_ranks_become_boxes(tmp_path, mesh, placements):
+    full_tensors = {"even": numbered(12, 6), "uneven": numbered(5, 7), "few": numbered(2, 2)}
 
-    def make(rank):
+    def make_state(rank):
         device_mesh = init_device_mesh("cpu", mesh)
-        spread = {
+        sharded = {
             k: distribute_tensor(v, device_mesh, placements, src_data_rank=None)
-            for k, v in whole.items()
+            for k, v in full_tensors.items()
         }
-        return {"model": spread, "step": 9}
+        return {"model": sharded, "step": 9}
 
-    write_dcp_as_ranks(tmp_path / "x", int(np.prod(mesh)), make)
-    made = import_checkpoint(tmp_path / "x")
-    assert made.verify().ok
-    assert_same({"model": whole, "step": 9}, holdfast.load(made.url))
-    several = Shard(0) in placements or Shard(1) in placements
-    boxes = [h for index in made.indexes() for h in leaf_boxes_from_index(index)[0]]
-    assert (len(boxes) > 3) == several  # never put together
-    assert made["model/uneven"][3:5].tolist() == whole["uneven"][3:5].tolist()
+    write_dcp_as_ranks(tmp_path / "x", int(np.prod(mesh)), make_state)
+    imported = import_checkpoint(tmp_path / "x")
+    assert imported.verify().ok
+    assert_same({"model": full_tensors, "step": 9}, holdfast.load(imported.url))
+    is_sharded = Shard(0) in placements or Shard(1) in placements
+    boxes = [h for index in imported.indexes() for h in leaf_boxes_from_index(index)[0]]
+    assert (len(boxes) > 3) == is_sharded  # boxes are never merged
+    assert imported["model/uneven"][3:5].tolist() == full_tensors["uneven"][3:5].tolist()
 
 
-RANKS = """
+SAVE_ON_RANKS = """
 import sys, torch, warnings
 warnings.simplefilter("ignore")
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
@@ -164,7 +164,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, StateDictOpt
 from torch.distributed.fsdp import fully_shard
 
 def main(rank, folder):
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/meet")
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/rendezvous")
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
@@ -172,8 +172,8 @@ def main(rank, folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
-    ours = get_state_dict(model, optimizer)
-    dcp.save(dict(zip(("model", "optimizer"), ours)), checkpoint_id=f"{folder}/step_3")
+    state_dicts = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), state_dicts)), checkpoint_id=f"{folder}/step_3")
     full = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
         torch.save(dict(zip(("model", "optimizer"), full)), f"{folder}/full.pt")
@@ -185,16 +185,16 @@ if __name__ == "__main__":
 """
 
 
-def in_order(value):
-    """The same with all dicts sorted: DCP keeps no order of its own."""
+def sort_dicts(value):
+    """Return the value with all dicts sorted, because DCP keeps no order."""
     if isinstance(value, dict):
-        return {k: in_order(value[k]) for k in sorted(value)}
-    return [in_order(v) for v in value] if isinstance(value, list) else value
+        return {k: sort_dicts(value[k]) for k in sorted(value)}
+    return [sort_dicts(v) for v in value] if isinstance(value, list) else value
 
 
 @pytest.mark.slow
-def test_what_fsdp_has_saved_on_two_ranks(tmp_path):
-    (tmp_path / "ranks.py").write_text(RANKS)
+def test_a_folder_saved_with_fsdp_on_two_ranks(tmp_path):
+    (tmp_path / "ranks.py").write_text(SAVE_ON_RANKS)
     done = run(
         [sys.executable, tmp_path / "ranks.py", tmp_path],
         capture_output=True,
@@ -203,29 +203,29 @@ def test_what_fsdp_has_saved_on_two_ranks(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert read_foreign_checkpoint(str(tmp_path / "step_3")).step == 3
-    made = import_checkpoint(tmp_path / "step_3")
+    imported = import_checkpoint(tmp_path / "step_3")
     full = import_checkpoint(tmp_path / "full.pt")
-    assert_same(in_order(holdfast.load(full.url)), in_order(holdfast.load(made.url)))
+    assert_same(sort_dicts(holdfast.load(full.url)), sort_dicts(holdfast.load(imported.url)))
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    holdfast.load(made.url, into={"model": model, "optimizer": optimizer})
+    holdfast.load(imported.url, into={"model": model, "optimizer": optimizer})
     assert torch.equal(model[0].weight, holdfast.load(full.url)["model"]["0.weight"])
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-# -- nothing is run ------------------------------------------------------------------------------
+# -- no code is run ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def canary(tmp_path):
-    """What must not be there after the test."""
+    """Return the path of a file that must not exist after the test."""
     path = tmp_path / "canary"
     yield path
     assert not path.exists()
 
 
-def good(folder):
-    """A small folder: a tensor in two parts, one whole, and a value."""
+def write_valid_folder(folder):
+    """Write a small folder with a tensor in two parts, one in one part, and a value."""
     w = numbered(4, 3)
     write_dcp_folder(
         folder,
@@ -238,32 +238,32 @@ def good(folder):
     return {"w": w, "b": torch.tensor([1, 2]), "n": {"x": 7}}
 
 
-def test_a_folder_by_hand(tmp_path):
-    state = good(tmp_path / "x")
+def test_the_valid_folder_can_be_imported(tmp_path):
+    state = write_valid_folder(tmp_path / "x")
     assert_same(state, import_and_load(tmp_path / "x"))
 
 
-def refused(folder, *words):
+def check_rejected(folder, *texts):
     with pytest.raises(Unsupported) as e:
         read_foreign_checkpoint(str(folder))
-    for word in ("was run", "If you trust", *words):
-        assert word in str(e.value)
+    for expected in ("was run", "If you trust", *texts):
+        assert expected in str(e.value)
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_a_list_that_would_run_something(tmp_path, canary, protocol):
-    good(tmp_path / "x")
-    evil = pickle.dumps(MaliciousPickle(canary), protocol=protocol)
-    (tmp_path / "x" / ".metadata").write_bytes(evil)
-    refused(tmp_path / "x", ".metadata refers to posix.system")
+def test_metadata_that_would_run_code(tmp_path, canary, protocol):
+    write_valid_folder(tmp_path / "x")
+    malicious = pickle.dumps(MaliciousPickle(canary), protocol=protocol)
+    (tmp_path / "x" / ".metadata").write_bytes(malicious)
+    check_rejected(tmp_path / "x", ".metadata refers to posix.system")
 
 
-def test_a_list_with_something_in_it(tmp_path, canary):
-    good(tmp_path / "x")
+def test_metadata_with_a_malicious_object(tmp_path, canary):
+    write_valid_folder(tmp_path / "x")
     metadata = pickle.loads((tmp_path / "x" / ".metadata").read_bytes())
     metadata.planner_data = [MaliciousPickle(canary)]
     (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(tmp_path / "x", "posix.system")
+    check_rejected(tmp_path / "x", "posix.system")
 
 
 @pytest.mark.parametrize(
@@ -280,24 +280,24 @@ def test_a_list_with_something_in_it(tmp_path, canary):
         "collections.OrderedDict.__reduce__",
     ],
 )
-def test_only_what_dcp_writes_is_known(tmp_path, name):
-    good(tmp_path / "x")
+def test_only_globals_that_dcp_writes_are_permitted(tmp_path, name):
+    write_valid_folder(tmp_path / "x")
     module, _, attribute = name.rpartition(".")
     if module.endswith("_get_layout"):
         module, attribute = "torch.serialization", "_get_layout.__globals__"
     short = b"\x8c" + bytes([len(module)]) + module.encode()
     short += b"\x8c" + bytes([len(attribute)]) + attribute.encode()
     (tmp_path / "x" / ".metadata").write_bytes(b"\x80\x04" + short + b"\x93.")
-    refused(tmp_path / "x", name)
+    check_rejected(tmp_path / "x", name)
 
 
-def test_a_value_that_would_run_something(tmp_path, canary):
+def test_a_value_that_would_run_code(tmp_path, canary):
     write_dcp_folder(tmp_path / "x", {}, {"n": saved_bytes(MaliciousPickle(canary))})
-    refused(tmp_path / "x", "(n)", "posix.system")
+    check_rejected(tmp_path / "x", "(n)", "posix.system")
 
 
-def test_a_part_that_would_run_something(tmp_path, canary):
-    """Its pickle, which stands in a zip file of its own."""
+def test_a_part_that_would_run_code(tmp_path, canary):
+    """The malicious pickle is in the zip file of the part."""
     parts = [((0,), torch.ones(2))]
     state = {"w": MaliciousPickle(canary)}
     write_dcp_folder(tmp_path / "y", {"w": ((2,), torch.float32, parts)})
@@ -307,12 +307,12 @@ def test_a_part_that_would_run_something(tmp_path, canary):
     info = metadata.storage_data[MetadataIndex("w", (0,))]
     info.offset, info.length = 0, len(data)
     (tmp_path / "y" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(tmp_path / "y", "(w)", "posix.system")
+    check_rejected(tmp_path / "y", "(w)", "posix.system")
 
 
-def test_records_cannot_be_changed_for_later(tmp_path):
-    """A pickle that sets attributes of a class spoils its own reading only."""
-    state = good(tmp_path / "x")
+def test_a_pickle_cannot_change_later_imports(tmp_path):
+    """A pickle that sets attributes of a class affects only its own import."""
+    state = write_valid_folder(tmp_path / "x")
     raw = (
         b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
         b"N}U\x0c__setstate__ctorch\nSize\ns\x86b."
@@ -325,14 +325,14 @@ def test_records_cannot_be_changed_for_later(tmp_path):
     assert_same(state, import_and_load(tmp_path / "x"))
 
 
-# -- damage and lies -----------------------------------------------------------------------------
+# -- damaged and invalid metadata ----------------------------------------------------------------
 
 
-def change(folder, how):
-    """Change the list of a folder, as its writer might have written it."""
+def edit_metadata(folder, edit):
+    """Edit the metadata of a folder with ``edit``, and write it again."""
     file = folder / ".metadata"
     metadata = pickle.loads(file.read_bytes())
-    how(metadata)
+    edit(metadata)
     file.write_bytes(pickle.dumps(metadata))
 
 
@@ -344,10 +344,10 @@ def chunk(metadata, at):
     return metadata.state_dict_metadata["w"].chunks[at]
 
 
-LIES = {
-    "no place": lambda m: m.storage_data.pop(MetadataIndex("b", (0,))),
-    "no place for a value": lambda m: m.storage_data.pop(MetadataIndex("n")),
-    "no places": lambda m: setattr(m, "storage_data", None),
+INVALID_EDITS = {
+    "no storage info": lambda m: m.storage_data.pop(MetadataIndex("b", (0,))),
+    "no storage info for a value": lambda m: m.storage_data.pop(MetadataIndex("n")),
+    "no storage infos": lambda m: setattr(m, "storage_data", None),
     "no names": lambda m: setattr(m, "state_dict_metadata", [1]),
     "another file": lambda m: setattr(info(m, "b", (0,)), "relative_path", "other.distcp"),
     "a file elsewhere": lambda m: setattr(info(m, "b", (0,)), "relative_path", "../x/__0_0.distcp"),
@@ -360,15 +360,15 @@ LIES = {
     "short": lambda m: setattr(info(m, "b", (0,)), "length", 100),
     "empty": lambda m: setattr(info(m, "b", (0,)), "length", 0),
     "text": lambda m: setattr(info(m, "b", (0,)), "offset", "0"),
-    "the other's place": lambda m: vars(info(m, "w", (0, 0))).update(vars(info(m, "b", (0,)))),
+    "another storage info": lambda m: vars(info(m, "w", (0, 0))).update(vars(info(m, "b", (0,)))),
     "a gap": lambda m: setattr(chunk(m, 1), "offsets", torch.Size([3, 0])),
     "an overlap": lambda m: setattr(chunk(m, 1), "offsets", torch.Size([1, 0])),
-    "a part too few": lambda m: m.state_dict_metadata["w"].chunks.pop(),
+    "a missing part": lambda m: m.state_dict_metadata["w"].chunks.pop(),
     "no parts": lambda m: m.state_dict_metadata["w"].chunks.clear(),
     "a larger part": lambda m: setattr(chunk(m, 1), "sizes", torch.Size([3, 3])),
     "a flat part": lambda m: setattr(chunk(m, 1), "sizes", torch.Size([2])),
-    "a larger whole": lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([5, 3])),
-    "an endless whole": lambda m: setattr(
+    "a larger tensor": lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([5, 3])),
+    "an overflowing tensor": lambda m: setattr(
         m.state_dict_metadata["w"], "size", torch.Size([1 << 62, 1 << 62])
     ),
     "another dtype": lambda m: setattr(
@@ -378,7 +378,7 @@ LIES = {
     "a tensor for a value": lambda m: m.state_dict_metadata.update(
         w=m.state_dict_metadata["n"], n=m.state_dict_metadata["w"]
     ),
-    "a path that is none": lambda m: setattr(m, "planner_data", {"w": "w"}),
+    "an invalid path": lambda m: setattr(m, "planner_data", {"w": "w"}),
     "an empty path": lambda m: setattr(m, "planner_data", {"w": ()}),
     "a path of lists": lambda m: setattr(m, "planner_data", {"w": ([],)}),
     "a path within a value": lambda m: setattr(m, "planner_data", {"w": ("b", "c"), "b": ("b",)}),
@@ -388,37 +388,39 @@ LIES = {
     "a list at the top": lambda m: setattr(
         m, "planner_data", {"w": (0,), "b": (1,), "n": (2,)}
     ),
-    "an endless list": lambda m: setattr(m, "planner_data", {"w": ("x", 1 << 50)}),
-    "a place before": lambda m: setattr(m, "planner_data", {"w": ("x", -1)}),
+    "a huge list": lambda m: setattr(m, "planner_data", {"w": ("x", 1 << 50)}),
+    "a negative index": lambda m: setattr(m, "planner_data", {"w": ("x", -1)}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_a_list_that_lies(tmp_path, name):
-    good(tmp_path / "x")
-    change(tmp_path / "x", LIES[name])
+@pytest.mark.parametrize("name", INVALID_EDITS)
+def test_invalid_metadata_is_rejected(tmp_path, name):
+    write_valid_folder(tmp_path / "x")
+    edit_metadata(tmp_path / "x", INVALID_EDITS[name])
     with pytest.raises((FormatError, Unsupported)) as e:
         read_foreign_checkpoint(str(tmp_path / "x"))
     assert isinstance(e.value, FormatError) or name == "a tensor for a value"
     assert ("the end of the file" in str(e.value)) == (name in ("too far", "too long"))
 
 
-def test_the_tool_changes_nothing_by_itself(tmp_path):
-    state = good(tmp_path / "x")
-    change(tmp_path / "x", lambda m: None)
+def test_an_empty_edit_changes_nothing(tmp_path):
+    state = write_valid_folder(tmp_path / "x")
+    edit_metadata(tmp_path / "x", lambda m: None)
     assert_same(state, import_and_load(tmp_path / "x"))
 
 
-def test_what_a_transform_has_written_is_named(tmp_path):
-    good(tmp_path / "x")
-    change(tmp_path / "x", lambda m: setattr(info(m, "b", (0,)), "transform_descriptors", ["zstd"]))
+def test_transformed_data_is_rejected(tmp_path):
+    write_valid_folder(tmp_path / "x")
+    edit_metadata(
+        tmp_path / "x", lambda m: setattr(info(m, "b", (0,)), "transform_descriptors", ["zstd"])
+    )
     with pytest.raises(Unsupported, match=r"b was transformed.*zstd"):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_cut_at_any_length(tmp_path, file):
-    good(tmp_path / "x")
+def test_truncated_files(tmp_path, file):
+    write_valid_folder(tmp_path / "x")
     path = tmp_path / "x" / file
     raw = path.read_bytes()
     for length in [*range(0, len(raw), 61), len(raw) - 1]:
@@ -429,10 +431,12 @@ def test_cut_at_any_length(tmp_path, file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_any_flipped_bit(tmp_path, file):
-    """Found, or of no consequence, or (in the list, which has no digest) another state: never any
-    other error, and never other weights."""
-    state = good(tmp_path / "x")
+def test_flipped_bits(tmp_path, file):
+    """A flipped bit is detected or has no effect. The weights are never wrong.
+
+    In the metadata, which has no digest, it may change the structure of the state.
+    """
+    state = write_valid_folder(tmp_path / "x")
     path = tmp_path / "x" / file
     raw = path.read_bytes()
     step = 1 if file == ".metadata" else 23
@@ -451,7 +455,7 @@ def test_any_flipped_bit(tmp_path, file):
 
 
 def test_a_missing_file(tmp_path):
-    good(tmp_path / "x")
+    write_valid_folder(tmp_path / "x")
     os.remove(tmp_path / "x" / "__0_0.distcp")
     with pytest.raises(
         FormatError, match=r"the file __0_0\.distcp in the same folder, found no such file"
@@ -465,35 +469,37 @@ def test_a_missing_file(tmp_path):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 
-def test_a_tensor_that_leaves_its_storage(tmp_path):
-    """The pickle of a part says more than there is."""
+def test_a_tensor_beyond_its_storage(tmp_path):
+    """The pickle of a part gives a larger size than its storage has."""
     write_dcp_folder(
         tmp_path / "x", {"w": ((200,), torch.uint8, [((0,), torch.ones(200, dtype=torch.uint8))])}
     )
-    change(tmp_path / "x", lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([201])))
-    change(
+    edit_metadata(
+        tmp_path / "x", lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([201]))
+    )
+    edit_metadata(
         tmp_path / "x",
         lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([201])),
     )
     file = tmp_path / "x" / "__0_0.distcp"
     raw = file.read_bytes()
-    lie = raw.replace(b"K\x00K\xc8\x85", b"K\x00K\xc9\x85")
-    assert lie != raw
-    file.write_bytes(without_crcs(raw, lie))
+    changed = raw.replace(b"K\x00K\xc8\x85", b"K\x00K\xc9\x85")
+    assert changed != raw
+    file.write_bytes(without_crcs(raw, changed))
     with pytest.raises(FormatError, match="uint8"):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 
-def without_crcs(raw, lie):
-    """``lie`` without the CRCs that stand in the zip file ``raw``: it is not found by them."""
+def without_crcs(raw, changed):
+    """Return ``changed`` without the CRCs of the zip file ``raw``, so that they detect nothing."""
     for entry in zipfile.ZipFile(io.BytesIO(raw)).infolist():
-        lie = lie.replace(entry.CRC.to_bytes(4, "little"), bytes(4))
-    return lie
+        changed = changed.replace(entry.CRC.to_bytes(4, "little"), bytes(4))
+    return changed
 
 
-def test_old_names_of_the_list(tmp_path):
-    """Lists of PyTorch before 2.2 name the properties of a tensor by another module."""
-    state = good(tmp_path / "x")
+def test_metadata_of_old_pytorch_versions(tmp_path):
+    """Before version 2.2, PyTorch pickled the properties of a tensor from another module."""
+    state = write_valid_folder(tmp_path / "x")
     file = tmp_path / "x" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     raw = pickle.dumps(metadata, protocol=2)
@@ -507,8 +513,8 @@ def test_old_names_of_the_list(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_more_files_than_a_process_may_have_open(tmp_path):
-    """A mapping keeps no file open, so thousands of ranks are no matter."""
+def test_more_files_than_the_limit_of_open_files(tmp_path):
+    """A memory mapping keeps no file open, so folders of thousands of ranks can be imported."""
     state = {"m": {str(i): torch.ones(1) for i in range(100)}}
     writer = dcp.FileSystemWriter(str(tmp_path / "x"), single_file_per_rank=False)
     dcp_save(state, tmp_path / "x", storage_writer=writer)

@@ -1,4 +1,4 @@
-"""Leaves as runs of bytes: every byte once, checked, whatever the layout."""
+"""``stream_leaves``: each byte once, with its digest checked, for any layout."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from tests.engine.snapshot.manual_shards import (
 )
 from tests.trainings import flip_bit
 
-_numbers = itertools.count()
+_store_numbers = itertools.count()
 
 
-def poured(snapshot: Snapshot, keys: list[str]) -> list[bytes]:
-    """The leaves' bytes; fails if one comes twice or never."""
-    got: list[dict[int, bytes]] = [defaultdict(bytes) for _ in keys]
+def read_streamed(snapshot: Snapshot, keys: list[str]) -> list[bytes]:
+    """Return the bytes of the leaves. Fail if a byte is missing or passed twice."""
+    pieces: list[dict[int, bytes]] = [defaultdict(bytes) for _ in keys]
     lock = Lock()
 
     def write(number: int, at: int, data: memoryview) -> None:
         with lock:
-            assert at not in got[number]
-            got[number][at] = bytes(data)
+            assert at not in pieces[number]
+            pieces[number][at] = bytes(data)
 
     stream_leaves(snapshot, keys, write)
-    made = []
-    for several in got:
+    contents = []
+    for pieces_of_leaf in pieces:
         raw = b""
-        for at, data in sorted(several.items()):
+        for at, data in sorted(pieces_of_leaf.items()):
             assert at == len(raw)
             raw += data
-        made.append(raw)
-    return made
+        contents.append(raw)
+    return contents
 
 
 @st.composite
-def cut_states(draw):
-    """Some arrays, and for each a tiling whose boxes are dealt to three shards; some to two."""
+def sharded_states(draw):
+    """Draw arrays, and for each a tiling whose boxes are assigned to one or two of three shards."""
     state, layout = {}, {}
     for i in range(draw(st.integers(1, 4))):
         shape = draw(shapes)
@@ -70,25 +70,25 @@ def cut_states(draw):
 
 
 @settings(deadline=None, max_examples=60)
-@given(cut_states(), st.sampled_from([16, 48, 4096, 64 << 20]))
-def test_any_layout(cut, window: int) -> None:
-    state, layout = cut
-    whole = holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
-    place = Location(MemoryStore(), "version_1")
-    snapshot = write_resharded(whole, place, lambda key, shape: layout[key], 3)
+@given(sharded_states(), st.sampled_from([16, 48, 4096, 64 << 20]))
+def test_any_layout(sharded_state, window: int) -> None:
+    state, layout = sharded_state
+    original = holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)
+    location = Location(MemoryStore(), "version_1")
+    snapshot = write_resharded(original, location, lambda key, shape: layout[key], 3)
     assert snapshot.verify().ok
     before, stream.WINDOW = stream.WINDOW, window
     try:
-        got = poured(snapshot, [*state, *state])
+        streamed = read_streamed(snapshot, [*state, *state])
     finally:
         stream.WINDOW = before
-    assert got == [a.tobytes() for a in state.values()] * 2
+    assert streamed == [a.tobytes() for a in state.values()] * 2
 
 
 @pytest.fixture
 def big() -> Snapshot:
     state = {"a": np.arange(900_000.0).reshape(300, 3000), "b": np.arange(7), "c": np.ones((4, 5))}
-    return holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
+    return holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)
 
 
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
@@ -97,11 +97,11 @@ def test_leaves_of_many_chunks(big: Snapshot, layout, window, monkeypatch) -> No
     monkeypatch.setattr(stream, "WINDOW", window)
     snapshot = write_resharded(big, Location(MemoryStore(), "version_1"), layout, 3)
     expected = [read_elements(big, k).tobytes() for k in "abc"]
-    assert poured(snapshot, ["a", "b", "c"]) == expected
+    assert read_streamed(snapshot, ["a", "b", "c"]) == expected
 
 
-class Counting(MemoryStore):
-    """Counts the bytes that are read of shards."""
+class CountingStore(MemoryStore):
+    """A store that counts the bytes read from shards."""
 
     read = 0
 
@@ -111,26 +111,28 @@ class Counting(MemoryStore):
         super().get_range(key, offset, length, into)
 
 
-@pytest.mark.parametrize(("layout", "most"), [(split_rows(4), 1.001), (split_columns(4), 1.5)])
-def test_little_is_read_twice(layout, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layout", "max_ratio"), [(split_rows(4), 1.001), (split_columns(4), 1.5)])
+def test_few_bytes_are_read_twice(
+    layout, max_ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {f"w{i}": np.zeros((1024, 1024 * i), np.float32) for i in (1, 2, 3)}
     state |= {f"b{i}": np.zeros((3, 100)) for i in range(300)}
-    whole = holdfast.save(f"memory://pour{next(_numbers)}/version_1", state)
-    store = Counting()
-    snapshot = write_resharded(whole, Location(store, "version_1"), layout, 4)
+    original = holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)
+    store = CountingStore()
+    snapshot = write_resharded(original, Location(store, "version_1"), layout, 4)
     monkeypatch.setattr(stream, "WINDOW", 16 << 20)
     store.read = 0
     stream_leaves(snapshot, list(state), lambda number, at, data: None)
-    assert store.read < most * sum(a.nbytes for a in state.values())
+    assert store.read < max_ratio * sum(a.nbytes for a in state.values())
 
 
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
-def test_damage_is_named_and_not_handed_on(big: Snapshot, layout) -> None:
+def test_damaged_bytes_are_not_passed_on(big: Snapshot, layout) -> None:
     store = MemoryStore()
     snapshot = write_resharded(big, Location(store, "version_1"), layout, 3)
     flip_bit(store, f"version_1/{snapshot.manifest.shards[1].name}", byte=-9)
     with pytest.raises(DigestMismatch, match="shard-00001-of-00003"):
-        poured(snapshot, ["a", "b", "c"])
+        read_streamed(snapshot, ["a", "b", "c"])
 
 
 def test_a_version_that_was_deleted_is_not_damaged(big: Snapshot) -> None:
@@ -138,15 +140,15 @@ def test_a_version_that_was_deleted_is_not_damaged(big: Snapshot) -> None:
     for stat in list(big.location.store.list("")):
         big.location.store.delete(stat.key)
     with pytest.raises(NotFound, match="was deleted"):
-        poured(big, ["a"])
+        read_streamed(big, ["a"])
     assert big.location.key(MANIFEST)
 
 
-def test_what_the_writer_raises_comes_out(big: Snapshot) -> None:
+def test_an_exception_of_the_callback_is_raised(big: Snapshot) -> None:
     def write(number: int, at: int, data: memoryview) -> None:
-        raise KeyError("mine")
+        raise KeyError("from the callback")
 
     for layout in (split_rows(2), split_columns(2)):
         snapshot = write_resharded(big, Location(MemoryStore(), "version_1"), layout, 2)
-        with pytest.raises(KeyError, match="mine"):
+        with pytest.raises(KeyError, match="from the callback"):
             stream_leaves(snapshot, ["a"], write)
