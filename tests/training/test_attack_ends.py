@@ -1,5 +1,8 @@
-"""Attacks on how trainings end and go on: what is half loaded, half counted, interrupted, or failed
-before is never saved as a step, and never hides what ended the training."""
+"""Attack the end and the resume of a training.
+
+A state that is partially loaded, partially counted, or interrupted is never saved as a step. A
+failure never hides the exception that ended the training.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from torch import nn
 
 import holdfast
 from holdfast import events, machine
-from holdfast.engine.saving import pending as worker
+from holdfast.engine.saving import pending
 from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.errors import HoldfastError, NoSnapshot, SaveFailed, StoreError
 from holdfast.format.names import MANIFEST, Version
@@ -66,9 +69,9 @@ def weights(state: State) -> dict[str, torch.Tensor]:
     return {k: v.detach().clone() for k, v in state["model"].state_dict().items()}
 
 
-def saved_is(store: MemoryStore, step: int, wanted: dict[str, torch.Tensor]) -> bool:
+def saved_state_equals(store: MemoryStore, step: int, expected: dict[str, torch.Tensor]) -> bool:
     found = holdfast.load(store.at(f"version_{step}"))["model"]
-    return all(torch.equal(found[k], v) for k, v in wanted.items())
+    return all(torch.equal(found[k], v) for k, v in expected.items())
 
 
 class FullDisk(MemoryStore):
@@ -78,23 +81,23 @@ class FullDisk(MemoryStore):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Staging beside the training goes on only while it is set."""
+    """Return an event. Deferred staging continues only while it is set."""
     gate, stage = threading.Event(), DeferredStaging.stage
     gate.set()
 
-    def slow(self: DeferredStaging, workers: Workers) -> None:
+    def wait_and_stage(self: DeferredStaging, workers: Workers) -> None:
         assert gate.wait(20)
         stage(self, workers)
 
-    monkeypatch.setattr(DeferredStaging, "stage", slow)
+    monkeypatch.setattr(DeferredStaging, "stage", wait_and_stage)
     yield gate
     gate.set()
 
 
-# -- what was half loaded ------------------------------------------------------------------------
+# -- partially loaded states ---------------------------------------------------------------------
 
 
-def test_a_load_that_failed_half_way_is_not_saved_as_the_last_step() -> None:
+def test_a_partially_loaded_state_is_not_saved_as_the_last_step() -> None:
     store = MemoryStore()
     state, step = network(1000)
     with (
@@ -110,7 +113,7 @@ def test_a_load_that_failed_half_way_is_not_saved_as_the_last_step() -> None:
     assert Run(store).line() == [Version(2)]
 
 
-def test_after_a_resume_that_failed_half_way_no_step_and_no_save_goes_on() -> None:
+def test_steps_and_saves_raise_after_a_failed_resume() -> None:
     store = MemoryStore()
     state, step = network(1000)
     ckpt = Checkpointer(store, state, save=EverySteps(2))
@@ -124,7 +127,7 @@ def test_after_a_resume_that_failed_half_way_no_step_and_no_save_goes_on() -> No
     for call in (ckpt.step, ckpt.save):
         with pytest.raises(HoldfastError, match=r"last resume\(\) failed"):
             call()
-    ckpt.resume(at=2)  # an intact one makes it good
+    ckpt.resume(at=2)  # an intact version makes the state valid again
     step()
     ckpt.step()
     assert ckpt.save().step == 3
@@ -132,14 +135,14 @@ def test_after_a_resume_that_failed_half_way_no_step_and_no_save_goes_on() -> No
 
 
 @pytest.mark.parametrize("wrong", [{"at": 7}, {"start": "memory://never-there@1"}])
-def test_a_resume_that_found_nothing_has_changed_nothing(wrong: dict[str, Any]) -> None:
+def test_a_resume_that_found_nothing_changes_nothing(wrong: dict[str, Any]) -> None:
     with training(MemoryStore(), EverySteps(1)) as (state, ckpt):
         with pytest.raises(HoldfastError):
             ckpt.resume(**wrong)
         train(state, ckpt, 1)
 
 
-def test_a_state_within_itself_is_refused_not_walked_for_ever() -> None:
+def test_a_recursive_state_is_rejected() -> None:
     inner: dict[str, Any] = {}
     inner["a"], inner["b"] = inner, [inner]
     ckpt = Checkpointer(MemoryStore(), {"x": inner, "y": inner}, save=OnException())
@@ -149,10 +152,10 @@ def test_a_state_within_itself_is_refused_not_walked_for_ever() -> None:
     inner.clear()
 
 
-# -- what was half counted -----------------------------------------------------------------------
+# -- partially counted steps ---------------------------------------------------------------------
 
 
-def test_what_is_saved_after_an_exception_in_step_is_called_by_its_own_step() -> None:
+def test_a_save_after_an_exception_in_step_has_the_step_of_its_state() -> None:
     store = MemoryStore()
     sampler = holdfast.ElasticSampler(100, 10)
     state = initial_state() | {"sampler": sampler}
@@ -168,7 +171,7 @@ def test_what_is_saved_after_an_exception_in_step_is_called_by_its_own_step() ->
         assert holdfast.load(store.at(str(version)))["progress"]["step"] == version.step
 
 
-def test_what_is_saved_after_progress_was_changed_is_called_by_its_own_step() -> None:
+def test_a_save_after_progress_was_changed_has_the_step_of_its_state() -> None:
     store, state = MemoryStore(), initial_state()
     with (
         pytest.raises(HoldfastError),
@@ -183,7 +186,7 @@ def test_what_is_saved_after_progress_was_changed_is_called_by_its_own_step() ->
         assert holdfast.load(store.at(str(version)))["progress"]["step"] == version.step
 
 
-def test_interrupted_while_it_counts_training_goes_on() -> None:
+def test_training_continues_after_an_interrupt_while_counting() -> None:
     store, state = MemoryStore(), initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(2))
     train(state, ckpt, 1)
@@ -211,7 +214,7 @@ def test_interrupted_while_it_counts_training_goes_on() -> None:
 
 
 @pytest.mark.parametrize("step", [1.5, -5, 10**18, np.int64(3), True, "1"])
-def test_a_number_of_steps_that_makes_no_version(step: Any) -> None:
+def test_an_invalid_number_of_steps(step: Any) -> None:
     state = initial_state()
     state["progress"].step = step
     with Checkpointer(MemoryStore(), state, save=EverySteps(1)) as ckpt:
@@ -220,12 +223,12 @@ def test_a_number_of_steps_that_makes_no_version(step: Any) -> None:
         state["progress"].step = 0
 
 
-def test_two_progress_objects_are_one_too_many() -> None:
+def test_two_progress_objects_are_an_error() -> None:
     with pytest.raises(HoldfastError, match="several Progress"):
         Checkpointer(MemoryStore(), initial_state() | {"other": [holdfast.Progress()]})
 
 
-def test_a_warm_start_may_be_made_again() -> None:
+def test_a_warm_start_can_be_repeated() -> None:
     url = "memory://ends-warm"
     with training(url, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
@@ -237,10 +240,10 @@ def test_a_warm_start_may_be_made_again() -> None:
             assert ckpt.current_step == 21
 
 
-# -- never afresh over versions that are there ---------------------------------------------------
+# -- never a new start over existing versions ----------------------------------------------------
 
 
-def test_versions_on_another_branch_only_are_no_empty_run() -> None:
+def test_a_run_with_versions_only_on_another_branch_is_not_empty() -> None:
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
@@ -257,8 +260,8 @@ def test_versions_on_another_branch_only_are_no_empty_run() -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
-def test_a_branch_whose_record_is_lost_is_still_what_training_is_on(damage: str) -> None:
-    """Retention has deleted the branch's first version, which would have told the same."""
+def test_a_branch_stays_current_if_its_record_is_lost(damage: str) -> None:
+    """Retention has deleted the first version of the branch, which could replace the record."""
     store = MemoryStore()
     with training(store, EverySteps(1), KeepLast(2)) as (state, ckpt):
         train(state, ckpt, 5)
@@ -274,67 +277,67 @@ def test_a_branch_whose_record_is_lost_is_still_what_training_is_on(damage: str)
         train(state, ckpt, 22)
     before = Run(store).listing().versions
     swept = Run(store).sweep(abandoned=True, grace=0)
-    assert [why for what, why in swept.kept if what == "all abandoned versions"]
+    assert [why for key, why in swept.kept if key == "all abandoned versions"]
     assert Run(store).listing().versions == before
     assert Version(22, 1) in before
 
 
-# -- what failed before --------------------------------------------------------------------------
+# -- earlier failures ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["put", "delete"])
-def test_an_earlier_failure_does_not_keep_the_last_step_from_being_saved(what: str) -> None:
-    hold = threading.Event()
-    hold.set()
+@pytest.mark.parametrize("failing_call", ["put", "delete"])
+def test_an_earlier_failure_does_not_prevent_the_save_of_the_last_step(failing_call: str) -> None:
+    may_write = threading.Event()
+    may_write.set()
 
-    class Slow(MemoryStore):
+    class SlowStore(MemoryStore):
         broken: str | None = None
 
         def put(self, key: str, length: int) -> Any:
-            assert hold.wait(20)
+            assert may_write.wait(20)
             if self.broken == "put":
-                raise StoreError("a blip")
+                raise StoreError("a temporary error")
             return super().put(key, length)
 
         def delete(self, key: str) -> None:
             if self.broken == "delete" and MANIFEST in key:
-                raise StoreError("a blip")
+                raise StoreError("a temporary error")
             super().delete(key)
 
-    store = Slow()
+    store = SlowStore()
     state, step = network(1000)
     with (
-        pytest.warns(SaveFailed, match="an earlier save failed: a blip"),
+        pytest.warns(SaveFailed, match="an earlier save failed: a temporary error"),
         pytest.raises(ZeroDivisionError) as e,
         Checkpointer(store, state, save=EverySteps(4) | OnException(), keep=KeepLast(1)) as ckpt,
     ):
         for number in range(1, 8):
             step()
             if number == 4:
-                hold.clear()
-                store.broken = what
+                may_write.clear()
+                store.broken = failing_call
             ckpt.step()
             if number == 1:
                 ckpt.save()
-        hold.set()
+        may_write.set()
         assert ckpt._saver._pending is not None
         ckpt._saver._pending._thread.join()
         store.broken = None
         raise ZeroDivisionError
-    assert "a blip" in "".join(e.value.__notes__)
+    assert "a temporary error" in "".join(e.value.__notes__)
     assert Run(store).line()[-1] == Version(7)
 
 
-class Bad(KeepPolicy):
-    """A policy of the user's own, with a mistake in it."""
+class FailingPolicy(KeepPolicy):
+    """A user-defined policy with a bug."""
 
     def keep(self, records: Any) -> Any:
-        raise KeyError("mine")
+        raise KeyError("in the policy")
 
 
-def test_a_keep_policy_that_raises_costs_no_version_and_no_count() -> None:
+def test_a_keep_policy_that_raises_affects_no_version_and_no_counter() -> None:
     store, state = MemoryStore(), initial_state()
-    ckpt = Checkpointer(store, state, save=EverySteps(2), keep=Bad())
+    ckpt = Checkpointer(store, state, save=EverySteps(2), keep=FailingPolicy())
     train(state, ckpt, 2)
     with pytest.raises(KeyError):
         ckpt.wait()
@@ -344,11 +347,13 @@ def test_a_keep_policy_that_raises_costs_no_version_and_no_count() -> None:
     assert Record(Version(2)).metrics == {}
 
 
-@pytest.mark.parametrize("of", ["the boundary", "the background"])
-def test_what_ended_the_training_is_not_replaced(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", ["the savepoint", "the background"])
+def test_the_exception_that_ended_the_training_is_not_replaced(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = MemoryStore()
     state, step = network(1000)
-    keep = Bad() if of == "the background" else None
+    keep = FailingPolicy() if source == "the background" else None
 
     def broken(*args: Any, **options: Any) -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -369,18 +374,18 @@ def test_what_ended_the_training_is_not_replaced(of: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("why", ["no thread", "a damaged version of that name"])
-def test_a_save_that_cannot_begin_is_counted_told_and_asked_for_again(
+def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, state = MemoryStore(), initial_state()
-    heard: list[str] = []
+    emitted: list[str] = []
     ckpt = Checkpointer(store, state, save=EverySteps(10**6), on_error="warn")
     train(state, ckpt, 1)
     put_request(store, "a" * 12)
     ckpt._watcher.poll()
-    start = worker.Thread.start
+    start = pending.Thread.start
 
-    def refuse(self: threading.Thread) -> None:
+    def fail_for_saves(self: threading.Thread) -> None:
         if self.name == "holdfast-save":
             raise RuntimeError("can't start new thread")
         start(self)
@@ -388,10 +393,10 @@ def test_a_save_that_cannot_begin_is_counted_told_and_asked_for_again(
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if why == "no thread":
-            patch.setattr(worker.Thread, "start", refuse)
+            patch.setattr(pending.Thread, "start", fail_for_saves)
         else:
             store.put_if_absent(f"version_2/{MANIFEST}", b"{}")
-        with events.attach(lambda name, fields: heard.append(name)):
+        with events.attach(lambda name, fields: emitted.append(name)):
             try:
                 train(state, ckpt, 2)
             except HoldfastError:
@@ -399,54 +404,54 @@ def test_a_save_that_cannot_begin_is_counted_told_and_asked_for_again(
     ckpt._watcher.poll()
     assert ckpt._watcher.pending_request
     assert ckpt.statistics()["failures"] == 1
-    assert heard.count("save_failed") == 1
+    assert emitted.count("save_failed") == 1
     ckpt.close()
 
 
-# -- what is interrupted -------------------------------------------------------------------------
+# -- interrupts ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"overlap": True}, {"incremental": True}])
-def test_an_interrupted_close_lets_the_save_in_flight_finish(
+def test_the_save_in_progress_finishes_after_an_interrupted_close(
     options: dict[str, bool], gate: threading.Event
 ) -> None:
-    class Gated(MemoryStore):
+    class GatedStore(MemoryStore):
         def put_if_absent(self, key: str, data: bytes) -> Any:
             if key.startswith("pin-"):
                 assert gate.wait(20)
             return super().put_if_absent(key, data)
 
-    store = Gated()
+    store = GatedStore()
     state, step = network()
-    state["more"] = torch.randn(3_000_000)
+    state["large"] = torch.randn(3_000_000)
     ckpt = Checkpointer(store, state, save=EverySteps(2), **options)  # type: ignore[arg-type]
     for _ in range(2):
         step()
         ckpt.step()
     ckpt.wait()
     gate.clear()
-    threading.Timer(0.05, gate.set).start()  # an optimizer waits for it where that is its way
+    threading.Timer(0.05, gate.set).start()  # with overlap, the optimizer waits for it
     for _ in range(2):
         step()
         ckpt.step()
-    pending = ckpt._saver._pending
-    assert pending is not None
-    wait = pending._ended.wait
+    pending_save = ckpt._saver._pending
+    assert pending_save is not None
+    wait = pending_save._ended.wait
 
     def interrupt(timeout: float | None = None) -> bool:
         raise KeyboardInterrupt
 
-    pending._ended.wait = interrupt  # type: ignore[method-assign]
+    pending_save._ended.wait = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
-    pending._ended.wait = wait  # type: ignore[method-assign]
+    pending_save._ended.wait = wait  # type: ignore[method-assign]
     gate.set()
-    assert pending.wait().step == 4
+    assert pending_save.wait().step == 4
     assert not ckpt._saver._pool.allocated_bytes
     assert "writer.json" not in [s.key for s in store.list("")]
 
 
-def test_a_closed_one_takes_no_signals_and_does_not_resume() -> None:
+def test_a_closed_checkpointer_rejects_signals_and_resume() -> None:
     ckpt = Checkpointer(MemoryStore(), initial_state())
     ckpt.close()
     before = signal.getsignal(signal.SIGUSR1)
@@ -457,15 +462,15 @@ def test_a_closed_one_takes_no_signals_and_does_not_resume() -> None:
         ckpt.resume()
 
 
-# -- how the last save is heard of ---------------------------------------------------------------
+# -- reports of the last save --------------------------------------------------------------------
 
 
-def ran(script: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", script]
-    return subprocess.run(words, check=False, capture_output=True, text=True)
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-END = """
+END_SCRIPT = """
 import sys, warnings
 import holdfast
 from holdfast.errors import StoreError
@@ -486,7 +491,7 @@ def main():
 
 
 @pytest.mark.parametrize(
-    ("end", "call", "code", "told"),
+    ("end", "call", "code", "message"),
     [
         ("sys.exit()", "main()", 1, "StoreError: a full disk"),
         ("sys.exit(0)", "main()", 1, "StoreError: a full disk"),
@@ -497,16 +502,16 @@ def main():
     ],
 )  # fmt: skip
 @pytest.mark.slow
-def test_a_last_save_that_failed_is_heard_of_however_the_training_ends(
-    end: str, call: str, code: int, told: str
+def test_a_failed_last_save_is_reported_however_the_training_ends(
+    end: str, call: str, code: int, message: str
 ) -> None:
-    script = END.format(end=end) + call
-    done = ran(script)
+    script = END_SCRIPT.format(end=end) + call
+    done = run_python(script)
     assert (done.returncode, done.stdout) == (code, "")
-    assert told in done.stderr
+    assert message in done.stderr
 
 
-WORKER = """
+WORKER_SCRIPT = """
 import multiprocessing, sys, threading, time
 import holdfast
 from holdfast.errors import StoreError
@@ -516,7 +521,7 @@ from tests.trainings import initial_state, train
 class Broken(MemoryStore):
     def put(self, key, length):
         if {late}:
-            time.sleep(0.3)  # longer than the worker has to do
+            time.sleep(0.3)  # longer than the worker runs
         raise StoreError("a full disk")
 
 def work():
@@ -537,18 +542,18 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("late", [True, False])
-def test_a_worker_that_waits_for_nothing_does_not_look_like_success(
+def test_a_worker_that_does_not_wait_for_its_save_exits_with_1(
     tmp_path: Path, start: str, late: bool
 ) -> None:
-    """A forked one runs no atexit."""
+    """A forked process does not run atexit functions."""
     script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(start=start, late=late))
-    done = ran(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
-    if start == "spawn":  # it imports the script by its path
-        words = [sys.executable, str(script)]
+    script.write_text(WORKER_SCRIPT.format(start=start, late=late))
+    done = run_python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
+    if start == "spawn":  # the child imports the script by its path
+        command = [sys.executable, str(script)]
         root = str(Path(__file__).parents[2])
         done = subprocess.run(
-            words,
+            command,
             check=False,
             capture_output=True,
             text=True,
@@ -560,23 +565,23 @@ def test_a_worker_that_waits_for_nothing_does_not_look_like_success(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
-def test_without_a_stderr_a_failed_save_is_no_success_either(stderr: str) -> None:
-    script = END.format(end="pass").replace("with holdfast", "ckpt = holdfast")
+def test_a_failed_save_without_stderr_exits_with_1(stderr: str) -> None:
+    script = END_SCRIPT.format(end="pass").replace("with holdfast", "ckpt = holdfast")
     script = script.replace(" as ckpt:\n", "; state = ckpt.state\n").replace(
         "state := fresh()", "fresh()"
     )
     script = script.replace(
         "        train(state, ckpt, 3)\n        pass", "    train(state, ckpt, 3)"
     )
-    words = ["sh", "-c", f'exec "$0" -c "$1" {stderr}', sys.executable, script + "main()"]
-    assert subprocess.run(words, check=False).returncode == 1
+    command = ["sh", "-c", f'exec "$0" -c "$1" {stderr}', sys.executable, script + "main()"]
+    assert subprocess.run(command, check=False).returncode == 1
 
 
 @pytest.mark.parametrize("end", [SystemExit(1), GeneratorExit(), ZeroDivisionError()])
-def test_where_warnings_are_errors_a_failed_last_save_is_heard_of_all_the_same(
+def test_a_failed_last_save_is_reported_although_warnings_are_errors(
     end: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of what is no error nobody prints the notes."""
+    """Python prints the notes of errors, but not of SystemExit and GeneratorExit."""
     state = initial_state()
     with (
         warnings.catch_warnings(),
@@ -587,12 +592,12 @@ def test_where_warnings_are_errors_a_failed_last_save_is_heard_of_all_the_same(
         train(state, ckpt, 2)
         raise end
     assert e.value.__notes__ == ["In addition, the last save failed: a full disk."]
-    wanted = 0 if isinstance(end, Exception) else 1
-    assert capsys.readouterr().err.count("In addition, the last save failed") == wanted
+    expected = 0 if isinstance(end, Exception) else 1
+    assert capsys.readouterr().err.count("In addition, the last save failed") == expected
 
 
 @pytest.mark.parametrize("policy", [EverySteps(2), EverySteps(2) | OnException(), OnException()])
-def test_who_chose_to_go_on_over_a_full_disk_leaves_with_0_as_well(policy: Any) -> None:
+def test_on_error_warn_also_applies_to_sys_exit(policy: Any) -> None:
     state, step = network(1000)
     with (
         pytest.warns(SaveFailed, match="a full disk"),
@@ -605,8 +610,8 @@ def test_who_chose_to_go_on_over_a_full_disk_leaves_with_0_as_well(policy: Any) 
         raise SystemExit
 
 
-def test_leaving_with_0_raises_an_earlier_failure_that_the_last_save_does_not_make_good() -> None:
-    class Flaky(MemoryStore):
+def test_sys_exit_raises_an_earlier_failure_unless_the_last_save_succeeds() -> None:
+    class FlakyStore(MemoryStore):
         broken = True
 
         def put(self, key: str, length: int) -> Any:
@@ -616,11 +621,11 @@ def test_leaving_with_0_raises_an_earlier_failure_that_the_last_save_does_not_ma
 
     for lost in (True, False):
         state, step = network(1000)
-        store = Flaky()
-        wanted = StoreError if lost else SystemExit
+        store = FlakyStore()
+        expected = StoreError if lost else SystemExit
         with (
-            warnings.catch_warnings(record=True) as told,
-            pytest.raises(wanted),
+            warnings.catch_warnings(record=True) as caught,
+            pytest.raises(expected),
             Checkpointer(store, state, save=EverySteps(2) | OnException()) as ckpt,
         ):
             warnings.simplefilter("always")
@@ -628,28 +633,28 @@ def test_leaving_with_0_raises_an_earlier_failure_that_the_last_save_does_not_ma
             ckpt.step()
             step()
             ckpt.step()
-            pending = ckpt._saver._pending
-            assert pending is not None
-            pending._ended.wait()
+            pending_save = ckpt._saver._pending
+            assert pending_save is not None
+            pending_save._ended.wait()
             store.broken = False
             if lost:
-                state["optimizer"].step()  # so the state of step 2 is gone
+                state["optimizer"].step()  # so the state of step 2 is lost
             raise SystemExit
         assert Run(store).line() == ([] if lost else [Version(2)])
-        words = "after step 2 was not saved" if lost else "an earlier save failed"
-        assert [words in str(w.message) for w in told] == [True]
+        command = "after step 2 was not saved" if lost else "an earlier save failed"
+        assert [command in str(w.message) for w in caught] == [True]
 
 
-# -- who is refused ------------------------------------------------------------------------------
+# -- rejected calls ------------------------------------------------------------------------------
 
 
 def files(store: MemoryStore) -> list[str]:
     return [s.key for s in store.list("")]
 
 
-@pytest.mark.parametrize("why", ["no resume", "another writes", "half loaded"])
-def test_who_is_refused_saves_nothing_and_deletes_nothing(why: str, tmp_path: Path) -> None:
-    """By OnException it did both: a training into whose run one had stumbled lost its versions."""
+@pytest.mark.parametrize("why", ["no resume", "another writer", "partially loaded"])
+def test_a_rejected_training_saves_and_deletes_nothing(why: str, tmp_path: Path) -> None:
+    """OnException must not save into the run of another training, nor apply retention to it."""
     store = MemoryStore()
     state, step = network(1000)
     with Checkpointer(store, state, save=EverySteps(1)) as ckpt:
@@ -657,9 +662,9 @@ def test_who_is_refused_saves_nothing_and_deletes_nothing(why: str, tmp_path: Pa
             step()
             ckpt.step()
             ckpt.wait()
-    if why == "half loaded":
+    if why == "partially loaded":
         flip_bit(store, shard_of(store, "version_4"))
-    if why == "another writes":
+    if why == "another writer":
         host, boot, _ = machine.process_identity()
         parent = machine.pid_and_start_time(os.getppid())
         other = Pin("0" * 12, None, machine.utc_now(), host, boot, parent)
@@ -671,40 +676,40 @@ def test_who_is_refused_saves_nothing_and_deletes_nothing(why: str, tmp_path: Pa
         pytest.raises(HoldfastError) as e,
         Checkpointer(store, state, save=OnException(), keep=KeepLast(1)) as ckpt,
     ):
-        if why == "half loaded":
+        if why == "partially loaded":
             with pytest.raises(NoSnapshot):
                 ckpt.resume(at=4)
-        elif why == "another writes":
+        elif why == "another writer":
             ckpt.resume()
         for _ in range(2):
             step()
             ckpt.step()
-    words = {
+    command = {
         "no resume": "holds versions",
-        "another writes": "writes to",
-        "half loaded": "state invalid",
+        "another writer": "writes to",
+        "partially loaded": "state invalid",
     }
-    assert words[why] in str(e.value)
+    assert command[why] in str(e.value)
     assert files(store) == before
 
 
-def test_a_sink_that_waits_for_the_save_it_hears_of_is_refused_not_hung() -> None:
+def test_a_sink_that_waits_for_its_own_save_raises() -> None:
     state = initial_state()
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1))
-    heard: list[HoldfastError] = []
+    emitted: list[HoldfastError] = []
 
     def wait(name: str, fields: dict[str, Any]) -> None:
         if name == "saved":
             with pytest.raises(HoldfastError, match="cannot wait for itself") as e:
                 ckpt.wait()
-            heard.append(e.value)
+            emitted.append(e.value)
 
     with events.attach(wait), ckpt:
         train(state, ckpt, 2)
-    assert len(heard) == 2
+    assert len(emitted) == 2
 
 
-def test_on_exception_outside_of_a_with_block_is_refused_at_the_first_step() -> None:
+def test_on_exception_without_a_with_block_raises_at_the_first_step() -> None:
     state, step = network(1000)
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(2) | OnException())
     ckpt.resume()
@@ -715,40 +720,40 @@ def test_on_exception_outside_of_a_with_block_is_refused_at_the_first_step() -> 
         ckpt.step()
 
 
-@pytest.mark.parametrize(("steps", "told"), [(4, False), (5, False), (6, True), (7, True)])
-def test_what_was_left_out_last_is_told_when_the_training_ends_well(steps: int, told: bool) -> None:
-    """It is not saved: behind the last step the state need not be that of any."""
+@pytest.mark.parametrize(("steps", "warns"), [(4, False), (5, False), (6, True), (7, True)])
+def test_unsaved_last_steps_cause_a_warning_at_the_end(steps: int, warns: bool) -> None:
+    """The steps are not saved, because the state after the last step may belong to no step."""
     gate = threading.Event()
     gate.set()
 
-    class Slow(MemoryStore):
+    class SlowStore(MemoryStore):
         def put(self, key: str, length: int) -> Any:
             assert gate.wait(20)
             return super().put(key, length)
 
-    store, state = Slow(), initial_state()
+    store, state = SlowStore(), initial_state()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         with Checkpointer(store, state, save=EverySteps(2), busy="skip") as ckpt:
             train(state, ckpt, 2)
             ckpt.wait()
             gate.clear()
-            train(state, ckpt, steps)  # 4 is in flight, 6 is left out
+            train(state, ckpt, steps)  # the save of 4 is in progress, that of 6 is skipped
             gate.set()
     assert Run(store).line() == [Version(2), Version(4)]
     message = f"Steps 5 to {steps} are not in any version"
-    assert [str(w.message).startswith(message) for w in found] == [True] * told
+    assert [str(w.message).startswith(message) for w in found] == [True] * warns
 
 
-def test_a_child_that_leaves_the_block_tells_nothing_of_unsaved_steps() -> None:
-    state, heard = initial_state(), list[str]()
+def test_a_forked_child_reports_no_unsaved_steps() -> None:
+    state, emitted = initial_state(), list[str]()
     with (
-        events.attach(lambda name, fields: heard.append(name)),
+        events.attach(lambda name, fields: emitted.append(name)),
         Checkpointer(MemoryStore(), state, save=EverySteps(3)) as ckpt,
     ):
         train(state, ckpt, 1)
-        ckpt._lifecycle._pid += 1  # as a forked child sees it
-    assert "left_unsaved" not in heard
+        ckpt._lifecycle._pid += 1  # as in a forked child
+    assert "left_unsaved" not in emitted
     ckpt._lifecycle._pid -= 1
     ckpt.close()
 
@@ -756,8 +761,8 @@ def test_a_child_that_leaves_the_block_tells_nothing_of_unsaved_steps() -> None:
 # -- metrics -------------------------------------------------------------------------------------
 
 
-def test_a_bad_metric_does_not_uncount_the_step_that_was_made() -> None:
-    """The optimizer has stepped: the state is that of this step, and OnException can save it."""
+def test_a_step_with_an_invalid_metric_is_counted() -> None:
+    """The optimizer has stepped, so the state belongs to this step, and OnException can save it."""
     store = MemoryStore()
     state, step = network(1000)
     with (
@@ -768,11 +773,11 @@ def test_a_bad_metric_does_not_uncount_the_step_that_was_made() -> None:
             step()
             ckpt.step({"loss": 1.0, "grad_norm": 1.0 if number < 3 else None})
     assert state["progress"].step == 3
-    assert saved_is(store, 3, weights(state))
+    assert saved_state_equals(store, 3, weights(state))
     assert Run(store).metrics(3) == {}
 
 
-def test_a_metric_is_what_it_was_when_it_was_given() -> None:
+def test_metrics_are_copied_when_they_are_given() -> None:
     store = MemoryStore()
     state, step = network(1000)
     loss, array = torch.ones((), requires_grad=True) * 2, np.array([3.0])
@@ -789,24 +794,24 @@ def test_a_metric_is_what_it_was_when_it_was_given() -> None:
     assert Run(store).metrics(1) == {"loss": 2.0, "array": 3.0}
 
 
-class Half(float):
-    """A float of another kind."""
+class CustomFloat(float):
+    """A subclass of float."""
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "good"),
+    ("name", "value", "is_valid"),
     [
         ("half a pair \ud800", 1.0, False),
         ("meta", torch.empty(1, device="meta"), False),
-        ("a float of another kind", Half(0.5), True),
-        ("the least", -(1 << 63), True),
+        ("a subclass of float", CustomFloat(0.5), True),
+        ("the smallest", -(1 << 63), True),
         ("emoji \U0001f600", 1, True),
     ],
 )
-def test_what_a_step_takes_a_save_can_keep(name: str, value: Any, good: bool) -> None:
+def test_every_metric_that_step_accepts_can_be_saved(name: str, value: Any, is_valid: bool) -> None:
     state = initial_state()
     with Checkpointer(MemoryStore(), state) as ckpt:
-        if good:
+        if is_valid:
             ckpt.step({name: value})
             assert ckpt.save().metadata["metrics"] == {name: float(value)}
         else:
@@ -814,8 +819,8 @@ def test_what_a_step_takes_a_save_can_keep(name: str, value: Any, good: bool) ->
                 ckpt.step({name: value})
 
 
-def test_metrics_of_a_save_after_the_cadence_has_saved_that_step_are_added() -> None:
-    """To evaluate after every hundredth step is how most do it."""
+def test_metrics_of_a_second_save_of_a_step_are_added() -> None:
+    """For example, a training that evaluates after every hundredth step."""
     store, state = MemoryStore(), initial_state()
     keep = KeepLast(1) | KeepBest(1, "val")
     with Checkpointer(store, state, save=EverySteps(2), keep=keep) as ckpt:
@@ -831,7 +836,7 @@ def test_metrics_of_a_save_after_the_cadence_has_saved_that_step_are_added() -> 
     assert run.open(Version(7)).metadata["metrics"]["val"] == 0.9
 
 
-def test_metrics_of_a_save_count_for_stopping_once_a_step() -> None:
+def test_metrics_of_several_saves_of_a_step_count_once_for_early_stopping() -> None:
     state = initial_state()
     with Checkpointer(MemoryStore(), state, stop=StopWhen("val", patience=2)) as ckpt:
         for step, stops in ((1, False), (2, False), (3, True)):
@@ -842,20 +847,20 @@ def test_metrics_of_a_save_count_for_stopping_once_a_step() -> None:
             assert ckpt.should_stop == stops
 
 
-def test_early_stop_is_still_so_after_a_restart() -> None:
-    """Also where a better value came before anyone asked."""
+def test_early_stop_is_restored() -> None:
+    """A better value after the stop changes nothing."""
     origin = "memory://stopped"
     stop = StopWhen("val", patience=2)
     with Checkpointer(origin, initial_state(), save=EverySteps(1), stop=stop) as ckpt:
         for val in (0.9, 0.5, 0.6, 0.7, 0.4):
             ckpt.step({"val": val})
         assert ckpt.should_stop
-    for patience, stopped in ((2, True), (3, False)):  # who is more patient now goes on
+    for patience, stopped in ((2, True), (3, False)):  # a larger patience continues the training
         with Checkpointer(origin, initial_state(), stop=StopWhen("val", patience)) as ckpt:
             ckpt.resume()
             assert ckpt.should_stop == stopped
-    whole, part = initial_state(), {"weights": initial_state()["weights"]}
-    for state, keys, stopped in ((whole, None, True), (part, "weights", False)):
+    full, partial = initial_state(), {"weights": initial_state()["weights"]}
+    for state, keys, stopped in ((full, None, True), (partial, "weights", False)):
         with Checkpointer(MemoryStore(), state, stop=stop) as ckpt:
             ckpt.resume(
                 start=f"{origin}@latest", keys=keys, unexpected="ignore" if keys else "error"
@@ -863,16 +868,16 @@ def test_early_stop_is_still_so_after_a_restart() -> None:
             assert ckpt.should_stop == stopped
 
 
-def test_what_a_resumed_training_was_given_before_is_not_asked_for() -> None:
+def test_a_metric_given_before_the_resume_causes_no_warning() -> None:
     store, stop = MemoryStore(), StopWhen("val", patience=5)
     with Checkpointer(store, initial_state(), save=EverySteps(1), stop=stop) as ckpt:
         ckpt.step({"val": 1.0})
     with Checkpointer(store, state := initial_state(), save=EverySteps(1), stop=stop) as ckpt:
         ckpt.resume()
-        train(state, ckpt, 6)  # no warning, which would be an error here
+        train(state, ckpt, 6)  # a warning would be an error here
 
 
-def test_a_step_that_is_made_again_after_going_back_counts_again() -> None:
+def test_a_repeated_step_counts_again_for_early_stopping() -> None:
     state = initial_state()
     with Checkpointer(MemoryStore(), state, save=EverySteps(1), stop=StopWhen("val", 2)) as ckpt:
         for val in (1.0, 2.0):

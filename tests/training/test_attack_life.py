@@ -1,5 +1,7 @@
-"""Attacks on the life of a run: what is saved after an exception against a save of that moment,
-Ctrl-C anywhere, a store that fails at random, a fork in the middle of a save."""
+"""Attack a running training: exceptions, Ctrl-C at any line, random store errors, and forks.
+
+A save after an exception is compared with a save at that moment.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]
 """A state, a step, and what happens before the exception."""
 
 
-def both(*calls: Callable[[], object]) -> Callable[[], object]:
-    """One call after the other."""
+def in_order(*calls: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that makes these calls in order."""
     return lambda: [call() for call in calls]
 
 
@@ -45,16 +47,16 @@ def both(*calls: Callable[[], object]) -> Callable[[], object]:
 
 
 def trained(model: nn.Module, optimizer: Any = torch.optim.AdamW, **options: Any) -> Case:
-    made = optimizer(model.parameters(), lr=0.1, **options)
-    state = {"model": model, "optimizer": made, "rng": holdfast.RNG()}
+    built = optimizer(model.parameters(), lr=0.1, **options)
+    state = {"model": model, "optimizer": built, "rng": holdfast.RNG()}
 
     def forward_backward() -> None:
-        made.zero_grad()
+        built.zero_grad()
         model(torch.randn(4, 6)).square().mean().backward()
 
     def step() -> None:
         forward_backward()
-        made.step()
+        built.step()
 
     return state, step, forward_backward
 
@@ -62,16 +64,16 @@ def trained(model: nn.Module, optimizer: Any = torch.optim.AdamW, **options: Any
 def scheduled(kind: Any, *args: Any, **options: Any) -> Case:
     state, step, forward_backward = trained(nn.Linear(6, 6), torch.optim.SGD, momentum=0.9)
     state["schedule"] = schedule = kind(state["optimizer"], *args, **options)
-    given = (1.0,) if kind is torch.optim.lr_scheduler.ReduceLROnPlateau else ()
+    arguments = (1.0,) if kind is torch.optim.lr_scheduler.ReduceLROnPlateau else ()
     return (
         state,
-        both(step, lambda: schedule.step(*given)),
-        both(forward_backward, *2 * [lambda: schedule.step(*given)]),
+        in_order(step, lambda: schedule.step(*arguments)),
+        in_order(forward_backward, *2 * [lambda: schedule.step(*arguments)]),
     )
 
 
-class Extra(nn.Module):
-    """Changes its extra state, a list and an array, in place in its forward pass."""
+class ExtraStateModule(nn.Module):
+    """A module whose forward pass changes its extra state in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +92,8 @@ class Extra(nn.Module):
         return self.linear(x)
 
 
-class Live:
-    """Its state dict is itself: every reference in it is live."""
+class LiveReferences:
+    """An object whose state dict contains live references to its attributes."""
 
     def __init__(self) -> None:
         self.array = np.zeros(3)
@@ -105,7 +107,7 @@ class Live:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    def go_on(self) -> None:
+    def change_state(self) -> None:
         self.array += 1
         self.lists[0].append(3)
         self.lists[1]["x"] += 1
@@ -116,19 +118,19 @@ class Live:
 
 def live_references() -> Case:
     state, step, forward_backward = trained(nn.Linear(6, 6))
-    held = Live()
-    more: dict[str, Any] = {
-        "live": held,
+    live = LiveReferences()
+    values: dict[str, Any] = {
+        "live": live,
         "nested": [{"a": np.zeros(4), "l": [1, [2]]}],
         "pair": (torch.zeros(2), [np.arange(3)]),
         "count": Counter("aab"),
         "ordered": OrderedDict(a=[1]),
     }
-    state.update(more)
+    state.update(values)
 
-    def go_on() -> None:
+    def change_state() -> None:
         forward_backward()
-        held.go_on()
+        live.change_state()
         state["nested"][0]["a"] += 1
         state["nested"][0]["l"][1].append(5)
         state["nested"].append(3)
@@ -140,7 +142,7 @@ def live_references() -> Case:
         state["rng"] = 5
         np.random.rand(3)
 
-    return state, step, go_on
+    return state, step, change_state
 
 
 def averaged() -> Case:
@@ -149,13 +151,13 @@ def averaged() -> Case:
     state["ema"] = ema = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     return (
         state,
-        both(step, lambda: ema.update_parameters(model)),
-        both(forward_backward, lambda: ema.update_parameters(model)),
+        in_order(step, lambda: ema.update_parameters(model)),
+        in_order(forward_backward, lambda: ema.update_parameters(model)),
     )
 
 
-def half_owned() -> Case:
-    """The optimizer of the second layer is not in the state, and steps before the exception."""
+def partly_owned() -> Case:
+    """The optimizer of the second layer is not in the state. It steps before the exception."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
     first, second = (torch.optim.Adam(model[i].parameters()) for i in (0, 2))
 
@@ -168,11 +170,11 @@ def half_owned() -> Case:
         second.step()
 
     state = {"model": model, "optimizer": first}
-    return state, step, both(forward_backward, second.step)
+    return state, step, in_order(forward_backward, second.step)
 
 
 def scaled_to_infinity() -> Case:
-    """A scaler that finds infinities skips the optimizer's step, and changes its own scale."""
+    """A scaler that finds infinities skips the step of the optimizer and changes its own scale."""
     state, _, _ = trained(nn.Linear(6, 6))
     state["scaler"] = scaler = torch.amp.GradScaler("cpu")
 
@@ -200,28 +202,28 @@ def arrays() -> Case:
         "scalar": np.float32(3),
     }
 
-    def go_on() -> None:
+    def change_state() -> None:
         np.multiply(a, 2, out=a)
         state["fields"]["x"] += 1
         state["swapped"] += 1
         state["text"][0] = "zz"
         state["point"] += 1
 
-    return state, lambda: np.add(a, 1, out=a), go_on
+    return state, lambda: np.add(a, 1, out=a), change_state
 
 
 def options_in_place() -> Case:
     model = nn.Linear(6, 6)
     state, step, forward_backward = trained(model, lr_decay=0.1, optimizer=torch.optim.Adagrad)
     group = state["optimizer"].param_groups[0]
-    group["mine"] = [1, {"a": np.zeros(2)}]
+    group["custom"] = [1, {"a": np.zeros(2)}]
 
-    def go_on() -> None:
+    def change_state() -> None:
         forward_backward()
-        group["mine"][1]["a"] += 1
+        group["custom"][1]["a"] += 1
         group["lr"] = 9.0
 
-    return state, step, go_on
+    return state, step, change_state
 
 
 SCHEDULES = torch.optim.lr_scheduler
@@ -232,14 +234,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "old spectral norm": lambda: trained(nn.utils.spectral_norm(nn.Linear(6, 6))),
     "lazy": lambda: trained(nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d())),
     "fused": lambda: trained(nn.Linear(6, 6), fused=True),
-    "extra state": lambda: trained(Extra()),
+    "extra state": lambda: trained(ExtraStateModule()),
     "data parallel": lambda: trained(nn.DataParallel(nn.BatchNorm1d(6))),
     "one cycle": lambda: scheduled(SCHEDULES.OneCycleLR, max_lr=0.1, total_steps=50),
     "plateau": lambda: scheduled(SCHEDULES.ReduceLROnPlateau, patience=1),
     "cyclic": lambda: scheduled(SCHEDULES.CyclicLR, base_lr=0.1, max_lr=0.2),
     "live references": live_references,
     "averaged": averaged,
-    "half owned": half_owned,
+    "partly owned": partly_owned,
     "scaled to infinity": scaled_to_infinity,
     "arrays": arrays,
     "options in place": options_in_place,
@@ -255,10 +257,10 @@ def bits(snapshot: holdfast.Snapshot) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_saved_after_an_exception_is_what_a_save_would_have_held(name: str) -> None:
+def test_a_save_after_an_exception_equals_a_save_at_the_last_step(name: str) -> None:
     torch.manual_seed(0)
-    state, step, go_on = CASES[name]()
-    store, wanted = MemoryStore(), {}
+    state, step, change_state = CASES[name]()
+    store, expected = MemoryStore(), {}
     with (
         pytest.raises(ZeroDivisionError),
         Checkpointer(store, state, save=OnException()) as ckpt,
@@ -266,11 +268,11 @@ def test_what_is_saved_after_an_exception_is_what_a_save_would_have_held(name: s
         for _ in range(3):
             step()
             ckpt.step()
-        wanted = bits(holdfast.save(MemoryStore().at("version_0"), state))
-        go_on()
+        expected = bits(holdfast.save(MemoryStore().at("version_0"), state))
+        change_state()
         raise ZeroDivisionError
     [snapshot] = Run(store).snapshots()
-    assert bits(snapshot) == wanted
+    assert bits(snapshot) == expected
     assert snapshot.step == 3
 
 
@@ -278,27 +280,27 @@ def test_what_is_saved_after_an_exception_is_what_a_save_would_have_held(name: s
 
 
 def wide() -> Case:
-    """A parameter of more than two pieces, so that some of it is staged beside, and a buffer."""
+    """Return a model with a parameter of several pieces, staged in the background, and a buffer."""
     model = nn.BatchNorm1d(6)
     model.register_parameter("wide", nn.Parameter(torch.zeros(2_500_000)))
     state, _, step = trained(model, torch.optim.SGD)
 
-    def whole_step() -> None:
+    def full_step() -> None:
         step()
         model.wide.grad = model.weight[:1].detach().expand(2_500_000)
         state["optimizer"].step()
 
-    return state, whole_step, step
+    return state, full_step, step
 
 
 SOURCE = str(Path(holdfast.__file__).parent)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of Holdfast that the thread comes to."""
+    """A trace function that raises KeyboardInterrupt at the n-th line of Holdfast."""
 
     def __init__(self, at: int) -> None:
-        self.left = at
+        self.remaining_lines = at
         self.lines = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
@@ -306,13 +308,13 @@ class Interrupt:
             return None
         if event == "line":
             self.lines += 1
-            if self.lines == self.left:
+            if self.lines == self.remaining_lines:
                 raise KeyboardInterrupt
         return self
 
 
-def interrupted(at: int, overlap: bool) -> int:
-    """A training whose fourth step is interrupted, and which goes on; how many lines it had."""
+def interrupt_at_line(at: int, overlap: bool) -> int:
+    """Train, interrupt the fourth step, and continue. Return the number of lines of that step."""
     torch.manual_seed(0)
     state, train, _ = wide()
     state["progress"] = holdfast.Progress()
@@ -333,7 +335,7 @@ def interrupted(at: int, overlap: bool) -> int:
             seen[state["progress"].step] = now
     assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
     assert not state["optimizer"]._optimizer_step_pre_hooks
-    assert not [s.key for s in store.list("") if "/" not in s.key]  # no pin is left
+    assert not [s.key for s in store.list("") if "/" not in s.key]  # no pin remains
     assert ckpt.statistics()["saves"] == len(Run(store).snapshots()) >= 3
     for snapshot in Run(store).snapshots():
         loaded = holdfast.load(store.at(str(snapshot.version)))
@@ -345,27 +347,27 @@ def interrupted(at: int, overlap: bool) -> int:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_interrupt_anywhere_in_a_step_spoils_no_version_and_training_goes_on(
+def test_training_continues_after_an_interrupt_at_any_line_of_a_step(
     overlap: bool,
 ) -> None:
-    lines = interrupted(0, overlap)
+    lines = interrupt_at_line(0, overlap)
     for part in range(1, 8):
-        interrupted(lines * part // 8, overlap)
+        interrupt_at_line(lines * part // 8, overlap)
 
 
 # -- a store that fails --------------------------------------------------------------------------
 
 
-class Moody(MemoryStore):
-    """A store that fails now and then, once it is ``awake``."""
+class RandomlyFailingStore(MemoryStore):
+    """A store whose calls fail at random while ``is_failing``."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.chance = random.Random(seed)
-        self.awake = False
+        self.rng = random.Random(seed)
+        self.is_failing = False
 
     def _fail(self, probability: float) -> None:
-        if self.awake and self.chance.random() < probability:
+        if self.is_failing and self.rng.random() < probability:
             raise StoreError("not this time")
 
     def put(self, key: str, length: int) -> Any:
@@ -382,8 +384,8 @@ class Moody(MemoryStore):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_saves_failures_and_skips_add_up_and_every_version_is_right(seed: int) -> None:
-    store, state, heard = Moody(seed), initial_state(), Counter[str]()
+def test_counters_are_consistent_and_every_version_is_correct(seed: int) -> None:
+    store, state, emitted = RandomlyFailingStore(seed), initial_state(), Counter[str]()
     ckpt = Checkpointer(
         store,
         state,
@@ -393,30 +395,30 @@ def test_saves_failures_and_skips_add_up_and_every_version_is_right(seed: int) -
         busy="skip" if seed % 2 else "wait",
         incremental=seed % 3 == 0,
     )
-    with warnings.catch_warnings(), events.attach(lambda name, _: heard.update([name])):
+    with warnings.catch_warnings(), events.attach(lambda name, _: emitted.update([name])):
         warnings.simplefilter("ignore", SaveFailed)
         for _ in range(31):
             train_step(state)
             ckpt.step()
-            store.awake = True
+            store.is_failing = True
         ckpt.close()
     counts = ckpt.statistics()
     assert counts["failures"] + counts["skipped"] > 0
     assert counts["saves"] + counts["failures"] + counts["skipped"] == 31
     assert (counts["saves"], counts["failures"], counts["skipped"]) == (
-        heard["saved"],
-        heard["save_failed"],
-        heard["save_skipped"],
+        emitted["saved"],
+        emitted["save_failed"],
+        emitted["save_skipped"],
     )
     for version in Run(store).line():
         loaded = holdfast.load(store.at(str(version)))
         assert (loaded["weights"] == state_after(version.step)["weights"]).all()
 
 
-# -- fork, and patience --------------------------------------------------------------------------
+# -- forks and early stopping --------------------------------------------------------------------
 
 
-def test_a_fork_while_a_save_is_in_flight_harms_neither(
+def test_a_fork_during_a_save_affects_neither_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, stage = threading.Event(), DeferredStaging.stage
@@ -428,43 +430,43 @@ def test_a_fork_while_a_save_is_in_flight_harms_neither(
     ckpt.step()
     ckpt.wait()
 
-    def slow(self: DeferredStaging, workers: Workers) -> None:
+    def wait_and_stage(self: DeferredStaging, workers: Workers) -> None:
         assert gate.wait(20)
         stage(self, workers)
 
-    monkeypatch.setattr(DeferredStaging, "stage", slow)
+    monkeypatch.setattr(DeferredStaging, "stage", wait_and_stage)
     step()
-    wanted = state["model"].wide.detach().clone()
+    expected = state["model"].wide.detach().clone()
     ckpt.step()
     assert not ckpt._saver._pending._staged.is_set()  # type: ignore[union-attr]
     child = os.fork()
     if child == 0:
-        refused = 0
-        signal.alarm(20)  # one that waits for what is not its own is ended
+        raised = 0
+        signal.alarm(20)  # ends a child that waits for the other process
         try:
             state["optimizer"].zero_grad()
-            state["optimizer"].step()  # does not wait for what is done in the other process
+            state["optimizer"].step()  # does not wait for the copies of the other process
             for call in (ckpt.step, ckpt.save, ckpt.wait, ckpt.resume):
                 try:
                     call()
                 except HoldfastError:
-                    refused += 1
+                    raised += 1
             try:
                 with ckpt:
                     raise ZeroDivisionError
             except ZeroDivisionError:
-                refused += 1
+                raised += 1
         finally:
-            os._exit(0 if refused == 5 else 1)
+            os._exit(0 if raised == 5 else 1)
     assert os.waitpid(child, 0)[1] == 0
     gate.set()
     ckpt.close()
     assert [s.step for s in Run(tmp_path / "a").snapshots()] == [1, 2]
     loaded = holdfast.load(tmp_path / "a" / "version_2")
-    assert torch.equal(loaded["model"]["wide"], wanted)
+    assert torch.equal(loaded["model"]["wide"], expected)
 
 
-def test_patience_is_that_of_the_version_that_is_resumed() -> None:
+def test_the_state_of_early_stopping_comes_from_the_resumed_version() -> None:
     store = MemoryStore()
 
     def training() -> tuple[Checkpointer, dict[str, Any]]:

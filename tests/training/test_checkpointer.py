@@ -1,4 +1,4 @@
-"""What a trainer holds: resume is exact, a failure is never silent, one save at a time."""
+"""``Checkpointer``: resume is exact, failures are never silent, and one save runs at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_empty_run_resumes_to_none_and_trains() -> None:
 
 
 @pytest.mark.parametrize("killed_at", range(1, 45))
-def test_stopped_anywhere_and_resumed_the_end_is_the_same(killed_at: int) -> None:
+def test_a_run_stopped_at_any_step_ends_with_the_same_state(killed_at: int) -> None:
     store = MemoryStore()
     with training(store, EverySteps(7), KeepLast(2)) as (state, ckpt):
         train(state, ckpt, killed_at)
@@ -61,8 +61,8 @@ def test_stopped_anywhere_and_resumed_the_end_is_the_same(killed_at: int) -> Non
     assert states_equal(state, state_after(45))
 
 
-def test_damage_resumes_from_the_version_before_on_a_branch() -> None:
-    """The issue's own case: 120 flipped, resume takes 100, reaches 120 again, which is latest."""
+def test_resume_after_damage_continues_on_a_branch_from_the_previous_version() -> None:
+    """Version 120 is damaged. The training resumes from 100 and reaches 120 again on branch 1."""
     store = MemoryStore()
     with training(store, EverySteps(20)) as (state, ckpt):
         train(state, ckpt, 120)
@@ -73,7 +73,7 @@ def test_damage_resumes_from_the_version_before_on_a_branch() -> None:
         assert snapshot is not None
         assert snapshot.step == 100
         assert states_equal(state, state_after(100))
-        assert Run(store).branch() == 1  # committed before training goes on
+        assert Run(store).branch() == 1  # committed before training continues
         train(state, ckpt, 120)
     latest = Run(store).latest()
     assert latest is not None
@@ -84,11 +84,11 @@ def test_damage_resumes_from_the_version_before_on_a_branch() -> None:
         again = ckpt.resume()
         assert again is not None
         assert again.version == Version(120, 1)
-        assert Run(store).branch() == 1  # the newest needs no branch
+        assert Run(store).branch() == 1  # resuming from the newest version starts no branch
 
 
-@pytest.mark.parametrize("damage", ["manifest", "shard", "index", "missing", "cut"])
-def test_every_kind_of_damage_is_stepped_over(damage: str) -> None:
+@pytest.mark.parametrize("damage", ["manifest", "shard", "index", "missing", "truncated"])
+def test_every_kind_of_damage_is_skipped(damage: str) -> None:
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
@@ -102,7 +102,7 @@ def test_every_kind_of_damage_is_stepped_over(damage: str) -> None:
     else:
         raw = store.get(shard, 1 << 30)
         store.delete(shard)
-        if damage == "cut":
+        if damage == "truncated":
             store.put_if_absent(shard, raw[: len(raw) // 2])
     with training(store, EverySteps(10)) as (state, ckpt), pytest.warns(SkippedVersion):
         snapshot = ckpt.resume()
@@ -111,7 +111,7 @@ def test_every_kind_of_damage_is_stepped_over(damage: str) -> None:
     assert states_equal(state, state_after(10))
 
 
-def test_all_versions_damaged_raises_and_never_starts_afresh() -> None:
+def test_a_run_with_only_damaged_versions_never_starts_from_scratch() -> None:
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
@@ -138,10 +138,10 @@ def test_resume_at_an_older_version_starts_a_branch() -> None:
     assert Run(store).line() == [Version(10), Version(20), Version(30, 1)]
     assert "on request" in Run(store).read_branch(1).reason
     with training(store, EverySteps(10)) as (state, ckpt), pytest.raises(NoSnapshot, match="40"):
-        ckpt.resume(at=40)  # on the branch that was left
+        ckpt.resume(at=40)  # on the abandoned branch
 
 
-def test_training_afresh_into_a_run_with_versions_is_refused() -> None:
+def test_starting_from_scratch_in_a_run_with_versions_is_an_error() -> None:
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
@@ -152,7 +152,7 @@ def test_training_afresh_into_a_run_with_versions_is_refused() -> None:
             ckpt.save()
 
 
-def test_save_commits_now_and_a_second_time_gives_what_is_there() -> None:
+def test_save_commits_at_once_and_a_repeated_save_returns_the_same_version() -> None:
     store = MemoryStore()
     with training(store, EverySteps(1000)) as (state, ckpt):
         train(state, ckpt, 3)
@@ -181,7 +181,7 @@ def test_without_progress_the_checkpointer_counts() -> None:
         assert ckpt.current_step == 6
 
 
-def test_every_seconds_uses_a_clock_that_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_seconds_uses_a_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("holdfast.training.cadence.time.monotonic", lambda: now[0])
     store = MemoryStore()
@@ -192,7 +192,7 @@ def test_every_seconds_uses_a_clock_that_does_not_jump(monkeypatch: pytest.Monke
     assert [s.step for s in Run(store).snapshots()] == [4, 7, 10]
 
 
-class Failing(MemoryStore):
+class FailingStore(MemoryStore):
     """A store whose shards cannot be written while ``broken``."""
 
     broken = False
@@ -205,7 +205,7 @@ class Failing(MemoryStore):
 
 @pytest.mark.parametrize("call", ["step", "save", "wait", "close", "resume"])
 def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
-    store = Failing()
+    store = FailingStore()
     state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(5))
     train(state, ckpt, 5)
@@ -227,7 +227,7 @@ def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
         assert [s.step for s in Run(store).snapshots()] == [5]
 
 
-def test_leaving_the_block_finishes_the_save_in_flight() -> None:
+def test_leaving_the_block_finishes_the_pending_save() -> None:
     store = MemoryStore()
     gate = threading.Event()
     put = store.put
@@ -239,8 +239,8 @@ def test_leaving_the_block_finishes_the_save_in_flight() -> None:
     assert Run(store).latest() is not None
 
 
-def test_an_exception_in_training_still_finishes_the_save_and_passes_on() -> None:
-    store = Failing()
+def test_an_exception_of_the_training_finishes_the_save_and_is_raised() -> None:
+    store = FailingStore()
     with pytest.raises(ZeroDivisionError) as e, training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
         raise ZeroDivisionError
@@ -270,19 +270,19 @@ def test_the_state_may_change_as_soon_as_step_returns() -> None:
     assert (holdfast.load(store.at("version_5"))["weights"] == state_after(5)["weights"]).all()
 
 
-def test_a_failed_retention_does_not_undo_the_save_but_is_raised() -> None:
+def test_a_failed_retention_is_raised_and_the_version_remains() -> None:
     store = MemoryStore()
     with training(store, EverySteps(5), KeepLast(1)) as (state, ckpt):
         train(state, ckpt, 5)
         ckpt.wait()
         delete = store.delete
 
-        def refuse(key: str) -> None:
+        def fail_for_manifests(key: str) -> None:
             if MANIFEST in key:
                 raise StoreError(f"no delete of {key}")
             delete(key)
 
-        store.delete = refuse  # type: ignore[method-assign]
+        store.delete = fail_for_manifests  # type: ignore[method-assign]
         train(state, ckpt, 10)
         with pytest.raises(StoreError, match="no delete"):
             ckpt.wait()
@@ -290,30 +290,30 @@ def test_a_failed_retention_does_not_undo_the_save_but_is_raised() -> None:
         store.delete = delete  # type: ignore[method-assign]
 
 
-def test_a_state_that_does_not_fit_is_refused_not_skipped() -> None:
+def test_a_state_with_other_structure_raises_and_is_not_skipped() -> None:
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 10)
-    other = initial_state() | {"more": initial_state()["weights"]}
+    other = initial_state() | {"added": initial_state()["weights"]}
     with (
         holdfast.Checkpointer(store, other, save=EverySteps(5)) as ckpt,
-        pytest.raises(MissingLeaf, match="more"),
+        pytest.raises(MissingLeaf, match="added"),
     ):
         ckpt.resume()
     assert Run(store).branch() == 0
 
 
-def test_what_cannot_be_kept_is_refused_at_the_step() -> None:
+def test_an_unsupported_value_raises_at_the_step() -> None:
     store = MemoryStore()
-    state = initial_state() | {"bad": object()}
+    state = initial_state() | {"unsupported": object()}
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
-    with pytest.raises(Unsupported, match="bad"):
+    with pytest.raises(Unsupported, match="unsupported"):
         ckpt.step()
     assert list(store.list("")) == []
     ckpt.close()
 
 
-def test_a_closed_checkpointer_says_so() -> None:
+def test_a_closed_checkpointer_raises() -> None:
     ckpt = holdfast.Checkpointer(MemoryStore(), initial_state())
     ckpt.close()
     ckpt.close()
@@ -321,7 +321,7 @@ def test_a_closed_checkpointer_says_so() -> None:
         ckpt.step()
 
 
-def test_buffers_are_reused_and_no_thread_is_left() -> None:
+def test_buffers_are_reused_and_no_thread_remains() -> None:
     before = threading.active_count()
     store = MemoryStore()
     with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
@@ -336,8 +336,8 @@ def test_buffers_are_reused_and_no_thread_is_left() -> None:
     assert threading.active_count() == before
 
 
-class BadSector(MemoryStore):
-    """A store that cannot read one folder's shards, for a reason."""
+class UnreadableFolderStore(MemoryStore):
+    """A store that raises ``error`` when it reads the shards of one folder."""
 
     error: StoreError | None = None
     folder = "version_20"
@@ -348,8 +348,8 @@ class BadSector(MemoryStore):
         super().get_range(key, offset, length, into)
 
 
-def test_a_version_that_the_disk_cannot_read_is_stepped_over() -> None:
-    store = BadSector()
+def test_a_version_that_the_disk_cannot_read_is_skipped() -> None:
+    store = UnreadableFolderStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
     store.error = StoreError("Cannot read: Input/output error")
@@ -359,8 +359,8 @@ def test_a_version_that_the_disk_cannot_read_is_stepped_over() -> None:
 
 
 @pytest.mark.parametrize("kind", [Denied, Unavailable])
-def test_a_store_that_does_not_answer_loses_no_steps(kind: type[StoreError]) -> None:
-    store = BadSector()
+def test_an_unavailable_store_raises_and_skips_no_version(kind: type[StoreError]) -> None:
+    store = UnreadableFolderStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 20)
     store.error = kind("not now")

@@ -1,7 +1,7 @@
-"""A run that was stopped and resumed ends with the very bits of the run that never was.
+"""A stopped and resumed run ends bit for bit like an uninterrupted run.
 
-The kills are in this process: everything is dropped, built anew with other random numbers, and
-resumed. ``tests/crash`` kills real processes.
+Each stop is simulated in this process: all objects are dropped, created again with different random
+numbers, and resumed. ``tests/crash`` kills real processes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 @dataclass(frozen=True)
 class Options:
-    """A small training. ``per_step`` batches make a step; ``flush``: one begun at the end of an
-    epoch ends there, with fewer."""
+    """A small training. A step has ``per_step`` batches, or fewer at an epoch's end (``flush``)."""
 
     optimizer: str = "sgd"
     length: int = 11
@@ -52,7 +51,7 @@ class Options:
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Samples; ``noisy`` ones take random numbers from the global generators."""
+    """A data set. With ``noisy``, samples use random numbers of the global generators."""
 
     def __init__(self, options: Options) -> None:
         g = torch.Generator().manual_seed(7)
@@ -136,14 +135,18 @@ class Training:
             self.progress.epoch += 1
 
     def digest(self) -> str:
-        """Of all that decides how the training would go on."""
+        """Return a digest of everything that determines the rest of the training."""
         parts = [*self.model.state_dict().values(), torch.get_rng_state()]
         for slots in self.optimizer.state_dict()["state"].values():
             parts += [v for v in slots.values() if isinstance(v, torch.Tensor)]
         digest = sha256(b"".join(p.numpy().tobytes() for p in parts))
-        rest = (random.getstate(), np.random.get_state()[1].tobytes())  # type: ignore[union-attr]
-        told = (self.scheduler.state_dict(), self.progress.state_dict(), self.sampler.state_dict())
-        digest.update(repr((rest, told)).encode())
+        generator_states = (random.getstate(), np.random.get_state()[1].tobytes())  # type: ignore[union-attr]
+        plain_states = (
+            self.scheduler.state_dict(),
+            self.progress.state_dict(),
+            self.sampler.state_dict(),
+        )
+        digest.update(repr((generator_states, plain_states)).encode())
         return digest.hexdigest()
 
 
@@ -153,7 +156,7 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def uninterrupted(options: Options) -> Training:
+def run_uninterrupted(options: Options) -> Training:
     seed_all(0)
     training = Training(options)
     with holdfast.Checkpointer(MemoryStore(), training.state) as ckpt:
@@ -161,7 +164,7 @@ def uninterrupted(options: Options) -> Training:
     return training
 
 
-def stopped(options: Options, store: Store, every: int, stop: int) -> Training:
+def run_until_stop(options: Options, store: Store, every: int, stop: int) -> Training:
     seed_all(0)
     training = Training(options)
     with holdfast.Checkpointer(store, training.state, save=holdfast.EverySteps(every)) as ckpt:
@@ -169,9 +172,9 @@ def stopped(options: Options, store: Store, every: int, stop: int) -> Training:
     return training
 
 
-def resumed(options: Options, store: Store) -> tuple[Training, int]:
-    """The rest of a training, and the step from which it went on."""
-    seed_all(99)  # what a new process draws has nothing to do with the old one
+def resume_and_finish(options: Options, store: Store) -> tuple[Training, int]:
+    """Resume and finish a training. Return it, and the step at which it resumed."""
+    seed_all(99)  # a new process has different random numbers
     training = Training(options)
     torch.randn(5)
     with holdfast.Checkpointer(store, training.state, save=holdfast.EverySteps(1000)) as ckpt:
@@ -181,7 +184,7 @@ def resumed(options: Options, store: Store) -> tuple[Training, int]:
     return training, start
 
 
-PLAIN = [
+WITHOUT_WORKERS = [
     Options(),
     Options(optimizer="adamw"),
     Options(drop_last=True),
@@ -193,7 +196,7 @@ PLAIN = [
     Options(per_step=2, flush=True, noisy=True),
     Options(batch=12),
 ]
-WORKERS = [
+WITH_WORKERS = [
     Options(workers=2, epochs=2),
     Options(workers=2, epochs=3, persistent=True, drop_last=True),
     Options(workers=2, epochs=2, per_step=2),
@@ -201,33 +204,35 @@ WORKERS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [*PLAIN, *WORKERS], ids=str)
-def test_every_kill_step_ends_with_the_same_bits(options: Options) -> None:
-    whole = uninterrupted(options)
-    expected = whole.digest()
-    assert len(set(whole.losses)) == len(whole.losses)
-    for saved in range(1, whole.progress.step + 1):
+@pytest.mark.parametrize("options", [*WITHOUT_WORKERS, *WITH_WORKERS], ids=str)
+def test_a_stop_at_any_step_ends_with_the_same_bits(options: Options) -> None:
+    reference = run_uninterrupted(options)
+    expected = reference.digest()
+    assert len(set(reference.losses)) == len(reference.losses)
+    for saved in range(1, reference.progress.step + 1):
         store = MemoryStore()
-        # up to two more steps are lost with the process
-        stop = min(saved + saved % 3, 2 * saved - 1, whole.progress.step)
-        first = stopped(options, store, saved, max(stop, saved))
-        second, start = resumed(options, store)
+        # up to two more steps are lost
+        stop = min(saved + saved % 3, 2 * saved - 1, reference.progress.step)
+        first = run_until_stop(options, store, saved, max(stop, saved))
+        second, start = resume_and_finish(options, store)
         assert start == saved
-        done = len(whole.losses) - len(second.losses)
-        assert first.losses == whole.losses[: len(first.losses)]
-        assert second.losses == whole.losses[done:]
+        done = len(reference.losses) - len(second.losses)
+        assert first.losses == reference.losses[: len(first.losses)]
+        assert second.losses == reference.losses[done:]
         assert second.digest() == expected, f"saved at step {saved}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [Options(), Options(per_step=2, noisy=True)], ids=str)
 @pytest.mark.parametrize("late", [False, True])
-def test_every_step_that_raises_ends_with_the_same_bits(options: Options, late: bool) -> None:
-    """``late``: in the middle of a step that began before. What is saved is the state before it,
-    whatever the loop and the loader have done since, also where that is an epoch's end."""
-    whole = uninterrupted(options)
-    expected = whole.digest()
-    for raising in range(1, len(whole.losses)):
+def test_an_exception_in_any_step_ends_with_the_same_bits(options: Options, late: bool) -> None:
+    """The state before the step is saved, whatever the loop and the loader have done since.
+
+    ``late``: the exception occurs within the step, after the backward pass.
+    """
+    reference = run_uninterrupted(options)
+    expected = reference.digest()
+    for raising in range(1, len(reference.losses)):
         store = MemoryStore()
         seed_all(0)
         first = Training(options)
@@ -236,11 +241,11 @@ def test_every_step_that_raises_ends_with_the_same_bits(options: Options, late: 
         with pytest.raises(ZeroDivisionError), ckpt:
             first.run(ckpt)
         if len(first.losses) == 0:
-            assert list(store.list("")) == []  # before the first step there was nothing to save
+            assert list(store.list("")) == []  # before the first step, nothing can be saved
             continue
-        second, start = resumed(options, store)
+        second, start = resume_and_finish(options, store)
         assert start == len(first.losses) // options.per_step
-        assert first.losses + second.losses == whole.losses
+        assert first.losses + second.losses == reference.losses
         assert second.digest() == expected, f"raised in batch {raising}"
 
 
@@ -255,8 +260,8 @@ LOADERS: list[dict[str, Any]] = [
 ]
 
 
-class Places(Dataset[int]):
-    """Returns the index, and the seed of the worker that was asked for it."""
+class IndexDataset(Dataset[int]):
+    """A data set of pairs: the index, and the seed of the worker."""
 
     def __getitem__(self, i: int) -> tuple[int, int]:
         worker = torch.utils.data.get_worker_info()
@@ -278,23 +283,23 @@ def test_the_first_batch_finds_the_restored_generators(options: dict[str, Any], 
         next(batches)
         sampler.advance()
     other = holdfast.ElasticSampler(8, 2)
-    loader = DataLoader(Places(), batch_sampler=other, **options)
+    loader = DataLoader(IndexDataset(), batch_sampler=other, **options)
     other.load_state_dict(sampler.state_dict())
     seed_all(5)
     restored = generators()
     for _ in loader:
         assert generators() == restored
         other.advance()
-    assert generators() == restored  # also where the pass was empty
+    assert generators() == restored  # also after an empty pass
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_pass_that_begins_an_epoch_draws_as_always(workers: int) -> None:
-    """Else the workers' seeds would be the same in every epoch."""
+def test_a_pass_that_starts_an_epoch_draws_a_seed(workers: int) -> None:
+    """Otherwise the seeds of the workers would be the same in every epoch."""
     sampler = holdfast.ElasticSampler(8, 2)
     other = holdfast.ElasticSampler(8, 2)
     other.load_state_dict(sampler.state_dict())
-    loader = DataLoader(Places(), batch_sampler=other, num_workers=workers)
+    loader = DataLoader(IndexDataset(), batch_sampler=other, num_workers=workers)
     seed_all(5)
     seeds, states = [], []
     for _ in range(3):
@@ -309,24 +314,24 @@ def test_a_pass_that_begins_an_epoch_draws_as_always(workers: int) -> None:
     assert generators() == states[0]
 
 
-def test_what_is_drawn_between_the_loader_and_its_first_batch_is_undone() -> None:
-    """The run that was never interrupted did not draw it in mid-epoch."""
+def test_draws_between_the_loader_and_its_first_batch_are_undone() -> None:
+    """An uninterrupted run does not draw these numbers within an epoch."""
     sampler = holdfast.ElasticSampler(8, 2)
     next(iter(sampler))
     sampler.advance()
     sampler.load_state_dict(sampler.state_dict())
     seed_all(5)
     restored = generators()
-    batches = iter(DataLoader(Places(), batch_sampler=sampler))
+    batches = iter(DataLoader(IndexDataset(), batch_sampler=sampler))
     seed_all(6)
     next(batches)
     assert generators() == restored
 
 
-# -- what a person forgets or changes -------------------------------------------------------------
+# -- mistakes and changes -------------------------------------------------------------------------
 
 
-def small(length: int = 8, lr: float = 0.1) -> dict[str, Any]:
+def make_state(length: int = 8, lr: float = 0.1) -> dict[str, Any]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return {
@@ -339,9 +344,9 @@ def small(length: int = 8, lr: float = 0.1) -> dict[str, Any]:
     }
 
 
-def saved_at(store: Store, step: int) -> None:
-    """A version of that step of an epoch of four."""
-    state = small()
+def save_version(store: Store, step: int) -> None:
+    """Save the version of a step in an epoch of four steps."""
+    state = make_state()
     with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(step)) as ckpt:
         for number, _ in enumerate(state["sampler"], 1):
             ckpt.step()
@@ -349,8 +354,8 @@ def saved_at(store: Store, step: int) -> None:
                 return
 
 
-def test_a_sampler_that_was_forgotten_in_the_state_is_refused_in_the_third_epoch() -> None:
-    state = small()
+def test_a_sampler_missing_in_the_state_raises_in_the_third_epoch() -> None:
+    state = make_state()
     sampler = state.pop("sampler")
     with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in sampler:
@@ -363,8 +368,8 @@ def test_a_sampler_that_was_forgotten_in_the_state_is_refused_in_the_third_epoch
             next(iter(sampler))
 
 
-def test_a_sampler_for_evaluation_is_refused_in_the_third_epoch_or_in_the_first_step() -> None:
-    state, evaluation = small(), holdfast.ElasticSampler(6, 2)
+def test_a_sampler_used_for_evaluation_raises() -> None:
+    state, evaluation = make_state(), holdfast.ElasticSampler(6, 2)
     with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
         for epoch in range(2):
             for _ in state["sampler"]:
@@ -386,8 +391,8 @@ def test_a_sampler_for_evaluation_is_refused_in_the_third_epoch_or_in_the_first_
             ckpt.step()
 
 
-def test_a_loop_that_never_counts_its_epochs_is_told() -> None:
-    state = small()
+def test_a_loop_that_does_not_count_epochs_causes_a_warning() -> None:
+    state = make_state()
     with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
         for epoch in range(state["progress"].epoch, 3):
             with warnings.catch_warnings(record=True) as caught:
@@ -397,8 +402,8 @@ def test_a_loop_that_never_counts_its_epochs_is_told() -> None:
             assert [w.category for w in caught] == [UncountedEpochs] * (epoch == 2)
 
 
-def test_a_step_that_is_called_twice_for_a_batch_is_told() -> None:
-    state = small()
+def test_calling_step_twice_for_a_batch_raises() -> None:
+    state = make_state()
     with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
         next(iter(state["sampler"]))
         ckpt.step()
@@ -406,11 +411,11 @@ def test_a_step_that_is_called_twice_for_a_batch_is_told() -> None:
             ckpt.step()
 
 
-def test_a_data_set_may_grow_between_two_epochs() -> None:
-    """The version is of the epoch's last step; nothing of it is left."""
+def test_a_data_set_can_grow_between_two_epochs() -> None:
+    """The version belongs to the last step of an epoch."""
     store = MemoryStore()
-    saved_at(store, 4)
-    state = small(12)
+    save_version(store, 4)
+    state = make_state(12)
     with holdfast.Checkpointer(store, state) as ckpt:
         ckpt.resume()
         passes = []
@@ -424,11 +429,11 @@ def test_a_data_set_may_grow_between_two_epochs() -> None:
         assert ckpt.current_step == 10
 
 
-def test_a_data_set_that_grew_within_an_epoch_begins_a_new_run(tmp_path: Path) -> None:
-    """What the error says is possible."""
+def test_a_data_set_that_grew_within_an_epoch_needs_a_new_run(tmp_path: Path) -> None:
+    """The advice of the error works."""
     store = open_store(tmp_path / "a")
-    saved_at(store, 3)
-    state = small(12)
+    save_version(store, 3)
+    state = make_state(12)
     with pytest.raises(PlanError, match="length=8, found length=12"):
         state["sampler"].load_state_dict(holdfast.load(tmp_path / "a/version_3")["sampler"])
     with (
@@ -443,10 +448,10 @@ def test_a_data_set_that_grew_within_an_epoch_begins_a_new_run(tmp_path: Path) -
         assert len(list(state["sampler"])) == 6
 
 
-def test_options_of_an_optimizer_come_from_the_version_and_can_be_set_after() -> None:
+def test_optimizer_options_come_from_the_version_and_can_be_changed_afterwards() -> None:
     store = MemoryStore()
-    saved_at(store, 4)
-    state = small(lr=0.5)
+    save_version(store, 4)
+    state = make_state(lr=0.5)
     group = state["optimizer"].param_groups[0]
     with holdfast.Checkpointer(store, state) as ckpt:
         ckpt.resume()
@@ -455,17 +460,17 @@ def test_options_of_an_optimizer_come_from_the_version_and_can_be_set_after() ->
         group["lr"] = 0.5
         ckpt.step(batches=0)
         ckpt.save()
-    other = small()
+    other = make_state()
     with holdfast.Checkpointer(store, other) as ckpt:
         ckpt.resume()
     assert other["optimizer"].param_groups[0]["lr"] == 0.5
 
 
-# -- loaders and data sets that have a state of their own ----------------------------------------
+# -- loaders and data sets with their own state --------------------------------------------------
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Numbers from a place that it keeps, with random noise of its own."""
+    """A stream of numbers that keeps its position and its own random noise."""
 
     def __init__(self, length: int = 10) -> None:
         self.length, self.at, self.loaded = length, 0, False
@@ -473,7 +478,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.at == self.length and not self.loaded:
-            self.at = 0  # here and not at the end: what is saved there resumes as an empty pass
+            self.at = 0  # not at the end, because a state saved there resumes as an empty pass
         self.loaded = False
         while self.at < self.length:
             self.at += 1
@@ -481,19 +486,19 @@ class Stream(IterableDataset[torch.Tensor]):
 
     def state_dict(self) -> dict[str, Any]:
         noise = self.generator.get_state()
-        # all kinds of plain values, as data sets in the wild have them
-        more = [None, [1, (2.5, {"deep": b"\x00\xff", "none": [None]})], {3: "three"}, True]
-        return {"at": self.at, "noise": noise, "bytes": bytes(range(256)), "more": more}
+        # all kinds of plain values, as in existing data sets
+        values = [None, [1, (2.5, {"deep": b"\x00\xff", "none": [None]})], {3: "three"}, True]
+        return {"at": self.at, "noise": noise, "bytes": bytes(range(256)), "values": values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at, self.loaded = state["at"], True
         self.generator.set_state(state["noise"])
         assert state["bytes"] == bytes(range(256))
-        assert state["more"] == self.state_dict()["more"]
+        assert state["values"] == self.state_dict()["values"]
 
 
-class Restarting(Stream):
-    """As torchdata has its data sets: a pass that ends leaves them at the beginning."""
+class RestartingStream(Stream):
+    """A stream that is at its beginning after each pass, like the data sets of torchdata."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from super().__iter__()
@@ -501,8 +506,8 @@ class Restarting(Stream):
 
 
 @dataclass
-class Reading:
-    """A loop that only looks at its data, and at the numbers that a step would draw."""
+class ReadingLoop:
+    """A loop that records its data and the random numbers that a step would draw."""
 
     parts: dict[str, Any]
     loader: Any
@@ -523,24 +528,24 @@ class Reading:
         return self.seen
 
 
-def goes_on_exactly(make: Any) -> None:
+def check_exact_resume(make: Any) -> None:
     seed_all(0)
-    whole = make().run(MemoryStore())
-    for stop in range(1, len(whole) + 1):
+    reference = make().run(MemoryStore())
+    for stop in range(1, len(reference) + 1):
         store = MemoryStore()
         seed_all(0)
         first = make().run(store, stop)
         seed_all(99)
-        assert first + make().run(store) == whole, f"stopped at step {stop}"
+        assert first + make().run(store) == reference, f"stopped at step {stop}"
 
 
-def test_an_iterable_data_set_goes_on_by_its_own_state() -> None:
-    def make() -> Reading:
+def test_an_iterable_data_set_resumes_from_its_own_state() -> None:
+    def make() -> ReadingLoop:
         data = Stream()
         loader = DataLoader(data, batch_size=4, generator=torch.Generator())
-        return Reading({"data": data}, loader)
+        return ReadingLoop({"data": data}, loader)
 
-    goes_on_exactly(make)
+    check_exact_resume(make)
 
 
 def plain() -> dict[str, Any]:
@@ -564,12 +569,14 @@ def stateful() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    ("make", "good"),
+    ("make", "saved_after_count"),
     [(plain, True), (streamed, False), (stateful, True)],
     ids=["plain", "streamed", "stateful"],
 )
-def test_a_save_between_two_epochs_goes_on_exactly(make: Any, good: bool, late: bool) -> None:
-    """``good``: if it is made after the epoch is counted (``late``), or before; as documented."""
+def test_a_save_between_two_epochs_resumes_exactly(
+    make: Any, saved_after_count: bool, late: bool
+) -> None:
+    """Plain and stateful loaders need the save after the epoch is counted, streams before it."""
 
     def run(store: Store, epochs: int) -> list[list[float]]:
         parts, progress, seen = make(), holdfast.Progress(), []
@@ -587,49 +594,50 @@ def test_a_save_between_two_epochs_goes_on_exactly(make: Any, good: bool, late: 
         return seen
 
     seed_all(0)
-    whole = run(MemoryStore(), 3)
+    reference = run(MemoryStore(), 3)
     seed_all(0)
     store = MemoryStore()
     first = run(store, 1)
     seed_all(99)
-    assert (first + run(store, 3) == whole) is (good is late)
+    assert (first + run(store, 3) == reference) is (saved_after_count is late)
 
 
-def test_without_a_generator_of_its_own_a_plain_loader_draws_once_more() -> None:
-    """Why the recipe is as it is: if this fails, it may be made shorter."""
+def test_a_plain_loader_without_its_own_generator_draws_once_more() -> None:
+    """If this test fails, the advice in the documentation about the generator can go."""
 
-    def make() -> Reading:
+    def make() -> ReadingLoop:
         data = Stream()
-        return Reading({"data": data}, DataLoader(data, batch_size=4))
+        return ReadingLoop({"data": data}, DataLoader(data, batch_size=4))
 
     with pytest.raises(AssertionError, match="stopped at step 1"):
-        goes_on_exactly(make)
+        check_exact_resume(make)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_a_stateful_loader_goes_on_by_its_own_state(
+def test_a_stateful_loader_resumes_from_its_own_state(
     monkeypatch: pytest.MonkeyPatch, kind: str, workers: int
 ) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    # a worker that is stopped between two batches would be noticed after 5 s
+    # otherwise, a stopped worker is detected only after 5 s
     for module in (torch.utils.data._utils, stateful.worker):
         monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.05)
 
-    def make() -> Reading:
+    def make() -> ReadingLoop:
         options: dict[str, Any] = {"num_workers": workers, "generator": torch.Generator()}
         if kind == "stream":
-            data: Any = Restarting(8)  # in whole batches; torchdata 0.11 loses count of a rest
-        else:  # a generator of its own: of one that is shared the loader counts not every draw
+            # Only full batches, because torchdata 0.11 miscounts a partial one.
+            data: Any = RestartingStream(8)
+        else:  # its own generator, because the loader does not count all draws of a shared one
             data = list(map(float, range(10)))
             order = torch.Generator().manual_seed(1)
             options["sampler"] = stateful.sampler.RandomSampler(data, generator=order)
         loader = stateful.StatefulDataLoader(data, batch_size=4, **options)
-        return Reading({"loader": loader}, loader)
+        return ReadingLoop({"loader": loader}, loader)
 
-    goes_on_exactly(make)
+    check_exact_resume(make)
 
 
 # -- several samplers in one state ---------------------------------------------------------------
@@ -644,10 +652,10 @@ def zipped(first: Any, second: Any) -> Iterator[Any]:
     return zip(first, second)
 
 
-def asked(first: Any, second: Any) -> Iterator[Any]:
-    others = iter(second)
+def with_next(first: Any, second: Any) -> Iterator[Any]:
+    second_batches = iter(second)
     for one in first:
-        yield one, next(others)
+        yield one, next(second_batches)
 
 
 Seen = list[tuple[list[int], list[int], float]]
@@ -655,13 +663,16 @@ Seen = list[tuple[list[int], list[int], float]]
 
 @dataclass
 class Pair:
-    """A loop over two loaders, whose samplers are in one state. ``count``: how it counts epochs;
-    ``save``: by hand between two epochs, before or after that."""
+    """A loop over two loaders whose samplers are in one state.
+
+    ``count``: when it counts epochs; ``save``: if it also saves between two epochs, before or after
+    that.
+    """
 
     lengths: tuple[int, int] = (6, 6)
     workers: tuple[int, int] = (0, 0)
-    together: Any = zipped
-    endless: bool = False  # the second loader has no part in what an epoch is
+    combine: Any = zipped
+    endless: bool = False  # the second loader does not determine the epoch
     count: str = "after"
     save: str = "no"
     epochs: int = 3
@@ -675,7 +686,7 @@ class Pair:
     def run(self, store: Store, stop: int = -1, stop_at_epoch: int = -1) -> Seen:
         samplers = [holdfast.ElasticSampler(n, 2, seed=i) for i, n in enumerate(self.lengths)]
         first, second = (
-            DataLoader(Places(), batch_sampler=s, num_workers=w)
+            DataLoader(IndexDataset(), batch_sampler=s, num_workers=w)
             for s, w in zip(samplers, self.workers)
         )
         if self.endless:
@@ -690,7 +701,7 @@ class Pair:
             for epoch in range(progress.epoch, self.epochs if self.count != "not" else 99):
                 if self.count == "before":
                     progress.epoch = epoch
-                for (x, _), (y, _) in self.together(first, second):
+                for (x, _), (y, _) in self.combine(first, second):
                     if self.count == "within":
                         progress.epoch = epoch
                     drawn = torch.rand(1).item() if self.draws else 0.0
@@ -708,23 +719,23 @@ class Pair:
                     return seen
         return seen
 
-    def goes_on_exactly(self) -> None:
+    def check_exact_resume(self) -> None:
         seed_all(0)
-        whole = self.run(MemoryStore())
-        for stop in range(1, len(whole)):
+        reference = self.run(MemoryStore())
+        for stop in range(1, len(reference)):
             store = MemoryStore()
             seed_all(0)
             first = self.run(store, stop)
             seed_all(99)
             rest = self.run(store)
-            assert (first + rest)[: len(whole)] == whole, f"stopped at step {stop}"
-            assert len(first + rest) == len(whole) or self.count == "not"
+            assert (first + rest)[: len(reference)] == reference, f"stopped at step {stop}"
+            assert len(first + rest) == len(reference) or self.count == "not"
         for epoch in range(self.epochs - 1 if self.save != "no" else 0):
             store = MemoryStore()
             seed_all(0)
             first = self.run(store, stop_at_epoch=epoch)
             seed_all(99)
-            assert first + self.run(store) == whole, f"stopped after epoch {epoch}"
+            assert first + self.run(store) == reference, f"stopped after epoch {epoch}"
 
 
 LENGTHS = [(6, 6), (4, 6), (6, 4), (2, 6), (2, 2)]
@@ -733,38 +744,42 @@ PAIRS = [
     *(Pair(lengths, save=s) for lengths in LENGTHS for s in ("before", "after")),
     Pair(count="within"),
     Pair((6, 4), count="within"),
-    Pair(together=asked),
+    Pair(combine=with_next),
     *(Pair(lengths, endless=True) for lengths in LENGTHS[:3]),
     *(Pair(lengths, endless=True, count="within") for lengths in LENGTHS[:3]),
-    *(Pair(lengths, together=asked, endless=True, save="after") for lengths in LENGTHS[:3]),
+    *(Pair(lengths, combine=with_next, endless=True, save="after") for lengths in LENGTHS[:3]),
 ]
 
 
 @pytest.mark.filterwarnings("ignore::holdfast.errors.UncountedBatches")
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_two_samplers_go_on_together(pair: Pair) -> None:
-    """The loop ends a pass as soon as one of them is at an end; the other may not even have been
-    asked for a batch. And both their loaders draw before the first batch."""
-    pair.goes_on_exactly()
+def test_two_samplers_resume_exactly(pair: Pair) -> None:
+    """The loop ends a pass when one sampler ends, possibly before the other has yielded a batch.
+
+    Both loaders draw a seed before the first batch.
+    """
+    pair.check_exact_resume()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::holdfast.errors.UncountedBatches")
 @pytest.mark.parametrize("workers", [(2, 2), (0, 2), (2, 0)], ids=str)
-def test_two_samplers_go_on_together_with_workers(workers: tuple[int, int]) -> None:
-    """With workers for the first only, the second draws once more, as documented, where the first
-    is at an end: a loader with workers has been asked for all when the other is iterated over."""
+def test_two_samplers_with_workers_resume_exactly(workers: tuple[int, int]) -> None:
+    """If only the first loader has workers, the second draws once more, as documented.
+
+    A loader with workers has requested all batches when the iteration of the other begins.
+    """
     pair = Pair((4, 4), workers, count="within", epochs=2)
     if workers != (2, 0):
-        pair.goes_on_exactly()
+        pair.check_exact_resume()
         return
     with pytest.raises(AssertionError, match="stopped at step 2"):
-        pair.goes_on_exactly()
+        pair.check_exact_resume()
     pair.draws = False
-    pair.goes_on_exactly()
+    pair.check_exact_resume()
 
 
-def test_generators_noted_before_another_resume_are_not_put_back() -> None:
+def test_generators_recorded_before_another_resume_are_not_restored() -> None:
     sampler = holdfast.ElasticSampler(8, 2)
     next(iter(sampler))
     sampler.advance()
@@ -777,16 +792,16 @@ def test_generators_noted_before_another_resume_are_not_put_back() -> None:
     assert generators() == restored
 
 
-def test_generators_noted_for_a_pass_that_is_over_are_not_put_back() -> None:
-    """What a loop draws after it, for an evaluation, say, would be drawn again."""
-    old, together = holdfast.ElasticSampler(4, 2), SamplerGroup()
+def test_generators_recorded_for_a_finished_pass_are_not_restored() -> None:
+    """Otherwise, random numbers drawn after the pass would be drawn again."""
+    old, group = holdfast.ElasticSampler(4, 2), SamplerGroup()
     for _ in old:
         old.advance()
     first, second = holdfast.ElasticSampler(4, 2), holdfast.ElasticSampler(4, 2)
     for sampler in (first, second):
-        sampler.follow(None, together)
+        sampler.follow(None, group)
         sampler.load_state_dict(old.state_dict())
-    assert list(first) == []  # with workers, as soon as its loader is iterated over
+    assert list(first) == []  # with workers, as soon as the iteration of its loader begins
     iter(second)
     seed_all(5)
     drawn = generators()
@@ -796,8 +811,8 @@ def test_generators_noted_for_a_pass_that_is_over_are_not_put_back() -> None:
     assert generators() == drawn
 
 
-def test_three_samplers_go_on_together() -> None:
-    """The pass ends with the second; the third is at its end too, and is not asked."""
+def test_three_samplers_resume_exactly() -> None:
+    """The pass ends with the second sampler. The third is also at its end."""
 
     def run(store: Store, stop: int = -1) -> list[Any]:
         samplers = [holdfast.ElasticSampler(n, 2, seed=n) for n in (10, 6, 5)]
@@ -814,13 +829,13 @@ def test_three_samplers_go_on_together() -> None:
                 progress.epoch += 1
         return seen
 
-    whole = run(MemoryStore())
-    for stop in range(1, len(whole)):
+    reference = run(MemoryStore())
+    for stop in range(1, len(reference)):
         store = MemoryStore()
-        assert run(store, stop) + run(store) == whole, f"stopped at step {stop}"
+        assert run(store, stop) + run(store) == reference, f"stopped at step {stop}"
 
 
-def test_a_step_that_one_sampler_cannot_count_moves_none() -> None:
+def test_a_step_that_one_sampler_cannot_count_advances_none() -> None:
     samplers = [holdfast.ElasticSampler(8, 2), holdfast.ElasticSampler(8, 2)]
     with holdfast.Checkpointer(MemoryStore(), {"samplers": samplers}) as ckpt:
         passes = [iter(s) for s in samplers]
@@ -836,17 +851,19 @@ def test_a_step_that_one_sampler_cannot_count_moves_none() -> None:
 # -- ways to count epochs ------------------------------------------------------------------------
 
 
-EVERY = ["after", "before", "within", "last", "from one"]
-COUNTS = [
-    *((count, batches, 1) for count in EVERY for batches in (2, 3)),
-    *((count, 1, 1) for count in EVERY[:-1]),  # a "last" of one step is the same as "from one"
-    *((count, batches, 2) for count in EVERY[:3] for batches in (2, 3, 4)),
+COUNT_TIMES = ["after", "before", "within", "last", "from one"]
+COUNT_CASES = [
+    *((count, batches, 1) for count in COUNT_TIMES for batches in (2, 3)),
+    *(
+        (count, 1, 1) for count in COUNT_TIMES[:-1]
+    ),  # with one step per epoch, "last" equals "from one"
+    *((count, batches, 2) for count in COUNT_TIMES[:3] for batches in (2, 3, 4)),
 ]
 
 
-@pytest.mark.parametrize(("count", "batches", "per_step"), COUNTS)
-def test_every_way_to_count_epochs_goes_on_exactly(count: str, batches: int, per_step: int) -> None:
-    """``last``: as done, before the last step; ``from one``: within, and the first epoch is 1."""
+@pytest.mark.parametrize(("count", "batches", "per_step"), COUNT_CASES)
+def test_every_way_to_count_epochs_resumes_exactly(count: str, batches: int, per_step: int) -> None:
+    """``last``: the epoch is counted before its last step; ``from one``: the first epoch is 1."""
     one = int(count == "from one")
 
     def run(store: Store, stop: int = -1) -> list[list[int]]:
@@ -874,8 +891,8 @@ def test_every_way_to_count_epochs_goes_on_exactly(count: str, batches: int, per
                     progress.epoch += 1
         return seen
 
-    whole = run(MemoryStore())
-    assert len(whole) == 4 * batches
-    for stop in range(1, len(whole) // per_step):
+    reference = run(MemoryStore())
+    assert len(reference) == 4 * batches
+    for stop in range(1, len(reference) // per_step):
         store = MemoryStore()
-        assert run(store, stop) + run(store) == whole, f"stopped at step {stop}"
+        assert run(store, stop) + run(store) == reference, f"stopped at step {stop}"

@@ -1,4 +1,4 @@
-"""The life of a run as a trainer lives it: a store in trouble, going back, stopping, figures."""
+"""A run over its lifetime: store failures, requests, going back, early stopping, statistics."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from tests.trainings import (
 )
 
 
-class Gate(MemoryStore):
-    """A store that writes shards only while the gate is open, and fails while it is ``broken``."""
+class GatedStore(MemoryStore):
+    """A store that writes shards only while ``open`` is set, and raises ``broken`` if not None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,17 +74,17 @@ class Gate(MemoryStore):
         return super().put(key, length)
 
 
-def told() -> tuple[list[tuple[str, dict[str, Any]]], Any]:
-    heard: list[tuple[str, dict[str, Any]]] = []
-    return heard, events.attach(lambda name, fields: heard.append((name, fields)))
+def record_events() -> tuple[list[tuple[str, dict[str, Any]]], Any]:
+    emitted: list[tuple[str, dict[str, Any]]] = []
+    return emitted, events.attach(lambda name, fields: emitted.append((name, fields)))
 
 
-# -- one save in flight --------------------------------------------------------------------------
+# -- one save at a time --------------------------------------------------------------------------
 
 
-def test_a_save_that_is_due_waits_for_the_one_in_flight_and_says_so() -> None:
-    store = Gate()
-    heard, attached = told()
+def test_a_due_save_waits_for_the_pending_one_and_emits_an_event() -> None:
+    store = GatedStore()
+    emitted, attached = record_events()
     with attached, training(store, EverySteps(2)) as (state, ckpt):
         train(state, ckpt, 2)
         ckpt.wait()
@@ -92,50 +92,52 @@ def test_a_save_that_is_due_waits_for_the_one_in_flight_and_says_so() -> None:
         train(state, ckpt, 5)
         threading.Timer(0.05, store.open.set).start()
         train(state, ckpt, 6)
-        assert [f["step"] for n, f in heard if n == "save_waited"] == [6]
+        assert [f["step"] for n, f in emitted if n == "save_waited"] == [6]
         ckpt.wait()
-        figures, saved = ckpt.statistics(), [f["blocked"] for n, f in heard if n == "saved"]
-        assert 0 < figures["waited_seconds"] < figures["last_blocked_seconds"] == saved[-1]
-        assert sum(saved) < figures["blocked_seconds"]
+        statistics, saved = ckpt.statistics(), [f["blocked"] for n, f in emitted if n == "saved"]
+        assert 0 < statistics["waited_seconds"] < statistics["last_blocked_seconds"] == saved[-1]
+        assert sum(saved) < statistics["blocked_seconds"]
     assert [s.step for s in Run(store).snapshots()] == [2, 4, 6]
 
 
-def test_a_save_that_is_due_can_be_skipped_until_the_one_in_flight_is_done() -> None:
-    store = Gate()
-    heard, attached = told()
+def test_a_due_save_can_be_skipped_while_another_is_pending() -> None:
+    store = GatedStore()
+    emitted, attached = record_events()
     state = initial_state()
     with attached, Checkpointer(store, state, save=EverySteps(2), busy="skip") as ckpt:
         train(state, ckpt, 2)
         ckpt.wait()
         store.open.clear()
-        train(state, ckpt, 7)  # 4 is in flight; 6 is due and left out, and still at 7
-        assert [f["step"] for n, f in heard if n == "save_skipped"] == [6]
+        train(state, ckpt, 7)  # 4 is pending; 6 is due and skipped, and still pending at 7
+        assert [f["step"] for n, f in emitted if n == "save_skipped"] == [6]
         assert ckpt.statistics()["skipped"] == 1
         store.open.set()
         ckpt.wait()
-        train(state, ckpt, 8)  # saved as soon as it can be
+        train(state, ckpt, 8)  # saved as soon as possible
     assert [s.step for s in Run(store).snapshots()] == [2, 4, 8]
 
 
-# -- a store in trouble --------------------------------------------------------------------------
+# -- store failures ------------------------------------------------------------------------------
 
 
-def full() -> NoSpace:
+def no_space() -> NoSpace:
     return NoSpace("Cannot write: No space left on device")
 
 
-def test_a_full_disk_with_warn_costs_no_step_and_says_so_loudly() -> None:
-    store = Gate()
+def test_a_full_disk_with_warn_stops_no_step_and_warns() -> None:
+    store = GatedStore()
     state = initial_state()
     with Checkpointer(store, state, save=EverySteps(2), on_error="warn") as ckpt:
         train(state, ckpt, 4)
         ckpt.wait()
-        store.broken = full()
+        store.broken = no_space()
         match = r"NOTHING WAS SAVED.*since step 4.*No space"
-        with pytest.warns(SaveFailed, match=match) as said:
+        with pytest.warns(SaveFailed, match=match) as caught:
             train(state, ckpt, 12)
-        assert 2 <= len(said) <= 4
-        assert {str(w.filename)[-12:] for w in said} == {"trainings.py"}  # the line of its own step
+        assert 2 <= len(caught) <= 4
+        assert {str(w.filename)[-12:] for w in caught} == {
+            "trainings.py"
+        }  # the line that called step()
         assert Run(store).line() == [Version(2), Version(4)]
         assert ckpt.statistics()["failures"] >= 3
         store.broken = None
@@ -149,14 +151,14 @@ def test_a_full_disk_with_warn_costs_no_step_and_says_so_loudly() -> None:
 
 
 @pytest.mark.parametrize("choice", ["raise", "warn"])
-def test_old_versions_that_cannot_be_deleted_are_told_as_what_they_are(choice: Any) -> None:
-    class Keeps(MemoryStore):
+def test_the_error_for_undeletable_versions_says_that_the_save_succeeded(choice: Any) -> None:
+    class UndeletableStore(MemoryStore):
         def delete(self, key: str) -> None:
             if "manifest" in key:
                 raise Denied(f"Cannot delete {key}")
             super().delete(key)
 
-    store, state = Keeps(), initial_state()
+    store, state = UndeletableStore(), initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), on_error=choice)
     train(state, ckpt, 2)
     with pytest.raises(Denied, match=r"version_2 was saved.*old versions"):
@@ -173,31 +175,31 @@ def test_old_versions_that_cannot_be_deleted_are_told_as_what_they_are(choice: A
     assert Run(store).line() == [Version(1), Version(2), Version(3)]
 
 
-def test_warn_does_not_silence_what_was_asked_for_by_name() -> None:
-    store = Gate()
+def test_an_explicit_save_raises_despite_warn() -> None:
+    store = GatedStore()
     state = initial_state()
     ckpt = Checkpointer(store, state, save=EverySteps(100), on_error="warn")
     train(state, ckpt, 3)
-    store.broken = full()
+    store.broken = no_space()
     with pytest.raises(NoSpace):
         ckpt.save()
     store.broken = None
     assert ckpt.save().step == 3
-    store.broken = full()
+    store.broken = no_space()
     train(state, ckpt, 100)
     with pytest.warns(SaveFailed, match="since step 3"):
         ckpt.close()
 
 
-def test_warn_is_for_stores_a_state_that_cannot_be_kept_still_raises() -> None:
-    state = initial_state() | {"bad": object()}
+def test_an_unsupported_state_raises_despite_warn() -> None:
+    state = initial_state() | {"unsupported": object()}
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1), on_error="warn")
-    with pytest.raises(PlanError, match="bad"):
+    with pytest.raises(PlanError, match="unsupported"):
         ckpt.step()
     ckpt.close()
 
 
-def test_a_folder_that_cannot_be_written_is_known_at_the_first_step() -> None:
+def test_a_read_only_folder_raises_at_the_first_step() -> None:
     class ReadOnly(MemoryStore):
         def put_if_absent(self, key: str, data: bytes) -> Any:
             raise Denied(f"Cannot write {key}: Read-only file system")
@@ -208,8 +210,8 @@ def test_a_folder_that_cannot_be_written_is_known_at_the_first_step() -> None:
     ckpt.close()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_local_folder_that_cannot_be_written(tmp_path: Any) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write to every folder")
+def test_a_read_only_local_folder_raises_at_the_first_step(tmp_path: Any) -> None:
     (tmp_path / "runs").mkdir(mode=0o555)
     ckpt = Checkpointer(tmp_path / "runs" / "a", initial_state(), save=EverySteps(1000))
     with pytest.raises(Denied, match="runs"):
@@ -218,7 +220,7 @@ def test_a_local_folder_that_cannot_be_written(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"busy": "drop"}, "busy"),
         ({"on_error": "ignore"}, "on_error"),
@@ -227,12 +229,12 @@ def test_a_local_folder_that_cannot_be_written(tmp_path: Any) -> None:
         ({"full_every": 2.5}, "full_every"),
     ],
 )
-def test_choices_that_are_none(given: dict[str, Any], message: str) -> None:
+def test_invalid_choices(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(HoldfastError, match=message):
-        Checkpointer(MemoryStore(), initial_state(), **given)
+        Checkpointer(MemoryStore(), initial_state(), **arguments)
 
 
-def test_every_epoch_needs_to_know_which_step_completes_one() -> None:
+def test_every_epoch_requires_a_sampler() -> None:
     for state in ({"x": 1}, initial_state()):
         with pytest.raises(HoldfastError, match=r"EveryEpoch.*ElasticSampler"):
             Checkpointer(MemoryStore(), state, save=EverySteps(5) | EveryEpoch())
@@ -240,11 +242,11 @@ def test_every_epoch_needs_to_know_which_step_completes_one() -> None:
     Checkpointer(MemoryStore(), state, save=EveryEpoch()).close()
 
 
-# -- mistakes that a person makes ----------------------------------------------------------------
+# -- common mistakes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"save": 500}, r"save=.*EverySteps\(500\), found 500"),
         ({"save": KeepLast(1)}, r"save=.*found KeepLast"),
@@ -257,9 +259,9 @@ def test_every_epoch_needs_to_know_which_step_completes_one() -> None:
         ({"overlap": 1}, "overlap="),
     ],
 )
-def test_arguments_of_another_kind(given: dict[str, Any], message: str) -> None:
+def test_arguments_of_wrong_types(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(HoldfastError, match=message):
-        Checkpointer(MemoryStore(), given.pop("state", initial_state()), **given)
+        Checkpointer(MemoryStore(), arguments.pop("state", initial_state()), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +283,7 @@ def test_arguments_of_another_kind(given: dict[str, Any], message: str) -> None:
         ({3: 1.0}, "3 is not a number"),
     ],
 )
-def test_metrics_that_are_none_are_refused_at_once(metrics: Any, message: str) -> None:
+def test_invalid_metrics_raise_at_once(metrics: Any, message: str) -> None:
     with training(MemoryStore(), EverySteps(10**6)) as (_, ckpt):
         with pytest.raises(PlanError, match=message):
             ckpt.step(metrics)
@@ -292,18 +294,18 @@ def test_metrics_that_are_none_are_refused_at_once(metrics: Any, message: str) -
         ckpt.step({"g": float("nan")})
 
 
-def test_what_state_dict_returned_is_refused_by_name() -> None:
+def test_the_result_of_state_dict_is_rejected() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    for more in ({"opt": optimizer.state_dict()}, {"all": {"opt": schedule.state_dict()}}):
+    for values in ({"opt": optimizer.state_dict()}, {"all": {"opt": schedule.state_dict()}}):
         with pytest.raises(PlanError, match=r"opt in the state.*copy made once"):
-            Checkpointer(MemoryStore(), {"model": model, **more})
+            Checkpointer(MemoryStore(), {"model": model, **values})
     state = {"model": model.state_dict(), "optimizer": optimizer, "schedule": schedule}
     Checkpointer(MemoryStore(), state).close()
 
 
-def test_a_version_is_no_run(tmp_path: Any) -> None:
+def test_a_version_is_not_a_run(tmp_path: Any) -> None:
     for name in ("version_8", "version_8.1"):
         with pytest.raises(HoldfastError, match=r"is not a run.*resume\(start="):
             Checkpointer(tmp_path / name, initial_state())
@@ -311,8 +313,8 @@ def test_a_version_is_no_run(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["a@latest", "a@8", "a@8.1"])
-def test_the_address_of_a_version_is_no_run(tmp_path: Any, name: str) -> None:
-    for call in ("step", "resume"):  # it is a name like another where there is no such run
+def test_the_address_of_a_version_is_not_a_run(tmp_path: Any, name: str) -> None:
+    for call in ("step", "resume"):  # an ordinary name if no such run exists
         with Checkpointer(tmp_path / call / name, initial_state()) as ckpt:
             getattr(ckpt, call)()
         with training(tmp_path / call / "a", EverySteps(1)) as (state, ckpt):
@@ -323,18 +325,18 @@ def test_the_address_of_a_version_is_no_run(tmp_path: Any, name: str) -> None:
         ckpt.close()
 
 
-def test_a_snapshot_is_no_run(tmp_path: Any) -> None:
-    holdfast.save(tmp_path / "mine", initial_state())
+def test_a_snapshot_is_not_a_run(tmp_path: Any) -> None:
+    holdfast.save(tmp_path / "snapshot", initial_state())
     for call in ("step", "resume", "save"):
-        ckpt = Checkpointer(tmp_path / "mine", initial_state())
+        ckpt = Checkpointer(tmp_path / "snapshot", initial_state())
         with pytest.raises(HoldfastError, match=r"is not a run.*found a snapshot"):
             getattr(ckpt, call)()
         ckpt.close()
 
 
-def test_counting_progress_by_hand_too_is_refused() -> None:
+def test_changing_progress_during_training_raises() -> None:
     with training(MemoryStore(), EverySteps(10**6)) as (state, ckpt):
-        state["progress"].step = 7  # before the first step it may be set
+        state["progress"].step = 7  # permitted before the first step
         ckpt.step()
         assert ckpt.current_step == 8
         state["progress"].step += 1
@@ -352,16 +354,16 @@ def test_a_save_right_after_a_step_has_its_metrics() -> None:
         assert ckpt.save({"other": 1.0}).metadata["metrics"] == {"loss": 2.0, "other": 1.0}
 
 
-def test_a_resume_that_goes_nowhere() -> None:
+def test_a_resume_at_an_invalid_step() -> None:
     with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
         for wrong in ({"at": "8"}, {"at": 8.0}, {"branch": True}):
             with pytest.raises(HoldfastError, match="whole numbers"):
                 ckpt.resume(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_beginning_and_steps_that_are_left_unsaved_are_told() -> None:
+def test_events_of_the_start_and_of_unsaved_steps() -> None:
     store = MemoryStore()
-    heard, attached = told()
+    emitted, attached = record_events()
     with attached:
         with training(store, EverySteps(4)) as (state, ckpt):
             ckpt.resume()
@@ -371,15 +373,20 @@ def test_the_beginning_and_steps_that_are_left_unsaved_are_told() -> None:
             train(state, ckpt, 8)
         with training(store, EverySteps(4)) as (_, ckpt):
             ckpt.resume()
-    wanted = ("began", "left_unsaved", "resumed")
-    assert [n for n, _ in heard if n in wanted] == ["began", "left_unsaved", "resumed", "resumed"]
-    [unsaved] = [f for n, f in heard if n == "left_unsaved"]
+    expected = ("began", "left_unsaved", "resumed")
+    assert [n for n, _ in emitted if n in expected] == [
+        "began",
+        "left_unsaved",
+        "resumed",
+        "resumed",
+    ]
+    [unsaved] = [f for n, f in emitted if n == "left_unsaved"]
     assert (unsaved["step"], unsaved["since"]) == (6, 4)
 
 
 # -- two trainings in one run --------------------------------------------------------------------
 
-OTHER = """
+OTHER_TRAINING = """
 import sys, holdfast
 state = {"x": [0.0], "progress": holdfast.Progress()}
 ckpt = holdfast.Checkpointer(sys.argv[1], state, save=holdfast.EverySteps(1))
@@ -395,8 +402,8 @@ ckpt.close()
 
 
 @pytest.mark.slow
-def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path: Any) -> None:
-    command = [sys.executable, "-c", OTHER, str(tmp_path / "a")]
+def test_a_second_training_raises_while_the_first_runs(tmp_path: Any) -> None:
+    command = [sys.executable, "-c", OTHER_TRAINING, str(tmp_path / "a")]
     first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert first.stdin is not None
     assert first.stdout is not None
@@ -408,11 +415,11 @@ def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path: Any) -
         with pytest.raises(HoldfastError, match=rf"Another training.*process {first.pid} on"):
             ckpt.step()
         with pytest.raises(HoldfastError, match="Another training"):
-            ckpt.resume(at=1)  # it must not move the other's line either
+            ckpt.resume(at=1)  # must not change the lineage of the other training
         ckpt.close()
     assert Run(tmp_path / "a").line() == [Version(1), Version(2)]
     assert Run(tmp_path / "a").branch() == 0
-    if first.pid % 2:  # at its end it makes room; killed, it blocks nobody either
+    if first.pid % 2:  # neither a finished nor a killed training blocks others
         first.kill()
     first.communicate("\n", timeout=60)
     with Checkpointer(tmp_path / "a", state, save=EverySteps(1)) as ckpt:
@@ -421,8 +428,8 @@ def test_a_second_training_is_refused_while_the_first_one_lives(tmp_path: Any) -
     assert not (tmp_path / "a" / "writer.json").exists()
 
 
-def test_a_training_that_is_succeeded_saves_nothing_more() -> None:
-    """As when a node that was taken for dead comes back: its successor runs elsewhere."""
+def test_a_replaced_training_saves_nothing_more() -> None:
+    """For example, a node that was believed dead returns, while its successor runs elsewhere."""
     store = MemoryStore()
     old = Checkpointer(store, state := initial_state(), save=EverySteps(2), on_error="warn")
     train(state, old, 2)
@@ -443,11 +450,13 @@ DEAD = (machine.process_identity()[0], "an earlier boot", "7:1")
 
 
 @pytest.mark.parametrize("died", [ELSEWHERE, DEAD], ids=["elsewhere", "dead"])
-def test_a_successor_takes_the_pins_of_its_predecessor_away_and_no_others(
+def test_a_successor_removes_only_the_pins_of_its_predecessor(
     died: tuple[str, str, str],
 ) -> None:
-    """As when a machine goes away for good in the middle of a save: what it had pinned would be
-    kept for a week, since nobody can see from here that it is dead."""
+    """For example, a machine disappears during a save.
+
+    Its pins would protect versions for a week, because other machines cannot see that it is dead.
+    """
     store = MemoryStore()
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 3)
@@ -472,16 +481,16 @@ def test_a_successor_takes_the_pins_of_its_predecessor_away_and_no_others(
     assert Run(store).line() == [Version(2), Version(3), Version(4)]
 
 
-def test_a_store_that_fails_to_take_old_pins_away_ends_no_training() -> None:
-    """It is a courtesy: they count no more after a week."""
+def test_a_failure_to_remove_old_pins_does_not_stop_the_training() -> None:
+    """The pins expire after a week anyway."""
 
-    class Blip(MemoryStore):
+    class FailingDeleteStore(MemoryStore):
         def delete(self, key: str) -> None:
             if key.startswith("pin-00"):
-                raise Unavailable("a blip")
+                raise Unavailable("a temporary error")
             super().delete(key)
 
-    store = Blip()
+    store = FailingDeleteStore()
     for key in ("pin-000000000000.json", "writer.json"):
         store.put_if_absent(key, encode_pin(Pin("0" * 12, None, machine.utc_now(), *ELSEWHERE)))
     with training(store, EverySteps(1)) as (state, ckpt):
@@ -489,17 +498,17 @@ def test_a_store_that_fails_to_take_old_pins_away_ends_no_training() -> None:
     assert Run(store).line() == [Version(1), Version(2)]
 
 
-def test_a_new_checkpointer_of_this_process_leaves_the_pins_of_the_last_one() -> None:
+def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one() -> None:
     store = MemoryStore()
-    mine = Pin("0" * 12, None, machine.utc_now(), *machine.process_identity())
+    own_pin = Pin("0" * 12, None, machine.utc_now(), *machine.process_identity())
     for key in ("pin-000000000000.json", "writer.json"):
-        store.put_if_absent(key, encode_pin(mine))
+        store.put_if_absent(key, encode_pin(own_pin))
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
     assert [s.key for s in Run(store).listing().process_pins] == ["pin-000000000000.json"]
 
 
-def test_a_writer_of_a_later_format_is_not_taken_for_nobody() -> None:
+def test_a_writer_in_a_newer_format_is_not_ignored() -> None:
     store = MemoryStore()
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
@@ -511,21 +520,21 @@ def test_a_writer_of_a_later_format_is_not_taken_for_nobody() -> None:
             second.resume()
             with pytest.raises(FormatTooNew, match=r"writer.json"):
                 train(other, second, 2)
-        with pytest.raises(FormatTooNew):  # that one may have taken over, from elsewhere
+        with pytest.raises(FormatTooNew):  # the other writer may have taken over
             train(state, ckpt, 3)
     assert store.get("writer.json", 1 << 20) == later
     assert Run(store).line() == [Version(1)]
 
 
-def test_a_writer_that_is_removed_by_hand_is_put_back() -> None:
+def test_a_writer_lock_removed_by_hand_is_restored() -> None:
     store = MemoryStore()
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
         ckpt.wait()
-        for lie in (None, b"{}", b""):
+        for content in (None, b"{}", b""):
             store.delete("writer.json")
-            if lie is not None:
-                store.put_if_absent("writer.json", lie)
+            if content is not None:
+                store.put_if_absent("writer.json", content)
             train(state, ckpt, state["progress"].step + 1)
             ckpt.wait()
     assert "writer.json" not in [s.key for s in store.list("")]
@@ -537,7 +546,7 @@ def test_a_writer_that_is_removed_by_hand_is_put_back() -> None:
 def network(
     seed: int = 0, kind: type[BaseException] = ZeroDivisionError
 ) -> tuple[dict[str, Any], Callable[[], float]]:
-    """A model with buffers and dropout, and its step, which raises on demand."""
+    """Return a model with buffers and dropout, and its step, which can raise ``kind``."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 1)
@@ -569,8 +578,8 @@ def network(
     return state, step
 
 
-def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as a snapshot would hold it, to be compared."""
+def saved_values(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a snapshot of the state, for comparison."""
     snapshot = holdfast.save(MemoryStore().at("version_0"), state)
     values = {key: snapshot[key] for key in snapshot}
     return {k: np.asarray(v[...]) if hasattr(v, "shape") else v for k, v in values.items()}
@@ -589,7 +598,7 @@ def test_an_exception_saves_the_state_before_the_step_that_raised(
 ) -> None:
     store = MemoryStore()
     state, step = network(0, kind)
-    wanted: Any = None
+    expected: Any = None
     with (
         pytest.raises(kind),
         Checkpointer(store, state, save=EverySteps(100) | OnException()) as ckpt,
@@ -597,7 +606,7 @@ def test_an_exception_saves_the_state_before_the_step_that_raised(
         for _ in range(7):
             loss = step()
             ckpt.step({"loss": loss})
-        wanted = plain(state)
+        expected = saved_values(state)
         step(where)
     newest = Run(store).latest()
     assert newest is not None
@@ -608,10 +617,10 @@ def test_an_exception_saves_the_state_before_the_step_that_raised(
     other, _ = network(1)
     with Checkpointer(store, other) as ckpt:
         ckpt.resume()
-    assert equal(plain(other), wanted)
+    assert equal(saved_values(other), expected)
 
 
-def test_once_the_optimizer_has_stepped_that_state_is_gone_and_nothing_is_saved() -> None:
+def test_nothing_is_saved_after_the_optimizer_has_stepped() -> None:
     store = MemoryStore()
     state, step = network()
     with (
@@ -654,55 +663,59 @@ def test_an_exception_before_the_first_step_or_without_the_policy_saves_nothing(
         assert Run(store).latest() is None
 
 
-def test_a_save_on_exception_that_fails_hides_no_exception() -> None:
-    store = Gate()
+def test_a_failed_save_on_exception_does_not_hide_the_exception() -> None:
+    store = GatedStore()
     state, step = network()
     with (
-        pytest.warns(SaveFailed, match="No space"),  # whoever catches the exception sees no note
+        pytest.warns(
+            SaveFailed, match="No space"
+        ),  # a program that catches the exception may not print the note
         pytest.raises(ZeroDivisionError) as e,
         Checkpointer(store, state, save=OnException()) as ckpt,
     ):
         step()
         ckpt.step()
-        store.broken = full()
+        store.broken = no_space()
         step("forward")
     assert "No space" in "".join(e.value.__notes__)
 
 
-# -- asked from outside --------------------------------------------------------------------------
+# -- save requests -------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are looked for without pause."""
+def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll for requests without delay."""
     monkeypatch.setattr(
         "holdfast.training.checkpointer.RequestWatcher", partial(RequestWatcher, interval=0.002)
     )
 
 
-def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, quick: None) -> None:
+def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, poll_often: None) -> None:
     url, state, answers = tmp_path / "a", initial_state(), list[RequestedSave]()
     with Checkpointer(url, state, save=EverySteps(10**6)) as ckpt:
-        train(state, ckpt, 1)  # nothing is saved yet, and it can be asked all the same
-        asking = threading.Thread(
+        train(state, ckpt, 1)  # requests are possible before the first save
+        requester = threading.Thread(
             target=lambda: answers.append(request_and_wait(Run(url), 60, interval=0.01))
         )
-        asking.start()
-        while asking.is_alive():
+        requester.start()
+        while requester.is_alive():
             train(state, ckpt, state["progress"].step + 1)
-        asked = state["progress"].step
-        train(state, ckpt, asked + 100)
+        answered_at = state["progress"].step
+        train(state, ckpt, answered_at + 100)
     [snapshot] = Run(url).snapshots()
     assert answers[0].version == snapshot.version
     assert snapshot.metadata["reason"] == "request"
     assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
 
 
-def test_a_request_whose_save_fails_is_answered_by_a_later_one(tmp_path: Any, quick: None) -> None:
-    store, state = Gate(), initial_state()
+def test_a_request_whose_save_fails_is_answered_by_a_later_one(
+    tmp_path: Any, poll_often: None
+) -> None:
+    store, state = GatedStore(), initial_state()
     with Checkpointer(store, state, save=EverySteps(10**6), on_error="warn") as ckpt:
         train(state, ckpt, 1)
-        store.broken = full()
+        store.broken = no_space()
         put_request(store, "a" * 12)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SaveFailed)
@@ -714,7 +727,7 @@ def test_a_request_whose_save_fails_is_answered_by_a_later_one(tmp_path: Any, qu
     assert len(Run(store).snapshots()) == 1
 
 
-def test_a_signal_asks_for_a_save_until_the_end() -> None:
+def test_a_signal_requests_a_save() -> None:
     store, state = MemoryStore(), initial_state()
     before = signal.getsignal(signal.SIGUSR1)
     with Checkpointer(store, state, save=EverySteps(10**6)) as ckpt:
@@ -726,10 +739,10 @@ def test_a_signal_asks_for_a_save_until_the_end() -> None:
     assert Run(store).line() == [Version(4)]
 
 
-# -- going back, and beginning from another run --------------------------------------------------
+# -- going back, and starting from another run ---------------------------------------------------
 
 
-def test_going_on_from_a_branch_that_was_left() -> None:
+def test_resume_from_an_abandoned_branch() -> None:
     store = MemoryStore()
     with training(store, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 40)
@@ -749,7 +762,7 @@ def test_going_on_from_a_branch_that_was_left() -> None:
         assert snapshot.version == Version(30, 1)
 
 
-def test_a_new_run_begins_where_another_is_and_goes_on_by_itself() -> None:
+def test_a_new_run_starts_from_another_run() -> None:
     url = "memory://life-start"
     with training(url, EverySteps(10)) as (state, ckpt):
         train(state, ckpt, 40)
@@ -761,10 +774,10 @@ def test_a_new_run_begins_where_another_is_and_goes_on_by_itself() -> None:
         assert states_equal(state, state_after(20))
         train(state, ckpt, 30)
     [first] = Run(store).snapshots()
-    assert first.manifest.parent is None  # a parent is a version of the same run
+    assert first.manifest.parent is None  # a parent belongs to the same run
     assert first.metadata["note"]["started_from"]["url"].endswith("version_20")
     with training(store, EverySteps(10)) as (state, ckpt):
-        again = ckpt.resume(start=f"{url}@20")  # the same script, restarted
+        again = ckpt.resume(start=f"{url}@20")  # the same script after a restart
         assert again is not None
         assert again.step == 30
         assert states_equal(state, state_after(30))
@@ -772,8 +785,8 @@ def test_a_new_run_begins_where_another_is_and_goes_on_by_itself() -> None:
         ckpt.resume(start=f"{url}@25")
 
 
-def test_a_resume_waits_for_the_save_in_flight() -> None:
-    store, state = Gate(), initial_state()
+def test_a_resume_waits_for_the_pending_save() -> None:
+    store, state = GatedStore(), initial_state()
     with Checkpointer(store, state, save=EverySteps(5)) as ckpt:
         store.open.clear()
         train(state, ckpt, 7)
@@ -784,11 +797,11 @@ def test_a_resume_waits_for_the_save_in_flight() -> None:
         assert states_equal(state, state_after(5))
 
 
-def test_a_warm_start_takes_what_fits_and_counts_from_zero() -> None:
+def test_a_warm_start_loads_matching_keys_and_counts_from_zero() -> None:
     url = "memory://life-warm"
     holdfast.save(
         f"{url}/version_70",
-        {"model": {"old": np.arange(3.0), "gone": 1}, "progress": holdfast.Progress()},
+        {"model": {"old": np.arange(3.0), "removed": 1}, "progress": holdfast.Progress()},
         step=70,
     )
     state: dict[str, Any] = {
@@ -813,25 +826,25 @@ def test_a_warm_start_takes_what_fits_and_counts_from_zero() -> None:
         assert ckpt.run.line() == [Version(1)]
 
 
-@pytest.mark.parametrize("back", [{"at": 20}, {"branch": 0}, {"at": 0, "branch": 1}])
-def test_a_run_cannot_both_begin_and_go_back(back: dict[str, int]) -> None:
+@pytest.mark.parametrize("position", [{"at": 20}, {"branch": 0}, {"at": 0, "branch": 1}])
+def test_start_cannot_be_combined_with_at_or_branch(position: dict[str, int]) -> None:
     for store in (MemoryStore(), trained_run()):
         with (
             training(store, EverySteps(1)) as (state, ckpt),
             pytest.raises(HoldfastError, match=r"start=.*RUN@120"),
         ):
-            ckpt.resume(start="memory://elsewhere@latest", **back)
+            ckpt.resume(start="memory://elsewhere@latest", **position)
         assert states_equal(state, initial_state())
 
 
-def test_leniency_without_a_start_is_refused() -> None:
+def test_missing_and_unexpected_require_start() -> None:
     with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
         with pytest.raises(HoldfastError, match="start="):
             ckpt.resume(missing="keep")
         ckpt.resume()
 
 
-def test_a_run_of_another_training_is_refused_with_all_differences() -> None:
+def test_the_error_for_another_training_lists_all_differences() -> None:
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
@@ -841,10 +854,10 @@ def test_a_run_of_another_training_is_refused_with_all_differences() -> None:
     assert isinstance(e.value, MissingLeaf | UnexpectedLeaf | PlanError)
     for key in ("model", "weights", "small", "history"):
         assert key in str(e.value)
-    assert "new run" in str(e.value)  # and the way that there is
+    assert "new run" in str(e.value)  # with the advice
 
 
-def test_a_sampler_of_other_data_says_what_can_be_done_about_it() -> None:
+def test_the_error_for_a_sampler_of_other_data_has_advice() -> None:
     store = MemoryStore()
     for length in (10, 12):
         sampler = holdfast.ElasticSampler(length, 2)
@@ -854,7 +867,7 @@ def test_a_sampler_of_other_data_says_what_can_be_done_about_it() -> None:
             with pytest.raises(PlanError, match=r"length=10.*length=12.*keys=") as e:
                 ckpt.resume()
             del state["sampler"]
-            assert states_equal(state, initial_state())  # it is asked before anything is changed
+            assert states_equal(state, initial_state())  # checked before anything is changed
             assert "overwritten" not in str(e.value)
             continue
         next(iter(sampler))
@@ -862,9 +875,9 @@ def test_a_sampler_of_other_data_says_what_can_be_done_about_it() -> None:
         ckpt.close()
 
 
-def test_a_structure_that_changes_is_saved_as_it_is_and_told() -> None:
+def test_a_changed_structure_is_saved_and_reported() -> None:
     store = MemoryStore()
-    heard, attached = told()
+    emitted, attached = record_events()
     with attached, training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
         state["adapter"] = np.ones(7)
@@ -874,7 +887,7 @@ def test_a_structure_that_changes_is_saved_as_it_is_and_told() -> None:
             state["progress"].step += 0
             ckpt.step()
         ckpt.wait()
-    [fields] = [f for n, f in heard if n == "structure_changed"]
+    [fields] = [f for n, f in emitted if n == "structure_changed"]
     assert fields["added"] == ["adapter"]
     assert fields["changed"] == ["small/bias"]
     assert fields["removed"] == []
@@ -888,11 +901,11 @@ def test_a_structure_that_changes_is_saved_as_it_is_and_told() -> None:
 # -- when to stop --------------------------------------------------------------------------------
 
 
-def test_early_stop_and_its_patience_is_in_the_snapshot() -> None:
+def test_early_stop_continues_after_restarts() -> None:
     store = MemoryStore()
     losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0]
     seen = 0
-    for stopped_at in (2, 3, 5):  # the process is ended and begun again on the way
+    for stopped_at in (2, 3, 5):  # the training is restarted twice
         state = initial_state()
         with Checkpointer(
             store, state, save=EverySteps(1), stop=StopWhen("val_loss", patience=3)
@@ -901,7 +914,7 @@ def test_early_stop_and_its_patience_is_in_the_snapshot() -> None:
             while seen < stopped_at and not ckpt.should_stop:
                 train_step(state)
                 ckpt.step({"val_loss": torch.tensor(losses[seen]), "loss": 1.0})
-                ckpt.step({"loss": 1.0})  # a step without the metric counts for nothing
+                ckpt.step({"loss": 1.0})  # a step without the metric does not count
                 seen += 1
             assert ckpt.should_stop == (seen == 5)
     assert seen == 5
@@ -915,7 +928,7 @@ BEST, STOP = KeepLast(5) | KeepBest(1, "val_los"), StopWhen("val_los")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"keep": BEST}, r"has val_los.*they have loss.*Run.add_metrics"),
         ({"stop": STOP}, r"given val_los, which StopWhen waits for"),
@@ -923,28 +936,28 @@ BEST, STOP = KeepLast(5) | KeepBest(1, "val_los"), StopWhen("val_los")
     ],
 )
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])
-def test_a_metric_that_never_comes_is_told_once(
-    given: dict[str, Any], message: str, steps: int
+def test_a_metric_that_is_never_given_causes_one_warning(
+    arguments: dict[str, Any], message: str, steps: int
 ) -> None:
-    """At a step when there are three versions, and at the latest in the end."""
+    """The warning appears at a step after three versions, or at the end."""
     store, state = MemoryStore(), initial_state()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Checkpointer(store, state, save=EverySteps(1), **given) as ckpt:
+        with Checkpointer(store, state, save=EverySteps(1), **arguments) as ckpt:
             train(state, ckpt, min(steps, 3))
             ckpt.wait()
             train(state, ckpt, steps)
-            assert len(told) == (steps > 3)
-    assert [w.category for w in told] == [MetricMissing]
-    assert re.search(message, str(told[0].message))
+            assert len(caught) == (steps > 3)
+    assert [w.category for w in caught] == [MetricMissing]
+    assert re.search(message, str(caught[0].message))
 
 
-def test_nothing_is_told_of_a_metric_where_nothing_was_saved() -> None:
+def test_a_missing_metric_causes_no_warning_without_saves() -> None:
     with Checkpointer(MemoryStore(), state := initial_state(), keep=BEST, stop=STOP) as ckpt:
         train(state, ckpt, 3)
 
 
-def test_a_metric_that_comes_with_an_evaluation_is_none_to_worry_about() -> None:
+def test_a_metric_of_evaluations_causes_no_warning() -> None:
     store, state = MemoryStore(), initial_state()
     with Checkpointer(
         store, state, save=EverySteps(1), keep=KeepLast(1) | KeepBest(1, "acc", mode="max")
@@ -960,71 +973,73 @@ def test_a_metric_that_comes_with_an_evaluation_is_none_to_worry_about() -> None
     assert best.step == 4
 
 
-# -- figures -------------------------------------------------------------------------------------
+# -- statistics ----------------------------------------------------------------------------------
 
 
-def test_what_is_told_of_a_save() -> None:
+def test_the_saved_event() -> None:
     store = MemoryStore()
-    heard, attached = told()
+    emitted, attached = record_events()
     with attached, training(store, EverySteps(5), KeepLast(1)) as (state, ckpt):
         train(state, ckpt, 10)
         ckpt.wait()
-        figures = ckpt.statistics()
-    saved = [f for n, f in heard if n == "saved"]
+        statistics = ckpt.statistics()
+    saved = [f for n, f in emitted if n == "saved"]
     assert [f["version"] for f in saved] == ["version_5", "version_10"]
     assert saved[0]["metrics"]["loss"] == state_after(5)["history"][-1]
-    assert sum(f["bytes"] for f in saved) == figures["bytes"]
-    assert saved[-1]["blocked"] == figures["last_blocked_seconds"]
-    assert sum(f["blocked"] for f in saved) < figures["blocked_seconds"]  # other steps and the wait
-    assert figures["saves"] == 2
-    assert figures["failures"] == figures["skipped"] == 0
-    assert 0 < figures["goodput"] <= 1
+    assert sum(f["bytes"] for f in saved) == statistics["bytes"]
+    assert saved[-1]["blocked"] == statistics["last_blocked_seconds"]
+    assert (
+        sum(f["blocked"] for f in saved) < statistics["blocked_seconds"]
+    )  # the statistics include other steps and the wait
+    assert statistics["saves"] == 2
+    assert statistics["failures"] == statistics["skipped"] == 0
+    assert 0 < statistics["goodput"] <= 1
 
 
-def test_goodput_counts_no_time_that_a_save_takes() -> None:
+def test_goodput_excludes_the_time_of_saves() -> None:
     now = [0.0]
-    tally = Goodput(lambda: now[0], lambda: now[0])
+    goodput = Goodput(lambda: now[0], lambda: now[0])
     now[0] += 3
-    with tally.paused():
+    with goodput.paused():
         now[0] += 5
     now[0] += 1
-    tally.add_blocked(2.0)  # in the middle of a step
+    goodput.add_blocked(2.0)  # within a step
     now[0] += 2
-    with tally.paused():
+    with goodput.paused():
         now[0] += 7
-    tally.mark_committed(tally.to_metadata()["trained_seconds"])
-    assert tally.statistics()["goodput"] == pytest.approx(4 / 18)
-    assert tally.statistics()["blocked_seconds"] == 5 + 2 + 7
-    assert tally.statistics()["last_blocked_seconds"] == 2
+    goodput.mark_committed(goodput.to_metadata()["trained_seconds"])
+    assert goodput.statistics()["goodput"] == pytest.approx(4 / 18)
+    assert goodput.statistics()["blocked_seconds"] == 5 + 2 + 7
+    assert goodput.statistics()["last_blocked_seconds"] == 2
 
 
-def test_goodput_counts_what_was_kept_over_all_processes() -> None:
+def test_goodput_counts_the_saved_steps_of_all_processes() -> None:
     now = [1000.0]
     first = Goodput(lambda: now[0], lambda: now[0])
     now[0] += 10  # ten seconds of steps
     first.end_step()
     first.mark_committed(first.to_metadata()["trained_seconds"])
-    now[0] += 5  # a save that blocks
+    now[0] += 5  # a blocking save
     first.begin_step()
     now[0] += 5  # steps that are lost with the process
     first.end_step()
     assert first.statistics()["goodput"] == pytest.approx(10 / 20)
-    noted = {"began": 1000.0, "trained_seconds": 10.0}
-    now[0] += 60  # until there is a machine again
+    metadata = {"began": 1000.0, "trained_seconds": 10.0}
+    now[0] += 60  # until a machine is available
     second = Goodput(lambda: now[0], lambda: now[0])
-    now[0] += 5  # starting
-    second.resume_from(noted)
+    now[0] += 5  # startup
+    second.resume_from(metadata)
     assert second.statistics()["goodput"] == pytest.approx(10 / 85)
     now[0] += 15
     second.end_step()
     second.mark_committed(second.to_metadata()["trained_seconds"])
     assert second.statistics()["goodput"] == pytest.approx(25 / 100)
-    now[0] = 10.0  # the clock of the day jumps back
+    now[0] = 10.0  # the wall clock jumps back
     assert 0 <= second.statistics()["goodput"] <= 1
 
 
-@pytest.mark.parametrize("lie", [None, "x", float("nan"), True, [1], 10**400])
-def test_what_a_manifest_says_of_seconds_is_not_trusted(lie: Any) -> None:
-    tally = Goodput()
-    tally.resume_from({"began": lie, "trained_seconds": lie})
-    assert 0 <= tally.statistics()["goodput"] <= 1
+@pytest.mark.parametrize("value", [None, "x", float("nan"), True, [1], 10**400])
+def test_invalid_seconds_in_a_manifest_are_ignored(value: Any) -> None:
+    goodput = Goodput()
+    goodput.resume_from({"began": value, "trained_seconds": value})
+    assert 0 <= goodput.statistics()["goodput"] <= 1

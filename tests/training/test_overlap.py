@@ -1,4 +1,4 @@
-"""Staging beside the training: a version is the state at its step, whatever the next one does."""
+"""Deferred staging: a version has the state of its step, whatever the next step changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 
 import holdfast
 from holdfast.buffers import BufferPool
-from holdfast.engine.saving import overlap as beside
-from holdfast.engine.saving import save
+from holdfast.engine.saving import overlap, save
 from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
 from holdfast.errors import CommitError, HoldfastError, NoSpace
 from holdfast.run.policy import EverySteps
@@ -51,8 +50,8 @@ def train_step(state: dict[str, Any]) -> None:
     state["optimizer"].step()
 
 
-def held(store: MemoryStore, step: int) -> dict[str, Any]:
-    """The values of a version, but for what tells the time."""
+def saved_values(store: MemoryStore, step: int) -> dict[str, Any]:
+    """Return the values of a version in comparable form."""
     loaded = holdfast.load(store.at(f"version_{step}"))
     return {k: v for k, v in loaded.items() if k != "rng"} | {"rng": str(loaded["rng"])}
 
@@ -67,32 +66,32 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """While it is cleared, no copy is made beside the training."""
+    """Return an event. While it is cleared, deferred staging waits."""
     gate, stage = threading.Event(), DeferredStaging.stage
 
-    def slow(self: DeferredStaging, workers: Workers) -> list[str]:
+    def wait_and_stage(self: DeferredStaging, workers: Workers) -> list[str]:
         assert gate.wait(20)
         return stage(self, workers)
 
-    monkeypatch.setattr(DeferredStaging, "stage", slow)
+    monkeypatch.setattr(DeferredStaging, "stage", wait_and_stage)
     gate.set()
     yield gate
     gate.set()
 
 
-def test_every_version_is_the_one_that_is_made_without_overlap() -> None:
+def test_versions_are_equal_with_and_without_overlap() -> None:
     stores = [MemoryStore(), MemoryStore()]
-    for store, overlap in zip(stores, (False, True), strict=True):
+    for store, overlaps in zip(stores, (False, True), strict=True):
         state = network()
-        with Checkpointer(store, state, save=EverySteps(1), overlap=overlap) as ckpt:
+        with Checkpointer(store, state, save=EverySteps(1), overlap=overlaps) as ckpt:
             for _ in range(6):
                 train_step(state)
                 ckpt.step()
     for step in range(1, 7):
-        assert same(held(stores[0], step), held(stores[1], step))
+        assert same(saved_values(stores[0], step), saved_values(stores[1], step))
 
 
-def test_the_optimizer_waits_for_the_copies_and_nothing_else_does(gate: threading.Event) -> None:
+def test_only_the_optimizer_waits_for_the_copies(gate: threading.Event) -> None:
     store, state = MemoryStore(), network()
     with Checkpointer(store, state, save=EverySteps(2), overlap=True) as ckpt:
         for _ in range(2):
@@ -101,7 +100,7 @@ def test_the_optimizer_waits_for_the_copies_and_nothing_else_does(gate: threadin
             ckpt.step()
         before = {k: v.clone() for k, v in state["model"].state_dict().items()}
         scale = state["scale"].clone()
-        forward_backward(state)  # BatchNorm's buffers and the scale go on meanwhile
+        forward_backward(state)  # changes the buffers of BatchNorm and the scale meanwhile
         assert not torch.equal(state["model"][1].running_mean, before["1.running_mean"])
         waiting = threading.Thread(target=state["optimizer"].step)
         waiting.start()
@@ -117,7 +116,7 @@ def test_the_optimizer_waits_for_the_copies_and_nothing_else_does(gate: threadin
     assert torch.equal(saved["scale"], scale)
 
 
-def test_a_copy_that_fails_holds_no_optimizer_up_and_raises_at_the_next_step(
+def test_a_failed_copy_does_not_block_the_optimizer_and_raises_at_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, state = MemoryStore(), network()
@@ -128,7 +127,7 @@ def test_a_copy_that_fails_holds_no_optimizer_up_and_raises_at_the_next_step(
     def fail(*args: Any) -> None:
         raise NoSpace("no memory")
 
-    monkeypatch.setattr(beside, "stage_pieces", fail)
+    monkeypatch.setattr(overlap, "stage_pieces", fail)
     train_step(state)
     ckpt.step()
     train_step(state)  # does not hang
@@ -140,7 +139,7 @@ def test_a_copy_that_fails_holds_no_optimizer_up_and_raises_at_the_next_step(
     assert [s.step for s in Run(store).snapshots()] == [3]
 
 
-def test_an_optimizer_that_comes_later_is_saved_too() -> None:
+def test_an_optimizer_added_later_is_saved() -> None:
     store, state = MemoryStore(), network()
     with Checkpointer(store, state, save=EverySteps(1), overlap=True) as ckpt:
         train_step(state)
@@ -155,11 +154,11 @@ def test_an_optimizer_that_comes_later_is_saved_too() -> None:
 
 
 WIDE = 2 * BLOCK_SIZE // 1200
-"""Outputs with which the last weight has a piece of its own."""
+"""The number of outputs with which the last weight has its own piece."""
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that lets another one do the work."""
+    """An optimizer that calls another one."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups[0]["params"], {})
@@ -170,7 +169,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("kind", ["outside", "replaced", "wrapped"])
-def test_an_optimizer_that_is_not_in_the_state_waits_too(kind: str, gate: threading.Event) -> None:
+def test_an_optimizer_outside_the_state_waits_too(kind: str, gate: threading.Event) -> None:
     store, state = MemoryStore(), network(WIDE)
     other = torch.optim.SGD(state["model"].parameters(), lr=1.0)
     if kind == "wrapped":
@@ -202,17 +201,17 @@ def load(state: dict[str, Any]) -> None:
     state["model"].load_state_dict(state["model"].state_dict())
 
 
-def slot(state: dict[str, Any]) -> None:
+def change_optimizer_state(state: dict[str, Any]) -> None:
     state["optimizer"].state[state["model"][2].weight]["exp_avg"].zero_()
 
 
-def elsewhere(state: dict[str, Any]) -> None:
+def replace_storage(state: dict[str, Any]) -> None:
     moment = state["optimizer"].state[state["model"][2].weight]["exp_avg"]
     moment.data = torch.zeros_like(moment)
 
 
-@pytest.mark.parametrize("change", [add, load, slot, elsewhere])
-def test_what_was_changed_while_it_was_copied_is_not_committed(
+@pytest.mark.parametrize("change", [add, load, change_optimizer_state, replace_storage])
+def test_a_state_changed_during_the_copy_is_not_committed(
     change: Callable[[Any], None], gate: threading.Event
 ) -> None:
     store, state = MemoryStore(), network(WIDE)
@@ -234,7 +233,7 @@ def test_what_was_changed_while_it_was_copied_is_not_committed(
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-def test_an_embedding_that_its_forward_changes_is_copied_before(
+def test_an_embedding_changed_by_its_forward_pass_is_copied_first(
     layer: Any, gate: threading.Event
 ) -> None:
     embedding = layer(3000, 8, max_norm=1.0)
@@ -252,7 +251,7 @@ def test_an_embedding_that_its_forward_changes_is_copied_before(
     assert torch.equal(holdfast.load(store.at("version_1"))["e"]["weight"], before)
 
 
-def test_whatever_fails_before_the_copies_holds_no_optimizer_up(
+def test_a_failure_before_the_copies_does_not_block_the_optimizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, state = MemoryStore(), network()
@@ -276,10 +275,10 @@ def test_whatever_fails_before_the_copies_holds_no_optimizer_up(
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_interrupted_as_the_thread_starts(
+def test_an_interrupt_while_the_thread_starts(
     begun: bool, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It either goes on, and the optimizer waits for its copies, or it never begins."""
+    """Either the thread runs and the optimizer waits for its copies, or the thread does nothing."""
     store, state = MemoryStore(), network()
     ckpt = Checkpointer(store, state, save=EverySteps(1), overlap=True)
     train_step(state)
@@ -301,7 +300,7 @@ def test_interrupted_as_the_thread_starts(
             ckpt.step()
     before = {k: v.clone() for k, v in state["model"].state_dict().items()}
     if not begun:
-        threads[0].start()  # even if the system had made it already, it does nothing
+        threads[0].start()  # if the system started the thread anyway, it does nothing
     opened = threading.Timer(0.1, gate.set)
     opened.start()
     train_step(state)
@@ -314,7 +313,7 @@ def test_interrupted_as_the_thread_starts(
         assert same(holdfast.load(store.at("version_1"))["model"], before)
 
 
-def test_buffers_for_a_device_are_locked_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_for_a_device_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: dict[int, int] = {}
     runtime = SimpleNamespace(
         cudaHostRegister=lambda address, size, flags: locked.update({address: size}) or 0,
@@ -331,7 +330,9 @@ def test_buffers_for_a_device_are_locked_while_they_live(monkeypatch: pytest.Mon
     pool.close()
     gc.collect()
     assert locked == {}
-    runtime.cudaHostRegister = lambda address, size, flags: 712  # refused: used as it is
+    runtime.cudaHostRegister = lambda address, size, flags: (
+        712
+    )  # an error: the buffer is used without page locking
     other = BufferPool(1 << 20, 1 << 16, pin_memory)
     other.release(other.acquire())
     other.close()

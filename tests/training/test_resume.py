@@ -1,4 +1,4 @@
-"""What a resume that does not fit advises, and that the advice works."""
+"""If the state does not match the version, the error of ``resume`` has advice that works."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def train(state: Any, ckpt: Checkpointer, steps: int) -> None:
         ckpt.step()
 
 
-def kept(url: str) -> str:
-    """A run of five steps, which differ."""
+def make_run(url: str) -> str:
+    """Save a run of five steps. Return its URL."""
     state = network()
     with Checkpointer(url, state, save=holdfast.EverySteps(5)) as ckpt:
         train(state, ckpt, 5)
     return url
 
 
-def advised(url: str, state: Any, kind: type[PlanError]) -> tuple[str, dict[str, Any]]:
-    """The error of a resume, and what the start that it advises is called with."""
+def advice_of_resume(url: str, state: Any, kind: type[PlanError]) -> tuple[str, dict[str, Any]]:
+    """Return the error message of ``resume``, and the arguments of the call that it advises."""
     with Checkpointer(url, state) as ckpt, pytest.raises(kind) as e:
         ckpt.resume()
     call = re.search(
@@ -69,87 +69,92 @@ def advised(url: str, state: Any, kind: type[PlanError]) -> tuple[str, dict[str,
         ({"width": 4, "layers": 2}, PlanError, {"keys": ["progress", "rng"]}),
     ],
 )
-def test_the_advice_fits_what_differs_and_works(
+def test_the_advice_matches_the_difference_and_works(
     changed: dict[str, Any], kind: type[PlanError], expected: dict[str, Any]
 ) -> None:
-    url = kept(f"memory://advice-{'-'.join(changed)}")
+    url = make_run(f"memory://advice-{'-'.join(changed)}")
     state = network(**changed, lr=0.5)
-    told, given = advised(url, state, kind)
-    assert given == {"start": f"{url}@latest", **expected}
-    assert ("matching keys of model to keys=" in told) == ("width" in changed)
+    message, arguments = advice_of_resume(url, state, kind)
+    assert arguments == {"start": f"{url}@latest", **expected}
+    assert ("matching keys of model to keys=" in message) == ("width" in changed)
     with Checkpointer(MemoryStore(), state, save=holdfast.EverySteps(1)) as ckpt:
-        assert ckpt.resume(**given) is not None
+        assert ckpt.resume(**arguments) is not None
         assert ckpt.current_step == 5
-        taken = "missing" in expected
-        assert bool(state["optimizer"].state) is taken
-        assert (state["optimizer"].param_groups[0]["lr"] == 0.5) is not taken
-        assert (state["schedule"].base_lrs == [0.5]) is not taken
+        is_loaded = "missing" in expected
+        assert bool(state["optimizer"].state) is is_loaded
+        assert (state["optimizer"].param_groups[0]["lr"] == 0.5) is not is_loaded
+        assert (state["schedule"].base_lrs == [0.5]) is not is_loaded
         train(state, ckpt, 2)
     old = holdfast.load(f"memory://advice-{'-'.join(changed)}/version_5", keys="model")["model"]
     assert old["0.weight"].shape == (2, 3)
 
 
-def test_what_is_gone_is_ignored_and_what_is_left_out_is_not_looked_at() -> None:
+def test_advice_for_removed_and_excluded_keys() -> None:
     url = "memory://advice-gone"
-    with Checkpointer(url, {"a": np.ones(2), "b": {"c": 1, "d": 2}, "gone": 1}) as ckpt:
+    with Checkpointer(url, {"a": np.ones(2), "b": {"c": 1, "d": 2}, "removed": 1}) as ckpt:
         ckpt.step()
         ckpt.save()
     b = {"c": 0}
-    _, given = advised(url, {"a": np.ones(2), "b": b}, PlanError)
-    assert given == {"start": f"{url}@latest", "unexpected": "ignore"}
-    told, given = advised(url, {"a": np.ones(3), "b": {"e": 1}}, PlanError)
-    assert given == {
+    _, arguments = advice_of_resume(url, {"a": np.ones(2), "b": b}, PlanError)
+    assert arguments == {"start": f"{url}@latest", "unexpected": "ignore"}
+    message, arguments = advice_of_resume(url, {"a": np.ones(3), "b": {"e": 1}}, PlanError)
+    assert arguments == {
         "start": f"{url}@latest", "keys": ["b"], "missing": "keep", "unexpected": "ignore",
     }  # fmt: skip
-    assert "Add the matching keys of a to keys=." in told
-    _, given = advised(url, {"a": np.ones(3), "b": {"c": 1, "d": 1}}, PlanError)
-    assert given == {"start": f"{url}@latest", "keys": ["b"]}  # what is not chosen is not gone
+    assert "Add the matching keys of a to keys=." in message
+    _, arguments = advice_of_resume(url, {"a": np.ones(3), "b": {"c": 1, "d": 1}}, PlanError)
+    assert arguments == {
+        "start": f"{url}@latest",
+        "keys": ["b"],
+    }  # a key that is not selected is not missing
 
 
-def test_an_optimizer_stays_where_what_differs_is_none_of_its_parameters() -> None:
+def test_the_optimizer_is_kept_if_only_other_values_differ() -> None:
     url = "memory://advice-other"
     state = network() | {"mask": np.ones(2), "a/b*": 1}
     with Checkpointer(url, state) as ckpt:
         train(state, ckpt, 1)
         ckpt.save()
-    _, given = advised(url, state | {"mask": np.ones(3)}, ShapeMismatch)
-    assert given["keys"] == ["model", "optimizer", "schedule", "progress", "rng", "a~1b*"]
-    state["mask"] = torch.ones(3)  # a tensor may be one
-    _, given = advised(url, state, PlanError)
-    assert given["keys"] == ["model", "progress", "rng", "a~1b*"]
+    _, arguments = advice_of_resume(url, state | {"mask": np.ones(3)}, ShapeMismatch)
+    assert arguments["keys"] == ["model", "optimizer", "schedule", "progress", "rng", "a~1b*"]
+    state["mask"] = torch.ones(3)  # a tensor could be a parameter
+    _, arguments = advice_of_resume(url, state, PlanError)
+    assert arguments["keys"] == ["model", "progress", "rng", "a~1b*"]
 
 
-def test_the_advice_stays_short() -> None:
+def test_the_advice_is_short() -> None:
     url, state = "memory://advice-long", {f"k{i}": np.ones(2) for i in range(40)}
     with Checkpointer(url, state) as ckpt:
         ckpt.step()
         ckpt.save()
     for changed in (1, 40):
-        told, given = advised(url, state | {f"k{i}": 1 for i in range(changed)}, DTypeMismatch)
-        assert given["keys"] == [...]
-        assert len(told) < 700
+        message, arguments = advice_of_resume(
+            url, state | {f"k{i}": 1 for i in range(changed)}, DTypeMismatch
+        )
+        assert arguments["keys"] == [...]
+        assert len(message) < 700
 
 
 @pytest.mark.parametrize("at", ["latest", "runs/q@100", "version_100"])
-def test_a_resume_that_is_given_an_address_says_how_it_is_done(at: Any) -> None:
-    words = r"whole numbers.*resume\(\) continues from the newest.*resume\(start="
+def test_the_error_for_an_address_says_how_to_resume(at: Any) -> None:
+    message = r"whole numbers.*resume\(\) continues from the newest.*resume\(start="
     with (
         training(MemoryStore(), holdfast.EverySteps(1)) as (_, ckpt),
-        pytest.raises(HoldfastError, match=words),
+        pytest.raises(HoldfastError, match=message),
     ):
         ckpt.resume(at)
 
 
 @pytest.mark.parametrize("start", [3, True, 2.5, ["runs/a"], b"runs/a"])
-def test_a_run_begins_with_an_address(start: Any) -> None:
+def test_start_must_be_an_address(start: Any) -> None:
     with training(MemoryStore(), holdfast.EverySteps(1)) as (_, ckpt):
         with pytest.raises(HoldfastError, match=r'Invalid value for start=.*"RUN@120".*at=120'):
             ckpt.resume(start=start)
         ckpt.resume()
 
 
-def test_a_start_may_be_a_path(tmp_path: Path) -> None:
-    kept(str(tmp_path / "a"))
+def test_start_can_be_a_path(tmp_path: Path) -> None:
+    make_run(str(tmp_path / "a"))
     state = network()
     with Checkpointer(MemoryStore(), state) as ckpt:
         ckpt.resume(start=tmp_path / "a" / "version_5")  # type: ignore[arg-type]

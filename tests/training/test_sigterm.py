@@ -1,4 +1,4 @@
-"""A training that is told to end: what docs/retention.md says of SIGTERM, in a real process."""
+"""The example for SIGTERM in docs/retention.md works in a real process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with holdfast.Checkpointer(sys.argv[1], state, save=save) as ckpt:
 
 
 @pytest.mark.slow
-def test_a_training_that_gets_sigterm_saves_the_step_before_and_ends(tmp_path: Path) -> None:
+def test_sigterm_saves_the_previous_step_and_ends_the_training(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, tmp_path / "run"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
         assert training.stdout is not None
