@@ -1,4 +1,5 @@
-"""The load recipe: parts, other names, other devices, slices, failures half-way, and size."""
+"""The load recipe: partial loads, renames, devices, slices, failures after the first change, and
+large states."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor, save_s
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
 
-# -- parts ---------------------------------------------------------------------------------------
+# -- partial loads -------------------------------------------------------------------------------
 
 
-def nested():
+def nested_state():
     return {
         "model": {"a.weight": ONE, "a.bias": TWO, "deep": {"a.weight": ONE + 5, "n": 3}},
         "optimizer": [ONE + 1, {"lr": 0.5}, (7, 8)],
@@ -42,50 +43,50 @@ def nested():
     [
         ("note", {"note": "hi"}),
         ("model/*", {"model": {"a.weight": ONE, "a.bias": TWO}}),
-        ("model/**", {"model": nested()["model"]}),
-        ("**", nested()),
+        ("model/**", {"model": nested_state()["model"]}),
+        ("**", nested_state()),
         ("**.weight", {"model": {"a.weight": ONE, "deep": {"a.weight": ONE + 5}}}),
         ("model/a.???s", {"model": {"a.bias": TWO}}),
         ("optimizer/1/lr", {"optimizer": [None, {"lr": 0.5}, None]}),
         ("optimizer/2/1", {"optimizer": [None, None, (None, 8)]}),
         (["note", "5"], {"note": "hi", 5: TWO + 1}),
         (("model/deep/n",), {"model": {"deep": {"n": 3}}}),
-        ("model", {"model": nested()["model"]}),
+        ("model", {"model": nested_state()["model"]}),
         (
             ["model/deep", "optimizer/1"],
             {
-                "model": {"deep": nested()["model"]["deep"]},
+                "model": {"deep": nested_state()["model"]["deep"]},
                 "optimizer": [None, {"lr": 0.5}, None],
             },
         ),
     ],
     ids=str,
 )
-def test_keys_choose_a_part(keys, expected):
-    assert_same(expected, holdfast.load(save_state(nested()), keys=keys))
+def test_keys_select_a_part_of_the_state(keys, expected):
+    assert_same(expected, holdfast.load(save_state(nested_state()), keys=keys))
 
 
 @pytest.mark.parametrize(
     "keys", ["nothing", "mode", "model/*/*/*", [], "Note", "model.a", "*del", ""]
 )
-def test_a_pattern_that_fits_nothing_says_what_there_is(keys):
-    at = save_state(nested())
+def test_the_error_for_a_pattern_without_matches_names_existing_keys(keys):
+    at = save_state(nested_state())
     with pytest.raises(MissingLeaf, match=r"keys like.*model/a\.weight"):
         holdfast.load(at, keys=keys)
     with pytest.raises(MissingLeaf, match="keys like"):
-        holdfast.load(at, into=nested(), keys=keys)
+        holdfast.load(at, into=nested_state(), keys=keys)
 
 
-def test_keys_choose_a_part_of_the_live_state():
+def test_keys_select_a_part_of_the_live_state():
     live = {"model": {"a.weight": ONE * 0, "a.bias": ONE * 0}, "note": "old", "other": 1}
-    holdfast.load(save_state(nested()), into=live, keys=["model/*", "note"])
+    holdfast.load(save_state(nested_state()), into=live, keys=["model/*", "note"])
     assert_same({**live, "model": {"a.weight": ONE, "a.bias": TWO}, "note": "hi"}, live)
     assert live["other"] == 1
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode], ids=["", "inference"])
-def test_a_load_into_live_tensors_is_counted_as_a_change(mode):
-    """So that a backward pass that needs the old values is refused."""
+def test_a_load_into_live_tensors_increments_their_version_counters(mode):
+    """PyTorch then refuses a backward pass that needs the old values."""
     model, other = nn.Linear(3, 3), torch.zeros(2)
     at = save_state({"model": nn.Linear(3, 3), "other": torch.ones(2)})
     counts = model.weight._version, model.bias._version, other._version
@@ -99,7 +100,7 @@ def test_a_load_into_live_tensors_is_counted_as_a_change(mode):
         passed.backward()
 
 
-def test_a_load_that_fails_half_way_is_counted_too():
+def test_a_load_that_fails_after_a_change_increments_the_version_counters():
     at = save_state({"a": ONE, "b": torch.randn(100_000)})
     damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
     live = {"a": ONE * 0, "b": torch.zeros(100_000)}
@@ -109,14 +110,14 @@ def test_a_load_that_fails_half_way_is_counted_too():
     assert all(t._version > n for t, n in zip(live.values(), counts, strict=True))
 
 
-def test_inference_tensors_have_no_count_and_are_loaded():
+def test_inference_tensors_have_no_version_counter_and_are_loaded():
     with torch.inference_mode():
         live = {"a": ONE * 0}
     holdfast.load(save_state({"a": ONE}), into=live)
     assert_same({"a": ONE}, live)
 
 
-def test_only_what_is_chosen_is_read():
+def test_only_selected_leaves_are_read():
     at = save_state({"a": ONE, "b": torch.randn(100_000)})
     store = holdfast.open_store(at.rpartition("/")[0])
     damage(store, "b", holdfast.open(at))
@@ -137,10 +138,10 @@ def damage(store, leaf, snapshot):
     store._shared.objects[path] = bytes(wrong), modified
 
 
-# -- other names ---------------------------------------------------------------------------------
+# -- renames -------------------------------------------------------------------------------------
 
 
-def test_rename_a_member_and_all_that_goes_on_after_it_with_a_dot():
+def test_renaming_a_submodule_renames_all_names_below_it():
     m = nn.ModuleDict({"old": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
     live = nn.ModuleDict({"new": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
     at = save_state({"model": m})
@@ -150,7 +151,7 @@ def test_rename_a_member_and_all_that_goes_on_after_it_with_a_dot():
     assert list(made["model"]) == ["new.weight", "new.bias", "older.weight", "older.bias"]
 
 
-def test_rename_containers_and_what_is_tied_in_them():
+def test_containers_with_tied_tensors_can_be_renamed():
     t = torch.randn(3)
     state = {"a": {1: t, "x": [t, {"y": TWO}]}, "b": OrderedDict(c=t), "raw": b"z" * 5000}
     made = holdfast.load(save_state(state), rename={"a": "p", "b": "q", "raw": "r"})
@@ -161,18 +162,18 @@ def test_rename_containers_and_what_is_tied_in_them():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_rename_a_sparse_tensor():
+def test_a_sparse_tensor_can_be_renamed():
     s = torch.eye(3).to_sparse()
     assert_same({"new": s}, holdfast.load(save_state({"old": s}), rename={"old": "new"}))
 
 
-def test_names_can_be_exchanged():
+def test_two_names_can_be_swapped():
     made = holdfast.load(save_state({"a": ONE, "b": TWO}), rename={"a": "b", "b": "a"})
     assert_same({"b": ONE, "a": TWO}, made)
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("names", "message_part"),
     [
         ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `holdfast show SNAPSHOT --keys"),
         ({"model/a.weight": "a.weight"}, "another level. Expected keys that differ"),
@@ -197,21 +198,21 @@ def test_names_can_be_exchanged():
         ({"model/a.wieght": "model/b"}, "in the snapshot: model/a.wieght. Did you mean model/a.w"),
     ],
 )  # fmt: skip
-def test_names_that_cannot_be_changed(names, words):
-    state = {k: v for k, v in nested().items() if isinstance(k, str)}
+def test_an_invalid_rename_is_refused_with_advice(names, message_part):
+    state = {k: v for k, v in nested_state().items() if isinstance(k, str)}
     with pytest.raises(PlanError) as e:
         holdfast.load(save_state(state), rename=names)
-    assert words in str(e.value)
+    assert message_part in str(e.value)
     assert "None" not in str(e.value)
 
 
-def test_a_name_with_a_star_in_it_is_a_name():
+def test_an_existing_name_with_a_star_is_not_a_pattern():
     assert_same(
         {"x": ONE, "b": TWO}, holdfast.load(save_state({"a*": ONE, "b": TWO}), rename={"a*": "x"})
     )
 
 
-def test_rename_reaches_the_names_in_an_optimizer():
+def test_a_rename_applies_to_the_parameter_names_of_an_optimizer():
     def make(name):
         m = nn.ModuleDict({name: nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
         opt = torch.optim.Adam(m.parameters())
@@ -233,7 +234,7 @@ def test_rename_reaches_the_names_in_an_optimizer():
 # -- devices -------------------------------------------------------------------------------------
 
 
-def test_device():
+def test_tensors_are_loaded_to_the_given_device():
     state = {"t": ONE, "a": np.ones(2), "n": 1}
     assert_same(state, holdfast.load(save_state(state), device="cpu"))
     assert_same(state, holdfast.load(save_state(state), device=torch.device("cpu")))
@@ -248,10 +249,10 @@ def test_into_must_be_a_dict():
             holdfast.load(save_state({"a": 1}), into=into)
 
 
-# -- half-way ------------------------------------------------------------------------------------
+# -- failures after the first change -------------------------------------------------------------
 
 
-def test_damage_says_that_the_live_state_is_not_valid():
+def test_the_error_for_damage_states_that_the_live_state_is_not_valid():
     at = save_state({"a": ONE, "b": torch.randn(100_000)})
     damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
     with pytest.raises(DigestMismatch) as e:
@@ -264,7 +265,7 @@ def test_damage_says_that_the_live_state_is_not_valid():
     assert "is not valid" not in str(e.value)
 
 
-def test_a_store_that_fails_says_that_the_live_state_is_not_valid(monkeypatch):
+def test_the_error_of_a_store_states_that_the_live_state_is_not_valid(monkeypatch):
     at = save_state({"a": torch.randn(1000)})
 
     def broken(*args):
@@ -285,7 +286,7 @@ def test_damaged_bytes_never_reach_the_live_state():
     assert not live.any()
 
 
-def test_differences_are_told_before_anything_is_read(monkeypatch):
+def test_differences_are_raised_before_any_bytes_are_read(monkeypatch):
     at = save_state({"a": ONE, "b": TWO})
     monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", None)
     with pytest.raises(ShapeMismatch):
@@ -307,7 +308,7 @@ index = st.lists(part, max_size=3).flatmap(
 
 
 @functools.cache
-def views():
+def saved_leaves():
     at = unused_url()
     record = np.zeros(SHAPE, [("x", ">i4"), ("y", "M8[s]")])
     record["x"] = np.arange(210).reshape(SHAPE)
@@ -325,8 +326,8 @@ def views():
 
 @settings(max_examples=150, deadline=None)
 @given(index)
-def test_slices_are_those_of_numpy(index):
-    snapshot, state = views()
+def test_slices_match_those_of_numpy(index):
+    snapshot, state = saved_leaves()
     for name in ("t", "strided", "a", "record"):
         found, expected = snapshot[name][index], state[name][index]
         assert tuple(found.shape) == tuple(expected.shape)
@@ -355,14 +356,14 @@ def test_slices_are_those_of_numpy(index):
     ],
     ids=repr,
 )
-def test_indices_that_are_refused(index):
-    snapshot, _ = views()
+def test_unsupported_indices_are_refused(index):
+    snapshot, _ = saved_leaves()
     with pytest.raises((IndexError, ValueError)):
         snapshot["t"][index]
 
 
-def test_leaves_seen_without_reading():
-    snapshot, state = views()
+def test_leaves_have_dtype_shape_and_size_and_can_be_read():
+    snapshot, state = saved_leaves()
     view = snapshot["t"]
     assert (view.dtype, view.shape, view.nbytes) == ("float64", SHAPE, 210 * 8)
     assert_same(FULL, view.read())
@@ -379,7 +380,7 @@ def test_leaves_seen_without_reading():
         snapshot["nothing"]
 
 
-def test_a_container_is_no_leaf_and_says_what_is_below_it():
+def test_the_error_for_the_key_of_a_container_names_the_keys_below_it():
     snapshot = holdfast.open(save_state({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
     with pytest.raises(
         KeyError, match=r"model is neither .*; the keys below it are model/a, model/b'"
@@ -420,12 +421,12 @@ def test_a_slice_reads_only_its_chunks(monkeypatch):
     assert sum(read) <= 8 << 20
 
 
-# -- size ----------------------------------------------------------------------------------------
+# -- large states --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_tensor_of_over_four_gigabytes():
-    """Offsets beyond 2**32, on both sides of it."""
+def test_a_tensor_of_more_than_four_gigabytes():
+    """The test checks elements at offsets below and above 2**32."""
     size = (1 << 32) + (100 << 20) + 7
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 6 << 30:
         pytest.skip("less than 6 GiB of memory are free")
@@ -461,7 +462,7 @@ def test_a_hundred_thousand_leaves(tmp_path):
     assert all(torch.equal(t, live[k][n]) for k, v in state.items() for n, t in v.items())
 
 
-MEASURE = """
+MEASURE_MEMORY = """
 import sys, torch, holdfast
 from pathlib import Path
 
@@ -495,12 +496,11 @@ print((peak("VmHWM") - before) >> 20)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strided", [False, True])
-def test_memory_beyond_the_state(strided):
-    """Saving and loading half a gigabyte takes at most 256 MiB more."""
+def test_saving_and_loading_512_mib_needs_at_most_256_mib_of_extra_memory(strided):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         for what in ("strided" if strided else "save", "load", "plain"):
             found = subprocess.run(
-                [sys.executable, "-c", MEASURE, what, folder],
+                [sys.executable, "-c", MEASURE_MEMORY, what, folder],
                 check=True,
                 capture_output=True,
                 text=True,
