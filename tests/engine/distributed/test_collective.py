@@ -94,7 +94,7 @@ def test_a_value_of_any_length_is_returned_and_deleted_completely(
     assert [k for k in kv._store.values if not k.startswith("pulse/")] == []  # type: ignore[attr-defined]
 
 
-def test_compare_and_set_increment_and_delete(kv: KVClient) -> None:
+def test_small_values_are_set_incremented_and_deleted(kv: KVClient) -> None:
     assert kv.get_text("c") is None
     assert kv.compare_and_set("c", "one") == "one"
     assert kv.compare_and_set("c", "two") == "one"
@@ -291,7 +291,7 @@ def test_values_are_gathered_scattered_and_broadcast_and_no_keys_are_left(size: 
         assert leftover_keys(group) == []
 
 
-def test_the_collective_of_a_single_process() -> None:
+def test_the_collective_of_a_single_process_returns_its_own_values() -> None:
     assert isinstance(LocalGroup().collective("it"), LocalCollective)
     with use_group(LocalGroup()):
         assert run_all_operations(0) == (False, "all")
@@ -332,7 +332,7 @@ def test_a_slow_rank_stays_in_step_with_the_others_after_a_failure() -> None:
             with current_group().collective("the resume") as outer:
                 if rank == 0:
                     polled.wait(20)
-                outer.broadcast("go on" if rank == 0 else None, str)
+                outer.broadcast("continue" if rank == 0 else None, str)
                 try:
                     with current_group().collective("the load") as inner:
                         if rank == 1:
@@ -517,7 +517,7 @@ def test_a_rank_that_fails_at_any_call_to_the_store_does_not_block_the_others() 
 # -- the current group -----------------------------------------------------------------------------
 
 
-def test_the_group_of_a_process_without_others() -> None:
+def test_a_process_without_others_has_a_local_group() -> None:
     assert isinstance(current_group(), LocalGroup)
     assert isinstance(current_group("alone"), LocalGroup)
     with pytest.raises(HoldfastError, match="Invalid value for group="):

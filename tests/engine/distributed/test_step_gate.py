@@ -113,7 +113,7 @@ def fail_gate(gate: StepGate) -> None:
         (fail_gate, RankFailed),
     ],
 )
-def test_each_call_that_ends_a_wait_at_a_gate(
+def test_a_wait_at_a_gate_ends_with_the_expected_actions_or_error(
     end: Callable[[StepGate], object], expected: Any
 ) -> None:
     gate = StepGate(60.0)

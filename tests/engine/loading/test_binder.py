@@ -361,12 +361,12 @@ def test_tied_live_tensors_are_refused_if_the_snapshot_has_two_leaves():
 
 
 def test_live_tensors_without_memory_are_refused():
-    at = save_state({"x": ONE})
+    url = save_state({"x": ONE})
     freed = torch.zeros(2)
     freed.untyped_storage().resize_(0)
     for live in (freed, torch.empty(2, device="meta")):
         with pytest.raises(PlanError, match="'x' has no memory"):
-            holdfast.load(at, into={"x": live})
+            holdfast.load(url, into={"x": live})
 
 
 def test_inference_tensors_are_filled():
@@ -441,7 +441,7 @@ FLOATS = [d for d in TORCH_DTYPES if d.is_floating_point and d is not torch.floa
 
 @pytest.mark.parametrize("to", FLOATS, ids=str)
 @pytest.mark.parametrize("strided", [False, True])
-def test_cast_between_floats(to, strided):
+def test_cast_converts_between_floating_point_dtypes(to, strided):
     t = torch.randn(300, 40)
     memory = torch.zeros(40, 300, dtype=to).T if strided else torch.zeros(300, 40, dtype=to)
     assert_loads({"t": t}, {"t": memory}, {"t": t.to(to)}, cast=True)
@@ -473,7 +473,7 @@ def test_cast_does_not_convert_complex_to_real_or_float_to_integer():
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_cast_of_arrays(order):
+def test_cast_converts_arrays(order):
     a = np.random.default_rng(0).normal(size=(30, 20))
     for to in ("f4", "f2", ">f8", ">f4", "c8"):
         live = {"a": np.zeros((30, 20), to, order=order)}
@@ -494,12 +494,12 @@ def test_cast_of_arrays(order):
     assert_load_fails({"a": np.array(["1"])}, {"a": np.zeros(1)}, DTypeMismatch, "a <U1", cast=True)
 
 
-def test_cast_of_modules():
+def test_cast_converts_the_parameters_of_a_module():
     m, live = nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16)
-    at = save_state({"m": m})
+    url = save_state({"m": m})
     with pytest.raises(DTypeMismatch, match="m/weight float32, live bfloat16"):
-        holdfast.load(at, into={"m": live})
-    holdfast.load(at, into={"m": live}, cast=True)
+        holdfast.load(url, into={"m": live})
+    holdfast.load(url, into={"m": live}, cast=True)
     assert_same(m.to(torch.bfloat16).weight.detach(), live.weight.detach())
 
 
@@ -523,21 +523,21 @@ class CheckedState:
 
 
 def test_an_object_can_refuse_a_state_before_anything_is_changed():
-    at = save_state(
+    url = save_state(
         {"t": ONE, "first": CheckedState(1, 5), "second": CheckedState({"x": (2, None)}, [6])}
     )
     live = {"t": TWO.clone(), "first": CheckedState(1), "second": CheckedState(3)}
     with pytest.raises(PlanError, match="not 3") as e:
-        holdfast.load(at, into=live)
+        holdfast.load(url, into=live)
     assert "overwritten" not in str(e.value)
     assert live["t"].tolist() == [2, 2]
     assert (live["first"].more, live["second"].more) == (None, None)
     live["second"] = CheckedState({"x": (2, None)})
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert live["t"].tolist() == [1, 1]
     assert (live["first"].more, live["second"].more) == (5, [6])
     skipped = CheckedState(3)
-    holdfast.load(at, into=live | {"second": skipped}, keys=["t", "first"])
+    holdfast.load(url, into=live | {"second": skipped}, keys=["t", "first"])
     assert skipped.checked == []
 
 

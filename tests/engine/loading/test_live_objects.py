@@ -62,17 +62,17 @@ def test_a_plain_load_returns_the_state_dict_of_a_module():
 
 def test_a_state_dict_keeps_its_metadata_and_is_loaded_into_a_module():
     m = randomize(net())
-    at = save_state({"model": m.state_dict()})
-    made = holdfast.load(at)["model"]
+    url = save_state({"model": m.state_dict()})
+    made = holdfast.load(url)["model"]
     assert_same(m.state_dict(), made)
     assert made._metadata == m.state_dict()._metadata
-    assert holdfast.load(at, keys="**")["model"]._metadata == made._metadata
+    assert holdfast.load(url, keys="**")["model"]._metadata == made._metadata
     live = net(1)
-    holdfast.load(at, into={"model": live})
+    holdfast.load(url, into={"model": live})
     assert_same_state_dict(m, live)
     other = net(2)
     live = {"model": other.state_dict()}
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert_same_state_dict(m, other)
 
 
@@ -143,12 +143,12 @@ def tied():
 
 def test_tied_weights_are_written_once_and_stay_tied():
     m, live = tied(), tied()
-    at = save_state({"model": m})
-    assert list(holdfast.open(at).leaves) == ["model/embed.weight"]
-    holdfast.load(at, into={"model": live})
+    url = save_state({"model": m})
+    assert list(holdfast.open(url).leaves) == ["model/embed.weight"]
+    holdfast.load(url, into={"model": live})
     assert live.head.weight is live.embed.weight
     assert_same_state_dict(m, live)
-    made = holdfast.load(at)["model"]
+    made = holdfast.load(url)["model"]
     assert made["head.weight"] is made["embed.weight"]
 
 
@@ -165,9 +165,9 @@ def test_tied_weights_are_loaded_into_an_untied_model_but_not_the_reverse():
 
 def test_a_module_under_two_keys_is_saved_once():
     m, live = net(), net(1)
-    at = save_state({"a": m, "b": [m]})
-    assert all(k.startswith("a/") for k in holdfast.open(at).leaves)
-    holdfast.load(at, into={"a": live, "b": [live]})
+    url = save_state({"a": m, "b": [m]})
+    assert all(k.startswith("a/") for k in holdfast.open(url).leaves)
+    holdfast.load(url, into={"a": live, "b": [live]})
     assert_same_state_dict(m, live)
 
 
@@ -214,9 +214,9 @@ def test_training_continues_with_a_frozen_base_and_an_adapter():
     m, opt = make()
     step(m, opt, torch.randn(3, 6))
     live, live_opt = make()
-    at = save_state({"model": m, "optimizer": opt})
-    assert "optimizer/state/model.base.weight/exp_avg" not in holdfast.open(at)
-    holdfast.load(at, into={"model": live, "optimizer": live_opt})
+    url = save_state({"model": m, "optimizer": opt})
+    assert "optimizer/state/model.base.weight/exp_avg" not in holdfast.open(url)
+    holdfast.load(url, into={"model": live, "optimizer": live_opt})
     assert_same_state_dict(m, live)
     assert [p.requires_grad for p in live.parameters()] == [True, True, False, False]
     assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 6))
@@ -256,9 +256,9 @@ def test_hooks_on_state_dict_and_load_state_dict_are_called(which):
 
     m, live = make(), make()
     before = live.w.detach().clone()
-    at = save_state({"model": m})
+    url = save_state({"model": m})
     assert (
-        holdfast.open(at).keys()
+        holdfast.open(url).keys()
         == {
             "clone": ["model/w"],
             "rename": ["model/weight"],
@@ -266,7 +266,7 @@ def test_hooks_on_state_dict_and_load_state_dict_are_called(which):
             "drop": [],
         }[which]
     )
-    holdfast.load(at, into={"model": live})
+    holdfast.load(url, into={"model": live})
     assert_same((before if which == "drop" else m.w).detach(), live.w.detach())
     assert live.loads == 1
 
@@ -323,11 +323,11 @@ def test_a_module_on_the_meta_device_is_refused_until_it_has_memory():
     m = net()
     with torch.device("meta"):
         live = net()
-    at = save_state({"model": m})
+    url = save_state({"model": m})
     with pytest.raises(PlanError, match=r"'model/0.weight' has no memory.*to_empty"):
-        holdfast.load(at, into={"model": live})
+        holdfast.load(url, into={"model": live})
     live.to_empty(device="cpu")
-    holdfast.load(at, into={"model": live})
+    holdfast.load(url, into={"model": live})
     assert_same_state_dict(m, live)
 
 
@@ -414,12 +414,12 @@ def test_wrappers_do_not_change_the_saved_names(name):
         with torch.no_grad():
             for p in m.parameters():
                 p.add_(torch.randn_like(p))
-        at = save_state({"model": m, "optimizer": opt})
-        assert [k for k in holdfast.open(at) if k.startswith("model/")] == [
+        url = save_state({"model": m, "optimizer": opt})
+        assert [k for k in holdfast.open(url) if k.startswith("model/")] == [
             f"model/{k}" for k in keys
         ]
-        assert f"optimizer/state/model.{keys[0]}/exp_avg" in holdfast.open(at)
-        holdfast.load(at, into={"model": live, "optimizer": live_opt})
+        assert f"optimizer/state/model.{keys[0]}/exp_avg" in holdfast.open(url)
+        holdfast.load(url, into={"model": live, "optimizer": live_opt})
         assert_same(list(m.parameters()), list(live.parameters()))
         assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
@@ -518,8 +518,8 @@ def test_training_continues_exactly_with_every_optimizer(name, before):
     if before == "stepped":
         for _ in range(3):
             step(live, live_opt, x)
-    at = save_state({"model": m, "optimizer": opt})
-    holdfast.load(at, into={"model": live, "optimizer": live_opt})
+    url = save_state({"model": m, "optimizer": opt})
+    holdfast.load(url, into={"model": live, "optimizer": live_opt})
     for p, q in zip(m.parameters(), live.parameters(), strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
     assert_training_continues((m, opt), (live, live_opt), x)
@@ -581,13 +581,13 @@ def test_groups_keep_their_options_and_order():
     (m, opt), (live, live_opt) = make(0.1), make(0.2)
     opt.param_groups[1]["lr"] = 0.03
     step(m, opt, torch.randn(3, 4))
-    at = save_state({"m": m, "o": opt})
-    holdfast.load(at, into={"m": live, "o": live_opt})
+    url = save_state({"m": m, "o": opt})
+    holdfast.load(url, into={"m": live, "o": live_opt})
     assert_same([options(g) for g in opt.param_groups], [options(g) for g in live_opt.param_groups])
     assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
     live_opt.param_groups.reverse()
     with pytest.raises(PlanError, match=r"groups/0/params/m\.0\.bias"):
-        holdfast.load(at, into={"m": live, "o": live_opt})
+        holdfast.load(url, into={"m": live, "o": live_opt})
 
 
 def test_slots_are_matched_by_parameter_name_and_not_by_position():
@@ -606,13 +606,13 @@ def test_optimizers_with_and_without_named_parameters_are_compatible():
     m, live = net(), net(1)
     opt, live_opt = optim.Adam(m.named_parameters()), optim.Adam(live.parameters())
     step(m, opt, torch.randn(3, 4))
-    at = save_state({"m": m, "o": opt})
-    holdfast.load(at, into={"m": live, "o": live_opt})
+    url = save_state({"m": m, "o": opt})
+    holdfast.load(url, into={"m": live, "o": live_opt})
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
     assert "param_names" not in live_opt.param_groups[0]
     named = optim.Adam(live.named_parameters())
     names = named.param_groups[0]["param_names"]
-    holdfast.load(at, into={"m": live, "o": named})
+    holdfast.load(url, into={"m": live, "o": named})
     assert named.param_groups[0]["param_names"] == names
 
 
@@ -625,9 +625,9 @@ def test_parameters_without_a_module_in_the_state_are_named_by_position():
     for p in free:
         p.grad = torch.randn_like(p)
     opt.step()
-    at = save_state({"o": opt, "free": free})
-    assert "o/state/1.0/exp_avg" in holdfast.open(at)
-    holdfast.load(at, into={"o": live_opt, "free": live})
+    url = save_state({"o": opt, "free": free})
+    assert "o/state/1.0/exp_avg" in holdfast.open(url)
+    holdfast.load(url, into={"o": live_opt, "free": live})
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
     assert_same([p.detach() for p in free], [p.detach() for p in live])
 
@@ -668,8 +668,8 @@ def test_an_optimizer_of_two_modules_is_restored(modules):
     a, b, opt = make(0)
     step(nn.Sequential(a, nn.Linear(2, 4), b), opt, torch.randn(3, 4))
     la, lb, live_opt = make(1)
-    at = save_state({"models": modules(a, b), "o": opt})
-    holdfast.load(at, into={"models": modules(la, lb), "o": live_opt})
+    url = save_state({"models": modules(a, b), "o": opt})
+    holdfast.load(url, into={"models": modules(la, lb), "o": live_opt})
     assert_same_state_dict(a, la)
     assert_same_state_dict(b, lb)
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
@@ -701,17 +701,17 @@ def test_optimizer_state_for_a_parameter_of_no_group_is_refused():
 
 def test_the_state_of_another_kind_of_optimizer_is_refused():
     m = net()
-    at = save_state({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
+    url = save_state({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
     adam = optim.Adam(m.parameters(), 0.5)
     message = r"o saved with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
     for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
         with pytest.raises(DTypeMismatch, match=message) as e:
-            holdfast.load(at, into={"m": m, "o": adam}, **lenient)
+            holdfast.load(url, into={"m": m, "o": adam}, **lenient)
         assert e.value.misfits == ("o",)
         assert "cast=True" not in str(e.value)
         assert (adam.param_groups[0]["lr"], dict(adam.state)) == (0.5, {})
     # An option that both optimizers have can be loaded by its key.
-    holdfast.load(at, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
+    holdfast.load(url, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
     assert adam.param_groups[0]["lr"] == 0.1
 
 
@@ -731,10 +731,10 @@ def test_an_option_with_another_name_needs_a_lenient_load():
     for group in (older.param_groups[0], older.defaults):
         group["friction"] = group.pop("dampening")
     for to in (older, newer):
-        at = save_state({"m": m, "o": newer if to is older else older})
+        url = save_state({"m": m, "o": newer if to is older else older})
         with pytest.raises(UnexpectedLeaf, match=r"groups/0/(friction|dampening)"):
-            holdfast.load(at, into={"m": m, "o": to})
-        holdfast.load(at, into={"m": m, "o": to}, unexpected="ignore")
+            holdfast.load(url, into={"m": m, "o": to})
+        holdfast.load(url, into={"m": m, "o": to}, unexpected="ignore")
 
 
 def test_options_of_another_pytorch_version_do_not_make_another_kind_of_optimizer():
@@ -762,11 +762,11 @@ def test_the_state_dict_of_an_optimizer_is_not_loaded_into_a_live_optimizer():
     m = net()
     opt = optim.Adam(m.parameters())
     step(m, opt, torch.randn(3, 4))
-    at = save_state({"o": opt.state_dict()})
+    url = save_state({"o": opt.state_dict()})
     with pytest.raises(DTypeMismatch, match="live Adam"):
-        holdfast.load(at, into={"o": opt})
+        holdfast.load(url, into={"o": opt})
     other = optim.Adam(m.parameters())
-    other.load_state_dict(holdfast.load(at)["o"])
+    other.load_state_dict(holdfast.load(url)["o"])
     assert_same(list(opt.state.values()), list(other.state.values()))
 
 
@@ -925,9 +925,9 @@ def test_a_grad_scaler_is_restored():
 
 
 def test_a_disabled_grad_scaler_is_not_loaded_into_an_enabled_one():
-    at = save_state({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    url = save_state({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
     with pytest.raises(RuntimeError, match="source state dict is empty"):
-        holdfast.load(at, into={"scaler": torch.amp.GradScaler("cpu")})
+        holdfast.load(url, into={"scaler": torch.amp.GradScaler("cpu")})
 
 
 @pytest.mark.parametrize("ema", [False, True])
@@ -998,9 +998,9 @@ def test_an_error_from_load_state_dict_notes_that_the_live_state_is_not_valid():
         def load_state_dict(self, state):
             raise ValueError("no")
 
-    at = save_state({"t": torch.ones(2), "mine": Stateful(n=1)})
+    url = save_state({"t": torch.ones(2), "mine": Stateful(n=1)})
     with pytest.raises(ValueError, match="no") as e:
-        holdfast.load(at, into={"t": torch.zeros(2), "mine": Broken()})
+        holdfast.load(url, into={"t": torch.zeros(2), "mine": Broken()})
     assert "not valid" in e.value.__notes__[0]
 
 
@@ -1015,7 +1015,7 @@ def test_a_generator_can_be_saved_through_get_state():
 
 
 def test_random_number_generators_are_restored():
-    at = save_state({"rng": holdfast.RNG()})
+    url = save_state({"rng": holdfast.RNG()})
     a = torch.rand(3)
-    holdfast.load(at, into={"rng": holdfast.RNG()})
+    holdfast.load(url, into={"rng": holdfast.RNG()})
     assert torch.equal(a, torch.rand(3))

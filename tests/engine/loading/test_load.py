@@ -70,11 +70,11 @@ def test_keys_select_a_part_of_the_state(keys, expected):
     "keys", ["nothing", "mode", "model/*/*/*", [], "Note", "model.a", "*del", ""]
 )
 def test_the_error_for_a_pattern_without_matches_names_existing_keys(keys):
-    at = save_state(nested_state())
+    url = save_state(nested_state())
     with pytest.raises(MissingLeaf, match=r"keys like.*model/a\.weight"):
-        holdfast.load(at, keys=keys)
+        holdfast.load(url, keys=keys)
     with pytest.raises(MissingLeaf, match="keys like"):
-        holdfast.load(at, into=nested_state(), keys=keys)
+        holdfast.load(url, into=nested_state(), keys=keys)
 
 
 def test_keys_select_a_part_of_the_live_state():
@@ -88,11 +88,11 @@ def test_keys_select_a_part_of_the_live_state():
 def test_a_load_into_live_tensors_increments_their_version_counters(mode):
     """PyTorch then refuses a backward pass that needs the old values."""
     model, other = nn.Linear(3, 3), torch.zeros(2)
-    at = save_state({"model": nn.Linear(3, 3), "other": torch.ones(2)})
+    url = save_state({"model": nn.Linear(3, 3), "other": torch.ones(2)})
     counts = model.weight._version, model.bias._version, other._version
     passed = model(torch.ones(1, 3, requires_grad=True)).sum()
     with mode():
-        holdfast.load(at, into={"model": model, "other": other}, keys="model")
+        holdfast.load(url, into={"model": model, "other": other}, keys="model")
     assert model.weight._version > counts[0]
     assert model.bias._version > counts[1]
     assert other._version == counts[2]
@@ -101,12 +101,12 @@ def test_a_load_into_live_tensors_increments_their_version_counters(mode):
 
 
 def test_a_load_that_fails_after_a_change_increments_the_version_counters():
-    at = save_state({"a": ONE, "b": torch.randn(100_000)})
-    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+    url = save_state({"a": ONE, "b": torch.randn(100_000)})
+    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
     live = {"a": ONE * 0, "b": torch.zeros(100_000)}
     counts = [t._version for t in live.values()]
     with pytest.raises(DigestMismatch):
-        holdfast.load(at, into=live)
+        holdfast.load(url, into=live)
     assert all(t._version > n for t, n in zip(live.values(), counts, strict=True))
 
 
@@ -118,12 +118,12 @@ def test_inference_tensors_have_no_version_counter_and_are_loaded():
 
 
 def test_only_selected_leaves_are_read():
-    at = save_state({"a": ONE, "b": torch.randn(100_000)})
-    store = holdfast.open_store(at.rpartition("/")[0])
-    damage(store, "b", holdfast.open(at))
-    assert_same({"a": ONE}, holdfast.load(at, keys="a"))
+    url = save_state({"a": ONE, "b": torch.randn(100_000)})
+    store = holdfast.open_store(url.rpartition("/")[0])
+    damage(store, "b", holdfast.open(url))
+    assert_same({"a": ONE}, holdfast.load(url, keys="a"))
     with pytest.raises(DigestMismatch, match="b"):
-        holdfast.load(at)
+        holdfast.load(url)
 
 
 def damage(store, leaf, snapshot):
@@ -144,10 +144,10 @@ def damage(store, leaf, snapshot):
 def test_renaming_a_submodule_renames_all_names_below_it():
     m = nn.ModuleDict({"old": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
     live = nn.ModuleDict({"new": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
-    at = save_state({"model": m})
-    holdfast.load(at, into={"model": live}, rename={"model/old": "model/new"})
+    url = save_state({"model": m})
+    holdfast.load(url, into={"model": live}, rename={"model/old": "model/new"})
     assert_same(list(m.parameters()), list(live.parameters()))
-    made = holdfast.load(at, rename={"model/old": "model/new"})
+    made = holdfast.load(url, rename={"model/old": "model/new"})
     assert list(made["model"]) == ["new.weight", "new.bias", "older.weight", "older.bias"]
 
 
@@ -253,44 +253,44 @@ def test_into_must_be_a_dict():
 
 
 def test_the_error_for_damage_states_that_the_live_state_is_not_valid():
-    at = save_state({"a": ONE, "b": torch.randn(100_000)})
-    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+    url = save_state({"a": ONE, "b": torch.randn(100_000)})
+    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
     with pytest.raises(DigestMismatch) as e:
-        holdfast.load(at, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
+        holdfast.load(url, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
     assert "is not valid" in str(e.value)
     assert e.value.live_state == "not valid"
     assert e.value.leaf == "b"
     with pytest.raises(DigestMismatch) as e:
-        holdfast.load(at)
+        holdfast.load(url)
     assert "is not valid" not in str(e.value)
 
 
 def test_the_error_of_a_store_states_that_the_live_state_is_not_valid(monkeypatch):
-    at = save_state({"a": torch.randn(1000)})
+    url = save_state({"a": torch.randn(1000)})
 
     def broken(*args):
         raise StoreError("The disk is on fire")
 
     monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", broken)
     with pytest.raises(StoreError, match=r"on fire.*is not valid") as e:
-        holdfast.load(at, into={"a": torch.zeros(1000)})
+        holdfast.load(url, into={"a": torch.zeros(1000)})
     assert e.value.leaf == "a"
 
 
 def test_damaged_bytes_never_reach_the_live_state():
-    at = save_state({"b": torch.ones(100_000)})
-    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+    url = save_state({"b": torch.ones(100_000)})
+    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
     live = torch.zeros(100_000)
     with pytest.raises(DigestMismatch):
-        holdfast.load(at, into={"b": live})
+        holdfast.load(url, into={"b": live})
     assert not live.any()
 
 
 def test_differences_are_raised_before_any_bytes_are_read(monkeypatch):
-    at = save_state({"a": ONE, "b": TWO})
+    url = save_state({"a": ONE, "b": TWO})
     monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", None)
     with pytest.raises(ShapeMismatch):
-        holdfast.load(at, into={"a": ONE, "b": torch.zeros(3)})
+        holdfast.load(url, into={"a": ONE, "b": torch.zeros(3)})
 
 
 # -- slices --------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ index = st.lists(part, max_size=3).flatmap(
 
 @functools.cache
 def saved_leaves():
-    at = unused_url()
+    url = unused_url()
     record = np.zeros(SHAPE, [("x", ">i4"), ("y", "M8[s]")])
     record["x"] = np.arange(210).reshape(SHAPE)
     state = {
@@ -320,8 +320,8 @@ def saved_leaves():
         "scalar": torch.tensor(5),
         "blob": bytes(range(256)) * 40,
     }
-    holdfast.save(at, state)
-    return holdfast.open(at), state
+    holdfast.save(url, state)
+    return holdfast.open(url), state
 
 
 @settings(max_examples=150, deadline=None)
@@ -396,7 +396,7 @@ def test_the_error_for_the_key_of_a_container_names_the_keys_below_it():
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_slices_of_every_dtype(dtype):
+def test_slices_of_every_dtype_are_read(dtype):
     t = random_tensor(dtype, (40, 30))
     view = holdfast.open(save_state({"t": t}))["t"]
     assert_same(t[10:20], view[10:20])
@@ -407,16 +407,16 @@ def test_slices_of_every_dtype(dtype):
 def test_a_slice_reads_only_its_chunks(monkeypatch):
     from holdfast.storage.memory import MemoryStore
 
-    at = save_state({"t": torch.arange(5_000_000)})
-    snapshot = holdfast.open(at)
+    url = save_state({"t": torch.arange(5_000_000)})
+    snapshot = holdfast.open(url)
     snapshot.indexes()
-    read, whole = [], MemoryStore.get_range
+    read, get_range = [], MemoryStore.get_range
 
-    def counted(self, key, offset, length, into):
+    def counting_get_range(self, key, offset, length, into):
         read.append(length)
-        whole(self, key, offset, length, into)
+        get_range(self, key, offset, length, into)
 
-    monkeypatch.setattr(MemoryStore, "get_range", counted)
+    monkeypatch.setattr(MemoryStore, "get_range", counting_get_range)
     assert snapshot["t"][4_999_998:].tolist() == [4_999_998, 4_999_999]
     assert sum(read) <= 8 << 20
 
@@ -425,7 +425,7 @@ def test_a_slice_reads_only_its_chunks(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_tensor_of_more_than_four_gigabytes():
+def test_a_tensor_of_more_than_four_gigabytes_is_restored():
     """The test checks elements at offsets below and above 2**32."""
     size = (1 << 32) + (100 << 20) + 7
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 6 << 30:
@@ -448,7 +448,7 @@ def test_a_tensor_of_more_than_four_gigabytes():
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_leaves(tmp_path):
+def test_a_hundred_thousand_leaves_are_restored(tmp_path):
     one = torch.arange(4.0)
     state = {f"layer{i}": {f"w{j}": one + i for j in range(100)} for i in range(1000)}
     began = time.perf_counter()

@@ -100,8 +100,8 @@ def measure_memory_growth(code: str, url: Path, part: int, ranks: int) -> float:
 def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(
     tmp_path: Path,
 ) -> None:
-    """One load is that of one of 512 ranks, and one loads every leaf in full, which needs all
-    boxes. The reshard has two windows."""
+    """One load runs as one of 512 ranks. The other loads every leaf in full and so needs all boxes.
+    The reshard has two windows."""
     write_snapshot(tmp_path)
     url = tmp_path / "version_1"
     for part, ranks in ((300, 512), (0, 1)):

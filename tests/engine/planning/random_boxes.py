@@ -43,9 +43,9 @@ def leaves(draw, max_count=4):
 @st.composite
 def rank_boxes(draw, state, ranks):
     """Draw the leaf boxes of each rank. Every leaf is tiled, and at least one rank has each box."""
-    held = [[] for _ in range(ranks)]
+    boxes_by_rank = [[] for _ in range(ranks)]
     for key, dtype, shape in state:
         for box in draw(tilings(shape)):
             for r in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-                held[r].append(LeafBox(key, dtype, shape, box))
-    return [draw(st.permutations(h)) for h in held]
+                boxes_by_rank[r].append(LeafBox(key, dtype, shape, box))
+    return [draw(st.permutations(h)) for h in boxes_by_rank]

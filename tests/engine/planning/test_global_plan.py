@@ -49,21 +49,21 @@ def test_every_box_is_written_once_by_a_rank_that_has_it(data):
 @given(st.data())
 def test_replicated_boxes_are_balanced_across_the_ranks_that_have_them(data):
     ranks = data.draw(st.integers(2, 6))
-    held = [[] for _ in range(ranks)]
+    boxes_by_rank = [[] for _ in range(ranks)]
     groups = data.draw(st.lists(st.sets(st.integers(0, ranks - 1), min_size=1), min_size=1))
     for i, group in enumerate(groups):
         for n in data.draw(st.lists(st.integers(1, 1000), max_size=10)):
-            key = f"{i}/{len(held[min(group)])}"
+            key = f"{i}/{len(boxes_by_rank[min(group)])}"
             for r in group:
-                held[r].append(LeafBox(key, "uint8", (n,), Box.whole((n,))))
+                boxes_by_rank[r].append(LeafBox(key, "uint8", (n,), Box.whole((n,))))
 
-    made = plan(held)
+    made = plan(boxes_by_rank)
 
     holders = {}
-    for r, holdings in enumerate(held):
+    for r, holdings in enumerate(boxes_by_rank):
         for h in holdings:
             holders.setdefault(h.key, []).append(r)
-    for r, holdings in enumerate(held):
+    for r, holdings in enumerate(boxes_by_rank):
         assigned = [
             h
             for h, w in zip(holdings, made.write_mask(r), strict=True)

@@ -136,7 +136,7 @@ def test_a_range_outside_the_array_is_refused():
 
 
 @given(shapes, st.data())
-def test_subtract_and_flat_range(shape, data):
+def test_subtract_leaves_the_rest_and_flat_range_spans_the_part(shape, data):
     part_of = [
         data.draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape
     ]

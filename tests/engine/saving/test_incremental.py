@@ -183,11 +183,11 @@ def test_every_version_of_a_random_history_is_restored(
         assert snapshot.chain in (0, base.chain + 1)
         made.append((snapshot, dict(state)))
     to = MemoryStore()
-    for snapshot, wanted in made:
-        assert_restored(store, snapshot, wanted)
+    for snapshot, expected in made:
+        assert_restored(store, snapshot, expected)
         copy = copy_snapshot(snapshot, Location(to, str(snapshot.version)))
         assert (copy.chain, copy.bases, copy.referred_bytes) == (0, frozenset(), 0)
-        assert_restored(to, copy, wanted)
+        assert_restored(to, copy, expected)
 
 
 # -- which bytes are written ---------------------------------------------------------------------
@@ -279,7 +279,11 @@ def test_a_chunk_of_several_small_boxes_is_referred_to_if_all_are_unchanged(
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("kind", ["grows", "shrinks", "comes", "goes", "grows itself"])
+@pytest.mark.parametrize(
+    "kind",
+    ["grows", "shrinks", "comes", "goes", "grows itself"],
+    ids=["earlier_grows", "earlier_shrinks", "leaf_added", "leaf_removed", "frozen_grows"],
+)
 def test_leaves_after_a_change_of_structure_are_referred_to(
     small_chunks: None, kind: str, staged: bool
 ) -> None:
@@ -325,7 +329,7 @@ def test_whole_pages_come_first_so_that_most_reads_bypass_the_page_cache(
     assert_restored(store, second, state)
 
 
-def test_chunks_of_the_real_size_on_a_disk(tmp_path: Any) -> None:
+def test_increments_with_chunks_of_the_real_size_are_restored_from_a_disk(tmp_path: Any) -> None:
     """The save writes pieces of 4 MiB with O_DIRECT. Chunks cross the boundaries of pieces. Some
     saves are synchronous and some are staged."""
     store = LocalStore(str(tmp_path))
@@ -516,19 +520,21 @@ def test_staged_pieces_that_are_not_needed_are_released_immediately(small_chunks
     location = Location(store, "version_1")
     job = begin_save(location, frozen(1), VersionMetadata(step=1), pool, stage_now=True, base=base)
     staged = pool.allocated_bytes - pool.free_bytes
-    held = []
+    staged_bytes = []
     store.before = lambda method, key: (
-        method == "put" and held.append(pool.allocated_bytes - pool.free_bytes)
+        method == "put" and staged_bytes.append(pool.allocated_bytes - pool.free_bytes)
     )
     finish_save(job)
     assert staged > 150 * 4096
-    assert held == [2 * 4096], "the adapter's 1,600 bytes in pieces of 1 KiB"
+    assert staged_bytes == [2 * 4096], "the adapter's 1,600 bytes in pieces of 1 KiB"
 
 
 # -- damage --------------------------------------------------------------------------------------
 
 
-def test_each_version_that_refers_to_a_damaged_base_names_it(small_chunks: None) -> None:
+def test_errors_of_all_versions_that_refer_to_a_damaged_base_name_its_file(
+    small_chunks: None,
+) -> None:
     store = MemoryStore()
     made = [save(store, 0, frozen(), None)]
     for step in (1, 2):

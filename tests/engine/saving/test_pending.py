@@ -64,7 +64,7 @@ def test_the_state_may_change_as_soon_as_the_call_returns(store: HookedStore) ->
         "structured": np.ones(50, [("a", "<i4"), ("b", ">f8")]),
         "list": [1, {"a": (2.5, "x")}],
     }
-    held = {"rows": rows.copy(), "strided": state["strided"].copy()}
+    expected = {"rows": rows.copy(), "strided": state["strided"].copy()}
     pending = holdfast.save_async("run/version_1", state, note={"lr": 0.1})
     pending.wait_staged()
     assert not pending.done
@@ -75,8 +75,8 @@ def test_the_state_may_change_as_soon_as_the_call_returns(store: HookedStore) ->
     gate.set()
     pending.wait()
     loaded = holdfast.load("run/version_1")
-    assert np.array_equal(loaded["rows"], held["rows"])
-    assert np.array_equal(loaded["strided"], held["strided"])
+    assert np.array_equal(loaded["rows"], expected["rows"])
+    assert np.array_equal(loaded["strided"], expected["strided"])
     assert loaded["structured"]["a"].tolist() == [1] * 50
     assert loaded["list"] == [1, {"a": (2.5, "x")}]
 

@@ -210,7 +210,7 @@ def test_a_retry_finds_the_version_of_a_save_with_an_unknown_outcome() -> None:
     assert check_promises(store, [1, 2]) == [1, 2]
 
 
-def test_a_version_of_another_training_is_not_taken_for_an_own_one() -> None:
+def test_a_version_of_another_training_is_not_mistaken_for_one_of_this_training() -> None:
     store = MemoryStore()
     state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(100)) as ckpt:

@@ -42,7 +42,7 @@ def split_columns(shards: int) -> Layout:
 
 
 def _split_dim(dim: int, shards: int) -> Layout:
-    def cut(key: str, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+    def split(key: str, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
         if not shape or 0 in shape:
             return [(0, Box.whole(shape))]
         d, boxes = dim % len(shape), []
@@ -55,7 +55,7 @@ def _split_dim(dim: int, shards: int) -> Layout:
                 boxes.append((n, Box(tuple(offsets), tuple(sizes))))
         return boxes
 
-    return cut
+    return split
 
 
 def index_columns(leaves: Sequence[IndexLeaf]) -> LeafColumns:

@@ -22,8 +22,8 @@ from tests.engine.states import TORCH_DTYPES, random_tensor
 def make(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Fingerprint]:
-    """Return a function that makes a fingerprint of CPU tensors, either in the way of CPU tensors
-    or in that of tensors on an accelerator."""
+    """Return a function that makes a fingerprint of CPU tensors. It samples them either as CPU
+    tensors or as tensors on an accelerator."""
 
     def made(tensors: list[torch.Tensor]) -> Fingerprint:
         found = Fingerprint(tensors)
@@ -50,7 +50,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_only_changes_of_a_tensor_s_own_elements_are_detected(
+def test_only_changes_of_the_fingerprinted_elements_are_detected(
     make: Callable[..., Fingerprint], dtype: torch.dtype, shape: Callable[..., torch.Tensor]
 ) -> None:
     whole = random_tensor(dtype, (16, 12))

@@ -39,15 +39,15 @@ pytestmark = [
 def assert_refused(value, message=None):
     """Assert that the error names the key and contains ``message``, and that nothing is written.
     Return the message of the error."""
-    at = unused_url()
+    url = unused_url()
     with pytest.raises(Unsupported, match=message) as e:
-        holdfast.save(at, {"fine": torch.ones(2), "a": {"b": value}})
+        holdfast.save(url, {"fine": torch.ones(2), "a": {"b": value}})
     assert "'a/b" in str(e.value)
     assert e.value.leaf.startswith("a/b")
-    store = holdfast.open_store(at.rpartition("/")[0])
+    store = holdfast.open_store(url.rpartition("/")[0])
     assert list(store.list("")) == []
     with pytest.raises(NotFound):
-        holdfast.load(at)
+        holdfast.load(url)
     return str(e.value)
 
 
@@ -71,7 +71,7 @@ def test_tensors_of_every_dtype_are_restored_bit_for_bit(dtype, local, tmp_path)
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_every_dtype_is_loaded_into_live_tensors_with_any_strides(dtype):
     t = random_tensor(dtype, (4, 6, 10))
-    at = save_state({"a": t, "b": t, "c": t[:, :, 0]})
+    url = save_state({"a": t, "b": t, "c": t[:, :, 0]})
     base_a = torch.zeros(t.numel() * dtype.itemsize, dtype=torch.uint8).view(dtype)
     base_b = torch.zeros(t.numel() * dtype.itemsize, dtype=torch.uint8).view(dtype)
     base_c = torch.zeros(24 * 3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
@@ -81,7 +81,7 @@ def test_every_dtype_is_loaded_into_live_tensors_with_any_strides(dtype):
         "c": base_c.view(4, 6, 3)[:, :, 1],
     }
     addresses = [v.data_ptr() for v in live.values()]
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert_same({"a": t, "b": t, "c": t[:, :, 0]}, live)
     assert [v.data_ptr() for v in live.values()] == addresses
     # The memory between the elements of "c" is unchanged.
@@ -115,10 +115,10 @@ def test_views_are_saved_by_their_values():
 @pytest.mark.parametrize("view", ["conj", "neg"])
 def test_loads_into_live_conjugate_and_negative_views_change_their_base(view):
     z = torch.randn(4, 5, dtype=torch.complex64)
-    at = save_state({"z": z})
+    url = save_state({"z": z})
     memory = torch.zeros(4, 5, dtype=torch.complex64)
     live = memory.conj() if view == "conj" else torch._neg_view(memory)
-    holdfast.load(at, into={"z": live})
+    holdfast.load(url, into={"z": live})
     assert_same_tensor(z, live)
     assert_same_tensor(z.conj() if view == "conj" else -z, memory)
 
@@ -141,10 +141,10 @@ def test_requires_grad_and_the_parameter_type_are_not_saved():
 
 def test_a_tied_tensor_is_written_once_and_loaded_as_one_tensor():
     t = torch.randn(100, 10)
-    at = save_state({"a": t, "b": t, "c": [t.view(100, 10)], "other": t[:50], "flat": t.view(-1)})
-    snapshot = holdfast.open(at)
+    url = save_state({"a": t, "b": t, "c": [t.view(100, 10)], "other": t[:50], "flat": t.view(-1)})
+    snapshot = holdfast.open(url)
     assert set(snapshot.leaves) == {"a", "other", "flat"}
-    made = holdfast.load(at)
+    made = holdfast.load(url)
     assert made["a"] is made["b"] is made["c"][0]
     assert made["flat"].data_ptr() != made["a"].data_ptr()
     assert_same_tensor(t[:50], made["other"])
@@ -153,9 +153,9 @@ def test_a_tied_tensor_is_written_once_and_loaded_as_one_tensor():
 def test_overlapping_views_are_loaded_into_overlapping_views():
     t = torch.arange(20.0)
     make = lambda t: {"all": t, "first": t[:15], "last": t[5:], "bits": t.view(torch.int32)}  # noqa: E731
-    at = save_state(make(t))
+    url = save_state(make(t))
     live = make(torch.zeros(20))
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert_same(make(t), live)
 
 
@@ -415,10 +415,10 @@ def saved_keys(state):
 
 
 def test_keys_with_equal_text_are_distinguished_in_any_order():
-    at = save_state({"x": {1: torch.ones(2), "1": torch.zeros(2)}})
-    assert holdfast.open(at).keys() == ["x/1", "x/1~2"]
+    url = save_state({"x": {1: torch.ones(2), "1": torch.zeros(2)}})
+    assert holdfast.open(url).keys() == ["x/1", "x/1~2"]
     live = {"x": {"1": torch.full((2,), 5.0), 1: torch.full((2,), 5.0)}}
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert live["x"][1].tolist() == [1, 1]
     assert live["x"]["1"].tolist() == [0, 0]
 
@@ -629,9 +629,9 @@ def test_the_state_of_a_loader_with_workers_is_restored():
 
 def test_the_state_itself_must_be_a_dict():
     for state in ([], None, OrderedDict(), nn.Linear(1, 1), torch.ones(1)):
-        at = unused_url()
+        url = unused_url()
         with pytest.raises(Unsupported, match="The state is a"):
-            holdfast.save(at, state)
+            holdfast.save(url, state)
 
 
 @pytest.mark.parametrize("state", [{}, {"a": {}}, {"a": 1}, {"a": [], "b": ()}], ids=repr)
@@ -694,8 +694,8 @@ plain = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text("abc/~"), plain, max_size=4))
 def test_any_plain_state_is_restored(state):
-    at = save_state(state)
-    assert_same(state, holdfast.load(at))
+    url = save_state(state)
+    assert_same(state, holdfast.load(url))
     live = clone_of(state)
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert_same(state, live)

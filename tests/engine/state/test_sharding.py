@@ -146,12 +146,12 @@ def test_any_shard_order_is_inferred_from_the_split_factors_that_torch_writes(dr
 @given(layouts())
 def test_the_boxes_of_all_ranks_contain_each_element_once_per_replica(layout):
     shape, mesh, shardings = layout
-    held = np.zeros(shape, np.int64)
+    counts = np.zeros(shape, np.int64)
     for rank in ranks(mesh):
         for box, _ in local_boxes(shape, mesh, rank, shardings).boxes:
-            held[box.slices((0,) * len(shape))] += 1
+            counts[box.slices((0,) * len(shape))] += 1
     assert (
-        held == prod(n for n, sharded in zip(mesh, shardings, strict=True) if sharded is None)
+        counts == prod(n for n, sharded in zip(mesh, shardings, strict=True) if sharded is None)
     ).all()
 
 
@@ -220,7 +220,7 @@ def test_the_inferred_shard_order_matches_that_of_torch(layout):
         ((3,), (2,), (0,), (ShardPlacement(0, 10**12),), (3,), [((0,), (3,))]),
     ],
 )
-def test_local_boxes_of_examples(shape, mesh, rank, shardings, local, boxes):
+def test_local_boxes_returns_the_expected_boxes(shape, mesh, rank, shardings, local, boxes):
     found = local_boxes(shape, mesh, rank, shardings)
     assert found.shape == local
     assert [(box.offsets, box.sizes) for box, _ in found.boxes] == boxes
@@ -281,7 +281,7 @@ def test_the_cost_does_not_depend_on_the_length_of_a_dimension():
         ),
     ],
 )
-def test_the_shard_order_of_a_spec(spec, shardings, order):
+def test_the_shard_order_of_a_spec_is_read_if_it_has_one(spec, shardings, order):
     if "flag" in spec:
         spec = {**spec, "use_strided_shard_as_shard_order": spec["flag"]}
     assert sharding._shard_order(SimpleNamespace(**spec), shardings) == order
@@ -331,7 +331,7 @@ def test_a_tensor_in_two_different_boxes_is_not_tied():
         ((4,), (0,), (4,), [Box((0,), (4,))]),
     ],
 )
-def test_boxed_scalars_empty_boxes_and_whole_tensors(size, offsets, shape, boxes):
+def test_boxes_of_scalars_empty_tensors_and_whole_tensors(size, offsets, shape, boxes):
     for make in (np.zeros, torch.zeros):
         parts = sharding.get_local_boxes(holdfast.Boxed(make(size), offsets, shape), "k")
         assert [box for box, _ in parts.box_tensors] == boxes

@@ -391,7 +391,7 @@ def check_training(size, shard, times, rows=13):
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2)])
-def test_fsdp2_over_tensor_parallelism(mesh):
+def test_boxes_cover_the_training_state_with_fsdp2_over_tensor_parallelism(mesh):
     def shard(model):
         made = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
         parallelize_module(model, made["tp"], TENSOR_PARALLEL, src_data_rank=None)
@@ -418,7 +418,7 @@ def test_fsdp2_over_tensor_parallelism_with_equal_sizes_but_other_rows():
 
 
 @pytest.mark.parametrize("mesh", [(3,), (4,), (2, 2), (2, 3)])
-def test_fsdp2_and_hsdp(mesh):
+def test_boxes_cover_the_training_state_with_fsdp2_and_hsdp(mesh):
     def shard(model):
         names = ("replicate", "shard")[-len(mesh) :]
         made = init_device_mesh("cpu", mesh, mesh_dim_names=names)
@@ -428,7 +428,7 @@ def test_fsdp2_and_hsdp(mesh):
     check_training(prod(mesh), shard, lambda _: prod(mesh[:-1]))
 
 
-def test_hsdp_over_tensor_parallelism():
+def test_boxes_cover_the_training_state_with_hsdp_over_tensor_parallelism():
     def shard(model):
         names = ("replicate", "shard", "tp")
         made = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
