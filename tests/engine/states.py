@@ -1,4 +1,4 @@
-"""States to save, and how to tell whether what came back is the same."""
+"""States to save, and comparisons of a saved state with the loaded one."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ TORCH_DTYPES = [
 
 
 def unused_url() -> str:
-    """A place in memory that no other test uses."""
+    """Return the URL of a memory store that no other test uses."""
     return f"memory://state{next(_url_numbers)}/version_1"
 
 
 def round_trip(state: dict[str, Any], target: Any = None) -> Any:
-    """The state after a save and a plain load."""
+    """Save the state, and return what a plain load returns."""
     target = target or unused_url()
     holdfast.save(target, state)
     return holdfast.load(target)
 
 
 def save_state(state: dict[str, Any], target: Any = None) -> Any:
-    """Where the state has been saved."""
+    """Save the state, and return the location."""
     target = target or unused_url()
     holdfast.save(target, state)
     return target
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Any bits that the dtype may have, NaNs with payloads among them."""
+    """Return a tensor with random bits. These may include NaNs with payloads."""
     raw = torch.randint(
         0,
         2 if dtype is torch.bool else 256,
@@ -72,7 +72,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
 
 
 def tensor_bytes(t: torch.Tensor) -> bytes:
-    """The bits of a strided tensor, row-major, whatever its dtype, strides and views."""
+    """Return the bits of a strided tensor in row-major order, for every dtype, stride, and view."""
     t = t.detach().resolve_conj().resolve_neg().cpu()
     out = bytearray()
     plain = torch.empty(t.shape, dtype=t.dtype)
@@ -86,7 +86,7 @@ def tensor_bytes(t: torch.Tensor) -> bytes:
 
 
 def assert_same(a: Any, b: Any, path: str = "state") -> None:
-    """Assert that two states are the same to the last bit, types, order and keys included."""
+    """Assert that two states are bit-identical, including types, order, and keys."""
     torch_types = (torch.Tensor, torch.nn.Parameter)
     if isinstance(a, torch_types):
         assert_same_tensor(a, b, path)
@@ -94,7 +94,7 @@ def assert_same(a: Any, b: Any, path: str = "state") -> None:
     assert type(a) is type(b), path
     if isinstance(a, np.ndarray):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path
-        if a.dtype.names and a.ndim:  # what lies between the fields is not looked at
+        if a.dtype.names and a.ndim:  # padding between the fields is not compared
             for name in a.dtype.names:
                 assert_same(a[name], b[name], f"{path}.{name}")
             return
@@ -139,7 +139,7 @@ def assert_same_tensor(a: torch.Tensor, b: Any, path: str = "tensor") -> None:
 
 
 def clone(state: Any) -> Any:
-    """A deep copy that keeps nothing in common."""
+    """Return a deep copy, which shares no memory with the original."""
     import copy
 
     return copy.deepcopy(state)

@@ -1,6 +1,7 @@
-"""On a CUDA device: what is saved from it, loaded onto it, and into live state on it.
+"""Saves from a CUDA device, loads onto it, and loads into live state on it.
 
-Skipped where there is none. Never run yet: until it has been, saving from a device is experimental.
+These tests are skipped on machines without a CUDA device. They have not run yet. Until they have,
+saving from a device is experimental.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def deterministic() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}, {"amsgrad": True}])
-def test_training_goes_on_exactly(options: dict[str, Any]) -> None:
+def test_training_continues_exactly_after_a_load(options: dict[str, Any]) -> None:
     state = make(**options)
     train(state, 3)
     store = MemoryStore()
@@ -61,7 +62,7 @@ def test_training_goes_on_exactly(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
-def test_tensors_come_back_where_they_are_asked_for(dtype: torch.dtype) -> None:
+def test_tensors_are_loaded_to_the_requested_device(dtype: torch.dtype) -> None:
     x = torch.randn(33, 65, device="cuda").to(dtype)
     store = MemoryStore()
     holdfast.save(store, {"x": x, "y": x.t(), "scalar": x[0, 0]})
@@ -73,7 +74,7 @@ def test_tensors_come_back_where_they_are_asked_for(dtype: torch.dtype) -> None:
         assert torch.equal(back["y"].cpu().contiguous().view(torch.uint8), y)
 
 
-def test_live_tensors_of_any_stride_are_filled_in_place() -> None:
+def test_live_tensors_with_any_strides_are_filled_in_place() -> None:
     values = {"plain": torch.randn(64, 48), "t": torch.randn(48, 64), "cl": torch.randn(2, 3, 9, 7)}
     store = MemoryStore()
     holdfast.save(store, values)
@@ -98,7 +99,7 @@ def test_the_state_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path: 
     assert torch.equal(holdfast.load(LocalStore(tmp_path))["big"], expected)
 
 
-def test_cuda_random_numbers_go_on() -> None:
+def test_the_cuda_random_number_sequence_continues_after_a_load() -> None:
     torch.cuda.manual_seed(3)
     store = MemoryStore()
     holdfast.save(store, {"rng": holdfast.RNG()})
@@ -108,7 +109,7 @@ def test_cuda_random_numbers_go_on() -> None:
     assert torch.randn(5, device="cuda").tolist() == expected
 
 
-def test_a_part_of_a_leaf_and_a_cast() -> None:
+def test_a_slice_of_a_leaf_is_read_and_a_load_can_cast() -> None:
     x = torch.arange(1000.0, device="cuda").view(50, 20)
     store = MemoryStore()
     holdfast.save(store, {"x": x, "a": np.arange(3)})

@@ -1,4 +1,4 @@
-"""Stores that answer late, twice or not at all, and one that lets a test act at every call."""
+"""A store that lets a test run code before and after each call, and make calls fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from holdfast.storage.store import Stat, Store, Traits, Upload
 
 
 class HookedStore:
-    """``inner``, with ``before`` and ``after`` called around every call: ``(method, key)``.
-    Either may raise; what ``after`` raises is a reply that was lost."""
+    """A wrapper of ``inner`` that calls ``before(method, key)`` and ``after(method, key)`` around
+    each call. Both may raise. An exception from ``after`` simulates a lost reply."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner

@@ -1,7 +1,7 @@
-"""Ranks that agree, one action after the other in an order drawn by chance: no threads, no time.
+"""A simulation of ranks that agree, without threads and with a simulated clock.
 
-Between any two calls of one rank's watcher to the store, the other watchers and all trainings may
-do anything, so what is drawn includes delays at every call.
+The ranks take turns in a random order. Between any two calls of one rank's watcher to the store,
+the other watchers and all trainings may act. So the random orders include delays at every call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIMEOUTS = Timeouts(silent=60, stuck=600)
 
 
 class DirectKVClient(KVClient):
-    """A board whose store is asked by who asks, in no other thread."""
+    """A key-value client that calls its store in the thread of the caller."""
 
     def _call(self, do: Callable[[], Any]) -> Any:
         if self._error is None:
@@ -41,7 +41,7 @@ class DirectKVClient(KVClient):
 
 
 class ManualAgreement(Agreement):
-    """An agreement whose watcher acts when it is told to."""
+    """An agreement whose watcher acts only when ``poll`` is called."""
 
     def _watch(self) -> None: ...
 
@@ -56,7 +56,7 @@ class ManualAgreement(Agreement):
             rounds.abort(e)
 
     def is_pending(self) -> bool:
-        """Whether something is wanted, on its way, or agreed for a later step."""
+        """Return True if an action is proposed, in an open round, or agreed for a later step."""
         rounds, gate = self._participant, self._gate
         return bool(
             rounds.proposed
@@ -66,13 +66,12 @@ class ManualAgreement(Agreement):
         )
 
     def would_block(self) -> bool:
-        """Whether ``step`` would wait."""
+        """Return True if ``step`` would wait."""
         return not self._gate._is_resolved(self._gate.current_step + 1)
 
 
 class FaultyStoreView:
-    """The store as a rank sees it. Where the store dies, the last answer may be lost, or the
-    question."""
+    """A rank's view of the store. If the store dies, the last request or its answer may be lost."""
 
     def __init__(self, rank: SimulatedRank) -> None:
         self._rank = rank
@@ -121,22 +120,22 @@ class SimulatedRank:
             raise ConnectionError("killed by a test")
 
     def raise_if_disconnected(self) -> None:
-        """Its connection is lost, and the last answer with it; its training goes on."""
+        """Simulate that the connection and the last answer are lost. The training continues."""
         if -1 < self.disconnects_at_call <= self.calls:
-            raise ConnectionError("cut off by a test")
+            raise ConnectionError("disconnected by a test")
 
     def step(self, last_step: int = 10**9) -> bool:
-        """One step of the training, if it is not held up, and not at its end."""
+        """Make one training step, unless the training would wait or has ended."""
         if self.dead or self.closed or self.steps >= last_step or self.agreement.would_block():
             return False
         self.steps += 1
         try:
-            whats = self.agreement.step()
+            actions = self.agreement.step()
         except RankFailed:
             self.failed_steps.append(self.steps)
         else:
-            if whats:
-                self.action_history.append((self.steps, whats))
+            if actions:
+                self.action_history.append((self.steps, actions))
         return True
 
     def poll(self) -> None:
@@ -175,7 +174,7 @@ class World:
         self.proposed.append((rank.number, action))
 
     def act_once(self) -> None:
-        """One action of one rank, whichever; a fast one makes many steps."""
+        """Let a random rank act once. A fast rank makes many steps."""
         rank = self.random.choice(self.ranks)
         if self.random.random() < 0.5:
             for _ in range(self.random.randint(1, self.speed[rank.number])):
@@ -184,7 +183,7 @@ class World:
             rank.poll()
 
     def interleave(self) -> None:
-        """What others do while one waits for the store."""
+        """Let other ranks act while one rank waits for the store."""
         if self.interleave_depth < 3:
             self.interleave_depth += 1
             while self.random.random() < self.interleave_probability:
@@ -196,7 +195,7 @@ class World:
             self.act_once()
 
     def advance_time(self, seconds: float) -> None:
-        """Let time pass, in which those who live leave pulses and look at the store."""
+        """Advance the clock. The living ranks send heartbeats and poll the store."""
         until = self.now + seconds
         while self.now < until:
             self.now += 5
@@ -206,16 +205,16 @@ class World:
                 rank.poll()
 
     def run_until_idle(self) -> None:
-        """Everyone goes on until nothing is waited for any more, to the same step."""
+        """Run all ranks to the same step, until no rank waits for anything."""
         self.interleave_probability = 0
         for _ in range(1000):
             self.run_to_step(max(rank.steps for rank in self.alive_ranks()) + 20)
             if not any(rank.agreement.is_pending() for rank in self.alive_ranks()):
                 return
-        raise AssertionError("they never come to an end")
+        raise AssertionError("the ranks never become idle")
 
     def run_to_step(self, last_step: int) -> None:
-        """Everyone comes to step ``last``, or as far as it can without time going on."""
+        """Run each rank to ``last_step``, or as far as it can get while the clock stands still."""
         idle = 0
         while idle < 5:
             moved = False
@@ -226,5 +225,5 @@ class World:
             idle = 0 if moved else idle + 1
 
     def leftover_keys(self) -> list[str]:
-        """What is left in the store, besides pulses."""
+        """Return the keys in the store, except heartbeats."""
         return [key for key in self.store.values if not key.startswith("pulse/")]

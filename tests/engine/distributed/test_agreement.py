@@ -1,4 +1,4 @@
-"""Ranks agree on a step: in all orders that can be drawn, with ranks and stores that die."""
+"""Agreement on a step, in random orders of events, with ranks and stores that fail."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ SIZES = (2, 3, 5)
 
 
 @pytest.fixture
-def lost() -> Iterator[list[str]]:
-    """What was told to have come to nothing."""
-    told: list[str] = []
+def failed_proposals() -> Iterator[list[str]]:
+    """Collect the actions of failed proposals, from the event ``not_agreed``."""
+    reported: list[str] = []
 
     def sink(name: str, fields: dict[str, Any]) -> None:
         if name == "not_agreed":
-            told.extend(fields["wanted"])
+            reported.extend(fields["wanted"])
 
     with holdfast.attach(sink):
-        yield told
+        yield reported
 
 
-def same(world: World) -> list[tuple[int, frozenset[str]]]:
-    """The history that all living ranks have; each has come equally far."""
+def assert_same_history(world: World) -> list[tuple[int, frozenset[str]]]:
+    """Assert that all living ranks have the same history and number of steps, and return the
+    history."""
     first, *others = world.alive_ranks()
     for rank in others:
         assert rank.action_history == first.action_history
@@ -37,8 +38,8 @@ def same(world: World) -> list[tuple[int, frozenset[str]]]:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_all_do_the_same_at_the_same_step_and_each_proposal_once(
-    seed: int, lost: list[str]
+def test_all_ranks_perform_each_action_once_and_at_the_same_step(
+    seed: int, failed_proposals: list[str]
 ) -> None:
     world = World(SIZES[seed % 3], seed)
     for n in range(world.random.randint(1, 8)):
@@ -47,31 +48,33 @@ def test_all_do_the_same_at_the_same_step_and_each_proposal_once(
             world.propose(world.random.choice(world.ranks), f"{n}.{world.random.random()}")
     world.run(world.random.randint(0, 60))
     world.run_until_idle()
-    history = same(world)
-    done = Counter(what for _, whats in history for what in whats)
-    assert done == Counter(what for _, what in world.proposed)
-    assert not lost
+    history = assert_same_history(world)
+    done = Counter(action for _, actions in history for action in actions)
+    assert done == Counter(action for _, action in world.proposed)
+    assert not failed_proposals
     assert world.leftover_keys() == []
     assert not any(rank.failed_steps for rank in world.ranks)
 
 
-# -- ranks that leave, die, or lose the store ----------------------------------------------------
+# -- ranks that leave, die, or lose the connection to the store ----------------------------------
 
 
-def proposals(world: World, count: int, actions: int = 40) -> None:
+def propose_randomly(world: World, count: int, max_actions: int = 40) -> None:
     for n in range(count):
-        world.run(world.random.randint(0, actions))
+        world.run(world.random.randint(0, max_actions))
         alive = [rank for rank in world.alive_ranks() if not rank.closed]
         if alive:
             world.propose(world.random.choice(alive), f"p{n}")
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_training_that_ends_ends_the_rounds_and_nothing_else(seed: int, lost: list[str]) -> None:
-    """All make as many steps; each closes when it has made its last."""
+def test_the_end_of_a_training_ends_all_rounds_without_errors(
+    seed: int, failed_proposals: list[str]
+) -> None:
+    """All ranks make the same number of steps. Each closes its agreement after its last step."""
     world = World(SIZES[seed % 3], seed)
     world.last_step = world.random.randint(0, 60)
-    proposals(world, world.random.randint(1, 6), 30)
+    propose_randomly(world, world.random.randint(1, 6), 30)
     order = world.random.sample(world.ranks, world.size)
     for rank in order:
         while rank.steps < world.last_step:
@@ -80,19 +83,21 @@ def test_a_training_that_ends_ends_the_rounds_and_nothing_else(seed: int, lost: 
         rank.close()
         world.run(world.random.randint(0, 20))
     world.advance_time(50)
-    history = same(world)
-    done = Counter(what for _, whats in history for what in whats)
+    history = assert_same_history(world)
+    done = Counter(action for _, actions in history for action in actions)
     assert all(count == 1 for count in done.values())
-    assert set(done).union(lost) <= {what for _, what in world.proposed}
+    assert set(done).union(failed_proposals) <= {action for _, action in world.proposed}
     assert all(rank.agreement._participant.closed_error is not None for rank in world.ranks)
     assert world.leftover_keys() == []
     assert not any(rank.failed_steps for rank in world.ranks)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_rank_that_closes_early_holds_nobody_up(seed: int, lost: list[str]) -> None:
+def test_a_rank_that_closes_early_does_not_block_the_others(
+    seed: int, failed_proposals: list[str]
+) -> None:
     world = World(SIZES[seed % 3], seed)
-    proposals(world, 3)
+    propose_randomly(world, 3)
     left = world.random.choice(world.ranks)
     left.close()
     after = [rank for rank in world.ranks if rank is not left]
@@ -107,64 +112,65 @@ def test_a_rank_that_closes_early_holds_nobody_up(seed: int, lost: list[str]) ->
     assert [
         entry for entry in after[0].action_history if entry[0] <= left.steps
     ] == left.action_history
-    done = Counter(what for _, whats in after[0].action_history for what in whats)
+    done = Counter(action for _, actions in after[0].action_history for action in actions)
     assert all(count == 1 for count in done.values())
-    assert set(done) | set(lost) == {what for _, what in world.proposed}
-    assert "later" in lost
-    assert not set(done) & set(lost)
+    assert set(done) | set(failed_proposals) == {action for _, action in world.proposed}
+    assert "later" in failed_proposals
+    assert not set(done) & set(failed_proposals)
     assert world.leftover_keys() == []
 
 
-def dying(seed: int, at: int) -> bool:
-    """A rank dies at its ``at``-th call to the store. Whether it has come to that."""
+def rank_dies(seed: int, at: int) -> bool:
+    """Let a rank die at its ``at``-th call to the store. Return False if it made fewer calls."""
     world = World(3, seed)
     victim = world.ranks[seed % 3]
     victim.dies_at_call = victim.calls + at
-    proposals(world, 3, 12)
+    propose_randomly(world, 3, 12)
     world.run(60)
     world.interleave_probability = 0
     for _ in range(100):
         world.run_to_step(max(rank.steps for rank in world.alive_ranks()) + 50)
         if not any(rank.agreement.is_pending() for rank in world.alive_ranks()):
             break
-        world.advance_time(5)  # until it is missed, in each of the rounds
+        world.advance_time(5)  # until the ranks detect the failure, in each of the rounds
     else:
-        raise AssertionError("they wait for it without end")
+        raise AssertionError("the ranks wait forever for the dead rank")
     world.run_to_step(max(rank.steps for rank in world.alive_ranks()) + 50)
-    history = same(world)
+    history = assert_same_history(world)
     assert not any(rank.failed_steps for rank in world.alive_ranks())
-    done = Counter(what for _, whats in history for what in whats)
+    done = Counter(action for _, actions in history for action in actions)
     assert all(count == 1 for count in done.values())
     if victim.dead:
         assert [h for h in history if h[0] <= victim.steps] == victim.action_history
     else:
-        assert set(done) == {what for _, what in world.proposed}
+        assert set(done) == {action for _, action in world.proposed}
     return victim.dead
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_at_any_call_is_missed_and_nobody_raises(lost: list[str]) -> None:
+def test_no_rank_raises_if_another_dies_at_any_call(failed_proposals: list[str]) -> None:
     for seed in range(4):
         at = 1
-        while dying(seed, at):
+        while rank_dies(seed, at):
             at += 1
         assert at > 15
-    assert lost
+    assert failed_proposals
 
 
-def without_store(seed: int, at: int) -> tuple[bool, bool]:
-    """The store dies at a call. Whether it came to that, and whether a rank has raised."""
+def store_dies(seed: int, at: int) -> tuple[bool, bool]:
+    """Let the store die at the ``at``-th call. Return whether there were so many calls, and whether
+    a rank raised an error."""
     world = World(3, seed)
     first = sum(rank.calls for rank in world.ranks)
-    real = world.interleave
+    original = world.interleave
 
-    def meanwhile() -> None:
+    def interleave() -> None:
         if sum(rank.calls for rank in world.ranks) >= first + at:
             world.store_dead = True
-        real()
+        original()
 
-    world.interleave = meanwhile  # type: ignore[method-assign]
-    proposals(world, 3, 12)
+    world.interleave = interleave  # type: ignore[method-assign]
+    propose_randomly(world, 3, 12)
     world.run(60)
     world.interleave_probability = 0
     for _ in range(3):
@@ -175,9 +181,9 @@ def without_store(seed: int, at: int) -> tuple[bool, bool]:
     assert len({rank.steps for rank in world.ranks}) == 1
     for rank in world.ranks:
         assert len(rank.failed_steps) <= 1
-        for other in world.ranks:  # whoever has not acted with the others has raised there
-            for step, whats in other.action_history:
-                assert (step, whats) in rank.action_history or rank.failed_steps == [step], (
+        for other in world.ranks:  # a rank that did not act with another raised at that step
+            for step, actions in other.action_history:
+                assert (step, actions) in rank.action_history or rank.failed_steps == [step], (
                     seed,
                     at,
                 )
@@ -185,24 +191,27 @@ def without_store(seed: int, at: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-def test_where_the_store_dies_a_rank_acts_with_the_others_or_raises_once(lost: list[str]) -> None:
+def test_each_rank_acts_with_the_others_or_raises_once_if_the_store_dies(
+    failed_proposals: list[str],
+) -> None:
     raised = 0
     for seed in range(4):
         at = 1
-        while (outcome := without_store(seed, at))[0]:
+        while (outcome := store_dies(seed, at))[0]:
             raised += outcome[1]
             at += 1
         assert at > 40
     assert raised > 10
-    assert lost
+    assert failed_proposals
 
 
-def cut_off(seed: int, at: int) -> tuple[bool, bool]:
-    """A rank loses its connection at a call. Whether it came to that, and whether it has raised."""
+def rank_disconnects(seed: int, at: int) -> tuple[bool, bool]:
+    """Let a rank lose its connection at its ``at``-th call. Return whether it made so many calls,
+    and whether it raised an error."""
     world = World(3, seed)
     victim = world.ranks[seed % 3]
     victim.disconnects_at_call = victim.calls + at
-    proposals(world, 3, 12)
+    propose_randomly(world, 3, 12)
     world.run(60)
     world.interleave_probability = 0
     for _ in range(100):
@@ -224,11 +233,13 @@ def cut_off(seed: int, at: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_cut_off_acts_with_the_others_or_raises_once(lost: list[str]) -> None:
+def test_a_rank_that_is_disconnected_acts_with_the_others_or_raises_once(
+    failed_proposals: list[str],
+) -> None:
     raised = 0
     for seed in range(4):
         at = 1
-        while (outcome := cut_off(seed, at))[0]:
+        while (outcome := rank_disconnects(seed, at))[0]:
             raised += outcome[1]
             at += 1
         assert at > 15
@@ -236,36 +247,38 @@ def test_a_rank_that_is_cut_off_acts_with_the_others_or_raises_once(lost: list[s
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_who_asks_again_and_again_gets_it_after_each_asking(seed: int, lost: list[str]) -> None:
+def test_an_action_that_is_proposed_repeatedly_follows_each_proposal(
+    seed: int, failed_proposals: list[str]
+) -> None:
     world = World(SIZES[seed % 3], seed)
-    asked: list[tuple[int, str, int]] = []
+    proposed: list[tuple[int, str, int]] = []
     for _ in range(world.random.randint(1, 25)):
         world.run(world.random.randint(0, 12))
-        rank, what = world.random.choice(world.ranks), world.random.choice("ab")
-        asked.append((rank.number, what, len(rank.action_history)))
-        world.propose(rank, what)
+        rank, action = world.random.choice(world.ranks), world.random.choice("ab")
+        proposed.append((rank.number, action, len(rank.action_history)))
+        world.propose(rank, action)
     world.run_until_idle()
-    history = same(world)
-    for number, what, before in asked:
-        assert any(what in whats for _, whats in history[before:]), (number, what, before)
-    done = Counter(what for _, whats in history for what in whats)
-    for what, count in done.items():
-        assert count <= sum(a[1] == what for a in asked)
-    assert not lost
+    history = assert_same_history(world)
+    for number, action, before in proposed:
+        assert any(action in actions for _, actions in history[before:]), (number, action, before)
+    done = Counter(action for _, actions in history for action in actions)
+    for action, count in done.items():
+        assert count <= sum(a[1] == action for a in proposed)
+    assert not failed_proposals
     assert world.leftover_keys() == []
 
 
-def test_what_is_wanted_at_the_same_time_is_done_at_the_same_step() -> None:
+def test_actions_that_are_proposed_at_the_same_time_share_a_step() -> None:
     world = World(3, 1)
     world.interleave_probability = 0
     for rank in world.ranks:
         world.propose(rank, f"p{rank.number}")
         rank.poll()
     world.run_until_idle()
-    assert [whats for _, whats in same(world)] == [{"p0", "p1", "p2"}]
+    assert [actions for _, actions in assert_same_history(world)] == [{"p0", "p1", "p2"}]
 
 
-def test_what_waits_already_is_asked_for_once() -> None:
+def test_an_action_that_is_already_proposed_is_performed_once() -> None:
     world = World(2, 1)
     world.interleave_probability = 0
     for _ in range(100):
@@ -273,13 +286,13 @@ def test_what_waits_already_is_asked_for_once() -> None:
         world.propose(world.ranks[1], "save")
         world.ranks[0].agreement._wait_for_proposals(0)
     world.run_until_idle()
-    assert [whats for _, whats in same(world)] == [{"save"}]
-    world.propose(world.ranks[1], "save")  # after it was done it is another one
+    assert [actions for _, actions in assert_same_history(world)] == [{"save"}]
+    world.propose(world.ranks[1], "save")  # a proposal after the action is a new one
     world.run_until_idle()
-    assert [whats for _, whats in same(world)] == [{"save"}, {"save"}]
+    assert [actions for _, actions in assert_same_history(world)] == [{"save"}, {"save"}]
 
 
-def test_what_is_asked_for_while_it_is_due_is_met_by_that() -> None:
+def test_a_proposal_of_an_action_that_is_already_agreed_is_met_by_it() -> None:
     world = World(2, 1)
     world.interleave_probability = 0
     world.propose(world.ranks[0], "save")
@@ -291,4 +304,4 @@ def test_what_is_asked_for_while_it_is_due_is_met_by_that() -> None:
         world.propose(rank, "save")
         rank.poll()
     world.run_until_idle()
-    assert [whats for _, whats in same(world)] == [{"save"}]
+    assert [actions for _, actions in assert_same_history(world)] == [{"save"}]

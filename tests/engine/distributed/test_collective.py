@@ -1,4 +1,5 @@
-"""Ranks meet: notes on a board, gathering and sharing, ranks and stores that fail at any call."""
+"""Collectives: the key-value client, gather, broadcast, and scatter, and ranks and stores that fail
+at any call."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ from holdfast.engine.distributed.kv import (
 from holdfast.errors import HoldfastError, NotFound, PlanError, RankFailed, Unsupported
 from holdfast.testing.fakegroup import FakeGroup, FakeStore, StoreView
 
-BRIEF = Timeouts(silent=0.4, stuck=1.5)
+SHORT_TIMEOUTS = Timeouts(silent=0.4, stuck=1.5)
 
 
-# -- the store that takes the TCPStore's place -----------------------------------------------------
+# -- the fake store and the stores of torch.distributed --------------------------------------------
 
 
 @pytest.fixture(params=["fake", "tcp", "hash", "file"])
@@ -46,13 +47,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         "file": lambda: dist.FileStore(str(tmp_path / "f"), 1),
     }
     yield made[request.param]()
-    assert host.check([])  # it is still there: the store goes with it
+    assert host.check([])  # keep the host alive: its store ends with it
 
 
-def test_stores_do_the_same(store: Any) -> None:
+def test_all_stores_behave_the_same(store: Any) -> None:
     assert not store.check(["a"])
     assert store.check([])
-    assert store.compare_set("a", "x", "y") == b"x"  # there is none: what was expected comes back
+    assert store.compare_set("a", "x", "y") == b"x"  # a missing key returns the expected value
     assert not store.check(["a"])
     assert store.compare_set("a", "", "1") == b"1"
     assert store.compare_set("a", "", "2") == b"1"
@@ -68,12 +69,12 @@ def test_stores_do_the_same(store: Any) -> None:
     assert store.add("n", 1) == 1
 
 
-# -- the board -------------------------------------------------------------------------------------
+# -- the key-value client --------------------------------------------------------------------------
 
 
 @pytest.fixture
-def board() -> Iterator[KVClient]:
-    made = KVClient(FakeStore(), 0, 2, BRIEF)
+def kv() -> Iterator[KVClient]:
+    made = KVClient(FakeStore(), 0, 2, SHORT_TIMEOUTS)
     yield made
     made.close()
 
@@ -82,57 +83,57 @@ def board() -> Iterator[KVClient]:
     "length",
     [0, 1, MAX_VALUE_BYTES - 1, MAX_VALUE_BYTES, MAX_VALUE_BYTES + 1, 2 * MAX_VALUE_BYTES + 7],
 )
-def test_a_note_of_any_length_comes_back_and_is_taken_away_whole(
-    board: KVClient, length: int
+def test_a_value_of_any_length_is_returned_and_deleted_completely(
+    kv: KVClient, length: int
 ) -> None:
     value = bytes(range(256)) * (length // 256 + 1)
-    board.put("k", value[:length])
-    assert board.try_get("k") == value[:length]
-    assert board.try_get("k", delete=True) == value[:length]
-    assert board.try_get("k") is None
-    assert [k for k in board._store.values if not k.startswith("pulse/")] == []  # type: ignore[attr-defined]
+    kv.put("k", value[:length])
+    assert kv.try_get("k") == value[:length]
+    assert kv.try_get("k", delete=True) == value[:length]
+    assert kv.try_get("k") is None
+    assert [k for k in kv._store.values if not k.startswith("pulse/")] == []  # type: ignore[attr-defined]
 
 
-def test_small_notes_and_counts(board: KVClient) -> None:
-    assert board.get_text("c") is None
-    assert board.compare_and_set("c", "one") == "one"
-    assert board.compare_and_set("c", "two") == "one"
-    assert board.compare_and_set("c", "two", "one") == "two"
-    assert board.compare_and_set("c", "three", "one") == "two"
-    assert board.get_text("c") == "two"
-    assert [board.increment("n"), board.increment("n")] == [1, 2]
-    assert board.has_all(["c", "n"])
-    board.delete(["c", "n", "never"])
-    assert not board.has_all(["c"])
-    assert not board.has_all(["n"])
+def test_small_values_are_set_incremented_and_deleted(kv: KVClient) -> None:
+    assert kv.get_text("c") is None
+    assert kv.compare_and_set("c", "one") == "one"
+    assert kv.compare_and_set("c", "two") == "one"
+    assert kv.compare_and_set("c", "two", "one") == "two"
+    assert kv.compare_and_set("c", "three", "one") == "two"
+    assert kv.get_text("c") == "two"
+    assert [kv.increment("n"), kv.increment("n")] == [1, 2]
+    assert kv.has_all(["c", "n"])
+    kv.delete(["c", "n", "never"])
+    assert not kv.has_all(["c"])
+    assert not kv.has_all(["n"])
 
 
-def test_a_board_leaves_pulses_and_says_that_it_goes() -> None:
+def test_a_client_sends_heartbeats_and_announces_its_end() -> None:
     store = FakeStore()
     now = [0.0]
-    boards = [KVClient(store, r, 3, Timeouts(0.1, 1.0), lambda: now[0]) for r in range(2)]
-    assert boards[0].heartbeats([2]) == [None]
-    first = boards[1].heartbeats([0])[0]
+    clients = [KVClient(store, r, 3, Timeouts(0.1, 1.0), lambda: now[0]) for r in range(2)]
+    assert clients[0].heartbeats([2]) == [None]
+    first = clients[1].heartbeats([0])[0]
     assert first == Heartbeat(1, 0, socket.gethostname())
-    boards[0].advance()
+    clients[0].advance()
     now[0] += 10
-    boards[0].heartbeats([])
-    boards[0].has_all([])  # by now the thread has been round once more
-    assert boards[1].heartbeats([0]) == [Heartbeat(2, 1, socket.gethostname())]
-    boards[0].close()
+    clients[0].heartbeats([])
+    clients[0].has_all([])  # by now, the thread has sent another heartbeat
+    assert clients[1].heartbeats([0]) == [Heartbeat(2, 1, socket.gethostname())]
+    clients[0].close()
     assert store.values["pulse/0"] == CLOSED_HEARTBEAT
-    assert boards[1].heartbeats([0]) == [Heartbeat(-1, 0, "")]
+    assert clients[1].heartbeats([0]) == [Heartbeat(-1, 0, "")]
     with pytest.raises(RankFailed, match="the client is closed"):
-        boards[0].has_all(["a"])
-    boards[0].close()
-    boards[1].close()
+        clients[0].has_all(["a"])
+    clients[0].close()
+    clients[1].close()
 
 
-def test_a_store_that_fails_or_hangs_is_raised_within_the_bound_and_ever_after() -> None:
+def test_calls_raise_within_the_bound_after_the_store_fails_or_hangs() -> None:
     for hangs in (False, True):
         view = StoreView(FakeStore())
-        board = KVClient(view, 0, 2, BRIEF)
-        board.put("a", b"1")
+        kv = KVClient(view, 0, 2, SHORT_TIMEOUTS)
+        kv.put("a", b"1")
         release = threading.Event()
         if hangs:
             view.before = lambda name, key: release.wait(20)  # noqa: B023
@@ -140,197 +141,198 @@ def test_a_store_that_fails_or_hangs_is_raised_within_the_bound_and_ever_after()
             view.disconnect()
         began = time.monotonic()
         with pytest.raises(RankFailed, match="does not respond") as raised:
-            board.try_get("a")
+            kv.try_get("a")
         assert raised.value.rank is None
         with pytest.raises(RankFailed, match="does not respond"):
-            board.try_get("a")
-        assert time.monotonic() - began < 3 * BRIEF.silent
+            kv.try_get("a")
+        assert time.monotonic() - began < 3 * SHORT_TIMEOUTS.silent
         release.set()
-        board.close()
+        kv.close()
 
 
-def test_a_rank_whose_store_has_failed_leaves_no_more_pulses() -> None:
-    """Else the others would wait for it for as long as for one that is alive."""
+def test_a_client_whose_store_failed_sends_no_more_heartbeats() -> None:
+    """Otherwise, the other ranks would wait for this rank as long as for a living one."""
     view = StoreView(FakeStore())
     now = [0.0]
-    board = KVClient(view, 0, 2, BRIEF, lambda: now[0])
-    board.has_all(["a"])
+    kv = KVClient(view, 0, 2, SHORT_TIMEOUTS, lambda: now[0])
+    kv.has_all(["a"])
 
     def refuse_once(name: str, key: str) -> None:
-        view.before = lambda name, key: told.append((name, key))
+        view.before = lambda name, key: calls.append((name, key))
         raise ConnectionError("once")
 
-    told: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
     view.before = refuse_once
     with pytest.raises(RankFailed):
-        board.has_all(["a"])
+        kv.has_all(["a"])
     for _ in range(5):
         now[0] += 10
         time.sleep(0.02)
-    assert told == []
-    board.close()
+    assert calls == []
+    kv.close()
 
 
-def stopped(answers: Any) -> None:
+def call_slow_store(answers: Any) -> None:
     view = StoreView(FakeStore())
-    board = KVClient(view, 0, 2, Timeouts(silent=1.0, stuck=9.0))
-    board.has_all([])
+    kv = KVClient(view, 0, 2, Timeouts(silent=1.0, stuck=9.0))
+    kv.has_all([])
     view.before = lambda name, key: time.sleep(0.4)
-    answers.put("asks")
-    ask(board, answers)
-    answers.put("has asked")
+    answers.put("calling")
+    call_and_report(kv, answers)
+    answers.put("done")
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stopped_for_longer_than_the_bound_goes_on_afterwards() -> None:
+def test_a_process_that_is_stopped_for_longer_than_the_bound_continues_afterwards() -> None:
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
-    child = fork.Process(target=stopped, args=(answers,))
+    child = fork.Process(target=call_slow_store, args=(answers,))
     child.start()
-    assert answers.get(timeout=20) == "asks"
+    assert answers.get(timeout=20) == "calling"
     assert child.pid is not None
     time.sleep(0.1)
     os.kill(child.pid, signal.SIGSTOP)
     time.sleep(1.5)
     os.kill(child.pid, signal.SIGCONT)
-    assert answers.get(timeout=20) == "has asked"
+    assert answers.get(timeout=20) == "done"
     child.join(20)
 
 
-def ask(board: KVClient, answers: Any) -> None:
+def call_and_report(kv: KVClient, answers: Any) -> None:
     try:
-        board.has_all(["a"])
+        kv.has_all(["a"])
     except RankFailed as e:
         answers.put(str(e))
 
 
-def test_a_forked_process_cannot_speak_for_the_rank(board: KVClient) -> None:
-    board.has_all(["a"])
+def test_a_forked_process_cannot_use_the_client_of_its_parent(kv: KVClient) -> None:
+    kv.has_all(["a"])
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
-    child = fork.Process(target=ask, args=(board, answers))
+    child = fork.Process(target=call_and_report, args=(kv, answers))
     child.start()
     assert "forked" in answers.get(timeout=20)
     child.join(20)
 
 
-def test_a_vigil_counts_from_its_first_look() -> None:
+def test_a_failure_detector_measures_from_its_first_check() -> None:
     store, now = FakeStore(), [100.0]
-    board = KVClient(store, 0, 3, Timeouts(silent=10.0, stuck=50.0), lambda: now[0])
-    pulse = {1: "1 0 there", 2: "1 0 there"}
+    kv = KVClient(store, 0, 3, Timeouts(silent=10.0, stuck=50.0), lambda: now[0])
+    heartbeats = {1: "1 0 there", 2: "1 0 there"}
 
-    def beat(rank: int, text: str) -> None:
+    def set_heartbeat(rank: int, text: str) -> None:
         store.values[f"pulse/{rank}"] = text.encode()
 
-    for rank, text in pulse.items():
-        beat(rank, text)
-    vigil = FailureDetector(board, "the save")
-    assert vigil.failed([]) is None
-    assert vigil.failed([1, 2]) is None
+    for rank, text in heartbeats.items():
+        set_heartbeat(rank, text)
+    detector = FailureDetector(kv, "the save")
+    assert detector.failed([]) is None
+    assert detector.failed([1, 2]) is None
     now[0] += 9
-    beat(1, "2 0 there")
-    assert vigil.failed([1, 2]) is None
+    set_heartbeat(1, "2 0 there")
+    assert detector.failed([1, 2]) is None
     now[0] += 2
-    error = vigil.failed([1, 2])
+    error = detector.failed([1, 2])
     assert error is not None
     assert (error.rank, "Rank 2 on there did not join the save" in str(error)) == (2, True)
-    for beats in range(3, 9):  # alive, and not getting on
-        beat(1, f"{beats} 0 there")
+    for count in range(3, 9):  # the rank is alive but makes no progress
+        set_heartbeat(1, f"{count} 0 there")
         now[0] += 9
-        error = vigil.failed([1])
-        assert (error is not None) == (beats > 6), beats
+        error = detector.failed([1])
+        assert (error is not None) == (count > 6), count
     assert "some progress within 50 s" in str(error)
-    beat(1, "9 1 there")
-    assert vigil.failed([1]) is None
+    set_heartbeat(1, "9 1 there")
+    assert detector.failed([1]) is None
     store.values["pulse/1"] = CLOSED_HEARTBEAT
-    error = vigil.failed([1])
+    error = detector.failed([1])
     assert error is not None
     assert "ended" in str(error)
-    never = FailureDetector(board, "it")
+    never = FailureDetector(kv, "it")
     assert never.failed([7]) is None
     now[0] += 11
-    assert never.failed([7]) is None  # it may live: it has not said anything yet
+    assert never.failed([7]) is None  # the rank may be alive: it has sent no heartbeat yet
     now[0] += 40
     error = never.failed([7])
     assert error is not None
     assert "never joined" in str(error)
-    board.close()
+    kv.close()
 
 
-# -- meetings --------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
-def notes(group: FakeGroup) -> list[str]:
+def leftover_keys(group: FakeGroup) -> list[str]:
     return [key for key in group.store.values if not key.startswith("pulse/")]
 
 
-def all_turns(rank: int, what: str = "the save") -> tuple[Any, ...]:
-    meeting = current_group().collective(what)
+def run_all_operations(rank: int, operation: str = "the save") -> tuple[Any, ...]:
+    collective = current_group().collective(operation)
     try:
-        with meeting:
-            size = meeting.size
-            gathered = meeting.gather([rank, "x" * rank], list)
-            given = None if gathered is None else [(g, n) for n, g in enumerate(gathered)]
-            mine = meeting.scatter(given, tuple[list[Any], int])
-            word = meeting.broadcast("all" if rank == 0 else None, str)
-            again = meeting.gather(rank, int)
+        with collective:
+            size = collective.size
+            gathered = collective.gather([rank, "x" * rank], list)
+            scattered = None if gathered is None else [(g, n) for n, g in enumerate(gathered)]
+            mine = collective.scatter(scattered, tuple[list[Any], int])
+            message = collective.broadcast("all" if rank == 0 else None, str)
+            again = collective.gather(rank, int)
     finally:
-        meeting.close()
+        collective.close()
     assert mine == ([rank, "x" * rank], rank) or list(mine) == [[rank, "x" * rank], rank]
-    assert word == "all"
+    assert message == "all"
     assert again == (list(range(size)) if rank == 0 else None)
-    return gathered is None, word
+    return gathered is None, message
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_values_are_gathered_dealt_out_and_shared_and_nothing_stays(size: int) -> None:
+def test_values_are_gathered_scattered_and_broadcast_and_no_keys_are_left(size: int) -> None:
     with FakeGroup(size) as group:
         for _ in range(3):
-            group.run(all_turns)
-        assert notes(group) == []
+            group.run(run_all_operations)
+        assert leftover_keys(group) == []
 
 
-def test_a_meeting_of_one() -> None:
+def test_the_collective_of_a_single_process_returns_its_own_values() -> None:
     assert isinstance(LocalGroup().collective("it"), LocalCollective)
     with use_group(LocalGroup()):
-        assert all_turns(0) == (False, "all")
+        assert run_all_operations(0) == (False, "all")
 
 
-def test_large_values_go_in_parts() -> None:
+def test_large_values_are_sent_in_parts() -> None:
     def work(rank: int) -> int:
-        meeting = current_group().collective("it")
-        with meeting:
-            values = meeting.gather(bytes(MAX_VALUE_BYTES + 1000 * rank), bytes)
-            sizes = meeting.broadcast(
+        collective = current_group().collective("it")
+        with collective:
+            values = collective.gather(bytes(MAX_VALUE_BYTES + 1000 * rank), bytes)
+            sizes = collective.broadcast(
                 None if values is None else [len(v) for v in values], list[int]
             )
-        meeting.close()
+        collective.close()
         return sum(sizes)
 
     with FakeGroup(3) as group:
         assert len(set(group.run(work))) == 1
-        assert notes(group) == []
+        assert leftover_keys(group) == []
 
 
-def test_a_rank_that_hears_late_meets_the_others_where_one_has_failed() -> None:
-    """Else the numbers of its meetings would be other ones from then on."""
+def test_a_slow_rank_stays_in_step_with_the_others_after_a_failure() -> None:
+    """Otherwise, the sequence numbers of its later collectives would differ from those of the other
+    ranks."""
     with FakeGroup(3) as group:
-        asked: list[tuple[str, str]] = []
-        looks, failed = threading.Event(), threading.Event()
+        calls: list[tuple[str, str]] = []
+        polled, failed = threading.Event(), threading.Event()
 
-        def late(name: str, key: str) -> None:
-            asked.append((name, key))
-            if asked.count(("check", "1/failed")) == 2 and not looks.is_set():  # not as it comes
-                looks.set()
+        def wait_for_failure(name: str, key: str) -> None:
+            calls.append((name, key))
+            if calls.count(("check", "1/failed")) == 2 and not polled.is_set():  # not at the start
+                polled.set()
                 failed.wait(20)
 
-        group.views[2].before = late
+        group.views[2].before = wait_for_failure
 
         def work(rank: int) -> None:
             with current_group().collective("the resume") as outer:
                 if rank == 0:
-                    looks.wait(20)
-                outer.broadcast("go on" if rank == 0 else None, str)
+                    polled.wait(20)
+                outer.broadcast("continue" if rank == 0 else None, str)
                 try:
                     with current_group().collective("the load") as inner:
                         if rank == 1:
@@ -341,128 +343,130 @@ def test_a_rank_that_hears_late_meets_the_others_where_one_has_failed() -> None:
                     inner.close()
             outer.close()
 
-        def all_of_it(rank: int) -> None:
+        def run_and_signal(rank: int) -> None:
             try:
                 work(rank)
             finally:
                 if rank == 1:
                     failed.set()
 
-        made = group.outcomes(all_of_it)
+        made = group.outcomes(run_and_signal)
         assert [type(e) for e in made] == [RankFailed, OSError, RankFailed]
         assert [e.what for e in made if isinstance(e, RankFailed)] == [
             "Rank 1 failed during the load; nothing was committed. OSError: [Errno 28] No space"
             " left on device"
         ] * 2
-        group.run(all_turns)  # they still meet
+        group.run(run_all_operations)  # their sequence numbers still match
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_what_rank_0_has_given_is_there_for_who_comes_late_also_when_it_has_failed(
+def test_a_late_rank_receives_the_values_of_rank_0_even_if_rank_0_has_failed(
     shared: bool,
 ) -> None:
     with FakeGroup(3) as group:
-        gone = threading.Event()
+        rank_0_closed = threading.Event()
         got = []
 
         def work(rank: int) -> None:
-            meeting = current_group().collective("the save of version_5")
+            collective = current_group().collective("the save of version_5")
             try:
-                with meeting:
+                with collective:
                     if rank == 2:
-                        gone.wait(20)
+                        rank_0_closed.wait(20)
                     if shared:
-                        got.append(meeting.broadcast("go" if rank == 0 else None, str))
+                        got.append(collective.broadcast("go" if rank == 0 else None, str))
                     else:
-                        got.append(meeting.scatter(["go"] * 3 if rank == 0 else None, str))
+                        got.append(collective.scatter(["go"] * 3 if rank == 0 else None, str))
                     if rank == 0:
                         raise OSError(28, "No space left on device")
-                    meeting.gather(rank, int)
-                    meeting.broadcast(None, int)
+                    collective.gather(rank, int)
+                    collective.broadcast(None, int)
             finally:
-                meeting.close()
-                gone.set()
+                collective.close()
+                rank_0_closed.set()
 
         made = group.outcomes(work)
         assert got == ["go"] * 3
         assert [type(e) for e in made] == [OSError, RankFailed, RankFailed]
-        assert notes(group) == []
+        assert leftover_keys(group) == []
 
 
-def failing(error: BaseException, by: int, turn: int) -> Callable[[int], Any]:
+def fail_in_turn(error: BaseException, failing_rank: int, turn: int) -> Callable[[int], Any]:
     def work(rank: int) -> Any:
-        meeting = current_group().collective("the save of version_5")
+        collective = current_group().collective("the save of version_5")
         try:
-            with meeting:
+            with collective:
                 for n in range(4):
-                    if (rank, n) == (by, turn):
+                    if (rank, n) == (failing_rank, turn):
                         raise error
-                    meeting.gather("value" * 10, str)
-                    meeting.broadcast(n if rank == 0 else None, int)
+                    collective.gather("value" * 10, str)
+                    collective.broadcast(n if rank == 0 else None, int)
         finally:
-            meeting.close()
+            collective.close()
 
     return work
 
 
-@pytest.mark.parametrize("by", [0, 1, 2])
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
 @pytest.mark.parametrize("turn", [0, 1, 3])
-def test_an_error_of_one_rank_is_raised_by_all_and_nothing_stays(by: int, turn: int) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_ranks_and_no_keys_are_left(
+    failing_rank: int, turn: int
+) -> None:
     error = OSError(28, "No space left on device")
     with FakeGroup(3) as group:
-        outcomes = group.outcomes(failing(error, by, turn))
-        assert outcomes[by] is error
-        for rank in {0, 1, 2} - {by}:
-            heard = outcomes[rank]
-            assert isinstance(heard, RankFailed)
-            assert heard.rank == by
-            assert f"Rank {by} failed during the save of version_5" in str(heard)
-            assert "No space left" in str(heard)
-        assert notes(group) == []
-        group.run(all_turns)  # the next one works
+        outcomes = group.outcomes(fail_in_turn(error, failing_rank, turn))
+        assert outcomes[failing_rank] is error
+        for rank in {0, 1, 2} - {failing_rank}:
+            raised = outcomes[rank]
+            assert isinstance(raised, RankFailed)
+            assert raised.rank == failing_rank
+            assert f"Rank {failing_rank} failed during the save of version_5" in str(raised)
+            assert "No space left" in str(raised)
+        assert leftover_keys(group) == []
+        group.run(run_all_operations)  # the next collective works
 
 
 @pytest.mark.parametrize("kind", [PlanError, NotFound])
-def test_an_error_of_what_they_do_together_is_the_same_on_all(kind: type[HoldfastError]) -> None:
+def test_an_error_of_the_operation_is_the_same_on_all_ranks(kind: type[HoldfastError]) -> None:
     error = kind("a leaf is missing", expected="1", found="2", todo="look", leaf="a/b", list=[1])
     with FakeGroup(3) as group:
-        outcomes = group.outcomes(failing(error, 1, 1))
-        for heard in (outcomes[0], outcomes[2]):
-            assert type(heard) is kind
-            assert str(heard) == str(error)
-            assert (heard.leaf, heard.rank) == ("a/b", 1)
+        outcomes = group.outcomes(fail_in_turn(error, 1, 1))
+        for raised in (outcomes[0], outcomes[2]):
+            assert type(raised) is kind
+            assert str(raised) == str(error)
+            assert (raised.leaf, raised.rank) == ("a/b", 1)
 
 
-def test_an_error_of_another_kind_is_the_cause() -> None:
+def test_an_error_of_another_class_is_the_cause_of_rank_failed() -> None:
     with FakeGroup(2) as group:
-        heard = group.outcomes(failing(holdfast.errors.NoSpace("full", key="k"), 1, 1))[0]
-        assert isinstance(heard, RankFailed)
-        assert isinstance(heard.__cause__, holdfast.errors.NoSpace)
-        assert (heard.key, heard.rank) == ("k", 1)
+        raised = group.outcomes(fail_in_turn(holdfast.errors.NoSpace("full", key="k"), 1, 1))[0]
+        assert isinstance(raised, RankFailed)
+        assert isinstance(raised.__cause__, holdfast.errors.NoSpace)
+        assert (raised.key, raised.rank) == ("k", 1)
 
 
-@pytest.mark.parametrize("by", [0, 1])
-def test_a_rank_that_dies_is_named_by_the_others_within_the_bound(by: int) -> None:
-    with FakeGroup(3, BRIEF) as group:
-        group.run(all_turns)
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_the_other_ranks_name_a_dead_rank_within_the_bound(failing_rank: int) -> None:
+    with FakeGroup(3, SHORT_TIMEOUTS) as group:
+        group.run(run_all_operations)
 
         def work(rank: int) -> Any:
-            if rank == by:
-                group.views[by].disconnect()
+            if rank == failing_rank:
+                group.views[failing_rank].disconnect()
                 return None
-            return all_turns(rank)
+            return run_all_operations(rank)
 
         began = time.monotonic()
         outcomes = group.outcomes(work)
-        assert time.monotonic() - began < 5 * BRIEF.silent
-        for rank in {0, 1, 2} - {by}:
-            heard = outcomes[rank]
-            assert isinstance(heard, RankFailed)
-            assert heard.rank == by
-            assert socket.gethostname() in str(heard)
+        assert time.monotonic() - began < 5 * SHORT_TIMEOUTS.silent
+        for rank in {0, 1, 2} - {failing_rank}:
+            raised = outcomes[rank]
+            assert isinstance(raised, RankFailed)
+            assert raised.rank == failing_rank
+            assert socket.gethostname() in str(raised)
 
 
-def test_a_rank_that_leaves_in_order_is_told_at_once() -> None:
+def test_a_rank_that_ends_normally_is_reported_immediately() -> None:
     with FakeGroup(2, Timeouts(silent=2.0, stuck=60.0)) as group:
 
         def work(rank: int) -> Any:
@@ -470,27 +474,29 @@ def test_a_rank_that_leaves_in_order_is_told_at_once() -> None:
                 group.groups[1].kv.has_all([])
                 group.groups[1].kv.close()
                 return None
-            return all_turns(rank)
+            return run_all_operations(rank)
 
-        heard = group.outcomes(work)[0]
-        assert isinstance(heard, RankFailed)
-        assert (heard.rank, "the process has ended" in str(heard)) == (1, True)
+        raised = group.outcomes(work)[0]
+        assert isinstance(raised, RankFailed)
+        assert (raised.rank, "the process has ended" in str(raised)) == (1, True)
 
 
-def test_ranks_that_do_different_things_find_out() -> None:
+def test_ranks_in_different_operations_raise_an_error() -> None:
     with FakeGroup(2) as group:
-        outcomes = group.outcomes(lambda rank: all_turns(rank, f"the save of version_{rank}"))
+        outcomes = group.outcomes(
+            lambda rank: run_all_operations(rank, f"the save of version_{rank}")
+        )
         assert any("different operations" in str(outcome) for outcome in outcomes)
         assert all(isinstance(outcome, RankFailed) for outcome in outcomes)
 
 
 @pytest.mark.slow
-def test_ranks_that_fail_at_any_call_to_the_store_hold_nobody_up() -> None:
+def test_a_rank_that_fails_at_any_call_to_the_store_does_not_block_the_others() -> None:
     calls = 1
-    with FakeGroup(2) as group:  # how many there are, about
+    with FakeGroup(2) as group:  # count the calls, roughly
         seen: list[str] = []
         group.views[1].before = lambda name, key: seen.append(key)
-        group.run(all_turns)
+        group.run(run_all_operations)
     for calls in range(1, len(seen) + 1, 3):
         with FakeGroup(2, Timeouts(silent=0.15, stuck=0.5)) as group:
             left = [calls]
@@ -503,22 +509,22 @@ def test_ranks_that_fail_at_any_call_to_the_store_hold_nobody_up() -> None:
 
             group.views[1].before = count
             began = time.monotonic()
-            for outcome in group.outcomes(all_turns):
+            for outcome in group.outcomes(run_all_operations):
                 assert outcome in [(True, "all"), (False, "all")] or isinstance(outcome, RankFailed)
             assert time.monotonic() - began < 3
 
 
-# -- which group -----------------------------------------------------------------------------------
+# -- the current group -----------------------------------------------------------------------------
 
 
-def test_the_group_of_a_process_without_others() -> None:
+def test_a_process_without_others_has_a_local_group() -> None:
     assert isinstance(current_group(), LocalGroup)
     assert isinstance(current_group("alone"), LocalGroup)
     with pytest.raises(HoldfastError, match="Invalid value for group="):
         current_group("all")
 
 
-def test_ranks_that_are_simulated_are_of_their_group_only_in_the_context() -> None:
+def test_simulated_ranks_belong_to_their_group_only_within_the_context() -> None:
     with FakeGroup(2) as group:
         with use_group(group.groups[1]):
             assert current_group() is group.groups[1]
@@ -531,7 +537,7 @@ def test_ranks_that_are_simulated_are_of_their_group_only_in_the_context() -> No
             group.run(lambda rank: 1 // rank)
 
 
-def test_one_rank_of_torch_distributed_is_alone_and_a_fake_group_is_refused() -> None:
+def test_a_process_group_of_one_rank_is_local_and_a_fake_one_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert isinstance(current_group(), LocalGroup)

@@ -1,4 +1,5 @@
-"""Ranks that are waited for, by a clock that the test turns: told once, and missed together."""
+"""Waits for late and dead ranks, with a simulated clock: the event ``ranks_awaited``, and errors
+that name all dead ranks."""
 
 from __future__ import annotations
 
@@ -19,127 +20,132 @@ from holdfast.testing.fakegroup import FakeStore
 WHAT = "the save of version_5"
 
 
-class Scene:
-    """One rank that meets others, of which there is nothing but what the test lets them say. A
-    pause takes a second, at which ``acts`` is called with the time."""
+class Scenario:
+    """One rank in a collective with others, which exist only as values that the test writes to the
+    store. Each pause takes one second and calls ``on_pause`` with the time."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.now = 0.0
         self.store = FakeStore()
-        self.acts: Callable[[float], object] = lambda now: None
-        self.board = KVClient(self.store, rank, size, Timeouts(), lambda: self.now)
+        self.on_pause: Callable[[float], object] = lambda now: None
+        self.kv = KVClient(self.store, rank, size, Timeouts(), lambda: self.now)
         self.size = size
-        self.told: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
 
-    def meet(self, number: int = 1, within: float | None = None) -> StoreCollective:
-        return StoreCollective(self.board, self.size, number, WHAT, within, sleep=self._pause)
+    def collective(self, number: int = 1, within: float | None = None) -> StoreCollective:
+        return StoreCollective(self.kv, self.size, number, WHAT, within, sleep=self._pause)
 
     def _pause(self, seconds: float) -> None:
         self.now += 1
-        self.acts(self.now)
+        self.on_pause(self.now)
 
-    def pulse(self, rank: int, progress: float = 0, waits: str = "") -> None:
-        """``rank`` is alive."""
+    def send_heartbeat(self, rank: int, progress: float = 0, waits: str = "") -> None:
+        """Write a heartbeat of ``rank``."""
         self.store.set(
             f"pulse/{rank}", f"{int(self.now) + 1} {int(progress)} h {waits}".strip().encode()
         )
 
-    def puts(self, rank: int, number: int = 1, turn: int = 1) -> None:
-        """``rank`` comes, with its number."""
-        self.store.set(f"{number}/{turn}/{rank}", b"0 " + msgspec.msgpack.encode(rank))
+    def arrive(self, rank: int, number: int = 1, op_number: int = 1) -> None:
+        """Write the value of ``rank``, which is its number, for a gather."""
+        self.store.set(f"{number}/{op_number}/{rank}", b"0 " + msgspec.msgpack.encode(rank))
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         if name == "ranks_awaited":
-            self.told.append({**fields, "at": self.now})
+            self.reports.append({**fields, "at": self.now})
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
-    made = Scene(getattr(request, "param", 0), 12)
+def scenario(request: pytest.FixtureRequest) -> Iterator[Scenario]:
+    made = Scenario(getattr(request, "param", 0), 12)
     with holdfast.attach(made):
         yield made
-    made.board.close()
+    made.kv.close()
 
 
-def test_rank_0_tells_once_for_whom_it_waits(scene: Scene) -> None:
-    late = [2, *range(4, 12)]
+def test_rank_0_emits_one_event_that_names_the_late_ranks(scenario: Scenario) -> None:
+    late_ranks = [2, *range(4, 12)]
 
-    def acts(now: float) -> None:
+    def on_pause(now: float) -> None:
         for rank in range(1, 12):
-            if rank != 4:  # which has never been heard of
-                scene.pulse(rank, progress=now if rank == 3 else 0)
+            if rank != 4:  # rank 4 never sends a heartbeat
+                scenario.send_heartbeat(rank, progress=now if rank == 3 else 0)
         if now == 80:
             for rank in range(1, 12):
-                scene.puts(rank)
+                scenario.arrive(rank)
 
-    scene.acts = acts
-    scene.puts(1)
-    meeting = scene.meet()
-    assert meeting.gather(0, int) == list(range(12))
-    [told] = scene.told  # rank 1 has come, and rank 3 gets on with something long
-    assert 30 < told.pop("at") == told.pop("seconds") < 34
-    assert told == {"what": WHAT, "ranks": late[:8], "count": 9, "longest": 600.0}
-    scene.acts = lambda now: [acts(now), now > 160 and [scene.puts(r, turn=2) for r in range(12)]]
-    assert meeting.gather(0, int) == list(range(12))
-    assert scene.now > 160
-    assert len(scene.told) == 1  # of one meeting
+    scenario.on_pause = on_pause
+    scenario.arrive(1)
+    collective = scenario.collective()
+    assert collective.gather(0, int) == list(range(12))
+    [report] = scenario.reports  # rank 1 has arrived, and rank 3 makes progress with a long task
+    assert 30 < report.pop("at") == report.pop("seconds") < 34
+    assert report == {"what": WHAT, "ranks": late_ranks[:8], "count": 9, "longest": 600.0}
+    scenario.on_pause = lambda now: [
+        on_pause(now),
+        now > 160 and [scenario.arrive(r, op_number=2) for r in range(12)],
+    ]
+    assert collective.gather(0, int) == list(range(12))
+    assert scenario.now > 160
+    assert len(scenario.reports) == 1  # there is one event for each collective
 
 
-def test_each_meeting_is_told_of_by_itself(scene: Scene) -> None:
+def test_each_collective_emits_its_own_event(scenario: Scenario) -> None:
     for number in (1, 2):
-        end = scene.now + 50
+        end = scenario.now + 50
 
-        def acts(now: float, end: float = end, number: int = number) -> None:
+        def on_pause(now: float, end: float = end, number: int = number) -> None:
             for rank in range(1, 12):
-                scene.pulse(rank)
+                scenario.send_heartbeat(rank)
                 if now > end:
-                    scene.puts(rank, number)
+                    scenario.arrive(rank, number)
 
-        scene.acts = acts
-        scene.meet(number).gather(0, int)
-    assert [told["count"] for told in scene.told] == [11, 11]
+        scenario.on_pause = on_pause
+        scenario.collective(number).gather(0, int)
+    assert [report["count"] for report in scenario.reports] == [11, 11]
 
 
-@pytest.mark.parametrize("scene", [3], indirect=True)
-def test_the_others_tell_that_rank_0_does_not_come_but_not_that_it_waits_too(scene: Scene) -> None:
-    said = msgspec.msgpack.encode("go")
+@pytest.mark.parametrize("scenario", [3], indirect=True)
+def test_other_ranks_report_a_late_rank_0_but_not_one_that_waits_itself(scenario: Scenario) -> None:
+    value = msgspec.msgpack.encode("go")
 
-    def acts(now: float) -> None:
-        scene.pulse(0, waits="1 0" if now < 100 else "")
+    def on_pause(now: float) -> None:
+        scenario.send_heartbeat(0, waits="1 0" if now < 100 else "")
         if now > 200:
-            scene.store.set("1/1/0", b"0 " + said)
+            scenario.store.set("1/1/0", b"0 " + value)
 
-    scene.acts = acts
-    assert scene.meet().broadcast(None, str) == "go"
-    [told] = scene.told
-    assert (told["ranks"], told["count"]) == ([0], 1)
-    assert 129 < told["at"] < 136
+    scenario.on_pause = on_pause
+    assert scenario.collective().broadcast(None, str) == "go"
+    [report] = scenario.reports
+    assert (report["ranks"], report["count"]) == ([0], 1)
+    assert 129 < report["at"] < 136
 
 
-def test_nothing_is_told_of_who_comes_in_time(scene: Scene) -> None:
-    def acts(now: float) -> None:
+def test_no_event_is_emitted_for_ranks_that_arrive_in_time(scenario: Scenario) -> None:
+    def on_pause(now: float) -> None:
         for rank in range(1, 12):
-            scene.pulse(rank, progress=now // 25)  # a write of 25 s each
+            scenario.send_heartbeat(rank, progress=now // 25)  # a write of 25 s each
             if now > 29 * (rank > 6) + 200 * (rank == 6):
-                scene.puts(rank)
+                scenario.arrive(rank)
 
-    scene.acts = acts
-    scene.meet().gather(0, int)
-    assert scene.now > 200
-    assert scene.told == []
+    scenario.on_pause = on_pause
+    scenario.collective().gather(0, int)
+    assert scenario.now > 200
+    assert scenario.reports == []
 
 
-def test_within_less_than_that_it_is_an_error_that_names_all(scene: Scene) -> None:
-    def acts(now: float) -> None:
+def test_a_wait_with_a_short_bound_raises_an_error_that_names_all_late_ranks(
+    scenario: Scenario,
+) -> None:
+    def on_pause(now: float) -> None:
         for rank in range(1, 12):
-            scene.pulse(rank)
+            scenario.send_heartbeat(rank)
 
-    scene.acts = acts
+    scenario.on_pause = on_pause
     for rank in (1, 5):
-        scene.puts(rank)
+        scenario.arrive(rank)
     with pytest.raises(RankFailed) as e:
-        scene.meet(within=20.0).gather(0, int)
-    assert scene.told == []
+        scenario.collective(within=20.0).gather(0, int)
+    assert scenario.reports == []
     assert e.value.rank == 2
     assert e.value.what == (
         f"Rank 2 on h did not join {WHAT} (nor did ranks 3, 4, 6, 7, 8, 9, 10, 11)"
@@ -147,65 +153,66 @@ def test_within_less_than_that_it_is_an_error_that_names_all(scene: Scene) -> No
     assert "Expected it to arrive within 20 s, found that it has not arrived" in str(e.value)
 
 
-def test_before_it_is_an_error_it_is_told_with_the_end(scene: Scene) -> None:
-    scene.acts = lambda now: [scene.pulse(rank) for rank in range(1, 12)]
+def test_an_event_is_emitted_before_the_error_at_the_stuck_timeout(scenario: Scenario) -> None:
+    scenario.on_pause = lambda now: [scenario.send_heartbeat(rank) for rank in range(1, 12)]
     with pytest.raises(RankFailed, match="some progress within 600 s") as e:
-        scene.meet().gather(0, int)
+        scenario.collective().gather(0, int)
     assert e.value.what.endswith("(nor did ranks 2, 3, 4, 5, 6, 7, 8, 9, and 2 more)")
-    assert 600 < scene.now < 605
-    assert len(scene.told) == 1
+    assert 600 < scenario.now < 605
+    assert len(scenario.reports) == 1
 
 
-def test_a_bound_of_a_wait_stands_in_the_event(scene: Scene) -> None:
-    scene.acts = lambda now: [scene.pulse(rank) for rank in range(1, 12)]
+def test_the_event_has_the_bound_of_the_wait(scenario: Scenario) -> None:
+    scenario.on_pause = lambda now: [scenario.send_heartbeat(rank) for rank in range(1, 12)]
     with pytest.raises(RankFailed, match="within 90 s"):
-        scene.meet(within=90.0).gather(0, int)
-    assert [told["longest"] for told in scene.told] == [90.0]
+        scenario.collective(within=90.0).gather(0, int)
+    assert [report["longest"] for report in scenario.reports] == [90.0]
 
 
-def test_who_never_finds_rank_0_says_so() -> None:
-    """The first call of a process: there is no meeting yet."""
+def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises() -> None:
+    """This is the first call of a process, when there is no collective yet."""
     now = [0.0]
 
     def clock() -> float:
         now[0] += 5
         return now[0]
 
-    told: list[Any] = []
-    board = SessionKVClient(FakeStore(), 1, 2, Timeouts(60, 300), lambda prefix: FakeStore(), clock)
+    reports: list[Any] = []
+    kv = SessionKVClient(FakeStore(), 1, 2, Timeouts(60, 300), lambda prefix: FakeStore(), clock)
     with (
-        holdfast.attach(lambda name, fields: told.append((name, fields))),
+        holdfast.attach(lambda name, fields: reports.append((name, fields))),
         pytest.raises(RankFailed, match="Rank 0"),
     ):
-        board.has_all(["a"])
-    board.close()
-    [(name, fields)] = told
+        kv.has_all(["a"])
+    kv.close()
+    [(name, fields)] = reports
     assert name == "ranks_awaited"
     assert 30 < fields.pop("seconds") < 100
     assert fields == {"what": "the first call of all ranks", "ranks": [0], "count": 1,
                       "longest": 300}  # fmt: skip
 
 
-# -- missed together -------------------------------------------------------------------------------
+# -- ranks that die together -----------------------------------------------------------------------
 
 
-def missed(ages: dict[int, float], came: tuple[int, ...] = ()) -> RankFailed | None:
-    """What is found when rank ``r`` has given its last pulse ``ages[r]`` seconds ago."""
-    scene = Scene(0, 12)
-    vigil = FailureDetector(scene.board, "it")
+def find_failed(ages: dict[int, float], arrived: tuple[int, ...] = ()) -> RankFailed | None:
+    """Return the error that the detector finds if rank ``r`` sent its last heartbeat ``ages[r]``
+    seconds ago."""
+    scenario = Scenario(0, 12)
+    detector = FailureDetector(scenario.kv, "it")
     oldest = max(ages.values())
     for now in range(int(oldest) + 1):
-        scene.now = float(now)
+        scenario.now = float(now)
         for rank, age in ages.items():
             if now <= oldest - age:
-                scene.pulse(rank)
-        found = vigil.failed(sorted(ages), lambda rank: rank in came)
-    scene.board.close()
+                scenario.send_heartbeat(rank)
+        found = detector.failed(sorted(ages), lambda rank: rank in arrived)
+    scenario.kv.close()
     return found
 
 
 @pytest.mark.parametrize(
-    ("ages", "came", "said"),
+    ("ages", "arrived", "expected"),
     [
         ({1: 60, 2: 60}, (), None),
         ({1: 61, 2: 29}, (), "Rank 1 on h did not join it"),
@@ -218,10 +225,10 @@ def missed(ages: dict[int, float], came: tuple[int, ...] = ()) -> RankFailed | N
                                               " 2, 3, 4, 5, 6, 7, 8, 9, and 2 more)"),
     ],
 )  # fmt: skip
-def test_who_is_missed_is_named_with_all_that_died_with_it(
-    ages: dict[int, float], came: tuple[int, ...], said: str | None
+def test_the_error_names_a_dead_rank_and_all_ranks_that_died_with_it(
+    ages: dict[int, float], arrived: tuple[int, ...], expected: str | None
 ) -> None:
-    found = missed(ages, came)
-    assert (found and found.what) == said
+    found = find_failed(ages, arrived)
+    assert (found and found.what) == expected
     if found is not None:
         assert f"Rank {found.rank} " in found.what

@@ -1,4 +1,4 @@
-"""Processes that torchrun has started, and that do not know of one another yet."""
+"""Processes that torchrun started, before and after ``init_process_group``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from holdfast.testing.fakegroup import FakeGroup
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> None:
+def started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "4")
 
 
-def test_a_save_before_torch_distributed_is_refused(started: None, tmp_path: Path) -> None:
+def test_a_save_before_init_process_group_is_refused(
+    started_by_torchrun: None, tmp_path: Path
+) -> None:
     state = {"w": np.zeros(3)}
     for call in (
         lambda: holdfast.save(tmp_path / "a", state),
@@ -32,8 +34,8 @@ def test_a_save_before_torch_distributed_is_refused(started: None, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_alone_loading_and_ranks_that_know_of_each_other_are_not(
-    started: None, tmp_path: Path
+def test_loads_and_saves_with_a_known_group_are_allowed(
+    started_by_torchrun: None, tmp_path: Path
 ) -> None:
     state = {"w": np.ones(3)}
     holdfast.save(tmp_path / "a", state, group="alone")
@@ -45,7 +47,7 @@ def test_alone_loading_and_ranks_that_know_of_each_other_are_not(
         group.run(lambda rank: holdfast.save(tmp_path / "b", state))
 
 
-def test_a_world_size_that_others_have_set_says_nothing(
+def test_a_world_size_that_torchrun_did_not_set_is_ignored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert read_settings({"WORLD_SIZE": "4"}).launched_world_size == 1

@@ -1,4 +1,4 @@
-"""The gate of one rank: who sees whom, who waits, and what ends the waiting."""
+"""The step gate of one rank: races between training and watcher, waits, and what ends a wait."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from holdfast.errors import RankFailed
 SAVE = frozenset({"save"})
 
 
-class Sly(StepGate):
-    """What another thread does right before one of the two attributes is written or read."""
+class HookedGate(StepGate):
+    """A gate that runs a hook right before a given attribute is written or read. The hook simulates
+    another thread."""
 
     hooks: dict[str, Callable[[], object]]
 
@@ -26,28 +27,29 @@ class Sly(StepGate):
         super().__init__(1.0)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._happen(f"write {name}")
+        self._run_hook(f"write {name}")
         super().__setattr__(name, value)
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("_current_step", "_stop_at"):
-            self._happen(f"read {name}")
+            self._run_hook(f"read {name}")
         return super().__getattribute__(name)
 
-    def _happen(self, moment: str) -> None:
+    def _run_hook(self, moment: str) -> None:
         hook = self.__dict__.get("hooks", {}).pop(moment, None)
         if hook is not None:
             hook()
 
 
 @pytest.mark.parametrize("moment", ["write _stop_at", "read _current_step", "write _armed_step"])
-def test_a_watcher_that_is_held_up_anywhere_sees_a_training_that_passes(moment: str) -> None:
-    gate = Sly()
+def test_a_watcher_that_is_delayed_anywhere_detects_a_training_that_passes(moment: str) -> None:
+    gate = HookedGate()
     passed: list[bool] = []
 
     def train() -> None:
-        held = gate._current_step + 1 >= gate._stop_at  # it would wait here, and this is one thread
-        passed.append(not held and gate.step() == NO_ACTIONS)
+        # ``step`` would wait forever here, because there is only one thread.
+        would_wait = gate._current_step + 1 >= gate._stop_at
+        passed.append(not would_wait and gate.step() == NO_ACTIONS)
 
     gate.hooks[moment] = train
     armed = gate.arm(1)
@@ -56,8 +58,8 @@ def test_a_watcher_that_is_held_up_anywhere_sees_a_training_that_passes(moment: 
 
 
 @pytest.mark.parametrize("moment", ["read _current_step", "write _current_step", "read _stop_at"])
-def test_a_training_that_is_held_up_anywhere_sees_the_gate_or_is_seen(moment: str) -> None:
-    gate = Sly()
+def test_a_training_that_is_delayed_anywhere_sees_the_gate_or_is_detected(moment: str) -> None:
+    gate = HookedGate()
     armed: list[bool] = []
 
     def watch() -> None:
@@ -71,7 +73,7 @@ def test_a_training_that_is_held_up_anywhere_sees_the_gate_or_is_seen(moment: st
 
 
 class Training:
-    """A thread that makes steps until it gets something."""
+    """A thread that makes one step and keeps the result or the error."""
 
     def __init__(self, gate: StepGate) -> None:
         self.gate = gate
@@ -84,19 +86,19 @@ class Training:
         except RankFailed as e:
             self.got = e
 
-    def wait_held(self) -> None:
+    def wait_until_blocked(self) -> None:
         self.thread.start()
         while not self.gate._changed._waiters and self.thread.is_alive():  # type: ignore[attr-defined]
             pass
         assert self.thread.is_alive()
 
-    def ended(self) -> Any:
+    def join(self) -> Any:
         self.thread.join(10)
         assert not self.thread.is_alive()
         return self.got
 
 
-def fail(gate: StepGate) -> None:
+def fail_gate(gate: StepGate) -> None:
     gate.fail(RankFailed("the store is gone"))
 
 
@@ -107,24 +109,26 @@ def fail(gate: StepGate) -> None:
         (StepGate.disable, NO_ACTIONS),
         (lambda gate: gate.grant(3, SAVE), SAVE),
         (lambda gate: gate.arm(9), NO_ACTIONS),
-        (lambda gate: gate.arm(3), NO_ACTIONS),  # refused: it has come so far
-        (fail, RankFailed),
+        (lambda gate: gate.arm(3), NO_ACTIONS),  # refused: the training has reached this step
+        (fail_gate, RankFailed),
     ],
 )
-def test_what_ends_the_waiting_at_a_gate(end: Callable[[StepGate], object], expected: Any) -> None:
+def test_a_wait_at_a_gate_ends_with_the_expected_actions_or_error(
+    end: Callable[[StepGate], object], expected: Any
+) -> None:
     gate = StepGate(60.0)
     assert gate.arm(3)
     assert [gate.step(), gate.step()] == [NO_ACTIONS, NO_ACTIONS]
     training = Training(gate)
-    training.wait_held()
+    training.wait_until_blocked()
     end(gate)
-    got = training.ended()
+    got = training.join()
     assert isinstance(got, RankFailed) if expected is RankFailed else got == expected
     gate.disarm()
     assert [gate.step() for _ in range(10)] == [NO_ACTIONS] * 10
 
 
-def test_a_watcher_that_never_answers_is_raised_once_and_the_training_goes_on() -> None:
+def test_step_raises_once_if_the_watcher_never_responds_and_the_training_continues() -> None:
     gate = StepGate(0.01)
     gate.arm(1)
     with pytest.raises(RankFailed, match="does not respond"):
@@ -132,7 +136,7 @@ def test_a_watcher_that_never_answers_is_raised_once_and_the_training_goes_on() 
     assert [gate.step() for _ in range(10)] == [NO_ACTIONS] * 10
 
 
-def test_two_steps_that_are_agreed_wait_for_their_turns() -> None:
+def test_actions_for_two_steps_are_delivered_at_their_steps() -> None:
     gate = StepGate(60.0)
     gate.arm(2)
     gate.grant(2, SAVE)
@@ -142,19 +146,19 @@ def test_two_steps_that_are_agreed_wait_for_their_turns() -> None:
     assert gate.delivery_count == 2
 
 
-def test_what_is_known_is_returned_though_the_next_will_never_be() -> None:
+def test_granted_actions_are_delivered_although_the_next_round_fails() -> None:
     gate = StepGate(60.0)
     gate.arm(1)
     gate.grant(1, SAVE)
     gate.arm(3)
-    fail(gate)
+    fail_gate(gate)
     assert [gate.step(), gate.step()] == [SAVE, NO_ACTIONS]
     with pytest.raises(RankFailed, match="the store is gone"):
         gate.step()
     assert gate.step() == NO_ACTIONS
 
 
-def test_a_step_that_was_interrupted_at_the_gate_is_made_up_for() -> None:
+def test_the_step_after_an_interrupted_wait_delivers_the_actions() -> None:
     gate = StepGate(60.0)
     gate.arm(1)
 
@@ -169,8 +173,9 @@ def test_a_step_that_was_interrupted_at_the_gate_is_made_up_for() -> None:
     assert [gate.step(), gate.step()] == [SAVE, NO_ACTIONS]
 
 
-def test_no_step_passes_a_gate_that_is_shut_however_two_threads_race() -> None:
-    """Threads that are switched as often as can be: never neither of the two is seen."""
+def test_no_step_passes_an_armed_gate_when_two_threads_race() -> None:
+    """The interpreter switches threads as often as possible. In each race, at least one thread
+    must see the other."""
     gate = StepGate(60.0)
     got: list[tuple[int, frozenset[str]]] = []
     expected = []

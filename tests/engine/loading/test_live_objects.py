@@ -1,4 +1,5 @@
-"""Modules, optimizers, schedulers and stateful objects: saved, loaded in place, gone on with."""
+"""Modules, optimizers, schedulers, and stateful objects: they are saved, loaded in place, and used
+to continue training."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 2)))
 
 
-def moved(module):
-    """The module after some forward passes and with other parameters."""
+def randomize(module):
+    """Run some forward passes, change all parameters, and return the module."""
     module.train()
     with torch.no_grad():
         for _ in range(3):
@@ -30,52 +31,52 @@ def moved(module):
     return module
 
 
-def equal(a, b):
+def assert_same_state_dict(a, b):
     assert_same(dict(a.state_dict()), dict(b.state_dict()))
 
 
-def through(saved_module, live, key="model"):
+def save_and_load(saved_module, live, key="model"):
     holdfast.load(save_state({key: saved_module}), into={key: live})
 
 
 def test_a_module_is_filled_in_place():
-    m, live = moved(net()), net(1)
-    places = {k: v.data_ptr() for k, v in live.state_dict().items()}
+    m, live = randomize(net()), net(1)
+    addresses = {k: v.data_ptr() for k, v in live.state_dict().items()}
     objects = [id(p) for p in live.parameters()]
-    through(m, live)
-    equal(m, live)
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
     assert live[1].num_batches_tracked.item() == 3
-    assert {k: v.data_ptr() for k, v in live.state_dict().items()} == places
+    assert {k: v.data_ptr() for k, v in live.state_dict().items()} == addresses
     assert [id(p) for p in live.parameters()] == objects
     assert all(p.requires_grad for p in live.parameters())
 
 
-def test_a_module_comes_back_plain_as_its_state_dict():
-    m = moved(net())
+def test_a_plain_load_returns_the_state_dict_of_a_module():
+    m = randomize(net())
     made = round_trip({"model": m})["model"]
     assert_same(dict(m.state_dict()), made)
     live = net(1)
     live.load_state_dict(made)
-    equal(m, live)
+    assert_same_state_dict(m, live)
 
 
-def test_a_state_dict_keeps_its_versions_and_loads_into_a_module():
-    m = moved(net())
-    at = save_state({"model": m.state_dict()})
-    made = holdfast.load(at)["model"]
+def test_a_state_dict_keeps_its_metadata_and_is_loaded_into_a_module():
+    m = randomize(net())
+    url = save_state({"model": m.state_dict()})
+    made = holdfast.load(url)["model"]
     assert_same(m.state_dict(), made)
     assert made._metadata == m.state_dict()._metadata
-    assert holdfast.load(at, keys="**")["model"]._metadata == made._metadata
+    assert holdfast.load(url, keys="**")["model"]._metadata == made._metadata
     live = net(1)
-    holdfast.load(at, into={"model": live})
-    equal(m, live)
+    holdfast.load(url, into={"model": live})
+    assert_same_state_dict(m, live)
     other = net(2)
     live = {"model": other.state_dict()}
-    holdfast.load(at, into=live)
-    equal(m, other)
+    holdfast.load(url, into=live)
+    assert_same_state_dict(m, other)
 
 
-def test_buffers_that_are_not_persistent_are_no_part_of_it():
+def test_non_persistent_buffers_are_neither_saved_nor_loaded():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -87,7 +88,7 @@ def test_buffers_that_are_not_persistent_are_no_part_of_it():
     m.kept += 1
     m.cache += 1
     assert set(round_trip({"m": m})["m"]) == {"kept"}
-    through(m, live)
+    save_and_load(m, live)
     assert live.kept.tolist() == [1, 1, 1]
     assert live.cache.tolist() == [0, 0, 0]
 
@@ -109,7 +110,8 @@ class Extra(nn.Module):
     ("value", "before"),
     [
         ({"t": torch.ones(3), "n": [1, (2, None)]}, {}),
-        (torch.arange(5), torch.empty(0)),  # as Transformer Engine does: bytes of any number
+        # Transformer Engine saves bytes, whose length may change.
+        (torch.arange(5), torch.empty(0)),
         (torch.empty(0), torch.arange(5)),
         (torch.ones(2), torch.zeros(2)),
         (b"x" * 10_000, None),
@@ -117,13 +119,13 @@ class Extra(nn.Module):
     ],
     ids=lambda v: type(v).__name__,
 )
-def test_extra_state(value, before):
+def test_extra_state_is_restored(value, before):
     m, live = nn.Sequential(Extra(value)), nn.Sequential(Extra(before))
-    through(m, live)
+    save_and_load(m, live)
     assert_same(value, live[0].value)
 
 
-def test_extra_state_that_cannot_be_kept_is_refused_by_name():
+def test_the_error_for_extra_state_that_cannot_be_saved_names_its_key():
     with pytest.raises(holdfast.errors.Unsupported, match=r"'model/0\._extra_state/f'"):
         holdfast.save(unused_url(), {"model": nn.Sequential(Extra({"f": len}))})
 
@@ -141,32 +143,32 @@ def tied():
 
 def test_tied_weights_are_written_once_and_stay_tied():
     m, live = tied(), tied()
-    at = save_state({"model": m})
-    assert list(holdfast.open(at).leaves) == ["model/embed.weight"]
-    holdfast.load(at, into={"model": live})
+    url = save_state({"model": m})
+    assert list(holdfast.open(url).leaves) == ["model/embed.weight"]
+    holdfast.load(url, into={"model": live})
     assert live.head.weight is live.embed.weight
-    equal(m, live)
-    made = holdfast.load(at)["model"]
+    assert_same_state_dict(m, live)
+    made = holdfast.load(url)["model"]
     assert made["head.weight"] is made["embed.weight"]
 
 
-def test_tied_weights_into_a_model_that_is_not_and_the_reverse():
+def test_tied_weights_are_loaded_into_an_untied_model_but_not_the_reverse():
     m, apart = tied(), tied()
     apart.head.weight = nn.Parameter(torch.zeros(10, 4))
-    through(m, apart)
-    equal(m, apart)
+    save_and_load(m, apart)
+    assert_same_state_dict(m, apart)
     assert apart.head.weight is not apart.embed.weight
     apart.head.weight.data += 1
     with pytest.raises(PlanError, match="tied to another"):
-        through(apart, tied())
+        save_and_load(apart, tied())
 
 
-def test_two_keys_for_one_module():
+def test_a_module_under_two_keys_is_saved_once():
     m, live = net(), net(1)
-    at = save_state({"a": m, "b": [m]})
-    assert all(k.startswith("a/") for k in holdfast.open(at).leaves)
-    holdfast.load(at, into={"a": live, "b": [live]})
-    equal(m, live)
+    url = save_state({"a": m, "b": [m]})
+    assert all(k.startswith("a/") for k in holdfast.open(url).leaves)
+    holdfast.load(url, into={"a": live, "b": [live]})
+    assert_same_state_dict(m, live)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
@@ -181,21 +183,21 @@ def test_two_keys_for_one_module():
     ],
     ids=lambda f: f"{f.__module__}.{f.__name__}",
 )
-def test_parametrized_modules(wrap):
+def test_parametrized_modules_are_restored(wrap):
     def make():
         return nn.Sequential(wrap(nn.Linear(4, 4)), nn.ReLU())
 
     m, live = make(), make()
     m(torch.randn(2, 4)).sum().backward()
-    through(m, live)
-    equal(m, live)
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
     x = torch.randn(3, 4)
     m.eval()
     live.eval()
     assert tensor_bytes(m(x)) == tensor_bytes(live(x))
 
 
-def test_frozen_base_and_trained_adapter():
+def test_training_continues_with_a_frozen_base_and_an_adapter():
     class LoRA(nn.Module):
         def __init__(self):
             super().__init__()
@@ -212,16 +214,16 @@ def test_frozen_base_and_trained_adapter():
     m, opt = make()
     step(m, opt, torch.randn(3, 6))
     live, live_opt = make()
-    at = save_state({"model": m, "optimizer": opt})
-    assert "optimizer/state/model.base.weight/exp_avg" not in holdfast.open(at)
-    holdfast.load(at, into={"model": live, "optimizer": live_opt})
-    equal(m, live)
+    url = save_state({"model": m, "optimizer": opt})
+    assert "optimizer/state/model.base.weight/exp_avg" not in holdfast.open(url)
+    holdfast.load(url, into={"model": live, "optimizer": live_opt})
+    assert_same_state_dict(m, live)
     assert [p.requires_grad for p in live.parameters()] == [True, True, False, False]
-    goes_on((m, opt), (live, live_opt), torch.randn(3, 6))
+    assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 6))
 
 
 @pytest.mark.parametrize("which", ["clone", "rename", "cast", "drop"])
-def test_hooks_on_state_dict_and_load_state_dict(which):
+def test_hooks_on_state_dict_and_load_state_dict_are_called(which):
     class Hooked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -254,9 +256,9 @@ def test_hooks_on_state_dict_and_load_state_dict(which):
 
     m, live = make(), make()
     before = live.w.detach().clone()
-    at = save_state({"model": m})
+    url = save_state({"model": m})
     assert (
-        holdfast.open(at).keys()
+        holdfast.open(url).keys()
         == {
             "clone": ["model/w"],
             "rename": ["model/weight"],
@@ -264,34 +266,34 @@ def test_hooks_on_state_dict_and_load_state_dict(which):
             "drop": [],
         }[which]
     )
-    holdfast.load(at, into={"model": live})
+    holdfast.load(url, into={"model": live})
     assert_same((before if which == "drop" else m.w).detach(), live.w.detach())
     assert live.loads == 1
 
 
-def test_a_load_state_dict_of_ones_own_is_called():
+def test_an_overridden_load_state_dict_is_called():
     class Own(nn.Linear):
-        told = 0
+        calls = 0
 
         def load_state_dict(self, state, strict=True, assign=False):
-            self.told += 1
+            self.calls += 1
             return super().load_state_dict(state, strict, assign)
 
     class Inner(nn.Linear):
-        told = 0
+        calls = 0
 
         def _load_from_state_dict(self, *args):
-            self.told += 1
+            self.calls += 1
             super()._load_from_state_dict(*args)
 
     for make in (lambda: Own(2, 2), lambda: nn.Sequential(Inner(2, 2))):
         m, live = make(), make()
-        through(m, live)
-        equal(m, live)
-        assert next(x.told for x in live.modules() if hasattr(x, "told")) == 1
+        save_and_load(m, live)
+        assert_same_state_dict(m, live)
+        assert next(x.calls for x in live.modules() if hasattr(x, "calls")) == 1
 
 
-def test_a_hook_that_changes_a_shape_is_told_before_anything_is_changed():
+def test_a_shape_that_a_hook_changes_is_checked_before_anything_is_changed():
     def make(n):
         m = nn.Linear(n, 1, bias=False)
         m.register_state_dict_post_hook(
@@ -305,14 +307,14 @@ def test_a_hook_that_changes_a_shape_is_told_before_anything_is_changed():
     assert live["first"].tolist() == [0, 0]
 
 
-def test_lazy_modules():
+def test_lazy_modules_are_restored_after_their_initialization():
     m = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     with pytest.raises(holdfast.errors.Unsupported, match="UninitializedParameter"):
         holdfast.save(unused_url(), {"model": m})
     m(torch.randn(4, 5))
     live = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    through(m, live)
-    equal(m, live)
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
     x = torch.randn(4, 5)
     assert tensor_bytes(m(x)) == tensor_bytes(live(x))
 
@@ -321,37 +323,37 @@ def test_a_module_on_the_meta_device_is_refused_until_it_has_memory():
     m = net()
     with torch.device("meta"):
         live = net()
-    at = save_state({"model": m})
+    url = save_state({"model": m})
     with pytest.raises(PlanError, match=r"'model/0.weight' has no memory.*to_empty"):
-        holdfast.load(at, into={"model": live})
+        holdfast.load(url, into={"model": live})
     live.to_empty(device="cpu")
-    holdfast.load(at, into={"model": live})
-    equal(m, live)
+    holdfast.load(url, into={"model": live})
+    assert_same_state_dict(m, live)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_buffers():
+def test_sparse_buffers_are_restored():
     def make(x):
         m = nn.Linear(2, 2)
         m.register_buffer("s", torch.tensor([[0.0, x], [0, 0]]).to_sparse())
         return m
 
     m, live = make(3.0), make(4.0)
-    through(m, live)
+    save_and_load(m, live)
     assert_same(m.s, live.s)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_channels_last_modules(channels_last):
+def test_modules_are_loaded_across_memory_formats(channels_last):
     m, live = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     if channels_last:
         m, live = live, m
-    through(m, live)
-    equal(m, live)
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
 
 
 class Inner(nn.Module):
-    """A submodule that is itself called ``module``, as wrappers call theirs."""
+    """A module with a submodule named ``module``, which is the name that wrappers use."""
 
     def __init__(self):
         super().__init__()
@@ -362,14 +364,14 @@ class Inner(nn.Module):
         return self.out(self.module(x))
 
 
-def checkpointed(m):
+def wrap_for_checkpointing(m):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     return checkpoint_wrapper(m)
 
 
-def inside(wrap):
-    """A model of which a part is wrapped."""
+def wrap_submodule(wrap):
+    """Return a function that wraps only the submodule ``module`` of a model."""
 
     def wrapped(m):
         m.module = wrap(m.module)
@@ -381,19 +383,21 @@ def inside(wrap):
 WRAPPERS = {
     "DataParallel": nn.DataParallel,
     "compile": torch.compile,
-    "checkpoint": checkpointed,
+    "checkpoint": wrap_for_checkpointing,
     "compile of DataParallel": lambda m: torch.compile(nn.DataParallel(m)),
     "DataParallel of compile": lambda m: nn.DataParallel(torch.compile(m)),
-    "DataParallel inside": inside(nn.DataParallel),
-    "compile inside": inside(torch.compile),
-    "checkpoint inside": inside(checkpointed),
-    "compile in DataParallel of compile": lambda m: nn.DataParallel(inside(torch.compile)(m)),
+    "DataParallel inside": wrap_submodule(nn.DataParallel),
+    "compile inside": wrap_submodule(torch.compile),
+    "checkpoint inside": wrap_submodule(wrap_for_checkpointing),
+    "compile in DataParallel of compile": lambda m: nn.DataParallel(
+        wrap_submodule(torch.compile)(m)
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_wrappers_leave_no_trace(name):
+def test_wrappers_do_not_change_the_saved_names(name):
     wrap = WRAPPERS[name]
     bare, other = Inner(), wrap(Inner())
     keys = ["module.weight", "module.bias", "out.weight", "out.bias"]
@@ -410,34 +414,34 @@ def test_wrappers_leave_no_trace(name):
         with torch.no_grad():
             for p in m.parameters():
                 p.add_(torch.randn_like(p))
-        at = save_state({"model": m, "optimizer": opt})
-        assert [k for k in holdfast.open(at) if k.startswith("model/")] == [
+        url = save_state({"model": m, "optimizer": opt})
+        assert [k for k in holdfast.open(url) if k.startswith("model/")] == [
             f"model/{k}" for k in keys
         ]
-        assert f"optimizer/state/model.{keys[0]}/exp_avg" in holdfast.open(at)
-        holdfast.load(at, into={"model": live, "optimizer": live_opt})
+        assert f"optimizer/state/model.{keys[0]}/exp_avg" in holdfast.open(url)
+        holdfast.load(url, into={"model": live, "optimizer": live_opt})
         assert_same(list(m.parameters()), list(live.parameters()))
         assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
 
-def test_ddp_leaves_no_trace(tmp_path):
+def test_ddp_does_not_change_the_saved_names(tmp_path):
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
     )
     try:
         ddp, bare = nn.parallel.DistributedDataParallel(Inner()), Inner()
         made = round_trip({"model": ddp})["model"]
         assert list(made) == ["module.weight", "module.bias", "out.weight", "out.bias"]
-        through(ddp, bare)
-        equal(ddp.module, bare)
+        save_and_load(ddp, bare)
+        assert_same_state_dict(ddp.module, bare)
         moved_bare = Inner()
-        through(moved_bare, ddp)
-        equal(ddp.module, moved_bare)
+        save_and_load(moved_bare, ddp)
+        assert_same_state_dict(ddp.module, moved_bare)
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_a_wrapper_that_would_make_two_names_one_is_refused():
+def test_names_that_become_equal_without_their_wrappers_are_refused():
     m = nn.Module()
     m.a = nn.Linear(1, 1)
     m._orig_mod = nn.Module()
@@ -459,8 +463,8 @@ def step(m, opt, x):
     opt.step(closure)
 
 
-def goes_on(a, b, x, steps=3):
-    """Training from two states that should be one gives equal parameters, bit for bit."""
+def assert_training_continues(a, b, x, steps=3):
+    """Assert that training from both states gives bit-identical parameters and slots."""
     for _ in range(steps):
         step(*a, x)
         step(*b, x)
@@ -500,7 +504,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("before", ["new", "stepped"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_as_if_never_stopped(name, before):
+def test_training_continues_exactly_with_every_optimizer(name, before):
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
     def make(seed):
@@ -514,14 +518,14 @@ def test_training_goes_on_as_if_never_stopped(name, before):
     if before == "stepped":
         for _ in range(3):
             step(live, live_opt, x)
-    at = save_state({"model": m, "optimizer": opt})
-    holdfast.load(at, into={"model": live, "optimizer": live_opt})
+    url = save_state({"model": m, "optimizer": opt})
+    holdfast.load(url, into={"model": live, "optimizer": live_opt})
     for p, q in zip(m.parameters(), live.parameters(), strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
-    goes_on((m, opt), (live, live_opt), x)
+    assert_training_continues((m, opt), (live, live_opt), x)
 
 
-def test_muon_goes_on():
+def test_training_continues_exactly_with_muon():
     if not hasattr(optim, "Muon"):
         pytest.skip("this PyTorch has no Muon")
 
@@ -535,10 +539,10 @@ def test_muon_goes_on():
     step(m, opt, x)
     live, live_opt = make(1)
     holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
-    goes_on((m, opt), (live, live_opt), x)
+    assert_training_continues((m, opt), (live, live_opt), x)
 
 
-def test_sparse_adam():
+def test_training_continues_exactly_with_sparse_adam():
     def make():
         m = nn.Embedding(10, 4, sparse=True)
         return m, optim.SparseAdam(m.parameters(), 0.01)
@@ -547,10 +551,10 @@ def test_sparse_adam():
     x = torch.tensor([1, 3, 3])
     step(m, opt, x)
     holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
-    goes_on((m, opt), (live, live_opt), x)
+    assert_training_continues((m, opt), (live, live_opt), x)
 
 
-def test_state_that_the_snapshot_lacks_is_removed_and_what_it_has_is_made():
+def test_slots_that_the_snapshot_lacks_are_removed_and_missing_slots_are_created():
     m, live = net(), net(1)
     opt, live_opt = (optim.SGD(x.parameters(), 0.1, momentum=0.9) for x in (m, live))
     m[0].weight.grad = torch.ones(8, 4)
@@ -577,17 +581,18 @@ def test_groups_keep_their_options_and_order():
     (m, opt), (live, live_opt) = make(0.1), make(0.2)
     opt.param_groups[1]["lr"] = 0.03
     step(m, opt, torch.randn(3, 4))
-    at = save_state({"m": m, "o": opt})
-    holdfast.load(at, into={"m": live, "o": live_opt})
+    url = save_state({"m": m, "o": opt})
+    holdfast.load(url, into={"m": live, "o": live_opt})
     assert_same([options(g) for g in opt.param_groups], [options(g) for g in live_opt.param_groups])
-    goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
+    assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
     live_opt.param_groups.reverse()
     with pytest.raises(PlanError, match=r"groups/0/params/m\.0\.bias"):
-        holdfast.load(at, into={"m": live, "o": live_opt})
+        holdfast.load(url, into={"m": live, "o": live_opt})
 
 
-def test_parameters_are_known_by_name_not_by_place():
-    """A group in another order of parameters is loaded right; PyTorch's own load mixes them up."""
+def test_slots_are_matched_by_parameter_name_and_not_by_position():
+    """The live group has its parameters in another order. PyTorch's own load assigns the slots to
+    the wrong parameters."""
     m, live = nn.Linear(3, 3), nn.Linear(3, 3)
     opt = optim.Adam(m.parameters())
     live_opt = optim.Adam(reversed(list(live.parameters())))
@@ -597,21 +602,21 @@ def test_parameters_are_known_by_name_not_by_place():
         assert_same(opt.state[getattr(m, name)], live_opt.state[getattr(live, name)])
 
 
-def test_named_parameters():
+def test_optimizers_with_and_without_named_parameters_are_compatible():
     m, live = net(), net(1)
     opt, live_opt = optim.Adam(m.named_parameters()), optim.Adam(live.parameters())
     step(m, opt, torch.randn(3, 4))
-    at = save_state({"m": m, "o": opt})
-    holdfast.load(at, into={"m": live, "o": live_opt})
+    url = save_state({"m": m, "o": opt})
+    holdfast.load(url, into={"m": live, "o": live_opt})
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
     assert "param_names" not in live_opt.param_groups[0]
     named = optim.Adam(live.named_parameters())
     names = named.param_groups[0]["param_names"]
-    holdfast.load(at, into={"m": live, "o": named})
+    holdfast.load(url, into={"m": live, "o": named})
     assert named.param_groups[0]["param_names"] == names
 
 
-def test_parameters_of_no_module_in_the_state_are_called_by_their_place():
+def test_parameters_without_a_module_in_the_state_are_named_by_position():
     def make():
         free = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
         return free, optim.Adam([{"params": free[:1]}, {"params": free[1:]}])
@@ -620,14 +625,14 @@ def test_parameters_of_no_module_in_the_state_are_called_by_their_place():
     for p in free:
         p.grad = torch.randn_like(p)
     opt.step()
-    at = save_state({"o": opt, "free": free})
-    assert "o/state/1.0/exp_avg" in holdfast.open(at)
-    holdfast.load(at, into={"o": live_opt, "free": live})
+    url = save_state({"o": opt, "free": free})
+    assert "o/state/1.0/exp_avg" in holdfast.open(url)
+    holdfast.load(url, into={"o": live_opt, "free": live})
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
     assert_same([p.detach() for p in free], [p.detach() for p in live])
 
 
-def test_two_models_with_the_same_names():
+def test_two_models_with_equal_parameter_names_are_restored():
     def make(seed):
         g, d = net(seed), net(seed + 10)
         return {
@@ -644,7 +649,7 @@ def test_two_models_with_the_same_names():
     step(a["d"], a["opt_d"], x)
     holdfast.load(save_state(a), into=b)
     for m, o in (("g", "opt_g"), ("d", "opt_d")):
-        goes_on((a[m], a[o]), (b[m], b[o]), x)
+        assert_training_continues((a[m], a[o]), (b[m], b[o]), x)
 
 
 @pytest.mark.parametrize(
@@ -655,7 +660,7 @@ def test_two_models_with_the_same_names():
         lambda a, b: {"x/y": a, "x~1y": b},
     ],
 )
-def test_two_modules_under_one_optimizer(modules):
+def test_an_optimizer_of_two_modules_is_restored(modules):
     def make(seed):
         a, b = net(seed), net(seed + 5)
         return a, b, optim.Adam([*a.parameters(), *b.parameters()])
@@ -663,14 +668,14 @@ def test_two_modules_under_one_optimizer(modules):
     a, b, opt = make(0)
     step(nn.Sequential(a, nn.Linear(2, 4), b), opt, torch.randn(3, 4))
     la, lb, live_opt = make(1)
-    at = save_state({"models": modules(a, b), "o": opt})
-    holdfast.load(at, into={"models": modules(la, lb), "o": live_opt})
-    equal(a, la)
-    equal(b, lb)
+    url = save_state({"models": modules(a, b), "o": opt})
+    holdfast.load(url, into={"models": modules(la, lb), "o": live_opt})
+    assert_same_state_dict(a, la)
+    assert_same_state_dict(b, lb)
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
 
-def test_two_parameters_with_one_name_are_refused_not_lost():
+def test_two_parameters_with_the_same_name_are_refused():
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
     opt = optim.Adam([*a.parameters(), *b.parameters()])
     step(nn.Sequential(a, b), opt, torch.randn(1, 1))
@@ -678,7 +683,7 @@ def test_two_parameters_with_one_name_are_refused_not_lost():
         holdfast.save(unused_url(), {"x.y": a, "x": {"y": b}, "o": opt})
 
 
-def test_state_for_a_parameter_of_no_group_is_refused():
+def test_optimizer_state_for_a_parameter_of_no_group_is_refused():
     m = nn.Linear(1, 1)
     opt = optim.Adam(m.parameters())
     opt.state[nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
@@ -694,24 +699,25 @@ def test_state_for_a_parameter_of_no_group_is_refused():
         holdfast.save(unused_url(), {"m": m, "o": opt})
 
 
-def test_another_kind_of_optimizer_is_told_apart():
+def test_the_state_of_another_kind_of_optimizer_is_refused():
     m = net()
-    at = save_state({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
+    url = save_state({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
     adam = optim.Adam(m.parameters(), 0.5)
-    words = r"o saved with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
+    message = r"o saved with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
     for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
-        with pytest.raises(DTypeMismatch, match=words) as e:
-            holdfast.load(at, into={"m": m, "o": adam}, **lenient)
+        with pytest.raises(DTypeMismatch, match=message) as e:
+            holdfast.load(url, into={"m": m, "o": adam}, **lenient)
         assert e.value.misfits == ("o",)
         assert "cast=True" not in str(e.value)
         assert (adam.param_groups[0]["lr"], dict(adam.state)) == (0.5, {})
-    # what is asked for by name, and is on both sides, is given
-    holdfast.load(at, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
+    # An option that both optimizers have can be loaded by its key.
+    holdfast.load(url, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
     assert adam.param_groups[0]["lr"] == 0.1
 
 
-def test_a_count_of_steps_that_an_optimizer_makes_at_its_first_one_is_taken():
-    """As timm and apex have it: a fresh one has no such option yet."""
+def test_an_option_that_an_optimizer_adds_at_its_first_step_is_loaded():
+    """Optimizers of timm and apex count their steps in such an option. A new optimizer does not
+    have it yet."""
     m = net()
     trained, fresh = optim.SGD(m.parameters(), 0.1), optim.SGD(m.parameters(), 0.1)
     trained.param_groups[0]["step"] = 7
@@ -719,19 +725,19 @@ def test_a_count_of_steps_that_an_optimizer_makes_at_its_first_one_is_taken():
     assert fresh.param_groups[0]["step"] == 7
 
 
-def test_an_option_of_another_name_is_left_to_leniency():
+def test_an_option_with_another_name_needs_a_lenient_load():
     m = net()
     older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
     for group in (older.param_groups[0], older.defaults):
         group["friction"] = group.pop("dampening")
     for to in (older, newer):
-        at = save_state({"m": m, "o": newer if to is older else older})
+        url = save_state({"m": m, "o": newer if to is older else older})
         with pytest.raises(UnexpectedLeaf, match=r"groups/0/(friction|dampening)"):
-            holdfast.load(at, into={"m": m, "o": to})
-        holdfast.load(at, into={"m": m, "o": to}, unexpected="ignore")
+            holdfast.load(url, into={"m": m, "o": to})
+        holdfast.load(url, into={"m": m, "o": to}, unexpected="ignore")
 
 
-def test_options_that_came_with_another_pytorch_are_no_other_kind():
+def test_options_of_another_pytorch_version_do_not_make_another_kind_of_optimizer():
     m = net()
     older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
     for group in (older.param_groups[0], older.defaults):
@@ -739,32 +745,32 @@ def test_options_that_came_with_another_pytorch_are_no_other_kind():
     holdfast.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
     with pytest.raises(UnexpectedLeaf, match="1 unexpected in the snapshot: o/groups/0/fused"):
         holdfast.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older})
-    newer.param_groups[0]["name"] = "all"  # an option of one's own, which another kind lacks too
+    newer.param_groups[0]["name"] = "all"  # a user's option does not make another kind either
     holdfast.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
     holdfast.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
 
 
 @pytest.mark.parametrize("node", [3, [1], {"state": {}}, {"state": 1, "groups": 2}, torch.ones(2)])
-def test_what_is_no_optimizer_does_not_go_into_one(node):
+def test_a_value_that_is_no_optimizer_state_is_refused_by_an_optimizer(node):
     m = net()
     for state in (node, {"state": {}, "groups": [node]}):
         with pytest.raises(DTypeMismatch, match="live Adam"):
             holdfast.load(save_state({"o": state}), into={"o": optim.Adam(m.parameters())})
 
 
-def test_a_state_dict_of_pytorch_is_not_taken_for_ours():
+def test_the_state_dict_of_an_optimizer_is_not_loaded_into_a_live_optimizer():
     m = net()
     opt = optim.Adam(m.parameters())
     step(m, opt, torch.randn(3, 4))
-    at = save_state({"o": opt.state_dict()})
+    url = save_state({"o": opt.state_dict()})
     with pytest.raises(DTypeMismatch, match="live Adam"):
-        holdfast.load(at, into={"o": opt})
+        holdfast.load(url, into={"o": opt})
     other = optim.Adam(m.parameters())
-    other.load_state_dict(holdfast.load(at)["o"])
+    other.load_state_dict(holdfast.load(url)["o"])
     assert_same(list(opt.state.values()), list(other.state.values()))
 
 
-def test_loading_the_model_alone_leaves_the_optimizer_as_it_was():
+def test_loading_only_the_model_leaves_the_optimizer_unchanged():
     m = net()
     opt = optim.SGD(m.parameters(), 0.1, momentum=0.9)
     step(m, opt, torch.randn(3, 4))
@@ -772,13 +778,13 @@ def test_loading_the_model_alone_leaves_the_optimizer_as_it_was():
     live_opt = optim.SGD(live.parameters(), 0.7, momentum=0.9)
     into = {"m": live, "o": live_opt, "history": [1]}
     holdfast.load(save_state({"m": m, "o": opt, "history": [1, 2]}), into=into, keys="m/**")
-    equal(m, live)
+    assert_same_state_dict(m, live)
     assert not live_opt.state
     assert live_opt.param_groups[0]["lr"] == 0.7
     assert into["history"] == [1]
 
 
-def test_an_optimizer_with_methods_or_hooks_of_its_own_is_taken_by_them():
+def test_an_optimizer_with_overridden_methods_or_hooks_is_saved_and_loaded_by_them():
     class Own(optim.SGD):
         def state_dict(self):
             return {"mine": super().state_dict(), "more": 5}
@@ -792,16 +798,16 @@ def test_an_optimizer_with_methods_or_hooks_of_its_own_is_taken_by_them():
     step(m, opt, torch.randn(3, 4))
     holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert live_opt.more == 5
-    goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
+    assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
 
-    told = []
+    loaded = []
     opt, live_opt = (optim.Adam(x.parameters()) for x in (m, live))
     opt.register_state_dict_post_hook(lambda o, s: s | {"hooked": 1})
-    live_opt.register_load_state_dict_pre_hook(lambda o, s: told.append(s["hooked"]))
+    live_opt.register_load_state_dict_pre_hook(lambda o, s: loaded.append(s["hooked"]))
     step(m, opt, torch.randn(3, 4))
     holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
-    assert told == [1]
-    goes_on((m, opt), (live, live_opt), torch.randn(3, 4))
+    assert loaded == [1]
+    assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
 
 
 # -- schedulers ----------------------------------------------------------------------------------
@@ -833,7 +839,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:.*epoch parameter")
-def test_schedulers_go_on(name, lr):
+def test_schedulers_continue_exactly(name, lr):
     def make(seed):
         m = net(seed)
         rate = lr.clone() if isinstance(lr, torch.Tensor) else lr
@@ -855,7 +861,7 @@ def test_schedulers_go_on(name, lr):
     assert_same(list(a["m"].parameters()), list(b["m"].parameters()))
 
 
-def test_reduce_on_plateau_goes_on():
+def test_reduce_on_plateau_continues_exactly():
     def make():
         opt = optim.SGD(net().parameters(), 0.1)
         return {"o": opt, "s": lrs.ReduceLROnPlateau(opt, patience=1)}
@@ -871,7 +877,7 @@ def test_reduce_on_plateau_goes_on():
     assert_same(a["s"].state_dict(), b["s"].state_dict())
 
 
-def test_a_scheduler_of_a_callable_object():
+def test_a_scheduler_with_a_callable_object_is_restored():
     class Decay:
         def __init__(self, rate):
             self.rate = rate
@@ -888,7 +894,7 @@ def test_a_scheduler_of_a_callable_object():
     assert b["s"].lr_lambdas[0].rate == 0.5
 
 
-def test_the_options_that_a_scheduler_adds_are_welcome_before_there_is_one():
+def test_options_that_a_scheduler_added_are_loaded_without_a_scheduler():
     m = net()
     opt = optim.SGD(m.parameters(), 0.1)
     lrs.OneCycleLR(opt, 0.5, total_steps=20)
@@ -900,7 +906,7 @@ def test_the_options_that_a_scheduler_adds_are_welcome_before_there_is_one():
 # -- other stateful objects ----------------------------------------------------------------------
 
 
-def test_grad_scaler():
+def test_a_grad_scaler_is_restored():
     def make():
         return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
@@ -918,14 +924,14 @@ def test_grad_scaler():
     holdfast.load(save_state({"scaler": off}), into={"scaler": off})
 
 
-def test_a_scaler_that_was_off_does_not_pass_for_one_that_is_on():
-    at = save_state({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+def test_a_disabled_grad_scaler_is_not_loaded_into_an_enabled_one():
+    url = save_state({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
     with pytest.raises(RuntimeError, match="source state dict is empty"):
-        holdfast.load(at, into={"scaler": torch.amp.GradScaler("cpu")})
+        holdfast.load(url, into={"scaler": torch.amp.GradScaler("cpu")})
 
 
 @pytest.mark.parametrize("ema", [False, True])
-def test_averaged_models(ema):
+def test_averaged_models_are_restored(ema):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     def make(seed):
@@ -935,17 +941,17 @@ def test_averaged_models(ema):
 
     a, b = make(0), make(1)
     for _ in range(3):
-        moved(a["m"])
+        randomize(a["m"])
         a["average"].update_parameters(a["m"])
     holdfast.load(save_state(a), into=b)
-    equal(a["average"], b["average"])
+    assert_same_state_dict(a["average"], b["average"])
     assert b["average"].n_averaged.item() == 3
     for s in (a, b):
         s["average"].update_parameters(s["m"])
-    equal(a["average"], b["average"])
+    assert_same_state_dict(a["average"], b["average"])
 
 
-class Mine:
+class Stateful:
     def __init__(self, **state):
         self.state = state
 
@@ -956,17 +962,17 @@ class Mine:
         self.state = state
 
 
-def test_an_object_with_a_state_of_tensors_and_values():
+def test_a_stateful_object_with_tensors_and_values_is_restored():
     t = torch.randn(3)
-    inner = Mine(n=1)
+    inner = Stateful(n=1)
     state = {"t": t, "list": [t, {"x": (1, None)}], "raw": b"z" * 5000, "in": inner, 5: "five"}
-    a, b = Mine(), Mine()
+    a, b = Stateful(), Stateful()
     a.state = state
     holdfast.load(save_state({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
     assert_same({**state, "in": {"n": 1}}, b.state)
 
 
-def test_a_dict_with_a_state_of_its_own_is_asked_for_it():
+def test_a_dict_with_a_state_dict_method_is_saved_by_it():
     class Settings(dict):
         def state_dict(self):
             return {"all": dict(self)}
@@ -979,27 +985,27 @@ def test_a_dict_with_a_state_of_its_own_is_asked_for_it():
     assert live == {"a": 1}
 
 
-def test_what_load_state_dict_gets_is_its_own():
+def test_load_state_dict_gets_tensors_with_their_own_memory():
     live = torch.zeros(3)
-    b = Mine()
+    b = Stateful()
     t = torch.ones(3)
-    holdfast.load(save_state({"t": t, "mine": Mine(t=t)}), into={"t": live, "mine": b})
+    holdfast.load(save_state({"t": t, "mine": Stateful(t=t)}), into={"t": live, "mine": b})
     assert b.state["t"].data_ptr() != live.data_ptr()
 
 
-def test_what_load_state_dict_raises_says_that_the_state_is_not_valid():
-    class Broken(Mine):
+def test_an_error_from_load_state_dict_notes_that_the_live_state_is_not_valid():
+    class Broken(Stateful):
         def load_state_dict(self, state):
             raise ValueError("no")
 
-    at = save_state({"t": torch.ones(2), "mine": Mine(n=1)})
+    url = save_state({"t": torch.ones(2), "mine": Stateful(n=1)})
     with pytest.raises(ValueError, match="no") as e:
-        holdfast.load(at, into={"t": torch.zeros(2), "mine": Broken()})
+        holdfast.load(url, into={"t": torch.zeros(2), "mine": Broken()})
     assert "not valid" in e.value.__notes__[0]
 
 
-def test_a_generator_is_kept_by_its_state():
-    """``torch.Generator`` has no ``state_dict``: its ``get_state()`` is a tensor of bytes."""
+def test_a_generator_can_be_saved_through_get_state():
+    """``torch.Generator`` has no ``state_dict``. Its ``get_state`` returns a tensor of bytes."""
     g = torch.Generator().manual_seed(3)
     torch.rand(5, generator=g)
     made = round_trip({"generator": g.get_state()})
@@ -1008,8 +1014,8 @@ def test_a_generator_is_kept_by_its_state():
     assert torch.equal(torch.rand(3, generator=g), torch.rand(3, generator=other))
 
 
-def test_rng_in_a_state():
-    at = save_state({"rng": holdfast.RNG()})
+def test_random_number_generators_are_restored():
+    url = save_state({"rng": holdfast.RNG()})
     a = torch.rand(3)
-    holdfast.load(at, into={"rng": holdfast.RNG()})
+    holdfast.load(url, into={"rng": holdfast.RNG()})
     assert torch.equal(a, torch.rand(3))

@@ -1,4 +1,5 @@
-"""The load recipe: parts, other names, other devices, slices, failures half-way, and size."""
+"""The load recipe: partial loads, renames, devices, slices, failures after the first change, and
+large states."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor, save_s
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
 
-# -- parts ---------------------------------------------------------------------------------------
+# -- partial loads -------------------------------------------------------------------------------
 
 
-def nested():
+def nested_state():
     return {
         "model": {"a.weight": ONE, "a.bias": TWO, "deep": {"a.weight": ONE + 5, "n": 3}},
         "optimizer": [ONE + 1, {"lr": 0.5}, (7, 8)],
@@ -42,56 +43,56 @@ def nested():
     [
         ("note", {"note": "hi"}),
         ("model/*", {"model": {"a.weight": ONE, "a.bias": TWO}}),
-        ("model/**", {"model": nested()["model"]}),
-        ("**", nested()),
+        ("model/**", {"model": nested_state()["model"]}),
+        ("**", nested_state()),
         ("**.weight", {"model": {"a.weight": ONE, "deep": {"a.weight": ONE + 5}}}),
         ("model/a.???s", {"model": {"a.bias": TWO}}),
         ("optimizer/1/lr", {"optimizer": [None, {"lr": 0.5}, None]}),
         ("optimizer/2/1", {"optimizer": [None, None, (None, 8)]}),
         (["note", "5"], {"note": "hi", 5: TWO + 1}),
         (("model/deep/n",), {"model": {"deep": {"n": 3}}}),
-        ("model", {"model": nested()["model"]}),
+        ("model", {"model": nested_state()["model"]}),
         (
             ["model/deep", "optimizer/1"],
             {
-                "model": {"deep": nested()["model"]["deep"]},
+                "model": {"deep": nested_state()["model"]["deep"]},
                 "optimizer": [None, {"lr": 0.5}, None],
             },
         ),
     ],
     ids=str,
 )
-def test_keys_choose_a_part(keys, expected):
-    assert_same(expected, holdfast.load(save_state(nested()), keys=keys))
+def test_keys_select_a_part_of_the_state(keys, expected):
+    assert_same(expected, holdfast.load(save_state(nested_state()), keys=keys))
 
 
 @pytest.mark.parametrize(
     "keys", ["nothing", "mode", "model/*/*/*", [], "Note", "model.a", "*del", ""]
 )
-def test_a_pattern_that_fits_nothing_says_what_there_is(keys):
-    at = save_state(nested())
+def test_the_error_for_a_pattern_without_matches_names_existing_keys(keys):
+    url = save_state(nested_state())
     with pytest.raises(MissingLeaf, match=r"keys like.*model/a\.weight"):
-        holdfast.load(at, keys=keys)
+        holdfast.load(url, keys=keys)
     with pytest.raises(MissingLeaf, match="keys like"):
-        holdfast.load(at, into=nested(), keys=keys)
+        holdfast.load(url, into=nested_state(), keys=keys)
 
 
-def test_keys_choose_a_part_of_the_live_state():
+def test_keys_select_a_part_of_the_live_state():
     live = {"model": {"a.weight": ONE * 0, "a.bias": ONE * 0}, "note": "old", "other": 1}
-    holdfast.load(save_state(nested()), into=live, keys=["model/*", "note"])
+    holdfast.load(save_state(nested_state()), into=live, keys=["model/*", "note"])
     assert_same({**live, "model": {"a.weight": ONE, "a.bias": TWO}, "note": "hi"}, live)
     assert live["other"] == 1
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode], ids=["", "inference"])
-def test_a_load_into_live_tensors_is_counted_as_a_change(mode):
-    """So that a backward pass that needs the old values is refused."""
+def test_a_load_into_live_tensors_increments_their_version_counters(mode):
+    """PyTorch then refuses a backward pass that needs the old values."""
     model, other = nn.Linear(3, 3), torch.zeros(2)
-    at = save_state({"model": nn.Linear(3, 3), "other": torch.ones(2)})
+    url = save_state({"model": nn.Linear(3, 3), "other": torch.ones(2)})
     counts = model.weight._version, model.bias._version, other._version
     passed = model(torch.ones(1, 3, requires_grad=True)).sum()
     with mode():
-        holdfast.load(at, into={"model": model, "other": other}, keys="model")
+        holdfast.load(url, into={"model": model, "other": other}, keys="model")
     assert model.weight._version > counts[0]
     assert model.bias._version > counts[1]
     assert other._version == counts[2]
@@ -99,30 +100,30 @@ def test_a_load_into_live_tensors_is_counted_as_a_change(mode):
         passed.backward()
 
 
-def test_a_load_that_fails_half_way_is_counted_too():
-    at = save_state({"a": ONE, "b": torch.randn(100_000)})
-    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+def test_a_load_that_fails_after_a_change_increments_the_version_counters():
+    url = save_state({"a": ONE, "b": torch.randn(100_000)})
+    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
     live = {"a": ONE * 0, "b": torch.zeros(100_000)}
     counts = [t._version for t in live.values()]
     with pytest.raises(DigestMismatch):
-        holdfast.load(at, into=live)
+        holdfast.load(url, into=live)
     assert all(t._version > n for t, n in zip(live.values(), counts, strict=True))
 
 
-def test_inference_tensors_have_no_count_and_are_loaded():
+def test_inference_tensors_have_no_version_counter_and_are_loaded():
     with torch.inference_mode():
         live = {"a": ONE * 0}
     holdfast.load(save_state({"a": ONE}), into=live)
     assert_same({"a": ONE}, live)
 
 
-def test_only_what_is_chosen_is_read():
-    at = save_state({"a": ONE, "b": torch.randn(100_000)})
-    store = holdfast.open_store(at.rpartition("/")[0])
-    damage(store, "b", holdfast.open(at))
-    assert_same({"a": ONE}, holdfast.load(at, keys="a"))
+def test_only_selected_leaves_are_read():
+    url = save_state({"a": ONE, "b": torch.randn(100_000)})
+    store = holdfast.open_store(url.rpartition("/")[0])
+    damage(store, "b", holdfast.open(url))
+    assert_same({"a": ONE}, holdfast.load(url, keys="a"))
     with pytest.raises(DigestMismatch, match="b"):
-        holdfast.load(at)
+        holdfast.load(url)
 
 
 def damage(store, leaf, snapshot):
@@ -137,20 +138,20 @@ def damage(store, leaf, snapshot):
     store._shared.objects[path] = bytes(wrong), modified
 
 
-# -- other names ---------------------------------------------------------------------------------
+# -- renames -------------------------------------------------------------------------------------
 
 
-def test_rename_a_member_and_all_that_goes_on_after_it_with_a_dot():
+def test_renaming_a_submodule_renames_all_names_below_it():
     m = nn.ModuleDict({"old": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
     live = nn.ModuleDict({"new": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
-    at = save_state({"model": m})
-    holdfast.load(at, into={"model": live}, rename={"model/old": "model/new"})
+    url = save_state({"model": m})
+    holdfast.load(url, into={"model": live}, rename={"model/old": "model/new"})
     assert_same(list(m.parameters()), list(live.parameters()))
-    made = holdfast.load(at, rename={"model/old": "model/new"})
+    made = holdfast.load(url, rename={"model/old": "model/new"})
     assert list(made["model"]) == ["new.weight", "new.bias", "older.weight", "older.bias"]
 
 
-def test_rename_containers_and_what_is_tied_in_them():
+def test_containers_with_tied_tensors_can_be_renamed():
     t = torch.randn(3)
     state = {"a": {1: t, "x": [t, {"y": TWO}]}, "b": OrderedDict(c=t), "raw": b"z" * 5000}
     made = holdfast.load(save_state(state), rename={"a": "p", "b": "q", "raw": "r"})
@@ -161,18 +162,18 @@ def test_rename_containers_and_what_is_tied_in_them():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_rename_a_sparse_tensor():
+def test_a_sparse_tensor_can_be_renamed():
     s = torch.eye(3).to_sparse()
     assert_same({"new": s}, holdfast.load(save_state({"old": s}), rename={"old": "new"}))
 
 
-def test_names_can_be_exchanged():
+def test_two_names_can_be_swapped():
     made = holdfast.load(save_state({"a": ONE, "b": TWO}), rename={"a": "b", "b": "a"})
     assert_same({"b": ONE, "a": TWO}, made)
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("names", "message_part"),
     [
         ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `holdfast show SNAPSHOT --keys"),
         ({"model/a.weight": "a.weight"}, "another level. Expected keys that differ"),
@@ -197,21 +198,21 @@ def test_names_can_be_exchanged():
         ({"model/a.wieght": "model/b"}, "in the snapshot: model/a.wieght. Did you mean model/a.w"),
     ],
 )  # fmt: skip
-def test_names_that_cannot_be_changed(names, words):
-    state = {k: v for k, v in nested().items() if isinstance(k, str)}
+def test_an_invalid_rename_is_refused_with_advice(names, message_part):
+    state = {k: v for k, v in nested_state().items() if isinstance(k, str)}
     with pytest.raises(PlanError) as e:
         holdfast.load(save_state(state), rename=names)
-    assert words in str(e.value)
+    assert message_part in str(e.value)
     assert "None" not in str(e.value)
 
 
-def test_a_name_with_a_star_in_it_is_a_name():
+def test_an_existing_name_with_a_star_is_not_a_pattern():
     assert_same(
         {"x": ONE, "b": TWO}, holdfast.load(save_state({"a*": ONE, "b": TWO}), rename={"a*": "x"})
     )
 
 
-def test_rename_reaches_the_names_in_an_optimizer():
+def test_a_rename_applies_to_the_parameter_names_of_an_optimizer():
     def make(name):
         m = nn.ModuleDict({name: nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
         opt = torch.optim.Adam(m.parameters())
@@ -233,7 +234,7 @@ def test_rename_reaches_the_names_in_an_optimizer():
 # -- devices -------------------------------------------------------------------------------------
 
 
-def test_device():
+def test_tensors_are_loaded_to_the_given_device():
     state = {"t": ONE, "a": np.ones(2), "n": 1}
     assert_same(state, holdfast.load(save_state(state), device="cpu"))
     assert_same(state, holdfast.load(save_state(state), device=torch.device("cpu")))
@@ -248,48 +249,48 @@ def test_into_must_be_a_dict():
             holdfast.load(save_state({"a": 1}), into=into)
 
 
-# -- half-way ------------------------------------------------------------------------------------
+# -- failures after the first change -------------------------------------------------------------
 
 
-def test_damage_says_that_the_live_state_is_not_valid():
-    at = save_state({"a": ONE, "b": torch.randn(100_000)})
-    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+def test_the_error_for_damage_states_that_the_live_state_is_not_valid():
+    url = save_state({"a": ONE, "b": torch.randn(100_000)})
+    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
     with pytest.raises(DigestMismatch) as e:
-        holdfast.load(at, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
+        holdfast.load(url, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
     assert "is not valid" in str(e.value)
     assert e.value.live_state == "not valid"
     assert e.value.leaf == "b"
     with pytest.raises(DigestMismatch) as e:
-        holdfast.load(at)
+        holdfast.load(url)
     assert "is not valid" not in str(e.value)
 
 
-def test_a_store_that_fails_says_that_the_live_state_is_not_valid(monkeypatch):
-    at = save_state({"a": torch.randn(1000)})
+def test_the_error_of_a_store_states_that_the_live_state_is_not_valid(monkeypatch):
+    url = save_state({"a": torch.randn(1000)})
 
     def broken(*args):
         raise StoreError("The disk is on fire")
 
     monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", broken)
     with pytest.raises(StoreError, match=r"on fire.*is not valid") as e:
-        holdfast.load(at, into={"a": torch.zeros(1000)})
+        holdfast.load(url, into={"a": torch.zeros(1000)})
     assert e.value.leaf == "a"
 
 
 def test_damaged_bytes_never_reach_the_live_state():
-    at = save_state({"b": torch.ones(100_000)})
-    damage(holdfast.open_store(at.rpartition("/")[0]), "b", holdfast.open(at))
+    url = save_state({"b": torch.ones(100_000)})
+    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
     live = torch.zeros(100_000)
     with pytest.raises(DigestMismatch):
-        holdfast.load(at, into={"b": live})
+        holdfast.load(url, into={"b": live})
     assert not live.any()
 
 
-def test_differences_are_told_before_anything_is_read(monkeypatch):
-    at = save_state({"a": ONE, "b": TWO})
+def test_differences_are_raised_before_any_bytes_are_read(monkeypatch):
+    url = save_state({"a": ONE, "b": TWO})
     monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", None)
     with pytest.raises(ShapeMismatch):
-        holdfast.load(at, into={"a": ONE, "b": torch.zeros(3)})
+        holdfast.load(url, into={"a": ONE, "b": torch.zeros(3)})
 
 
 # -- slices --------------------------------------------------------------------------------------
@@ -307,8 +308,8 @@ index = st.lists(part, max_size=3).flatmap(
 
 
 @functools.cache
-def views():
-    at = unused_url()
+def saved_leaves():
+    url = unused_url()
     record = np.zeros(SHAPE, [("x", ">i4"), ("y", "M8[s]")])
     record["x"] = np.arange(210).reshape(SHAPE)
     state = {
@@ -319,14 +320,14 @@ def views():
         "scalar": torch.tensor(5),
         "blob": bytes(range(256)) * 40,
     }
-    holdfast.save(at, state)
-    return holdfast.open(at), state
+    holdfast.save(url, state)
+    return holdfast.open(url), state
 
 
 @settings(max_examples=150, deadline=None)
 @given(index)
-def test_slices_are_those_of_numpy(index):
-    snapshot, state = views()
+def test_slices_match_those_of_numpy(index):
+    snapshot, state = saved_leaves()
     for name in ("t", "strided", "a", "record"):
         found, expected = snapshot[name][index], state[name][index]
         assert tuple(found.shape) == tuple(expected.shape)
@@ -355,14 +356,14 @@ def test_slices_are_those_of_numpy(index):
     ],
     ids=repr,
 )
-def test_indices_that_are_refused(index):
-    snapshot, _ = views()
+def test_unsupported_indices_are_refused(index):
+    snapshot, _ = saved_leaves()
     with pytest.raises((IndexError, ValueError)):
         snapshot["t"][index]
 
 
-def test_leaves_seen_without_reading():
-    snapshot, state = views()
+def test_leaves_have_dtype_shape_and_size_and_can_be_read():
+    snapshot, state = saved_leaves()
     view = snapshot["t"]
     assert (view.dtype, view.shape, view.nbytes) == ("float64", SHAPE, 210 * 8)
     assert_same(FULL, view.read())
@@ -379,7 +380,7 @@ def test_leaves_seen_without_reading():
         snapshot["nothing"]
 
 
-def test_a_container_is_no_leaf_and_says_what_is_below_it():
+def test_the_error_for_the_key_of_a_container_names_the_keys_below_it():
     snapshot = holdfast.open(save_state({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
     with pytest.raises(
         KeyError, match=r"model is neither .*; the keys below it are model/a, model/b'"
@@ -395,7 +396,7 @@ def test_a_container_is_no_leaf_and_says_what_is_below_it():
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_slices_of_every_dtype(dtype):
+def test_slices_of_every_dtype_are_read(dtype):
     t = random_tensor(dtype, (40, 30))
     view = holdfast.open(save_state({"t": t}))["t"]
     assert_same(t[10:20], view[10:20])
@@ -406,26 +407,26 @@ def test_slices_of_every_dtype(dtype):
 def test_a_slice_reads_only_its_chunks(monkeypatch):
     from holdfast.storage.memory import MemoryStore
 
-    at = save_state({"t": torch.arange(5_000_000)})
-    snapshot = holdfast.open(at)
+    url = save_state({"t": torch.arange(5_000_000)})
+    snapshot = holdfast.open(url)
     snapshot.indexes()
-    read, whole = [], MemoryStore.get_range
+    read, get_range = [], MemoryStore.get_range
 
-    def counted(self, key, offset, length, into):
+    def counting_get_range(self, key, offset, length, into):
         read.append(length)
-        whole(self, key, offset, length, into)
+        get_range(self, key, offset, length, into)
 
-    monkeypatch.setattr(MemoryStore, "get_range", counted)
+    monkeypatch.setattr(MemoryStore, "get_range", counting_get_range)
     assert snapshot["t"][4_999_998:].tolist() == [4_999_998, 4_999_999]
     assert sum(read) <= 8 << 20
 
 
-# -- size ----------------------------------------------------------------------------------------
+# -- large states --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_tensor_of_over_four_gigabytes():
-    """Offsets beyond 2**32, on both sides of it."""
+def test_a_tensor_of_more_than_four_gigabytes_is_restored():
+    """The test checks elements at offsets below and above 2**32."""
     size = (1 << 32) + (100 << 20) + 7
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 6 << 30:
         pytest.skip("less than 6 GiB of memory are free")
@@ -447,7 +448,7 @@ def test_a_tensor_of_over_four_gigabytes():
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_leaves(tmp_path):
+def test_a_hundred_thousand_leaves_are_restored(tmp_path):
     one = torch.arange(4.0)
     state = {f"layer{i}": {f"w{j}": one + i for j in range(100)} for i in range(1000)}
     began = time.perf_counter()
@@ -461,7 +462,7 @@ def test_a_hundred_thousand_leaves(tmp_path):
     assert all(torch.equal(t, live[k][n]) for k, v in state.items() for n, t in v.items())
 
 
-MEASURE = """
+MEASURE_MEMORY = """
 import sys, torch, holdfast
 from pathlib import Path
 
@@ -495,12 +496,11 @@ print((peak("VmHWM") - before) >> 20)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strided", [False, True])
-def test_memory_beyond_the_state(strided):
-    """Saving and loading half a gigabyte takes at most 256 MiB more."""
+def test_saving_and_loading_512_mib_needs_at_most_256_mib_of_extra_memory(strided):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         for what in ("strided" if strided else "save", "load", "plain"):
             found = subprocess.run(
-                [sys.executable, "-c", MEASURE, what, folder],
+                [sys.executable, "-c", MEASURE_MEMORY, what, folder],
                 check=True,
                 capture_output=True,
                 text=True,

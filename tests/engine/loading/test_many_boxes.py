@@ -1,4 +1,4 @@
-"""A load and a reshard of a snapshot of many ranks: what a million boxes take of memory."""
+"""The memory that a load and a reshard need for a snapshot with a million boxes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ROWS, WIDTH = 2, 16
 NBYTES = ROWS * WIDTH * 4
 
 
-def make(folder: Path) -> None:
-    """Rows of every leaf on every rank, each box a chunk of its own; all are zeros."""
+def write_snapshot(folder: Path) -> None:
+    """Write a snapshot of zeros. Every rank has rows of every leaf, and each box is one chunk."""
     small = holdfast.save(folder / "small", {"x": np.zeros(1, np.float32)})
     folder = folder / "version_1"
     folder.mkdir()
     shape = (RANKS * ROWS, WIDTH)
     keys = [f"layers.{i}.weight" for i in range(LEAVES)]
     zeros, shards = digest(bytes(NBYTES)), []
-    header = bytes(4096)  # which no load reads
+    header = bytes(4096)  # no load reads it
     for rank in range(RANKS):
         box = Box((rank * ROWS, 0), (ROWS, WIDTH))
         cuts = np.arange(len(header), len(header) + NBYTES * (LEAVES + 1), NBYTES).tolist()
@@ -70,7 +70,7 @@ new = reshard(snapshot, locate(url + "_new"), ranks)
 assert len(new.manifest.shards) == ranks and new.nbytes > snapshot.nbytes * 0.9
 """
 
-MEASURED = """
+MEASURE_MEMORY = """
 import sys, torch, holdfast
 url, part, ranks = sys.argv[1], *map(int, sys.argv[2:])
 def resident(field):
@@ -87,9 +87,9 @@ print(resident("VmHWM") - before)
 """
 
 
-def measured(code: str, url: Path, part: int, ranks: int) -> float:
-    """MiB by which the memory of a process grows at most."""
-    command = [sys.executable, "-c", MEASURED.replace("{}", code), url, str(part), str(ranks)]
+def measure_memory_growth(code: str, url: Path, part: int, ranks: int) -> float:
+    """Return the peak growth of a process's memory, in MiB."""
+    command = [sys.executable, "-c", MEASURE_MEMORY.replace("{}", code), url, str(part), str(ranks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return float(done.stdout)
@@ -97,12 +97,14 @@ def measured(code: str, url: Path, part: int, ranks: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's /proc")
-def test_a_million_boxes_keep_within_their_memory(tmp_path: Path) -> None:
-    """A load on a rank of 512, and on one that takes every leaf whole (all of the boxes); and a
-    reshard, with its two windows."""
-    make(tmp_path)
+def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(
+    tmp_path: Path,
+) -> None:
+    """One load runs as one of 512 ranks. The other loads every leaf in full and so needs all boxes.
+    The reshard has two windows."""
+    write_snapshot(tmp_path)
     url = tmp_path / "version_1"
     for part, ranks in ((300, 512), (0, 1)):
-        assert measured(LOAD, url, part, ranks) < 256, "besides the state"
-    assert measured(RESHARD, url, 0, 8) < 512
+        assert measure_memory_growth(LOAD, url, part, ranks) < 256, "MiB in addition to the state"
+    assert measure_memory_growth(RESHARD, url, 0, 8) < 512
     assert holdfast.open(tmp_path / "version_1_new").verify().ok

@@ -1,4 +1,4 @@
-"""Random states cut into random layouts, for the tests of layout, plan and cover."""
+"""Random states in random layouts, for the tests of planning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 @st.composite
 def tilings(draw, shape, depth=4):
-    """Boxes that tile a tensor: cut in two, again and again, wherever it pleases."""
+    """Draw boxes that tile a tensor. The tensor is split in two repeatedly, at any position."""
     boxes = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, depth)) if shape else 0):
         i = draw(st.integers(0, len(boxes) - 1))
@@ -31,7 +31,7 @@ def tilings(draw, shape, depth=4):
 
 @st.composite
 def leaves(draw, max_count=4):
-    """Some leaves: key, dtype, shape."""
+    """Draw leaves as tuples of key, dtype, and shape."""
     count = draw(st.integers(0, max_count))
     tops = st.sampled_from(["model", "optimizer"])
     return [
@@ -42,10 +42,10 @@ def leaves(draw, max_count=4):
 
 @st.composite
 def rank_boxes(draw, state, ranks):
-    """The holdings of each rank: every leaf tiled, every box held by at least one rank."""
-    held = [[] for _ in range(ranks)]
+    """Draw the leaf boxes of each rank. Every leaf is tiled, and at least one rank has each box."""
+    boxes_by_rank = [[] for _ in range(ranks)]
     for key, dtype, shape in state:
         for box in draw(tilings(shape)):
             for r in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-                held[r].append(LeafBox(key, dtype, shape, box))
-    return [draw(st.permutations(h)) for h in held]
+                boxes_by_rank[r].append(LeafBox(key, dtype, shape, box))
+    return [draw(st.permutations(h)) for h in boxes_by_rank]

@@ -1,4 +1,4 @@
-"""The read plan, carried out on bytes in memory: any layout into any other."""
+"""Read plans, executed on bytes in memory, from any layout into any other."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.engine.snapshot.manual_shards import index_columns
 
 
 def tensor(rng, dtype, shape):
-    """Random bytes as an array of opaque elements."""
+    """Return random bytes as an array of opaque elements."""
     raw = rng.bytes(int(np.prod(shape)) * itemsize(dtype))
     return np.frombuffer(raw, f"V{itemsize(dtype)}").reshape(shape)
 
 
 def shard(name, holdings, tensors, header=4096, cuts=None):
-    """A shard of the holdings in the order given, as bytes, and its index as read back."""
+    """Return the bytes of a shard with the leaf boxes in the given order, and its decoded index."""
     parts = [tensors[h.key][h.box.slices((0,) * len(h.shape))].tobytes() for h in holdings]
     data = b"H" * header + b"".join(parts)
     at = header + np.cumsum([0, *map(len, parts)])
@@ -51,9 +51,9 @@ def shard(name, holdings, tensors, header=4096, cuts=None):
     return data, decode_index(encode_index(index), name)
 
 
-def carry_out(plan, files, indexes, wanted, widths):
-    """Do what the plan says, and check on the way that it reads nothing twice or in vain."""
-    targets = [np.zeros(w.box.sizes, f"V{widths[w.key]}") for w in wanted]
+def execute_plan(plan, files, indexes, requests, widths):
+    """Execute the plan, and assert that it reads no chunk twice and no chunk without need."""
+    targets = [np.zeros(w.box.sizes, f"V{widths[w.key]}") for w in requests]
     filled = [np.zeros(t.nbytes, int) for t in targets]
     read = [np.zeros(len(i.cuts), int) for i in indexes]
     for item in plan.items:
@@ -63,13 +63,13 @@ def carry_out(plan, files, indexes, wanted, widths):
         read[item.shard][item.first_chunk : item.end_chunk] += 1
         used = np.zeros(item.stop - item.start, bool)
         piece = files[item.shard][item.start : item.stop]
-        for want, source, offset, nbytes in item.linear_copies.tolist():
+        for request, source, offset, nbytes in item.linear_copies.tolist():
             a = source - item.start
             assert 0 <= a < a + nbytes <= len(piece)
             used[a : a + nbytes] = True
-            raw = targets[want].reshape(-1).view(np.uint8)
+            raw = targets[request].reshape(-1).view(np.uint8)
             raw[offset : offset + nbytes] = np.frombuffer(piece[a : a + nbytes], np.uint8)
-            filled[want][offset : offset + nbytes] += 1
+            filled[request][offset : offset + nbytes] += 1
         for s in item.strided_copies:
             a = s.file_offset - item.start
             count = int(np.prod(s.shape))
@@ -81,15 +81,15 @@ def carry_out(plan, files, indexes, wanted, widths):
             per[s.target] += 1
         for c in range(item.first_chunk, item.end_chunk):
             begin = ([0, *cuts])[c] - item.start
-            assert used[begin : cuts[c] - item.start].any(), "no chunk is read in vain"
+            assert used[begin : cuts[c] - item.start].any(), "no chunk is read without need"
     assert all((r <= 1).all() for r in read), "no chunk is read twice"
-    assert all((f == 1).all() for f in filled), "every wanted byte is filled once"
+    assert all((f == 1).all() for f in filled), "every requested byte is filled once"
     assert plan.nbytes == sum(i.stop - i.start for i in plan.items)
     return targets
 
 
 def random_cuts(data, header, holdings):
-    """Chunks that end anywhere between elements."""
+    """Draw chunk boundaries at any positions between elements."""
     ends, at = {header}, header
     for h in holdings:
         if h.nbytes:
@@ -103,18 +103,18 @@ def random_cuts(data, header, holdings):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_any_layout_is_read_into_any_other(data):
+def test_a_state_in_any_layout_is_read_into_any_other_layout(data):
     state = data.draw(leaves())
     rng = np.random.default_rng(0)
     tensors = {key: tensor(rng, dtype, shape) for key, dtype, shape in state}
     widths = {key: itemsize(dtype) for key, dtype, _ in state}
     ranks = data.draw(rank_boxes(state, data.draw(st.integers(1, 4))))
     made = make_global_plan([make_local_plan(h) for h in ranks])
-    wanted = [ReadRequest(k, b) for k, _, s in state for b in data.draw(tilings(s))]
-    wanted += [ReadRequest(k, b) for k, _, s in state for b in data.draw(tilings(s))]
-    wanted = data.draw(st.permutations(wanted))
+    requests = [ReadRequest(k, b) for k, _, s in state for b in data.draw(tilings(s))]
+    requests += [ReadRequest(k, b) for k, _, s in state for b in data.draw(tilings(s))]
+    requests = data.draw(st.permutations(requests))
 
-    with ExitStack() as small:  # units so small that this state is many
+    with ExitStack() as patches:  # small units, so that the state has many of them
         sizes = {
             "shard_layout.BLOCK_SIZE": 128,
             "shard_layout.SMALL_BOX_BYTES": 32,
@@ -122,7 +122,7 @@ def test_any_layout_is_read_into_any_other(data):
             "read_plan.BLOCK_SIZE": 128,
         }
         for name, size in sizes.items():
-            small.enter_context(patch(f"holdfast.engine.planning.{name}", size))
+            patches.enter_context(patch(f"holdfast.engine.planning.{name}", size))
         files, indexes = [], []
         for r, holdings in enumerate(ranks):
             mine = [h for h, w in zip(holdings, made.write_mask(r), strict=True) if w]
@@ -132,14 +132,14 @@ def test_any_layout_is_read_into_any_other(data):
             raw, index = shard(f"s{r}", mine, tensors, 64, cuts)
             files.append(raw)
             indexes.append(index)
-        plan = make_read_plan(iter(indexes), wanted)
+        plan = make_read_plan(iter(indexes), requests)
         for item in plan.items:
             assert item.stop - item.start <= 128 or item.end_chunk == item.first_chunk + 1
 
     assert plan.shards == tuple(f"s{r}" for r in range(len(ranks)))
-    targets = carry_out(plan, files, indexes, wanted, widths)
-    for want, target in zip(wanted, targets, strict=True):
-        expected = tensors[want.key][want.box.slices((0,) * len(want.box.sizes))]
+    targets = execute_plan(plan, files, indexes, requests, widths)
+    for request, target in zip(requests, targets, strict=True):
+        expected = tensors[request.key][request.box.slices((0,) * len(request.box.sizes))]
         assert target.tobytes() == expected.tobytes()
 
 
@@ -155,47 +155,49 @@ def test_stored_boxes_may_overlap(data):
         raw, index = shard(f"s{r}", holdings, tensors)
         files.append(raw)
         indexes.append(index)
-    wanted = [ReadRequest("w", b) for b in data.draw(tilings(shape))]
-    plan = make_read_plan(indexes, wanted)
-    targets = carry_out(plan, files, indexes, wanted, {"w": 4})
-    for want, target in zip(wanted, targets, strict=True):
-        assert target.tobytes() == tensors["w"][want.box.slices((0,) * len(shape))].tobytes()
+    requests = [ReadRequest("w", b) for b in data.draw(tilings(shape))]
+    plan = make_read_plan(indexes, requests)
+    targets = execute_plan(plan, files, indexes, requests, {"w": 4})
+    for request, target in zip(requests, targets, strict=True):
+        assert target.tobytes() == tensors["w"][request.box.slices((0,) * len(shape))].tobytes()
 
 
-def bare(name, leaves, length=1 << 40, header=4096, cuts=None):
+def index_of(name, leaves, length=1 << 40, header=4096, cuts=None):
     cuts = np.array([header, length] if cuts is None else cuts, np.int64)
     return ShardIndex(name, length, header, index_columns(leaves), cuts, b"")
 
 
-def test_a_region_that_is_stored_nowhere_is_named():
+def test_the_error_names_a_region_that_no_shard_has():
     leaf = IndexLeaf(
         "w", "int8", (4, 4), [IndexBox((0, 0), (4, 2), 4096), IndexBox((0, 2), (3, 2), 4104)]
     )
     with pytest.raises(ManifestInvalid, match=r"w \(offsets \(3, 2\), sizes \(1, 2\)\)") as caught:
         make_read_plan(
-            [bare("s", [leaf])],
+            [index_of("s", [leaf])],
             [ReadRequest("w", Box.whole((4, 4))), ReadRequest("w", Box((3, 3), (1, 1)))],
         )
     assert caught.value.leaves == ("w", "w")
-    make_read_plan([bare("s", [leaf])], [ReadRequest("w", Box((0, 0), (3, 4)))])
+    make_read_plan([index_of("s", [leaf])], [ReadRequest("w", Box((0, 0), (3, 4)))])
 
 
-def test_leaves_that_are_stored_nowhere_are_all_named():
+def test_the_error_names_all_leaves_that_no_shard_has():
     with pytest.raises(MissingLeaf, match=r"lacks 2 .*a, b"):
         make_read_plan(
-            [bare("s", [])], [ReadRequest("b", Box((), ())), ReadRequest("a", Box((0,), (0,)))]
+            [index_of("s", [])], [ReadRequest("b", Box((), ())), ReadRequest("a", Box((0,), (0,)))]
         )
 
 
-def test_shards_that_disagree_are_refused():
+def test_shards_that_disagree_about_a_leaf_are_refused():
     a = IndexLeaf("w", "int8", (4,), [IndexBox((0,), (2,), 4096)])
     for b in (IndexLeaf("w", "int8", (5,), []), IndexLeaf("w", "uint8", (4,), [])):
         with pytest.raises(ManifestInvalid, match="disagree about w") as caught:
-            make_read_plan([bare("s", [a]), bare("t", [b])], [ReadRequest("w", Box((0,), (2,)))])
+            make_read_plan(
+                [index_of("s", [a]), index_of("t", [b])], [ReadRequest("w", Box((0,), (2,)))]
+            )
         assert caught.value.file == "t"
 
 
-def test_a_want_outside_its_leaf_is_refused():
+def test_a_request_that_exceeds_its_leaf_is_refused():
     leaf = IndexLeaf("w", "int8", (4,), [IndexBox((0,), (4,), 4096)])
     for box in (
         Box((0,), (5,)),
@@ -205,26 +207,26 @@ def test_a_want_outside_its_leaf_is_refused():
         Box((5,), (0,)),
     ):
         with pytest.raises(PlanError, match="w is not within the stored tensor"):
-            make_read_plan([bare("s", [leaf])], [ReadRequest("w", box)])
+            make_read_plan([index_of("s", [leaf])], [ReadRequest("w", box)])
 
 
-def test_nothing_wanted_reads_nothing():
+def test_a_plan_for_empty_requests_reads_nothing():
     leaf = IndexLeaf("w", "int8", (0,), [IndexBox((0,), (0,), 4096)])
     plan = make_read_plan(
-        [bare("s", [leaf], 4096, 4096, [4096])], [ReadRequest("w", Box((0,), (0,)))]
+        [index_of("s", [leaf], 4096, 4096, [4096])], [ReadRequest("w", Box((0,), (0,)))]
     )
     assert plan.items == ()
     assert make_read_plan([], []).items == ()
 
 
-def test_a_large_leaf_is_read_in_units_and_only_where_it_is_wanted():
+def test_a_large_leaf_is_read_in_units_and_only_where_requested():
     side = 8192
     tall = BLOCK_SIZE // (4 * side)  # rows in a unit
     units = side // tall
     leaf = IndexLeaf("w", "float32", (side, side), [IndexBox((0, 0), (side, side), 4096)])
     length = 4096 + 4 * side * side
     cuts = chunk_cuts(4096, np.array([4 * side * side]))
-    index = bare("s", [leaf], length, 4096, cuts)
+    index = index_of("s", [leaf], length, 4096, cuts)
 
     whole = make_read_plan([index], [ReadRequest("w", Box.whole((side, side)))])
     assert [i.stop - i.start for i in whole.items] == [BLOCK_SIZE] * units
@@ -245,14 +247,16 @@ def test_a_large_leaf_is_read_in_units_and_only_where_it_is_wanted():
     planes = IndexLeaf(
         "w", "float32", (2, side, side), [IndexBox((0, 0, 0), (2, side, side), 4096)]
     )
-    index = bare("s", [planes], 4096 + 8 * side**2, 4096, chunk_cuts(4096, np.array([8 * side**2])))
+    index = index_of(
+        "s", [planes], 4096 + 8 * side**2, 4096, chunk_cuts(4096, np.array([8 * side**2]))
+    )
     part = make_read_plan([index], [ReadRequest("w", Box((0, 0, 0), (2, 1, side)))])
     assert [i.first_chunk for i in part.items] == [1, 1 + units], (
-        "what lies between the planes is not read"
+        "the bytes between the planes are not read"
     )
 
 
-def test_verifying_reads_every_byte_once():
+def test_chunk_read_items_cover_every_byte_once():
     cuts = chunk_cuts(4096, np.array([20 << 20, 5000, 64, 9 << 20]))
     items = chunk_read_items(3, cuts)
     assert items[0].start == 0

@@ -1,4 +1,4 @@
-"""Order and chunks of a shard, and the arithmetic of boxes."""
+"""The order and the chunks of a shard, and the arithmetic of boxes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.errors import PlanError, Unsupported
 from holdfast.types import BLOCK_SIZE, Box
 from tests.engine.planning.random_boxes import DTYPES, shapes
 
-near = [
+limits = [
     0,
     1,
     SMALL_BOX_BYTES - 16,
@@ -34,7 +34,7 @@ near = [
     3 * BLOCK_SIZE,
 ]
 elements = st.one_of(
-    st.sampled_from(near), st.integers(0, 5000), st.integers(0, 2 * SMALL_BOX_BYTES)
+    st.sampled_from(limits), st.integers(0, 5000), st.integers(0, 2 * SMALL_BOX_BYTES)
 )
 
 
@@ -45,7 +45,7 @@ elements = st.one_of(
         max_size=20,
     ),
 )
-def test_chunks_tile_the_file_and_keep_every_rule(header, boxes):
+def test_chunks_tile_the_file_and_follow_all_rules(header, boxes):
     boxes = sorted(((w, n // w) for w, n, times in boxes for _ in range(times)), reverse=True)
     widths = np.array([w for w, _ in boxes], np.int64)
     lengths = np.array([w * n for w, n in boxes], np.int64)
@@ -61,7 +61,7 @@ def test_chunks_tile_the_file_and_keep_every_rule(header, boxes):
     assert (sizes > 0).all(), "no chunk is empty"
     begin, stop = cuts[:-1], cuts[1:]
     assert ((begin - header) // BLOCK_SIZE == (stop - 1 - header) // BLOCK_SIZE).all(), (
-        "within one unit"
+        "each chunk is within one unit"
     )
     large = lengths >= SMALL_BOX_BYTES
     assert np.isin(starts[large], cuts).all()
@@ -73,19 +73,21 @@ def test_chunks_tile_the_file_and_keep_every_rule(header, boxes):
         assert (sizes[shared] <= MAX_SHARED_CHUNK_BYTES).all(), (
             "small boxes share chunks up to a limit"
         )
-        assert ((begin - starts[filled][box]) % widths[filled][box] == 0).all(), "whole elements"
+        assert ((begin - starts[filled][box]) % widths[filled][box] == 0).all(), (
+            "chunks contain whole elements"
+        )
         inside = begin[shared & (begin != starts[filled][box])]
-        assert ((inside - header) % BLOCK_SIZE == 0).all(), "small boxes are cut by units only"
+        assert ((inside - header) % BLOCK_SIZE == 0).all(), "only unit boundaries cut small boxes"
 
 
-def test_small_boxes_do_not_get_a_chunk_each():
+def test_small_boxes_share_chunks():
     cuts = chunk_cuts(4096, np.full(100_000, 64))
-    assert len(cuts) == 1 + 8  # the header, and 6.1 MiB in windows of 960 KiB and one UNIT border
+    assert len(cuts) == 1 + 8  # the header, and 6.1 MiB in chunks of 960 KiB with one unit border
     assert chunk_cuts(4096, np.array([], np.int64)).tolist() == [4096]
     assert chunk_cuts(4096, np.array([0, 0])).tolist() == [4096]
 
 
-def test_chunks_of_nonsense_are_refused():
+def test_invalid_lengths_are_refused():
     with pytest.raises(PlanError, match="shortest box of -1 bytes"):
         chunk_cuts(4096, np.array([5, -1]))
     with pytest.raises(PlanError, match="a header of 0 bytes"):
@@ -93,7 +95,7 @@ def test_chunks_of_nonsense_are_refused():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b/c", "b/d"]), st.sampled_from(DTYPES), shapes)))
-def test_boxes_start_aligned_and_large_before_small(leaves):
+def test_boxes_are_aligned_and_ordered_by_itemsize_and_size(leaves):
     holdings = [LeafBox(k, d, s, Box.whole(s)) for k, d, s in leaves]
     order = file_order(holdings)
     assert sorted(order) == list(range(len(holdings)))
@@ -102,19 +104,19 @@ def test_boxes_start_aligned_and_large_before_small(leaves):
     for h in (holdings[i] for i in order):
         width = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}[h.dtype]
         assert at % width == 0
-        place = (-width, h.key.split("/")[0], -h.nbytes, h.key)
-        assert before is None or before <= place
-        before = place
+        order_key = (-width, h.key.split("/")[0], -h.nbytes, h.key)
+        assert before is None or before <= order_key
+        before = order_key
         at += h.nbytes
 
 
-def test_an_unknown_dtype_is_refused_by_name():
+def test_the_error_for_an_unknown_dtype_names_the_dtype():
     with pytest.raises(Unsupported, match="float128"):
         file_order([LeafBox("a", "float128", (), Box((), ()))])
 
 
 @given(shapes, st.data())
-def test_rectangles_are_the_range(shape, data):
+def test_contiguous_boxes_cover_the_range(shape, data):
     count = prod(shape)
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
@@ -134,7 +136,7 @@ def test_a_range_outside_the_array_is_refused():
 
 
 @given(shapes, st.data())
-def test_subtract_and_span(shape, data):
+def test_subtract_leaves_the_rest_and_flat_range_spans_the_part(shape, data):
     part_of = [
         data.draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape
     ]

@@ -1,4 +1,4 @@
-"""Programs that save to a slow file system, run in processes of their own."""
+"""Scripts that save to a slow file system, each in its own process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def break_writer():
 
 
 def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with a slow file system; ``break_writer()`` lets large writes fail."""
+    """Run a script with a slow file system. In the script, ``break_writer()`` makes large writes
+    fail."""
     command = [sys.executable, "-c", SLOW_DISK_PRELUDE + body, str(tmp_path / "run")]
     return subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60

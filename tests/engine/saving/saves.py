@@ -1,4 +1,4 @@
-"""Saves of the tiny training into a store, in one piece or in two halves."""
+"""Helpers that save the tiny training to a store, in one call or as begin and finish."""
 
 from __future__ import annotations
 

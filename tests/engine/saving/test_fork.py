@@ -1,4 +1,4 @@
-"""Forks while a save runs: the bytes are right, and the child does no harm."""
+"""Forks during a save: the saved bytes are correct, and the child does not affect the save."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import holdfast
 from holdfast.run.run import Run
 from tests.engine.saving.child_scripts import SAVE, STEP, run_script
 
-FORK = """
+SAVE_VERSION_0 = """
 import warnings
 warnings.simplefilter("ignore")
 holdfast.save(f"{root}/version_0", {"x": np.arange(200_000), "y": np.ones(10)})
 """
 
-CHILD = """
+LOAD_IN_FORKED_CHILD = """
 pid = os.fork()
 if pid == 0:
     state["x"][:] = -1
@@ -30,20 +30,20 @@ print("child", code)
 
 
 @pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
-def test_a_fork_during_a_save_does_no_harm(tmp_path: Path, start: str) -> None:
+def test_a_fork_during_a_save_does_not_affect_the_save(tmp_path: Path, start: str) -> None:
     start = start.replace("ckpt.step()", "ckpt.resume(); ckpt.step()") if start is STEP else start
-    save_0 = FORK.replace('{"x": np.arange(200_000), "y": np.ones(10)}', "state")
-    done = run_script(tmp_path, save_0 + start + CHILD)
+    save_0 = SAVE_VERSION_0.replace('{"x": np.arange(200_000), "y": np.ones(10)}', "state")
+    done = run_script(tmp_path, save_0 + start + LOAD_IN_FORKED_CHILD)
     assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
     snapshot = holdfast.open(tmp_path / "run" / "version_1")
     assert snapshot.verify().ok
     assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
 
 
-def test_a_child_does_not_report_what_failed_in_its_parent(tmp_path: Path) -> None:
+def test_a_child_does_not_report_a_save_that_failed_in_its_parent(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
-        FORK + f"break_writer()\n{SAVE}time.sleep(0.3)\n"
+        SAVE_VERSION_0 + f"break_writer()\n{SAVE}time.sleep(0.3)\n"
         "pid = os.fork()\n"
         "if pid == 0:\n    sys.exit(0)\n"
         "print('child', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n",
@@ -53,7 +53,7 @@ def test_a_child_does_not_report_what_failed_in_its_parent(tmp_path: Path) -> No
     assert done.stderr.count("holdfast: the save to") == 1
 
 
-def test_a_child_leaves_the_checkpointer_to_its_parent(tmp_path: Path) -> None:
+def test_a_checkpointer_refuses_to_work_in_a_forked_child(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
         """
@@ -80,11 +80,11 @@ with holdfast.Checkpointer(root, state, save=EverySteps(1)) as ckpt:
 
 
 def test_a_child_never_writes_into_the_buffers_of_its_parent(tmp_path: Path) -> None:
-    """Buffers are shared memory: a child that took them over would write into its parent's
-    files, after the digests were made."""
+    """Buffers are shared memory. A child that used the buffers of its parent would change the bytes
+    of the parent's files after the digests were computed."""
     done = run_script(
         tmp_path,
-        FORK
+        SAVE_VERSION_0
         + """
 from holdfast.buffers import shared_pool
 held = shared_pool().acquire()
@@ -102,7 +102,7 @@ print(bytes(held.view[:5]))
     assert (done.stdout, done.stderr) == ("b'paren'\n", "")
 
 
-POOL = """
+LOAD_IN_FORKED_POOL = """
 import multiprocessing, warnings
 warnings.simplefilter("ignore")
 def work(n):
@@ -120,14 +120,14 @@ if __name__ == "__main__":
 """
 
 
-def test_forked_workers_that_load_while_their_parent_saves(tmp_path: Path) -> None:
-    done = run_script(tmp_path, POOL)
+def test_forked_workers_can_load_while_their_parent_saves(tmp_path: Path) -> None:
+    done = run_script(tmp_path, LOAD_IN_FORKED_POOL)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     for step in (1, 2, 3, 4, 5, 11, 12, 13, 14, 15):
         assert holdfast.open(tmp_path / "run" / f"version_{step}").verify().ok
 
 
-LOADER = """
+SAVE_WITH_DATA_LOADER = """
 import warnings
 warnings.simplefilter("ignore")
 import torch
@@ -152,6 +152,6 @@ print(len(expected))
 
 
 @pytest.mark.slow
-def test_data_loader_workers_start_while_a_save_runs(tmp_path: Path) -> None:
-    done = run_script(tmp_path, LOADER)
+def test_data_loader_workers_can_start_while_a_save_runs(tmp_path: Path) -> None:
+    done = run_script(tmp_path, SAVE_WITH_DATA_LOADER)
     assert (done.returncode, done.stdout, done.stderr) == (0, "12\n", "")

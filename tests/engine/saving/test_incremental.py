@@ -1,4 +1,4 @@
-"""Incremental saves: what stands in an earlier version is not written again, and comes back."""
+"""Incremental saves do not write chunks again that an earlier version has, and restore exactly."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ DTYPES = ["uint8", "int16", "float32", "float64", "complex128", "bool"]
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 1 KiB, shared by boxes below 64 bytes, so that small states have many."""
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use chunks of 1 KiB, shared by boxes below 64 bytes, so that small states have many."""
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
         monkeypatch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", UNIT)
     monkeypatch.setattr("holdfast.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
@@ -52,83 +52,84 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(
-    store: Store, step: int, state: State, base: Snapshot | None, *, ahead: bool = False
+    store: Store, step: int, state: State, base: Snapshot | None, *, staged: bool = False
 ) -> Snapshot:
-    pool = BufferPool(1 << 30, max(image.BLOCK_SIZE, 4096)) if ahead else shared_pool()
+    pool = BufferPool(1 << 30, max(image.BLOCK_SIZE, 4096)) if staged else shared_pool()
     live = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.items()}
-    place = Location(store, f"version_{step}")
-    draft = begin_save(place, live, VersionMetadata(step=step), pool, stage_now=ahead, base=base)
-    if ahead:
+    location = Location(store, f"version_{step}")
+    job = begin_save(location, live, VersionMetadata(step=step), pool, stage_now=staged, base=base)
+    if staged:
         for value in live.values():
             if isinstance(value, np.ndarray):
-                value[...] = 0  # what was staged is what counts
-    snapshot = finish_save(draft)
+                value[...] = 0  # the save must use the staged bytes
+    snapshot = finish_save(job)
     assert pool.allocated_bytes == pool.free_bytes
     return snapshot
 
 
-def sound(store: Store, snapshot: Snapshot, state: State) -> None:
-    """The snapshot, read anew, is what was saved, in every way in which it can be read."""
+def assert_restored(store: Store, snapshot: Snapshot, state: State) -> None:
+    """Assert that every way of reading the snapshot returns the saved state."""
     found = Run(store).open(snapshot.version)
     report = found.verify()
     assert report.ok, report.problems
     assert values_equal(load_snapshot(found), state)
-    assert {p[0] for s in found.manifest.shards for r in s.refers if (p := parse(r.path))} == (
-        found.bases
-    )
-    flat(store, found)
-    opened_by_safetensors(store, found, state)
+    assert {
+        p[0] for s in found.manifest.shards for r in s.refers if (p := parse_reference(r.path))
+    } == (found.bases)
+    assert_references_lead_to_own_chunks(store, found)
+    assert_readable_by_safetensors(store, found, state)
 
 
-def parse(path: str) -> tuple[Version, str] | None:
+def parse_reference(path: str) -> tuple[Version, str] | None:
     return names.parse_reference(path)
 
 
-def flat(store: Store, snapshot: Snapshot) -> None:
-    """Every reference leads to a file that itself holds the bytes: its own index says so."""
+def assert_references_lead_to_own_chunks(store: Store, snapshot: Snapshot) -> None:
+    """Assert that every reference leads to a file that holds the bytes itself, by its own index."""
     for index in snapshot.indexes():
         for c in range(1, len(index.cuts)):
             path, at = index.locate_chunk(c)
-            reference = parse(path)
+            reference = parse_reference(path)
             if reference is None:
                 continue
             base = Run(store).open(reference[0])
             [other] = base.indexes()
-            places = [other.locate_chunk(d) for d in range(1, len(other.cuts))]
-            held = places.index((base.manifest.shards[0].name, at)) + 1
-            assert other.chunk_digest(held) == index.chunk_digest(c)
+            chunks = [other.locate_chunk(d) for d in range(1, len(other.cuts))]
+            original = chunks.index((base.manifest.shards[0].name, at)) + 1
+            assert other.chunk_digest(original) == index.chunk_digest(c)
 
 
-def opened_by_safetensors(store: Store, snapshot: Snapshot, state: State) -> None:
-    """Whoever has only that library finds the shard's own parts under names that tell which."""
+def assert_readable_by_safetensors(store: Store, snapshot: Snapshot, state: State) -> None:
+    """Assert that the safetensors library reads the shard's own parts, under names that state the
+    leaf and the range of elements."""
     [shard] = snapshot.manifest.shards
     raw = store.get(snapshot.location.key(shard.name), 1 << 30)
     seen = 0
     for entry_name, entry in safetensors.deserialize(raw):
         name, data = entry_name.rstrip("~"), bytes(entry["data"])
         key, _, part = name.rpartition("[")
-        meant = [state[name]] if name in state else []
+        candidates = [state[name]] if name in state else []
         if key in state:
             first, _, last = part.removesuffix("]").partition(":")
-            meant.append(state[key].reshape(-1)[int(first) : int(last)])
-        assert data in [m.tobytes() for m in meant], entry_name
+            candidates.append(state[key].reshape(-1)[int(first) : int(last)])
+        assert data in [c.tobytes() for c in candidates], entry_name
         seen += len(data)
     assert seen + snapshot.indexes()[0].header == shard.length
     total = sum(v.nbytes for v in state.values() if isinstance(v, np.ndarray))
     assert seen + snapshot.referred_bytes == total
 
 
-# -- any history ---------------------------------------------------------------------------------
+# -- random histories ----------------------------------------------------------------------------
 
-names_of_leaves = st.sampled_from(["a", "b", "c", "d", "e", "a[0:1]", "f"])
+leaf_names = st.sampled_from(["a", "b", "c", "d", "e", "a[0:1]", "f"])
 changes = st.one_of(
-    st.tuples(st.just("element"), names_of_leaves, st.integers(0, 5000)),
+    st.tuples(st.just("element"), leaf_names, st.integers(0, 5000)),
     st.tuples(
-        st.just("new"), names_of_leaves, st.sampled_from(DTYPES),
+        st.just("new"), leaf_names, st.sampled_from(DTYPES),
         st.lists(st.integers(0, 40), min_size=0, max_size=2),
     ),
-    st.tuples(st.just("grow"), names_of_leaves, st.integers(1, 300)),
-    st.tuples(st.just("drop"), names_of_leaves),
+    st.tuples(st.just("grow"), leaf_names, st.integers(1, 300)),
+    st.tuples(st.just("drop"), leaf_names),
 )  # fmt: skip
 
 
@@ -161,7 +162,9 @@ def change(state: State, seed: int, how: tuple[Any, ...]) -> None:
 @given(
     st.lists(st.tuples(st.lists(changes, max_size=3), st.booleans(), st.integers(0, 3)), max_size=5)
 )
-def test_any_history(small: None, history: list[tuple[list[tuple[Any, ...]], bool, int]]) -> None:
+def test_every_version_of_a_random_history_is_restored(
+    small_chunks: None, history: list[tuple[list[tuple[Any, ...]], bool, int]]
+) -> None:
     store = MemoryStore()
     state: State = {
         "a": np.arange(700.0),
@@ -171,32 +174,32 @@ def test_any_history(small: None, history: list[tuple[list[tuple[Any, ...]], boo
         "n": 1,
     }
     made = [(save(store, 0, state, None), dict(state))]
-    for step, (several, ahead, back) in enumerate(history, 1):
+    for step, (several, staged, back) in enumerate(history, 1):
         state = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.items()}
         for number, how in enumerate(several):
             change(state, step * 10 + number, how)
         base = made[max(0, len(made) - 1 - back)][0]
-        snapshot = save(store, step, state, base, ahead=ahead)
+        snapshot = save(store, step, state, base, staged=staged)
         assert snapshot.chain in (0, base.chain + 1)
         made.append((snapshot, dict(state)))
     to = MemoryStore()
-    for snapshot, wanted in made:
-        sound(store, snapshot, wanted)
+    for snapshot, expected in made:
+        assert_restored(store, snapshot, expected)
         copy = copy_snapshot(snapshot, Location(to, str(snapshot.version)))
         assert (copy.chain, copy.bases, copy.referred_bytes) == (0, frozenset(), 0)
-        sound(to, copy, wanted)
+        assert_restored(to, copy, expected)
 
 
-# -- what is written, to the byte ----------------------------------------------------------------
+# -- which bytes are written ---------------------------------------------------------------------
 
 
 def frozen(steps: int = 0) -> State:
-    """A frozen base with an adapter, in small."""
+    """Return a small state with a frozen base and an adapter."""
     base = np.random.default_rng(0).random(20_000)
     return {"base": base, "adapter": np.full(200, float(steps)), "step": steps}
 
 
-def test_a_frozen_base_is_written_once(small: None) -> None:
+def test_a_frozen_base_is_written_once(small_chunks: None) -> None:
     store = MemoryStore()
     first = save(store, 0, frozen(), None)
     assert first.bases == frozenset()
@@ -205,23 +208,23 @@ def test_a_frozen_base_is_written_once(small: None) -> None:
         last = save(store, step, frozen(step), last)
         assert last.nbytes == 4096 + 1600
         assert last.referred_bytes == 160_000
-        assert last.bases == {Version(0)}, "flat: not through the versions between"
+        assert last.bases == {Version(0)}, "references skip the versions in between"
         assert last.chain == step
-        sound(store, last, frozen(step))
+        assert_restored(store, last, frozen(step))
     assert last.metadata["statistics"]["bytes"] == last.nbytes
 
 
-def test_nothing_has_changed(small: None) -> None:
-    """An own shard without data, that safetensors opens."""
+def test_an_unchanged_state_writes_a_shard_without_data(small_chunks: None) -> None:
+    """safetensors can open this shard."""
     store = MemoryStore()
     state = frozen()
     snapshot = save(store, 1, state, save(store, 0, state, None))
     assert snapshot.nbytes == 4096
-    sound(store, snapshot, state)
+    assert_restored(store, snapshot, state)
 
 
-def test_most_has_changed(small: None) -> None:
-    """Then a full version depends on nothing, for hardly more bytes."""
+def test_a_save_is_full_if_most_of_the_state_has_changed(small_chunks: None) -> None:
+    """A full version depends on no other version and is hardly larger."""
     store = MemoryStore()
     first = save(store, 0, {"a": np.arange(2000.0), "b": np.arange(200.0)}, None)
     full = save(store, 1, {"a": np.arange(2000.0) + 1, "b": np.arange(200.0)}, first)
@@ -232,7 +235,7 @@ def test_most_has_changed(small: None) -> None:
     assert store.get("version_2/manifest.json", 1 << 20).startswith(b'{"format":2,')
 
 
-def test_a_full_save_after_increments_is_number_1_and_alone(small: None) -> None:
+def test_a_full_save_after_an_increment_starts_a_new_chain(small_chunks: None) -> None:
     store = MemoryStore()
     increment = save(store, 1, frozen(1), save(store, 0, frozen(), None))
     full = save(store, 2, frozen(2), None)
@@ -250,34 +253,42 @@ def test_a_full_save_after_increments_is_number_1_and_alone(small: None) -> None
     ],
     ids=["another leaf", "another dtype", "another offset"],
 )
-def test_the_same_bytes_elsewhere_are_not_referred_to(small: None, other: State) -> None:
-    """Not in another leaf, under another dtype, or at another offset."""
+def test_equal_bytes_at_another_location_are_not_referred_to(
+    small_chunks: None, other: State
+) -> None:
     store = MemoryStore()
     first = save(store, 0, {"base": np.arange(2000.0)}, None)
     assert save(store, 1, other, first).bases == frozenset()
     assert save(store, 2, {"base": np.arange(2000.0)}, first).bases == {Version(0)}
 
 
-def test_chunks_that_small_boxes_share_stay_while_all_of_them_stay(small: None) -> None:
+def test_a_chunk_of_several_small_boxes_is_referred_to_if_all_are_unchanged(
+    small_chunks: None,
+) -> None:
     store = MemoryStore()
     state: State = {f"k{i:03}": np.full(4, float(i)) for i in range(100)}
     first = save(store, 0, state, None)
     state["k050"] = np.zeros(4)
     second = save(store, 1, state, first)
     assert 0 < second.nbytes - 4096 <= 256
-    sound(store, second, state)
-    del state["k050"]  # what lies before it is where it was
+    assert_restored(store, second, state)
+    del state["k050"]  # the leaves before it keep their offsets
     third = save(store, 2, state, second)
     assert third.referred_bytes > 1000
-    sound(store, third, state)
+    assert_restored(store, third, state)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("kind", ["grows", "shrinks", "comes", "goes", "grows itself"])
-def test_what_lies_behind_a_change_of_structure_is_found(
-    small: None, kind: str, ahead: bool
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    ["grows", "shrinks", "comes", "goes", "grows itself"],
+    ids=["earlier_grows", "earlier_shrinks", "leaf_added", "leaf_removed", "frozen_grows"],
+)
+def test_leaves_after_a_change_of_structure_are_referred_to(
+    small_chunks: None, kind: str, staged: bool
 ) -> None:
-    """A leaf before it shifts it against the grid of chunks; only the leaf itself is written."""
+    """A changed leaf shifts the leaves behind it against the chunk boundaries. Only the changed
+    leaf is written."""
     store = MemoryStore()
     frozen = np.random.default_rng(0).random(20_000)
     state: State = {"a": np.arange(101.0), "frozen": frozen, "z": np.ones(50)}
@@ -293,17 +304,19 @@ def test_what_lies_behind_a_change_of_structure_is_found(
             state.pop("a" if step == 1 else f"none{step}", None)
         else:
             state["frozen"] = np.concatenate([state["frozen"], np.ones(300)])
-        last = save(store, step, state, last, ahead=ahead)
+        last = save(store, step, state, last, staged=staged)
         written = last.nbytes - last.indexes()[0].header
         assert last.referred_bytes >= 160_000 - UNIT
         assert written <= 5 * UNIT
-        sound(store, last, state)
+        assert_restored(store, last, state)
     [index] = last.indexes()
     assert np.diff(index.cuts).max() <= UNIT
-    assert len(index.cuts) < 200, "no more and more chunks"
+    assert len(index.cuts) < 200, "the number of chunks does not grow with each save"
 
 
-def test_pages_come_first_so_that_most_is_read_past_the_page_cache(small: None) -> None:
+def test_whole_pages_come_first_so_that_most_reads_bypass_the_page_cache(
+    small_chunks: None,
+) -> None:
     store = MemoryStore()
     state = {"a": np.arange(3.0), "b": np.arange(4096.0), "c": np.arange(4096.0), "d": np.ones(99)}
     first = save(store, 0, state, None)
@@ -313,11 +326,12 @@ def test_pages_come_first_so_that_most_is_read_past_the_page_cache(small: None) 
     [index] = second.indexes()
     lengths = [stop - start for start, stop, _ in own_spans(index)]
     assert [n % 4096 != 0 for n in lengths] == sorted(n % 4096 != 0 for n in lengths)
-    sound(store, second, state)
+    assert_restored(store, second, state)
 
 
-def test_real_chunks_on_a_disk(tmp_path: Any) -> None:
-    """Pieces of 4 MiB through O_DIRECT, chunks that straddle them, sync and staged."""
+def test_increments_with_chunks_of_the_real_size_are_restored_from_a_disk(tmp_path: Any) -> None:
+    """The save writes pieces of 4 MiB with O_DIRECT. Chunks cross the boundaries of pieces. Some
+    saves are synchronous and some are staged."""
     store = LocalStore(str(tmp_path))
     rng = np.random.default_rng(1)
     state: State = {
@@ -327,12 +341,12 @@ def test_real_chunks_on_a_disk(tmp_path: Any) -> None:
     for step in range(1, 4):
         state["big"][step * 600_000] += 1
         state["odd"][-step * 3_000_000] ^= 1
-        last = save(store, step, state, last, ahead=step % 2 == 0)
+        last = save(store, step, state, last, staged=step % 2 == 0)
         assert 4 << 20 < last.nbytes < 20 << 20
-        sound(store, last, state)
+        assert_restored(store, last, state)
 
 
-MEASURE = """
+MEASURE_MEMORY = """
 import sys, numpy as np, holdfast
 from pathlib import Path
 from holdfast.buffers import shared_pool
@@ -350,12 +364,12 @@ folder = sys.argv[1]
 state = {f"t{i}": np.ones(12_345_679 + i, np.float32) for i in range(8)}
 base = holdfast.save(folder + "/version_1", state)
 for i in range(0, 8, 2):
-    state[f"t{i}"][5_000_000:] = i  # odd spans of many chunks, of which each lies across two pieces
+    state[f"t{i}"][5_000_000:] = i  # many unaligned chunks, each of which crosses two pieces
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
-place = locate(folder + "/version_2")
+location = locate(folder + "/version_2")
 metadata = VersionMetadata(step=2)
-job = begin_save(place, state, metadata, shared_pool(), stage_now=False, base=base)
+job = begin_save(location, state, metadata, shared_pool(), stage_now=False, base=base)
 saved = finish_save(job)
 print((memory("VmHWM") - before) >> 20, saved.nbytes, saved.referred_bytes)
 Path("/proc/self/clear_refs").write_text("5")
@@ -365,11 +379,11 @@ print((memory("VmHWM") - before) >> 20)
 
 
 @pytest.mark.slow
-def test_memory_beyond_the_state() -> None:
-    """Saving 400 MB, of which a quarter is new, and loading it takes at most 256 MiB more: 128 of
-    the pool, which the first save has filled already, and no more than as much again."""
+def test_an_incremental_save_and_a_load_need_at_most_256_mib_of_extra_memory() -> None:
+    """The state has 400 MB, and a quarter is new. The pool of 128 MiB was filled by the first save,
+    so the save and the load may use at most another 128 MiB."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        command = [sys.executable, "-c", MEASURE, folder]
+        command = [sys.executable, "-c", MEASURE_MEMORY, folder]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         saving, own, referred, loading = map(int, done.stdout.split())
         assert own > 100 << 20
@@ -377,20 +391,20 @@ def test_memory_beyond_the_state() -> None:
         assert max(saving, loading) <= 128
 
 
-# -- bases that cannot be had --------------------------------------------------------------------
+# -- base versions that cannot be used -----------------------------------------------------------
 
 
-def gone(store: MemoryStore, base: Snapshot) -> Snapshot:
+def deleted(store: MemoryStore, base: Snapshot) -> Snapshot:
     Run(store).delete(base.version)
     return base
 
 
-def without_shard(store: MemoryStore, base: Snapshot) -> Snapshot:
+def shard_missing(store: MemoryStore, base: Snapshot) -> Snapshot:
     store.delete(shard_of(store, "version_0"))
     return base
 
 
-def another_length(store: MemoryStore, base: Snapshot) -> Snapshot:
+def shard_truncated(store: MemoryStore, base: Snapshot) -> Snapshot:
     key = shard_of(store, "version_0")
     raw = store.get(key, 1 << 30)
     store.delete(key)
@@ -398,34 +412,46 @@ def another_length(store: MemoryStore, base: Snapshot) -> Snapshot:
     return base
 
 
-def bad_index(store: MemoryStore, base: Snapshot) -> Snapshot:
+def index_damaged(store: MemoryStore, base: Snapshot) -> Snapshot:
     [key] = [k for k in files_of(store) if k.endswith("index.json")]
     flip_bit(store, key)
     return Run(store).open(base.version)
 
 
-def of_another_run(store: MemoryStore, base: Snapshot) -> Snapshot:
+def from_another_run(store: MemoryStore, base: Snapshot) -> Snapshot:
     return save(MemoryStore("other"), 0, frozen(), None)
 
 
-def no_version(store: MemoryStore, base: Snapshot) -> Snapshot:
+def without_version_number(store: MemoryStore, base: Snapshot) -> Snapshot:
     return holdfast.save(store.at("mine"), frozen())
 
 
 @pytest.mark.parametrize(
-    "spoil", [gone, without_shard, another_length, bad_index, of_another_run, no_version]
+    "make_unusable",
+    [
+        deleted,
+        shard_missing,
+        shard_truncated,
+        index_damaged,
+        from_another_run,
+        without_version_number,
+    ],
 )
-def test_without_a_sound_base_the_save_is_full(small: None, spoil: Any) -> None:
+def test_the_save_is_full_if_the_base_version_is_unusable(
+    small_chunks: None, make_unusable: Any
+) -> None:
     store = MemoryStore()
-    base = spoil(store, save(store, 0, frozen(), None))
+    base = make_unusable(store, save(store, 0, frozen(), None))
     snapshot = save(store, 1, frozen(1), base)
     assert (snapshot.chain, snapshot.bases) == (0, frozenset())
-    sound(store, snapshot, frozen(1))
+    assert_restored(store, snapshot, frozen(1))
     assert not [k for k in files_of(store) if k.startswith("pin-")]
 
 
-def test_a_base_that_is_deleted_after_it_was_planned_with(small: None) -> None:
-    """Its files vanish although it is pinned: nothing is committed."""
+def test_nothing_is_committed_if_files_of_the_base_are_deleted_after_planning(
+    small_chunks: None,
+) -> None:
+    """The files disappear although the base version is pinned."""
     store = HookedStore(MemoryStore())
     base = save(store, 0, frozen(), None)
 
@@ -440,8 +466,9 @@ def test_a_base_that_is_deleted_after_it_was_planned_with(small: None) -> None:
     assert f"version_1/{MANIFEST}" not in files_of(store.inner)  # type: ignore[arg-type]
 
 
-def test_all_that_is_referred_to_is_pinned_before_planning(small: None) -> None:
-    """The base, and whatever the base refers to; and the pins are gone afterwards."""
+def test_all_versions_that_a_save_refers_to_are_pinned_before_planning(small_chunks: None) -> None:
+    """These are the base version and the versions that it refers to. The save removes its pins at
+    the end."""
     store = HookedStore(MemoryStore())
     first = save(store, 0, frozen(), None)
     second = save(store, 1, frozen(1), first)
@@ -462,18 +489,18 @@ def test_all_that_is_referred_to_is_pinned_before_planning(small: None) -> None:
     assert sorted(pinned, key=str) == ["version_0", "version_1"]
     last_pin = max(i for i, c in enumerate(calls) if c[0] == "put_if_absent" and "pin-" in c[1])
     seen = calls.index(("stat", f"version_1/{MANIFEST}"))
-    assert last_pin < seen, "pinned first, then looked at"
+    assert last_pin < seen, "the save pins first and then checks the manifest"
     assert not [k for k in files_of(store.inner) if "pin-" in k]  # type: ignore[arg-type]
 
 
-def test_a_state_that_changes_while_it_is_saved_is_refused(small: None) -> None:
-    """A synchronous save reads the state twice; it must be the same."""
+def test_a_state_that_changes_while_it_is_saved_is_refused(small_chunks: None) -> None:
+    """A synchronous save reads the state twice and compares."""
     store = HookedStore(MemoryStore())
     base = save(store, 0, frozen(), None)
     live = frozen(1)
-    place = Location(store, "version_1")
-    draft = begin_save(
-        place, live, VersionMetadata(step=1), shared_pool(), stage_now=False, base=base
+    location = Location(store, "version_1")
+    job = begin_save(
+        location, live, VersionMetadata(step=1), shared_pool(), stage_now=False, base=base
     )
 
     def before(method: str, key: str) -> None:
@@ -482,30 +509,32 @@ def test_a_state_that_changes_while_it_is_saved_is_refused(small: None) -> None:
 
     store.before = before
     with pytest.raises(CommitError, match="adapter changed while it was saved"):
-        finish_save(draft)
+        finish_save(job)
     assert not [k for k in files_of(store.inner) if k.startswith("version_1/")]  # type: ignore[arg-type]
 
 
-def test_staged_pieces_that_are_not_needed_go_back_at_once(small: None) -> None:
+def test_staged_pieces_that_are_not_needed_are_released_immediately(small_chunks: None) -> None:
     store = HookedStore(MemoryStore())
     base = save(store, 0, frozen(), None)
     pool = BufferPool(1 << 30, 4096)
-    place = Location(store, "version_1")
-    draft = begin_save(place, frozen(1), VersionMetadata(step=1), pool, stage_now=True, base=base)
+    location = Location(store, "version_1")
+    job = begin_save(location, frozen(1), VersionMetadata(step=1), pool, stage_now=True, base=base)
     staged = pool.allocated_bytes - pool.free_bytes
-    held = []
+    staged_bytes = []
     store.before = lambda method, key: (
-        method == "put" and held.append(pool.allocated_bytes - pool.free_bytes)
+        method == "put" and staged_bytes.append(pool.allocated_bytes - pool.free_bytes)
     )
-    finish_save(draft)
+    finish_save(job)
     assert staged > 150 * 4096
-    assert held == [2 * 4096], "the adapter's 1,600 bytes in pieces of 1 KiB"
+    assert staged_bytes == [2 * 4096], "the adapter's 1,600 bytes in pieces of 1 KiB"
 
 
 # -- damage --------------------------------------------------------------------------------------
 
 
-def test_a_damaged_base_is_named_with_every_version_that_it_takes_along(small: None) -> None:
+def test_errors_of_all_versions_that_refer_to_a_damaged_base_name_its_file(
+    small_chunks: None,
+) -> None:
     store = MemoryStore()
     made = [save(store, 0, frozen(), None)]
     for step in (1, 2):
@@ -525,7 +554,7 @@ def test_a_damaged_base_is_named_with_every_version_that_it_takes_along(small: N
     assert load_snapshot(made[2], keys="adapter")["adapter"][0] == 2.0
 
 
-def test_verifying_several_versions_reads_a_shared_chunk_once(small: None) -> None:
+def test_verifying_several_versions_reads_each_shared_chunk_once(small_chunks: None) -> None:
     store = HookedStore(MemoryStore())
     made = [save(store, 0, frozen(), None)]
     for step in (1, 2):
@@ -547,7 +576,7 @@ def test_verifying_several_versions_reads_a_shared_chunk_once(small: None) -> No
 
 
 @pytest.mark.parametrize("what", ["gone", "shorter", "swapped"])
-def test_a_base_whose_file_is_not_what_it_was(small: None, what: str) -> None:
+def test_a_missing_or_changed_file_of_the_base_is_reported(small_chunks: None, what: str) -> None:
     store = MemoryStore()
     first = save(store, 0, frozen(), None)
     second = save(store, 1, frozen(1), first)
@@ -567,7 +596,7 @@ def test_a_base_whose_file_is_not_what_it_was(small: None, what: str) -> None:
         copy_snapshot(Run(store).open(second.version), Location(MemoryStore(), "version_1"))
 
 
-def test_opened_apart_from_its_run_it_says_so(small: None) -> None:
+def test_an_increment_that_is_opened_outside_its_run_raises_an_error(small_chunks: None) -> None:
     store = MemoryStore()
     save(store, 1, frozen(1), save(store, 0, frozen(), None))
     with pytest.raises(FormatError, match="which is outside of the store"):
@@ -577,15 +606,15 @@ def test_opened_apart_from_its_run_it_says_so(small: None) -> None:
 # -- copies --------------------------------------------------------------------------------------
 
 
-def test_copies_of_one_increment_are_the_same_byte_for_byte(small: None) -> None:
+def test_copies_of_one_increment_are_identical(small_chunks: None) -> None:
     store = MemoryStore()
     second = save(store, 1, frozen(1), save(store, 0, frozen(), None))
-    told: list[int] = []
+    copied: list[int] = []
     one, two = MemoryStore(), MemoryStore()
-    copy = copy_snapshot(second, Location(one, "version_1"), told.append)
+    copy = copy_snapshot(second, Location(one, "version_1"), copied.append)
     copy_snapshot(second, Location(two, "elsewhere"))
     assert [*files_of(one).values()] == [*files_of(two).values()]
-    assert sum(told) <= copy.nbytes + copy.manifest.shards[0].index.length
+    assert sum(copied) <= copy.nbytes + copy.manifest.shards[0].index.length
     assert copy.manifest.attempt != second.manifest.attempt
     assert copy.manifest.parent == second.manifest.parent
     assert copy.metadata == second.metadata
@@ -593,7 +622,7 @@ def test_copies_of_one_increment_are_the_same_byte_for_byte(small: None) -> None
     assert again.digest == copy.digest
 
 
-def test_a_copy_that_failed_is_gone_on_with(small: None) -> None:
+def test_a_failed_copy_can_be_continued(small_chunks: None) -> None:
     store = MemoryStore()
     second = save(store, 1, frozen(1), save(store, 0, frozen(), None))
     to = HookedStore(MemoryStore())
@@ -607,10 +636,10 @@ def test_a_copy_that_failed_is_gone_on_with(small: None) -> None:
         copy_snapshot(second, Location(to, "version_1"))
     to.before = lambda method, key: None
     copy = copy_snapshot(second, Location(to, "version_1"))
-    sound(to, copy, frozen(1))
+    assert_restored(to, copy, frozen(1))
 
 
-def test_spans_of_a_full_index_are_none(small: None) -> None:
+def test_a_full_index_has_no_own_spans(small_chunks: None) -> None:
     store = MemoryStore()
     [index] = save(store, 0, frozen(), None).indexes()
     assert own_spans(index) == []
@@ -620,28 +649,28 @@ def test_spans_of_a_full_index_are_none(small: None) -> None:
 # -- several shards ------------------------------------------------------------------------------
 
 
-def save_by_two(store: Store, step: int, state: State, base: Snapshot | None) -> Snapshot:
+def save_with_two_ranks(store: Store, step: int, state: State, base: Snapshot | None) -> Snapshot:
     with FakeGroup(2) as group:
         made = group.run(lambda rank: save(store, step, state, base))
     assert made[0].digest == made[1].digest
-    assert made[1].keys() == made[0].keys()  # read anew by rank 1
+    assert made[1].keys() == made[0].keys()  # rank 1 reads the snapshot from the store
     return made[0]
 
 
-def test_two_ranks_refer_to_what_either_has_written(
-    small: None, monkeypatch: pytest.MonkeyPatch
+def test_two_ranks_refer_to_chunks_of_both_ranks(
+    small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.shared_pool", lambda: BufferPool(1 << 30, 4096))
     store = MemoryStore()
     rng = np.random.default_rng(0)
     state: State = {f"w{i}": rng.random(1000 + 100 * i) for i in range(8)}
     total = sum(v.nbytes for v in state.values())
-    last = save_by_two(store, 0, state, None)
+    last = save_with_two_ranks(store, 0, state, None)
     assert len(last.manifest.shards) == 2
     assert all(s.length > 20_000 for s in last.manifest.shards)
     for step in range(1, 4):
         state[f"w{step}"] = state[f"w{step}"] + 1
-        save_ = save_by_two if step < 3 else save  # at last, one rank alone
+        save_ = save_with_two_ranks if step < 3 else save  # the last save has one rank
         before, last = last, save_(store, step, state, last)
         assert last.chain == step
         assert len(last.manifest.shards) == (2 if step < 3 else 1)
@@ -654,9 +683,9 @@ def test_two_ranks_refer_to_what_either_has_written(
         copy = copy_snapshot(found, Location(MemoryStore(), "version_9"))
         assert values_equal(load_snapshot(copy), state)
         assert copy.verify().ok
-    # where a rank has nothing to refer to, its shard is one of number 1 in a manifest of number 2
+    # A rank with nothing to refer to writes a shard of format 1. The manifest has format 2.
     apart = {"w0": state["w0"], **{f"n{i}": rng.random(1000) for i in range(3)}}
-    mixed = save_by_two(store, 9, apart, before)
+    mixed = save_with_two_ranks(store, 9, apart, before)
     assert sorted(bool(s.refers) for s in mixed.manifest.shards) == [False, True]
     assert Run(store).open(Version(9)).verify().ok
     assert values_equal(load_snapshot(Run(store).open(Version(9))), apart)

@@ -1,5 +1,5 @@
-"""Saves in the background: the state may change, the process may leave or fork, the writer may
-fail, and nothing is lost or silent."""
+"""Asynchronous saves: the state may change, the process may exit or fork, and the writer may fail.
+No save is lost, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from tests.engine.saving.child_scripts import SAVE, STEP, run_script
 from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import initial_state, state_after, states_equal, train
 
-HERE = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> HookedStore:
-    """A store that every URL opens."""
+    """Return a store that every URL opens."""
     store = HookedStore(MemoryStore())
     monkeypatch.setattr("holdfast.engine.snapshot.location.open_store", lambda url: store)
     return store
 
 
-def hold(store: HookedStore) -> threading.Event:
-    """Shards wait for the event that is returned."""
+def block_writes(store: HookedStore) -> threading.Event:
+    """Block uploads until the returned event is set."""
     gate = threading.Event()
     store.before = lambda method, key: method == "put" and gate.wait(20)
     return gate
 
 
-def fail(store: HookedStore) -> None:
+def refuse_writes(store: HookedStore) -> None:
     def refuse(method: str, key: str) -> None:
         if method == "put":
             raise StoreError(f"no write of {key}", key=key, store="memory://")
@@ -56,7 +56,7 @@ def fail(store: HookedStore) -> None:
 
 
 def test_the_state_may_change_as_soon_as_the_call_returns(store: HookedStore) -> None:
-    gate = hold(store)
+    gate = block_writes(store)
     rows = np.arange(3_000_000, dtype=np.float64)  # three pieces, copied by several threads
     state = {
         "rows": rows,
@@ -64,7 +64,7 @@ def test_the_state_may_change_as_soon_as_the_call_returns(store: HookedStore) ->
         "structured": np.ones(50, [("a", "<i4"), ("b", ">f8")]),
         "list": [1, {"a": (2.5, "x")}],
     }
-    held = {"rows": rows.copy(), "strided": state["strided"].copy()}
+    expected = {"rows": rows.copy(), "strided": state["strided"].copy()}
     pending = holdfast.save_async("run/version_1", state, note={"lr": 0.1})
     pending.wait_staged()
     assert not pending.done
@@ -75,15 +75,15 @@ def test_the_state_may_change_as_soon_as_the_call_returns(store: HookedStore) ->
     gate.set()
     pending.wait()
     loaded = holdfast.load("run/version_1")
-    assert np.array_equal(loaded["rows"], held["rows"])
-    assert np.array_equal(loaded["strided"], held["strided"])
+    assert np.array_equal(loaded["rows"], expected["rows"])
+    assert np.array_equal(loaded["strided"], expected["strided"])
     assert loaded["structured"]["a"].tolist() == [1] * 50
     assert loaded["list"] == [1, {"a": (2.5, "x")}]
 
 
 def test_tensors_may_change_as_soon_as_the_call_returns(store: HookedStore) -> None:
     torch = pytest.importorskip("torch")
-    gate = hold(store)
+    gate = block_writes(store)
     model = torch.nn.Linear(300, 200)
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -108,7 +108,7 @@ def test_tensors_may_change_as_soon_as_the_call_returns(store: HookedStore) -> N
     assert torch.equal(found[key].read(), moment)
 
 
-# -- the process leaves, or the writer fails and nobody looks ----------------------------------
+# -- the process exits, or the writer fails and nobody waits -----------------------------------
 
 
 @pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
@@ -117,7 +117,7 @@ def test_tensors_may_change_as_soon_as_the_call_returns(store: HookedStore) -> N
     [("", 0), ("sys.exit(0)", 0), ("sys.exit(3)", 3), ("raise ValueError('other')", 1)],
     ids=["end", "exit", "exit3", "error"],
 )
-def test_a_process_that_leaves_at_once_finishes_its_save(
+def test_a_process_that_exits_immediately_finishes_its_save(
     tmp_path: Path, start: str, end: str, code: int
 ) -> None:
     done = run_script(tmp_path, f"{start}state['x'][:] = 0\n{end}")
@@ -127,12 +127,12 @@ def test_a_process_that_leaves_at_once_finishes_its_save(
     assert snapshot.verify().ok
     assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
     there = [s.key for s in LocalStore(tmp_path / "run").list("") if s.key != WRITER_LOCK]
-    assert len(there) == 3  # no pin is left; who wrote is nobody that lives
+    assert len(there) == 3  # the manifest, the shard, and the index; no pin is left
 
 
 @pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "time.sleep(0.5)"])
-def test_a_writer_that_fails_unseen_ends_the_process_with_1(
+def test_an_unobserved_failure_ends_the_process_with_exit_code_1(
     tmp_path: Path, start: str, end: str
 ) -> None:
     done = run_script(tmp_path, f"break_writer()\n{start}print('trained')\n{end}")
@@ -143,8 +143,8 @@ def test_a_writer_that_fails_unseen_ends_the_process_with_1(
     assert check_promises(LocalStore(tmp_path / "run"), assume_dead_pins=False) == []
 
 
-def test_a_writer_that_fails_unseen_lets_the_program_clean_up(tmp_path: Path) -> None:
-    """What the program has registered to be done at its end is done, whatever the order."""
+def test_exit_handlers_run_after_an_unobserved_failure(tmp_path: Path) -> None:
+    """Handlers that were registered before and after the save both run."""
     done = run_script(
         tmp_path,
         "import atexit, logging.handlers\n"
@@ -159,7 +159,7 @@ def test_a_writer_that_fails_unseen_lets_the_program_clean_up(tmp_path: Path) ->
     assert done.stderr.count("holdfast: the save to") == 1
 
 
-def test_a_failure_that_was_looked_at_is_not_told_again(tmp_path: Path) -> None:
+def test_a_failure_that_the_program_handled_is_not_reported_again(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
         f"break_writer()\n{SAVE}"
@@ -168,10 +168,10 @@ def test_a_failure_that_was_looked_at_is_not_told_again(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "seen\n", "")
 
 
-# -- many saves at once ------------------------------------------------------------------------
+# -- several saves at the same time ------------------------------------------------------------
 
 
-def test_ten_saves_asked_for_while_one_runs_are_made_one_by_one() -> None:
+def test_a_checkpointer_makes_its_saves_one_at_a_time() -> None:
     store = HookedStore(MemoryStore())
     order: list[str] = []
     running, most = 0, 0
@@ -203,8 +203,8 @@ def test_ten_saves_asked_for_while_one_runs_are_made_one_by_one() -> None:
     assert check_promises(store) == list(range(1, 12))
 
 
-def test_ten_saves_without_a_checkpointer_run_side_by_side(store: HookedStore) -> None:
-    gate = hold(store)
+def test_ten_saves_without_a_checkpointer_run_concurrently(store: HookedStore) -> None:
+    gate = block_writes(store)
     pending = [holdfast.save_async(f"run/version_{n}", state_after(n)) for n in range(1, 11)]
     assert not any(p.done for p in pending)
     gate.set()
@@ -217,9 +217,10 @@ def test_ten_saves_without_a_checkpointer_run_side_by_side(store: HookedStore) -
 
 @pytest.mark.parametrize("progress", [True, False])
 def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> None:
-    """The optimizer has made it: not counting it would name later versions wrongly."""
+    """The optimizer has made the step. If it were not counted, later versions would have wrong
+    names."""
     store = HookedStore(MemoryStore())
-    fail(store)
+    refuse_writes(store)
     state = initial_state()
     if not progress:
         state["progress"] = 0
@@ -237,7 +238,7 @@ def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> N
     assert [s.step for s in Run(store).snapshots()] == [4]
 
 
-def test_without_a_thread_to_save_on_the_step_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_raises_if_no_save_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
@@ -256,32 +257,34 @@ def test_without_a_thread_to_save_on_the_step_raises(monkeypatch: pytest.MonkeyP
     assert check_promises(store) == [2]
 
 
-@pytest.mark.parametrize(("every", "beside"), [(1, False), (3, True)])
-def test_room_is_made_beside_training_but_not_beside_a_save_at_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, every: int, beside: bool
+@pytest.mark.parametrize(("every", "background"), [(1, False), (3, True)])
+def test_buffers_are_reserved_in_the_background_unless_the_first_step_saves(
+    monkeypatch: pytest.MonkeyPatch, every: int, background: bool
 ) -> None:
-    """Two that touch new memory at once get in each other's way."""
+    """Two threads that touch new memory at the same time slow each other down."""
     start, started = threading.Thread.start, []
 
-    def tell(self: threading.Thread) -> None:
+    def record_start(self: threading.Thread) -> None:
         started.append(self.name)
         start(self)
 
-    monkeypatch.setattr("threading.Thread.start", tell)
+    monkeypatch.setattr("threading.Thread.start", record_start)
     state = initial_state()
     with holdfast.Checkpointer(MemoryStore(), state, save=EverySteps(every)) as ckpt:
         train(state, ckpt, 1)
-        assert ("holdfast-buffers" in started) == beside
-        if beside:
+        assert ("holdfast-buffers" in started) == background
+        if background:
             ckpt._saver.reservation.join()
             made = ckpt._saver._pool.allocated_bytes
             train(state, ckpt, every)
             assert ckpt._saver._pool.allocated_bytes == made > 0
         train(state, ckpt, 7)
-    assert started.count("holdfast-buffers") == beside
+    assert started.count("holdfast-buffers") == background
 
 
-def test_with_fewer_threads_than_wanted_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_succeeds_if_not_all_worker_threads_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:
@@ -295,7 +298,7 @@ def test_with_fewer_threads_than_wanted_the_work_is_done(monkeypatch: pytest.Mon
     assert snapshot.verify().ok
 
 
-def test_an_interrupt_in_a_sink_leaves_no_pin_and_no_buffer() -> None:
+def test_an_interrupt_in_a_sink_releases_the_pin_and_the_buffers() -> None:
     store = MemoryStore()
     state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
@@ -314,24 +317,24 @@ def test_an_interrupt_in_a_sink_leaves_no_pin_and_no_buffer() -> None:
 # -- Ctrl-C ------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_in_a_wait_does_not_lose_sight_of_the_save() -> None:
+def test_a_save_is_finished_after_an_interrupted_wait() -> None:
     store = HookedStore(MemoryStore())
-    gate = hold(store)
+    gate = block_writes(store)
     state = initial_state()
     main, stopped = threading.get_ident(), threading.Event()
 
-    def once(number: int, frame: object) -> None:
+    def interrupt_once(number: int, frame: object) -> None:
         if not stopped.is_set():
             stopped.set()
             raise KeyboardInterrupt
 
-    def press() -> None:
-        # a signal that comes just before the wait blocks is not seen until the next one
+    def send_sigint() -> None:
+        # A signal that arrives right before the wait blocks has no effect until the next signal.
         while not stopped.wait(0.05):
             signal.pthread_kill(main, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, once)
-    interrupt = threading.Thread(target=press)
+    before = signal.signal(signal.SIGINT, interrupt_once)
+    interrupt = threading.Thread(target=send_sigint)
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
     try:
         with pytest.raises(KeyboardInterrupt), ckpt:
@@ -350,7 +353,7 @@ def test_ctrl_c_in_a_wait_does_not_lose_sight_of_the_save() -> None:
     assert check_promises(store, [1]) == [1]
 
 
-CTRL_C = """
+INTERRUPT_STEPS = """
 import os, signal, threading, time
 import holdfast
 from holdfast.run.policy import EverySteps
@@ -379,7 +382,7 @@ for turn in range(80):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     deadline = time.monotonic() + 10
-    # is_alive: Python lists a thread for ever whose start an interrupt came before
+    # is_alive: if an interrupt stops the start of a thread, Python lists that thread forever
     while left := [t for t in threading.enumerate() if t.name[:8] == "holdfast" and t.is_alive()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.001)
@@ -390,14 +393,15 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_any_moment_of_a_step() -> None:
-    """In a process of its own: of hundreds of interrupts one may fall between a lock of Python's
-    own threading module and the ``with`` that would release it, and then nothing in that process
-    can start or end a thread any more. So it may hang, but not three times running."""
+def test_a_step_survives_an_interrupt_at_any_moment() -> None:
+    """The test runs in its own process. One of hundreds of interrupts may occur between the
+    acquisition of a lock of Python's threading module and the ``with`` block that releases it.
+    Then the process can no longer start or end a thread. So the process may hang, but not three
+    times in a row."""
     for _ in range(3):
         try:
             done = subprocess.run(
-                [sys.executable, "-c", CTRL_C],
+                [sys.executable, "-c", INTERRUPT_STEPS],
                 cwd=Path(__file__).parents[3],
                 capture_output=True,
                 text=True,
@@ -408,10 +412,10 @@ def test_ctrl_c_at_any_moment_of_a_step() -> None:
             continue
         assert done.returncode == 0, done.stderr
         return
-    pytest.fail("it hung three times")
+    pytest.fail("the process hung three times")
 
 
-def test_a_pending_save_is_the_parents(store: HookedStore) -> None:
+def test_a_forked_child_cannot_wait_for_a_pending_save(store: HookedStore) -> None:
     pending = holdfast.save_async("run/version_1", state_after(1))
     pending.wait()
     pending._pid += 1

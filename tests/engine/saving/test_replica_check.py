@@ -1,4 +1,4 @@
-"""Digests by which ranks compare what they hold alike, and trees that become one."""
+"""Digests that ranks use to compare their copies of a value, and the merging of trees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.text import format_ranks
 from holdfast.types import MIB, Box
 from holdfast.workers import Workers
 
-ORDINARY = torch.arange(1000, dtype=torch.float32)
+COUNTING = torch.arange(1000, dtype=torch.float32)
 
 
 def leaf(source: Any, key: str = "x") -> LocalLeaf:
@@ -34,11 +34,11 @@ def digests(*sources: Any, threads: int = 2) -> list[bytes]:
     )
 
 
-# -- digests on an accelerator, by arithmetic that a CPU does as well -----------------------------
+# -- digests on an accelerator, with arithmetic that also runs on a CPU ---------------------------
 
 
 @given(st.integers(1, 300), st.data())
-def test_the_digest_on_a_device_sees_each_bit_and_each_place(
+def test_a_change_of_any_bit_at_any_position_changes_the_device_digest(
     length: int, data: st.DataObject
 ) -> None:
     raw = torch.from_numpy(np.random.default_rng(length).integers(0, 256, length, np.uint8))
@@ -49,13 +49,13 @@ def test_the_digest_on_a_device_sees_each_bit_and_each_place(
     assert digest_on_device(raw.clone()) == before
 
 
-def test_two_words_in_each_others_place_and_zeros_that_are_more() -> None:
+def test_the_device_digest_depends_on_the_order_of_words_and_on_the_tail() -> None:
     words = torch.arange(1, 100, dtype=torch.int64)
     swapped = words.clone()
     swapped[[3, 77]] = swapped[[77, 3]]
     assert digest_on_device(words) != digest_on_device(swapped)
     assert digest_on_device(words.flip(0)) != digest_on_device(words)
-    # of equal length by their keys' types; but a tail of other bytes is not lost in the padding
+    # Both tensors have the same dtype and length, and fill only part of a padded word.
     assert digest_on_device(torch.tensor([1, 2, 3], dtype=torch.uint8)) != digest_on_device(
         torch.tensor([1, 2, 4], dtype=torch.uint8)
     )
@@ -64,9 +64,9 @@ def test_two_words_in_each_others_place_and_zeros_that_are_more() -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        ORDINARY,
-        ORDINARY.reshape(10, 100).t(),
-        ORDINARY[::3],
+        COUNTING,
+        COUNTING.reshape(10, 100).t(),
+        COUNTING[::3],
         torch.ones(5, dtype=torch.bool),
         torch.ones(7, dtype=torch.complex64) * 1j,
         torch.ones(5, dtype=torch.bfloat16),
@@ -76,29 +76,38 @@ def test_two_words_in_each_others_place_and_zeros_that_are_more() -> None:
     ],
     ids=lambda t: f"{t.dtype}{list(t.shape)}",
 )
-def test_a_digest_is_of_the_elements_however_they_lie(tensor: torch.Tensor) -> None:
+def test_the_device_digest_does_not_depend_on_strides(tensor: torch.Tensor) -> None:
     assert digest_on_device(tensor) == digest_on_device(
         tensor.clone(memory_format=torch.contiguous_format)
     )
 
 
-def test_many_words_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = digest_on_device(ORDINARY)
+def test_the_device_digest_does_not_depend_on_the_step_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = digest_on_device(COUNTING)
     monkeypatch.setattr("holdfast.engine.saving.replica_check._WORDS_PER_STEP", 7)
-    assert digest_on_device(ORDINARY) == whole
+    assert digest_on_device(COUNTING) == whole
 
 
 # -- digests on the CPU ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_digests_of_large_small_strided_and_empty_leaves(threads: int) -> None:
+def test_digests_depend_only_on_the_elements(threads: int) -> None:
     large = torch.arange(3 * MIB, dtype=torch.float32)
-    grid = ORDINARY.reshape(10, 100)
-    some: list[Any] = [large, ORDINARY, grid.t(), np.arange(9.0)[::2], torch.empty(0), ORDINARY[:3]]
-    made = digests(*some, threads=threads)
+    grid = COUNTING.reshape(10, 100)
+    sources: list[Any] = [
+        large,
+        COUNTING,
+        grid.t(),
+        np.arange(9.0)[::2],
+        torch.empty(0),
+        COUNTING[:3],
+    ]
+    made = digests(*sources, threads=threads)
     assert len(set(made)) == len(made)
-    again = [s.copy() if isinstance(s, np.ndarray) else s.contiguous().clone() for s in some]
+    again = [s.copy() if isinstance(s, np.ndarray) else s.contiguous().clone() for s in sources]
     assert digests(*again, threads=threads) == made
     for at in (0, 1_200_000, len(large) - 1):
         other = large.clone()
@@ -106,7 +115,7 @@ def test_digests_of_large_small_strided_and_empty_leaves(threads: int) -> None:
         assert digests(other) != made[:1]
 
 
-def test_zero_and_minus_zero_and_nans_are_told_by_their_bits() -> None:
+def test_digests_compare_minus_zero_and_nans_by_their_bits() -> None:
     a, b = torch.zeros(3), torch.zeros(3)
     b[1] = -0.0
     assert digests(a) != digests(b)
@@ -117,7 +126,7 @@ def test_zero_and_minus_zero_and_nans_are_told_by_their_bits() -> None:
 # -- trees ----------------------------------------------------------------------------------------
 
 
-def test_what_some_have_is_added_in_order() -> None:
+def test_keys_that_only_some_ranks_have_are_added_in_order() -> None:
     one = {"dict": {"a": 1, "m": {"dict": {"x": {"tensor": ["float32", [2]]}}}}}
     two = {"dict": {"m": {"dict": {"y": None, "x": {"tensor": ["float32", [2]]}}}, "b": "s"}}
     assert merge([(one, (0,)), (two, (1,))], RankNodes()) == {
@@ -145,7 +154,9 @@ def test_what_some_have_is_added_in_order() -> None:
         ({"tensor": ["float32", [2]]}, {"tied": "b"}),
     ],
 )
-def test_what_differs_is_an_error_with_the_ranks(one: Any, two: Any) -> None:
+def test_a_value_that_differs_between_ranks_raises_an_error_that_names_the_ranks(
+    one: Any, two: Any
+) -> None:
     trees = [({"dict": {"k": one, "same": 2}}, (0, 2)), ({"dict": {"k": two, "same": 2}}, (1,))]
     with pytest.raises(PlanError, match=r"k: .* on ranks 0, 2, .* on rank 1") as e:
         merge(trees, RankNodes())
@@ -153,7 +164,7 @@ def test_what_differs_is_an_error_with_the_ranks(one: Any, two: Any) -> None:
     assert merge([(one, (0,)), (one, (1,))], RankNodes()) == one
 
 
-def test_lists_of_parameters_are_joined_and_groups_may_be_more() -> None:
+def test_lists_of_parameters_are_merged_and_a_rank_may_have_more_groups() -> None:
     def groups(*several: Any) -> Any:
         made = [{"dict": {"lr": 0.1, "params": {"list": list(names)}}} for names in several]
         return {"dict": {"groups": {"list": made}}}
@@ -165,14 +176,14 @@ def test_lists_of_parameters_are_joined_and_groups_may_be_more() -> None:
         merge(trees, RankNodes())
 
 
-def test_values_of_ranks_and_of_the_first_take_their_places() -> None:
+def test_per_rank_values_and_values_of_the_first_rank_are_inserted() -> None:
     tree = {"dict": {"r": {"own": "r"}, "f": {"first": "f"}}}
-    asides = RankNodes({"r": {2: "two", 0: None}}, {"f": {"list": [1]}})
-    assert merge([(tree, (0, 1, 2))], asides) == {
+    rank_nodes = RankNodes({"r": {2: "two", 0: None}}, {"f": {"list": [1]}})
+    assert merge([(tree, (0, 1, 2))], rank_nodes) == {
         "dict": {"r": {"dict": {"0": None, "2": "two"}}, "f": {"list": [1]}}
     }
 
 
-def test_names_of_ranks() -> None:
+def test_format_ranks_shortens_long_lists() -> None:
     assert format_ranks([3]) == "rank 3"
     assert format_ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, and 4 more"

@@ -1,4 +1,4 @@
-"""Saves that meet other saves, sweeps, and leftovers of saves that never ended."""
+"""Saves that run concurrently with other saves and sweeps, or find the files of failed saves."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.engine.saving.saves import begin_version, keys, save
 from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import state_after
 
-YEAR = 365 * 24 * 3600.0
-HERE = Path(__file__).parents[3]
+YEAR_SECONDS = 365 * 24 * 3600.0
+REPOSITORY = Path(__file__).parents[3]
 
 
 def orphans(store: Store) -> set[str]:
-    """Keys that belong to no committed attempt."""
+    """Return the keys that belong to no committed attempt."""
     run = Run(store)
     attempts = {run.open(v).manifest.attempt for v in run.listing().versions}
     return {
@@ -48,11 +48,11 @@ def orphans(store: Store) -> set[str]:
     }
 
 
-# -- two jobs, one version ---------------------------------------------------------------------
+# -- several jobs save the same version --------------------------------------------------------
 
 
 @pytest.mark.parametrize("jobs", [2, 5])
-def test_of_jobs_that_save_the_same_version_one_commits(jobs: int) -> None:
+def test_one_of_several_jobs_that_save_the_same_version_commits(jobs: int) -> None:
     store = HookedStore(MemoryStore())
     ready = threading.Barrier(jobs)
     store.before = lambda method, key: (
@@ -74,12 +74,12 @@ def test_of_jobs_that_save_the_same_version_one_commits(jobs: int) -> None:
     assert Run(store).open(winner.version).digest == winner.digest
     left = orphans(store)
     assert len(left) == 2 * (jobs - 1)
-    assert Run(store).sweep().removed == []  # younger than the grace
-    assert set(Run(store).sweep(now=time.time() + YEAR).removed) == left
+    assert Run(store).sweep().removed == []  # the files are younger than the grace period
+    assert set(Run(store).sweep(now=time.time() + YEAR_SECONDS).removed) == left
     assert check_promises(store, [1]) == [1]
 
 
-JOB = """
+SAVE_24_VERSIONS = """
 import sys, time
 from pathlib import Path
 import holdfast
@@ -98,10 +98,10 @@ for step in range(1, 25):
 """
 
 
-def test_two_processes_that_save_the_same_versions(tmp_path: Path) -> None:
+def test_one_of_two_processes_commits_each_version(tmp_path: Path) -> None:
     root, gate = tmp_path / "run", tmp_path / "gate"
-    command = [sys.executable, "-c", JOB, str(root), str(gate)]
-    jobs = [subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE) for _ in range(2)]
+    command = [sys.executable, "-c", SAVE_24_VERSIONS, str(root), str(gate)]
+    jobs = [subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) for _ in range(2)]
     time.sleep(0.5)
     gate.touch()
     saved = [[int(line) for line in job.communicate(timeout=60)[0].split()] for job in jobs]
@@ -112,7 +112,7 @@ def test_two_processes_that_save_the_same_versions(tmp_path: Path) -> None:
     )
 
 
-def test_a_save_of_an_earlier_attempt_that_ends_late_harms_nothing() -> None:
+def test_an_earlier_attempt_that_finishes_late_does_not_replace_the_committed_one() -> None:
     store = MemoryStore()
     late = begin_version(store, 1)
     committed = save(store, 1)
@@ -123,7 +123,7 @@ def test_a_save_of_an_earlier_attempt_that_ends_late_harms_nothing() -> None:
     assert check_promises(store, [1]) == [1]
 
 
-def test_a_late_save_after_the_run_has_gone_on_is_not_the_latest() -> None:
+def test_a_late_save_of_an_earlier_step_is_not_the_latest_version() -> None:
     store = MemoryStore()
     late = begin_version(store, 1)
     save(store, 1)
@@ -146,31 +146,32 @@ def test_a_second_save_of_a_version_is_refused_before_anything_is_written() -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_what_a_crashed_run_has_left_in_the_folder_is_ignored_and_swept(ranks: int) -> None:
+def test_files_of_a_crashed_save_are_ignored_and_swept(ranks: int) -> None:
     store = MemoryStore()
-    stale = []
+    leftovers = []
     for attempt in ("0" * 12, "a" * 12):
         for rank in range(ranks):
             for name in (names.shard_name, names.index_name):
-                stale.append(f"version_1/{name(rank, ranks, attempt)}")
-                store.put_if_absent(stale[-1], b"of an earlier run")
+                leftovers.append(f"version_1/{name(rank, ranks, attempt)}")
+                store.put_if_absent(leftovers[-1], b"of an earlier run")
     store.put_if_absent("version_1/shard-00000-of-00001.safetensors", b"of another program")
     snapshot = save(store, 1)
     assert snapshot.verify().ok
     assert np.array_equal(
         holdfast.load(store.at("version_1"))["weights"], state_after(1)["weights"]
     )
-    swept = Run(store).sweep(now=time.time() + YEAR)
-    assert sorted(swept.removed) == sorted(stale)
-    store.delete("version_1/shard-00000-of-00001.safetensors")  # not ours, so not swept
+    swept = Run(store).sweep(now=time.time() + YEAR_SECONDS)
+    assert sorted(swept.removed) == sorted(leftovers)
+    # The sweep leaves files that Holdfast did not write.
+    store.delete("version_1/shard-00000-of-00001.safetensors")
     check_promises(store, [1])
 
 
-# -- sweep while a save is under way -----------------------------------------------------------
+# -- sweep while a save is in progress ---------------------------------------------------------
 
 
-class Watched(FaultFs):
-    """Calls ``act`` before the call number ``at``."""
+class CallbackFs(FaultFs):
+    """A file system that calls ``act`` before call number ``at``."""
 
     def __init__(self, inner: CrashFs, at: int, act: Callable[[], object]) -> None:
         super().__init__(inner)
@@ -186,19 +187,19 @@ class Watched(FaultFs):
             self.act()
 
 
-def test_a_sweep_at_any_moment_of_a_save_removes_nothing_of_it() -> None:
-    """Also when the clock has jumped, or the save takes longer than the grace."""
+def test_a_sweep_at_any_moment_removes_no_file_of_a_save_in_progress() -> None:
+    """This also holds if the clock jumps, or if the save takes longer than the grace period."""
     kept: set[str] = set()
     failed: list[str] = []
     for at in range(1, 1000):
         inner = CrashFs()
 
         def sweep(inner: CrashFs = inner) -> None:
-            swept = Run(LocalStore("/run", fs=inner)).sweep(grace=0, now=time.time() + YEAR)
+            swept = Run(LocalStore("/run", fs=inner)).sweep(grace=0, now=time.time() + YEAR_SECONDS)
             kept.update(why for _, why in swept.kept)
             assert [key for key in swept.removed if ".pin-" not in key] == []
 
-        fs = Watched(inner, at, sweep)
+        fs = CallbackFs(inner, at, sweep)
         try:
             save(LocalStore("/run", fs=fs), 1)
         except StoreError as e:
@@ -208,49 +209,50 @@ def test_a_sweep_at_any_moment_of_a_save_removes_nothing_of_it() -> None:
             break
         assert Run(LocalStore("/run", fs=inner)).open(names.Version(1)).verify().ok
     else:
-        pytest.fail("no end to the calls")
+        pytest.fail("the save makes more calls than expected")
     assert kept == {"a save is in progress"}
-    # The only file that no pin speaks for is the pin itself, before it has its name.
+    # The only file that no pin protects is the pin itself, before it gets its name.
     assert failed
     assert all("pin-" in key for key in failed)
 
 
-def test_a_save_that_begins_while_a_sweep_lists_is_safe() -> None:
-    """The pin of a save may be younger than the list of pins; its files then are, too."""
+def test_a_save_that_begins_while_a_sweep_lists_files_is_safe() -> None:
+    """The sweep may list the pins before the save creates its pin. The files of the save are then
+    also newer than that list."""
     for at in range(1, 100):
         store = HookedStore(MemoryStore())
         store.put_if_absent("version_1/shard-00000-of-00001.00000000000a.safetensors", b"old")
         calls = [0]
-        ended: list[SaveJob] = []
+        jobs: list[SaveJob] = []
 
         def act(
             method: str,
             key: str,
             store: HookedStore = store,
             calls: list[int] = calls,
-            ended: list[SaveJob] = ended,
+            jobs: list[SaveJob] = jobs,
             at: int = at,
         ) -> None:
             calls[0] += 1
             if calls[0] == at:
-                half = begin_version(store.inner, 1)
-                pins.create_pin(half.location, half.attempt)
-                upload = store.inner.put(f"version_1/{names.shard_name(0, 1, half.attempt)}", 3)
+                job = begin_version(store.inner, 1)
+                pins.create_pin(job.location, job.attempt)
+                upload = store.inner.put(f"version_1/{names.shard_name(0, 1, job.attempt)}", 3)
                 upload.write_at(0, memoryview(b"abc"))
                 upload.commit()
-                store.inner.put(f"version_1/{names.index_name(0, 1, half.attempt)}", 3)
-                ended.append(half)
+                store.inner.put(f"version_1/{names.index_name(0, 1, job.attempt)}", 3)
+                jobs.append(job)
 
         store.before = store.after = act
-        removed = Run(store).sweep(grace=0, now=time.time() + YEAR).removed
+        removed = Run(store).sweep(grace=0, now=time.time() + YEAR_SECONDS).removed
         assert [key for key in removed if "00000000000a" not in key] == []
-        if not ended:
+        if not jobs:
             assert at > 5
             return
-    pytest.fail("no end to the calls")
+    pytest.fail("the sweep makes more calls than expected")
 
 
-HELD = """
+SAVE_THAT_HANGS = """
 import sys, time
 from holdfast.engine.snapshot import pins
 from holdfast.engine.saving.job import VersionMetadata
@@ -260,26 +262,26 @@ from holdfast.buffers import shared_pool
 from holdfast.storage.local import LocalStore
 from tests.trainings import state_after
 store = LocalStore(sys.argv[1])
-place, metadata = Location(store, "version_1"), VersionMetadata(step=1)
-job = begin_save(place, state_after(1), metadata, shared_pool(), stage_now=False)
+location, metadata = Location(store, "version_1"), VersionMetadata(step=1)
+job = begin_save(location, state_after(1), metadata, shared_pool(), stage_now=False)
 pins.create_pin(job.location, job.attempt)
 with store.put(f"version_1/shard-00000-of-00001.{job.attempt}.safetensors", 5) as upload:
     upload.write_at(0, memoryview(b"12345"))
     upload.commit()
-half = store.put(f"version_1/shard-00000-of-00001.{job.attempt}.index.json", 9)
+unfinished = store.put(f"version_1/shard-00000-of-00001.{job.attempt}.index.json", 9)
 print("held", flush=True)
 time.sleep(60)
 """
 
 
-def test_a_pin_protects_while_its_process_lives_and_no_longer(tmp_path: Path) -> None:
+def test_a_pin_protects_files_only_while_its_process_lives(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
-    command = [sys.executable, "-c", HELD, str(tmp_path / "run")]
-    with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", SAVE_THAT_HANGS, str(tmp_path / "run")]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"held\n"
-            swept = Run(store).sweep(grace=0, now=time.time() + YEAR)
+            swept = Run(store).sweep(grace=0, now=time.time() + YEAR_SECONDS)
             assert swept.removed == []
             assert {why for _, why in swept.kept} == {"a save is in progress"}
         finally:

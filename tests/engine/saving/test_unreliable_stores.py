@@ -1,4 +1,4 @@
-"""Saves to stores that answer late, twice, or not at all."""
+"""Saves to stores that answer late or not at all, or that receive each request twice."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import initial_state, train, train_step
 
 
-def lost(method: str, part: str) -> Callable[[str, str], None]:
-    """Raises ``Unavailable`` at calls of ``method`` with ``part`` in the key."""
+def lose_answer(method: str, part: str) -> Callable[[str, str], None]:
+    """Return a function that raises ``Unavailable`` for calls of ``method`` with ``part`` in the
+    key."""
 
     def act(called: str, key: str) -> None:
         if called == method and part in key:
@@ -36,7 +37,7 @@ def lost(method: str, part: str) -> Callable[[str, str], None]:
 
 
 @pytest.mark.parametrize(
-    ("method", "part", "there"),
+    ("method", "part", "committed"),
     [
         ("put_if_absent", "pin-", False),
         ("put", ".safetensors", False),
@@ -47,18 +48,19 @@ def lost(method: str, part: str) -> Callable[[str, str], None]:
         ("put_if_absent", MANIFEST, True),
     ],
 )
-def test_an_answer_that_never_comes_fails_the_save(method: str, part: str, there: bool) -> None:
-    """The call is made, its answer lost, and the store (against its contract) says so."""
+def test_a_lost_answer_fails_the_save(method: str, part: str, committed: bool) -> None:
+    """The call succeeds, but its answer is lost, and the store raises an error. This violates the
+    contract of a store."""
     store = HookedStore(MemoryStore())
-    store.after = lost(method, part)
+    store.after = lose_answer(method, part)
     with pytest.raises(Unavailable) as caught:
         save(store, 1)
-    assert (caught.value.fields.get("outcome") == "unknown") is there
+    assert (caught.value.fields.get("outcome") == "unknown") is committed
     store.after = lambda method, key: None
     assert not [key for key in keys(store) if "pin-" in key]
     versions = Run(store).listing().versions
-    assert bool(versions) is there
-    if there:
+    assert bool(versions) is committed
+    if committed:
         assert "holdfast ls" in str(caught.value)
         with pytest.raises(AlreadyExists):
             save(store, 1)
@@ -67,17 +69,17 @@ def test_an_answer_that_never_comes_fails_the_save(method: str, part: str, there
     assert check_promises(store, [1]) == [1]
 
 
-def test_a_lost_answer_to_the_delete_of_a_pin_fails_no_save() -> None:
+def test_a_lost_answer_to_the_deletion_of_a_pin_does_not_fail_the_save() -> None:
     store = HookedStore(MemoryStore())
-    store.after = lost("delete", "pin-")
-    told: list[str] = []
-    with events.attach(lambda name, fields: told.append(name)):
+    store.after = lose_answer("delete", "pin-")
+    emitted: list[str] = []
+    with events.attach(lambda name, fields: emitted.append(name)):
         assert save(store, 1).verify().ok
-    assert told == ["staged", "pin_left", "committed"]
+    assert emitted == ["staged", "pin_left", "committed"]
 
 
-def test_every_call_is_made_twice() -> None:
-    """As a proxy that repeats requests does it."""
+def test_a_save_succeeds_if_every_call_is_made_twice() -> None:
+    """A proxy may repeat requests in this way."""
     store = HookedStore(MemoryStore())
 
     class Twice(HookedStore):
@@ -93,7 +95,7 @@ def test_every_call_is_made_twice() -> None:
     assert check_promises(store, [1]) == [1]
 
 
-def test_a_manifest_that_is_seen_late_is_not_replaced() -> None:
+def test_a_manifest_that_becomes_visible_late_is_not_replaced() -> None:
     store = HookedStore(MemoryStore())
     first = save(store, 1)
 
@@ -108,9 +110,9 @@ def test_a_manifest_that_is_seen_late_is_not_replaced() -> None:
     assert Run(store).open(first.version).digest == first.digest
 
 
-def test_a_shard_that_is_seen_late_commits_nothing() -> None:
+def test_nothing_is_committed_if_a_shard_becomes_visible_late() -> None:
     store = HookedStore(MemoryStore())
-    store.before = lost_shard
+    store.before = hide_shards
     with pytest.raises(CommitError, match="no such file"):
         save(store, 1)
     store.before = lambda method, key: None
@@ -119,13 +121,13 @@ def test_a_shard_that_is_seen_late_commits_nothing() -> None:
     check_promises(store, [1])
 
 
-def lost_shard(method: str, key: str) -> None:
+def hide_shards(method: str, key: str) -> None:
     if method == "stat" and key.endswith(".safetensors"):
         raise NotFound(f"There is no {key} yet", key=key, store="memory://")
 
 
-def test_shards_of_another_length_commit_nothing() -> None:
-    """A folder that is not the same one for the process that commits."""
+def test_nothing_is_committed_if_a_shard_has_the_wrong_length() -> None:
+    """This happens if the process that commits sees another folder than the process that wrote."""
     store = HookedStore(MemoryStore())
     inner = store.inner
 
@@ -139,7 +141,7 @@ def test_shards_of_another_length_commit_nothing() -> None:
     assert Run(inner).listing().versions == []
 
 
-def test_a_slow_store_and_one_that_answers_after_a_while() -> None:
+def test_saves_to_a_slow_store_succeed_after_a_wait_timed_out() -> None:
     store = HookedStore(MemoryStore())
     answer = threading.Event()
     store.before = lambda method, key: answer.wait(20) if method == "commit" else time.sleep(0.002)
@@ -158,12 +160,12 @@ def test_a_slow_store_and_one_that_answers_after_a_while() -> None:
     assert check_promises(store, [1, 2, 3]) == [1, 2, 3]
 
 
-def test_a_store_that_is_down_at_resume_is_no_damage() -> None:
+def test_resume_does_not_treat_an_unavailable_store_as_damage() -> None:
     store = HookedStore(MemoryStore())
     for step in (1, 2):
         save(store, step)
     for method in ("get", "stat", "get_range", "list"):
-        store.before = lost(method, "")
+        store.before = lose_answer(method, "")
         ckpt = holdfast.Checkpointer(store, initial_state())
         with pytest.raises(Unavailable):
             ckpt.resume()
@@ -175,11 +177,11 @@ def test_a_store_that_is_down_at_resume_is_no_damage() -> None:
         ckpt.close()
 
 
-def test_an_unknown_outcome_of_a_checkpointers_save_is_settled_by_resume() -> None:
+def test_a_checkpointer_continues_after_a_save_with_an_unknown_outcome() -> None:
     store = HookedStore(MemoryStore())
     state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
-    store.after = lost("put_if_absent", MANIFEST)
+    store.after = lose_answer("put_if_absent", MANIFEST)
     train(state, ckpt, 1)
     with pytest.raises(Unavailable):
         ckpt.wait()
@@ -189,12 +191,12 @@ def test_an_unknown_outcome_of_a_checkpointers_save_is_settled_by_resume() -> No
     assert check_promises(store, [1, 2]) == [1, 2]
 
 
-def test_a_save_of_unknown_outcome_is_found_when_it_is_tried_again() -> None:
+def test_a_retry_finds_the_version_of_a_save_with_an_unknown_outcome() -> None:
     store = HookedStore(MemoryStore())
     state = initial_state()
     ckpt = holdfast.Checkpointer(store, state, save=EverySteps(100))
     train(state, ckpt, 1)
-    store.after = lost("put_if_absent", MANIFEST)
+    store.after = lose_answer("put_if_absent", MANIFEST)
     with pytest.raises(Unavailable, match="unknown whether this version was committed"):
         ckpt.save()
     store.after = lambda method, key: None
@@ -208,7 +210,7 @@ def test_a_save_of_unknown_outcome_is_found_when_it_is_tried_again() -> None:
     assert check_promises(store, [1, 2]) == [1, 2]
 
 
-def test_a_version_of_another_job_is_not_taken_for_our_own() -> None:
+def test_a_version_of_another_training_is_not_mistaken_for_one_of_this_training() -> None:
     store = MemoryStore()
     state = initial_state()
     with holdfast.Checkpointer(store, state, save=EverySteps(100)) as ckpt:
@@ -221,7 +223,7 @@ def test_a_version_of_another_job_is_not_taken_for_our_own() -> None:
     assert check_promises(store, [1, 2]) == [1, 2]
 
 
-def test_what_is_refused_leaves_nothing() -> None:
+def test_a_refused_state_leaves_no_files() -> None:
     store = MemoryStore()
     with pytest.raises(holdfast.errors.Unsupported, match="bad"):
         finish_save(

@@ -1,4 +1,4 @@
-"""Snapshots of several shards, cut by hand as no saver needs to: from one that was saved whole."""
+"""Helpers that write a snapshot again with other shards, in layouts that no save produces."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from holdfast.format.safetensors import build_header
 from holdfast.types import DTYPES, Box
 
 Layout = Callable[[str, tuple[int, ...]], Sequence[tuple[int, Box]]]
-"""For a leaf, by key and shape: its boxes, each with the number of the shard that holds it."""
+"""Maps the key and the shape of a leaf to its boxes, each with the number of its shard."""
 
 
 def split_rows(shards: int) -> Layout:
-    """As FSDP2 cuts: dimension 0 into even parts; what has none lies in the first shard."""
+    """Return a layout that splits dimension 0 evenly, like FSDP2. A leaf without dimensions or
+    elements goes to the first shard."""
     return _split_dim(0, shards)
 
 
 def split_columns(shards: int) -> Layout:
-    """As tensor parallel layers are cut: the last dimension."""
+    """Return a layout that splits the last dimension, like tensor-parallel layers."""
     return _split_dim(-1, shards)
 
 
 def _split_dim(dim: int, shards: int) -> Layout:
-    def cut(key: str, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+    def split(key: str, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
         if not shape or 0 in shape:
             return [(0, Box.whole(shape))]
         d, boxes = dim % len(shape), []
@@ -54,17 +55,17 @@ def _split_dim(dim: int, shards: int) -> Layout:
                 boxes.append((n, Box(tuple(offsets), tuple(sizes))))
         return boxes
 
-    return cut
+    return split
 
 
 def index_columns(leaves: Sequence[IndexLeaf]) -> LeafColumns:
-    """Leaves as an index has them."""
-    kinds = [tuple(getattr(leaf, name) for leaf in leaves) for name in ("key", "dtype", "shape")]
-    return build_columns(leaves, SchemaCache().add(*kinds))
+    """Return the leaves in the form that an index uses."""
+    schema = [tuple(getattr(leaf, name) for leaf in leaves) for name in ("key", "dtype", "shape")]
+    return build_columns(leaves, SchemaCache().add(*schema))
 
 
 def read_elements(snapshot: Snapshot, key: str) -> np.ndarray:
-    """A leaf as an array of opaque elements."""
+    """Read a leaf as an array of opaque elements."""
     dtype, shape = snapshot.leaves[key]
     opaque = f"V{DTYPES[dtype].itemsize}"
     into = np.zeros(shape, opaque)
@@ -77,15 +78,17 @@ def read_elements(snapshot: Snapshot, key: str) -> np.ndarray:
 def write_resharded(
     snapshot: Snapshot, location: Location, layout: Layout, shards: int
 ) -> Snapshot:
-    """Write the snapshot anew at ``place``, its leaves cut as ``layout`` says."""
+    """Write the snapshot again at ``location``, with its leaves split by ``layout``."""
     attempt = new_attempt()
-    held: list[list[LeafBox]] = [[] for _ in range(shards)]
+    boxes_by_shard: list[list[LeafBox]] = [[] for _ in range(shards)]
     for key, (dtype, shape) in snapshot.leaves.items():
         for n, box in layout(key, shape):
-            held[n].append(LeafBox(key, dtype, shape, box))
+            boxes_by_shard[n].append(LeafBox(key, dtype, shape, box))
     values = {key: read_elements(snapshot, key) for key in snapshot.leaves}
-    made = [_write_shard(values, location, n, attempt, held) for n in range(shards)]
-    manifest = replace(snapshot.manifest, attempt=attempt, shards=made)
+    shard_entries = [
+        _write_shard(values, location, n, attempt, boxes_by_shard) for n in range(shards)
+    ]
+    manifest = replace(snapshot.manifest, attempt=attempt, shards=shard_entries)
     location.store.put_if_absent(location.key(MANIFEST), encode_manifest(manifest)[0])
     return open_location(location)
 
@@ -97,11 +100,11 @@ def _write_shard(
     attempt: str,
     boxes_by_shard: list[list[LeafBox]],
 ) -> Shard:
-    holdings = boxes_by_shard[number]
-    header = build_header(full_shard_entries(holdings))
-    cuts = chunk_cuts(len(header), np.array([h.nbytes for h in holdings], np.int64))
+    leaf_boxes = boxes_by_shard[number]
+    header = build_header(full_shard_entries(leaf_boxes))
+    cuts = chunk_cuts(len(header), np.array([h.nbytes for h in leaf_boxes], np.int64))
     raw, leaves = bytearray(header), {}
-    for h in holdings:
+    for h in leaf_boxes:
         leaf = leaves.setdefault(h.key, IndexLeaf(h.key, h.dtype, h.shape, []))
         leaf.boxes.append(IndexBox(h.box.offsets, h.box.sizes, len(raw)))
         raw += values[h.key][h.box.slices((0,) * len(h.shape))].tobytes()

@@ -1,4 +1,4 @@
-"""Comparing leaves: digests first, then bytes, in pieces."""
+"""The comparison of leaves: by digests first, then by bytes, in pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def distance(a: object, b: object) -> tuple[int, float | None]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int8", "int64"])
-def test_numbers_differ_by_so_much(dtype: str) -> None:
+def test_the_number_of_differences_and_the_largest_one_are_returned(dtype: str) -> None:
     a = np.arange(6, dtype=dtype)
     b = a.copy()
     b[2] += 3
@@ -34,25 +34,25 @@ def test_numbers_differ_by_so_much(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint64", "int64", "int16"])
-def test_integers_at_both_ends_do_not_overflow(dtype: str) -> None:
+def test_the_difference_of_the_extreme_integers_does_not_overflow(dtype: str) -> None:
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
     a, b = np.array([low], dtype), np.array([high], dtype)
     assert distance(a, b) == (1, float(int(high) - int(low)))
 
 
-def test_bfloat16_counts_without_torch_dtypes() -> None:
+def test_bfloat16_values_are_compared_as_numbers() -> None:
     a = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     assert distance(a, a + torch.tensor([0.0, 0.5], dtype=torch.bfloat16)) == (1, 0.5)
 
 
-def test_what_numpy_cannot_count_with_is_compared_by_bytes() -> None:
+def test_dtypes_without_numpy_arithmetic_are_compared_by_bytes() -> None:
     a = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
     b = torch.tensor([1.0, 3.0]).to(torch.float8_e4m3fn)
     assert distance(a, b) == (1, None)
     assert distance(np.array([True]), np.array([False])) == (1, None)
 
 
-def test_nan_is_told_and_the_same_nan_is_equal() -> None:
+def test_equal_nans_are_equal_and_a_nan_makes_the_largest_difference_nan() -> None:
     nan = np.array([np.nan, 1.0])
     assert distance(nan, nan.copy()) == (0, None)
     differing, largest = distance(nan, np.array([0.0, 1.0]))
@@ -61,7 +61,7 @@ def test_nan_is_told_and_the_same_nan_is_equal() -> None:
     assert isnan(largest)
 
 
-def test_zeros_of_both_signs_differ_by_nothing() -> None:
+def test_zeros_of_both_signs_are_different_with_a_difference_of_zero() -> None:
     assert distance(np.array([0.0]), np.array([-0.0])) == (1, 0.0)
 
 
@@ -71,15 +71,15 @@ def test_large_leaves_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     b = a.copy()
     b[3, 4, 2] += 7
     b[6, 10, 4] -= 2
-    told: list[int] = []
+    compared: list[int] = []
     x, y = saved(a), saved(b)
-    found = compare_bytes(x, y, [("x", "x")], told.append)["x", "x"]
+    found = compare_bytes(x, y, [("x", "x")], compared.append)["x", "x"]
     assert (found.elements, found.differing, found.largest) == (385, 2, 7.0)
-    assert sum(told) == a.nbytes
-    assert max(told) <= 1000
+    assert sum(compared) == a.nbytes
+    assert max(compared) <= 1000
 
 
-def test_digests_tell_only_what_is_equal() -> None:
+def test_leaves_with_different_digests_are_not_reported_as_equal() -> None:
     a = holdfast.save(MemoryStore(), {"x": np.zeros(70000), "y": np.ones(70000)})
     b = holdfast.save(MemoryStore(), {"x": np.zeros(70000), "y": np.zeros(70000)})
     pairs = [("x", "x"), ("y", "y"), ("x", "y")]

@@ -1,4 +1,4 @@
-"""Bytes of tensors that tell of a change that PyTorch does not see."""
+"""Fingerprints of tensors, which detect changes that PyTorch does not count."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from holdfast.engine.state.fingerprint import Fingerprint
 from tests.engine.states import TORCH_DTYPES, random_tensor
 
 
-@pytest.fixture(params=["near", "far"])
+@pytest.fixture(params=["cpu", "device"])
 def make(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Fingerprint]:
-    """Samples of tensors on the CPU, also in the way that those of accelerators are taken."""
+    """Return a function that makes a fingerprint of CPU tensors. It samples them either as CPU
+    tensors or as tensors on an accelerator."""
 
     def made(tensors: list[torch.Tensor]) -> Fingerprint:
         found = Fingerprint(tensors)
-        if request.param == "far":
+        if request.param == "device":
             found._cpu_windows, found._device_tensors = [], [t for t in tensors if not t.is_conj()]
         found.record()
         return found
@@ -49,7 +50,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_a_change_of_all_elements_differs_and_one_of_the_others_does_not(
+def test_only_changes_of_the_fingerprinted_elements_are_detected(
     make: Callable[..., Fingerprint], dtype: torch.dtype, shape: Callable[..., torch.Tensor]
 ) -> None:
     whole = random_tensor(dtype, (16, 12))
@@ -75,7 +76,7 @@ def test_a_change_of_all_elements_differs_and_one_of_the_others_does_not(
 
 
 @given(st.integers(1, 3000), st.data())
-def test_the_beginning_the_middle_and_the_end_of_each_are_looked_at(n: int, data: Any) -> None:
+def test_changes_at_the_beginning_middle_and_end_are_detected(n: int, data: Any) -> None:
     tensors = [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
     found = Fingerprint(tensors)
     found.record()
@@ -84,7 +85,7 @@ def test_the_beginning_the_middle_and_the_end_of_each_are_looked_at(n: int, data
     assert found.has_changed()
 
 
-def test_no_memory_is_kept_alive_by_it(make: Callable[..., Fingerprint]) -> None:
+def test_a_fingerprint_keeps_no_tensor_memory_alive(make: Callable[..., Fingerprint]) -> None:
     memory = np.zeros(100)
     t = torch.nn.Parameter(torch.from_numpy(memory))
     found = make([t])
@@ -96,8 +97,8 @@ def test_no_memory_is_kept_alive_by_it(make: Callable[..., Fingerprint]) -> None
     assert old() is None
 
 
-def test_of_many_on_an_accelerator_some_from_first_to_last() -> None:
-    class Far:
+def test_a_limited_number_of_device_tensors_is_sampled() -> None:
+    class DeviceTensor:
         is_cpu = False
 
         def is_conj(self) -> bool:
@@ -106,14 +107,14 @@ def test_of_many_on_an_accelerator_some_from_first_to_last() -> None:
         is_neg = is_conj
 
     for n in (0, 1, 255, 256, 257, 5000):
-        tensors: Any = [Far() for _ in range(n)]
+        tensors: Any = [DeviceTensor() for _ in range(n)]
         taken = Fingerprint(tensors)._device_tensors
         assert len(taken) <= fingerprint._MAX_DEVICE_TENSORS
         assert len(taken) >= min(n, fingerprint._MAX_DEVICE_TENSORS // 2)
         assert taken[:1] == tensors[:1]
 
 
-def test_nan_is_no_change(make: Callable[..., Fingerprint]) -> None:
+def test_an_unchanged_nan_is_no_change(make: Callable[..., Fingerprint]) -> None:
     t = torch.full((50,), torch.nan)
     found = make([t])
     assert not found.has_changed()
@@ -121,7 +122,7 @@ def test_nan_is_no_change(make: Callable[..., Fingerprint]) -> None:
     assert found.has_changed()
 
 
-def test_a_program_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprints_work_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.lazy_torch.torch_or_none", lambda: None)
     found = Fingerprint(())
     found.record()

@@ -1,4 +1,4 @@
-"""Any state in, faithfully, or refused by name: tensors, arrays and plain values."""
+"""Tensors, arrays, and plain values are saved and restored exactly, or refused by their key."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ pytestmark = [
 ]
 
 
-def refused(value, words=None):
-    """The value is refused by key and type, and nothing is written."""
-    at = unused_url()
-    with pytest.raises(Unsupported, match=words) as e:
-        holdfast.save(at, {"fine": torch.ones(2), "a": {"b": value}})
+def assert_refused(value, message=None):
+    """Assert that the error names the key and contains ``message``, and that nothing is written.
+    Return the message of the error."""
+    url = unused_url()
+    with pytest.raises(Unsupported, match=message) as e:
+        holdfast.save(url, {"fine": torch.ones(2), "a": {"b": value}})
     assert "'a/b" in str(e.value)
     assert e.value.leaf.startswith("a/b")
-    store = holdfast.open_store(at.rpartition("/")[0])
+    store = holdfast.open_store(url.rpartition("/")[0])
     assert list(store.list("")) == []
     with pytest.raises(NotFound):
-        holdfast.load(at)
+        holdfast.load(url)
     return str(e.value)
 
 
@@ -55,7 +56,7 @@ def refused(value, words=None):
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
-def test_every_dtype_keeps_every_bit(dtype, local, tmp_path):
+def test_tensors_of_every_dtype_are_restored_bit_for_bit(dtype, local, tmp_path):
     state = {
         "vector": random_tensor(dtype, (257,)),
         "matrix": random_tensor(dtype, (5, 7), 1),
@@ -68,9 +69,9 @@ def test_every_dtype_keeps_every_bit(dtype, local, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-def test_every_dtype_goes_into_live_memory_of_any_strides(dtype):
+def test_every_dtype_is_loaded_into_live_tensors_with_any_strides(dtype):
     t = random_tensor(dtype, (4, 6, 10))
-    at = save_state({"a": t, "b": t, "c": t[:, :, 0]})
+    url = save_state({"a": t, "b": t, "c": t[:, :, 0]})
     base_a = torch.zeros(t.numel() * dtype.itemsize, dtype=torch.uint8).view(dtype)
     base_b = torch.zeros(t.numel() * dtype.itemsize, dtype=torch.uint8).view(dtype)
     base_c = torch.zeros(24 * 3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
@@ -79,14 +80,15 @@ def test_every_dtype_goes_into_live_memory_of_any_strides(dtype):
         "b": base_b.view(10, 4, 6).permute(1, 2, 0),
         "c": base_c.view(4, 6, 3)[:, :, 1],
     }
-    places = [v.data_ptr() for v in live.values()]
-    holdfast.load(at, into=live)
+    addresses = [v.data_ptr() for v in live.values()]
+    holdfast.load(url, into=live)
     assert_same({"a": t, "b": t, "c": t[:, :, 0]}, live)
-    assert [v.data_ptr() for v in live.values()] == places
-    assert not base_c.view(torch.uint8).view(24, 3, -1)[:, 0::2].any()  # nothing beside it
+    assert [v.data_ptr() for v in live.values()] == addresses
+    # The memory between the elements of "c" is unchanged.
+    assert not base_c.view(torch.uint8).view(24, 3, -1)[:, 0::2].any()
 
 
-def test_views_are_kept_by_their_values():
+def test_views_are_saved_by_their_values():
     base = torch.arange(2 * 3 * 4 * 4, dtype=torch.float32).reshape(2, 3, 4, 4)
     z = torch.randn(3, 4, dtype=torch.complex64)
     state = {
@@ -111,17 +113,17 @@ def test_views_are_kept_by_their_values():
 
 
 @pytest.mark.parametrize("view", ["conj", "neg"])
-def test_live_conjugate_and_negative_views_are_written_through(view):
+def test_loads_into_live_conjugate_and_negative_views_change_their_base(view):
     z = torch.randn(4, 5, dtype=torch.complex64)
-    at = save_state({"z": z})
+    url = save_state({"z": z})
     memory = torch.zeros(4, 5, dtype=torch.complex64)
     live = memory.conj() if view == "conj" else torch._neg_view(memory)
-    holdfast.load(at, into={"z": live})
+    holdfast.load(url, into={"z": live})
     assert_same_tensor(z, live)
     assert_same_tensor(z.conj() if view == "conj" else -z, memory)
 
 
-def test_requires_grad_and_parameter_are_no_part_of_a_state():
+def test_requires_grad_and_the_parameter_type_are_not_saved():
     state = {"p": nn.Parameter(torch.ones(3)), "t": torch.ones(3, requires_grad=True)}
     made = round_trip(state)
     assert [type(v) for v in made.values()] == [torch.Tensor] * 2
@@ -137,23 +139,23 @@ def test_requires_grad_and_parameter_are_no_part_of_a_state():
     assert_same(state["p"].detach(), p.detach())
 
 
-def test_a_tied_tensor_is_written_once_and_comes_back_as_one():
+def test_a_tied_tensor_is_written_once_and_loaded_as_one_tensor():
     t = torch.randn(100, 10)
-    at = save_state({"a": t, "b": t, "c": [t.view(100, 10)], "other": t[:50], "flat": t.view(-1)})
-    snapshot = holdfast.open(at)
+    url = save_state({"a": t, "b": t, "c": [t.view(100, 10)], "other": t[:50], "flat": t.view(-1)})
+    snapshot = holdfast.open(url)
     assert set(snapshot.leaves) == {"a", "other", "flat"}
-    made = holdfast.load(at)
+    made = holdfast.load(url)
     assert made["a"] is made["b"] is made["c"][0]
     assert made["flat"].data_ptr() != made["a"].data_ptr()
     assert_same_tensor(t[:50], made["other"])
 
 
-def test_overlapping_views_go_back_into_overlapping_views():
+def test_overlapping_views_are_loaded_into_overlapping_views():
     t = torch.arange(20.0)
     make = lambda t: {"all": t, "first": t[:15], "last": t[5:], "bits": t.view(torch.int32)}  # noqa: E731
-    at = save_state(make(t))
+    url = save_state(make(t))
     live = make(torch.zeros(20))
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert_same(make(t), live)
 
 
@@ -188,7 +190,7 @@ def sparse_tensors():
 @pytest.mark.parametrize(
     "name", ["coo", "coalesced", "hybrid", "empty", "complex", "bf16", "csr", "csc", "bsr", "bsc"]
 )
-def test_sparse_tensors(name):
+def test_sparse_tensors_are_restored(name):
     t = sparse_tensors()[name]
     made = round_trip({"t": t, "again": [t]})
     assert_same_tensor(t, made["t"])
@@ -199,44 +201,44 @@ def test_sparse_tensors(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_without_plain_bytes_are_refused_by_name():
-    refused(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized")
-    refused(torch.empty(3, device="meta"), "meta tensor")
-    refused(nn.Parameter(torch.empty(3, device="meta")), "meta tensor")
+def test_tensors_without_plain_bytes_are_refused():
+    assert_refused(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized")
+    assert_refused(torch.empty(3, device="meta"), "meta tensor")
+    assert_refused(nn.Parameter(torch.empty(3, device="meta")), "meta tensor")
     parts = [torch.ones(2), torch.ones(3)]
-    refused(torch.nested.nested_tensor(parts), "nested")
-    refused(torch.nested.nested_tensor(parts, layout=torch.jagged), "subclass of Tensor")
-    refused(torch.ones(3).to_mkldnn(), "opaque")
-    refused(nn.LazyLinear(3).weight, "UninitializedParameter")
-    refused(torch.empty(4, dtype=torch.uint4), "uint4")
+    assert_refused(torch.nested.nested_tensor(parts), "nested")
+    assert_refused(torch.nested.nested_tensor(parts, layout=torch.jagged), "subclass of Tensor")
+    assert_refused(torch.ones(3).to_mkldnn(), "opaque")
+    assert_refused(nn.LazyLinear(3).weight, "UninitializedParameter")
+    assert_refused(torch.empty(4, dtype=torch.uint4), "uint4")
 
-    class Mine(torch.Tensor):
+    class TensorSubclass(torch.Tensor):
         pass
 
-    refused(torch.ones(2).as_subclass(Mine), "Mine")
+    assert_refused(torch.ones(2).as_subclass(TensorSubclass), "TensorSubclass")
 
 
 def test_a_tensor_whose_memory_was_freed_is_refused():
     t = torch.ones(1000)
     t.untyped_storage().resize_(0)
-    refused(t, "memory")
-    refused(torch._efficientzerotensor(3), "memory")
+    assert_refused(t, "memory")
+    assert_refused(torch._efficientzerotensor(3), "memory")
 
 
-def test_int4_packed_in_bytes():
+def test_int4_values_that_are_packed_in_bytes_are_restored():
     packed = torch.randint(0, 256, (64, 32), dtype=torch.uint8)
     assert_same({"packed": packed}, round_trip({"packed": packed}))
 
 
 # -- arrays --------------------------------------------------------------------------------------
 
-record = np.dtype(
+RECORD_DTYPE = np.dtype(
     [("id", ">u4"), ("at", "<M8[ms]"), ("box", "f4", (2, 3)), ("in", [("x", "i2"), ("s", "U3")])]
 )
 
 
 def arrays():
-    r = np.zeros(3, record)
+    r = np.zeros(3, RECORD_DTYPE)
     r["id"], r["box"], r["in"]["s"] = [1, 2, 3], np.arange(18).reshape(3, 2, 3), ["a", "é", ""]
     r["at"] = np.datetime64("2024-02-29T12:00:00.123")
     made = {
@@ -269,7 +271,7 @@ def arrays():
 
 
 @pytest.mark.parametrize("name", arrays())
-def test_arrays(name):
+def test_arrays_are_restored(name):
     state = {"a": arrays()[name]}
     made = round_trip(state)
     assert_same(state, made)
@@ -281,26 +283,26 @@ def test_arrays(name):
     assert live["a"] is target
 
 
-def test_arrays_that_are_refused():
-    refused(np.array([object()]), "dtype object")
-    refused(np.array([None]), "dtype object")
-    refused(np.zeros(2, [("a", "i4"), ("b", "O")]), "cannot be saved faithfully")
-    refused(np.ma.masked_array([1, 2], [0, 1]), "MaskedArray")
-    refused(np.rec.array([(1, 2.0)]), "recarray")
+def test_arrays_that_are_not_plain_bytes_are_refused():
+    assert_refused(np.array([object()]), "dtype object")
+    assert_refused(np.array([None]), "dtype object")
+    assert_refused(np.zeros(2, [("a", "i4"), ("b", "O")]), "cannot be saved faithfully")
+    assert_refused(np.ma.masked_array([1, 2], [0, 1]), "MaskedArray")
+    assert_refused(np.rec.array([(1, 2.0)]), "recarray")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        refused(np.matrix([[1, 2]]), "matrix")
-    refused(np.array(["a"], np.dtypes.StringDType()), "StringDType")
+        assert_refused(np.matrix([[1, 2]]), "matrix")
+    assert_refused(np.array(["a"], np.dtypes.StringDType()), "StringDType")
     overlap = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]})
-    refused(np.zeros(2, overlap), "dtype")
-    refused(np.zeros(2, np.dtype("f8", metadata={"unit": "m"})), "dtype float64")
+    assert_refused(np.zeros(2, overlap), "dtype")
+    assert_refused(np.zeros(2, np.dtype("f8", metadata={"unit": "m"})), "dtype float64")
     inner = np.dtype("f8", metadata={"unit": "m"})
-    refused(np.zeros(2, [("a", inner)]), "are not plain bytes")
-    refused(np.zeros(2, [("a", inner, (2,))]), "are not plain bytes")
+    assert_refused(np.zeros(2, [("a", inner)]), "are not plain bytes")
+    assert_refused(np.zeros(2, [("a", inner, (2,))]), "are not plain bytes")
 
 
-def test_a_memmap_is_refused_by_name(tmp_path):
-    refused(np.memmap(tmp_path / "x", np.uint8, "w+", shape=(3,)), "memmap")
+def test_a_memmap_is_refused(tmp_path):
+    assert_refused(np.memmap(tmp_path / "x", np.uint8, "w+", shape=(3,)), "memmap")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ def test_a_memmap_is_refused_by_name(tmp_path):
     ],
     ids=repr,
 )
-def test_numpy_scalars(value):
+def test_numpy_scalars_are_restored(value):
     state = {"a": value, "b": [value]}
     assert_same(state, round_trip(state))
     live = {"a": type(value)(0) if value.dtype.kind in "biufc" else value, "b": [None]}
@@ -334,7 +336,7 @@ def test_numpy_scalars(value):
     assert_same(state, live)
 
 
-def test_a_record_scalar_can_still_be_changed():
+def test_a_loaded_record_scalar_is_writable():
     made = round_trip({"a": arrays()["record"][1]})["a"]
     made["id"] = 77
     assert made["id"] == 77
@@ -343,7 +345,7 @@ def test_a_record_scalar_can_still_be_changed():
 # -- plain values --------------------------------------------------------------------------------
 
 
-def test_plain_values_come_back_as_they_were():
+def test_plain_values_are_restored_exactly():
     state = {
         "none": None,
         "bools": [True, False, 1, 0],
@@ -367,7 +369,7 @@ def test_plain_values_come_back_as_they_were():
     assert_same(state, round_trip(state))
 
 
-def test_keys_of_dicts():
+def test_dict_keys_of_many_types_are_restored():
     state = {
         1: "int",
         "1": "text",
@@ -412,11 +414,11 @@ def saved_keys(state):
     return holdfast.open(save_state(state)).keys()
 
 
-def test_keys_that_are_equal_as_text_are_told_apart_whatever_their_order():
-    at = save_state({"x": {1: torch.ones(2), "1": torch.zeros(2)}})
-    assert holdfast.open(at).keys() == ["x/1", "x/1~2"]
+def test_keys_with_equal_text_are_distinguished_in_any_order():
+    url = save_state({"x": {1: torch.ones(2), "1": torch.zeros(2)}})
+    assert holdfast.open(url).keys() == ["x/1", "x/1~2"]
     live = {"x": {"1": torch.full((2,), 5.0), 1: torch.full((2,), 5.0)}}
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert live["x"][1].tolist() == [1, 1]
     assert live["x"]["1"].tolist() == [0, 0]
 
@@ -530,73 +532,74 @@ class MyOrdered(OrderedDict):
     ],
     ids=lambda v: type(v).__name__,
 )
-def test_what_is_no_plain_value_is_refused_by_key_and_type(value):
+def test_the_error_for_an_unsupported_value_names_its_key_and_type(value):
     kind = type(value).__qualname__
-    assert kind in refused(value)
-    assert "'a/b/0'" in refused([value])
-    assert "'a/b/in'" in refused(OrderedDict({"in": value}))
+    assert kind in assert_refused(value)
+    assert "'a/b/0'" in assert_refused([value])
+    assert "'a/b/in'" in assert_refused(OrderedDict({"in": value}))
 
 
 @pytest.mark.parametrize("key", [Colour.RED, Level.LOW, Pair(1, 2), MyStr("a"), int, "\ud800"])
-def test_keys_of_dicts_that_are_refused(key):
-    refused({key: 1}, "key of a dict|surrogate")
-    refused({key}, "key of a dict|surrogate")
+def test_unsupported_dict_keys_are_refused(key):
+    assert_refused({key: 1}, "key of a dict|surrogate")
+    assert_refused({key}, "key of a dict|surrogate")
 
 
-def test_text_that_has_no_utf8_is_refused():
-    refused({"a\ud800": 1, "\udc00b": 2}, "surrogate")  # no pair: these are two keys
-    refused("\ud800", "surrogate")
-    refused(["a\udfff"], "surrogate")
+def test_text_that_is_not_valid_unicode_is_refused():
+    assert_refused({"a\ud800": 1, "\udc00b": 2}, "surrogate")  # two keys, which do not form a pair
+    assert_refused("\ud800", "surrogate")
+    assert_refused(["a\udfff"], "surrogate")
 
 
-def test_dicts_with_attributes_of_their_own_are_refused():
+def test_dicts_with_extra_attributes_are_refused():
     made = OrderedDict(a=1)
     made.more = 1
-    refused(made, "more")
+    assert_refused(made, "more")
     counter = Counter("ab")
     counter.more = 1
-    refused(counter, "more")
+    assert_refused(counter, "more")
 
 
-def test_what_contains_itself_is_refused():
+def test_values_that_contain_themselves_are_refused():
     one = []
     one.append(one)
-    refused(one, "or contains itself")
+    assert_refused(one, "or contains itself")
     two = []
     two += [two, two]
-    refused(two, "or contains itself")
+    assert_refused(two, "or contains itself")
     three = {"x": {}}
     three["x"]["up"] = [three, three]
-    refused(three, "or contains itself")
+    assert_refused(three, "or contains itself")
 
-    class Own:
+    class Recursive:
         def state_dict(self):
             return {"me": self}
 
         def load_state_dict(self, state):
             raise AssertionError
 
-    refused(Own(), "contains itself")
+    assert_refused(Recursive(), "contains itself")
 
 
 class Loader:
-    """As a data loader with workers: what it was given by others is deep in its state."""
+    """A stateful object like a data loader with workers. Values of other objects are deep in its
+    state."""
 
-    def __init__(self, given):
-        self.given = given
+    def __init__(self, value):
+        self.value = value
 
     def state_dict(self):
-        return {"_snapshot": {"_worker_snapshots": {"worker_0": {"dataset_state": self.given}}}}
+        return {"_snapshot": {"_worker_snapshots": {"worker_0": {"dataset_state": self.value}}}}
 
     def load_state_dict(self, state):
-        self.given = state
+        self.value = state
 
 
 DEEP = "loader/_snapshot/_worker_snapshots/worker_0/dataset_state"
 
 
 @pytest.mark.parametrize(
-    ("given", "deep", "words"),
+    ("value", "deep", "message"),
     [
         (
             {"file": object()},
@@ -608,31 +611,31 @@ DEEP = "loader/_snapshot/_worker_snapshots/worker_0/dataset_state"
         (Loader({"x": print}), f"{DEEP[6:]}/x", "it is not a tensor"),
     ],
 )
-def test_what_is_refused_deep_in_an_object_s_state_names_the_object(given, deep, words):
-    inner = isinstance(given, Loader)
-    at = DEEP if inner else "loader"  # the one that the refused value was given by
-    with pytest.raises(Unsupported, match=words) as e:
-        holdfast.save(unused_url(), {"a": 1, "loader": Loader(given)})
+def test_the_error_for_a_value_deep_in_an_object_s_state_names_the_object(value, deep, message):
+    inner = isinstance(value, Loader)
+    at = DEEP if inner else "loader"  # the object whose state has the refused value
+    with pytest.raises(Unsupported, match=message) as e:
+        holdfast.save(unused_url(), {"a": 1, "loader": Loader(value)})
     start = f"'{at}', a Loader, cannot be saved because of a value in its state_dict(): "
     assert str(e.value).startswith(f"{start}'{DEEP}{deep}' is a")
     assert f". Or leave the whole of '{at}' out of the state, or wrap it in" in str(e.value)
     assert (e.value.leaf, e.value.member) == (DEEP + deep, at)
 
 
-def test_a_loader_of_plain_values_is_kept_with_its_workers():
+def test_the_state_of_a_loader_with_workers_is_restored():
     assert_same(round_trip({"l": Loader({"n": 3, "rng": (3, tuple(range(600)), None)})})["l"],
          Loader({"n": 3, "rng": (3, tuple(range(600)), None)}).state_dict())  # fmt: skip
 
 
 def test_the_state_itself_must_be_a_dict():
     for state in ([], None, OrderedDict(), nn.Linear(1, 1), torch.ones(1)):
-        at = unused_url()
+        url = unused_url()
         with pytest.raises(Unsupported, match="The state is a"):
-            holdfast.save(at, state)
+            holdfast.save(url, state)
 
 
 @pytest.mark.parametrize("state", [{}, {"a": {}}, {"a": 1}, {"a": [], "b": ()}], ids=repr)
-def test_states_without_tensors(state, tmp_path):
+def test_states_without_tensors_are_restored(state, tmp_path):
     assert_same(state, round_trip(state))
     assert_same(state, round_trip(state, tmp_path / "version_1"))
     live = clone_of(state)
@@ -646,21 +649,21 @@ def clone_of(state):
     return copy.deepcopy(state)
 
 
-def test_a_shared_list_comes_back_as_two_equal_ones():
-    """Only tensors are tied; a plain value that stands twice is written twice."""
+def test_a_shared_list_is_loaded_as_two_equal_lists():
+    """Only tensors can be tied. A plain value that occurs twice is written twice."""
     shared = [1, 2]
     made = round_trip({"a": shared, "b": shared})
     assert made == {"a": [1, 2], "b": [1, 2]}
     assert made["a"] is not made["b"]
 
 
-def test_one_array_that_stands_twice_is_written_twice():
+def test_an_array_that_occurs_twice_is_loaded_as_two_arrays():
     a = np.arange(3)
     made = round_trip({"a": a, "b": a})
     assert made["a"] is not made["b"]
 
 
-def test_an_array_may_change_size_while_a_save_runs():
+def test_a_bytearray_may_change_its_size_during_a_save():
     data = bytearray(b"x" * 10_000)
     pending = holdfast.save_async(unused_url(), {"data": data})
     data.extend(b"more")
@@ -690,9 +693,9 @@ plain = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text("abc/~"), plain, max_size=4))
-def test_any_plain_state(state):
-    at = save_state(state)
-    assert_same(state, holdfast.load(at))
+def test_any_plain_state_is_restored(state):
+    url = save_state(state)
+    assert_same(state, holdfast.load(url))
     live = clone_of(state)
-    holdfast.load(at, into=live)
+    holdfast.load(url, into=live)
     assert_same(state, live)

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel keeps in step, told by the addresses of its tensors."""
+"""The replication of tensors by DistributedDataParallel, found by their addresses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from holdfast.errors import Unsupported
 
 
 @pytest.fixture
-def posing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A world of one that says it is of two."""
+def reported_world_size_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Initialize a process group of one rank that reports a world size of 2."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
     yield
@@ -28,7 +28,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def trained(parameters: Any) -> torch.optim.Optimizer:
+def step_once(parameters: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(parameters)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -37,54 +37,58 @@ def trained(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_parameters_slots_and_buffers(posing: None) -> None:
+def test_parameters_slots_and_buffers_of_ddp_are_replicated(reported_world_size_2: None) -> None:
     wrapped, plain = nn.parallel.DistributedDataParallel(net()), net()
-    optimizer, other = trained(wrapped.parameters()), trained(plain.parameters())
-    held = find_ddp_replication({"a": [wrapped, plain], "b": {"c": optimizer, "d": other}, "n": 3})
+    optimizer, other = step_once(wrapped.parameters()), step_once(plain.parameters())
+    replication = find_ddp_replication(
+        {"a": [wrapped, plain], "b": {"c": optimizer, "d": other}, "n": 3}
+    )
     slots = [t for s in optimizer.state.values() for t in s.values()]
     same = {t.data_ptr() for t in [*wrapped.parameters(), *slots]}
     first = {b.data_ptr() for b in wrapped.buffers()}
-    assert held == {
+    assert replication == {
         **dict.fromkeys(same, Replication.REPLICATED),
         **dict.fromkeys(first, Replication.FROM_FIRST),
     }
     assert len(same) == 4 + 4 * 3
 
 
-def test_buffers_that_are_not_broadcast_are_compared(posing: None) -> None:
+def test_buffers_that_are_not_broadcast_are_compared(reported_world_size_2: None) -> None:
     wrapped = nn.parallel.DistributedDataParallel(net())
-    wrapped.broadcast_buffers = False  # to give it so warns, by torch 2.13
-    held = find_ddp_replication({"model": wrapped})
-    assert set(held) == {p.data_ptr() for p in wrapped.parameters()}
+    wrapped.broadcast_buffers = False  # torch 2.13 warns if it is passed as an argument
+    replication = find_ddp_replication({"model": wrapped})
+    assert set(replication) == {p.data_ptr() for p in wrapped.parameters()}
 
 
-def test_what_ddp_ignores_is_compared(posing: None) -> None:
+def test_tensors_that_ddp_ignores_are_compared(reported_world_size_2: None) -> None:
     module = net()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module, ["0.weight", "1.running_mean"]
     )
     wrapped = nn.parallel.DistributedDataParallel(module)
-    optimizer = trained(wrapped.parameters())
-    held = find_ddp_replication({"model": wrapped, "optimizer": optimizer})
+    optimizer = step_once(wrapped.parameters())
+    replication = find_ddp_replication({"model": wrapped, "optimizer": optimizer})
     weight = module[0].weight
     slots = [t.data_ptr() for t in optimizer.state[weight].values()]
     for address in [weight.data_ptr(), module[1].running_mean.data_ptr(), *slots]:
-        assert address not in held
-    assert held[module[0].bias.data_ptr()] == Replication.REPLICATED
-    assert held[module[1].running_var.data_ptr()] == Replication.FROM_FIRST
+        assert address not in replication
+    assert replication[module[0].bias.data_ptr()] == Replication.REPLICATED
+    assert replication[module[1].running_var.data_ptr()] == Replication.FROM_FIRST
 
 
 class FullyShardedDataParallel(nn.Module):
-    """By its name the first FSDP."""
+    """A class with the name of the first FSDP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flat = nn.Parameter(torch.zeros(7))
 
 
-def test_an_optimizer_of_flat_parameters_is_refused_and_the_module_is_not(posing: None) -> None:
+def test_an_optimizer_of_flat_parameters_is_refused_but_not_the_module(
+    reported_world_size_2: None,
+) -> None:
     module = FullyShardedDataParallel()
-    assert find_ddp_replication({"model": module, "optimizer": trained(net().parameters())}) == {}
+    assert find_ddp_replication({"model": module, "optimizer": step_once(net().parameters())}) == {}
     with pytest.raises(
         Unsupported, match="SGD optimizes flat parameters of FullyShardedDataParallel"
     ):
@@ -93,7 +97,7 @@ def test_an_optimizer_of_flat_parameters_is_refused_and_the_module_is_not(posing
         )
 
 
-def test_one_process_has_nothing_to_compare() -> None:
+def test_a_single_process_has_no_replicated_tensors() -> None:
     assert find_ddp_replication({"model": net()}) == {}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""The state before the step that raised, bit for bit, or none at all."""
+"""Savepoints: they return the exact state before a failed step, or no state at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 
 class Scale(torch.nn.Module):
-    """A layer that changes all that a forward pass may change."""
+    """A layer that changes everything that a forward pass may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Scale(torch.nn.Module):
         self.history = state["history"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.amax = torch.roll(self.amax, 1) + x.detach().abs().max()  # another tensor each time
+        self.amax = torch.roll(self.amax, 1) + x.detach().abs().max()  # a new tensor each time
         self.hidden += 1
         self.history.append(float(x.detach().sum()))
         return x * self.weight
@@ -54,7 +54,7 @@ def network() -> torch.nn.Sequential:
     )
 
 
-def training(make: Callable[..., Any], seed: int = 0) -> Json:
+def make_training(make: Callable[..., Any], seed: int = 0) -> Json:
     torch.manual_seed(seed)
     model = network()
     optimizer = make([p for p in model.parameters() if p.requires_grad])
@@ -71,7 +71,7 @@ def training(make: Callable[..., Any], seed: int = 0) -> Json:
 
 
 def forward(state: Json) -> torch.Tensor:
-    """Everything up to the optimizer's step, as messy as it can be."""
+    """Do everything before the optimizer's step, and change values of every kind."""
     loss = state["model"](torch.randn(8, 3)).square().sum()
     random.random()
     np.random.rand()
@@ -92,8 +92,8 @@ def step(state: Json) -> None:
     state["progress"].step += 1
 
 
-class Told:
-    """What a flat state holds, as it was at a moment."""
+class StateCopy:
+    """A copy of the tree and of the bytes of a flat state."""
 
     def __init__(self, flat: FlatState | None) -> None:
         assert flat is not None
@@ -101,7 +101,7 @@ class Told:
         self.leaves = [(x.key, x.dtype, x.shape, self._bytes(x.source)) for x in flat.leaves]
 
     def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Told)
+        assert isinstance(other, StateCopy)
         assert self.tree == other.tree
         assert self.leaves == other.leaves
         return True
@@ -113,8 +113,8 @@ class Told:
         return source.tobytes() if isinstance(source, np.ndarray) else tensor_bytes(source)
 
 
-def told(state: Json) -> Told:
-    return Told(flatten(state))
+def copy_state(state: Json) -> StateCopy:
+    return StateCopy(flatten(state))
 
 
 MAKERS = {
@@ -127,54 +127,54 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_state_before_the_step_that_raised(make: Callable[..., Any]) -> None:
-    state = training(make)
-    boundary = Savepoint(state)
-    assert boundary.invalid_reason
-    assert boundary.flatten_captured() is None
+def test_a_savepoint_returns_the_state_before_the_current_step(make: Callable[..., Any]) -> None:
+    state = make_training(make)
+    savepoint = Savepoint(state)
+    assert savepoint.invalid_reason
+    assert savepoint.flatten_captured() is None
     for _ in range(4):
-        boundary.capture()
-        assert boundary.invalid_reason is None
-        expected = told(state)
-        assert Told(boundary.flatten_captured()) == expected
+        savepoint.capture()
+        assert savepoint.invalid_reason is None
+        expected = copy_state(state)
+        assert StateCopy(savepoint.flatten_captured()) == expected
         loss = forward(state)
-        assert Told(boundary.flatten_captured()) == expected
-        forward(state)  # accumulation
-        assert Told(boundary.flatten_captured()) == expected
+        assert StateCopy(savepoint.flatten_captured()) == expected
+        forward(state)  # gradient accumulation
+        assert StateCopy(savepoint.flatten_captured()) == expected
         if isinstance(state["optimizer"], torch.optim.LBFGS):
             state["optimizer"].step(lambda loss=loss: loss)
-        step_rest(state)
-        assert boundary.invalid_reason
-        assert boundary.flatten_captured() is None
+        finish_step(state)
+        assert savepoint.invalid_reason
+        assert savepoint.flatten_captured() is None
 
 
-def step_rest(state: Json) -> None:
+def finish_step(state: Json) -> None:
     if not isinstance(state["optimizer"], torch.optim.LBFGS):
         state["optimizer"].step()
     state["scheduler"].step()
     state["progress"].step += 1
 
 
-def test_a_closure_that_raises_is_within_the_step() -> None:
-    state = training(MAKERS["lists"])
-    boundary = Savepoint(state)
-    boundary.capture()
+def test_a_closure_that_raises_invalidates_the_savepoint() -> None:
+    state = make_training(MAKERS["lists"])
+    savepoint = Savepoint(state)
+    savepoint.capture()
 
     def closure() -> Any:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         state["optimizer"].step(closure)
-    assert boundary.flatten_captured() is None
+    assert savepoint.flatten_captured() is None
 
 
 def test_parameters_and_slots_are_not_copied() -> None:
-    state = training(MAKERS["adam"])
+    state = make_training(MAKERS["adam"])
     forward(state)
     step(state)
-    boundary = Savepoint(state)
-    boundary.capture()
-    flat = boundary.flatten_captured()
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    flat = savepoint.flatten_captured()
     assert flat is not None
     live = {leaf.key: leaf.source for leaf in flatten(state).leaves}
     shared = {
@@ -190,21 +190,21 @@ def test_parameters_and_slots_are_not_copied() -> None:
     assert not [k for k in shared if not k.startswith(("model/", "optimizer/"))]
 
 
-# -- when it is gone -------------------------------------------------------------------------------
+# -- invalid savepoints ----------------------------------------------------------------------------
 
 
 def _no_grad(change: Callable[[Json], object]) -> Callable[[Json], object]:
     return torch.no_grad()(change)
 
 
-UNMARKED = "no step has been completed yet"
-BEGUN = "the optimizer had begun the next step"
+NOT_CAPTURED = "no step has been completed yet"
+STEP_BEGUN = "the optimizer had begun the next step"
 CHANGED = "a parameter was changed outside of an optimizer step"
-OTHER = "the structure of the state changed"
-FORGOTTEN = "a load into the state had begun"
+STRUCTURE_CHANGED = "the structure of the state changed"
+LOAD_BEGUN = "a load into the state had begun"
 INTERRUPTED = "the copy of the mutable state was interrupted"
 
-GONE: dict[str, Callable[[Json], object]] = {
+INVALIDATING_CHANGES: dict[str, Callable[[Json], object]] = {
     "in place": _no_grad(lambda s: s["model"][0].weight.add_(1)),
     "a slot": lambda s: s["optimizer"].state[s["model"][0].weight]["exp_avg"].zero_(),
     "a view": lambda s: s["model"][0].weight.detach()[0].zero_(),
@@ -216,136 +216,140 @@ GONE: dict[str, Callable[[Json], object]] = {
     "a new group": lambda s: s["optimizer"].add_param_group(
         {"params": [torch.nn.Parameter(torch.zeros(1))]}
     ),
-    "a group less": lambda s: s["optimizer"].param_groups.pop(),
+    "a group removed": lambda s: s["optimizer"].param_groups.pop(),
     "an empty group": lambda s: s["optimizer"].param_groups.append({"params": []}),
-    "a buffer more": lambda s: s["model"][0].register_buffer("b", torch.zeros(1)),
-    "a buffer less": lambda s: delattr(s["model"][1], "running_mean"),
+    "a buffer added": lambda s: s["model"][0].register_buffer("b", torch.zeros(1)),
+    "a buffer removed": lambda s: delattr(s["model"][1], "running_mean"),
     "a buffer renamed": lambda s: (
         delattr(s["model"][1], "running_mean"),
         s["model"][1].register_buffer("mean", torch.zeros(4)),
     ),
-    "a buffer hidden": lambda s: s["model"][2]._non_persistent_buffers_set.add("amax"),
-    "a buffer shown": lambda s: s["model"][2]._non_persistent_buffers_set.clear(),
-    "a layer more": lambda s: s["model"].append(torch.nn.Linear(2, 2)),
-    "a layer less": lambda s: s["model"].pop(3),
+    "a buffer made non-persistent": lambda s: s["model"][2]._non_persistent_buffers_set.add("amax"),
+    "a buffer made persistent": lambda s: s["model"][2]._non_persistent_buffers_set.clear(),
+    "a layer added": lambda s: s["model"].append(torch.nn.Linear(2, 2)),
+    "a layer removed": lambda s: s["model"].pop(3),
     "a hook": lambda s: s["model"]._register_state_dict_hook(lambda *_: None),
     "another module": lambda s: s.update(model=network()),
     "another optimizer": lambda s: s.update(
         optimizer=torch.optim.SGD(s["model"].parameters(), lr=0.1)
     ),
     "a load": lambda s: s["model"].load_state_dict(network().state_dict()),
-    "a load behind its back": lambda s: holdfast.load(
+    "a load by holdfast": lambda s: holdfast.load(
         save_state({"model": network()}), into={"model": s["model"]}
     ),
-    "by its data": lambda s: s["model"][0].weight.data.copy_(torch.zeros(4, 3)),
-    "a slot by its data": lambda s: s["optimizer"].state[s["model"][2].weight]["step"].data.add_(1),
+    "through .data": lambda s: s["model"][0].weight.data.copy_(torch.zeros(4, 3)),
+    "a slot through .data": lambda s: (
+        s["optimizer"].state[s["model"][2].weight]["step"].data.add_(1)
+    ),
     "through NumPy": lambda s: s["model"][0].bias.detach().numpy().fill(7),
-    "fused, by an optimizer outside of the state": lambda s: torch.optim.SGD(
+    "a fused optimizer outside the state": lambda s: torch.optim.SGD(
         [p for p in s["model"].parameters() if p.requires_grad], lr=0.1, fused=True
     ).step(),
 }
 
 
-@pytest.mark.parametrize("change", GONE.values(), ids=GONE)
-def test_what_was_changed_otherwise_is_gone(change: Callable[[Json], object]) -> None:
-    state = training(MAKERS["adam"])
+@pytest.mark.parametrize("change", INVALIDATING_CHANGES.values(), ids=INVALIDATING_CHANGES)
+def test_a_change_outside_a_forward_pass_invalidates_the_savepoint(
+    change: Callable[[Json], object],
+) -> None:
+    state = make_training(MAKERS["adam"])
     forward(state)
     step(state)
-    boundary = Savepoint(state)
-    boundary.capture()
-    assert boundary.flatten_captured() is not None
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    assert savepoint.flatten_captured() is not None
     change(state)
-    assert boundary.flatten_captured() is None
-    assert boundary.invalid_reason in (CHANGED, OTHER, BEGUN)
+    assert savepoint.flatten_captured() is None
+    assert savepoint.invalid_reason in (CHANGED, STRUCTURE_CHANGED, STEP_BEGUN)
     if len(state["optimizer"].param_groups) and "params" in state["optimizer"].param_groups[0]:
-        boundary.capture()  # and from the next mark on all is well again
-        expected = told(state)
-        forward_what_is_left(state)
-        assert Told(boundary.flatten_captured()) == expected
+        savepoint.capture()  # the next capture is valid again
+        expected = copy_state(state)
+        forward_remaining(state)
+        assert StateCopy(savepoint.flatten_captured()) == expected
 
 
-def forward_what_is_left(state: Json) -> None:
+def forward_remaining(state: Json) -> None:
     torch.rand(1)
     state["plain"]["t"] += 1
     state["model"][2](torch.ones(4))
 
 
-def test_it_says_in_words_why_there_is_none() -> None:
-    state = training(MAKERS["adam"])
-    boundary = Savepoint(state)
-    assert boundary.invalid_reason == UNMARKED
+def test_invalid_reason_states_why_the_savepoint_is_invalid() -> None:
+    state = make_training(MAKERS["adam"])
+    savepoint = Savepoint(state)
+    assert savepoint.invalid_reason == NOT_CAPTURED
     forward(state)
     step(state)
-    assert boundary.invalid_reason == UNMARKED  # no Boundary was there when the optimizer began
-    boundary.capture()
-    assert boundary.invalid_reason is None
+    assert savepoint.invalid_reason == NOT_CAPTURED  # there was no capture when the optimizer began
+    savepoint.capture()
+    assert savepoint.invalid_reason is None
     with torch.no_grad():
         state["model"][0].weight.add_(1)
-    assert boundary.invalid_reason == CHANGED
-    boundary.capture()
+    assert savepoint.invalid_reason == CHANGED
+    savepoint.capture()
     state["model"][0].weight.data.add_(1)
-    assert boundary.invalid_reason == CHANGED
-    boundary.capture()
+    assert savepoint.invalid_reason == CHANGED
+    savepoint.capture()
     state["model"].append(torch.nn.Linear(2, 2))
-    assert boundary.invalid_reason == OTHER
-    boundary.capture()
+    assert savepoint.invalid_reason == STRUCTURE_CHANGED
+    savepoint.capture()
     state["model"][2]._non_persistent_buffers_set.add("amax")
-    assert boundary.flatten_captured() is None  # only now it is found
-    assert boundary.invalid_reason == OTHER
-    boundary.capture()
+    assert savepoint.flatten_captured() is None  # detected only by this call
+    assert savepoint.invalid_reason == STRUCTURE_CHANGED
+    savepoint.capture()
     step(state)
-    assert boundary.invalid_reason == BEGUN
-    boundary.capture()
-    assert boundary.invalid_reason is None
-    boundary.close()
-    assert boundary.invalid_reason == UNMARKED
+    assert savepoint.invalid_reason == STEP_BEGUN
+    savepoint.capture()
+    assert savepoint.invalid_reason is None
+    savepoint.close()
+    assert savepoint.invalid_reason == NOT_CAPTURED
 
 
-def test_after_forget_there_is_none_until_the_next_mark() -> None:
-    state = training(MAKERS["adam"])
-    boundary = Savepoint(state)
+def test_an_invalidated_savepoint_is_invalid_until_the_next_capture() -> None:
+    state = make_training(MAKERS["adam"])
+    savepoint = Savepoint(state)
     for _ in range(2):
-        boundary.capture()
-        assert boundary.flatten_captured() is not None
-        boundary.invalidate()
-        assert boundary.invalid_reason == FORGOTTEN
-        assert boundary.flatten_captured() is None
+        savepoint.capture()
+        assert savepoint.flatten_captured() is not None
+        savepoint.invalidate()
+        assert savepoint.invalid_reason == LOAD_BEGUN
+        assert savepoint.flatten_captured() is None
         forward(state)
         step(state)
-        assert boundary.invalid_reason == FORGOTTEN
+        assert savepoint.invalid_reason == LOAD_BEGUN
 
 
-def test_a_change_that_was_taken_back_unseen_is_none() -> None:
-    """As of averaged weights that are swapped in for an evaluation, and out again."""
-    state = training(MAKERS["adam"])
-    boundary = Savepoint(state)
-    boundary.capture()
-    expected = told(state)
+def test_a_change_that_is_undone_does_not_invalidate_the_savepoint() -> None:
+    """An evaluation may swap averaged weights in and out again."""
+    state = make_training(MAKERS["adam"])
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    expected = copy_state(state)
     parameters = list(state["model"].parameters())
-    before = [p.detach().clone() for p in parameters]
+    saved = [p.detach().clone() for p in parameters]
     for p in parameters:
         p.data.zero_()
-    assert boundary.invalid_reason == CHANGED or not parameters
-    for p, was in zip(parameters, before, strict=True):
-        p.data.copy_(was)
-    assert Told(boundary.flatten_captured()) == expected
+    assert savepoint.invalid_reason == CHANGED or not parameters
+    for p, value in zip(parameters, saved, strict=True):
+        p.data.copy_(value)
+    assert StateCopy(savepoint.flatten_captured()) == expected
 
 
-def test_an_optimizer_that_came_later_is_watched() -> None:
-    state = training(MAKERS["adam"])
-    boundary = Savepoint(state)
-    boundary.capture()
+def test_an_optimizer_that_was_added_later_invalidates_the_savepoint() -> None:
+    state = make_training(MAKERS["adam"])
+    savepoint = Savepoint(state)
+    savepoint.capture()
     old, state["optimizer"] = (
         state["optimizer"],
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
     )
-    boundary.capture()
+    savepoint.capture()
     assert not old._optimizer_step_pre_hooks
     state["optimizer"].step()
-    assert boundary.invalid_reason
+    assert savepoint.invalid_reason
 
 
-def test_an_interrupted_mark_leaves_no_boundary() -> None:
+def test_an_interrupted_capture_leaves_no_valid_savepoint() -> None:
     class Failing:
         def __init__(self) -> None:
             self.fail = False
@@ -358,26 +362,26 @@ def test_an_interrupted_mark_leaves_no_boundary() -> None:
         def load_state_dict(self, state: Json) -> None: ...
 
     state = {"t": torch.zeros(3), "f": Failing(), "u": torch.zeros(3)}
-    boundary = Savepoint(state)
-    boundary.capture()
+    savepoint = Savepoint(state)
+    savepoint.capture()
     state["f"].fail = True
     with pytest.raises(KeyboardInterrupt):
-        boundary.capture()
-    assert boundary.invalid_reason == INTERRUPTED
-    assert boundary.flatten_captured() is None
+        savepoint.capture()
+    assert savepoint.invalid_reason == INTERRUPTED
+    assert savepoint.flatten_captured() is None
     state["f"].fail = False
-    boundary.capture()
-    assert Told(boundary.flatten_captured()) == told(state)
+    savepoint.capture()
+    assert StateCopy(savepoint.flatten_captured()) == copy_state(state)
 
 
-def test_after_close_nothing_is_left() -> None:
-    state = training(MAKERS["sgd"])
-    boundary = Savepoint(state)
-    boundary.capture()
-    boundary.close()
-    boundary.close()
+def test_close_removes_the_hooks_and_the_captured_state() -> None:
+    state = make_training(MAKERS["sgd"])
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    savepoint.close()
+    savepoint.close()
     assert not state["optimizer"]._optimizer_step_pre_hooks
-    assert boundary.flatten_captured() is None
+    assert savepoint.flatten_captured() is None
 
 
 # -- kinds of values -------------------------------------------------------------------------------
@@ -385,20 +389,20 @@ def test_after_close_nothing_is_left() -> None:
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_every_dtype_bit_for_bit(dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_are_captured_bit_for_bit(dtype: torch.dtype) -> None:
     t = random_tensor(dtype, (3, 4))
     state = {"t": t, "part": t[:, 1:3], "scalar": random_tensor(dtype, (), 1), "e": t[:0]}
-    boundary = Savepoint(state)
+    savepoint = Savepoint(state)
     for seed in (1, 2):
-        boundary.capture()
-        expected = told(state)
+        savepoint.capture()
+        expected = copy_state(state)
         bits = t.view(torch.uint8)
         bits.copy_(random_tensor(dtype, (3, 4), seed).view(torch.uint8))
-        assert Told(boundary.flatten_captured()) == expected
+        assert StateCopy(savepoint.flatten_captured()) == expected
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant")
-def test_special_tensors_and_arrays() -> None:
+def test_special_tensors_arrays_and_containers_are_captured() -> None:
     z = torch.randn(3, dtype=torch.complex64)
     state = {
         "z": z,
@@ -419,9 +423,9 @@ def test_special_tensors_and_arrays() -> None:
         "tuple": (torch.ones(1), [np.int8(3), None]),
         1: {(2, 3): 4.0},
     }
-    boundary = Savepoint(state)
-    boundary.capture()
-    expected = told(state)
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    expected = copy_state(state)
     z.zero_()
     state["coo"].mul_(3)
     state["csr"].values().mul_(3)
@@ -435,10 +439,10 @@ def test_special_tensors_and_arrays() -> None:
     state["tuple"][1].append(1)
     state["module's"]["weight"].zero_()
     del state[1][2, 3]
-    assert Told(boundary.flatten_captured()) == expected
+    assert StateCopy(savepoint.flatten_captured()) == expected
 
 
-def test_what_is_tied_stays_tied() -> None:
+def test_tied_tensors_stay_tied() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     state = {
         "ema": [model[1].running_mean, model[0].weight.data],
@@ -446,17 +450,18 @@ def test_what_is_tied_stays_tied() -> None:
         "frozen": model[0].bias.data,
         "o": torch.optim.SGD([model[0].weight], lr=0.1),
     }
-    boundary = Savepoint(state)
-    boundary.capture()
-    expected = told(state)
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    expected = copy_state(state)
     assert sum("tied" in str(v) for v in expected.tree["dict"].values()) == 2
-    assert Told(boundary.flatten_captured()) == expected
+    assert StateCopy(savepoint.flatten_captured()) == expected
 
 
-def test_memory_that_two_short_lived_tensors_had_one_after_the_other() -> None:
-    """A state_dict() that makes tensors: freed at once, the second would get the first's place."""
+def test_short_lived_tensors_that_could_reuse_memory_are_not_confused() -> None:
+    """Each ``state_dict`` creates a tensor. If it were freed immediately, the next one could get
+    the same address."""
 
-    class Fresh:
+    class CreatesTensor:
         def __init__(self, value: float) -> None:
             self.value = value
 
@@ -465,16 +470,16 @@ def test_memory_that_two_short_lived_tensors_had_one_after_the_other() -> None:
 
         def load_state_dict(self, state: Json) -> None: ...
 
-    state = {str(i): Fresh(i) for i in range(20)}
-    boundary = Savepoint(state)
+    state = {str(i): CreatesTensor(i) for i in range(20)}
+    savepoint = Savepoint(state)
     for _ in range(2):
-        boundary.capture()
-        assert Told(boundary.flatten_captured()) == told(state)
-    assert not boundary._memo
+        savepoint.capture()
+        assert StateCopy(savepoint.flatten_captured()) == copy_state(state)
+    assert not savepoint._memo
 
 
 class Counting(torch.nn.Linear):
-    """Changes in every forward pass, and has no buffers."""
+    """A layer without buffers whose attribute changes in every forward pass."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -485,26 +490,26 @@ class Counting(torch.nn.Linear):
         return super().forward(x)
 
 
-class Extra(Counting):
+class ExtraState(Counting):
     def get_extra_state(self) -> Any:
         return self.count
 
 
-class Named(Counting):
+class SaveToStateDict(Counting):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "twice"] = self.count * 2
 
 
-class Whole(Counting):
+class StateDict(Counting):
     def state_dict(self, *args: Any, **options: Any) -> Any:
         return super().state_dict(*args, **options) | {"weight": self.weight + self.count}
 
 
-def before(module: Any, prefix: str, keep_vars: bool) -> None:
+def pre_hook(module: Any, prefix: str, keep_vars: bool) -> None:
     module.running_var.copy_(module.running_mean * 2)
 
 
-def after(module: Any, state: Any, prefix: str, local: Any) -> None:
+def post_hook(module: Any, state: Any, prefix: str, local: Any) -> None:
     state[prefix + "x"] = module.running_mean * 2
 
 
@@ -518,63 +523,73 @@ def norm(**hooks: Callable[..., Any]) -> torch.nn.BatchNorm1d:
 @pytest.mark.parametrize(
     "make",
     [
-        Extra,
-        Named,
-        Whole,
-        lambda: norm(register_state_dict_pre_hook=before),
-        lambda: norm(_register_state_dict_hook=after),
+        ExtraState,
+        SaveToStateDict,
+        StateDict,
+        lambda: norm(register_state_dict_pre_hook=pre_hook),
+        lambda: norm(_register_state_dict_hook=post_hook),
         lambda: torch.compile(norm(), backend="eager"),
         lambda: torch.nn.DataParallel(norm()),
     ],
-    ids=["extra", "named", "whole", "before", "after", "compiled", "parallel"],
+    ids=[
+        "extra_state",
+        "save_to_state_dict",
+        "state_dict",
+        "pre_hook",
+        "post_hook",
+        "compiled",
+        "parallel",
+    ],
 )
-def test_a_module_with_code_of_its_own(make: Callable[[], Any]) -> None:
+def test_modules_with_overridden_methods_hooks_or_wrappers_are_captured(
+    make: Callable[[], Any],
+) -> None:
     inner = make()
     state: Json = {"m": inner, "n": torch.nn.Sequential(inner)}
-    if isinstance(inner, Whole):
+    if isinstance(inner, StateDict):
         del state["n"]
     state["o"] = torch.optim.Adam(inner.parameters())
-    boundary = Savepoint(state)
+    savepoint = Savepoint(state)
     for _ in range(2):
-        boundary.capture()
-        expected = told(state)
-        assert Told(boundary.flatten_captured()) == expected
+        savepoint.capture()
+        expected = copy_state(state)
+        assert StateCopy(savepoint.flatten_captured()) == expected
         getattr(inner, "_orig_mod", getattr(inner, "module", inner))(torch.randn(4, 2))
-        assert Told(boundary.flatten_captured()) == expected
+        assert StateCopy(savepoint.flatten_captured()) == expected
 
 
-def test_an_optimizer_with_a_state_dict_of_its_own() -> None:
+def test_an_optimizer_with_a_state_dict_hook_is_captured() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.register_state_dict_post_hook(lambda o, s: None)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     state = {"model": model, "o": optimizer}
-    boundary = Savepoint(state)
-    boundary.capture()
-    expected = told(state)
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    expected = copy_state(state)
     optimizer.param_groups[0]["lr"] = 5
-    assert Told(boundary.flatten_captured()) == expected
+    assert StateCopy(savepoint.flatten_captured()) == expected
     optimizer.step()
-    assert boundary.flatten_captured() is None
+    assert savepoint.flatten_captured() is None
 
 
-def test_slots_that_are_not_steady_are_copied() -> None:
+def test_slots_that_are_not_stable_are_copied() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     model.register_buffer("of", optimizer.state[model.bias]["momentum_buffer"], persistent=False)
     state = {"model": model, "o": optimizer}
-    boundary = Savepoint(state)
-    boundary.capture()
-    expected = told(state)
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    expected = copy_state(state)
     model.of.add_(1)
     optimizer.param_groups[0]["lr"] = 5
-    assert Told(boundary.flatten_captured()) == expected
+    assert StateCopy(savepoint.flatten_captured()) == expected
 
 
-def test_parameters_whose_changes_nobody_counts_are_copied() -> None:
+def test_parameters_without_a_version_counter_are_copied() -> None:
     with torch.inference_mode():
         model = torch.nn.Linear(2, 2)
     sparse = torch.nn.Parameter(torch.eye(2).to_sparse())
@@ -583,16 +598,16 @@ def test_parameters_whose_changes_nobody_counts_are_copied() -> None:
         "sparse": sparse,
         "o": torch.optim.SGD([*model.parameters(), sparse], lr=0.1),
     }
-    boundary = Savepoint(state)
-    boundary.capture()
-    expected = told(state)
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    expected = copy_state(state)
     with torch.inference_mode():
         model.weight.add_(1)
-    assert Told(boundary.flatten_captured()) == expected
+    assert StateCopy(savepoint.flatten_captured()) == expected
 
 
-def test_what_is_deep_is_kept_and_what_cannot_be_is_refused_as_by_a_save() -> None:
-    class Itself:
+def test_deep_values_are_captured_and_unsupported_ones_are_refused() -> None:
+    class ReturnsItself:
         def state_dict(self) -> Any:
             return self
 
@@ -604,37 +619,37 @@ def test_what_is_deep_is_kept_and_what_cannot_be_is_refused_as_by_a_save() -> No
     fine: Any = torch.zeros(1)
     for _ in range(95):
         fine = [fine]
-    boundary = Savepoint({"fine": fine})
-    boundary.capture()
-    expected = told({"fine": fine})
+    savepoint = Savepoint({"fine": fine})
+    savepoint.capture()
+    expected = copy_state({"fine": fine})
     bottom = fine
     while isinstance(bottom, list):
         bottom = bottom[0]
     bottom.add_(1)
-    assert Told(boundary.flatten_captured()) == expected
-    for bad in (object(), deep, Itself(), np.array([None]), torch.empty(1, device="meta")):
-        boundary = Savepoint({"bad": bad})
-        boundary.capture()
+    assert StateCopy(savepoint.flatten_captured()) == expected
+    for bad in (object(), deep, ReturnsItself(), np.array([None]), torch.empty(1, device="meta")):
+        savepoint = Savepoint({"bad": bad})
+        savepoint.capture()
         with pytest.raises(Unsupported, match="bad"):
-            boundary.flatten_captured()
+            savepoint.flatten_captured()
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
     state: Json = {"a": {}}
     state["a"]["b"] = state["a"]
-    boundary = Savepoint(state)
-    boundary.capture()
+    savepoint = Savepoint(state)
+    savepoint.capture()
     with pytest.raises(Unsupported):
-        boundary.flatten_captured()
+        savepoint.flatten_captured()
 
 
-def _twice_within_itself() -> Any:
+def _dict_within_itself() -> Any:
     a: Json = {}
     a.update(a=a, b=a)
     return a
 
 
-def _each_within_all() -> Any:
+def _dicts_within_each_other() -> Any:
     found: list[Any] = [{} for _ in range(20)]
     for i, one in enumerate(found):
         one.update(
@@ -643,8 +658,8 @@ def _each_within_all() -> Any:
     return found
 
 
-class Both:
-    """A state that is itself, twice."""
+class ContainsItselfTwice:
+    """A stateful object whose state contains the object twice."""
 
     def state_dict(self) -> Any:
         return {"a": self, "b": [self]}
@@ -660,89 +675,92 @@ def _tuple_within_itself() -> Any:
 
 
 @pytest.mark.parametrize(
-    "make", [_twice_within_itself, _each_within_all, Both, _tuple_within_itself]
+    "make",
+    [_dict_within_itself, _dicts_within_each_other, ContainsItselfTwice, _tuple_within_itself],
 )
-def test_what_contains_itself_is_walked_once_and_refused(make: Callable[[], Any]) -> None:
-    met: list[int] = []
+def test_values_that_contain_themselves_are_traversed_once_and_refused(
+    make: Callable[[], Any],
+) -> None:
+    visited: list[int] = []
     value = make()
-    map_containers(value, lambda v, _: met.append(id(v)), {})
-    assert len(met) == len(set(met)) <= 1
-    held = Savepoint({"x": value})
-    # not found_in and flatten, which are walks of their own
-    held._memo = {}
-    map_containers(value, held._capture_value, held._memo)
-    assert len(held._memo) < 500
-    if make is not _each_within_all:  # live._modules walks every way through those
+    map_containers(value, lambda v, _: visited.append(id(v)), {})
+    assert len(visited) == len(set(visited)) <= 1
+    savepoint = Savepoint({"x": value})
+    # This part calls neither find_instances nor flatten, which traverse the state on their own.
+    savepoint._memo = {}
+    map_containers(value, savepoint._capture_value, savepoint._memo)
+    assert len(savepoint._memo) < 500
+    if make is not _dicts_within_each_other:  # flatten would traverse every path through these
         with pytest.raises(Unsupported):
             flatten({"x": map_containers(value, lambda v, _: v, {})})
 
 
-def test_containers_that_are_shared_are_walked_once() -> None:
+def test_shared_containers_are_traversed_once() -> None:
     value: Any = torch.zeros(2)
     for _ in range(60):
         value = [value, (value, {"a": value})]
-    met: list[int] = []
-    made = map_containers(value, lambda v, _: met.append(id(v)), {})
-    assert len(met) == 1
+    visited: list[int] = []
+    made = map_containers(value, lambda v, _: visited.append(id(v)), {})
+    assert len(visited) == 1
     assert made[0] is made[1][0] is made[1][1]["a"]
     assert made is not value
 
 
-def test_without_torch_objects() -> None:
+def test_a_state_without_torch_objects_is_captured() -> None:
     state = {"x": np.arange(3), "n": [1]}
-    boundary = Savepoint(state)
-    boundary.capture()
-    expected = told(state)
+    savepoint = Savepoint(state)
+    savepoint.capture()
+    expected = copy_state(state)
     state["x"] += 1
     state["n"].append(2)
-    assert Told(boundary.flatten_captured()) == expected
+    assert StateCopy(savepoint.flatten_captured()) == expected
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_the_memory_of_copies_is_used_again() -> None:
-    state = training(MAKERS["adam"])
-    boundary = Savepoint(state)
+def test_the_memory_of_copies_is_reused() -> None:
+    state = make_training(MAKERS["adam"])
+    savepoint = Savepoint(state)
 
-    def places() -> set[int]:
-        boundary.capture()
+    def capture_addresses() -> set[int]:
+        savepoint.capture()
         return {
             c.ctypes.data if isinstance(c, np.ndarray) else c.data_ptr()
-            for c in boundary._copies._in_use.values()
+            for c in savepoint._copies._in_use.values()
         }
 
-    first = places()
+    first = capture_addresses()
     for _ in range(3):
-        assert places() == first
+        assert capture_addresses() == first
         forward(state)
         step(state)
     state["plain"]["t"] = torch.zeros(7)
-    assert len(first - places()) == 1
-    assert not any(boundary._copies._free.values()) or len(places()) == len(first)
+    assert len(first - capture_addresses()) == 1
+    assert not any(savepoint._copies._free.values()) or len(capture_addresses()) == len(first)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.sampled_from(["forward", "step", "mark", "change", "restore"]), max_size=12))
-def test_any_order_of_events(events: list[str]) -> None:
-    state = training(MAKERS["adam"])
-    boundary = Savepoint(state)
-    expected: Told | None = None
+@given(st.lists(st.sampled_from(["forward", "step", "capture", "change", "restore"]), max_size=12))
+def test_a_savepoint_is_correct_after_any_order_of_events(events: list[str]) -> None:
+    state = make_training(MAKERS["adam"])
+    savepoint = Savepoint(state)
+    expected: StateCopy | None = None
     for event in events:
         if event == "forward":
             forward(state)
         elif event == "step":
             step(state)
             expected = None
-        elif event == "mark":
-            boundary.capture()
-            expected = told(state)
+        elif event == "capture":
+            savepoint.capture()
+            expected = copy_state(state)
         elif event == "change":
             state["plain"]["t"] = torch.randn(2)
         else:
             state["scheduler"].load_state_dict(state["scheduler"].state_dict())
-        found = boundary.flatten_captured()
+        found = savepoint.flatten_captured()
         assert (found is None) == (expected is None)
         if expected is not None:
-            assert Told(found) == expected
-    boundary.close()
+            assert StateCopy(found) == expected
+    savepoint.close()

@@ -1,4 +1,5 @@
-"""Cutting by arithmetic against torch's own code, and ``Boxed``, all without a process group."""
+"""The arithmetic of placements, compared with torch's own code, and ``Boxed``. No test needs a
+process group."""
 
 from __future__ import annotations
 
@@ -32,35 +33,35 @@ shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def layouts(draw, factors=(1, 2, 3, 4, 7)):
-    """A shape, a mesh, and what each mesh dimension does."""
+    """Draw a shape, a mesh, and the placement of each mesh dimension."""
     shape, mesh = draw(shapes), draw(meshes)
     dims = st.integers(0, len(shape) - 1)
-    cut = st.builds(ShardPlacement, dims, st.sampled_from(factors))
+    sharded = st.builds(ShardPlacement, dims, st.sampled_from(factors))
     return (
         shape,
         mesh,
-        tuple(draw(st.lists(st.none() | cut, min_size=len(mesh), max_size=len(mesh)))),
+        tuple(draw(st.lists(st.none() | sharded, min_size=len(mesh), max_size=len(mesh)))),
     )
 
 
 @st.composite
 def orders(draw):
-    """A shape, a mesh, and the mesh dimensions that cut each dimension, in any order."""
+    """Draw a shape, a mesh, and the mesh dimensions that shard each dimension, in any order."""
     shape, mesh = draw(shapes), draw(meshes)
     dims = [draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh]
     order = draw(st.permutations(range(len(mesh))))
     return shape, mesh, dims, order
 
 
-def placements(cuts):
-    """The same in torch's words."""
+def placements(shardings):
+    """Return the placements as torch's classes."""
     return [
         Replicate()
         if c is None
         else Shard(c.dim)
         if c.split_factor == 1
         else _StridedShard(c.dim, split_factor=c.split_factor)
-        for c in cuts
+        for c in shardings
     ]
 
 
@@ -68,19 +69,19 @@ def ranks(mesh):
     return product(*map(range, mesh))
 
 
-def numbered(shape):
+def arange(shape):
     return torch.arange(prod(shape)).reshape(shape)
 
 
 def split(tensor, placement, count, index):
-    """One rank's part, by torch's own code."""
+    """Return one rank's part, split by torch's own code."""
     if placement == Replicate():
         return tensor
     return placement._split_tensor(tensor, count, with_padding=False)[0][index]
 
 
 def check(found, whole, local):
-    """The boxes are what the local tensor of that rank holds, each element once."""
+    """Assert that the boxes describe the rank's local tensor, with each element once."""
     assert found.shape == tuple(local.shape)
     seen = torch.zeros(local.shape, dtype=torch.int8)
     for box, where in found.boxes:
@@ -97,16 +98,18 @@ def check(found, whole, local):
 @pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(layouts())
-def test_from_left_to_right_each_rank_has_what_torch_splits_off(layout):
-    shape, mesh, cuts = layout
-    whole, kinds = numbered(shape), placements(cuts)
+def test_left_to_right_placements_give_the_same_parts_as_torch(layout):
+    shape, mesh, shardings = layout
+    whole, torch_placements = arange(shape), placements(shardings)
     for rank in ranks(mesh):
         local = whole
-        for kind, count, index in zip(kinds, mesh, rank, strict=True):
-            local = split(local, kind, count, index)
-        found = local_boxes(shape, mesh, rank, cuts, tuple(range(len(mesh))))
+        for torch_placement, count, index in zip(torch_placements, mesh, rank, strict=True):
+            local = split(local, torch_placement, count, index)
+        found = local_boxes(shape, mesh, rank, shardings, tuple(range(len(mesh))))
         check(found, whole, local)
-        size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(rank), kinds)
+        size, offset = _compute_local_shape_and_global_offset(
+            shape, mesh, list(rank), torch_placements
+        )
         assert found.shape == size
         if found.boxes:
             assert found.boxes[0][0].offsets == offset
@@ -115,58 +118,60 @@ def test_from_left_to_right_each_rank_has_what_torch_splits_off(layout):
 @pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(orders())
-def test_any_order_is_read_from_the_factors_that_torch_writes_for_it(drawn):
+def test_any_shard_order_is_inferred_from_the_split_factors_that_torch_writes(drawn):
     shape, mesh, dims, order = drawn
-    whole, size = numbered(shape), SimpleNamespace(size=lambda m: mesh[m])
+    whole, size = arange(shape), SimpleNamespace(size=lambda m: mesh[m])
     plain = tuple(Replicate() if d is None else Shard(d) for d in dims)
     entries = tuple(
         ShardOrderEntry(d, tuple(m for m in order if dims[m] == d))
         for d in sorted({*dims} - {None})
     )
     written = DTensorSpec._convert_shard_order_to_StridedShard(entries, plain, size)
-    cuts = tuple(
+    shardings = tuple(
         None if p == Replicate() else ShardPlacement(p.dim, getattr(p, "split_factor", 1))
         for p in written
     )
-    assert infer_shard_order(mesh, cuts) is not None
+    assert infer_shard_order(mesh, shardings) is not None
     for rank in ranks(mesh):
         local = whole
         for m in order:
             local = split(local, plain[m], mesh[m], rank[m])
-        check(local_boxes(shape, mesh, rank, cuts), whole, local)
-        told = tuple(None if d is None else ShardPlacement(d) for d in dims)
-        check(local_boxes(shape, mesh, rank, told, tuple(order)), whole, local)
+        check(local_boxes(shape, mesh, rank, shardings), whole, local)
+        plain_shardings = tuple(None if d is None else ShardPlacement(d) for d in dims)
+        check(local_boxes(shape, mesh, rank, plain_shardings, tuple(order)), whole, local)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(layouts())
-def test_the_boxes_of_all_ranks_have_each_element_as_often_as_it_is_replicated(layout):
-    shape, mesh, cuts = layout
-    held = np.zeros(shape, np.int64)
+def test_the_boxes_of_all_ranks_contain_each_element_once_per_replica(layout):
+    shape, mesh, shardings = layout
+    counts = np.zeros(shape, np.int64)
     for rank in ranks(mesh):
-        for box, _ in local_boxes(shape, mesh, rank, cuts).boxes:
-            held[box.slices((0,) * len(shape))] += 1
-    assert (held == prod(n for n, cut in zip(mesh, cuts, strict=True) if cut is None)).all()
+        for box, _ in local_boxes(shape, mesh, rank, shardings).boxes:
+            counts[box.slices((0,) * len(shape))] += 1
+    assert (
+        counts == prod(n for n, sharded in zip(mesh, shardings, strict=True) if sharded is None)
+    ).all()
 
 
 @settings(max_examples=500, deadline=None)
 @given(layouts(factors=(1, 2, 3, 4, 6, 8, 12)))
-def test_factors_say_an_order_where_torch_finds_one(layout):
-    _, mesh, cuts = layout
+def test_the_inferred_shard_order_matches_that_of_torch(layout):
+    _, mesh, shardings = layout
     size = SimpleNamespace(size=lambda m: mesh[m])
-    kinds = tuple(placements(cuts))
-    theirs = DTensorSpec._maybe_convert_StridedShard_to_shard_order(kinds, size)
-    ours = infer_shard_order(mesh, cuts)
+    torch_placements = tuple(placements(shardings))
+    theirs = DTensorSpec._maybe_convert_StridedShard_to_shard_order(torch_placements, size)
+    ours = infer_shard_order(mesh, shardings)
     if theirs is None:
         assert ours is None
         return
     for entry in theirs:
-        assert entry.mesh_dims == tuple(m for m in ours if cuts[m].dim == entry.tensor_dim)
+        assert entry.mesh_dims == tuple(m for m in ours if shardings[m].dim == entry.tensor_dim)
 
 
 @pytest.mark.parametrize(
-    ("shape", "mesh", "rank", "cuts", "local", "boxes"),
+    ("shape", "mesh", "rank", "shardings", "local", "boxes"),
     [
         ((), (2,), (1,), (None,), (), [((), ())]),
         ((8,), (2,), (1,), (ShardPlacement(0),), (4,), [((4,), (4,))]),
@@ -183,13 +188,13 @@ def test_factors_say_an_order_where_torch_finds_one(layout):
             (3, 2),
             [((3, 2), (3, 2))],
         ),
-        # one tensor dimension over two mesh dimensions
+        # one tensor dimension sharded by two mesh dimensions
         ((7,), (2, 2), (1, 0), (ShardPlacement(0), ShardPlacement(0)), (2,), [((4,), (2,))]),
-        # FSDP2 over tensor parallelism: even, and uneven, where left to right is another row
+        # FSDP2 over tensor parallelism: even, and uneven, where left to right gives another row
         ((8,), (2, 2), (0, 1), (ShardPlacement(0, 2), ShardPlacement(0)), (2,), [((4,), (2,))]),
         ((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0)), (1,), [((29,), (1,))]),
         ((7,), (3, 2), (2, 0), (ShardPlacement(0, 2), ShardPlacement(0)), (0,), []),
-        # over columns that are cut by tensor parallelism the factor is 1
+        # the factor is 1 over columns that tensor parallelism shards
         (
             (8, 6),
             (2, 2),
@@ -198,7 +203,7 @@ def test_factors_say_an_order_where_torch_finds_one(layout):
             (4, 3),
             [((4, 3), (4, 3))],
         ),
-        # strides that no order of the mesh gives: runs, and runs that touch
+        # factors that no mesh order gives: separate runs, and adjacent runs
         ((8,), (2,), (0,), (ShardPlacement(0, 2),), (4,), [((0,), (2,)), ((4,), (2,))]),
         ((8,), (2,), (1,), (ShardPlacement(0, 8),), (0,), []),
         ((8,), (2,), (0,), (ShardPlacement(0, 8),), (8,), [((0,), (8,))]),
@@ -215,14 +220,14 @@ def test_factors_say_an_order_where_torch_finds_one(layout):
         ((3,), (2,), (0,), (ShardPlacement(0, 10**12),), (3,), [((0,), (3,))]),
     ],
 )
-def test_boxes(shape, mesh, rank, cuts, local, boxes):
-    found = local_boxes(shape, mesh, rank, cuts)
+def test_local_boxes_returns_the_expected_boxes(shape, mesh, rank, shardings, local, boxes):
+    found = local_boxes(shape, mesh, rank, shardings)
     assert found.shape == local
     assert [(box.offsets, box.sizes) for box, _ in found.boxes] == boxes
 
 
-def test_the_left_to_right_reading_of_the_uneven_case_is_another():
-    """What makes the order matter: the same size, and other rows."""
+def test_a_left_to_right_order_gives_other_rows_in_the_uneven_case():
+    """The size is the same and only the rows differ, so the order matters."""
     read = local_boxes((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0)), (0, 1))
     assert [box for box, _ in read.boxes] == [Box((37,), (1,))]
     assert (
@@ -231,7 +236,7 @@ def test_the_left_to_right_reading_of_the_uneven_case_is_another():
     )
 
 
-def test_the_length_of_a_dimension_costs_nothing():
+def test_the_cost_does_not_depend_on_the_length_of_a_dimension():
     n = 10**15
     found = local_boxes((n, n), (4, 3), (3, 2), (ShardPlacement(0, 5), ShardPlacement(1, 7)))
     assert len(found.boxes) == 5 * 7
@@ -243,9 +248,9 @@ def test_the_length_of_a_dimension_costs_nothing():
 
 
 @pytest.mark.parametrize(
-    ("spec", "cuts", "order"),
+    ("spec", "shardings", "order"),
     [
-        ({}, (ShardPlacement(0), ShardPlacement(0)), None),  # torch 2.6: neither
+        ({}, (ShardPlacement(0), ShardPlacement(0)), None),  # torch 2.6 has neither field
         ({}, (ShardPlacement(0, 2), ShardPlacement(0)), None),
         (
             {"shard_order": (ShardOrderEntry(0, (1, 0)),)},
@@ -276,10 +281,10 @@ def test_the_length_of_a_dimension_costs_nothing():
         ),
     ],
 )
-def test_the_order_that_a_spec_tells(spec, cuts, order):
+def test_the_shard_order_of_a_spec_is_read_if_it_has_one(spec, shardings, order):
     if "flag" in spec:
         spec = {**spec, "use_strided_shard_as_shard_order": spec["flag"]}
-    assert sharding._shard_order(SimpleNamespace(**spec), cuts) == order
+    assert sharding._shard_order(SimpleNamespace(**spec), shardings) == order
 
 
 # -- Boxed ---------------------------------------------------------------------------------------
@@ -288,7 +293,7 @@ def test_the_order_that_a_spec_tells(spec, cuts, order):
 @pytest.mark.parametrize(
     "make", [np.zeros, torch.zeros, lambda s: torch.nn.Parameter(torch.zeros(s))]
 )
-def test_a_boxed_tensor_is_one_piece_that_shares_its_memory(make):
+def test_a_boxed_tensor_has_one_box_that_shares_its_memory(make):
     boxed = holdfast.Boxed(make((2, 3)), offsets=[np.int64(4), 0], shape=torch.Size([6, 3]))
     assert (boxed.offsets, boxed.shape) == ((4, 0), (6, 3))
     assert type(boxed.shape) is tuple
@@ -303,7 +308,7 @@ def test_a_boxed_tensor_is_one_piece_that_shares_its_memory(make):
     assert not getattr(tensor, "requires_grad", False)
 
 
-def test_one_tensor_in_two_boxes_is_not_tied():
+def test_a_tensor_in_two_different_boxes_is_not_tied():
     tensor = torch.zeros(2)
     first, again, other = (holdfast.Boxed(tensor, (at,), (4,)) for at in (0, 0, 2))
     storage = sharding.get_local_boxes(first, "k").tie_key
@@ -313,12 +318,12 @@ def test_one_tensor_in_two_boxes_is_not_tied():
         != sharding.get_local_boxes(other, "k").tie_key
     )
     array = holdfast.Boxed(np.zeros(2), (0,), (4,))
-    told = [sharding.get_local_boxes(array, "k").tie_key for _ in range(2)]
-    assert told[0] != told[1], "arrays are never tied"
+    keys = [sharding.get_local_boxes(array, "k").tie_key for _ in range(2)]
+    assert keys[0] != keys[1], "arrays are never tied"
 
 
 @pytest.mark.parametrize(
-    ("size", "offsets", "shape", "pieces"),
+    ("size", "offsets", "shape", "boxes"),
     [
         ((), (), (), [Box((), ())]),
         ((0, 3), (2, 0), (4, 3), []),
@@ -326,15 +331,15 @@ def test_one_tensor_in_two_boxes_is_not_tied():
         ((4,), (0,), (4,), [Box((0,), (4,))]),
     ],
 )
-def test_boxes_at_the_edges(size, offsets, shape, pieces):
+def test_boxes_of_scalars_empty_tensors_and_whole_tensors(size, offsets, shape, boxes):
     for make in (np.zeros, torch.zeros):
         parts = sharding.get_local_boxes(holdfast.Boxed(make(size), offsets, shape), "k")
-        assert [box for box, _ in parts.box_tensors] == pieces
+        assert [box for box, _ in parts.box_tensors] == boxes
         assert all(tuple(t.shape) == box.sizes for box, t in parts.box_tensors)
 
 
 @pytest.mark.parametrize(
-    ("tensor", "offsets", "shape", "says"),
+    ("tensor", "offsets", "shape", "message"),
     [
         (np.zeros(3), (2,), (4,), r"box within \[4\].*offsets \[2\] and sizes \[3\]"),
         (np.zeros(3), (-1,), (4,), r"offsets \[-1\]"),
@@ -352,12 +357,12 @@ def test_boxes_at_the_edges(size, offsets, shape, pieces):
         (np.float64(3), (), (), "is a float64"),
     ],
 )
-def test_a_box_that_cannot_be_is_refused_when_it_is_made(tensor, offsets, shape, says):
-    with pytest.raises(PlanError, match=says):
+def test_an_invalid_box_is_refused_when_it_is_created(tensor, offsets, shape, message):
+    with pytest.raises(PlanError, match=message):
         holdfast.Boxed(tensor, offsets, shape)
 
 
-def test_a_boxed_tensor_stays_as_it_is():
+def test_a_boxed_tensor_is_immutable_and_compared_by_identity():
     boxed = holdfast.Boxed(np.zeros(3), (0,), (4,))
     with pytest.raises(AttributeError):
         boxed.offsets = (1,)
@@ -368,7 +373,7 @@ def test_a_boxed_tensor_stays_as_it_is():
 # -- ordinary values -----------------------------------------------------------------------------
 
 
-def test_ordinary_values_are_not_spread():
+def test_ordinary_values_are_not_distributed():
     for value in (3, "x", None, [1], {}, np.zeros(3), torch.zeros(3), torch.nn.Linear(2, 2), Box):
         assert not sharding.is_distributed_tensor(value)
         assert sharding.get_local_boxes(value, "k") is None
@@ -376,7 +381,7 @@ def test_ordinary_values_are_not_spread():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "import torch"])
-def test_asking_loads_nothing(first):
+def test_checking_for_distributed_tensors_imports_no_modules(first):
     code = (
         f"import sys\n{first}\nfrom holdfast.engine.state import sharding\n"
         "before = {m for m in sys.modules if m.startswith('torch')}\n"

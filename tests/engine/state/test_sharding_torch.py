@@ -1,4 +1,4 @@
-"""Real DTensors, FSDP2 and tensor parallelism: one process poses as each rank by turns."""
+"""Real DTensors, FSDP2, and tensor parallelism, in one process that simulates each rank in turn."""
 
 from __future__ import annotations
 
@@ -34,47 +34,47 @@ from holdfast.types import Box
 
 
 @contextmanager
-def posing(rank, size):
-    """As rank ``rank`` of ``size``, with a group whose collectives do nothing."""
+def simulated_rank(rank, size):
+    """Act as rank ``rank`` of ``size``, with a process group whose collectives do nothing."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         with CommDebugMode() as calls:
             yield calls
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it keeps meshes, and with them the rank posed as before
+        _clear_sharding_prop_cache()  # the cache keeps meshes of the previous rank
 
 
-def numbered(shape, dtype=torch.float32):
+def arange(shape, dtype=torch.float32):
     return torch.arange(prod(shape), dtype=dtype).reshape(shape)
 
 
-def spread(shape, mesh, placements):
-    """A tensor of which torch gives each rank its part, without sending anything."""
-    return distribute_tensor(numbered(shape), mesh, placements, src_data_rank=None)
+def distribute(shape, mesh, placements):
+    """Return a DTensor, whose local part torch computes without communication."""
+    return distribute_tensor(arange(shape), mesh, placements, src_data_rank=None)
 
 
-class Union:
-    """How often the pieces of all ranks have each element of each tensor, and the right one."""
+class CoverageCheck:
+    """Asserts that the boxes of all ranks have the right elements, and counts each element."""
 
     def __init__(self):
-        self.held = {}
+        self.counts = {}
 
     def add(self, key, value, whole):
         found = get_local_boxes(value, key)
         assert found.shape == tuple(whole.shape)
-        held = self.held.setdefault(key, torch.zeros(found.shape, dtype=torch.int64))
-        for box, piece in found.box_tensors:
-            assert tuple(piece.shape) == box.sizes
+        counts = self.counts.setdefault(key, torch.zeros(found.shape, dtype=torch.int64))
+        for box, tensor in found.box_tensors:
+            assert tuple(tensor.shape) == box.sizes
             assert box.numel or not whole.numel()
-            assert piece.dtype == whole.dtype
-            assert not piece.requires_grad
-            assert torch.equal(piece, whole[box.slices((0,) * whole.ndim)])
-            held[box.slices((0,) * whole.ndim)] += 1
+            assert tensor.dtype == whole.dtype
+            assert not tensor.requires_grad
+            assert torch.equal(tensor, whole[box.slices((0,) * whole.ndim)])
+            counts[box.slices((0,) * whole.ndim)] += 1
 
     def check(self, times):
-        for key, held in self.held.items():
-            assert (held == times(key)).all(), key
+        for key, counts in self.counts.items():
+            assert (counts == times(key)).all(), key
 
 
 # -- DTensor -------------------------------------------------------------------------------------
@@ -105,69 +105,74 @@ def strided(dim, factor):
         ((2, 2, 2), [strided(1, 3), S(0), strided(1, 2)]),
     ],
 )
-def test_the_parts_of_all_ranks_make_the_tensor(mesh, placements):
-    union = Union()
+def test_the_boxes_of_all_ranks_cover_the_tensor(mesh, placements):
+    coverage = CoverageCheck()
     shapes = [(7, 5), (8, 8), (1, 12), (2, 3, 2), (0, 6), (6, 0)]
     for rank in range(prod(mesh)):
-        with posing(rank, prod(mesh)):
+        with simulated_rank(rank, prod(mesh)):
             made = init_device_mesh("cpu", mesh)
             for shape in shapes:
-                union.add(str(shape), spread(shape, made, placements), numbered(shape))
-    same = prod(n for n, p in zip(mesh, placements, strict=True) if p == R)
-    union.check(lambda _: same)
+                coverage.add(str(shape), distribute(shape, made, placements), arange(shape))
+    replicas = prod(n for n, p in zip(mesh, placements, strict=True) if p == R)
+    coverage.check(lambda _: replicas)
 
 
-def test_pieces_are_views_of_the_live_memory():
-    with posing(1, 2) as calls:
-        value = torch.nn.Parameter(spread((8, 3), init_device_mesh("cpu", (2,)), [strided(0, 2)]))
+def test_box_tensors_are_views_of_the_live_memory():
+    with simulated_rank(1, 2) as calls:
+        value = torch.nn.Parameter(
+            distribute((8, 3), init_device_mesh("cpu", (2,)), [strided(0, 2)])
+        )
         assert is_distributed_tensor(value)
         found = get_local_boxes(value, "k")
         assert [box for box, _ in found.box_tensors] == [Box((2, 0), (2, 3)), Box((6, 0), (2, 3))]
         found.box_tensors[1][1][0, 0] = -1
         assert value._local_tensor[2, 0].item() == -1
         storage = value._local_tensor.untyped_storage().data_ptr()
-        for _, piece in found.box_tensors:
-            assert piece.untyped_storage().data_ptr() == storage
-            assert not piece.requires_grad
+        for _, tensor in found.box_tensors:
+            assert tensor.untyped_storage().data_ptr() == storage
+            assert not tensor.requires_grad
         assert calls.get_total_counts() == 0
 
 
-def test_a_view_keeps_strides_of_its_own():
-    """A flattened tensor: torch marks that its factors say no order of the mesh."""
+def test_a_flattened_tensor_has_several_boxes():
+    """Torch marks that the split factors of this tensor state no order of the mesh."""
     for rank in range(6):
-        with posing(rank, 6):
-            flat = spread((4, 6), init_device_mesh("cpu", (2, 3)), [R, S(1)]).flatten()
+        with simulated_rank(rank, 6):
+            flat = distribute((4, 6), init_device_mesh("cpu", (2, 3)), [R, S(1)]).flatten()
             found = get_local_boxes(flat, "k")
             at = rank % 3 * 2
             assert [box for box, _ in found.box_tensors] == [
                 Box((n + at,), (2,)) for n in (0, 6, 12, 18)
             ]
-            for box, piece in found.box_tensors:
-                assert torch.equal(piece, torch.arange(24.0)[box.slices((0,))])
+            for box, tensor in found.box_tensors:
+                assert torch.equal(tensor, torch.arange(24.0)[box.slices((0,))])
 
 
-def test_strides_that_could_be_an_order_are_read_as_the_strides_that_they_are():
-    """Where torch marks that factors are no order of the mesh, the rank has strides. Without the
-    mark the same placements say that FSDP2 cut what is cut already: other sizes, so a refusal."""
-    with posing(12, 16):
+def test_split_factors_are_not_read_as_an_order_if_torch_marks_that_they_are_none():
+    """With the mark, the rank has strided elements. Without it, the same placements mean that FSDP2
+    sharded a tensor that was already sharded. This gives other sizes, so the tensor is refused."""
+    with simulated_rank(12, 16):
         mesh, placements = init_device_mesh("cpu", (4, 4)), [strided(0, 4), S(0)]
-        unmarked = spread((38,), mesh, placements)
+        unmarked = distribute((38,), mesh, placements)
         assert unmarked._local_tensor.tolist() == [9, 19]
         with pytest.raises(Unsupported, match="does not match its placements"):
             get_local_boxes(unmarked, "k")
         order = (ShardOrderEntry(0, (0, 1)),)
-        told = {"shard_order": order, "use_strided_shard_as_shard_order": False}
+        fields = {"shard_order": order, "use_strided_shard_as_shard_order": False}
         marked = DTensor(
-            unmarked._local_tensor, replace(unmarked._spec, **told), requires_grad=False
+            unmarked._local_tensor, replace(unmarked._spec, **fields), requires_grad=False
         )
         found = get_local_boxes(marked, "k").box_tensors
-        assert [(box.offsets[0], piece.tolist()) for box, piece in found] == [(9, [9]), (19, [19])]
+        assert [(box.offsets[0], tensor.tolist()) for box, tensor in found] == [
+            (9, [9]),
+            (19, [19]),
+        ]
 
 
-def test_an_order_of_its_own_is_kept():
-    held = torch.zeros(12, dtype=torch.int64)
+def test_an_explicit_shard_order_is_used_and_kept():
+    counts = torch.zeros(12, dtype=torch.int64)
     for rank in range(6):
-        with posing(rank, 6):
+        with simulated_rank(rank, 6):
             mesh = init_device_mesh("cpu", (2, 3))
             spec = DTensorSpec(
                 mesh,
@@ -179,39 +184,39 @@ def test_an_order_of_its_own_is_kept():
             value = DTensor(torch.zeros(2), spec, requires_grad=False)
             [(box, _)] = get_local_boxes(value, "k").box_tensors
             assert box == Box((4 * tp + 2 * dp,), (2,))
-            held[box.slices((0,))] += 1
+            counts[box.slices((0,))] += 1
             assert empty_like(value, torch.int8)._spec.shard_order == spec.shard_order
-    assert (held == 1).all()
+    assert (counts == 1).all()
 
 
-def test_ranks_outside_of_the_mesh_have_no_piece():
+def test_ranks_outside_the_mesh_have_no_box():
     for rank in range(4):
-        with posing(rank, 4):
+        with simulated_rank(rank, 4):
             mesh = DeviceMesh("cpu", [1, 2])
             for shape in ((4, 6), (0, 6)):
-                found = get_local_boxes(spread(shape, mesh, [S(1)]), "k")
+                found = get_local_boxes(distribute(shape, mesh, [S(1)]), "k")
                 assert found.shape == shape
                 assert len(found.box_tensors) == (rank in (1, 2))
                 assert found.dtype == "float32"
 
 
-def test_a_rank_without_elements_has_no_piece_but_an_empty_tensor_is_one():
-    with posing(2, 3):
+def test_a_rank_without_elements_has_no_box_but_an_empty_tensor_has_one():
+    with simulated_rank(2, 3):
         mesh = init_device_mesh("cpu", (3,))
-        assert get_local_boxes(spread((2, 4), mesh, [S(0)]), "k").box_tensors == []
-        [(box, piece)] = get_local_boxes(spread((0, 6), mesh, [S(1)]), "k").box_tensors
-        assert (box, tuple(piece.shape)) == (Box((0, 0), (0, 6)), (0, 6))
+        assert get_local_boxes(distribute((2, 4), mesh, [S(0)]), "k").box_tensors == []
+        [(box, tensor)] = get_local_boxes(distribute((0, 6), mesh, [S(1)]), "k").box_tensors
+        assert (box, tuple(tensor.shape)) == (Box((0, 0), (0, 6)), (0, 6))
         scalar = distribute_tensor(torch.tensor(3.0), mesh, [R], src_data_rank=None)
-        [(box, piece)] = get_local_boxes(scalar, "k").box_tensors
-        assert (box, piece.item()) == (Box((), ()), 3.0)
+        [(box, tensor)] = get_local_boxes(scalar, "k").box_tensors
+        assert (box, tensor.item()) == (Box((), ()), 3.0)
 
 
 @pytest.mark.parametrize(
     "partial", [Partial(), Partial("avg"), _MaskPartial(offset_shape=(4, 4), offset_dim=0)]
 )
 @pytest.mark.parametrize("rank", [0, 3])
-def test_what_is_still_to_be_summed_is_refused_by_name(partial, rank):
-    with posing(rank, 4) as calls:
+def test_a_partial_tensor_is_refused(partial, rank):
+    with simulated_rank(rank, 4) as calls:
         mesh = DeviceMesh("cpu", [[0], [1]])
         meta = TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32)
         spec = DTensorSpec(mesh, (S(0), partial), tensor_meta=meta)
@@ -230,15 +235,15 @@ def test_a_placement_of_an_unknown_class_is_refused():
     class Ragged(Shard):
         pass
 
-    with posing(0, 2):
-        value = spread((4, 4), init_device_mesh("cpu", (2,)), [S(0)])
+    with simulated_rank(0, 2):
+        value = distribute((4, 4), init_device_mesh("cpu", (2,)), [S(0)])
         value._spec = replace(value._spec, placements=(Ragged(0),))
         with pytest.raises(Unsupported, match="does not describe which elements"):
             get_local_boxes(value, "k")
 
 
-def test_a_local_tensor_of_another_shape_is_refused_with_both():
-    with posing(1, 2):
+def test_the_error_for_a_local_tensor_of_another_shape_names_both_shapes():
+    with simulated_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         stride = (2, 1)
         value = DTensor.from_local(torch.zeros(3, 2), mesh, [S(0)], shape=(4, 2), stride=stride)
@@ -249,28 +254,32 @@ def test_a_local_tensor_of_another_shape_is_refused_with_both():
         assert e.value.found == [3, 2]
         assert "stride=" in e.value.todo
         empty = DTensor.from_local(torch.zeros(0), mesh, [S(0)], shape=(1, 2), stride=stride)
-        assert get_local_boxes(empty, "k").box_tensors == [], "without elements any shape is right"
+        assert get_local_boxes(empty, "k").box_tensors == [], (
+            "any shape is accepted without elements"
+        )
         missing = DTensor.from_local(torch.zeros(0), mesh, [S(0)], shape=(4, 2), stride=stride)
         with pytest.raises(Unsupported, match="does not match its placements"):
             get_local_boxes(missing, "k")
 
 
 def with_local(local, mesh, shape):
-    spec = spread(shape, mesh, [S(0)])._spec
+    spec = distribute(shape, mesh, [S(0)])._spec
     return DTensor(local, spec, requires_grad=False)
 
 
-def test_a_local_tensor_that_is_still_on_its_way_is_waited_for(monkeypatch):
+def test_an_asynchronous_local_tensor_is_awaited(monkeypatch):
     waited = []
-    own = AsyncCollectiveTensor.trigger_wait
-    monkeypatch.setattr(AsyncCollectiveTensor, "trigger_wait", lambda t: waited.append(t) or own(t))
-    with posing(0, 2):
-        arriving = torch.ones(2, 4)
-        value = with_local(AsyncCollectiveTensor(arriving), init_device_mesh("cpu", (2,)), (4, 4))
-        [(_, piece)] = get_local_boxes(value, "k").box_tensors
+    original = AsyncCollectiveTensor.trigger_wait
+    monkeypatch.setattr(
+        AsyncCollectiveTensor, "trigger_wait", lambda t: waited.append(t) or original(t)
+    )
+    with simulated_rank(0, 2):
+        local = torch.ones(2, 4)
+        value = with_local(AsyncCollectiveTensor(local), init_device_mesh("cpu", (2,)), (4, 4))
+        [(_, tensor)] = get_local_boxes(value, "k").box_tensors
         assert waited
-        assert type(piece) is torch.Tensor
-        assert piece.data_ptr() == arriving.data_ptr()
+        assert type(tensor) is torch.Tensor
+        assert tensor.data_ptr() == local.data_ptr()
         assert type(empty_like(value, torch.int8)._local_tensor) is torch.Tensor
 
 
@@ -278,7 +287,7 @@ def test_a_local_tensor_of_an_unknown_subclass_is_refused():
     class Scaled(torch.Tensor):
         pass
 
-    with posing(0, 2):
+    with simulated_rank(0, 2):
         local = torch.zeros(2, 4).as_subclass(Scaled)
         value = with_local(local, init_device_mesh("cpu", (2,)), (4, 4))
         with pytest.raises(Unsupported, match=r"memory of the local tensor of 'model/w'.*Scaled"):
@@ -286,35 +295,42 @@ def test_a_local_tensor_of_an_unknown_subclass_is_refused():
 
 
 def test_a_tensor_on_the_meta_device_is_refused():
-    with posing(0, 2):
+    with simulated_rank(0, 2):
         value = with_local(torch.zeros(2, 4).to("meta"), init_device_mesh("cpu", (2,)), (4, 4))
         with pytest.raises(Unsupported, match="to_empty"):
             get_local_boxes(value, "model/w")
         assert empty_like(value, torch.int8).is_meta
 
 
-def test_what_is_tied_is_told_by_its_storage():
+def test_tied_tensors_have_equal_tie_keys_and_shapes():
     for rank in range(2):
-        with posing(rank, 2):
+        with simulated_rank(rank, 2):
             mesh = init_device_mesh("cpu", (2,))
-            square = torch.nn.Parameter(spread((4, 4), mesh, [S(0)]))
-            single = torch.nn.Parameter(spread((1, 4), mesh, [S(0)]))
-            flat = spread((8, 4), mesh, [S(1)])
-            values = [square, single, square.t(), spread((4, 4), mesh, [S(0)]), flat[:4], flat[4:]]
-            same = spread((4, 4), mesh, [R])
-            values += [spread((1, 4), mesh, [S(0)]), same, same.t()]
-            told = [
+            square = torch.nn.Parameter(distribute((4, 4), mesh, [S(0)]))
+            single = torch.nn.Parameter(distribute((1, 4), mesh, [S(0)]))
+            flat = distribute((8, 4), mesh, [S(1)])
+            values = [
+                square,
+                single,
+                square.t(),
+                distribute((4, 4), mesh, [S(0)]),
+                flat[:4],
+                flat[4:],
+            ]
+            replicas = distribute((4, 4), mesh, [R])
+            values += [distribute((1, 4), mesh, [S(0)]), replicas, replicas.t()]
+            keys = [
                 (get_local_boxes(v, "k").tie_key, get_local_boxes(v, "k").shape) for v in values
             ]
-            assert len(set(told)) == len(values), "each is another, though some share memory"
-            for value, one in zip(values, told, strict=True):
+            assert len(set(keys)) == len(values), "all differ, although some share memory"
+            for value, one in zip(values, keys, strict=True):
                 assert (get_local_boxes(value.detach(), "k").tie_key, tuple(value.shape)) == one
 
 
-def test_the_arithmetic_is_done_once_for_all_alike():
-    with posing(0, 2):
+def test_the_boxes_of_equal_layouts_are_computed_once():
+    with simulated_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
-        values = [spread((9, 4), mesh, [S(i % 2)]) for i in range(40)]
+        values = [distribute((9, 4), mesh, [S(i % 2)]) for i in range(40)]
         before = local_boxes.cache_info().misses
         for value in values:
             get_local_boxes(value, "k")
@@ -325,7 +341,8 @@ def test_the_arithmetic_is_done_once_for_all_alike():
 
 
 class Model(torch.nn.Module):
-    """Sizes that neither 2 nor 3 ranks divide, a tied weight, and a parameter smaller than they."""
+    """A model with sizes that neither 2 nor 3 divides, a tied weight, and a parameter with fewer
+    elements than there are ranks."""
 
     def __init__(self, rows=13):
         super().__init__()
@@ -338,7 +355,7 @@ class Model(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(1))
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
-                p.copy_(numbered(p.shape) + 1000 * i)
+                p.copy_(arange(p.shape) + 1000 * i)
 
 
 TENSOR_PARALLEL = {
@@ -349,32 +366,32 @@ TENSOR_PARALLEL = {
 
 
 def check_training(size, shard, times, rows=13):
-    """All parameters and all slots of AdamW after a step, on all ranks by turns: the right
-    elements, each as often as it is replicated."""
-    union = Union()
+    """Make a step of AdamW on each rank in turn. Assert that the boxes of all parameters and slots
+    have the right elements, each as often as ``times`` returns for its key."""
+    coverage = CoverageCheck()
     whole = dict(Model(rows).named_parameters(remove_duplicate=False))
     for rank in range(size):
-        with posing(rank, size):
+        with simulated_rank(rank, size):
             model = Model(rows)
             shard(model)
             optimizer = torch.optim.AdamW(model.parameters(), betas=(0.5, 0.5), foreach=False)
             with torch.no_grad():
                 for name, p in model.named_parameters():
-                    union.add(name, p, whole[name].detach())
+                    coverage.add(name, p, whole[name].detach())
                     p.grad = p.detach().clone()
             optimizer.step()
             for name, p in model.named_parameters():
                 slots = optimizer.state[p]
-                union.add(f"{name}:avg", slots["exp_avg"], whole[name].detach() / 2)
+                coverage.add(f"{name}:avg", slots["exp_avg"], whole[name].detach() / 2)
                 made = empty_like(p, torch.float64)
                 assert made._spec.placements == p._spec.placements
                 assert made._local_tensor.shape == p._local_tensor.shape
                 assert not is_distributed_tensor(slots["step"])
-    union.check(times)
+    coverage.check(times)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2)])
-def test_fsdp2_over_tensor_parallelism(mesh):
+def test_boxes_cover_the_training_state_with_fsdp2_over_tensor_parallelism(mesh):
     def shard(model):
         made = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
         parallelize_module(model, made["tp"], TENSOR_PARALLEL, src_data_rank=None)
@@ -385,8 +402,9 @@ def test_fsdp2_over_tensor_parallelism(mesh):
     check_training(prod(mesh), shard, lambda k: 1 if k.split(":")[0] in tp else mesh[1])
 
 
-def test_fsdp2_over_tensor_parallelism_where_equal_sizes_hide_other_rows():
-    """38 rows over 4 x 4: by its placements alone rank (3, 2) would have row 37; it has row 29."""
+def test_fsdp2_over_tensor_parallelism_with_equal_sizes_but_other_rows():
+    """38 rows are sharded over a 4 x 4 mesh. By its placements alone, rank (3, 2) would have row
+    37, but it has row 29."""
 
     def shard(model):
         made = init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "tp"))
@@ -400,7 +418,7 @@ def test_fsdp2_over_tensor_parallelism_where_equal_sizes_hide_other_rows():
 
 
 @pytest.mark.parametrize("mesh", [(3,), (4,), (2, 2), (2, 3)])
-def test_fsdp2_and_hsdp(mesh):
+def test_boxes_cover_the_training_state_with_fsdp2_and_hsdp(mesh):
     def shard(model):
         names = ("replicate", "shard")[-len(mesh) :]
         made = init_device_mesh("cpu", mesh, mesh_dim_names=names)
@@ -410,7 +428,7 @@ def test_fsdp2_and_hsdp(mesh):
     check_training(prod(mesh), shard, lambda _: prod(mesh[:-1]))
 
 
-def test_hsdp_over_tensor_parallelism():
+def test_boxes_cover_the_training_state_with_hsdp_over_tensor_parallelism():
     def shard(model):
         names = ("replicate", "shard", "tp")
         made = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
@@ -429,24 +447,24 @@ def chunked(shape, size):
     return sharded_tensor.empty(spec, *shape, dtype=torch.float32)
 
 
-def test_sharded_tensors():
-    union = Union()
+def test_the_boxes_of_all_ranks_cover_a_sharded_tensor():
+    coverage = CoverageCheck()
     for rank in range(4):
-        with posing(rank, 4) as calls:
+        with simulated_rank(rank, 4) as calls:
             for shape in ((9, 2), (3, 2), (8, 1, 2)):
                 value = chunked(shape, 4)
                 for shard in value.local_shards():
-                    said = shard.metadata
-                    box = Box(tuple(said.shard_offsets), tuple(said.shard_sizes))
-                    shard.tensor.copy_(numbered(shape)[box.slices((0,) * len(shape))])
+                    metadata = shard.metadata
+                    box = Box(tuple(metadata.shard_offsets), tuple(metadata.shard_sizes))
+                    shard.tensor.copy_(arange(shape)[box.slices((0,) * len(shape))])
                 assert is_distributed_tensor(value)
-                union.add(str(shape), value, numbered(shape))
+                coverage.add(str(shape), value, arange(shape))
             assert calls.get_total_counts() == 0
-    union.check(lambda _: 1)
+    coverage.check(lambda _: 1)
 
 
-def test_a_rank_without_a_shard():
-    with posing(3, 4):
+def test_a_rank_without_a_shard_has_no_box():
+    with simulated_rank(3, 4):
         spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
         value, other = (sharded_tensor.empty(spec, 3, 2, dtype=torch.float16) for _ in range(2))
         assert value.local_shards() == []
@@ -457,12 +475,12 @@ def test_a_rank_without_a_shard():
             == found.tie_key
             != get_local_boxes(other, "k").tie_key
         )
-        [(box, piece)] = get_local_boxes(chunked((0, 2), 4), "k").box_tensors
-        assert (box, tuple(piece.shape)) == (Box((0, 0), (0, 2)), (0, 2))
+        [(box, tensor)] = get_local_boxes(chunked((0, 2), 4), "k").box_tensors
+        assert (box, tuple(tensor.shape)) == (Box((0, 0), (0, 2)), (0, 2))
 
 
-def test_a_shard_that_is_not_what_its_metadata_says_is_refused():
-    with posing(0, 2):
+def test_a_shard_that_does_not_match_its_metadata_is_refused():
+    with simulated_rank(0, 2):
         value = chunked((4, 2), 2)
         value.local_shards()[0].metadata.shard_offsets[0] = 3
         with pytest.raises(
@@ -481,11 +499,11 @@ def test_a_shard_that_is_not_what_its_metadata_says_is_refused():
 @pytest.mark.parametrize(
     "placements", [[S(0), S(1)], [R, S(0)], [R, R], [strided(0, 3), S(0)], [strided(1, 4), R]]
 )
-def test_a_slot_has_the_layout_of_its_parameter(placements):
+def test_empty_like_returns_a_tensor_with_the_layout_of_the_parameter(placements):
     for rank, shape in product((0, 5), ((6, 12), (7, 4), (1, 1), (0, 3))):
-        with posing(rank, 6) as calls:
+        with simulated_rank(rank, 6) as calls:
             mesh = init_device_mesh("cpu", (2, 3))
-            parameter = torch.nn.Parameter(spread(shape, mesh, placements))
+            parameter = torch.nn.Parameter(distribute(shape, mesh, placements))
             made = empty_like(parameter, torch.bfloat16)
             assert type(made) is DTensor
             assert made._spec.placements == parameter._spec.placements
@@ -493,23 +511,25 @@ def test_a_slot_has_the_layout_of_its_parameter(placements):
             assert made._local_tensor.shape == parameter._local_tensor.shape
             assert made._local_tensor.dtype == torch.bfloat16
             assert made.stride() == parameter.stride()
-            if parts_of(parameter):
-                assert [b for b, _ in parts_of(made)] == [b for b, _ in parts_of(parameter)]
+            if box_tensors_of(parameter):
+                assert [b for b, _ in box_tensors_of(made)] == [
+                    b for b, _ in box_tensors_of(parameter)
+                ]
             assert made._spec.tensor_meta.dtype == torch.bfloat16
             made.zero_()
-            assert parameter.dtype == torch.float32, "the parameter's own is as it was"
+            assert parameter.dtype == torch.float32, "the parameter is unchanged"
             assert parameter._spec.tensor_meta.dtype == torch.float32
             assert calls.get_total_counts() == 0
 
 
-def parts_of(value):
+def box_tensors_of(value):
     try:
         return get_local_boxes(value, "k").box_tensors
-    except Unsupported:  # cut by hand in an uneven way that FSDP2 does not
+    except Unsupported:  # sharded unevenly, which FSDP2 never does
         return []
 
 
-def test_a_slot_of_an_ordinary_parameter_is_a_tensor():
+def test_empty_like_of_an_ordinary_parameter_is_a_tensor():
     parameter = torch.nn.Parameter(torch.ones(3, 2))
     made = empty_like(parameter, torch.int64)
     assert type(made) is torch.Tensor
@@ -517,7 +537,7 @@ def test_a_slot_of_an_ordinary_parameter_is_a_tensor():
     assert not sharding.is_distributed_tensor(made)
 
 
-def test_a_slot_outside_of_the_mesh():
-    with posing(0, 4):
-        made = empty_like(spread((4, 6), DeviceMesh("cpu", [1, 2]), [S(0)]), torch.float64)
+def test_empty_like_outside_the_mesh_has_no_elements():
+    with simulated_rank(0, 4):
+        made = empty_like(distribute((4, 6), DeviceMesh("cpu", [1, 2]), [S(0)]), torch.float64)
         assert (made.shape, made._local_tensor.numel()) == ((4, 6), 0)

@@ -1,4 +1,4 @@
-"""What holds still between two steps of the optimizers, and the hook that ends it."""
+"""Leaves that are stable between two optimizer steps, and the hook before each step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Net(torch.nn.Module):
         return made
 
 
-def stepped(model: torch.nn.Module, make: Any = Adam, **options: Any) -> Any:
+def step_once(model: torch.nn.Module, make: Any = Adam, **options: Any) -> Any:
     optimizer = make([p for p in model.parameters() if p.requires_grad], **options)
     model(torch.randn(4, 3)).square().sum().backward()
     optimizer.step()
@@ -43,11 +43,11 @@ def keys(state: dict[str, Any]) -> set[str]:
 PARAMETERS = {"fc.weight", "fc.bias", "norm.weight", "norm.bias"}
 
 
-def test_parameters_and_slots_and_nothing_else() -> None:
+def test_only_parameters_and_slots_are_stable() -> None:
     model = Net()
     state = {
         "model": model,
-        "optimizer": stepped(model),
+        "optimizer": step_once(model),
         "rng": holdfast.RNG(),
         "plain": torch.zeros(3),
         "array": torch.zeros(3).numpy(),
@@ -59,51 +59,51 @@ def test_parameters_and_slots_and_nothing_else() -> None:
     }
 
 
-def test_what_no_optimizer_owns_may_change() -> None:
+def test_parameters_without_an_optimizer_are_not_stable() -> None:
     model = Net()
     model.fc.requires_grad_(False)
     assert keys({"model": model}) == set()
-    assert keys({"model": model, "o": [stepped(model, SGD, lr=0.1)]}) == {
+    assert keys({"model": model, "o": [step_once(model, SGD, lr=0.1)]}) == {
         "model/norm.weight",
         "model/norm.bias",
     }
 
 
-def test_an_optimizer_without_its_model_has_its_slots() -> None:
-    found = keys({"o": stepped(Net(), SGD, lr=0.1, momentum=0.9)})
+def test_slots_are_stable_without_the_model_in_the_state() -> None:
+    found = keys({"o": step_once(Net(), SGD, lr=0.1, momentum=0.9)})
     assert found == {f"o/state/0.{i}/momentum_buffer" for i in range(4)}
 
 
-def test_options_that_are_tensors_are_not_steady() -> None:
-    """A scheduler changes the learning rate in place, outside of the step."""
+def test_options_that_are_tensors_are_not_stable() -> None:
+    """A scheduler changes the learning rate in place, outside the optimizer step."""
     model = Net()
-    state = {"m": model, "o": stepped(model, Adam, lr=torch.tensor(0.1), capturable=False)}
+    state = {"m": model, "o": step_once(model, Adam, lr=torch.tensor(0.1), capturable=False)}
     assert "o/groups/0/lr" in {leaf.key for leaf in flatten(state).leaves}
     assert not [k for k in keys(state) if k.endswith("lr")]
 
 
-def test_a_parameter_that_shares_its_storage_with_a_buffer_is_not_steady() -> None:
+def test_a_parameter_that_shares_its_storage_with_a_buffer_is_not_stable() -> None:
     model = Net()
     model.register_buffer("view", model.fc.weight.detach()[1:], persistent=False)
-    found = keys({"m": model, "o": stepped(model, SGD, lr=0.1)})
+    found = keys({"m": model, "o": step_once(model, SGD, lr=0.1)})
     assert found == {"m/fc.bias", "m/norm.weight", "m/norm.bias"}
 
 
-def test_a_slot_that_shares_its_storage_with_a_buffer_is_not_steady() -> None:
+def test_a_slot_that_shares_its_storage_with_a_buffer_is_not_stable() -> None:
     model = Net()
-    optimizer = stepped(model, SGD, lr=0.1, momentum=0.9)
+    optimizer = step_once(model, SGD, lr=0.1, momentum=0.9)
     model.register_buffer("of", optimizer.state[model.fc.bias]["momentum_buffer"].view(1, 2))
     assert "o/state/m.fc.bias/momentum_buffer" not in keys({"m": model, "o": optimizer})
     assert "o/state/m.fc.weight/momentum_buffer" in keys({"m": model, "o": optimizer})
 
 
-def test_views_of_one_flat_parameter_are_steady() -> None:
+def test_views_of_one_flat_parameter_are_stable() -> None:
     flat = torch.nn.Parameter(torch.arange(6.0))
     state = {"a": flat.detach()[:2], "b": flat.detach()[2:], "o": SGD([flat], lr=0.1)}
     assert keys(state) == {"a", "b"}
 
 
-def test_slots_in_lists_count() -> None:
+def test_slots_in_lists_are_stable() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     o = torch.optim.LBFGS([p], history_size=3)
     for _ in range(3):
@@ -118,18 +118,18 @@ def _closure(o: Any, p: torch.Tensor) -> Any:
     return loss
 
 
-def test_an_optimizer_with_a_state_dict_of_its_own_counts() -> None:
-    class Own(SGD):
+def test_slots_of_an_optimizer_that_overrides_state_dict_are_stable() -> None:
+    class Override(SGD):
         def state_dict(self) -> Any:
             return super().state_dict()
 
     model = Net()
-    found = keys({"m": model, "o": stepped(model, Own, lr=0.1, momentum=0.9)})
+    found = keys({"m": model, "o": step_once(model, Override, lr=0.1, momentum=0.9)})
     assert sum(k.startswith("o/") for k in found) == 4
     assert sum(k.startswith("m/") for k in found) == 4
 
 
-def test_what_has_no_bytes_or_no_storage() -> None:
+def test_empty_and_sparse_parameters_are_not_stable() -> None:
     empty = torch.nn.Parameter(torch.zeros(0, 3))
     sparse = torch.nn.Parameter(torch.eye(2).to_sparse())
     whole = torch.nn.Parameter(torch.ones(2))
@@ -137,14 +137,14 @@ def test_what_has_no_bytes_or_no_storage() -> None:
     assert keys(state) == {"w"}
 
 
-def test_inference_tensors_are_not_steady() -> None:
+def test_inference_tensors_are_not_stable() -> None:
     with torch.inference_mode():
         model = Net()
     state = {"m": model, "o": SGD(model.parameters(), lr=0.1)}
     assert keys(state) == set()
 
 
-def test_optimizers_and_modules_are_found_once_wherever_they_are() -> None:
+def test_optimizers_and_modules_are_found_once_at_any_place() -> None:
     model = Net()
     o = SGD(model.parameters(), lr=0.1)
     within: list[Any] = [o]
@@ -154,7 +154,7 @@ def test_optimizers_and_modules_are_found_once_wherever_they_are() -> None:
     assert modules_in(state) == [model]
 
 
-def test_containers_within_themselves_are_walked_once() -> None:
+def test_containers_that_contain_themselves_are_traversed_once() -> None:
     d: dict[str, Any] = {"o": 1.5}
     d["a"] = d["b"] = [d, (d, d)]
     deep: list[Any] = [2.5]
@@ -164,19 +164,19 @@ def test_containers_within_themselves_are_walked_once() -> None:
     assert list(find_instances([d], dict)) == [d]
 
 
-class Made(dict[str, Any]):
-    """Makes its members while they are read."""
+class LazyDict(dict[str, Any]):
+    """A dict that creates its values while they are read."""
 
     def values(self) -> Any:
         return ((float(i),) for i in range(200))
 
 
-def test_members_that_are_made_while_they_are_read_are_all_looked_into() -> None:
-    assert len(list(find_instances(Made(), float))) == 200
+def test_values_that_are_created_while_they_are_read_are_all_traversed() -> None:
+    assert len(list(find_instances(LazyDict(), float))) == 200
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-def test_weights_that_a_forward_pass_changes_are_not_steady(layer: Any) -> None:
+def test_weights_that_a_forward_pass_changes_are_not_stable(layer: Any) -> None:
     model = torch.nn.Sequential(layer(5, 2, max_norm=1.0), torch.nn.Linear(2, 2))
     assert keys({"m": model, "o": SGD(model.parameters(), lr=0.1)}) == {"m/1.weight", "m/1.bias"}
 
@@ -196,14 +196,14 @@ def test_weights_that_a_forward_pass_changes_are_not_steady(layer: Any) -> None:
     ],
     ids=["sgd", "adam", "fused", "foreach"],
 )
-def test_the_hook_comes_before_the_change(
+def test_the_hook_runs_before_the_step_changes_a_parameter(
     make: Callable[..., torch.optim.Optimizer], backend: str | None
 ) -> None:
     p = torch.nn.Parameter(torch.zeros(3))
     p.grad = torch.ones(3)
     optimizer = make([p])
     seen: list[torch.Tensor] = []
-    guard = StepPreHook([optimizer], lambda: seen.append(p.detach().clone()))
+    hook = StepPreHook([optimizer], lambda: seen.append(p.detach().clone()))
     step: Any = optimizer.step
     if backend is not None:
         torch._dynamo.reset()
@@ -214,24 +214,23 @@ def test_the_hook_comes_before_the_change(
         before.append(p.detach().clone())
     assert [s.tolist() for s in seen] == [b.tolist() for b in before[:3]]
     assert not torch.equal(before[0], before[1])
-    guard.remove()
-    guard.remove()
+    hook.remove()
+    hook.remove()
     step()
     assert len(seen) == 3
     assert not optimizer._optimizer_step_pre_hooks
-    guard = StepPreHook(
-        None, lambda: seen.append(p.detach().clone())
-    )  # noticed by what is compiled
+    # A hook that is added later also runs in a compiled step.
+    hook = StepPreHook(None, lambda: seen.append(p.detach().clone()))
     step()
     assert len(seen) == 4
-    guard.remove()
+    hook.remove()
 
 
-def test_the_hook_comes_before_the_closure() -> None:
+def test_the_hook_runs_before_the_closure() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.LBFGS([p])
     seen: list[str] = []
-    guard = StepPreHook([optimizer], lambda: seen.append("hook"))
+    hook = StepPreHook([optimizer], lambda: seen.append("hook"))
 
     def closure() -> Any:
         seen.append("closure")
@@ -239,25 +238,25 @@ def test_the_hook_comes_before_the_closure() -> None:
 
     optimizer.step(closure)
     assert seen[:2] == ["hook", "closure"]
-    guard.remove()
+    hook.remove()
 
 
-def test_a_step_of_a_subclass_and_through_wrappers() -> None:
-    class Own(SGD):
+def test_the_hook_runs_for_a_subclass_and_through_a_wrapper() -> None:
+    class Override(SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
     p = torch.nn.Parameter(torch.ones(1))
     p.grad = torch.ones(1)
-    optimizer = Own([p], lr=1)
+    optimizer = Override([p], lr=1)
     seen: list[float] = []
-    guard = StepPreHook([optimizer], lambda: seen.append(p.item()))
+    hook = StepPreHook([optimizer], lambda: seen.append(p.item()))
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     assert set(seen) == {1.0}
-    guard.remove()
+    hook.remove()
 
 
-def test_an_exception_keeps_the_step_from_happening() -> None:
+def test_an_exception_in_the_hook_prevents_the_step() -> None:
     p = torch.nn.Parameter(torch.ones(1))
     p.grad = torch.ones(1)
     optimizer = SGD([p], lr=1)
@@ -265,68 +264,69 @@ def test_an_exception_keeps_the_step_from_happening() -> None:
     def refuse() -> None:
         raise ZeroDivisionError
 
-    guard = StepPreHook([optimizer], refuse)
+    hook = StepPreHook([optimizer], refuse)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert p.item() == 1
-    guard.remove()
+    hook.remove()
     optimizer.step()
     assert p.item() == 0
 
 
-def stepping(*parameters: torch.nn.Parameter) -> Callable[[], object]:
-    """The step of another optimizer, over these parameters."""
+def other_step(*parameters: torch.nn.Parameter) -> Callable[[], object]:
+    """Return the ``step`` of a new optimizer of these parameters."""
     for p in parameters:
         p.grad = torch.ones_like(p)
     return SGD(parameters, lr=1).step
 
 
-def test_only_who_owns_a_parameter_of_the_optimizers_is_told() -> None:
+def test_the_hook_runs_only_for_steps_that_change_memory_of_its_optimizers() -> None:
     p, q, z = (torch.nn.Parameter(torch.ones(n)) for n in (2, 3, 0))
     optimizer = SGD([p, z], lr=1)
     seen: list[str] = []
     some = StepPreHook([optimizer], lambda: seen.append("some"))
     every = StepPreHook(None, lambda: seen.append("every"))
     none = StepPreHook((), lambda: seen.append("none"))
-    for step, told in [
+    for step, expected in [
         (optimizer.step, {"some", "every"}),
-        (stepping(p), {"some", "every"}),
-        (stepping(q, p), {"some", "every"}),
-        (stepping(torch.nn.Parameter(p.detach()[1:])), {"some", "every"}),
-        (stepping(q), {"every"}),
-        (stepping(torch.nn.Parameter(torch.ones(0))), {"every"}),  # no memory is no shared one
+        (other_step(p), {"some", "every"}),
+        (other_step(q, p), {"some", "every"}),
+        (other_step(torch.nn.Parameter(p.detach()[1:])), {"some", "every"}),
+        (other_step(q), {"every"}),
+        # A parameter without memory shares none.
+        (other_step(torch.nn.Parameter(torch.ones(0))), {"every"}),
     ]:
         seen.clear()
         step()
-        assert set(seen) == told
-        assert len(seen) == len(told)
-    for guard in (none, every):
-        guard.remove()
+        assert set(seen) == expected
+        assert len(seen) == len(expected)
+    for hook in (none, every):
+        hook.remove()
     seen.clear()
     optimizer.step()
     assert seen == ["some"]
     some.remove()
 
 
-def test_a_guard_that_is_forgotten_guards_no_more_and_holds_nothing() -> None:
+def test_a_hook_of_a_collected_owner_no_longer_runs() -> None:
     class Owner:
         def __init__(self) -> None:
-            self.guard = StepPreHook(None, self.told)
+            self.hook = StepPreHook(None, self.on_step)
 
-        def told(self) -> None:
-            seen.append("told")
+        def on_step(self) -> None:
+            seen.append("step")
 
     seen: list[str] = []
     owner: Any = Owner()
-    step = stepping(torch.nn.Parameter(torch.ones(1)))
+    step = other_step(torch.nn.Parameter(torch.ones(1)))
     step()
     del owner
     gc.collect()
     step()
-    assert seen == ["told"]
+    assert seen == ["step"]
 
 
-def test_guards_come_and_go_while_another_thread_is_held_up() -> None:
+def test_hooks_can_be_added_and_removed_while_another_thread_is_in_one() -> None:
     inside, go = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -337,17 +337,17 @@ def test_guards_come_and_go_while_another_thread_is_held_up() -> None:
 
     def step() -> None:
         try:
-            stepping(torch.nn.Parameter(torch.ones(1)))()
+            other_step(torch.nn.Parameter(torch.ones(1)))()
         except BaseException as e:
             failed.append(e)
 
-    guards = [StepPreHook(None, wait)]
+    hooks = [StepPreHook(None, wait)]
     thread = threading.Thread(target=step)
     thread.start()
     assert inside.wait(20)
-    guards += [StepPreHook(None, int) for _ in range(10)]
-    for guard in guards:
-        guard.remove()
+    hooks += [StepPreHook(None, int) for _ in range(10)]
+    for hook in hooks:
+        hook.remove()
     go.set()
     thread.join(20)
     assert not failed

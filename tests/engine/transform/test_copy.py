@@ -1,4 +1,4 @@
-"""Copies: the same bytes or nothing, and never over what is there."""
+"""Copies: they have the same bytes or are not committed, and never replace existing files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Stat
 
 
-class Failing(MemoryStore):
-    """A store without room for keys that end in ``suffix``."""
+class FullStore(MemoryStore):
+    """A store that has no space for keys that end in ``suffix``."""
 
     suffix = MANIFEST
 
@@ -33,7 +33,7 @@ def objects(store: MemoryStore) -> dict[str, bytes]:
     return {s.key: store.get(s.key, 1 << 30) for s in store.list("")}
 
 
-def flip(store: MemoryStore, suffix: str) -> None:
+def damage(store: MemoryStore, suffix: str) -> None:
     [key] = [k for k in objects(store) if k.endswith(suffix)]
     raw = bytearray(store.get(key, 1 << 30))
     raw[-1] ^= 1
@@ -52,26 +52,28 @@ def snapshot(store: MemoryStore) -> Snapshot:
     return holdfast.save(store.at("version_7"), state)
 
 
-def test_a_copy_is_byte_for_byte_the_same(store: MemoryStore, snapshot: Snapshot) -> None:
+def test_a_copy_is_identical(store: MemoryStore, snapshot: Snapshot) -> None:
     to = MemoryStore()
-    told: list[int] = []
-    copy = copy_snapshot(snapshot, Location(to, "version_7"), told.append)
+    copied: list[int] = []
+    copy = copy_snapshot(snapshot, Location(to, "version_7"), copied.append)
     assert objects(to) == objects(store)
     assert copy.digest == snapshot.digest
     assert copy.verify().ok
-    assert sum(told) == sum(s.length + s.index.length for s in snapshot.manifest.shards)
+    assert sum(copied) == sum(s.length + s.index.length for s in snapshot.manifest.shards)
 
 
-def test_a_copy_between_folders_is_durable_and_whole(tmp_path: Any, snapshot: Snapshot) -> None:
-    there = Run(tmp_path / "run")
-    copy_snapshot(snapshot, Location(there.store, "version_7"))
+def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(
+    tmp_path: Any, snapshot: Snapshot
+) -> None:
+    run = Run(tmp_path / "run")
+    copy_snapshot(snapshot, Location(run.store, "version_7"))
     back = MemoryStore()
     copy = copy_snapshot(holdfast.open(tmp_path / "run/version_7"), Location(back, "version_7"))
     assert copy.verify().ok
-    assert not list(there.store.partials(""))
+    assert not list(run.store.partials(""))
 
 
-def test_what_is_there_is_not_touched(snapshot: Snapshot) -> None:
+def test_a_copy_over_an_existing_snapshot_is_refused(snapshot: Snapshot) -> None:
     to = MemoryStore()
     copy_snapshot(snapshot, Location(to, "version_7"))
     before = objects(to)
@@ -81,8 +83,10 @@ def test_what_is_there_is_not_touched(snapshot: Snapshot) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json", MANIFEST])
-def test_damage_is_never_copied(store: MemoryStore, snapshot: Snapshot, suffix: str) -> None:
-    flip(store, suffix)
+def test_a_damaged_snapshot_is_not_copied(
+    store: MemoryStore, snapshot: Snapshot, suffix: str
+) -> None:
+    damage(store, suffix)
     to = MemoryStore()
     with pytest.raises(FormatError):
         copy_snapshot(snapshot, Location(to, "version_7"))
@@ -90,8 +94,8 @@ def test_damage_is_never_copied(store: MemoryStore, snapshot: Snapshot, suffix: 
     assert not list(to.partials(""))
 
 
-def test_a_copy_that_failed_leaves_no_snapshot_and_goes_on(snapshot: Snapshot) -> None:
-    to = Failing()
+def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot: Snapshot) -> None:
+    to = FullStore()
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
     with pytest.raises(NotFound):
@@ -101,11 +105,11 @@ def test_a_copy_that_failed_leaves_no_snapshot_and_goes_on(snapshot: Snapshot) -
     assert copy_snapshot(snapshot, Location(to, "version_7")).verify().ok
 
 
-def test_what_a_failed_copy_left_is_checked_before_it_is_used(snapshot: Snapshot) -> None:
-    to = Failing()
+def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot: Snapshot) -> None:
+    to = FullStore()
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
-    flip(to, ".safetensors")
+    damage(to, ".safetensors")
     to.suffix = ""
     with pytest.raises(AlreadyExists, match=r"not a copy.*\n?.*delete that file first") as raised:
         copy_snapshot(snapshot, Location(to, "version_7"))
@@ -113,21 +117,23 @@ def test_what_a_failed_copy_left_is_checked_before_it_is_used(snapshot: Snapshot
     assert not [k for k in objects(to) if k.endswith(MANIFEST)]
 
 
-def test_another_index_at_the_place_is_refused_with_what_to_do(snapshot: Snapshot) -> None:
+def test_the_error_for_a_different_index_in_the_location_states_what_to_do(
+    snapshot: Snapshot,
+) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].index.name}", b"another")
     with pytest.raises(AlreadyExists, match=r"not a copy.*delete that file first"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_shard_cut_short_at_the_place_is_refused(snapshot: Snapshot) -> None:
+def test_a_truncated_shard_in_the_location_is_refused(snapshot: Snapshot) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].name}", b"short")
     with pytest.raises(AlreadyExists, match="not a copy"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_sweep_leaves_a_copy_under_way_alone(snapshot: Snapshot) -> None:
+def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot: Snapshot) -> None:
     to = MemoryStore()
     swept: list[Any] = []
 
@@ -141,7 +147,9 @@ def test_sweep_leaves_a_copy_under_way_alone(snapshot: Snapshot) -> None:
     assert not [k for k in objects(to) if parse_pin(k)]
 
 
-def test_a_snapshot_that_was_replaced_is_not_mixed(store: MemoryStore, snapshot: Snapshot) -> None:
+def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(
+    store: MemoryStore, snapshot: Snapshot
+) -> None:
     snapshot.indexes()
     store.delete(f"version_7/{MANIFEST}")
     holdfast.save(store.at("version_7"), {"n": 2})

@@ -1,4 +1,5 @@
-"""Resharding: the same bytes in other shards, or nothing; little read twice, little memory."""
+"""Resharding: it writes the same bytes in other shards, or commits nothing. It reads few bytes
+twice and needs little memory."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.buffers import shared_pool
 from holdfast.engine.planning.placements import ShardPlacement, local_boxes
-from holdfast.engine.snapshot import pins as pin
+from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.compare import compare_bytes
 from holdfast.engine.snapshot.location import Location, is_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
-from holdfast.engine.transform import reshard as module
+from holdfast.engine.transform import reshard as reshard_module
 from holdfast.engine.transform import reshard_plan
 from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import (
@@ -56,14 +57,14 @@ from tests.engine.states import assert_same
 from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import flip_bit
 
-ROOT = "/a/run"
+SOURCE_URL = "/a/run"
 
 _numbers = itertools.count()
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 1 KiB and windows of 4, so that small states have many."""
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use chunks of 1 KiB and windows of 4 KiB, so that small states have many."""
     for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
         monkeypatch.setattr(f"holdfast.engine.{name}.BLOCK_SIZE", 1024)
     for name in ("planning.shard_layout", "transform.reshard_plan"):
@@ -77,19 +78,21 @@ def url() -> str:
     return f"memory://reshard{next(_numbers)}/version_1"
 
 
-def somewhere() -> Location:
+def new_location() -> Location:
     return Location(MemoryStore(), "version_1")
 
 
-def equal(a: Snapshot, b: Snapshot) -> None:
-    """Both hold the same tree and the same bytes, read by other code than resharding uses."""
+def assert_same_leaves(a: Snapshot, b: Snapshot) -> None:
+    """Assert that both snapshots have the same tree and the same bytes. They are read by other code
+    than the code that reshards."""
     assert a.manifest.tree == b.manifest.tree
     pairs = [(key, key) for key in a.leaves]
     assert [d.differing for d in compare_bytes(a, b, pairs).values()] == [0] * len(pairs)
 
 
 def plain_files(snapshot: Snapshot) -> dict[str, list[tuple[int, ...]]]:
-    """What the safetensors library sees in the shards: names, and the shapes of their parts."""
+    """Return the names that the safetensors library finds in the shards, with the shapes of their
+    parts."""
     found: dict[str, list[tuple[int, ...]]] = {}
     for shard in snapshot.manifest.shards:
         raw = snapshot.location.store.get(snapshot.location.key(shard.name), 1 << 40)
@@ -104,11 +107,12 @@ DTYPES = ["uint8", "bool", "int16", "float32", "float64", "complex128"]
 
 
 @st.composite
-def cut_states(draw: Any) -> Any:
-    """Some arrays, and for each a tiling whose boxes are dealt to three shards; some to two."""
+def tiled_states(draw: Any) -> Any:
+    """Draw arrays and tilings. Each box goes to one or two of three shards."""
     state, layout = {}, {}
     dtypes = draw(st.lists(st.sampled_from(DTYPES), max_size=5))
-    # larger elements first, as the writer of these shards leaves them: else chunks would end in one
+    # Larger elements come first because write_resharded does not sort them. Otherwise, chunks would
+    # end within an element.
     for i, dtype in enumerate(sorted(dtypes, key=lambda d: -np.dtype(d).itemsize)):
         shape = draw(shapes)
         key = f"{draw(st.sampled_from('mo'))}{i}"
@@ -127,34 +131,34 @@ def cut_states(draw: Any) -> Any:
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    cut=cut_states(),
+    tiled_state=tiled_states(),
     shards=st.integers(1, 8),
-    split=st.sampled_from(module.SPLITS),
+    split=st.sampled_from(reshard_module.SPLITS),
     window=st.sampled_from([1, 48, 400, 4096]),
     at_a_time=st.sampled_from([1, 3, 256]),
 )
-def test_any_layout_into_any_other(
-    cut: Any, shards: int, split: str, window: int, at_a_time: int, small: None
+def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
+    tiled_state: Any, shards: int, split: str, window: int, at_a_time: int, small_chunks: None
 ) -> None:
-    state, layout = cut
+    state, layout = tiled_state
     whole = holdfast.save(url(), {**state, "n": 1})
-    old = write_resharded(whole, somewhere(), lambda key, shape: layout[key], 3)
+    old = write_resharded(whole, new_location(), lambda key, shape: layout[key], 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard_plan, "WINDOW_BYTES", window)
-        for each in (reshard_plan, module):
+        for each in (reshard_plan, reshard_module):
             patch.setattr(each, "MAX_OPEN_SHARDS", at_a_time)
-        told: list[int] = []
-        new = reshard(old, somewhere(), shards, split, told.append)
+        copied: list[int] = []
+        new = reshard(old, new_location(), shards, split, copied.append)
     new = open_location(new.location)
     assert new.verify().ok, new.verify().problems
     assert len(new.manifest.shards) == shards
-    equal(whole, new)
-    assert sum(told) == sum(a.nbytes for a in state.values())
+    assert_same_leaves(whole, new)
+    assert sum(copied) == sum(a.nbytes for a in state.values())
     for key, parts in plain_files(new).items():
-        cut_up = split == "even" and state[key].nbytes and (*state[key].shape, 0)[0] >= shards > 1
-        assert len(parts) > 1 if cut_up and shards > 1 else len(parts) == 1
-    again = reshard(new, somewhere(), 1)
-    equal(whole, again)
+        is_split = split == "even" and state[key].nbytes and (*state[key].shape, 0)[0] >= shards > 1
+        assert len(parts) > 1 if is_split and shards > 1 else len(parts) == 1
+    again = reshard(new, new_location(), 1)
+    assert_same_leaves(whole, again)
 
 
 @pytest.mark.parametrize(
@@ -162,23 +166,22 @@ def test_any_layout_into_any_other(
     [torch.bfloat16, torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.complex32, torch.bool],
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_bits_of_every_dtype_pass_unchanged(dtype: torch.dtype, small: None) -> None:
+def test_the_bits_of_every_dtype_are_unchanged(dtype: torch.dtype, small_chunks: None) -> None:
     raw = torch.arange(7 * 6 * dtype.itemsize).to(torch.uint8)
     tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(7, 6)
     state = {"a": tensor, "b": tensor[0], "c": tensor[:, 3].clone(), "n": 1}
-    old = write_resharded(holdfast.save(url(), state), somewhere(), split_columns(2), 2)
+    old = write_resharded(holdfast.save(url(), state), new_location(), split_columns(2), 2)
     for shards in (1, 3):
-        new = reshard(old, somewhere(), shards)
+        new = reshard(old, new_location(), shards)
         assert_same(holdfast.load(new.location.store.at("version_1")), state)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 64])
-def test_rows_are_cut_as_fsdp2_cuts_them(shards: int) -> None:
-    """So that each rank of a restore finds what it wants in the shard of its number, and nowhere
-    else."""
+def test_rows_are_split_like_fsdp2(shards: int) -> None:
+    """Each rank of a later load then needs only the shard with its own number."""
     shapes = [(64, 3), (65, 2), (7,), (4, 4, 2), (63, 1), (1000,), (8, 0)]
     state = {str(i): np.arange(np.prod(s), dtype="f4").reshape(s) for i, s in enumerate(shapes)}
-    new = reshard(holdfast.save(url(), {**state, "scalar": np.float32(1)}), somewhere(), shards)
+    new = reshard(holdfast.save(url(), {**state, "scalar": np.float32(1)}), new_location(), shards)
     for rank, index in enumerate(new.indexes()):
         found = {leaf.key: [Box(b.offsets, b.sizes) for b in leaf.boxes] for leaf in index.leaves}
         for key, array in state.items():
@@ -189,18 +192,18 @@ def test_rows_are_cut_as_fsdp2_cuts_them(shards: int) -> None:
                 assert found.get(key, [Box.whole(array.shape)]) == [Box.whole(array.shape)]
 
 
-def test_what_is_not_cut_is_dealt_by_bytes() -> None:
+def test_leaves_that_are_not_split_are_balanced_by_bytes() -> None:
     state = {f"{i}": np.zeros(1000 + i) for i in range(40)}
-    new = reshard(holdfast.save(url(), state), somewhere(), 4, "none")
+    new = reshard(holdfast.save(url(), state), new_location(), 4, "none")
     sizes = [sum(8 * leaf.shape[0] for leaf in i.leaves) for i in new.indexes()]
     assert max(sizes) - min(sizes) <= 8 * 1040
     assert [len(parts) for parts in plain_files(new).values()] == [1] * 40
 
 
-def test_one_shard_is_one_plain_file_with_whole_tensors() -> None:
+def test_a_single_shard_is_a_plain_safetensors_file_with_whole_tensors() -> None:
     state = {f"w{i}": np.random.default_rng(i).random((40, 3 + i), np.float32) for i in range(9)}
-    old = write_resharded(holdfast.save(url(), state), somewhere(), split_rows(16), 16)
-    new = reshard(old, somewhere(), 1)
+    old = write_resharded(holdfast.save(url(), state), new_location(), split_rows(16), 16)
+    new = reshard(old, new_location(), 1)
     [shard] = new.manifest.shards
     loaded = safetensors.numpy.load(new.location.store.get(new.location.key(shard.name), 1 << 30))
     assert loaded.keys() == state.keys()
@@ -208,14 +211,14 @@ def test_one_shard_is_one_plain_file_with_whole_tensors() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_state_without_tensors(shards: int) -> None:
-    new = reshard(holdfast.save(url(), {"n": 1, "s": "x"}), somewhere(), shards)
+def test_a_state_without_tensors_is_resharded(shards: int) -> None:
+    new = reshard(holdfast.save(url(), {"n": 1, "s": "x"}), new_location(), shards)
     assert new.verify().ok
     assert len(new.manifest.shards) == shards
     assert holdfast.load(new.location.store.at("version_1")) == {"n": 1, "s": "x"}
 
 
-def test_what_is_incremental_becomes_self_contained(small: None) -> None:
+def test_an_incremental_version_becomes_self_contained(small_chunks: None) -> None:
     store = MemoryStore()
     state: dict[str, Any] = {"frozen": np.arange(5000.0), "a": np.zeros(300)}
     with holdfast.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
@@ -226,7 +229,7 @@ def test_what_is_incremental_becomes_self_contained(small: None) -> None:
     old = open_location(Location(store, "version_2"))
     assert old.bases
     new = reshard(old, Location(MemoryStore(), "version_2"), 3)
-    equal(old, new)
+    assert_same_leaves(old, new)
     assert not new.bases
     assert type(new.manifest) is not type(old.manifest)
     for stat in list(store.list("")):
@@ -235,10 +238,10 @@ def test_what_is_incremental_becomes_self_contained(small: None) -> None:
     assert holdfast.load(new.location.store.at("version_2"))["a"].tolist() == [1.0] * 300
 
 
-# -- what else stands in a snapshot ---------------------------------------------------------------
+# -- the manifest and the metadata ----------------------------------------------------------------
 
 
-def test_all_else_is_as_it_was_and_what_was_done_is_noted() -> None:
+def test_other_fields_are_unchanged_and_the_metadata_records_the_reshard() -> None:
     store, state = MemoryStore(), {"a": np.arange(9.0), "list": [1, (2, None)]}
     with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         ckpt.step({"loss": 1.0})
@@ -254,29 +257,29 @@ def test_all_else_is_as_it_was_and_what_was_done_is_noted() -> None:
     assert {parse_attempt(s.name) for s in new.manifest.shards} == {new.manifest.attempt}
 
 
-def test_the_source_is_left_as_it_is_and_no_pin_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pin, "MIN_PINNED_BYTES", 0)
+def test_the_source_is_unchanged_and_all_pins_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     source, to = MemoryStore(), MemoryStore()
     holdfast.save(source.at("version_1"), {"a": np.arange(99.0)})
     old = open_location(Location(source, "version_1"))
     before = {s.key: source.get(s.key, 1 << 30) for s in source.list("")}
-    pins: list[int] = []
+    pin_counts: list[int] = []
 
-    def tell(nbytes: int) -> None:
-        pins.append(sum(parse_pin(s.key) is not None for s in source.list("")))
+    def on_progress(nbytes: int) -> None:
+        pin_counts.append(sum(parse_pin(s.key) is not None for s in source.list("")))
         assert not Run(to).sweep(grace=0).removed
         assert Run(source).listing().versions
-        pins.append(sum(parse_pin(s.key) is not None for s in to.list("")))
+        pin_counts.append(sum(parse_pin(s.key) is not None for s in to.list("")))
 
-    new = reshard(old, Location(to, "version_1"), 2, "even", tell)
-    assert set(pins) == {1}
+    new = reshard(old, Location(to, "version_1"), 2, "even", on_progress)
+    assert set(pin_counts) == {1}
     assert new.verify().ok
     assert {s.key: source.get(s.key, 1 << 30) for s in source.list("")} == before
     assert not [s for s in to.list("") if parse_pin(s.key)]
 
 
 @pytest.mark.parametrize("at", ["version_1", ""])
-def test_what_is_there_is_not_touched(at: str) -> None:
+def test_a_reshard_over_an_existing_snapshot_or_run_is_refused(at: str) -> None:
     old, to = holdfast.save(url(), {"a": np.arange(9.0)}), MemoryStore()
     holdfast.save(to.at("version_1"), {"n": 2})
     before = [s.key for s in to.list("")]
@@ -285,11 +288,11 @@ def test_what_is_there_is_not_touched(at: str) -> None:
     assert [s.key for s in to.list("")] == before
 
 
-# -- what is read, and how often ------------------------------------------------------------------
+# -- how many bytes are read ----------------------------------------------------------------------
 
 
 class Counting(MemoryStore):
-    """Counts the bytes that are read of shards."""
+    """A store that counts the bytes that are read from shards."""
 
     read = 0
 
@@ -301,7 +304,7 @@ class Counting(MemoryStore):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "shards", "most"),
+    ("layout", "shards", "limit"),
     [
         (None, 1, 1.02),
         (None, 64, 1.02),
@@ -313,11 +316,11 @@ class Counting(MemoryStore):
         (split_columns(8), 4, 1.3),
     ],
 )
-def test_little_is_read_twice(
-    layout: Any, shards: int, most: float, monkeypatch: pytest.MonkeyPatch
+def test_few_bytes_are_read_twice(
+    layout: Any, shards: int, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether few chunks go to many shards or many to few; of a leaf larger than a window, and of
-    many that share chunks in more shards than a window has room for. All is to scale."""
+    """The cases are: few shards to many, many to few, a leaf that is larger than a window, and many
+    leaves that share chunks in more shards than fit in a window. All sizes are scaled down."""
     unit = 16 << 10
     for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
         monkeypatch.setattr(f"holdfast.engine.{name}.BLOCK_SIZE", unit)
@@ -330,16 +333,18 @@ def test_little_is_read_twice(
     state |= {f"b{i}": np.zeros(60, np.float32) for i in range(50)}
     whole = holdfast.save(url(), {"model": state})
     store = Counting()
-    place = Location(store, "version_1")
-    old = write_resharded(whole, place, layout or (lambda key, shape: [(0, Box.whole(shape))]), 256)
+    location = Location(store, "version_1")
+    old = write_resharded(
+        whole, location, layout or (lambda key, shape: [(0, Box.whole(shape))]), 256
+    )
     store.read = 0
-    new = reshard(old, somewhere(), shards)
+    new = reshard(old, new_location(), shards)
     nbytes = sum(a.nbytes for a in state.values())
     assert sum(index.cuts[-1] - index.header for index in new.indexes()) == nbytes
-    assert store.read < nbytes * most
+    assert store.read < nbytes * limit
 
 
-MEASURE = """
+MEASURE_MEMORY = """
 import sys, threading
 import numpy as np
 import holdfast
@@ -369,24 +374,25 @@ print(top[0] - before)
 
 
 @pytest.mark.slow
-def test_a_gibibyte_takes_at_most_256_mebibytes(tmp_path: Any) -> None:
+def test_resharding_1_gib_needs_at_most_256_mib_of_memory(tmp_path: Any) -> None:
     state = {f"w{i}": np.ones((64 << 10, 1 << 10), np.float32) for i in range(4)}
     state |= {f"b{i}": np.ones(3000) for i in range(100)}
     holdfast.save(tmp_path / "version_1", state)
     del state
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, tmp_path / "version_1", tmp_path / "to", "100"],
+        [sys.executable, "-c", MEASURE_MEMORY, tmp_path / "version_1", tmp_path / "to", "100"],
         cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 256 << 20
 
 
-# -- what goes wrong ------------------------------------------------------------------------------
+# -- failures -------------------------------------------------------------------------------------
 
 
-def nothing_new(to: MemoryStore) -> None:
-    """No snapshot, no shard, no unfinished file, no pin."""
+def assert_nothing_left(to: MemoryStore) -> None:
+    """Assert that there is no snapshot, shard, unfinished file, or pin, and that all buffers are
+    free."""
     assert [s.key for s in to.list("")] == []
     assert list(to.partials("")) == []
     assert shared_pool().allocated_bytes == shared_pool().free_bytes
@@ -394,7 +400,9 @@ def nothing_new(to: MemoryStore) -> None:
 
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
 @pytest.mark.parametrize("shards", [1, 4])
-def test_damage_is_named_and_nothing_is_committed(layout: Any, shards: int, small: None) -> None:
+def test_the_error_names_the_damaged_file_and_nothing_is_committed(
+    layout: Any, shards: int, small_chunks: None
+) -> None:
     state = {"a": np.arange(3000.0).reshape(30, 100), "b": np.ones((6, 5))}
     source, to = MemoryStore(), MemoryStore()
     old = write_resharded(holdfast.save(url(), state), Location(source, "version_1"), layout, 3)
@@ -404,10 +412,10 @@ def test_damage_is_named_and_nothing_is_committed(layout: Any, shards: int, smal
         reshard(old, Location(to, "version_1"), shards)
     assert raised.value.file == f"version_1/{name}"
     assert raised.value.leaf == "a"
-    nothing_new(to)
+    assert_nothing_left(to)
 
 
-def test_a_missing_shard_is_damage_and_a_deleted_version_is_none(small: None) -> None:
+def test_a_missing_shard_and_a_deleted_version_raise_different_errors(small_chunks: None) -> None:
     for first in (".safetensors", MANIFEST):
         source, to = MemoryStore(), MemoryStore()
         old = holdfast.save(source.at("version_1"), {"a": np.arange(999.0)})
@@ -418,36 +426,36 @@ def test_a_missing_shard_is_damage_and_a_deleted_version_is_none(small: None) ->
         with pytest.raises(NotFound if first == MANIFEST else HoldfastError) as raised:
             reshard(old, Location(to, "version_1"), 2)
         assert ("was deleted" in str(raised.value)) == (first == MANIFEST)
-        nothing_new(to)
+        assert_nothing_left(to)
 
 
-def test_a_store_that_loses_a_shard_or_gives_other_bytes_commits_nothing() -> None:
+def test_nothing_is_committed_if_the_store_loses_a_shard_or_changes_an_index() -> None:
     old = holdfast.save(url(), {"a": np.arange(999.0)})
     for kind, error in ((".safetensors", CommitError), (".index.json", FormatError)):
         to = HookedStore(MemoryStore())
 
-        def spoil(method: str, key: str, to: HookedStore = to, kind: str = kind) -> None:
+        def damage(method: str, key: str, to: HookedStore = to, kind: str = kind) -> None:
             if kind == ".safetensors" and method == "commit" and "00001-of" in key:
                 to.inner.delete(key)
             elif method == "put_if_absent" and key.endswith(kind) and "00001-of" in key:
                 flip_bit(to.inner, key, byte=20)
 
-        to.after = spoil
+        to.after = damage
         with pytest.raises(error):
             reshard(old, Location(to, "version_1"), 2)
         assert not is_snapshot(Location(to.inner, "version_1"))
         assert not Run(to.inner).listing().process_pins
 
 
-def test_two_at_one_place_make_one_snapshot() -> None:
+def test_one_of_two_reshards_to_the_same_location_commits() -> None:
     old, to = holdfast.save(url(), {"a": np.arange(999.0)}), HookedStore(MemoryStore())
 
-    def first(method: str, key: str) -> None:
+    def reshard_first(method: str, key: str) -> None:
         if method == "put_if_absent" and key.endswith(MANIFEST):
             to.before = lambda method, key: None
             reshard(old, Location(to.inner, "version_1"), 3)
 
-    to.before = first
+    to.before = reshard_first
     with pytest.raises(CommitError, match="another save has committed"):
         reshard(old, Location(to, "version_1"), 2)
     new = holdfast.open(to.inner.at("version_1"))
@@ -455,25 +463,26 @@ def test_two_at_one_place_make_one_snapshot() -> None:
     assert new.verify().ok
 
 
-def disk() -> tuple[CrashFs, Snapshot]:
-    """A small run on a disk that can crash."""
+def save_to_crash_fs() -> tuple[CrashFs, Snapshot]:
+    """Save a small version on a file system that can simulate power cuts."""
     fs = CrashFs()
     state = {"a": np.arange(1500.0).reshape(15, 100), "b": np.ones(7), "n": 1}
-    return fs, holdfast.save(LocalStore(f"{ROOT}/version_1", fs=fs), state)
+    return fs, holdfast.save(LocalStore(f"{SOURCE_URL}/version_1", fs=fs), state)
 
 
-def attempt(fs: Any) -> Snapshot:
-    old = open_location(Location(LocalStore(ROOT, fs=fs), "version_1"))
+def reshard_on(fs: Any) -> Snapshot:
+    old = open_location(Location(LocalStore(SOURCE_URL, fs=fs), "version_1"))
     return reshard(old, Location(LocalStore("/b/run", fs=fs), "version_1"), 3)
 
 
-def look(fs: Any, whole: Snapshot) -> bool:
-    """Whether the new snapshot is there; if so, it is all there. The old one always is."""
-    assert open_location(Location(LocalStore(ROOT, fs=fs), "version_1")).verify().ok
-    place = Location(LocalStore("/b/run", fs=fs), "version_1")
-    if not is_snapshot(place):
+def check_snapshots(fs: Any, whole: Snapshot) -> bool:
+    """Return True if the new snapshot exists. Assert that it is then complete, and that the old
+    snapshot is intact."""
+    assert open_location(Location(LocalStore(SOURCE_URL, fs=fs), "version_1")).verify().ok
+    location = Location(LocalStore("/b/run", fs=fs), "version_1")
+    if not is_snapshot(location):
         return False
-    new = open_location(place)
+    new = open_location(location)
     assert new.verify().ok
     for key in whole.leaves:
         assert read_elements(new, key).tobytes() == read_elements(whole, key).tobytes()
@@ -481,22 +490,24 @@ def look(fs: Any, whole: Snapshot) -> bool:
 
 
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_power_is_cut_at_every_call(every: int, small: None) -> None:
-    whole = holdfast.save(url(), holdfast.load(disk()[1].location.store))
+def test_a_power_cut_at_any_call_leaves_a_complete_snapshot_or_none(
+    every: int, small_chunks: None
+) -> None:
+    whole = holdfast.save(url(), holdfast.load(save_to_crash_fs()[1].location.store))
     seen = set()
     for cut_at in itertools.count(1, every):
-        fs, _ = disk()
+        fs, _ = save_to_crash_fs()
         fs.cut_at = fs.operations + cut_at
         try:
-            attempt(fs)
+            reshard_on(fs)
         except PowerCut:
             done = False
         else:
             done = True
         for left in fs.crashes(limit=4, seed=cut_at):
-            there = look(left, whole)
-            seen.add((done, there))
-            assert there or not done
+            exists = check_snapshots(left, whole)
+            seen.add((done, exists))
+            assert exists or not done
         if done:
             break
         assert shared_pool().allocated_bytes == shared_pool().free_bytes
@@ -506,40 +517,47 @@ def test_the_power_is_cut_at_every_call(every: int, small: None) -> None:
 
 @pytest.mark.parametrize("every", [13, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("error", [NoSpace.__name__, "EIO", "lost"])
-def test_a_call_fails(error: str, every: int, small: None) -> None:
-    """Every one in turn, of those that read and of those that write."""
+def test_a_failed_call_leaves_a_complete_snapshot_or_none(
+    error: str, every: int, small_chunks: None
+) -> None:
+    """Each read and each write fails in turn, or every nth of them."""
     import errno
 
     kind = {NoSpace.__name__: errno.ENOSPC}.get(error, errno.EIO)
     failed = 0
     for at in itertools.count(1, every):
-        inner, whole = disk()
+        inner, whole = save_to_crash_fs()
         fs = FaultFs(inner, Fault(None, at, kind, lost=error == "lost"))
         try:
-            attempt(fs)
+            reshard_on(fs)
         except HoldfastError as e:
             failed += 1
             unknown = e.fields.get("outcome") == "unknown"
         else:
-            assert look(inner, whole)
+            assert check_snapshots(inner, whole)
             if not fs.fired:
                 break
             continue
         finally:
             assert shared_pool().allocated_bytes == shared_pool().free_bytes
-        assert not look(inner, whole) or unknown
+        assert not check_snapshots(inner, whole) or unknown
     assert failed > 100 // every
 
 
-def test_an_index_that_lies_about_its_boxes_is_refused(small: None) -> None:
-    """Boxes that do not cover their leaf: nothing of what would be missing is made up."""
+def test_an_index_without_some_of_its_boxes_is_refused(small_chunks: None) -> None:
+    """The boxes do not cover their leaf, and the reshard must not fill the gaps."""
     old = write_resharded(
-        holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)}), somewhere(), split_rows(3), 3
+        holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)}),
+        new_location(),
+        split_rows(3),
+        3,
     )
     index = old.indexes()[1]
-    torn = replace(index, leaves=index_columns([]), cuts=index.cuts[:1], digests=index.digests[:16])
-    old._indexes = [old.indexes()[0], torn, old.indexes()[2]]
+    incomplete = replace(
+        index, leaves=index_columns([]), cuts=index.cuts[:1], digests=index.digests[:16]
+    )
+    old._indexes = [old.indexes()[0], incomplete, old.indexes()[2]]
     to = MemoryStore()
     with pytest.raises(FormatError, match="lack parts"):
         reshard(old, Location(to, "version_1"), 2)
-    nothing_new(to)
+    assert_nothing_left(to)
