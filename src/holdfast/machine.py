@@ -31,9 +31,7 @@ def pid_and_start_time(pid: int) -> str:
     """Return ``pid:start time``, or ``pid:gone`` if the process has ended."""
     fields = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     # a zombie counts as ended: it holds no resources
-    if not fields or fields[0] in ("Z", "X"):
-        return f"{pid}:gone"
-    return f"{pid}:{fields[19]}"
+    return f"{pid}:{fields[19] if fields and fields[0] not in ('Z', 'X') else 'gone'}"
 
 
 def _read_text(path: str) -> str:
