@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from holdfast.errors import StoreError
 
 
 class WrittenRanges:
     """The ranges of an object of ``length`` bytes that have been written.
 
-    Many threads may call ``add``, because it is a single append to a list.
+    Many threads may add ranges, because each does a single append to a list.
     """
 
     def __init__(self, key: str, store: str, length: int) -> None:
@@ -18,8 +21,12 @@ class WrittenRanges:
         if length < 0:
             raise StoreError(f"Cannot write an object of {length} bytes", **self._fields)
 
-    def check_bounds(self, offset: int, size: int) -> None:
-        """Raise ``StoreError`` if this range does not lie within the object."""
+    @contextmanager
+    def adding(self, offset: int, size: int) -> Iterator[None]:
+        """Add a range when the block, which writes it, has succeeded.
+
+        Raises ``StoreError`` before the block if the range does not lie within the object.
+        """
         if offset < 0 or offset + size > self._length:
             raise StoreError(
                 f"A write to {self._fields['key']} is outside the object",
@@ -28,8 +35,7 @@ class WrittenRanges:
                 offset=offset,
                 **self._fields,
             )
-
-    def add(self, offset: int, size: int) -> None:
+        yield
         if size:
             self._ranges.append((offset, size))
 
