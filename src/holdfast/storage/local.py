@@ -61,13 +61,10 @@ class LocalStore(LocalFiles):
 
     def _list_prefix(self, prefix: str, *, partial: bool) -> Iterator[Stat]:
         folder = self._root
-        with self.translate_errors("list", prefix or "."):
+        with self.translate_errors("list", prefix or "."), suppress(*NOT_FOUND_ERRORS):
             for level in prefix.split("/") if prefix else []:
                 folder = f"{folder}/{level}"
-                try:
-                    if self.fs.stat(folder).kind != "folder":
-                        return
-                except NOT_FOUND_ERRORS:
+                if self.fs.stat(folder).kind != "folder":
                     return
             yield from self._list_folder(folder, prefix, partial)
 
@@ -83,8 +80,6 @@ class LocalStore(LocalFiles):
             if is_folder:
                 yield from self._list_folder(f"{folder}/{name[:-1]}", key[:-1], partial)
             elif is_partial(name) == partial:
-                try:
+                with suppress(*NOT_FOUND_ERRORS):  # deleted after the folder was read
                     file_stat = self.fs.stat(f"{folder}/{name}")
-                except NOT_FOUND_ERRORS:  # deleted after the folder was read
-                    continue
-                yield Stat(key, file_stat.size, file_stat.modified)
+                    yield Stat(key, file_stat.size, file_stat.modified)
