@@ -112,7 +112,7 @@ class BufferPool:
                     "Timed out while waiting for a free buffer",
                     expected=f"a buffer within {timeout} s",
                     found=f"{self.allocated_bytes} bytes in use, which is the budget",
-                    todo="Check why the writes are slow, or increase the budget",
+                    todo="Find out why writes are slow, or raise the budget",
                 )
             if self._closed:
                 raise StoreError("Cannot acquire a buffer: the pool is closed")

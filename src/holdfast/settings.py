@@ -43,7 +43,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
                 f"Unknown environment variable {name}",
                 expected=" or ".join(sorted(known)),
                 found=name,
-                todo="Correct the name or unset the variable",
+                todo="Correct or unset it",
             )
     threads = environ.get("HOLDFAST_THREADS", "8")
     if not threads.isdecimal() or not 1 <= int(threads) <= 256:

@@ -76,7 +76,7 @@ def short_read_error(key: str, store: str, offset: int, length: int, found: int)
         f"{key} in {store} is too short for a read from byte {offset}",
         expected=f"{length} bytes",
         found=f"{found} bytes",
-        todo="The object was truncated or replaced: load an earlier version",
+        todo="The object was truncated or replaced: load another version",
         key=key,
         store=store,
         offset=offset,

@@ -215,7 +215,7 @@ class LocalUpload(Upload):
                 f"Cannot commit {self._key} to {self._files.url}",
                 expected="a file system with hard links or renameat2(RENAME_NOREPLACE)",
                 found=f"neither ({link_error.strerror}; {error.strerror})",
-                todo="Save to another file system: on this one, two writers could both succeed",
+                todo="Use another file system: on this one, two writers could both succeed",
                 key=self._key,
                 store=self._files.url,
             ) from error
@@ -241,7 +241,7 @@ class LocalUpload(Upload):
         return StoreError(
             f"It is unknown whether {self._key} was committed to {self._files.url}:"
             f" {why}: {error.strerror or error}",
-            todo="Check the system log; check for the object when the file system works again",
+            todo="Check the system log; check for the object once the file system works",
             key=self._key,
             store=self._files.url,
             outcome="unknown",
