@@ -18,8 +18,11 @@ def process_identity() -> tuple[str, str, str]:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    host = f"{socket.gethostname()} {namespace}"
-    return host, _read_text("/proc/sys/kernel/random/boot_id"), pid_and_start_time(os.getpid())
+    return (
+        f"{socket.gethostname()} {namespace}",
+        _read_text("/proc/sys/kernel/random/boot_id"),
+        pid_and_start_time(os.getpid()),
+    )
 
 
 def utc_now() -> str:

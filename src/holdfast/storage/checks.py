@@ -47,11 +47,10 @@ class WrittenRanges:
         end = 0
         for offset, size in [*sorted(self._ranges), (self._length, 0)]:
             if offset != end:
-                twice = offset < end
                 raise StoreError(
                     f"Cannot commit {self._fields['key']}",
                     expected=f"each of its {self._length} bytes written exactly once",
-                    found=f"byte {min(offset, end)} written {'twice' if twice else 'never'}",
+                    found=f"byte {min(offset, end)} written {'twice' if offset < end else 'never'}",
                     offset=min(offset, end),
                     **self._fields,
                 )

@@ -110,15 +110,14 @@ class MemoryStore:
         with self._lock:
             if partial_key is not None and self._partials.pop(partial_key, None) is None:
                 raise StoreError(f"The upload of {key} was removed", key=key, store=self.url)
-            existing = self._objects.get(path)
-            if existing is not None and not (accept_existing and existing[0] == data):
+            new = (data, time.time())
+            existing = self._objects.setdefault(path, new)
+            if existing is not new and not (accept_existing and existing[0] == data):
                 raise AlreadyExists(
                     f"{key} is already in {self.url}; nothing was changed",
                     key=key,
                     store=self.url,
                 )
-            if existing is None:
-                existing = self._objects[path] = (data, time.time())
         return Stat(key, len(data), existing[1])
 
 
