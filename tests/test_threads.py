@@ -1,17 +1,18 @@
-"""``gc_paused`` re-enables the garbage collector however its block ends."""
+"""Failures in ``in_parallel``; ``gc_paused`` re-enables the garbage collector at every exit."""
 
 from __future__ import annotations
 
 import gc
 import inspect
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from holdfast import threads
-from holdfast.threads import gc_paused
+from holdfast.threads import gc_paused, in_parallel
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +70,13 @@ def test_gc_is_enabled_after_an_interrupt_before_any_line(line: int) -> None:
         finally:
             sys.settrace(previous_trace)
     assert gc.isenabled()
+
+
+def test_a_failure_of_the_items_in_another_thread_is_raised_in_the_caller() -> None:
+    def items() -> Iterator[None]:
+        while threading.current_thread() is threading.main_thread():
+            yield
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        in_parallel(items(), lambda _: None, 2)

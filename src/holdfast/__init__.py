@@ -107,10 +107,9 @@ _LAZY_NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    location = _LAZY_NAMES.get(name)
-    if location is None:
+    if name not in _LAZY_NAMES:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    module_name, _, attribute = location.partition(":")
+    module_name, _, attribute = _LAZY_NAMES[name].partition(":")
     module = import_module(f"holdfast.{module_name}")
     value = module if name == module_name else getattr(module, attribute or name)
     globals()[name] = value

@@ -12,43 +12,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Condition, Lock
+from threading import Condition
 
 import numpy as np
 
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.types import ALIGNMENT, BLOCK_SIZE, MIB
-
-POOL_BUDGET = 128 * MIB
-"""Half of the memory that a synchronous save or a load may use beyond the state, in bytes."""
-
-_pool: BufferPool | None = None
-_lock = Lock()
-
-
-def shared_pool() -> BufferPool:
-    """Return the pool of this process, and create it on the first call."""
-    global _pool
-    with _lock:
-        if _pool is None:
-            _pool = BufferPool(POOL_BUDGET)
-        return _pool
-
-
-def _reset_after_fork() -> None:
-    """Discard the pool and the lock that a forked child inherits.
-
-    The buffers belong to the parent. If they are shared memory, data that the child writes into
-    them would reach the parent's files. The inherited lock may be locked forever.
-    """
-    global _pool, _lock
-    _pool, _lock = None, Lock()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
 
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
@@ -62,10 +33,14 @@ class Buffer:
     views of it are gone.
     """
 
-    __slots__ = ("__weakref__", "address", "is_free", "size", "view")
-
     def __init__(self, size: int) -> None:
-        mapping = _map_memory(size)
+        mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            mapping.madvise(_MADV_WIPEONFORK)
+        except OSError:  # before Linux 4.14
+            mapping = mmap.mmap(-1, size)  # shared memory
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         self.size = size
         self.view = memoryview(mapping)
         self.address = address_of(self.view)
@@ -74,18 +49,6 @@ class Buffer:
         start, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
         if _LIBC.madvise(start, length, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14
             ctypes.memset(self.address, 0, size)
-
-
-def _map_memory(size: int) -> mmap.mmap:
-    """Map anonymous memory that a fork does not turn into copy-on-write memory."""
-    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        mapping.madvise(_MADV_WIPEONFORK)
-    except OSError:  # before Linux 4.14
-        mapping = mmap.mmap(-1, size)
-    with suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
 
 
 class BufferPool:
@@ -109,7 +72,7 @@ class BufferPool:
         self._free: list[Buffer] = []
         self._count = 0
         self._closed = False
-        self._limit = self._buffers_in(budget)
+        self.budget = budget
 
     @property
     def budget(self) -> int:
@@ -117,8 +80,14 @@ class BufferPool:
 
     @budget.setter
     def budget(self, budget: int) -> None:
+        if budget < self.buffer_size:
+            raise HoldfastError(
+                "The budget of a buffer pool is smaller than one buffer",
+                expected=f"at least {self.buffer_size} bytes",
+                found=budget,
+            )
         with self._condition:
-            self._limit = self._buffers_in(budget)
+            self._limit = budget // self.buffer_size
             self._condition.notify_all()
 
     @property
@@ -135,28 +104,23 @@ class BufferPool:
         Raises ``StoreError`` if no buffer is released within ``timeout`` seconds, or if the pool is
         closed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._condition:
-            while True:
-                if self._closed:
-                    raise StoreError("Cannot acquire a buffer: the pool is closed")
-                if self._free:
-                    buffer = self._free.pop()
-                    buffer.is_free = False
-                    return buffer
-                if self._count < self._limit:
-                    self._count += 1
-                    break
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if (remaining is not None and remaining <= 0) or not self._condition.wait(
-                    remaining
-                ):
-                    raise StoreError(
-                        "Timed out while waiting for a free buffer",
-                        expected=f"a buffer within {timeout} s",
-                        found=f"{self.allocated_bytes} bytes in use, which is the budget",
-                        todo="Check why the writes are slow, or increase the budget",
-                    )
+            if not self._condition.wait_for(
+                lambda: self._closed or self._free or self._count < self._limit, timeout
+            ):
+                raise StoreError(
+                    "Timed out while waiting for a free buffer",
+                    expected=f"a buffer within {timeout} s",
+                    found=f"{self.allocated_bytes} bytes in use, which is the budget",
+                    todo="Find out why writes are slow, or raise the budget",
+                )
+            if self._closed:
+                raise StoreError("Cannot acquire a buffer: the pool is closed")
+            if self._free:
+                buffer = self._free.pop()
+                buffer.is_free = False
+                return buffer
+            self._count += 1
         return self._create_buffer()
 
     def preallocate(self, nbytes: int) -> None:
@@ -217,14 +181,29 @@ class BufferPool:
             self._closed = True
         self.trim(0)
 
-    def _buffers_in(self, budget: int) -> int:
-        if budget < self.buffer_size:
-            raise HoldfastError(
-                "The budget of a buffer pool is smaller than one buffer",
-                expected=f"at least {self.buffer_size} bytes",
-                found=budget,
-            )
-        return budget // self.buffer_size
+
+POOL_BUDGET = 128 * MIB
+"""Half of the memory that a synchronous save or a load may use beyond the state, in bytes."""
+
+_pool = BufferPool(POOL_BUDGET)
+
+
+def shared_pool() -> BufferPool:
+    """Return the pool of this process."""
+    return _pool
+
+
+def _replace_pool() -> None:
+    """Replace the pool that a forked child inherits.
+
+    The buffers belong to the parent. If they are shared memory, data that the child writes into
+    them would reach the parent's files. The lock of the inherited pool may be locked forever.
+    """
+    global _pool
+    _pool = BufferPool(POOL_BUDGET)
+
+
+os.register_at_fork(after_in_child=_replace_pool)
 
 
 def as_byte_view(data: memoryview) -> memoryview:
@@ -233,17 +212,14 @@ def as_byte_view(data: memoryview) -> memoryview:
     Raises ``TypeError`` if the memory is not contiguous.
     """
     data = memoryview(data)
-    if data.format == "B" and data.ndim == 1 and data.contiguous:
-        return data
-    return data.cast("B") if data.nbytes else memoryview(b"")
+    return data.cast("B") if data.nbytes else memoryview(bytearray())
 
 
 def address_of(data: memoryview) -> int:
     """Return the memory address at which a flat view begins, or 0 if it is empty."""
     if not len(data):
         return 0
-    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-    return address
+    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
 def direct_io_length(offset: int, address: int, length: int, capacity: int) -> int:

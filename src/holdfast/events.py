@@ -75,14 +75,12 @@ def _warn_detached(sink: Sink, name: str, error: Exception) -> None:
         "Saved versions are not affected. Attach the sink again after you fix the cause."
     )
     warning.__cause__ = error
-    trace = error.__traceback__
-    if trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next  # the warning shows the line in the sink
-    file = __file__ if trace is None else trace.tb_frame.f_code.co_filename
-    line = 1 if trace is None else trace.tb_lineno
+    # the line in the sink, or the call in ``emit`` if the sink is not written in Python
+    line = traceback.extract_tb(error.__traceback__, 2)[-1]
     try:
         # without a registry, the same warning is also shown the second time
-        warnings.warn_explicit(warning, SinkFailed, file, line)
+        warnings.warn_explicit(warning, SinkFailed, line.filename, line.lineno or 1)
     except SinkFailed as e:
-        thread = threading.current_thread()
-        threading.excepthook(threading.ExceptHookArgs((type(e), e, e.__traceback__, thread)))
+        threading.excepthook(
+            threading.ExceptHookArgs((type(e), e, e.__traceback__, threading.current_thread()))
+        )

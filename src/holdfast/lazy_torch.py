@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 from holdfast.types import DTYPES
@@ -16,12 +17,8 @@ def torch_or_none() -> Any:
     return sys.modules.get("torch")
 
 
-_dtype_names: dict[Any, str | None] = {}
-
-
+@cache
 def dtype_name(dtype: Any) -> str | None:
     """Return the name of a torch dtype, or None if Holdfast cannot store its elements."""
-    if dtype not in _dtype_names:
-        name = str(dtype).removeprefix("torch.")
-        _dtype_names[dtype] = name if name in DTYPES else None
-    return _dtype_names[dtype]
+    name = str(dtype).removeprefix("torch.")
+    return name if name in DTYPES else None

@@ -18,8 +18,11 @@ def process_identity() -> tuple[str, str, str]:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    host = f"{socket.gethostname()} {namespace}"
-    return host, _read_text("/proc/sys/kernel/random/boot_id"), pid_and_start_time(os.getpid())
+    return (
+        f"{socket.gethostname()} {namespace}",
+        _read_text("/proc/sys/kernel/random/boot_id"),
+        pid_and_start_time(os.getpid()),
+    )
 
 
 def utc_now() -> str:
@@ -31,9 +34,7 @@ def pid_and_start_time(pid: int) -> str:
     """Return ``pid:start time``, or ``pid:gone`` if the process has ended."""
     fields = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     # a zombie counts as ended: it holds no resources
-    if not fields or fields[0] in ("Z", "X"):
-        return f"{pid}:gone"
-    return f"{pid}:{fields[19]}"
+    return f"{pid}:{fields[19] if fields and fields[0] not in ('Z', 'X') else 'gone'}"
 
 
 def _read_text(path: str) -> str:

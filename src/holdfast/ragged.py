@@ -44,5 +44,4 @@ def ranges(starts: Ints, counts: Ints) -> Ints:
 
 def exclusive_cumsum(counts: Ints) -> Ints:
     """Return, for each element, the sum of all elements before it."""
-    sums: Ints = np.cumsum(counts) - counts
-    return sums
+    return np.cumsum(counts) - counts

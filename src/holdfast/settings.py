@@ -23,11 +23,11 @@ class Settings:
     according to its ``WORLD_SIZE``.
     """
 
-    threads: int = 8
-    direct: bool = True
-    silent: float = 60.0
-    stuck: float = 600.0
-    launched_world_size: int = 1
+    threads: int
+    direct: bool
+    silent: float
+    stuck: float
+    launched_world_size: int
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -43,7 +43,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
                 f"Unknown environment variable {name}",
                 expected=" or ".join(sorted(known)),
                 found=name,
-                todo="Correct the name or unset the variable",
+                todo="Correct or unset it",
             )
     threads = environ.get("HOLDFAST_THREADS", "8")
     if not threads.isdecimal() or not 1 <= int(threads) <= 256:
@@ -55,11 +55,14 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         raise HoldfastError(
             "Invalid value for HOLDFAST_DIRECT", expected="0 or 1", found=repr(direct)
         )
-    silent = _read_seconds(environ, "HOLDFAST_SILENT", "60")
-    stuck = _read_seconds(environ, "HOLDFAST_STUCK", "600")
     world = environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in environ else "1"
-    launched_world_size = int(world) if world.isdecimal() else 1
-    return Settings(int(threads), direct == "1", silent, stuck, launched_world_size)
+    return Settings(
+        threads=int(threads),
+        direct=direct == "1",
+        silent=_read_seconds(environ, "HOLDFAST_SILENT", "60"),
+        stuck=_read_seconds(environ, "HOLDFAST_STUCK", "600"),
+        launched_world_size=int(world) if world.isdecimal() else 1,
+    )
 
 
 def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:

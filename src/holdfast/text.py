@@ -9,8 +9,8 @@ from collections.abc import Sequence
 MAX_SHOWN = 20
 """The number of leaves that a message lists."""
 
-VERIFY_ADVICE = "Load another version; `holdfast verify` shows which versions are intact"
-PIN_ADVICE = "Load another version; `holdfast pin RUN STEP` prevents the deletion of a version"
+VERIFY_ADVICE = "Load another version; `holdfast verify` lists the intact ones"
+PIN_ADVICE = "Load another version; `holdfast pin RUN STEP` protects a version"
 
 
 def with_article(noun: str) -> str:

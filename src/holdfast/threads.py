@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Event, Lock, Thread
 from typing import TypeVar
 
@@ -55,30 +55,26 @@ def in_parallel(
     failures: list[BaseException] = []
 
     def run() -> None:
-        while True:
-            with lock:
-                if failures:
-                    return
-                try:
-                    item = next(source)
-                except StopIteration:
-                    return
-            try:
+        try:
+            while True:
+                with lock:
+                    if failures:
+                        return
+                    try:
+                        item = next(source)
+                    except StopIteration:
+                        return
                 work(item)
                 advance()
-            except BaseException as e:  # noqa: BLE001  (the caller raises it)
-                failures.append(e)
-                return
+        except BaseException as e:  # noqa: BLE001  (the caller raises it)
+            failures.append(e)
 
     workers: list[_Worker] = []
     try:
-        for i in range(threads - 1):
-            workers.append(_Worker(run, f"holdfast-{i}"))
-            try:
+        with suppress(RuntimeError):  # the system cannot start more threads: use those that run
+            for i in range(threads - 1):
+                workers.append(_Worker(run, f"holdfast-{i}"))
                 workers[-1].start()
-            except RuntimeError:  # the system cannot start more threads: use the ones that run
-                workers.pop()
-                break
         run()
     except BaseException as e:
         failures.append(e)
@@ -97,13 +93,12 @@ class _Worker(Thread):
     """
 
     def __init__(self, run: Callable[[], None], name: str) -> None:
-        super().__init__(name=name)
-        self._function = run
+        super().__init__(target=run, name=name)
         self._ended = Event()
 
     def run(self) -> None:
         try:
-            self._function()
+            super().run()
         finally:
             self._ended.set()
 

@@ -8,7 +8,6 @@ from math import prod
 
 KIB = 1024
 MIB = 1024 * KIB
-GIB = 1024 * MIB
 
 BLOCK_SIZE = 4 * MIB
 """The number of bytes that one thread writes, reads, and digests at once. The buffers of eight

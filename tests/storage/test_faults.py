@@ -304,6 +304,8 @@ def test_a_file_system_that_cannot_sync_folders_is_accepted(tmp_path, write):
     store = LocalStore(tmp_path, fs=fs)
     write(store, "v/a")
     assert store.get("v/a", SIZE) == DATA
+    store.delete("v/a")
+    assert os.listdir(tmp_path) == []
 
 
 # Errors.

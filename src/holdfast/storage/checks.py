@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from holdfast.errors import StoreError
 
 
 class WrittenRanges:
     """The ranges of an object of ``length`` bytes that have been written.
 
-    Many threads may call ``add``, because it is a single append to a list.
+    Many threads may add ranges, because each does a single append to a list.
     """
 
     def __init__(self, key: str, store: str, length: int) -> None:
@@ -18,8 +21,12 @@ class WrittenRanges:
         if length < 0:
             raise StoreError(f"Cannot write an object of {length} bytes", **self._fields)
 
-    def check_bounds(self, offset: int, size: int) -> None:
-        """Raise ``StoreError`` if this range does not lie within the object."""
+    @contextmanager
+    def adding(self, offset: int, size: int) -> Iterator[None]:
+        """Add a range when the block, which writes it, has succeeded.
+
+        Raises ``StoreError`` before the block if the range does not lie within the object.
+        """
         if offset < 0 or offset + size > self._length:
             raise StoreError(
                 f"A write to {self._fields['key']} is outside the object",
@@ -28,8 +35,7 @@ class WrittenRanges:
                 offset=offset,
                 **self._fields,
             )
-
-    def add(self, offset: int, size: int) -> None:
+        yield
         if size:
             self._ranges.append((offset, size))
 
@@ -41,11 +47,10 @@ class WrittenRanges:
         end = 0
         for offset, size in [*sorted(self._ranges), (self._length, 0)]:
             if offset != end:
-                twice = offset < end
                 raise StoreError(
                     f"Cannot commit {self._fields['key']}",
                     expected=f"each of its {self._length} bytes written exactly once",
-                    found=f"byte {min(offset, end)} written {'twice' if twice else 'never'}",
+                    found=f"byte {min(offset, end)} written {'twice' if offset < end else 'never'}",
                     offset=min(offset, end),
                     **self._fields,
                 )
@@ -70,7 +75,7 @@ def short_read_error(key: str, store: str, offset: int, length: int, found: int)
         f"{key} in {store} is too short for a read from byte {offset}",
         expected=f"{length} bytes",
         found=f"{found} bytes",
-        todo="The object was truncated or replaced: load an earlier version",
+        todo="The object was truncated or replaced: load another version",
         key=key,
         store=store,
         offset=offset,

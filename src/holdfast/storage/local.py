@@ -16,7 +16,6 @@ from holdfast.errors import NotFound
 from holdfast.storage import local_files
 from holdfast.storage.local_files import NOT_FOUND_ERRORS, LocalFiles
 from holdfast.storage.local_upload import LocalUpload, is_partial
-from holdfast.storage.os_calls import Fs
 from holdfast.storage.store import Stat, Traits, Upload, check_key
 from holdfast.types import ALIGNMENT
 
@@ -29,11 +28,6 @@ class LocalStore(LocalFiles):
     below ``root``.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, fs: Fs | None = None, direct: bool = True
-    ) -> None:
-        super().__init__(root, fs=fs, direct=direct)
-
     @property
     def traits(self) -> Traits:
         return Traits(name="local", alignment=ALIGNMENT, durable=True)
@@ -44,7 +38,8 @@ class LocalStore(LocalFiles):
         )
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
-        with LocalUpload(self, key, len(data), direct=False) as upload:
+        upload = LocalUpload(self, key, len(data), direct=False)
+        with upload:
             upload.write_at(0, memoryview(data))
             return upload.commit(accept_existing=data)
 
@@ -57,30 +52,19 @@ class LocalStore(LocalFiles):
     def delete(self, key: str) -> None:
         path = self.path(key)
         folder = os.path.dirname(path)
-        with self.translate_errors("delete", key):
-            try:
-                fd = self.fs.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            except NOT_FOUND_ERRORS:
-                return
+        with self.translate_errors("delete", key), suppress(*NOT_FOUND_ERRORS):
             # The folder is opened first, so that it can be synced even if another process removes
             # it. It is synced even if the file is gone: an earlier delete may have failed here.
-            try:
-                with suppress(*NOT_FOUND_ERRORS):
-                    self.fs.unlink(path)
-                self.fs.fsync(fd)
-            finally:
-                self.fs.close(fd)
-        self.remove_empty_folders(folder)
+            with self.syncing(folder), suppress(*NOT_FOUND_ERRORS):
+                self.fs.unlink(path)
+            self.remove_empty_folders(folder)
 
     def _list_prefix(self, prefix: str, *, partial: bool) -> Iterator[Stat]:
         folder = self._root
-        with self.translate_errors("list", prefix or "."):
+        with self.translate_errors("list", prefix or "."), suppress(*NOT_FOUND_ERRORS):
             for level in prefix.split("/") if prefix else []:
                 folder = f"{folder}/{level}"
-                try:
-                    if self.fs.stat(folder).kind != "folder":
-                        return
-                except NOT_FOUND_ERRORS:
+                if self.fs.stat(folder).kind != "folder":
                     return
             yield from self._list_folder(folder, prefix, partial)
 
@@ -96,8 +80,6 @@ class LocalStore(LocalFiles):
             if is_folder:
                 yield from self._list_folder(f"{folder}/{name[:-1]}", key[:-1], partial)
             elif is_partial(name) == partial:
-                try:
+                with suppress(*NOT_FOUND_ERRORS):  # deleted after the folder was read
                     file_stat = self.fs.stat(f"{folder}/{name}")
-                except NOT_FOUND_ERRORS:  # deleted after the folder was read
-                    continue
-                yield Stat(key, file_stat.size, file_stat.modified)
+                    yield Stat(key, file_stat.size, file_stat.modified)

@@ -6,12 +6,12 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from pathlib import Path
 
 from holdfast.buffers import address_of, as_byte_view, direct_io_length
 from holdfast.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import check_range, short_read_error, too_long_error
-from holdfast.storage.os_calls import UNSUPPORTED, Fs
+from holdfast.storage.os_calls import INVALID_OR_UNSUPPORTED, Fs
 from holdfast.storage.store import Stat, check_key
 from holdfast.types import MIB
 
@@ -20,28 +20,22 @@ _ERROR_TYPES: dict[int, tuple[type[StoreError], str | None]] = {
     errno.ENOENT: (NotFound, None),
     errno.ENOTDIR: (NotFound, None),
     errno.EISDIR: (NotFound, None),
-    errno.ELOOP: (
-        NotFound,
-        "Symbolic links are not followed: use the folder that the link points to",
-    ),
+    errno.ELOOP: (NotFound, "Symbolic links are not followed: use the target of the link"),
     errno.EEXIST: (AlreadyExists, None),
-    errno.EACCES: (Denied, "Check the owner and the permissions of the folder"),
-    errno.EPERM: (Denied, "Check the owner and the permissions of the folder"),
-    errno.EROFS: (Denied, "The file system is read-only: look for the cause in the system log"),
-    errno.ENOSPC: (NoSpace, "Free disk space or inodes, or save to another place"),
-    errno.EDQUOT: (NoSpace, "Free space under the quota, or save to another place"),
-    errno.EFBIG: (NoSpace, "Increase the file size limit (ulimit -f)"),
+    errno.EACCES: (Denied, "Check the owner and permissions of the folder"),
+    errno.EPERM: (Denied, "Check the owner and permissions of the folder"),
+    errno.EROFS: (Denied, "The file system is read-only: see the system log"),
+    errno.ENOSPC: (NoSpace, "Free disk space or inodes, or save elsewhere"),
+    errno.EDQUOT: (NoSpace, "Free space under the quota, or save elsewhere"),
+    errno.EFBIG: (NoSpace, "Raise the file size limit (ulimit -f)"),
     errno.ETIMEDOUT: (Unavailable, None),
     errno.ESTALE: (Unavailable, None),
     errno.EAGAIN: (Unavailable, None),
     errno.EBUSY: (Unavailable, None),
-    errno.ENOTCONN: (
-        Unavailable,
-        "The server or daemon of the file system is gone: mount it again",
-    ),
+    errno.ENOTCONN: (Unavailable, "The file system's server or daemon is gone: remount it"),
     errno.EHOSTDOWN: (Unavailable, None),
     errno.EHOSTUNREACH: (Unavailable, None),
-    errno.EMFILE: (Unavailable, "Increase the limit on open files (ulimit -n)"),
+    errno.EMFILE: (Unavailable, "Raise the limit on open files (ulimit -n)"),
     errno.ENFILE: (Unavailable, "The system has too many open files"),
     errno.ENOMEM: (Unavailable, "The system is out of memory"),
 }
@@ -56,7 +50,9 @@ class LocalFiles:
     They are all operations except writing and listing objects.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, fs: Fs | None, direct: bool) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, fs: Fs | None = None, direct: bool = True
+    ) -> None:
         self.url = os.fspath(root)
         self.fs = Fs() if fs is None else fs
         self._root = os.path.abspath(self.url)
@@ -93,9 +89,16 @@ class LocalFiles:
         path = self.path(key)
         done = 0
         with self.translate_errors("read", key):
-            direct = self._direct and length >= DIRECT_MIN_BYTES
-            if direct and direct_io_length(offset, address_of(into), length, len(into)):
-                done = self._read_direct(path, offset, length, into)
+            if (
+                self._direct
+                and length >= DIRECT_MIN_BYTES
+                and direct_io_length(offset, address_of(into), length, len(into))
+            ):
+                try:
+                    done = self._read(path, offset, length, into, flag=os.O_DIRECT)
+                except OSError as error:
+                    if error.errno not in INVALID_OR_UNSUPPORTED:
+                        raise
             if done < length:
                 done += self._read(path, offset + done, length - done, into[done:])
         if done < length:
@@ -107,15 +110,16 @@ class LocalFiles:
         try:
             os.fsencode(key)
         except UnicodeEncodeError as error:
-            self.raise_store_error("name", key, OSError(errno.EILSEQ, str(error)))
+            with self.translate_errors("name", key):
+                raise OSError(errno.EILSEQ, str(error)) from error
         return f"{self._root.rstrip('/')}/{key}"
 
     def make_folders(self, folder: str) -> None:
-        missing = []
-        while not self._is_folder(folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder)
-        for folder in reversed(missing):
+        """Create a folder and its parents if they are missing."""
+        try:
+            self.fs.stat(folder)  # if it is a file, the next operation raises
+        except FileNotFoundError:
+            self.make_folders(os.path.dirname(folder))
             if len(folder) <= len(self._root):
                 self._root_synced = False
             with suppress(FileExistsError):
@@ -127,18 +131,33 @@ class LocalFiles:
         The first call also syncs all parents of the root, because another process may have created
         any of them recently. Parents of the root that this process may not read are skipped.
         """
-        self._sync_folder(folder)
-        while folder != self._root:
-            folder = os.path.dirname(folder)
-            self._sync_folder(folder)
-        while not self._root_synced:
-            parent = os.path.dirname(folder)
-            if parent == folder:
-                self._root_synced = True
-            else:
-                with suppress(PermissionError):
-                    self._sync_folder(parent)
-                folder = parent
+        for path in (folder, *map(str, Path(folder).parents)):
+            is_above_root = len(path) < len(self._root)
+            if is_above_root and self._root_synced:
+                return
+            try:
+                with self.syncing(path):
+                    pass
+            except PermissionError:
+                if not is_above_root:
+                    raise
+        self._root_synced = True
+
+    @contextmanager
+    def syncing(self, folder: str) -> Iterator[None]:
+        """Make the names in a folder durable when the block has succeeded."""
+        fd = self.fs.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield
+            # EINVAL: this file system has no fsync for folders, so it determines how durable names
+            # are.
+            try:
+                self.fs.fsync(fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        finally:
+            self.fs.close(fd)
 
     def remove_empty_folders(self, folder: str) -> None:
         """Remove the folder and its parents below the root, up to the first that is not empty."""
@@ -153,49 +172,16 @@ class LocalFiles:
         try:
             yield
         except OSError as error:
-            self.raise_store_error(action, key, error, writing=writing)
-
-    def raise_store_error(
-        self, action: str, key: str, error: OSError, *, writing: bool = False
-    ) -> NoReturn:
-        error_type, todo = _ERROR_TYPES.get(error.errno or 0, (StoreError, None))
-        if writing and error_type is NotFound:
-            error_type = StoreError  # a parent folder was removed, or is a file
-        raise error_type(
-            f"Cannot {action} {key} in {self.url}: {error.strerror or error}",
-            todo=todo,
-            key=key,
-            store=self.url,
-            errno=error.errno,
-        ) from error
-
-    def _is_folder(self, path: str) -> bool:
-        try:
-            self.fs.stat(path)
-        except FileNotFoundError:
-            return False
-        return True  # if it is a file, the next operation raises
-
-    def _sync_folder(self, folder: str) -> None:
-        fd = self.fs.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self.fs.fsync(fd)
-        except OSError as error:
-            # EINVAL: this file system has no fsync for folders, so it determines how durable
-            # names are.
-            if error.errno != errno.EINVAL:
-                raise
-        finally:
-            self.fs.close(fd)
-
-    def _read_direct(self, path: str, offset: int, length: int, into: memoryview) -> int:
-        """Read with direct I/O. Return the number of bytes read; the caller reads the rest."""
-        try:
-            return self._read(path, offset, length, into, flag=os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL and error.errno not in UNSUPPORTED:
-                raise
-            return 0
+            error_type, todo = _ERROR_TYPES.get(error.errno or 0, (StoreError, None))
+            if writing and error_type is NotFound:
+                error_type = StoreError  # a parent folder was removed, or is a file
+            raise error_type(
+                f"Cannot {action} {key} in {self.url}: {error.strerror or error}",
+                todo=todo,
+                key=key,
+                store=self.url,
+                errno=error.errno,
+            ) from error
 
     def _read(self, path: str, offset: int, length: int, into: memoryview, flag: int = 0) -> int:
         fd = self.fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | flag)

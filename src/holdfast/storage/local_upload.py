@@ -6,21 +6,19 @@ import errno
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from threading import Lock
 
 from holdfast.buffers import address_of, as_byte_view, direct_io_length
 from holdfast.errors import NotFound, StoreError
 from holdfast.storage.checks import WrittenRanges
 from holdfast.storage.local_files import LocalFiles
-from holdfast.storage.os_calls import UNSUPPORTED
-from holdfast.storage.store import Stat
+from holdfast.storage.os_calls import INVALID_OR_UNSUPPORTED, UNSUPPORTED
+from holdfast.storage.store import Stat, Upload
 from holdfast.types import ALIGNMENT
 
 _MAX_TRIES = 16
 _LINK_UNSUPPORTED = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
-_RENAME_UNSUPPORTED = UNSUPPORTED | {errno.EINVAL}
-_DIRECT_UNSUPPORTED = UNSUPPORTED | {errno.EINVAL}
 
 
 def is_partial(name: str) -> bool:
@@ -28,7 +26,7 @@ def is_partial(name: str) -> bool:
     return name.startswith(".") and name.endswith(".partial")
 
 
-class LocalUpload:
+class LocalUpload(Upload):
     """A temporary file in the object's folder, until ``commit`` gives it the object's name.
 
     The upload uses two file descriptors. ``_fd`` uses the page cache, writes the data that is not
@@ -53,30 +51,30 @@ class LocalUpload:
         self._lock = Lock()
         self._closed = False  # for new calls; active calls may still use the descriptors
         self._active_calls = 0
-        self._fds: list[int] = []
+        self._descriptors = ExitStack()
         self._direct_fd: int | None = None
         with files.translate_errors("create", key, writing=True):
             try:
                 self._fd = self._create()
-                self._fds.append(self._fd)
+                self._descriptors.callback(self._fs.close, self._fd)
                 self._inode = self._fs.fstat(self._fd).inode
                 if length:
                     self._fs.fallocate(self._fd, length)
                 if direct and length >= ALIGNMENT:
-                    self._direct_fd = self._open_direct()
+                    self._open_direct()
             except BaseException:
                 self.abort()
                 raise
 
     def write_at(self, offset: int, data: memoryview) -> None:
         data = as_byte_view(data)
-        self._written.check_bounds(offset, len(data))
-        with self._using_descriptors("write"):
-            address = address_of(data)
+        with self._using_descriptors("write"), self._written.adding(offset, len(data)):
             done = 0
             while done < len(data):
-                done += self._write(offset + done, data[done:], address + done)
-            self._written.add(offset, len(data))
+                count = self._write(offset + done, data[done:])
+                if count <= 0:
+                    raise OSError(errno.EIO, "a write transferred no bytes")
+                done += count
 
     def commit(self, *, accept_existing: bytes | None = None) -> Stat:
         """Commit as specified in the ``Upload`` protocol.
@@ -105,15 +103,10 @@ class LocalUpload:
             first, self._closed = not self._closed, True
             idle = not self._active_calls
         if idle:
-            self._close()
+            with suppress(OSError):  # the upload has failed, or its data is already synced
+                self._descriptors.close()
         if first:
             self._remove_temp()
-
-    def __enter__(self) -> LocalUpload:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.abort()
 
     @contextmanager
     def _using_descriptors(self, action: str, *, last: bool = False) -> Iterator[None]:
@@ -142,7 +135,8 @@ class LocalUpload:
                 self._active_calls -= 1
                 idle = self._closed and not self._active_calls
             if idle:
-                self._close()
+                with suppress(OSError):  # see ``abort``
+                    self._descriptors.close()
 
     def _create(self) -> int:
         for _ in range(_MAX_TRIES):
@@ -151,32 +145,27 @@ class LocalUpload:
                 return self._fs.open(self._temp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         raise FileNotFoundError(errno.ENOENT, "its folder was removed repeatedly")
 
-    def _open_direct(self) -> int | None:
+    def _open_direct(self) -> None:
         try:
-            fd = self._fs.open(self._temp_path, os.O_WRONLY | os.O_DIRECT)
+            self._direct_fd = self._fs.open(self._temp_path, os.O_WRONLY | os.O_DIRECT)
+            self._descriptors.callback(self._fs.close, self._direct_fd)
         except OSError as error:
-            if error.errno not in _DIRECT_UNSUPPORTED:
+            if error.errno not in INVALID_OR_UNSUPPORTED:
                 raise
-            return None
-        self._fds.append(fd)
-        return fd
 
-    def _write(self, offset: int, data: memoryview, address: int) -> int:
-        """Write at least one byte, and return the number of bytes written."""
-        fd, span = self._direct_fd, direct_io_length(offset, address, len(data), len(data))
-        if fd is None or not span:
-            count = self._fs.pwrite(self._fd, data, offset)
-        else:
-            try:
-                count = self._fs.pwrite(fd, data[:span], offset)
-            except OSError as error:
-                if error.errno not in _DIRECT_UNSUPPORTED:
-                    raise
+    def _write(self, offset: int, data: memoryview) -> int:
+        """Write the beginning of the data, and return the number of bytes written."""
+        direct_fd = self._direct_fd
+        if direct_fd is not None:
+            span = direct_io_length(offset, address_of(data), len(data), len(data))
+            if span:
+                try:
+                    return self._fs.pwrite(direct_fd, data[:span], offset)
+                except OSError as error:
+                    if error.errno not in INVALID_OR_UNSUPPORTED:
+                        raise
                 self._direct_fd = None  # opened, but it cannot write: use the page cache
-                count = self._fs.pwrite(self._fd, data, offset)
-        if count <= 0:
-            raise OSError(errno.EIO, "a write transferred no bytes")
-        return count
+        return self._fs.pwrite(self._fd, data, offset)
 
     def _sync(self) -> float:
         """Make the data durable, close the file, and return its modification time.
@@ -194,46 +183,42 @@ class LocalUpload:
                 key=self._key,
                 store=self._files.url,
             )
-        while self._fds:
-            self._fs.close(self._fds.pop())
+        self._descriptors.close()
         return file_stat.modified
 
     def _publish(self, accept_existing: bytes | None) -> None:
         """Give the file its final name, unless another object has that name."""
         try:
-            self._link_or_rename()
+            try:
+                self._fs.link(self._temp_path, self._path)
+            except OSError as error:
+                if error.errno not in _LINK_UNSUPPORTED:
+                    raise
+                self._rename(error)
         except OSError as error:
             # The client of a network file system may have lost the reply and repeated the call.
             # Therefore the current file decides, not the error.
-            if self._is_published(error):
-                return
-            if (
+            if not self._is_published(error) and not (
                 error.errno == errno.EEXIST
                 and accept_existing is not None
                 and self._object_equals(accept_existing)
             ):
-                return
-            raise
-
-    def _link_or_rename(self) -> None:
-        try:
-            self._fs.link(self._temp_path, self._path)
-        except OSError as error:
-            if error.errno not in _LINK_UNSUPPORTED:
                 raise
-            try:
-                self._fs.rename_noreplace(self._temp_path, self._path)
-            except OSError as rename_error:
-                if rename_error.errno not in _RENAME_UNSUPPORTED:
-                    raise
-                raise StoreError(
-                    f"Cannot commit {self._key} to {self._files.url}",
-                    expected="a file system with hard links or renameat2(RENAME_NOREPLACE)",
-                    found=f"neither ({error.strerror}; {rename_error.strerror})",
-                    todo="Save to another file system: on this one, two writers could both succeed",
-                    key=self._key,
-                    store=self._files.url,
-                ) from rename_error
+
+    def _rename(self, link_error: OSError) -> None:
+        try:
+            self._fs.rename_noreplace(self._temp_path, self._path)
+        except OSError as error:
+            if error.errno not in INVALID_OR_UNSUPPORTED:
+                raise
+            raise StoreError(
+                f"Cannot commit {self._key} to {self._files.url}",
+                expected="a file system with hard links or renameat2(RENAME_NOREPLACE)",
+                found=f"neither ({link_error.strerror}; {error.strerror})",
+                todo="Use another file system: on this one, two writers could both succeed",
+                key=self._key,
+                store=self._files.url,
+            ) from error
 
     def _is_published(self, error: OSError) -> bool:
         try:
@@ -245,9 +230,10 @@ class LocalUpload:
 
     def _object_equals(self, data: bytes) -> bool:
         try:
-            if self._files.stat(self._key).length != len(data):
-                return False
-            return self._files.get(self._key, len(data)) == data
+            return (
+                self._files.stat(self._key).length == len(data)
+                and self._files.get(self._key, len(data)) == data
+            )
         except NotFound:  # a folder, or deleted in the meantime
             return False
 
@@ -255,16 +241,11 @@ class LocalUpload:
         return StoreError(
             f"It is unknown whether {self._key} was committed to {self._files.url}:"
             f" {why}: {error.strerror or error}",
-            todo="Check the system log; check for the object when the file system works again",
+            todo="Check the system log; check for the object once the file system works",
             key=self._key,
             store=self._files.url,
             outcome="unknown",
         )
-
-    def _close(self) -> None:
-        while self._fds:
-            with suppress(OSError):  # the upload has failed, or its data is already synced
-                self._fs.close(self._fds.pop())
 
     def _remove_temp(self) -> None:
         with suppress(OSError):  # sweep removes a file that remains

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from copy import copy
 from threading import Lock
 
 from holdfast.buffers import as_byte_view
@@ -15,28 +16,23 @@ from holdfast.storage.store import Stat, Traits, Upload, check_key
 Objects = dict[str, tuple[bytes, float]]
 
 
-class _SharedObjects:
-    """The data that all views of one memory store share."""
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.objects: Objects = {}
-        self.partials: Objects = {}
-
-
 class MemoryStore:
-    """A store that keeps objects as bytes. ``at(folder)`` returns a view of a folder."""
+    """A store that keeps objects as bytes. ``at(folder)`` returns a view of a folder.
+
+    All views of one store share its lock and its objects.
+    """
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name
         self._folder = ""
-        self._shared = _SharedObjects()
+        self._lock = Lock()
+        self._objects: Objects = {}
+        self._partials: Objects = {}
 
     def at(self, folder: str) -> MemoryStore:
         """Return a store for the keys below ``folder``. It shares the objects."""
-        view = MemoryStore(self._name)
-        view._folder = self._folder + check_key(folder, self.url) + "/"
-        view._shared = self._shared
+        view = copy(self)
+        view._folder += check_key(folder, self.url) + "/"
         return view
 
     @property
@@ -72,21 +68,21 @@ class MemoryStore:
         return Stat(key, len(data), modified)
 
     def list(self, prefix: str) -> Iterator[Stat]:
-        return self._list_prefix(prefix, self._shared.objects)
+        return self._list_prefix(prefix, self._objects)
 
     def partials(self, prefix: str) -> Iterator[Stat]:
-        return self._list_prefix(prefix, self._shared.partials)
+        return self._list_prefix(prefix, self._partials)
 
     def delete(self, key: str) -> None:
         path = self._folder + check_key(key, self.url)
-        with self._shared.lock:
-            self._shared.objects.pop(path, None)
-            self._shared.partials.pop(path, None)
+        with self._lock:
+            self._objects.pop(path, None)
+            self._partials.pop(path, None)
 
     def _find(self, key: str) -> tuple[bytes, float]:
         path = self._folder + check_key(key, self.url)
-        with self._shared.lock:
-            entry = self._shared.objects.get(path)
+        with self._lock:
+            entry = self._objects.get(path)
         if entry is None:
             raise NotFound(f"There is no {key} in {self.url}", key=key, store=self.url)
         return entry
@@ -94,7 +90,7 @@ class MemoryStore:
     def _list_prefix(self, prefix: str, objects: Objects) -> Iterator[Stat]:
         start = self._folder + (check_key(prefix, self.url) + "/" if prefix else "")
         skip = len(self._folder)
-        with self._shared.lock:
+        with self._lock:
             stats = [
                 Stat(path[skip:], len(data), modified)
                 for path, (data, modified) in objects.items()
@@ -111,22 +107,21 @@ class MemoryStore:
         of the unfinished upload, which must exist and is removed.
         """
         path = self._folder + key
-        with self._shared.lock:
-            if partial_key is not None and self._shared.partials.pop(partial_key, None) is None:
+        with self._lock:
+            if partial_key is not None and self._partials.pop(partial_key, None) is None:
                 raise StoreError(f"The upload of {key} was removed", key=key, store=self.url)
-            existing = self._shared.objects.get(path)
-            if existing is not None and not (accept_existing and existing[0] == data):
+            new = (data, time.time())
+            existing = self._objects.setdefault(path, new)
+            if existing is not new and not (accept_existing and existing[0] == data):
                 raise AlreadyExists(
                     f"{key} is already in {self.url}; nothing was changed",
                     key=key,
                     store=self.url,
                 )
-            if existing is None:
-                existing = self._shared.objects[path] = (data, time.time())
         return Stat(key, len(data), existing[1])
 
 
-class _MemoryUpload:
+class _MemoryUpload(Upload):
     def __init__(self, store: MemoryStore, key: str, length: int) -> None:
         self._store = store
         self._key = key
@@ -136,16 +131,15 @@ class _MemoryUpload:
         self._partial_key = f"{folder}/.{name}.{secrets.token_hex(8)}.partial".lstrip("/")
         self._lock = Lock()
         self._is_open = True
-        with store._shared.lock:
-            store._shared.partials[self._partial_key] = (b"", time.time())
+        with store._lock:
+            store._partials[self._partial_key] = (b"", time.time())
 
     def write_at(self, offset: int, data: memoryview) -> None:
         data = as_byte_view(data)
         with self._lock:
             self._require_open()
-            self._written.check_bounds(offset, len(data))
-            self._data[offset : offset + len(data)] = data
-            self._written.add(offset, len(data))
+            with self._written.adding(offset, len(data)):
+                self._data[offset : offset + len(data)] = data
 
     def commit(self) -> Stat:
         try:
@@ -162,14 +156,8 @@ class _MemoryUpload:
     def abort(self) -> None:
         with self._lock:
             self._is_open = False
-        with self._store._shared.lock:
-            self._store._shared.partials.pop(self._partial_key, None)
-
-    def __enter__(self) -> _MemoryUpload:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.abort()
+        with self._store._lock:
+            self._store._partials.pop(self._partial_key, None)
 
     def _require_open(self) -> None:
         if not self._is_open:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from threading import Lock
 from urllib.parse import unquote
 
 from holdfast.errors import StoreError
@@ -15,7 +14,6 @@ from holdfast.storage.store import Store
 
 _SUPPORTED = "a path, file:// or memory://"
 _memory_stores: dict[str, MemoryStore] = {}
-_lock = Lock()
 
 
 def open_store(url: str | os.PathLike[str] | Store) -> Store:
@@ -36,19 +34,23 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
     text = os.fspath(url)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text) if isinstance(url, str) else None
     if scheme is None:
-        return _open_local(expand_home(text), text)
-    if scheme[1] == "file":
+        path = expand_home(text)
+    elif scheme[1] == "memory":
+        return _open_memory(text)
+    elif scheme[1] == "file":
         host, slash, path = text.removeprefix("file://").partition("/")
         if host not in ("", "localhost"):
             raise StoreError(
                 f"The URL {text} names another machine", expected="file:///path", found=host
             )
-        return _open_local(unquote(slash + path), text)
-    if scheme[1] == "memory":
-        return _open_memory(text.removeprefix("memory://").strip("/"), text)
-    raise StoreError(
-        f"Unsupported kind of store: {text}", expected=_SUPPORTED, found=f"{scheme[1]}://"
-    )
+        path = unquote(slash + path)
+    else:
+        raise StoreError(
+            f"Unsupported kind of store: {text}", expected=_SUPPORTED, found=f"{scheme[1]}://"
+        )
+    if not path:
+        raise StoreError("The URL does not name a folder", expected=_SUPPORTED, found=repr(text))
+    return LocalStore(path, direct=read_settings().direct)
 
 
 def expand_home(path: str) -> str:
@@ -66,16 +68,9 @@ def expand_home(path: str) -> str:
     return expanded
 
 
-def _open_local(path: str, url: str) -> LocalStore:
-    if not path:
-        raise StoreError("The URL does not name a folder", expected=_SUPPORTED, found=repr(url))
-    return LocalStore(path, direct=read_settings().direct)
-
-
-def _open_memory(path: str, url: str) -> MemoryStore:
-    name, _, folder = path.partition("/")
+def _open_memory(url: str) -> MemoryStore:
+    name, _, folder = url.removeprefix("memory://").strip("/").partition("/")
     if not name:
         raise StoreError("The memory store has no name", expected="memory://NAME", found=url)
-    with _lock:
-        store = _memory_stores.setdefault(name, MemoryStore(name))
+    store = _memory_stores.setdefault(name, MemoryStore(name))  # atomic, so there is no lock
     return store.at(folder) if folder else store

@@ -19,6 +19,8 @@ _RENAME_NOREPLACE = 1
 
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 """The errors of a call that the file system does not support."""
+INVALID_OR_UNSUPPORTED = UNSUPPORTED | {errno.EINVAL}
+"""The same for O_DIRECT and ``renameat2``, which some file systems do not accept as arguments."""
 
 
 class FileStat(NamedTuple):
@@ -60,16 +62,13 @@ class Fs:
         Return False if the file system does not support it. This uses the system call and not
         ``posix_fallocate``, which writes zeros to the whole file if the call is not supported.
         """
-        while True:
-            try:
-                _libc_call("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(length))
-                return True
-            except InterruptedError:
-                continue
-            except OSError as error:
-                if error.errno in UNSUPPORTED:
-                    return False
-                raise
+        while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(length)) != 0:
+            code = ctypes.get_errno()
+            if code in UNSUPPORTED:
+                return False
+            if code != errno.EINTR:
+                raise _libc_error("fallocate", code)
+        return True
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
@@ -90,14 +89,12 @@ class Fs:
         Raises ``OSError`` with EEXIST if the target exists, and with EINVAL, ENOSYS, or EOPNOTSUPP
         if the file system does not support the call.
         """
-        _libc_call(
-            "renameat2",
-            _AT_FDCWD,
-            os.fsencode(source),
-            _AT_FDCWD,
-            os.fsencode(target),
-            ctypes.c_uint(_RENAME_NOREPLACE),
-        )
+        if not hasattr(_LIBC, "renameat2"):
+            raise _libc_error("renameat2", errno.ENOSYS)
+        old, new = os.fsencode(source), os.fsencode(target)
+        flags = ctypes.c_uint(_RENAME_NOREPLACE)
+        if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, flags) != 0:
+            raise _libc_error("renameat2", ctypes.get_errno())
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
@@ -121,18 +118,11 @@ class Fs:
             ]
 
 
-def _libc_call(name: str, *arguments: object) -> None:
-    function = getattr(_LIBC, name, None)
-    if function is None:
-        raise OSError(errno.ENOSYS, f"{name}: {os.strerror(errno.ENOSYS)}")
-    if function(*arguments) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
+def _libc_error(name: str, code: int) -> OSError:
+    return OSError(code, f"{name}: {os.strerror(code)}")
 
 
 def _file_stat(result: os.stat_result) -> FileStat:
-    if stat.S_ISREG(result.st_mode):
-        kind = "file"
-    else:
-        kind = "folder" if stat.S_ISDIR(result.st_mode) else "other"
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
+    kind = kinds.get(stat.S_IFMT(result.st_mode), "other")
     return FileStat(kind, result.st_size, result.st_mtime, (result.st_dev, result.st_ino))

@@ -46,7 +46,8 @@ class Stat:
 class Upload(Protocol):
     """An object that is being written. It is invisible until ``commit`` returns.
 
-    An upload is a context manager: leaving the context without ``commit`` aborts the upload.
+    An upload is a context manager: leaving the context without ``commit`` aborts the upload. A
+    class that derives from this one inherits that.
     """
 
     def write_at(self, offset: int, data: memoryview) -> None:
@@ -70,9 +71,11 @@ class Upload(Protocol):
         """Abort the upload and remove the written data. May be called at any time, also twice."""
         ...
 
-    def __enter__(self) -> Upload: ...
+    def __enter__(self) -> Upload:
+        return self
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(self, *exc: object) -> None:
+        self.abort()
 
 
 class Store(Protocol):
