@@ -149,7 +149,7 @@ def test_each_damage_is_told_once_and_none_is_lost() -> None:
 
 
 def test_errors_have_no_advice_twice() -> None:
-    from holdfast.cli.output import format_error_brief
+    from holdfast.sinks.wording import format_error_brief
 
     told = format_error_brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
     assert told == "A is bad. Expected 1, found 2."

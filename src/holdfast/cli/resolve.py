@@ -90,6 +90,21 @@ def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
     return resolve_run(url)
 
 
+def check_version_name(snapshot: Snapshot, location: Location) -> None:
+    """Check that a copy of the snapshot may have the name of the location.
+
+    Raises ``AlreadyExists`` if it is the name of another version.
+    """
+    manifest = snapshot.manifest
+    version = names.parse_version(location.folder.rpartition("/")[2])
+    if version is not None and (version.step, version.branch) != (manifest.step, manifest.branch):
+        raise AlreadyExists(
+            f"{snapshot.url} cannot become {version}",
+            expected="the snapshot's own step and branch, or a name that is not a version",
+            found=f"step {manifest.step}, branch {manifest.branch}",
+        )
+
+
 def check_run_target(run: Run) -> None:
     """Check that a run may be written to ``run``.
 

@@ -61,10 +61,6 @@ class TreeRow:
         """Return the plain value of a row of kind ``value``."""
         return tree.decode(self.node, self.key, tree.reject_leaf)
 
-    def format_value(self) -> str:
-        """Format the plain value, shortened if it is long."""
-        return format_short(self.value())
-
 
 def format_short(value: Any) -> str:
     """Format a plain value as its ``repr``, shortened if it is long."""
@@ -73,9 +69,7 @@ def format_short(value: Any) -> str:
 
 def iter_tree_rows(snapshot: Snapshot) -> Iterator[TreeRow]:
     """Yield all rows below the root, in the order of the tree."""
-    for row in _walk(snapshot, snapshot.manifest.tree, "", -1):
-        if row.depth >= 0:
-            yield row
+    return (row for row in _walk(snapshot, snapshot.manifest.tree, "", -1) if row.depth >= 0)
 
 
 def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeRow]:

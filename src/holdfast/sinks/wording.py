@@ -88,6 +88,11 @@ def to_printable(text: object) -> str:
     )
 
 
+def format_error_brief(error: HoldfastError) -> str:
+    """Format what happened, what was expected, and what was found, without the advice."""
+    return to_printable(HoldfastError(error.what, expected=error.expected, found=error.found))
+
+
 def text_field(fields: Mapping[str, Any], name: str, missing: str = "?") -> str:
     """Return a field as one line of printable text."""
     return to_printable(to_json_value(fields.get(name, missing)))
@@ -186,8 +191,7 @@ def _error_without_todo(fields: Mapping[str, Any]) -> str:
     error = fields.get("error")
     if not isinstance(error, HoldfastError):
         return text_field(fields, "error")
-    short = HoldfastError(error.what, expected=error.expected, found=error.found)
-    return to_printable(f"{type(error).__name__}: {short}")
+    return f"{type(error).__name__}: {format_error_brief(error)}"
 
 
 def to_json_value(value: Any, depth: int = 0) -> Any:
