@@ -200,14 +200,11 @@ class CrashFs(Fs):
     @_counted
     def open(self, path: str, flags: int) -> int:
         folder, name = self._locate(path)
-        node = self._root if not name else folder.entries.get(name)
-        if node is None:
-            if not flags & os.O_CREAT:
-                raise _os_error(errno.ENOENT)
-            node = _File()
-            _NameOperation(f"create {path}", (folder, name, node))
+        if flags & os.O_CREAT and name and name not in folder.entries:
+            _NameOperation(f"create {path}", (folder, name, _File()))
         elif flags & os.O_CREAT and flags & os.O_EXCL:
             raise _os_error(errno.EEXIST)
+        node = self._find(path)
         if flags & os.O_DIRECTORY and isinstance(node, _File):
             raise _os_error(errno.ENOTDIR)
         fd = next(self._fd_numbers)
