@@ -174,10 +174,11 @@ class _ProgressBar:
             TransferSpeedColumn,
         )
 
-        if self._unit == "bytes":
-            columns = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
-        else:
-            columns = [MofNCompleteColumn(), TextColumn(self._unit)]
+        columns = (
+            [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+            if self._unit == "bytes"
+            else [MofNCompleteColumn(), TextColumn(self._unit)]
+        )
         with self._lock:
             if self._closed:
                 return

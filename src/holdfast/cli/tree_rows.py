@@ -37,11 +37,6 @@ class TreeRow:
     shape: tuple[int, ...] | None = None
 
     @property
-    def name(self) -> str:
-        """The last level of the key."""
-        return self.key.rpartition("/")[2]
-
-    @property
     def is_leaf(self) -> bool:
         return self.kind in tree.LEAF_TAGS
 
@@ -95,6 +90,5 @@ def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeR
 
 def _is_plain_value(node: Any) -> bool:
     """Return True if a node is a single value without members."""
-    if type(node) is not dict:
-        return True
-    return next(iter(node)) in ("int", "float", "complex", "bytes", "bytearray", "scalar")
+    plain_tags = ("int", "float", "complex", "bytes", "bytearray", "scalar")
+    return type(node) is not dict or next(iter(node)) in plain_tags

@@ -83,10 +83,11 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     source = resolve_run_or_snapshot(a)
     began = perf_counter()
     with remove_folder_if_empty(locate(b).store if isinstance(source, Snapshot) else Run(b).store):
-        if isinstance(source, Snapshot):
-            result = _copy_single(source, b, as_json)
-        else:
-            result = _copy_run(*source, Run(b), as_json)
+        result = (
+            _copy_single(source, b, as_json)
+            if isinstance(source, Snapshot)
+            else _copy_run(*source, Run(b), as_json)
+        )
     print_result(as_json, _build_document, render, result, perf_counter() - began)
     exit_on_errors(ctx, (e for _, e in result.damaged))
 

@@ -259,8 +259,11 @@ def render(a: Snapshot, b: Snapshot, differences: Differences) -> None:
 def _format_change(change: Change) -> str:
     """Format a change in a few words."""
     if change.aspect == "bytes":
-        all_differ = change.differing == change.elements
-        count = "all" if all_differ else f"{change.differing:,} of {change.elements:,}"
+        count = (
+            "all"
+            if change.differing == change.elements
+            else f"{change.differing:,} of {change.elements:,}"
+        )
         return f"{count} differ" + (
             "" if change.max_difference is None else f", max {change.max_difference:.4g}"
         )

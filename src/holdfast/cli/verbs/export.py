@@ -23,16 +23,14 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.interop.export import SUFFIXES, ExportPlan, locate_export, plan_export, write_export
 
-_SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE_PREFIXES = ("", "K", "M", "G", "T")
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """Parse a size in bytes, such as ``5GB`` or ``500MB`` (as Hugging Face does) or ``4GiB``."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", value, re.IGNORECASE)
     if match is not None and (match[2] or not match[3]):
-        unit = _SIZE_UNITS[match[2].upper()]
-        if match[3]:
-            unit = 1 << 10 * list(_SIZE_UNITS.values()).index(unit)
+        unit = (1024 if match[3] else 1000) ** _SIZE_PREFIXES.index(match[2].upper())
         if (size := int(float(match[1]) * unit)) > 0:
             return size
     raise click.BadParameter(f"{value!r} is not a size; write 5GB, 500MB, or 4GiB")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -31,16 +31,6 @@ _KIND_NAMES = {
     "huggingface": "a Hugging Face folder",
     "dcp": "a torch.distributed.checkpoint folder",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ImportResult:
-    """The checkpoint that was read, its state, and the snapshot that was saved."""
-
-    checkpoint: ForeignCheckpoint
-    arranged: ArrangedState
-    snapshot: Snapshot
-    seconds: float
 
 
 @click.command("import", short_help="Save another library's checkpoint as a version.")
@@ -88,12 +78,13 @@ def command(
         snapshot = save_foreign_checkpoint(
             location, flat, checkpoint, step, version.branch, advance
         )
-    result = ImportResult(checkpoint, arranged, snapshot, perf_counter() - began)
-    print_result(as_json, _build_document, render, result)
+    build_document = partial(_build_document, perf_counter() - began)
+    print_result(as_json, build_document, render, checkpoint, arranged, snapshot)
 
 
-def _build_document(result: ImportResult) -> dict[str, Any]:
-    checkpoint, snapshot = result.checkpoint, result.snapshot
+def _build_document(
+    seconds: float, checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: Snapshot
+) -> dict[str, Any]:
     return {
         "from": checkpoint.path,
         "kind": checkpoint.kind,
@@ -102,16 +93,15 @@ def _build_document(result: ImportResult) -> dict[str, Any]:
         "leaves": len(snapshot.leaves),
         "bytes": snapshot.nbytes,
         "mapped": checkpoint.mapped,
-        "renamed": result.arranged.renamed,
-        "converted": result.arranged.converted,
+        "renamed": arranged.renamed,
+        "converted": arranged.converted,
         "left_out": list(checkpoint.left_out),
-        "seconds": round(result.seconds, 6),
+        "seconds": round(seconds, 6),
     }
 
 
-def render(result: ImportResult) -> None:
+def render(checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: Snapshot) -> None:
     """Print the snapshot, and how it differs from the checkpoint."""
-    checkpoint, snapshot, arranged = result.checkpoint, result.snapshot, result.arranged
     renamed, converted = ", ".join(arranged.renamed), ", ".join(arranged.converted)
     left_out = ", ".join(checkpoint.left_out[:5]) + (" ..." if checkpoint.left_out[5:] else "")
     notes = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -46,11 +46,11 @@ class VersionEntry:
     snapshot: Snapshot | None
     problem: HoldfastError | None
     on_lineage: bool
+    pinned: bool
     nbytes: int
     created: str
     record: VersionRecord = VersionRecord()  # noqa: RUF009  (frozen)
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    pinned: bool = False
     is_latest: bool = False
 
     @property
@@ -111,9 +111,8 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
     lineage = set(run.line(listing))
     entries: list[VersionEntry] = []
     for version in listing.versions:
-        entry = _read_entry(run, version, listing.folders[version], version in lineage)
+        entry = _read_entry(run, listing, version, version in lineage)
         if entry is not None:
-            entry.pinned = version in listing.lasting_pins
             entries.append(entry)
         advance(1)
     records = {e.version: e.record for e in entries}
@@ -133,9 +132,11 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
 
 
 def _read_entry(
-    run: Run, version: Version, files: Sequence[Stat], on_lineage: bool
+    run: Run, listing: Listing, version: Version, on_lineage: bool
 ) -> VersionEntry | None:
     snapshot, problem = None, None
+    files = listing.folders[version]
+    pinned = version in listing.lasting_pins
     try:
         snapshot = run.open(version)
         snapshot.check_files()
@@ -151,6 +152,7 @@ def _read_entry(
             snapshot,
             problem,
             on_lineage,
+            pinned,
             snapshot.nbytes,
             snapshot.created,
             record,
@@ -158,7 +160,7 @@ def _read_entry(
         )
     modified = datetime.fromtimestamp(max(f.modified for f in files), UTC)
     nbytes, created = sum(f.length for f in files), modified.isoformat(timespec="seconds")
-    return VersionEntry(version, None, problem, on_lineage, nbytes, created)
+    return VersionEntry(version, None, problem, on_lineage, pinned, nbytes, created)
 
 
 def _build_document(result: ListResult) -> dict[str, Any]:

@@ -101,7 +101,6 @@ def render(old: Snapshot, new: Snapshot, seconds: float) -> None:
     """Print the location, the shards, and the size of the new snapshot."""
     console = make_console()
     print_line(console, f"resharded      {new.url}")
-    before, after = len(old.manifest.shards), len(new.manifest.shards)
-    shards = f"{format_count(before, 'shard')} before, {after:,} now"
+    before = format_count(len(old.manifest.shards), "shard")
     checked = f"{format_size(new.nbytes)}, all checked{format_speed(new.nbytes, seconds)}"
-    print_line(console, f"{shards}, {checked}", "green")
+    print_line(console, f"{before} before, {len(new.manifest.shards):,} now, {checked}", "green")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -94,9 +94,8 @@ def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRo
 
 def _matches_element(row: TreeRow, selected: Callable[[str], bool]) -> bool:
     """Return True if a pattern matches an element of a list that is shown as one value."""
-    if type(row.node) is not dict or next(iter(row.node)) not in ("list", "tuple"):
-        return False
-    return any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
+    is_list = type(row.node) is dict and next(iter(row.node)) in ("list", "tuple")
+    return is_list and any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
 
 
 def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
@@ -197,13 +196,13 @@ def render(
     console.print()
     table = make_table("key", "content", "size", right_aligned=("size",))
     lines = list(_table_lines(rows, depth, layouts))
-    longest = max((len(line.description) for line in lines), default=0)
+    longest = max((len(description) for _, description, _, _ in lines), default=0)
     width = min(longest, (console.width - 14) // 2, 60)
-    for line in lines:
+    for name, description, size, style in lines:
         table.add_row(
-            styled_text(line.name, line.style, console.width - 15 - width),
-            styled_text(line.description, line.style, width),
-            styled_text(line.size, line.style),
+            styled_text(name, style, console.width - 15 - width),
+            styled_text(description, style, width),
+            styled_text(size, style),
         )
     console.print(table)
     if depth is not None and any(r.depth >= depth for r in rows):
@@ -230,38 +229,32 @@ def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield "refers to", f"{format_size(snapshot.referred_bytes)} in {bases}"
 
 
-class _TableLine(NamedTuple):
-    name: str
-    description: str
-    size: str
-    style: str
-
-
 def _table_lines(
     rows: Sequence[TreeRow], depth: int | None, layouts: Layouts | None
-) -> Iterator[_TableLine]:
-    """Yield the lines of the table. Without containers, the keys are complete."""
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the name, description, size, and style of each line of the table.
+
+    Without containers, the names are complete keys.
+    """
     nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
     for i, row in enumerate(rows):
         if depth is not None and row.depth >= depth:
             continue
-        name = "  " * row.depth + row.name if nested else row.key
+        name = "  " * row.depth + row.key.rpartition("/")[2] if nested else row.key
         if row.kind in CONTAINER_KINDS:
             leaves, nbytes = _subtree_totals(rows, i)
             count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
             size = format_size(nbytes) if nbytes else ""
-            yield _TableLine(name, f"{row.kind}, {count}", size, "" if row.depth else "bold")
+            yield name, f"{row.kind}, {count}", size, "" if row.depth else "bold"
         elif row.kind == "value":
-            yield _TableLine(name, format_short(row.value()), "", "cyan")
+            yield name, format_short(row.value()), "", "cyan"
         else:
-            size = format_size(row.nbytes) if row.is_leaf else ""
-            yield _TableLine(name, _describe_leaf(row), size, "")
+            yield name, _describe_leaf(row), format_size(row.nbytes) if row.is_leaf else "", ""
         for number, box in () if layouts is None else layouts.get(row.key, ()):
             dimensions = zip(box.offsets, box.sizes, strict=True)
             slices = ", ".join(f"{o}:{o + n}" for o, n in dimensions)
             indent = "  " * (row.depth + 1 if nested else 1)
-            location = f"shard {number} at byte {box.at}"
-            yield _TableLine(f"{indent}[{slices}]", location, "", "dim")
+            yield f"{indent}[{slices}]", f"shard {number} at byte {box.at}", "", "dim"
 
 
 def _subtree_totals(rows: Sequence[TreeRow], position: int) -> tuple[int, int]:

@@ -167,8 +167,8 @@ def _failed_result(name: str, file: str, url: str, error: FormatError | StoreErr
 
 def bytes_to_read(snapshot: Snapshot) -> int:
     """Return the bytes of the shards and indexes, and of the data that the snapshot refers to."""
-    own = sum(s.length + s.index.length for s in snapshot.manifest.shards)
-    return own + snapshot.referred_bytes
+    shards = snapshot.manifest.shards
+    return sum(s.length + s.index.length for s in shards) + snapshot.referred_bytes
 
 
 def _build_document(
