@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -30,9 +30,6 @@ from holdfast.engine.planning.select import make_key_filter
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
 from holdfast.format.index_columns import IndexBox
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MAX_TREE_LINES = 40
 """Maximum number of rows of the tree on a terminal, unless an option selects the rows."""
@@ -72,11 +69,8 @@ def command(
     layouts = _read_layouts(opened) if layout else None
     if as_json:
         print_json(_build_document(opened, rows, layouts))
-        return
-    console = make_console()
-    if depth is None and not everything and not keys and console.is_terminal:
-        depth = fitting_depth(rows)
-    render(opened, rows, layouts, depth, console)
+    else:
+        render(opened, rows, layouts, depth, may_limit=not everything and not keys)
 
 
 def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:
@@ -181,9 +175,16 @@ def render(
     rows: Sequence[TreeRow],
     layouts: Layouts | None,
     depth: int | None,
-    console: Console,
+    *,
+    may_limit: bool,
 ) -> None:
-    """Print the header and the tree, down to ``depth`` levels (None: all)."""
+    """Print the header and the tree, down to ``depth`` levels.
+
+    If that is None, print all levels, or with ``may_limit`` those that fit on a terminal.
+    """
+    console = make_console()
+    if depth is None and may_limit and console.is_terminal:
+        depth = fitting_depth(rows)
     print_line(console, snapshot.url, "bold")
     header = make_table("", "")
     header.show_header = False
