@@ -135,7 +135,7 @@ def test_only_metrics_are_cut_short_on_a_narrow_terminal(
     for version in run.listing().versions:
         run.add_metrics(version, {f"a_long_name_{n}": n for n in range(9)})
     monkeypatch.setattr(
-        "holdfast.cli.console.format_age", lambda created: "1 s"
+        "holdfast.cli.verbs.ls.format_age", lambda created: "1 s"
     )  # the same in both calls
     monkeypatch.setenv("COLUMNS", "400")
     head, *rows = run_cli("ls", store.url).out.splitlines()[1:6]

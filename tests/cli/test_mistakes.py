@@ -11,7 +11,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.cli import VERBS, exit_codes
-from holdfast.cli.output import sanitize_text, to_json_value
+from holdfast.cli.output import to_json_value
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -28,6 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.run.metrics import check_metrics
 from holdfast.run.run import Run
+from holdfast.sinks.wording import to_printable
 from holdfast.text import with_article
 from tests.cli.invoke import CommandResult, run_cli
 
@@ -276,7 +277,7 @@ def test_json_values(value: Any, expected: Any) -> None:
 
 
 def test_sanitized_text_is_one_printable_line() -> None:
-    assert sanitize_text("a\x1b[1m\nb\udcffü") == "a\\x1b[1m b\\udcffü"
+    assert to_printable("a\x1b[1m\nb\udcffü") == "a\\x1b[1m b\\udcffü"
 
 
 def test_the_documentation_lists_the_exit_codes() -> None:

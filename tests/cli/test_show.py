@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 import holdfast as hf
-from holdfast.cli import console
 from holdfast.cli.tree_rows import iter_tree_rows
 from holdfast.cli.verbs.show import fitting_depth
 from tests.cli.invoke import run_cli
@@ -124,7 +123,7 @@ def test_a_narrow_terminal_wraps_no_row(
     name = "layers.0.attention.a_very_long_name_of_a_projection.weight"
     hf.save(empty_url, {"model": {name: torch.zeros(3, 4)}, "text": "long " * 50})
     terminal = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
-    monkeypatch.setattr(console, "make_console", lambda: terminal)
+    monkeypatch.setattr("holdfast.cli.verbs.show.make_console", lambda: terminal)
     assert run_cli("show", empty_url).code == 0
     lines = terminal.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= width for line in lines)

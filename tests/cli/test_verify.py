@@ -151,7 +151,7 @@ def test_each_problem_is_reported_exactly_once() -> None:
 
 
 def test_brief_errors_omit_the_advice() -> None:
-    from holdfast.cli.output import format_error_brief
+    from holdfast.sinks.wording import format_error_brief
 
     report = format_error_brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
     assert report == "A is bad. Expected 1, found 2."

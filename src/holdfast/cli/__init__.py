@@ -64,10 +64,16 @@ class VerbGroup(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
-            _discard_stdout()
+            # otherwise the flush of the remaining buffer at exit raises a second error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(BROKEN_PIPE)
         except (HoldfastError, OSError) as e:
-            _print_error(e, ctx)
+            from holdfast.cli.output import describe_error, print_json, wants_json
+
+            document = describe_error(e)
+            click.echo(f"holdfast: {document['message']}", err=True)
+            if wants_json(ctx):
+                print_json({"error": document, "exit": exit_code(e)})
             ctx.exit(exit_code(e))
         except KeyboardInterrupt:
             click.echo("holdfast: interrupted", err=True)
@@ -91,19 +97,3 @@ def cli() -> None:
 def main() -> None:
     """Run the ``holdfast`` command."""
     cli.main(prog_name="holdfast")
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout to the null device, because the reader has closed the pipe.
-
-    Otherwise the flush of the remaining buffer at exit raises a second error.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _print_error(error: Exception, ctx: click.Context) -> None:
-    from holdfast.cli.output import error_document, format_error_line, print_json, wants_json
-
-    click.echo(f"holdfast: {format_error_line(error)}", err=True)
-    if wants_json(ctx):
-        print_json(error_document(error))

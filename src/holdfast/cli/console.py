@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.output import sanitize_text
+from holdfast.sinks.wording import to_printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,10 +57,15 @@ def styled_text(content: object, style: str = "", limit: int | None = None) -> T
     limit)."""
     from rich.text import Text
 
-    text = Text(sanitize_text(content), style=style)
+    text = Text(to_printable(content), style=style)
     if limit is not None:
         text.truncate(max(limit, 4), overflow="ellipsis")
     return text
+
+
+def print_line(console: Console, content: object, style: str = "") -> None:
+    """Print a line of text, which may be longer than the terminal is wide."""
+    console.print(styled_text(content, style), soft_wrap=True)
 
 
 def make_table(*columns: str, right_aligned: tuple[str, ...] = ()) -> Table:
@@ -88,10 +93,15 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
+def format_speed(nbytes: int, seconds: float) -> str:
+    """Format a speed as the end of a summary, such as ``, 1.2 GiB/s``; empty up to a second."""
+    return f", {format_size(int(nbytes / seconds))}/s" if seconds > 1 else ""
+
+
 def format_age(created: str) -> str:
     """Format the age of an ISO 8601 timestamp, such as ``3 min``; a future time has age 0."""
-    seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds())
-    return format_duration(seconds)
+    age = datetime.now(UTC) - datetime.fromisoformat(created)
+    return format_duration(max(0.0, age.total_seconds()))
 
 
 def format_duration(seconds: float) -> str:
@@ -124,16 +134,13 @@ def progress_bar(
     if quiet or not sys.stderr.isatty():
         yield lambda step: None
         return
-    bar = _ProgressBar(description, total, unit)
-    try:
+    with closing(_ProgressBar(description, total, unit)) as bar:
         yield bar.advance
-    finally:
-        bar.close()
 
 
 class _ProgressBar:
     def __init__(self, description: str, total: int, unit: str) -> None:
-        self._description, self._total, self._unit = sanitize_text(description), total, unit
+        self._description, self._total, self._unit = to_printable(description), total, unit
         self._lock = Lock()
         self._done = 0
         self._display: Any = None
@@ -167,10 +174,11 @@ class _ProgressBar:
             TransferSpeedColumn,
         )
 
-        if self._unit == "bytes":
-            columns = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
-        else:
-            columns = [MofNCompleteColumn(), TextColumn(self._unit)]
+        columns = (
+            [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+            if self._unit == "bytes"
+            else [MofNCompleteColumn(), TextColumn(self._unit)]
+        )
         with self._lock:
             if self._closed:
                 return

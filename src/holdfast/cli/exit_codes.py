@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
+
+import click
 
 from holdfast.errors import (
     AlreadyExists,
@@ -72,7 +75,13 @@ def exit_code(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else OTHER
 
 
+def exit_on_errors(ctx: click.Context, errors: Iterable[BaseException]) -> None:
+    """Exit with ``DAMAGED`` if one error is damage, otherwise with the code of the first error."""
+    codes = [exit_code(e) for e in errors]
+    if codes:
+        ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
+
+
 def epilog() -> str:
     """Return the table of exit codes for ``holdfast --help``. ``docs/commands.md`` repeats it."""
-    lines = (f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())
-    return "\b\nExit codes:\n" + "\n".join(lines)
+    return "\n".join(("\b\nExit codes:", *(f"  {c:>3}  {text}" for c, text in MEANINGS.items())))

@@ -1,21 +1,32 @@
-"""Output that does not need rich: JSON for programs, and errors as one line."""
+"""What the verbs share without rich: options, JSON for programs, and errors as one line."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import click
 import numpy as np
 
-from holdfast.cli.exit_codes import exit_code
 from holdfast.errors import HoldfastError
+from holdfast.sinks.wording import to_printable
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 _AS_JSON = "holdfast.as_json"
+_SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+keys_option = click.option(
+    "--keys",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only keys that match: * within a level, ** across levels. May be repeated.",
+)
+"""The option ``--keys``, which selects leaves and values."""
 
 
 def json_option(function: F) -> F:
@@ -34,6 +45,33 @@ def json_option(function: F) -> F:
 def wants_json(ctx: click.Context) -> bool:
     """Return True if the verb of this context was called with ``--json``."""
     return bool(ctx.meta.get(_AS_JSON))
+
+
+def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Parse a duration such as ``90``, ``90s``, ``15m``, ``24h``, ``7d``, or ``1h30m`` to
+    seconds."""
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
+        return float(value)
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
+    if not parts or "".join(n + u for n, u in parts) != value:
+        raise click.BadParameter(
+            f"{value!r} is not a time; write 90 (seconds), 90s, 15m, 24h, 7d, or 1h30m"
+        )
+    return sum(float(n) * _SECONDS_PER_UNIT[u] for n, u in parts)
+
+
+def print_result(
+    as_json: bool,
+    build_document: Callable[P, Mapping[str, Any]],
+    render: Callable[P, None],
+    *result: P.args,
+    **fields: P.kwargs,
+) -> None:
+    """Print the result of a verb: as the JSON document built from it, or as text for people."""
+    if as_json:
+        print_json(build_document(*result, **fields))
+    else:
+        render(*result, **fields)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -61,36 +99,18 @@ def to_json_value(value: Any) -> Any:
     return repr(value)
 
 
-def sanitize_text(text: object) -> str:
-    """Make untrusted text safe for a terminal: one line without control characters."""
-    return "".join(
-        c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in str(text)
-    )
-
-
 def format_error_line(error: BaseException) -> str:
     """Format an error as one line, without the name of its class."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
-        return sanitize_text(f"{where}{error.strerror}")
-    return sanitize_text(str(error) or type(error).__name__)
-
-
-def format_error_brief(error: HoldfastError) -> str:
-    """Format what happened, what was expected, and what was found, without the advice."""
-    return sanitize_text(HoldfastError(error.what, expected=error.expected, found=error.found))
-
-
-def error_document(error: BaseException) -> dict[str, Any]:
-    """Return the document that ``--json`` prints for a command that failed."""
-    return {"error": describe_error(error), "exit": exit_code(error)}
+        return to_printable(f"{where}{error.strerror}")
+    return to_printable(str(error) or type(error).__name__)
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return the class, message, and fields of an error as JSON members."""
-    fields = error.fields if isinstance(error, HoldfastError) else {}
     return {
         "kind": type(error).__name__,
         "message": format_error_line(error),
-        "fields": dict(fields),
+        "fields": dict(error.fields) if isinstance(error, HoldfastError) else {},
     }

@@ -50,21 +50,21 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
     Raises ``NotFound`` if there is no run, and ``NoSnapshot`` if ``require_version`` is True and
     the run has no version.
     """
-    if _may_be_run(url) and not _is_version(url):
+    if _may_be_run(url) and not (_has_version_name(url) and _is_snapshot(url)):
         run = Run(url)
         listing = run.listing()
-        if listing.versions:
+        has_files = bool(listing.folders or listing.branches or listing.process_pins)
+        if listing.versions or (
+            not require_version
+            and (has_files or next(iter(run.store.partials("")), None) is not None)
+        ):
             return run, listing
-        if listing.folders or listing.branches or listing.process_pins:
-            if not require_version:
-                return run, listing
+        if has_files:
             raise NoSnapshot(
                 f"{url} has no version",
                 found=format_count(len(listing.folders), "uncommitted save"),
                 todo="A save may be in progress; `holdfast sweep` removes leftover files",
             )
-        if not require_version and next(iter(run.store.partials("")), None) is not None:
-            return run, listing
     if _is_address(url):
         run_url, _ = split_address(url)
         resolve_run(run_url, require_version=require_version)  # raises an error if there is no run
@@ -82,12 +82,27 @@ def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
     """Return the run or the snapshot at ``url``.
 
     If both are there, return the run; ``stray_snapshot_warning`` then warns about the snapshot.
-    Raises as ``resolve_run`` and
-    ``resolve_snapshot`` do.
+    Raises as ``resolve_run`` and ``resolve_snapshot`` do.
     """
-    if _is_address(url) or (_is_snapshot(url) and not versions_in(locate(_normalize_path(url)))):
-        return resolve_snapshot(url)
-    return resolve_run(url)
+    is_run = not _is_address(url) and (
+        not _is_snapshot(url) or versions_in(locate(_normalize_path(url)))
+    )
+    return resolve_run(url) if is_run else resolve_snapshot(url)
+
+
+def check_version_name(snapshot: Snapshot, location: Location) -> None:
+    """Check that a copy of the snapshot may have the name of the location.
+
+    Raises ``AlreadyExists`` if it is the name of another version.
+    """
+    manifest = snapshot.manifest
+    version = names.parse_version(location.folder.rpartition("/")[2])
+    if version is not None and (version.step, version.branch) != (manifest.step, manifest.branch):
+        raise AlreadyExists(
+            f"{snapshot.url} cannot become {version}",
+            expected="the snapshot's own step and branch, or a name that is not a version",
+            found=f"step {manifest.step}, branch {manifest.branch}",
+        )
 
 
 def check_run_target(run: Run) -> None:
@@ -144,11 +159,6 @@ def resolve_run_allow_empty(url: str) -> Run:
         return Run(url)
 
 
-def _is_version(url: str) -> bool:
-    """Return True if ``url`` is a version of the run above it."""
-    return _has_version_name(url) and _is_snapshot(url)
-
-
 def _has_version_name(url: str) -> bool:
     return names.parse_version(os.path.basename(_normalize_path(url).rstrip("/"))) is not None
 
@@ -165,7 +175,7 @@ def _normalize_path(url: str) -> str:
     return url
 
 
-def _local_path(url: str) -> str | None:
+def _local_path(url: Url) -> str | None:
     """Return the path of a location in a local store; None for other stores."""
     store = open_store(url)
     return store.url if isinstance(store, LocalStore) else None
@@ -177,9 +187,7 @@ def _may_be_run(url: str) -> bool:
     Listing such a folder as a run would walk everything below it, which may be a whole disk.
     """
     path = _local_path(url)
-    if path is None:
-        return True
-    return os.path.isdir(path) and any(map(_is_run_member, os.listdir(path)))
+    return path is None or (os.path.isdir(path) and any(map(_is_run_member, os.listdir(path))))
 
 
 def _is_run_member(name: str) -> bool:
@@ -248,7 +256,7 @@ def format_count(number: int, noun: str, plural: str | None = None) -> str:
 @contextmanager
 def remove_folder_if_empty(store: Store) -> Iterator[None]:
     """On exit, remove the folder of a local store if it is empty and did not exist on entry."""
-    path = store.url if isinstance(store, LocalStore) else None
+    path = _local_path(store)
     is_new = path is not None and not os.path.lexists(path)
     try:
         yield

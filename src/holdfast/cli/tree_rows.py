@@ -37,11 +37,6 @@ class TreeRow:
     shape: tuple[int, ...] | None = None
 
     @property
-    def name(self) -> str:
-        """The last level of the key."""
-        return self.key.rpartition("/")[2]
-
-    @property
     def is_leaf(self) -> bool:
         return self.kind in tree.LEAF_TAGS
 
@@ -61,10 +56,6 @@ class TreeRow:
         """Return the plain value of a row of kind ``value``."""
         return tree.decode(self.node, self.key, tree.reject_leaf)
 
-    def format_value(self) -> str:
-        """Format the plain value, shortened if it is long."""
-        return format_short(self.value())
-
 
 def format_short(value: Any) -> str:
     """Format a plain value as its ``repr``, shortened if it is long."""
@@ -73,9 +64,7 @@ def format_short(value: Any) -> str:
 
 def iter_tree_rows(snapshot: Snapshot) -> Iterator[TreeRow]:
     """Yield all rows below the root, in the order of the tree."""
-    for row in _walk(snapshot, snapshot.manifest.tree, "", -1):
-        if row.depth >= 0:
-            yield row
+    return (row for row in _walk(snapshot, snapshot.manifest.tree, "", -1) if row.depth >= 0)
 
 
 def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeRow]:
@@ -101,6 +90,5 @@ def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeR
 
 def _is_plain_value(node: Any) -> bool:
     """Return True if a node is a single value without members."""
-    if type(node) is not dict:
-        return True
-    return next(iter(node)) in ("int", "float", "complex", "bytes", "bytearray", "scalar")
+    plain_tags = ("int", "float", "complex", "bytes", "bytearray", "scalar")
+    return type(node) is not dict or next(iter(node)) in plain_tags

@@ -57,15 +57,20 @@ class EpochLabels:
 
     def is_counted(self, epoch: int) -> bool:
         """Return True if the user has counted this epoch, which was fully yielded, as complete."""
-        if self.current is None or self._latest_label is None:
-            return False
-        return self.current - self._latest_label[1] > epoch - self._latest_label[0]
+        return (
+            self.current is not None
+            and self._latest_label is not None
+            and self.current - self._latest_label[1] > epoch - self._latest_label[0]
+        )
 
     def is_never_counted(self) -> bool:
         """Return True if nobody increments ``progress.epoch``: the third epoch has the same label.
 
         Two epochs may have the same label if the loop sets ``progress.epoch`` within the pass.
         """
-        if self._first_label is None or self._pass_epoch is None:
-            return False
-        return self._pass_epoch >= self._first_label[0] + 2 and self.current == self._first_label[1]
+        return (
+            self._first_label is not None
+            and self._pass_epoch is not None
+            and self._pass_epoch >= self._first_label[0] + 2
+            and self.current == self._first_label[1]
+        )

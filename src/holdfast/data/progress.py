@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from holdfast.errors import PlanError
 
 
+@dataclass(eq=False)
 class Progress:
     """The progress of the training.
 
     The ``Checkpointer`` increments ``step``. The user sets ``epoch`` and ``samples``.
     """
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.step = 0
-        self.samples = 0
-
-    def __repr__(self) -> str:
-        return f"Progress(epoch={self.epoch}, step={self.step}, samples={self.samples})"
+    epoch: int = field(default=0, init=False)
+    step: int = field(default=0, init=False)
+    samples: int = field(default=0, init=False)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "step": self.step, "samples": self.samples}

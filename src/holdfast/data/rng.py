@@ -34,10 +34,9 @@ class RNG:
         The states of the devices are a list under the name of the device type, such as ``cuda``,
         with one state per device. They are included only if the program uses the accelerator.
         """
-        numpy_state = np.random.get_state()
         version, words, gauss = random.getstate()
         python = {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
-        state: dict[str, Any] = {"python": python, "numpy": numpy_state}
+        state: dict[str, Any] = {"python": python, "numpy": np.random.get_state()}
         torch = torch_or_none()
         if torch is not None:
             state["torch"] = torch.get_rng_state()

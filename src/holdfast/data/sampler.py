@@ -176,10 +176,9 @@ class ElasticSampler:
 
     def check_state_dict(self, state: object) -> None:
         """Raise the error that ``load_state_dict`` would raise. A load calls this first."""
-        names = {*_CONFIG_FIELDS, *_POSITION_FIELDS}
         if (
             not isinstance(state, dict)
-            or set(state) != names
+            or set(state) != {*_CONFIG_FIELDS, *_POSITION_FIELDS}
             or not all(isinstance(value, int) for value in state.values())
         ):
             raise PlanError(

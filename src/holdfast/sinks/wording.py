@@ -88,6 +88,11 @@ def to_printable(text: object) -> str:
     )
 
 
+def format_error_brief(error: HoldfastError) -> str:
+    """Format what happened, what was expected, and what was found, without the advice."""
+    return to_printable(HoldfastError(error.what, expected=error.expected, found=error.found))
+
+
 def text_field(fields: Mapping[str, Any], name: str, missing: str = "?") -> str:
     """Return a field as one line of printable text."""
     return to_printable(to_json_value(fields.get(name, missing)))
@@ -127,15 +132,14 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         if saved is None or str(saved.step) != step:  # a part of a version of another run
             return f"started at step {step} with state from {url}{suffix}"
         return f"resumed step {step} from {url}{suffix}"
+    seconds = number_field(fields, "seconds")
+    waited = "waited" if seconds is None else f"waited {format_duration(seconds)}"
     if name == "save_waited":
-        seconds = number_field(fields, "seconds")
-        waited = "" if seconds is None else f"{format_duration(seconds)} "
-        return f"waited {waited}to save step {step}: another save was in progress"
+        return f"{waited} to save step {step}: another save was in progress"
     if name == "ranks_awaited":
-        seconds, longest = number_field(fields, "seconds"), number_field(fields, "longest")
-        waited = "" if seconds is None else f"{format_duration(seconds)} "
+        longest = number_field(fields, "longest")
         end = "" if longest is None else f", and keeps waiting for up to {format_duration(longest)}"
-        return f"waited {waited}for {_format_ranks(fields)} in {text_field(fields, 'what')}{end}"
+        return f"{waited} for {_format_ranks(fields)} in {text_field(fields, 'what')}{end}"
     if name == "structure_changed":
         counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
         leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
@@ -155,7 +159,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",
         "deleted": f"deleted {version}",
         "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
-        "not_agreed": f"could not agree on {_format_wanted(fields)}: {error}",
+        "not_agreed": f"could not agree on {', '.join(_list_field(fields, 'wanted'))}: {error}",
         "read_alone": (
             f"read {text_field(fields, 'url')} without shared memory:"
             f" {text_field(fields, 'reason')}"
@@ -167,18 +171,16 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _format_ranks(fields: Mapping[str, Any]) -> str:
-    ranks, count = fields.get("ranks"), fields.get("count")
-    shown = ranks if isinstance(ranks, list) else [ranks]
-    more = count - len(shown) if type(count) is int else 0
-    names = ", ".join(to_printable(to_json_value(r)) for r in shown)
-    text = f"rank{'s' if len(shown) > 1 else ''} {names}"
+    ranks, count = _list_field(fields, "ranks"), fields.get("count")
+    more = count - len(ranks) if type(count) is int else 0
+    text = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
     return text + (f" and {more} more" if more > 0 else "")
 
 
-def _format_wanted(fields: Mapping[str, Any]) -> str:
-    wanted = fields.get("wanted")
-    values = wanted if isinstance(wanted, list) else [wanted]
-    return ", ".join(to_printable(to_json_value(value)) for value in values)
+def _list_field(fields: Mapping[str, Any], name: str) -> list[str]:
+    """Return the members of a field that is a list, or its only value, as printable text."""
+    value = fields.get(name)
+    return [to_printable(to_json_value(v)) for v in (value if isinstance(value, list) else [value])]
 
 
 def _error_without_todo(fields: Mapping[str, Any]) -> str:
@@ -186,8 +188,7 @@ def _error_without_todo(fields: Mapping[str, Any]) -> str:
     error = fields.get("error")
     if not isinstance(error, HoldfastError):
         return text_field(fields, "error")
-    short = HoldfastError(error.what, expected=error.expected, found=error.found)
-    return to_printable(f"{type(error).__name__}: {short}")
+    return f"{type(error).__name__}: {format_error_brief(error)}"
 
 
 def to_json_value(value: Any, depth: int = 0) -> Any:

@@ -64,8 +64,7 @@ class Contract:
 
     @staticmethod
     def assert_empty(store: Store) -> None:
-        assert keys(store) == []
-        assert partial_keys(store) == []
+        assert keys(store) == partial_keys(store) == []
 
     @staticmethod
     def assert_names(error: HoldfastError, store: Store, key: str) -> None:

@@ -20,13 +20,17 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import cache, wraps
 from itertools import count, product
 from threading import RLock
+from typing import Concatenate, ParamSpec, TypeVar
 
 from holdfast.buffers import address_of
 from holdfast.storage.os_calls import FileStat, Fs
 from holdfast.types import ALIGNMENT
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PAGE = 4096
 _inodes = count(1)
@@ -97,6 +101,22 @@ class _NameOperation:
             folder.unsynced.remove(self)
 
 
+def _counted(
+    call: Callable[Concatenate[CrashFs, P], T],
+) -> Callable[Concatenate[CrashFs, P], T]:
+    """Count each call, let one thread at a time make it, and cut the power if it is due."""
+
+    @wraps(call)
+    def counted_call(self: CrashFs, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            if self.cut_at is not None and self.operations + 1 >= self.cut_at:
+                raise PowerCut(f"at call {self.cut_at}")
+            self.operations += 1
+            return call(self, *args, **kwargs)
+
+    return counted_call
+
+
 class CrashFs(Fs):
     """An empty file system with the folder ``/``. Thread-safe.
 
@@ -122,33 +142,31 @@ class CrashFs(Fs):
         the change survives.
         """
         with self._lock:
-            after = CrashFs()
-            seen: dict[int, _File | _Folder] = {}
-            kept: dict[int, bool] = {}
 
-            def survivor(node: _File | _Folder) -> _File | _Folder:
-                if id(node) not in seen:
-                    if isinstance(node, _File):
-                        seen[id(node)] = node.after_crash(keep)
-                    else:
-                        seen[id(node)] = _Folder()
-                        fill(node, seen[id(node)])
-                return seen[id(node)]
+            @cache  # keep is asked once about a rename between two folders
+            def survives(operation: _NameOperation) -> bool:
+                return keep(operation.description)
 
-            def fill(folder: _Folder, copy: _File | _Folder) -> None:
+            @cache  # all names of a file lead to the same copy
+            def file_after(file: _File) -> _File:
+                return file.after_crash(keep)
+
+            def folder_after(folder: _Folder) -> _Folder:
                 names = dict(folder.durable_entries)
-                for operation in folder.unsynced:
-                    if id(operation) not in kept:
-                        kept[id(operation)] = keep(operation.description)
-                    if kept[id(operation)]:
-                        for changed, name, node in operation.changes:
-                            if changed is folder:
-                                _set_entry(names, name, node)
-                if isinstance(copy, _Folder):
-                    copy.entries = {name: survivor(node) for name, node in names.items()}
-                    copy.durable_entries = dict(copy.entries)
+                for operation in filter(survives, folder.unsynced):
+                    for changed, name, node in operation.changes:
+                        if changed is folder:
+                            _set_entry(names, name, node)
+                copy = _Folder()
+                copy.entries = {
+                    name: file_after(node) if isinstance(node, _File) else folder_after(node)
+                    for name, node in names.items()
+                }
+                copy.durable_entries = dict(copy.entries)
+                return copy
 
-            fill(self._root, after._root)
+            after = CrashFs()
+            after._root = folder_after(self._root)
             return after
 
     def crashes(self, limit: int = 64, seed: int = 0) -> Iterator[CrashFs]:
@@ -179,107 +197,96 @@ class CrashFs(Fs):
 
     # File system calls.
 
+    @_counted
     def open(self, path: str, flags: int) -> int:
-        with self._call():
-            folder, name = self._locate(path)
-            node = self._root if not name else folder.entries.get(name)
-            if node is None:
-                if not flags & os.O_CREAT:
-                    raise _os_error(errno.ENOENT)
-                node = _File()
-                _NameOperation(f"create {path}", (folder, name, node))
-            elif flags & os.O_CREAT and flags & os.O_EXCL:
-                raise _os_error(errno.EEXIST)
-            if flags & os.O_DIRECTORY and isinstance(node, _File):
-                raise _os_error(errno.ENOTDIR)
-            fd = next(self._fd_numbers)
-            self._fds[fd] = (node, flags)
-            return fd
+        folder, name = self._locate(path)
+        if flags & os.O_CREAT and name and name not in folder.entries:
+            _NameOperation(f"create {path}", (folder, name, _File()))
+        elif flags & os.O_CREAT and flags & os.O_EXCL:
+            raise _os_error(errno.EEXIST)
+        node = self._find(path)
+        if flags & os.O_DIRECTORY and isinstance(node, _File):
+            raise _os_error(errno.ENOTDIR)
+        fd = next(self._fd_numbers)
+        self._fds[fd] = (node, flags)
+        return fd
 
+    @_counted
     def close(self, fd: int) -> None:
-        with self._call():
-            del self._fds[fd]
+        del self._fds[fd]
 
+    @_counted
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        with self._call():
-            self._file(fd, address_of(data), offset, len(data)).write(data, offset)
-            return len(data)
+        self._file(fd, address_of(data), offset, len(data)).write(data, offset)
+        return len(data)
 
+    @_counted
     def preadv(self, fd: int, into: memoryview, offset: int) -> int:
-        with self._call():
-            node = self._file(fd, address_of(into), offset, len(into))
-            data = node.data[offset : offset + len(into)]
-            into[: len(data)] = data
-            return len(data)
+        node = self._file(fd, address_of(into), offset, len(into))
+        data = node.data[offset : offset + len(into)]
+        into[: len(data)] = data
+        return len(data)
 
+    @_counted
     def fallocate(self, fd: int, length: int) -> bool:
-        with self._call():
-            self._file(fd).grow(length)
-            return True
+        self._file(fd).grow(length)
+        return True
 
+    @_counted
     def fsync(self, fd: int) -> None:
-        with self._call():
-            node, _ = self._fds[fd]
-            if isinstance(node, _File):
-                node.sync()
-            else:
-                for operation in list(node.unsynced):
-                    operation.sync()
+        node, _ = self._fds[fd]
+        if isinstance(node, _File):
+            node.sync()
+        else:
+            for operation in list(node.unsynced):
+                operation.sync()
 
+    @_counted
     def fstat(self, fd: int) -> FileStat:
-        with self._call():
-            return _stat(self._fds[fd][0])
+        return _stat(self._fds[fd][0])
 
+    @_counted
     def stat(self, path: str) -> FileStat:
-        with self._call():
-            return _stat(self._find(path))
+        return _stat(self._find(path))
 
+    @_counted
     def link(self, source: str, target: str) -> None:
-        with self._call():
-            node = self._find(source)
-            folder, name = self._locate_new(target)
-            _NameOperation(f"link {target}", (folder, name, node))
+        node = self._find(source)
+        folder, name = self._locate_new(target)
+        _NameOperation(f"link {target}", (folder, name, node))
 
+    @_counted
     def rename_noreplace(self, source: str, target: str) -> None:
-        with self._call():
-            node = self._find(source)
-            folder, name = self._locate_new(target)
-            _NameOperation(f"rename {target}", (*self._locate(source), None), (folder, name, node))
+        node = self._find(source)
+        folder, name = self._locate_new(target)
+        _NameOperation(f"rename {target}", (*self._locate(source), None), (folder, name, node))
 
+    @_counted
     def unlink(self, path: str) -> None:
-        with self._call():
-            if isinstance(self._find(path), _Folder):
-                raise _os_error(errno.EISDIR)
-            _NameOperation(f"unlink {path}", (*self._locate(path), None))
+        if isinstance(self._find(path), _Folder):
+            raise _os_error(errno.EISDIR)
+        _NameOperation(f"unlink {path}", (*self._locate(path), None))
 
+    @_counted
     def mkdir(self, path: str) -> None:
-        with self._call():
-            folder, name = self._locate_new(path)
-            _NameOperation(f"mkdir {path}", (folder, name, _Folder()))
+        folder, name = self._locate_new(path)
+        _NameOperation(f"mkdir {path}", (folder, name, _Folder()))
 
+    @_counted
     def rmdir(self, path: str) -> None:
-        with self._call():
-            node = self._find(path)
-            if isinstance(node, _File):
-                raise _os_error(errno.ENOTDIR)
-            if node.entries:
-                raise _os_error(errno.ENOTEMPTY)
-            _NameOperation(f"rmdir {path}", (*self._locate(path), None))
+        node = self._find(path)
+        if isinstance(node, _File):
+            raise _os_error(errno.ENOTDIR)
+        if node.entries:
+            raise _os_error(errno.ENOTEMPTY)
+        _NameOperation(f"rmdir {path}", (*self._locate(path), None))
 
+    @_counted
     def scandir(self, path: str) -> list[tuple[str, bool]]:
-        with self._call():
-            node = self._find(path)
-            if isinstance(node, _File):
-                raise _os_error(errno.ENOTDIR)
-            return [(name, isinstance(child, _Folder)) for name, child in node.entries.items()]
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        with self._lock:
-            if self.cut_at is not None and self.operations + 1 >= self.cut_at:
-                raise PowerCut(f"at call {self.cut_at}")
-            self.operations += 1
-            yield
+        node = self._find(path)
+        if isinstance(node, _File):
+            raise _os_error(errno.ENOTDIR)
+        return [(name, isinstance(child, _Folder)) for name, child in node.entries.items()]
 
     def _locate(self, path: str) -> tuple[_Folder, str]:
         """Return the folder of a path and the name in it; the name of the root is empty."""
@@ -329,9 +336,8 @@ def _set_entry(
 
 
 def _stat(node: _File | _Folder) -> FileStat:
-    if isinstance(node, _File):
-        return FileStat("file", len(node.data), node.modified, node.inode)
-    return FileStat("folder", PAGE, node.modified, node.inode)
+    kind, size = ("file", len(node.data)) if isinstance(node, _File) else ("folder", PAGE)
+    return FileStat(kind, size, node.modified, node.inode)
 
 
 def _os_error(number: int) -> OSError:

@@ -6,12 +6,14 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from threading import Lock
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-from holdfast.storage.os_calls import FileStat, Fs
+from holdfast.storage.os_calls import Fs
 
-_T = TypeVar("_T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,24 @@ class Fault:
     lasting: bool = False
 
 
+def _with_faults(method: Callable[Concatenate[Fs, P], T]) -> Callable[Concatenate[FaultFs, P], T]:
+    """Return the method of ``FaultFs`` that calls a method of ``inner`` or raises its fault."""
+    kind = method.__name__
+
+    @wraps(method)
+    def call(self: FaultFs, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        forward: Callable[P, T] = getattr(self.inner, kind)
+        fault = self._next_fault(kind)
+        if fault is None or not fault.error:
+            return forward(*args, **kwargs)
+        # Linux frees the descriptor even if close reports an error
+        if fault.lost or kind == "close":
+            forward(*args, **kwargs)
+        raise OSError(fault.error, os.strerror(fault.error))
+
+    return call
+
+
 class FaultFs(Fs):
     """A file system that forwards to ``inner`` and injects faults.
 
@@ -44,55 +64,24 @@ class FaultFs(Fs):
         self.fired: list[str] = []
         self._lock = Lock()
 
-    def open(self, path: str, flags: int) -> int:
-        return self._call("open", lambda: self.inner.open(path, flags))
-
-    def close(self, fd: int) -> None:
-        self._call("close", lambda: self.inner.close(fd), always=True)
+    open = _with_faults(Fs.open)
+    close = _with_faults(Fs.close)
+    fallocate = _with_faults(Fs.fallocate)
+    fsync = _with_faults(Fs.fsync)
+    fstat = _with_faults(Fs.fstat)
+    stat = _with_faults(Fs.stat)
+    link = _with_faults(Fs.link)
+    rename_noreplace = _with_faults(Fs.rename_noreplace)
+    unlink = _with_faults(Fs.unlink)
+    mkdir = _with_faults(Fs.mkdir)
+    rmdir = _with_faults(Fs.rmdir)
+    scandir = _with_faults(Fs.scandir)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         return self._transfer("pwrite", lambda part: self.inner.pwrite(fd, part, offset), data)
 
     def preadv(self, fd: int, into: memoryview, offset: int) -> int:
         return self._transfer("preadv", lambda part: self.inner.preadv(fd, part, offset), into)
-
-    def fallocate(self, fd: int, length: int) -> bool:
-        return self._call("fallocate", lambda: self.inner.fallocate(fd, length))
-
-    def fsync(self, fd: int) -> None:
-        self._call("fsync", lambda: self.inner.fsync(fd))
-
-    def fstat(self, fd: int) -> FileStat:
-        return self._call("fstat", lambda: self.inner.fstat(fd))
-
-    def stat(self, path: str) -> FileStat:
-        return self._call("stat", lambda: self.inner.stat(path))
-
-    def link(self, source: str, target: str) -> None:
-        self._call("link", lambda: self.inner.link(source, target))
-
-    def rename_noreplace(self, source: str, target: str) -> None:
-        self._call("rename_noreplace", lambda: self.inner.rename_noreplace(source, target))
-
-    def unlink(self, path: str) -> None:
-        self._call("unlink", lambda: self.inner.unlink(path))
-
-    def mkdir(self, path: str) -> None:
-        self._call("mkdir", lambda: self.inner.mkdir(path))
-
-    def rmdir(self, path: str) -> None:
-        self._call("rmdir", lambda: self.inner.rmdir(path))
-
-    def scandir(self, path: str) -> list[tuple[str, bool]]:
-        return self._call("scandir", lambda: self.inner.scandir(path))
-
-    def _call(self, kind: str, call: Callable[[], _T], *, always: bool = False) -> _T:
-        fault = self._next_fault(kind)
-        if fault is None or not fault.error:
-            return call()
-        if fault.lost or always:  # Linux frees the descriptor even if close reports an error
-            call()
-        raise OSError(fault.error, os.strerror(fault.error))
 
     def _transfer(self, kind: str, call: Callable[[memoryview], int], data: memoryview) -> int:
         fault = self._next_fault(kind)

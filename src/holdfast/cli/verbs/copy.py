@@ -6,16 +6,24 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from msgspec.structs import replace
 
-from holdfast.cli.console import progress_bar
-from holdfast.cli.exit_codes import DAMAGED, exit_code
-from holdfast.cli.output import describe_error, format_error_line, json_option, print_json
+from holdfast.cli.console import (
+    format_size,
+    format_speed,
+    make_console,
+    print_line,
+    progress_bar,
+    styled_text,
+)
+from holdfast.cli.exit_codes import exit_on_errors
+from holdfast.cli.output import describe_error, format_error_line, json_option, print_result
 from holdfast.cli.resolve import (
     check_run_target,
+    check_version_name,
     format_count,
     remove_folder_if_empty,
     resolve_run_or_snapshot,
@@ -40,9 +48,6 @@ from holdfast.machine import utc_now
 from holdfast.run.catalog import Listing, read_training_metadata
 from holdfast.run.lineage import find_divergence
 from holdfast.run.run import Run
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _MAX_BRANCH_SIZE = 1 << 20
 
@@ -78,34 +83,18 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     source = resolve_run_or_snapshot(a)
     began = perf_counter()
     with remove_folder_if_empty(locate(b).store if isinstance(source, Snapshot) else Run(b).store):
-        if isinstance(source, Snapshot):
-            result = _copy_single(source, b, as_json)
-        else:
-            result = _copy_run(*source, Run(b), as_json)
-    seconds = perf_counter() - began
-    if as_json:
-        print_json(_build_document(result, seconds))
-    else:
-        from holdfast.cli.console import make_console
-
-        render(result, seconds, make_console())
-    codes = [exit_code(e) for _, e in result.damaged]
-    if codes:
-        ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
+        result = (
+            _copy_single(source, b, as_json)
+            if isinstance(source, Snapshot)
+            else _copy_run(*source, Run(b), as_json)
+        )
+    print_result(as_json, _build_document, render, result, perf_counter() - began)
+    exit_on_errors(ctx, (e for _, e in result.damaged))
 
 
 def _copy_single(snapshot: Snapshot, destination: str, quiet: bool) -> CopyResult:
     location = locate(destination)
-    version = parse_version(location.folder.rpartition("/")[2])
-    if version is not None and (version.step, version.branch) != (
-        snapshot.manifest.step,
-        snapshot.manifest.branch,
-    ):
-        raise AlreadyExists(
-            f"{snapshot.url} cannot become {version}",
-            expected="the snapshot's own step and branch, or a name that is not a version",
-            found=f"step {snapshot.step}, branch {snapshot.manifest.branch}",
-        )
+    check_version_name(snapshot, location)
     raise_if_exists(location)
     with progress_bar("copying", bytes_to_read(snapshot), quiet=quiet) as advance:
         copied = copy_snapshot(snapshot, location, advance)
@@ -118,7 +107,12 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
     Whenever this function stops, the destination is a run that training can resume from.
     """
     check_run_target(destination)
-    result = CopyResult(run.url, destination.url, stray_warning=stray_snapshot_warning(run))
+    result = CopyResult(
+        run.url,
+        destination.url,
+        branches=len(listing.branches),
+        stray_warning=stray_snapshot_warning(run),
+    )
     already_copied: list[Snapshot] = []
     remaining: list[tuple[Snapshot, Location]] = []
     for version in listing.versions:
@@ -139,7 +133,6 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
         destination.store.put_if_absent(
             branch_name(number), run.store.get(branch_name(number), _MAX_BRANCH_SIZE)
         )
-        result.branches += 1
     for snapshot, target in zip(already_copied, result.present, strict=True):
         _copy_records(run, listing, snapshot, target, result)
     nbytes = sum(bytes_to_read(snapshot) for snapshot, _ in remaining)
@@ -289,26 +282,24 @@ def _build_snapshot_document(snapshot: Snapshot) -> dict[str, Any]:
     return {"snapshot": snapshot.url, "step": snapshot.step, "bytes": snapshot.nbytes}
 
 
-def render(result: CopyResult, seconds: float, console: Console) -> None:
+def render(result: CopyResult, seconds: float) -> None:
     """Print the outcome for each version, and a summary."""
-    from holdfast.cli.console import format_size, styled_text
-
+    console = make_console()
     for snapshot in result.present:
-        console.print(styled_text(f"already present  {snapshot.url}", "dim"), soft_wrap=True)
+        print_line(console, f"already present  {snapshot.url}", "dim")
     for snapshot in result.copied:
-        console.print(styled_text(f"copied           {snapshot.url}"), soft_wrap=True)
+        print_line(console, f"copied           {snapshot.url}")
     for version, error in result.damaged:
-        line = f"NOT copied       {version}: {format_error_line(error)}"
-        console.print(styled_text(line, "red"), soft_wrap=True)
+        print_line(console, f"NOT copied       {version}: {format_error_line(error)}", "red")
     if result.stray_warning is not None:
-        console.print(styled_text(result.stray_warning, "yellow"), soft_wrap=True)
+        print_line(console, result.stray_warning, "yellow")
     nbytes = sum(map(bytes_to_read, result.copied))
-    speed = f", {format_size(int(nbytes / seconds))}/s" if seconds > 1 else ""
     count = format_count(len(result.copied), "snapshot")
-    summary = f"{count} copied, {format_size(nbytes)}, all checked{speed}"
-    parts = [summary if result.copied else "Nothing copied"]
-    if result.present:
-        parts.append(f"{len(result.present):,} already present")
-    if result.damaged:
-        parts.append(f"{len(result.damaged):,} NOT copied")
-    console.print(styled_text("; ".join(parts), "red" if result.damaged else "green"))
+    summary = f"{count} copied, {format_size(nbytes)}, all checked{format_speed(nbytes, seconds)}"
+    parts = (
+        summary if result.copied else "Nothing copied",
+        f"{len(result.present):,} already present" if result.present else "",
+        f"{len(result.damaged):,} NOT copied" if result.damaged else "",
+    )
+    style = "red" if result.damaged else "green"
+    console.print(styled_text("; ".join(filter(None, parts)), style))

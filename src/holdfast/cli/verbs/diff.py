@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import Any
 
 import click
 
-from holdfast.cli.console import progress_bar
+from holdfast.cli.console import (
+    format_size,
+    make_console,
+    make_table,
+    print_line,
+    progress_bar,
+    styled_text,
+)
 from holdfast.cli.exit_codes import DIFFERS
-from holdfast.cli.output import json_option, print_json
+from holdfast.cli.output import json_option, keys_option, print_result
 from holdfast.cli.resolve import format_count, resolve_snapshot
-from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, iter_tree_rows
+from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from holdfast.cli.verbs.show import filter_rows
 from holdfast.engine.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
 from holdfast.format.names import join_key
-from holdfast.types import DTYPES, Box
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from holdfast.types import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,7 @@ class Differences:
 @click.command("diff", short_help="Compare two snapshots, down to the bytes.")
 @click.argument("a")
 @click.argument("b")
-@click.option(
-    "--keys",
-    multiple=True,
-    metavar="PATTERN",
-    help="Only keys that match: * within a level, ** across levels. May be repeated.",
-)
+@keys_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, a: str, b: str, keys: Sequence[str], as_json: bool) -> None:
@@ -76,12 +76,7 @@ def command(ctx: click.Context, a: str, b: str, keys: Sequence[str], as_json: bo
     """
     first, second = resolve_snapshot(a), resolve_snapshot(b)
     differences = compare_snapshots(first, second, keys, quiet=as_json)
-    if as_json:
-        print_json(_build_document(first, second, differences))
-    else:
-        from holdfast.cli.console import make_console
-
-        render(first, second, differences, make_console())
+    print_result(as_json, _build_document, render, first, second, differences)
     if not differences.is_same:
         ctx.exit(DIFFERS)
 
@@ -181,27 +176,22 @@ def _compare_leaves(
     equal = set(pairs) if a.digest == b.digest else find_equal_by_digest(a, b, pairs)
     undecided = [pair for pair in pairs if pair not in equal]
     differences.equal_count += len(pairs) - len(undecided)
-    differences.bytes_read = sum(_leaf_nbytes(a, k) for k, _ in undecided)
+    leaves = [a.leaves[key] for key, _ in undecided]
+    differences.bytes_read = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in leaves)
     with progress_bar("comparing", differences.bytes_read, quiet=quiet) as advance:
         distances = compare_bytes(a, b, undecided, advance)
-    for pair, distance in distances.items():
-        if distance.differing:
-            differences.changes.append(
-                Change(
-                    pair[0],
-                    "bytes",
-                    elements=distance.elements,
-                    differing=distance.differing,
-                    max_difference=distance.largest,
-                )
-            )
-        else:
-            differences.equal_count += 1
-
-
-def _leaf_nbytes(snapshot: Snapshot, key: str) -> int:
-    dtype, shape = snapshot.leaves[key]
-    return Box.whole(shape).numel * DTYPES[dtype].itemsize
+    differing = [(key, d) for (key, _), d in distances.items() if d.differing]
+    differences.equal_count += len(distances) - len(differing)
+    differences.changes += [
+        Change(
+            key,
+            "bytes",
+            elements=distance.elements,
+            differing=distance.differing,
+            max_difference=distance.largest,
+        )
+        for key, distance in differing
+    ]
 
 
 def _build_document(a: Snapshot, b: Snapshot, differences: Differences) -> dict[str, Any]:
@@ -228,18 +218,17 @@ def _build_document(a: Snapshot, b: Snapshot, differences: Differences) -> dict[
     }
 
 
-def render(a: Snapshot, b: Snapshot, differences: Differences, console: Console) -> None:
+def render(a: Snapshot, b: Snapshot, differences: Differences) -> None:
     """Print the differences as a table, and a summary."""
-    from holdfast.cli.console import format_size, make_table, styled_text
-
+    console = make_console()
     for label, snapshot, style in (("A", a, "red"), ("B", b, "green")):
         step = "" if snapshot.step is None else f"  step {snapshot.step}"
-        console.print(styled_text(f"{label}  {snapshot.url}{step}", style), soft_wrap=True)
+        print_line(console, f"{label}  {snapshot.url}{step}", style)
     console.print()
     for key in differences.only_a:
-        console.print(styled_text(f"only in A  {key}", "red"), soft_wrap=True)
+        print_line(console, f"only in A  {key}", "red")
     for key in differences.only_b:
-        console.print(styled_text(f"only in B  {key}", "green"), soft_wrap=True)
+        print_line(console, f"only in B  {key}", "green")
     if differences.changes:
         table = make_table("key", "change")
         change_width = min(
@@ -263,18 +252,18 @@ def render(a: Snapshot, b: Snapshot, differences: Differences, console: Console)
     ]
     console.print()
     console.print(styled_text("; ".join(parts), "bold"))
-    console.print(
-        styled_text(f"{format_size(differences.bytes_read)} of each snapshot was read", "dim")
-    )
+    read = format_size(differences.bytes_read)
+    console.print(styled_text(f"{read} of each snapshot was read", "dim"))
 
 
 def _format_change(change: Change) -> str:
     """Format a change in a few words."""
-    from holdfast.cli.tree_rows import format_short
-
     if change.aspect == "bytes":
-        all_differ = change.differing == change.elements
-        count = "all" if all_differ else f"{change.differing:,} of {change.elements:,}"
+        count = (
+            "all"
+            if change.differing == change.elements
+            else f"{change.differing:,} of {change.elements:,}"
+        )
         return f"{count} differ" + (
             "" if change.max_difference is None else f", max {change.max_difference:.4g}"
         )

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import click
 
-from holdfast.cli.console import progress_bar
-from holdfast.cli.output import json_option, print_json
+from holdfast.cli.console import (
+    format_size,
+    format_speed,
+    make_console,
+    print_line,
+    progress_bar,
+)
+from holdfast.cli.output import json_option, keys_option, print_result
 from holdfast.cli.resolve import format_count, resolve_snapshot
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.interop.export import SUFFIXES, ExportPlan, locate_export, plan_export, write_export
 
-_SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE_PREFIXES = ("", "K", "M", "G", "T")
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """Parse a size in bytes, such as ``5GB`` or ``500MB`` (as Hugging Face does) or ``4GiB``."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", value, re.IGNORECASE)
     if match is not None and (match[2] or not match[3]):
-        unit = _SIZE_UNITS[match[2].upper()]
-        if match[3]:
-            unit = 1 << 10 * list(_SIZE_UNITS.values()).index(unit)
+        unit = (1024 if match[3] else 1000) ** _SIZE_PREFIXES.index(match[2].upper())
         if (size := int(float(match[1]) * unit)) > 0:
             return size
     raise click.BadParameter(f"{value!r} is not a size; write 5GB, 500MB, or 4GiB")
@@ -47,12 +52,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     help='Export only what is below KEY, and remove KEY from the names. "/": everything. Default:'
     ' "model", or everything for torch.',
 )
-@click.option(
-    "--keys",
-    multiple=True,
-    metavar="PATTERN",
-    help="Only keys that match: * within a level, ** across levels. May be repeated.",
-)
+@keys_option
 @click.option(
     "--max-shard-size",
     callback=parse_size,
@@ -88,10 +88,8 @@ def command(
     if plan.left_out and not as_json:
         omitted = format_count(plan.left_out, "plain value")
         click.echo(f"holdfast: {omitted} omitted: {kind} files contain only tensors", err=True)
-    if as_json:
-        print_json(_build_document(opened, plan, location, seconds))
-    else:
-        _render(plan, location, seconds)
+    build_document = partial(_build_document, opened)
+    print_result(as_json, build_document, _render, plan, location, seconds)
 
 
 def _file_url(location: Location, name: str) -> str:
@@ -115,14 +113,10 @@ def _build_document(
 
 
 def _render(plan: ExportPlan, location: Location, seconds: float) -> None:
-    from holdfast.cli.console import format_size, make_console, styled_text
-
     console = make_console()
     for file in plan.files:
-        line = f"{_file_url(location, file.name)}  {format_size(file.length)}"
-        console.print(styled_text(line), soft_wrap=True)
+        print_line(console, f"{_file_url(location, file.name)}  {format_size(file.length)}")
     below = f" below {plan.root}" if plan.root else ""
-    speed = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds > 1 else ""
     count = format_count(plan.tensor_count, "tensor")
-    summary = f"{count}{below}, {format_size(plan.nbytes)}, all checked{speed}"
-    console.print(styled_text(summary, "green"), soft_wrap=True)
+    checked = f"{format_size(plan.nbytes)}, all checked{format_speed(plan.nbytes, seconds)}"
+    print_line(console, f"{count}{below}, {checked}", "green")

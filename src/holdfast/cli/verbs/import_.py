@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from holdfast.cli.console import progress_bar
-from holdfast.cli.output import json_option, print_json
+from holdfast.cli.console import format_size, make_console, print_line, progress_bar
+from holdfast.cli.output import json_option, print_result
 from holdfast.cli.resolve import check_run_target, format_count
 from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -24,9 +24,6 @@ from holdfast.interop.import_ import (
 )
 from holdfast.run.run import Run
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 _KIND_NAMES = {
     "torch": "a file of torch.save",
     "lightning": "a Lightning checkpoint",
@@ -34,16 +31,6 @@ _KIND_NAMES = {
     "huggingface": "a Hugging Face folder",
     "dcp": "a torch.distributed.checkpoint folder",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ImportResult:
-    """The checkpoint that was read, its state, and the snapshot that was saved."""
-
-    checkpoint: ForeignCheckpoint
-    arranged: ArrangedState
-    snapshot: Snapshot
-    seconds: float
 
 
 @click.command("import", short_help="Save another library's checkpoint as a version.")
@@ -91,17 +78,13 @@ def command(
         snapshot = save_foreign_checkpoint(
             location, flat, checkpoint, step, version.branch, advance
         )
-    result = ImportResult(checkpoint, arranged, snapshot, perf_counter() - began)
-    if as_json:
-        print_json(_build_document(result))
-    else:
-        from holdfast.cli.console import make_console
-
-        render(result, make_console())
+    build_document = partial(_build_document, perf_counter() - began)
+    print_result(as_json, build_document, render, checkpoint, arranged, snapshot)
 
 
-def _build_document(result: ImportResult) -> dict[str, Any]:
-    checkpoint, snapshot = result.checkpoint, result.snapshot
+def _build_document(
+    seconds: float, checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: Snapshot
+) -> dict[str, Any]:
     return {
         "from": checkpoint.path,
         "kind": checkpoint.kind,
@@ -110,32 +93,30 @@ def _build_document(result: ImportResult) -> dict[str, Any]:
         "leaves": len(snapshot.leaves),
         "bytes": snapshot.nbytes,
         "mapped": checkpoint.mapped,
-        "renamed": result.arranged.renamed,
-        "converted": result.arranged.converted,
+        "renamed": arranged.renamed,
+        "converted": arranged.converted,
         "left_out": list(checkpoint.left_out),
-        "seconds": round(result.seconds, 6),
+        "seconds": round(seconds, 6),
     }
 
 
-def render(result: ImportResult, console: Console) -> None:
+def render(checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: Snapshot) -> None:
     """Print the snapshot, and how it differs from the checkpoint."""
-    from holdfast.cli.console import format_size, styled_text
-
-    checkpoint, snapshot, arranged = result.checkpoint, result.snapshot, result.arranged
-    notes = []
-    if arranged.renamed:
-        notes.append(f"Removed wrapper prefixes from the names in {', '.join(arranged.renamed)}")
-    if arranged.converted:
-        notes.append(f"Keyed by parameter name: {', '.join(arranged.converted)}")
-    if not checkpoint.mapped:
-        notes.append("Read into memory as a whole: files in this old format cannot be mapped")
-    if checkpoint.left_out:
-        shown = ", ".join(checkpoint.left_out[:5]) + (" ..." if checkpoint.left_out[5:] else "")
-        notes.append(f"Not imported: {shown}")
-    origin = f"{_KIND_NAMES[checkpoint.kind]}  {checkpoint.path}"
-    console.print(styled_text(origin, "dim"), soft_wrap=True)
-    for note in notes:
-        console.print(styled_text(note, "yellow"), soft_wrap=True)
+    renamed, converted = ", ".join(arranged.renamed), ", ".join(arranged.converted)
+    left_out = ", ".join(checkpoint.left_out[:5]) + (" ..." if checkpoint.left_out[5:] else "")
+    notes = (
+        (renamed, f"Removed wrapper prefixes from the names in {renamed}"),
+        (converted, f"Keyed by parameter name: {converted}"),
+        (
+            not checkpoint.mapped,
+            "Read into memory as a whole: files in this old format cannot be mapped",
+        ),
+        (left_out, f"Not imported: {left_out}"),
+    )
+    console = make_console()
+    print_line(console, f"{_KIND_NAMES[checkpoint.kind]}  {checkpoint.path}", "dim")
+    for applies, note in notes:
+        if applies:
+            print_line(console, note, "yellow")
     leaves = format_count(len(snapshot.leaves), "leaf", "leaves")
-    summary = f"{snapshot.url}  {leaves}, {format_size(snapshot.nbytes)}"
-    console.print(styled_text(summary, "green"), soft_wrap=True)
+    print_line(console, f"{snapshot.url}  {leaves}, {format_size(snapshot.nbytes)}", "green")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast.cli.console import progress_bar
-from holdfast.cli.output import describe_error, format_error_brief, json_option, print_json
+from holdfast.cli.console import (
+    format_age,
+    format_metrics,
+    format_size,
+    make_console,
+    make_table,
+    print_line,
+    progress_bar,
+    styled_text,
+)
+from holdfast.cli.output import describe_error, json_option, print_result
 from holdfast.cli.resolve import format_count, resolve_run, stray_snapshot_warning
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
@@ -18,10 +27,10 @@ from holdfast.format.names import Version
 from holdfast.format.records import Branch
 from holdfast.run.catalog import Listing, VersionRecord, find_orphans, make_version_record
 from holdfast.run.run import Run
+from holdfast.sinks.wording import format_error_brief
 from holdfast.storage.store import Stat
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
 
@@ -37,17 +46,22 @@ class VersionEntry:
     snapshot: Snapshot | None
     problem: HoldfastError | None
     on_lineage: bool
+    pinned: bool
     nbytes: int
     created: str
     record: VersionRecord = VersionRecord()  # noqa: RUF009  (frozen)
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    pinned: bool = False
     is_latest: bool = False
 
     @property
     def referred_bytes(self) -> int:
         """Bytes that the version refers to in files of other versions."""
         return 0 if self.snapshot is None else self.snapshot.referred_bytes
+
+    @property
+    def reason(self) -> str | None:
+        """The reason of the save, if the manifest can be read and states one."""
+        return None if self.snapshot is None else self.snapshot.metadata.get("reason")
 
     @property
     def status(self) -> str:
@@ -89,12 +103,7 @@ def command(run: str, as_json: bool) -> None:
     count = len(listing.versions)
     with progress_bar("reading manifests", count, quiet=as_json, unit="versions") as advance:
         result = list_versions(opened, listing, advance)
-    if as_json:
-        print_json(_build_document(result))
-    else:
-        from holdfast.cli.console import make_console
-
-        render(result, make_console())
+    print_result(as_json, _build_document, render, result)
 
 
 def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
@@ -102,9 +111,8 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
     lineage = set(run.line(listing))
     entries: list[VersionEntry] = []
     for version in listing.versions:
-        entry = _read_entry(run, version, listing.folders[version], version in lineage)
+        entry = _read_entry(run, listing, version, version in lineage)
         if entry is not None:
-            entry.pinned = version in listing.lasting_pins
             entries.append(entry)
         advance(1)
     records = {e.version: e.record for e in entries}
@@ -124,9 +132,11 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
 
 
 def _read_entry(
-    run: Run, version: Version, files: Sequence[Stat], on_lineage: bool
+    run: Run, listing: Listing, version: Version, on_lineage: bool
 ) -> VersionEntry | None:
     snapshot, problem = None, None
+    files = listing.folders[version]
+    pinned = version in listing.lasting_pins
     try:
         snapshot = run.open(version)
         snapshot.check_files()
@@ -136,15 +146,21 @@ def _read_entry(
         problem = e
     if snapshot is not None:
         record = make_version_record(snapshot)
-        metrics = {**snapshot.metadata.get("metrics", {})}
-        metrics.update(run.catalog.metrics(version, record, files))
-        nbytes, created = snapshot.nbytes, snapshot.created
+        evaluated = run.catalog.metrics(version, record, files)
         return VersionEntry(
-            version, snapshot, problem, on_lineage, nbytes, created, record, metrics
+            version,
+            snapshot,
+            problem,
+            on_lineage,
+            pinned,
+            snapshot.nbytes,
+            snapshot.created,
+            record,
+            {**snapshot.metadata.get("metrics", {}), **evaluated},
         )
-    modified = max(f.modified for f in files)
-    created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
-    return VersionEntry(version, None, problem, on_lineage, sum(f.length for f in files), created)
+    modified = datetime.fromtimestamp(max(f.modified for f in files), UTC)
+    nbytes, created = sum(f.length for f in files), modified.isoformat(timespec="seconds")
+    return VersionEntry(version, None, problem, on_lineage, pinned, nbytes, created)
 
 
 def _build_document(result: ListResult) -> dict[str, Any]:
@@ -173,7 +189,6 @@ def _build_document(result: ListResult) -> dict[str, Any]:
 
 
 def _build_version_document(run: Run, entry: VersionEntry) -> dict[str, Any]:
-    metadata = {} if entry.snapshot is None else entry.snapshot.metadata
     return {
         "version": str(entry.version),
         "url": run.location(entry.version).url,
@@ -184,7 +199,7 @@ def _build_version_document(run: Run, entry: VersionEntry) -> dict[str, Any]:
         "created": entry.created,
         "bytes": entry.nbytes,
         "referred_bytes": entry.referred_bytes,
-        "reason": metadata.get("reason"),
+        "reason": entry.reason,
         "metrics": entry.metrics,
         "pinned": entry.pinned,
         "intact": entry.problem is None,
@@ -192,22 +207,21 @@ def _build_version_document(run: Run, entry: VersionEntry) -> dict[str, Any]:
     }
 
 
-def render(result: ListResult, console: Console) -> None:
+def render(result: ListResult) -> None:
     """Print the table of versions, their problems, and the other files in the run."""
-    from holdfast.cli import console as show
-
-    total = sum(e.nbytes for e in result.entries)
+    console = make_console()
+    total = format_size(sum(e.nbytes for e in result.entries))
     count = format_count(len(result.entries), "version")
     console.print(
-        show.styled_text(result.run.url, "bold"),
-        show.styled_text(f"{count}, {show.format_size(total)}", "dim"),
+        styled_text(result.run.url, "bold"),
+        styled_text(f"{count}, {total}", "dim"),
         sep="  ", soft_wrap=True,
     )  # fmt: skip
     show_branch = any(e.version.branch for e in result.entries)
     show_referred = any(e.referred_bytes for e in result.entries)
     sizes = ("own", "referred") if show_referred else ("size",)
     names = ("step", *(("branch",) if show_branch else ()), "age", *sizes, "state", "reason")
-    table = show.make_table(*names, "metrics", right_aligned=("step", "branch", "age", *sizes))
+    table = make_table(*names, "metrics", right_aligned=("step", "branch", "age", *sizes))
     rows = [_table_cells(entry, show_branch, show_referred) for entry in result.entries]
     # metrics get the rest of the line; no other column is truncated, even on a narrow terminal
     used = sum(max(len(n), *(r[i].cell_len for r in rows)) + 2 for i, n in enumerate(names))
@@ -217,8 +231,8 @@ def render(result: ListResult, console: Console) -> None:
         table.add_row(*row)
     console.width = max(console.width, used + metrics_width)  # the terminal wraps longer lines
     console.print(table)
-    for note in _footnotes(result):
-        console.print(note, soft_wrap=True)
+    for note, style in _footnotes(result):
+        print_line(console, note, style)
 
 
 _STATUS_STYLES = {"latest": "green", "ok": "", "abandoned": "dim"}
@@ -226,9 +240,6 @@ _STATUS_STYLES = {"latest": "green", "ok": "", "abandoned": "dim"}
 
 
 def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) -> list[Text]:
-    from holdfast.cli.console import format_age, format_metrics, format_size, styled_text
-
-    metadata = {} if entry.snapshot is None else entry.snapshot.metadata
     base = "" if entry.on_lineage else "dim"
     branch = [styled_text(entry.version.branch or "", base)] if show_branch else []
     referred = (
@@ -245,43 +256,31 @@ def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) ->
         styled_text(
             entry.status + ", pinned" * entry.pinned, _STATUS_STYLES.get(entry.status, "red")
         ),
-        styled_text(metadata.get("reason") or "", base, 12),
+        styled_text(entry.reason or "", base, 12),
         styled_text(format_metrics(entry.metrics), base),
     ]
 
 
-def _footnotes(result: ListResult) -> list[Text]:
-    from holdfast.cli.console import format_size, styled_text
-
-    notes = [
-        styled_text(f"{e.version}: {format_error_brief(e.problem)}", "red")
-        for e in result.entries
-        if e.problem is not None
-    ]
+def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
+    """Yield the lines below the table, each with its style."""
+    for entry in result.entries:
+        if entry.problem is not None:
+            yield f"{entry.version}: {format_error_brief(entry.problem)}", "red"
     for number, branch in result.branches.items():
         if isinstance(branch, HoldfastError):
-            notes.append(styled_text(f"branch {number}: {format_error_brief(branch)}", "red"))
+            yield f"branch {number}: {format_error_brief(branch)}", "red"
         else:
-            start = f"branch {number} starts at {branch.from_version} ({branch.reason})"
-            notes.append(styled_text(start, "dim"))
+            yield f"branch {number} starts at {branch.from_version} ({branch.reason})", "dim"
     if result.latest is None:
-        notes.append(styled_text("No version on the current lineage is intact.", "red"))
+        yield "No version on the current lineage is intact.", "red"
     if result.orphans:
         nbytes = format_size(sum(s.length for s in result.orphans))
-        count = format_count(len(result.orphans), "file")
-        notes.append(
-            styled_text(
-                f"{count} ({nbytes}) that no manifest names, from a save in progress or one that"
-                f" was never committed; to clean up: holdfast sweep {result.run.url}",
-                "yellow",
-            )
+        yield (
+            f"{format_count(len(result.orphans), 'file')} ({nbytes}) that no manifest names, from"
+            " a save in progress or one that was never committed; to clean up: holdfast sweep"
+            f" {result.run.url}",
+            "yellow",
         )
     if result.stray_warning is not None:
-        notes.append(styled_text(result.stray_warning, "yellow"))
-    notes.append(
-        styled_text(
-            f"File contents were not checked; to check them: holdfast verify {result.run.url}",
-            "dim",
-        )
-    )
-    return notes
+        yield result.stray_warning, "yellow"
+    yield f"File contents were not checked; to check them: holdfast verify {result.run.url}", "dim"

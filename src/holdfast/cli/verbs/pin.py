@@ -6,6 +6,7 @@ import re
 
 import click
 
+from holdfast.cli.console import make_console, print_line
 from holdfast.cli.output import json_option, print_json
 from holdfast.cli.resolve import resolve_run
 
@@ -41,7 +42,4 @@ def command(run: str, step: tuple[int, int | None], remove: bool, as_json: bool)
     if as_json:
         print_json({"run": opened.url, "version": str(version), "pinned": not remove})
     else:
-        from holdfast.cli.console import make_console, styled_text
-
-        status = f"{version} is no longer pinned" if remove else f"{version} is pinned"
-        make_console().print(styled_text(status), soft_wrap=True)
+        print_line(make_console(), f"{version} is {'no longer ' if remove else ''}pinned")

@@ -6,10 +6,9 @@ from time import sleep
 
 import click
 
-from holdfast.cli.console import progress_bar
-from holdfast.cli.output import json_option, print_json
+from holdfast.cli.console import make_console, print_line, progress_bar
+from holdfast.cli.output import json_option, parse_duration, print_json
 from holdfast.cli.resolve import resolve_run_allow_empty
-from holdfast.cli.verbs.sweep import parse_duration
 from holdfast.format.names import new_attempt
 from holdfast.run.run import Run
 from holdfast.run.save_request import RequestedSave, put_request, request_and_wait
@@ -43,10 +42,8 @@ def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
     if as_json:
         print_json({"run": opened.url, "version": version, "joined": joined})
     else:
-        from holdfast.cli.console import make_console, styled_text
-
         status = "A request already exists" if joined else "Requested a save at the next step"
-        make_console().print(styled_text(version or status), soft_wrap=True)
+        print_line(make_console(), version or status)
 
 
 def _request_and_wait(run: Run, timeout: float, quiet: bool) -> RequestedSave:

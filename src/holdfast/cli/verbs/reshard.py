@@ -3,24 +3,32 @@ and check every digest."""
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from holdfast.cli.console import progress_bar
-from holdfast.cli.output import json_option, print_json
-from holdfast.cli.resolve import format_count, remove_folder_if_empty, resolve_snapshot
+from holdfast.cli.console import (
+    format_size,
+    format_speed,
+    make_console,
+    print_line,
+    progress_bar,
+)
+from holdfast.cli.output import json_option, print_result
+from holdfast.cli.resolve import (
+    check_version_name,
+    format_count,
+    remove_folder_if_empty,
+    resolve_snapshot,
+)
 from holdfast.engine.snapshot.location import Location, locate, versions_in
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.transform.reshard import SPLITS, reshard
-from holdfast.errors import AlreadyExists
-from holdfast.format.names import Version, parse_version
+from holdfast.format.names import Version
 from holdfast.types import DTYPES
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @click.command("reshard", short_help="Write a snapshot again in N shards.")
@@ -58,13 +66,8 @@ def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) ->
         progress_bar("resharding", nbytes, quiet=as_json) as advance,
     ):
         new = reshard(old, location, shards, split, advance)
-    seconds = perf_counter() - began
-    if as_json:
-        print_json(_build_document(old, new, split, seconds))
-    else:
-        from holdfast.cli.console import make_console
-
-        render(old, new, seconds, make_console())
+    build_document = partial(_build_document, split)
+    print_result(as_json, build_document, render, old, new, perf_counter() - began)
 
 
 def _resolve_destination(snapshot: Snapshot, destination: str) -> Location:
@@ -76,17 +79,11 @@ def _resolve_destination(snapshot: Snapshot, destination: str) -> Location:
     location = locate(destination)
     if step is not None and versions_in(location):
         return Location(location.store, location.key(str(Version(step, branch))))
-    version = parse_version(location.folder.rpartition("/")[2])
-    if version is not None and (version.step, version.branch) != (step, branch):
-        raise AlreadyExists(
-            f"{snapshot.url} cannot become {version}",
-            expected="the snapshot's own step and branch, or a name that is not a version",
-            found=f"step {step}, branch {branch}",
-        )
+    check_version_name(snapshot, location)
     return location
 
 
-def _build_document(old: Snapshot, new: Snapshot, split: str, seconds: float) -> dict[str, Any]:
+def _build_document(split: str, old: Snapshot, new: Snapshot, seconds: float) -> dict[str, Any]:
     return {
         "from": old.url,
         "to": new.url,
@@ -100,13 +97,10 @@ def _build_document(old: Snapshot, new: Snapshot, split: str, seconds: float) ->
     }
 
 
-def render(old: Snapshot, new: Snapshot, seconds: float, console: Console) -> None:
+def render(old: Snapshot, new: Snapshot, seconds: float) -> None:
     """Print the location, the shards, and the size of the new snapshot."""
-    from holdfast.cli.console import format_size, styled_text
-
-    before, after = len(old.manifest.shards), len(new.manifest.shards)
-    speed = f", {format_size(int(new.nbytes / seconds))}/s" if seconds > 1 else ""
-    console.print(styled_text(f"resharded      {new.url}"), soft_wrap=True)
-    shards = f"{format_count(before, 'shard')} before, {after:,} now"
-    summary = f"{shards}, {format_size(new.nbytes)}, all checked{speed}"
-    console.print(styled_text(summary, "green"), soft_wrap=True)
+    console = make_console()
+    print_line(console, f"resharded      {new.url}")
+    before = format_count(len(old.manifest.shards), "shard")
+    checked = f"{format_size(new.nbytes)}, all checked{format_speed(new.nbytes, seconds)}"
+    print_line(console, f"{before} before, {len(new.manifest.shards):,} now, {checked}", "green")

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import click
 
-from holdfast.cli.output import describe_error, format_error_line, json_option, print_json
+from holdfast.cli.console import (
+    format_age,
+    format_metrics,
+    format_size,
+    make_console,
+    make_table,
+    print_line,
+    styled_text,
+)
+from holdfast.cli.output import (
+    describe_error,
+    format_error_line,
+    json_option,
+    keys_option,
+    print_json,
+)
 from holdfast.cli.resolve import format_count, resolve_snapshot
-from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, iter_tree_rows
+from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from holdfast.engine.planning.select import make_key_filter
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
 from holdfast.format.index_columns import IndexBox
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MAX_TREE_LINES = 40
 """Maximum number of rows of the tree on a terminal, unless an option selects the rows."""
@@ -27,12 +39,7 @@ Layouts = dict[str, list[tuple[int, IndexBox]]]
 
 @click.command("show", short_help="Show what a snapshot contains: the tree, shapes, sizes.")
 @click.argument("snapshot")
-@click.option(
-    "--keys",
-    multiple=True,
-    metavar="PATTERN",
-    help="Only keys that match: * within a level, ** across levels. May be repeated.",
-)
+@keys_option
 @click.option("--depth", type=click.IntRange(1), help="Number of levels of the tree to show.")
 @click.option("--all", "everything", is_flag=True, help="Show the whole tree, whatever its length.")
 @click.option("--layout", is_flag=True, help="Show which shard contains which boxes of each leaf.")
@@ -62,13 +69,8 @@ def command(
     layouts = _read_layouts(opened) if layout else None
     if as_json:
         print_json(_build_document(opened, rows, layouts))
-        return
-    from holdfast.cli.console import make_console
-
-    console = make_console()
-    if depth is None and not everything and not keys and console.is_terminal:
-        depth = fitting_depth(rows)
-    render(opened, rows, layouts, depth, console)
+    else:
+        render(opened, rows, layouts, depth, may_limit=not everything and not keys)
 
 
 def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:
@@ -80,16 +82,14 @@ def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRo
         r
         for r in rows
         if (r.kind not in CONTAINER_KINDS and selected(r.key))
-        or (r.kind == "value" and _matches_element(r, keys))
+        or (r.kind == "value" and _matches_element(r, selected))
     )
 
 
-def _matches_element(row: TreeRow, keys: Sequence[str]) -> bool:
+def _matches_element(row: TreeRow, selected: Callable[[str], bool]) -> bool:
     """Return True if a pattern matches an element of a list that is shown as one value."""
-    if type(row.node) is not dict or next(iter(row.node)) not in ("list", "tuple"):
-        return False
-    selected = make_key_filter(keys)
-    return any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
+    is_list = type(row.node) is dict and next(iter(row.node)) in ("list", "tuple")
+    return is_list and any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
 
 
 def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
@@ -175,42 +175,44 @@ def render(
     rows: Sequence[TreeRow],
     layouts: Layouts | None,
     depth: int | None,
-    console: Console,
+    *,
+    may_limit: bool,
 ) -> None:
-    """Print the header and the tree, down to ``depth`` levels (None: all)."""
-    from holdfast.cli import console as show
+    """Print the header and the tree, down to ``depth`` levels.
 
-    console.print(show.styled_text(snapshot.url, "bold"), soft_wrap=True)
-    header = show.make_table("", "")
+    If that is None, print all levels, or with ``may_limit`` those that fit on a terminal.
+    """
+    console = make_console()
+    if depth is None and may_limit and console.is_terminal:
+        depth = fitting_depth(rows)
+    print_line(console, snapshot.url, "bold")
+    header = make_table("", "")
     header.show_header = False
     problem = _find_problem(snapshot)
     for name, value in _header_fields(snapshot):
-        cell = show.styled_text(value, "", console.width - 12)
-        header.add_row(show.styled_text(name, "dim"), cell)
+        header.add_row(styled_text(name, "dim"), styled_text(value, "", console.width - 12))
     console.print(header)
     if problem is not None:
-        console.print(show.styled_text(format_error_line(problem), "red"), soft_wrap=True)
+        print_line(console, format_error_line(problem), "red")
     console.print()
-    table = show.make_table("key", "content", "size", right_aligned=("size",))
-    lines = _table_lines(rows, depth, layouts)
-    longest = max((len(line.description) for line in lines), default=0)
+    table = make_table("key", "content", "size", right_aligned=("size",))
+    lines = list(_table_lines(rows, depth, layouts))
+    longest = max((len(description) for _, description, _, _ in lines), default=0)
     width = min(longest, (console.width - 14) // 2, 60)
-    for line in lines:
+    for name, description, size, style in lines:
         table.add_row(
-            show.styled_text(line.name, line.style, console.width - 15 - width),
-            show.styled_text(line.description, line.style, width),
-            show.styled_text(line.size, line.style),
+            styled_text(name, style, console.width - 15 - width),
+            styled_text(description, style, width),
+            styled_text(size, style),
         )
     console.print(table)
     if depth is not None and any(r.depth >= depth for r in rows):
         note = f"Limited to --depth {depth}; --all shows everything, --keys selects keys"
-        console.print(show.styled_text(note, "dim"))
+        console.print(styled_text(note, "dim"))
 
 
 def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the header of ``show``."""
-    from holdfast.cli.console import format_age, format_metrics, format_size
-
     manifest, metadata = snapshot.manifest, snapshot.metadata
     if manifest.step is not None:
         branch = f" on branch {manifest.branch}" if manifest.branch else ""
@@ -228,44 +230,32 @@ def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield "refers to", f"{format_size(snapshot.referred_bytes)} in {bases}"
 
 
-class _TableLine(NamedTuple):
-    name: str
-    description: str
-    size: str
-    style: str
-
-
 def _table_lines(
     rows: Sequence[TreeRow], depth: int | None, layouts: Layouts | None
-) -> list[_TableLine]:
-    """Return the lines of the table. Without containers, the keys are complete."""
-    from holdfast.cli.console import format_size
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the name, description, size, and style of each line of the table.
 
+    Without containers, the names are complete keys.
+    """
     nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
-    lines: list[_TableLine] = []
     for i, row in enumerate(rows):
         if depth is not None and row.depth >= depth:
             continue
-        name = "  " * row.depth + row.name if nested else row.key
+        name = "  " * row.depth + row.key.rpartition("/")[2] if nested else row.key
         if row.kind in CONTAINER_KINDS:
             leaves, nbytes = _subtree_totals(rows, i)
             count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
-            description = f"{row.kind}, {count}"
-            style = "bold" if row.depth == 0 else ""
             size = format_size(nbytes) if nbytes else ""
-            lines.append(_TableLine(name, description, size, style))
+            yield name, f"{row.kind}, {count}", size, "" if row.depth else "bold"
         elif row.kind == "value":
-            lines.append(_TableLine(name, row.format_value(), "", "cyan"))
+            yield name, format_short(row.value()), "", "cyan"
         else:
-            size = format_size(row.nbytes) if row.is_leaf else ""
-            lines.append(_TableLine(name, _describe_leaf(row), size, ""))
+            yield name, _describe_leaf(row), format_size(row.nbytes) if row.is_leaf else "", ""
         for number, box in () if layouts is None else layouts.get(row.key, ()):
             dimensions = zip(box.offsets, box.sizes, strict=True)
             slices = ", ".join(f"{o}:{o + n}" for o, n in dimensions)
             indent = "  " * (row.depth + 1 if nested else 1)
-            location = f"shard {number} at byte {box.at}"
-            lines.append(_TableLine(f"{indent}[{slices}]", location, "", "dim"))
-    return lines
+            yield f"{indent}[{slices}]", f"shard {number} at byte {box.at}", "", "dim"
 
 
 def _subtree_totals(rows: Sequence[TreeRow], position: int) -> tuple[int, int]:

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from collections import Counter
 
 import click
 
-from holdfast.cli.output import json_option, print_json
+from holdfast.cli.console import format_size, make_console, print_line, styled_text
+from holdfast.cli.output import json_option, parse_duration, print_json
 from holdfast.cli.resolve import format_count, resolve_run
 from holdfast.format.names import MANIFEST, parse_version
 from holdfast.run.sweep import ALL_ABANDONED, SweepResult
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-_SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """Parse a duration such as ``90``, ``90s``, ``15m``, ``24h``, ``7d``, or ``1h30m`` to
-    seconds."""
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
-        return float(value)
-    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
-    if not parts or "".join(n + u for n, u in parts) != value:
-        raise click.BadParameter(
-            f"{value!r} is not a time; write 90 (seconds), 90s, 15m, 24h, 7d, or 1h30m"
-        )
-    return sum(float(n) * _SECONDS_PER_UNIT[u] for n, u in parts)
 
 
 @click.command("sweep", short_help="Remove files of saves that were never committed.")
@@ -65,33 +47,28 @@ def command(run: str, grace: float, abandoned: bool, dry_run: bool, as_json: boo
             }
         )
     else:
-        from holdfast.cli.console import make_console
-
-        render(result, dry_run, make_console())
+        render(result, dry_run)
 
 
-def render(result: SweepResult, dry_run: bool, console: Console) -> None:
+def render(result: SweepResult, dry_run: bool) -> None:
     """Print what was removed, what was kept and why, and a summary."""
-    from holdfast.cli.console import format_size, styled_text
-
+    console = make_console()
     verb = "would remove" if dry_run else "removed"
     files, versions = _group_by_version(result.removed)
     for name, count in versions.items():
-        line = f"{verb}  {name} ({format_count(count, 'file')})"
-        console.print(styled_text(line), soft_wrap=True)
+        print_line(console, f"{verb}  {name} ({format_count(count, 'file')})")
     for key in files:
-        console.print(styled_text(f"{verb}  {key}"), soft_wrap=True)
+        print_line(console, f"{verb}  {key}")
     for key, why in result.kept:
-        console.print(styled_text(f"kept     {key} ({why})", "dim"), soft_wrap=True)
+        print_line(console, f"kept     {key} ({why})", "dim")
     if not result.removed and not result.kept:
         console.print(styled_text("Nothing to remove: every file belongs to a version.", "green"))
         return
-    kept_keys = [key for key, _ in result.kept]
-    kept_versions = [key for key in kept_keys if parse_version(key) is not None]
-    kept_files = [key for key in kept_keys if key not in (*kept_versions, ALL_ABANDONED)]
+    kept_keys = [key for key, _ in result.kept if key != ALL_ABANDONED]
+    kept_versions = sum(parse_version(key) is not None for key in kept_keys)
     summary = f"{verb.capitalize()} {_format_counts(len(versions), len(files)) or 'nothing'}"
     summary += f", {format_size(result.nbytes)}" if result.removed else ""
-    kept = _format_counts(len(kept_versions), len(kept_files))
+    kept = _format_counts(kept_versions, len(kept_keys) - kept_versions)
     console.print(styled_text(summary + (f"; {kept} kept" if kept else ""), "bold"))
 
 
@@ -103,15 +80,9 @@ def _group_by_version(removed: list[str]) -> tuple[list[str], dict[str, int]]:
     """
     manifests = (key for key in removed if key.endswith(f"/{MANIFEST}"))
     deleted = sorted(v for key in manifests if (v := parse_version(key.partition("/")[0])))
-    versions = {str(version): 0 for version in deleted}
-    files = []
-    for key in removed:
-        folder = key.partition("/")[0]
-        if folder in versions:
-            versions[folder] += 1
-        else:
-            files.append(key)
-    return files, versions
+    folders = Counter(key.partition("/")[0] for key in removed)
+    versions = {str(version): folders[str(version)] for version in deleted}
+    return [key for key in removed if key.partition("/")[0] not in versions], versions
 
 
 def _format_counts(versions: int, files: int) -> str:

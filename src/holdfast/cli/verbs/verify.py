@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from holdfast.cli.console import progress_bar
-from holdfast.cli.exit_codes import DAMAGED, exit_code
-from holdfast.cli.output import describe_error, format_error_brief, json_option, print_json
+from holdfast.cli.console import (
+    format_size,
+    format_speed,
+    make_console,
+    make_table,
+    print_line,
+    progress_bar,
+    styled_text,
+)
+from holdfast.cli.exit_codes import exit_on_errors
+from holdfast.cli.output import describe_error, json_option, print_result
 from holdfast.cli.resolve import format_count, resolve_run_or_snapshot, stray_snapshot_warning
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.snapshot.verify import CheckedChunks, Problem
@@ -20,10 +29,8 @@ from holdfast.format.names import MANIFEST, branch_name, is_shard_name, parse_ev
 from holdfast.format.records import MAX_RECORD, decode_branch, decode_evaluation, decode_lasting_pin
 from holdfast.run.catalog import Listing
 from holdfast.run.run import Run
+from holdfast.sinks.wording import format_error_brief
 from holdfast.text import format_list
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +67,9 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     else:
         url, stray = target[0].url, stray_snapshot_warning(target[0])
         results, danger = _verify_run(*target, as_json)
-    seconds = perf_counter() - began
-    if as_json:
-        document = _build_document(url, results, seconds)
-        print_json({**document, "danger": danger, "stray": stray is not None})
-    else:
-        from holdfast.cli.console import make_console, styled_text
-
-        console = make_console()
-        render(results, seconds, console)
-        for warning in (danger, stray):
-            if warning is not None:
-                console.print(styled_text(warning, "yellow"), soft_wrap=True)
-    codes = [exit_code(p.error) for result in results for p in result.problems]
-    if codes:
-        ctx.exit(DAMAGED if DAMAGED in codes else codes[0])
+    build_document = partial(_build_document, url)
+    print_result(as_json, build_document, render, results, perf_counter() - began, danger, stray)
+    exit_on_errors(ctx, (p.error for result in results for p in result.problems))
 
 
 def _verify_snapshot(snapshot: Snapshot, quiet: bool) -> VerifyResult:
@@ -122,9 +117,9 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
             )
     order = {str(v): i for i, v in enumerate(listing.versions)}
     results.sort(key=lambda result: order.get(result.name, len(order)))
-    if not any(s.bases for s in opened):
-        return results, None
-    return results, _damage_warning(next((r for r in results if r.name == newest), None))
+    newest_result = next((r for r in results if r.name == newest), None)
+    is_incremental = any(s.bases for s in opened)
+    return results, _damage_warning(newest_result) if is_incremental else None
 
 
 def _newest_version(run: Run, listing: Listing) -> str | None:
@@ -138,16 +133,15 @@ def _newest_version(run: Run, listing: Listing) -> str | None:
         return None
 
 
-def _run_records(listing: Listing) -> Iterator[tuple[str, Callable[[bytes, str], object]]]:
-    """Yield the key and the decoder of each branch record, lasting pin, and evaluation."""
-    for number in listing.branches:
-        yield branch_name(number), decode_branch
-    for version in listing.lasting_pins:
-        yield pin_name(str(version)), decode_lasting_pin
-    for files in listing.folders.values():
-        for stat in files:
-            if parse_evaluation(stat.key.rpartition("/")[2]) is not None:
-                yield stat.key, decode_evaluation
+def _run_records(listing: Listing) -> list[tuple[str, Callable[[bytes, str], object]]]:
+    """Return the key and the decoder of each branch record, lasting pin, and evaluation."""
+    keys = (stat.key for files in listing.folders.values() for stat in files)
+    evaluations = (k for k in keys if parse_evaluation(k.rpartition("/")[2]) is not None)
+    return [
+        *((branch_name(number), decode_branch) for number in listing.branches),
+        *((pin_name(str(version)), decode_lasting_pin) for version in listing.lasting_pins),
+        *((key, decode_evaluation) for key in evaluations),
+    ]
 
 
 def _damage_warning(newest: VerifyResult | None) -> str | None:
@@ -173,11 +167,13 @@ def _failed_result(name: str, file: str, url: str, error: FormatError | StoreErr
 
 def bytes_to_read(snapshot: Snapshot) -> int:
     """Return the bytes of the shards and indexes, and of the data that the snapshot refers to."""
-    own = sum(s.length + s.index.length for s in snapshot.manifest.shards)
-    return own + snapshot.referred_bytes
+    shards = snapshot.manifest.shards
+    return sum(s.length + s.index.length for s in shards) + snapshot.referred_bytes
 
 
-def _build_document(url: str, results: list[VerifyResult], seconds: float) -> dict[str, Any]:
+def _build_document(
+    url: str, results: list[VerifyResult], seconds: float, danger: str | None, stray: str | None
+) -> dict[str, Any]:
     return {
         "place": url,
         "ok": not any(r.problems for r in results),
@@ -201,6 +197,8 @@ def _build_document(url: str, results: list[VerifyResult], seconds: float) -> di
             }
             for r in results
         ],
+        "danger": danger,
+        "stray": stray is not None,
     }
 
 
@@ -221,10 +219,11 @@ def _group_problems(results: list[VerifyResult]) -> list[tuple[Problem, list[str
     return [(p, others) for p, _, others in groups.values()]
 
 
-def render(results: list[VerifyResult], seconds: float, console: Console) -> None:
-    """Print one line for each version, then each problem, and a summary."""
-    from holdfast.cli.console import format_size, make_table, styled_text
-
+def render(
+    results: list[VerifyResult], seconds: float, danger: str | None, stray: str | None
+) -> None:
+    """Print one line for each version, then each problem, a summary, and the warnings."""
+    console = make_console()
     versions = make_table("version", "checked", "", right_aligned=("checked",))
     for r in results:
         status = (
@@ -235,22 +234,22 @@ def render(results: list[VerifyResult], seconds: float, console: Console) -> Non
         versions.add_row(styled_text(r.name), styled_text(format_size(r.nbytes)), status)
     console.print(versions)
     for p, others in _group_problems(results):
-        location = p.file if p.offset is None else f"{p.file}, byte {p.offset}"
         console.print()
-        console.print(styled_text(location, "red"), soft_wrap=True)
-        console.print(styled_text(format_error_brief(p.error), "dim"), soft_wrap=True)
+        print_line(console, p.file if p.offset is None else f"{p.file}, byte {p.offset}", "red")
+        print_line(console, format_error_brief(p.error), "dim")
         if p.leaves and not isinstance(p.error, DigestMismatch):  # its message names them
-            leaves = f"leaves: {format_list(p.leaves, 8)}"
-            console.print(styled_text(leaves, "dim"), soft_wrap=True)
+            print_line(console, f"leaves: {format_list(p.leaves, 8)}", "dim")
         if others:
-            console.print(styled_text(f"also affects {', '.join(others)}", "dim"), soft_wrap=True)
+            print_line(console, f"also affects {', '.join(others)}", "dim")
     nbytes = sum(r.nbytes for r in results)
     unreadable = sum(r.is_unreadable for r in results)
     damaged = sum(bool(r.problems) for r in results) - unreadable
     counts = ((damaged, "damaged"), (unreadable, "unreadable"))
     failures = ", ".join(f"{n} of {len(results)} {status}" for n, status in counts if n)
     verdict = failures or f"{format_count(len(results), 'version')} intact"
-    speed = f", {format_size(int(nbytes / seconds))}/s" if seconds > 1 else ""
+    compared = f"{format_size(nbytes)} read and compared{format_speed(nbytes, seconds)}"
     console.print()
-    summary = f"{verdict}; {format_size(nbytes)} read and compared{speed}"
-    console.print(styled_text(summary, "red" if failures else "green"))
+    console.print(styled_text(f"{verdict}; {compared}", "red" if failures else "green"))
+    for warning in (danger, stray):
+        if warning is not None:
+            print_line(console, warning, "yellow")
