@@ -31,7 +31,7 @@ import msgspec
 from holdfast.engine.distributed.failure_detector import FailureDetector
 from holdfast.engine.distributed.group import Group, StoreGroup
 from holdfast.engine.distributed.kv import KVClient
-from holdfast.engine.distributed.step_gate import NEVER, NO_ACTIONS, StepGate
+from holdfast.engine.distributed.step_gate import NEVER, StepGate
 from holdfast.errors import RankFailed
 from holdfast.events import emit
 
@@ -148,8 +148,6 @@ class LocalAgreement:
         self._proposals.put(action)
 
     def step(self) -> frozenset[str]:
-        if self._proposals.empty():
-            return NO_ACTIONS
         return frozenset(self._proposals.get() for _ in range(self._proposals.qsize()))
 
     def close(self) -> None:
@@ -159,9 +157,11 @@ class LocalAgreement:
 
 def make_agreement(group: Group, name: str) -> Agreement | LocalAgreement:
     """Create the ``Agreement`` of a group. All ranks of the group must call this function."""
-    if isinstance(group, StoreGroup) and group.size > 1:
-        return Agreement(group, name)
-    return LocalAgreement()
+    return (
+        Agreement(group, name)
+        if isinstance(group, StoreGroup) and group.size > 1
+        else LocalAgreement()
+    )
 
 
 class Round(msgspec.Struct, frozen=True):

@@ -66,10 +66,11 @@ def encode_error(error: BaseException, rank: int, operation: str, commit_begun: 
     what, expected, found, todo = (
         None if part is None else str(part)[:_MAX_LENGTH] for part in parts
     )
-    report = ErrorReport(
-        rank, operation, type(error).__name__, what or "", expected, found, todo, fields
+    return encode_json(
+        ErrorReport(
+            rank, operation, type(error).__name__, what or "", expected, found, todo, fields
+        )
     )
-    return encode_json(report)
 
 
 def encode_json(value: msgspec.Struct) -> str:
@@ -99,27 +100,29 @@ def format_with_notes(error: BaseException) -> str:
 
 def _is_short(value: Any) -> bool:
     """Return True if a field of an error is short and plain enough to be sent with the error."""
-    if type(value) is tuple:
-        return len(value) <= _MAX_LENGTH and all(type(key) is str for key in value)
-    return isinstance(value, str | int | float | bool | None)
+    return isinstance(value, str | int | float | bool | None) or (
+        type(value) is tuple
+        and len(value) <= _MAX_LENGTH
+        and all(type(key) is str for key in value)
+    )
 
 
 def decode_error(text: str, rank: int, operation: str) -> HoldfastError:
     """Return the error that this rank raises because another rank failed."""
     report = msgspec.json.decode(text, type=ErrorReport)
     error_class = getattr(errors, report.error_class, None)
-    cause: Exception
+    cause: Exception = RuntimeError(f"{report.error_class}: {report.what}")
     if isinstance(error_class, type) and issubclass(error_class, HoldfastError):
-        fields = {"rank": report.rank, **report.fields}
-        error = error_class(
-            report.what, expected=report.expected, found=report.found, todo=report.todo, **fields
+        cause = error_class(
+            report.what,
+            expected=report.expected,
+            found=report.found,
+            todo=report.todo,
+            **{"rank": report.rank, **report.fields},
         )
-        if issubclass(error_class, _SAME_ON_ALL_RANKS):
-            error.add_note(f"Reported by rank {report.rank}")
-            return error
-        cause = error
-    else:
-        cause = RuntimeError(f"{report.error_class}: {report.what}")
+        if isinstance(cause, _SAME_ON_ALL_RANKS):
+            cause.add_note(f"Reported by rank {report.rank}")
+            return cause
     uncertain = report.fields.get("committed") or report.fields.get("outcome") == "unknown"
     suffix = "" if uncertain else "; nothing was committed"
     failed = RankFailed(
