@@ -84,7 +84,6 @@ def carry_out(plan, files, indexes, wanted, widths):
             assert used[begin : cuts[c] - item.start].any(), "no chunk is read in vain"
     assert all((r <= 1).all() for r in read), "no chunk is read twice"
     assert all((f == 1).all() for f in filled), "every wanted byte is filled once"
-    assert plan.nbytes == sum(i.stop - i.start for i in plan.items)
     return targets
 
 
@@ -136,7 +135,6 @@ def test_any_layout_is_read_into_any_other(data):
         for item in plan.items:
             assert item.stop - item.start <= 128 or item.end_chunk == item.first_chunk + 1
 
-    assert plan.shards == tuple(f"s{r}" for r in range(len(ranks)))
     targets = carry_out(plan, files, indexes, wanted, widths)
     for want, target in zip(wanted, targets, strict=True):
         expected = tensors[want.key][want.box.slices((0,) * len(want.box.sizes))]
@@ -232,7 +230,7 @@ def test_a_large_leaf_is_read_in_units_and_only_where_it_is_wanted():
 
     rows = make_read_plan([index], [ReadRequest("w", Box((505, 0), (10, side)))])
     assert len(rows.items) == 2
-    assert rows.nbytes == 2 * BLOCK_SIZE
+    assert sum(i.stop - i.start for i in rows.items) == 2 * BLOCK_SIZE
 
     columns = make_read_plan([index], [ReadRequest("w", Box((0, 100), (side, 50)))])
     assert len(columns.items) == units

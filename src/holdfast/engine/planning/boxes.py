@@ -61,10 +61,9 @@ def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
     return [Box(o, s) for o, s in _iter_contiguous(shape, start, stop)]
 
 
-_OffsetsAndSizes = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _iter_contiguous(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_OffsetsAndSizes]:
+def _iter_contiguous(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     if start >= stop:
         return
     if not shape:

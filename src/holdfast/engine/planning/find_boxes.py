@@ -118,7 +118,14 @@ class OverlapSearch:
     def _check_type(self, key: str, leaf_type: tuple[str, tuple[int, ...]], file: str) -> None:
         known_type = self.leaf_types.setdefault(key, leaf_type)
         if known_type != leaf_type:
-            raise _type_conflict(key, known_type, leaf_type, file)
+            raise ManifestInvalid(
+                f"Shards disagree about {key}",
+                expected=f"{known_type[0]} {list(known_type[1])}",
+                found=f"{leaf_type[0]} {list(leaf_type[1])} in {file}",
+                todo=DAMAGED_ADVICE,
+                file=file,
+                leaf=key,
+            )
 
     def _request_columns(self, schema: LeafSchema, file: str) -> _RequestColumns:
         """Return the requests for the leaves of a schema.
@@ -193,16 +200,3 @@ class OverlapSearch:
                     todo="Request a part within the stored shape",
                     key=key,
                 )
-
-
-def _type_conflict(
-    key: str, expected: tuple[str, tuple[int, ...]], found: tuple[str, tuple[int, ...]], file: str
-) -> ManifestInvalid:
-    return ManifestInvalid(
-        f"Shards disagree about {key}",
-        expected=f"{expected[0]} {list(expected[1])}",
-        found=f"{found[0]} {list(found[1])} in {file}",
-        todo=DAMAGED_ADVICE,
-        file=file,
-        leaf=key,
-    )

@@ -61,23 +61,23 @@ def local_boxes(
     """
     if shard_order is None:
         shard_order = infer_shard_order(mesh_shape, placements)
-        if shard_order is None:
-            shard_order = tuple(range(len(mesh_shape)))
-        else:
+        if shard_order is not None:
             placements = tuple(p and ShardPlacement(p.dim) for p in placements)
     extents: list[list[Extent]] = [[(0, n)] for n in shape]
-    for m in shard_order:
+    for m in range(len(mesh_shape)) if shard_order is None else shard_order:
         placement = placements[m]
         if placement is not None:
             extents[placement.dim] = _shard_extents(
                 extents[placement.dim], mesh_shape[m], coordinate[m], placement.split_factor
             )
-    boxes = []
-    for parts in product(*(_local_slices(e) for e in extents)):
-        sizes = tuple(local_slice.stop - local_slice.start for _, local_slice in parts)
-        box = Box(tuple(start for start, _ in parts), sizes)
-        boxes.append((box, tuple(local_slice for _, local_slice in parts)))
-    return LocalLayout(tuple(sum(n for _, n in e) for e in extents), tuple(boxes))
+    boxes = tuple(
+        (
+            Box(tuple(start for start, _ in parts), tuple(s.stop - s.start for _, s in parts)),
+            tuple(local_slice for _, local_slice in parts),
+        )
+        for parts in product(*map(_local_slices, extents))
+    )
+    return LocalLayout(tuple(sum(n for _, n in e) for e in extents), boxes)
 
 
 def infer_shard_order(
