@@ -86,7 +86,7 @@ def test_a_note_of_any_length_comes_back_and_is_taken_away_whole(
     board: KVClient, length: int
 ) -> None:
     value = bytes(range(256)) * (length // 256 + 1)
-    board.put("k", value[:length])
+    board.put_all({"k": value[:length]})
     assert board.try_get("k") == value[:length]
     assert board.try_get("k", delete=True) == value[:length]
     assert board.try_get("k") is None
@@ -132,7 +132,7 @@ def test_a_store_that_fails_or_hangs_is_raised_within_the_bound_and_ever_after()
     for hangs in (False, True):
         view = StoreView(FakeStore())
         board = KVClient(view, 0, 2, BRIEF)
-        board.put("a", b"1")
+        board.put_all({"a": b"1"})
         release = threading.Event()
         if hangs:
             view.before = lambda name, key: release.wait(20)  # noqa: B023

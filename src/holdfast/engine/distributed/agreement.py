@@ -132,9 +132,9 @@ class Agreement:
                 self._participant.closing = has_new = True
                 continue
             action, since = proposal
-            known = action in self._participant.proposed
-            if not known and not self._gate.is_delivered_after(action, since):
-                self._participant.proposed.add(action)
+            proposed = self._participant.proposed
+            if action not in proposed and not self._gate.is_delivered_after(action, since):
+                proposed.add(action)
                 has_new = True
 
 
@@ -264,9 +264,8 @@ class RoundParticipant:
                 )
             # Before the acknowledgment is sent, because the response may be lost.
             self._acked_attempts.append(current.attempt)
-            self._kv.put(self._ack_key(self._kv.rank, current.attempt), b"")
-            ack_count = self._kv.increment(f"{self._key}/{current.attempt}")
-            self._all_acked = ack_count == self._size
+            self._kv.put_all({self._ack_key(rank, current.attempt): b""})
+            self._all_acked = self._kv.increment(f"{self._key}/{current.attempt}") == self._size
         if self._all_acked:
             return msgspec.structs.replace(current, outcome=AGREED)
         return self._check_failures(current)
@@ -318,9 +317,11 @@ class RoundParticipant:
         failure = self._detector.failed(ranks, has_acked)
         if failure is None and now - self._started_at > timeout:
             missing = [r for r in ranks if not has_acked(r)] or [0]
-            expected = f"an acknowledgment within {timeout:g} s"
-            found = "none, though the process is alive"
-            failure = self._detector.make_error(missing, expected, found)
+            failure = self._detector.make_error(
+                missing,
+                f"an acknowledgment within {timeout:g} s",
+                "none, though the process is alive",
+            )
         if failure is None:
             return current
         return msgspec.structs.replace(

@@ -58,17 +58,25 @@ def encode_error(error: BaseException, rank: int, operation: str, commit_begun: 
 
     ``commit_begun``: whether rank 0 had begun the commit before the error.
     """
-    fields: dict[str, Any] = {"outcome": "unknown"} if commit_begun else {}
-    parts: list[Any] = [str(error), None, None, None]
-    if isinstance(error, HoldfastError):
-        fields = {k: v for k, v in error.fields.items() if _is_short(v)}
-        parts = [error.what, error.expected, error.found, error.todo]
-    what, expected, found, todo = (
-        None if part is None else str(part)[:_MAX_LENGTH] for part in parts
+    described = (
+        error
+        if isinstance(error, HoldfastError)
+        else HoldfastError(str(error), **({"outcome": "unknown"} if commit_begun else {}))
+    )
+    expected, found, todo = (
+        None if part is None else str(part)[:_MAX_LENGTH]
+        for part in (described.expected, described.found, described.todo)
     )
     return encode_json(
         ErrorReport(
-            rank, operation, type(error).__name__, what or "", expected, found, todo, fields
+            rank,
+            operation,
+            type(error).__name__,
+            described.what[:_MAX_LENGTH],
+            expected,
+            found,
+            todo,
+            {k: v for k, v in described.fields.items() if _is_short(v)},
         )
     )
 
@@ -124,10 +132,9 @@ def decode_error(text: str, rank: int, operation: str) -> HoldfastError:
             cause.add_note(f"Reported by rank {report.rank}")
             return cause
     uncertain = report.fields.get("committed") or report.fields.get("outcome") == "unknown"
-    suffix = "" if uncertain else "; nothing was committed"
     failed = RankFailed(
-        f"Rank {report.rank} failed during {operation}{suffix}."
-        f" {report.error_class}: {report.what}",
+        f"Rank {report.rank} failed during {operation}"
+        f"{'' if uncertain else '; nothing was committed'}. {report.error_class}: {report.what}",
         expected=report.expected,
         found=report.found,
         todo=report.todo or f"Check the log of rank {report.rank}",

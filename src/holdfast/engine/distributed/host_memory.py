@@ -268,17 +268,19 @@ class HostPeers:
             own = [a for a in current if a.reader == self.peer_index]
             jobs = [
                 [
-                    partial(callback, a.item_number, self._window_slice(a, window_size * (n % 2)))
+                    partial(
+                        callback,
+                        a.item_number,
+                        self._segments[a.reader].window(window + a.window_offset, a.size),
+                    )
                     for a in assignments
                 ]
-                for callback, assignments, n in ((fill, own, phase), (consume, previous, phase - 1))
+                for callback, assignments, window in (
+                    (fill, own, window_size * (phase % 2)),
+                    (consume, previous, window_size * ((phase - 1) % 2)),
+                )
             ]
             in_parallel(jobs, self._run_jobs, 2)  # only ``fill`` waits for the store
-
-    def _window_slice(self, assignment: ReadAssignment, window: int) -> WindowSlice:
-        return self._segments[assignment.reader].window(
-            window + assignment.window_offset, assignment.size
-        )
 
     def _run_jobs(self, jobs: Sequence[Callable[[], None]]) -> None:
         Workers.create(advance=self.collective.advance).each(jobs, lambda job: job())

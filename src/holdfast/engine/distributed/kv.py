@@ -121,15 +121,11 @@ class KVClient:
 
     # -- values ----------------------------------------------------------------------------------
 
-    def put(self, key: str, value: bytes) -> list[str]:
-        """Set the value, of any length, of a key that has none.
+    def put_all(self, values: Mapping[str, bytes]) -> list[str]:
+        """Set the values, of any length, of keys that have none, in few requests.
 
         Returns the keys to pass to ``delete``.
         """
-        return self.put_all({key: value})
-
-    def put_all(self, values: Mapping[str, bytes]) -> list[str]:
-        """Set many values as ``put`` does, in few requests."""
         extra_keys: list[str] = []
         batch: dict[str, bytes] = {}
         for key, value in values.items():
@@ -224,7 +220,7 @@ class KVClient:
         return int(self._call(lambda: self._store.add(key, 1)))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete keys that ``put``, ``compare_and_set``, or ``increment`` has set."""
+        """Delete keys that ``put_all``, ``compare_and_set``, or ``increment`` has set."""
         for at in range(0, len(keys), MAX_BATCH_KEYS):
             self._call(partial(self._delete_batch, keys[at : at + MAX_BATCH_KEYS]))
 

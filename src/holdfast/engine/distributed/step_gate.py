@@ -101,9 +101,8 @@ class StepGate:
     def grant(self, step: int, actions: frozenset[str]) -> None:
         """Deliver the agreed actions at the armed step."""
         with self._changed:
-            self._armed_step = NEVER
             self._granted[step] = actions
-            self._update_stop()
+            self.disarm()
 
     def fail(self, error: RankFailed) -> None:
         """Raise an error at the armed step because the outcome of the agreement is unknown."""

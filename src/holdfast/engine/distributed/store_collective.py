@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -277,8 +277,10 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         report = encode_error(error, self.rank, self.operation, self._commit_begun)
         expected = COMMIT_BEGUN if self._commit_begun else ""
         try:
-            stored = self._kv.compare_and_set(f"{self._sequence_number}/failed", report, expected)
-            return stored != COMMIT_BEGUN
+            return (
+                self._kv.compare_and_set(f"{self._sequence_number}/failed", report, expected)
+                != COMMIT_BEGUN
+            )
         except RankFailed as store_error:
             error.add_note(f"The other ranks could not be notified: {store_error}")
             return False
@@ -302,7 +304,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         was_closed, self._closed = self._closed, True
         if was_closed:
             return
-        try:
+        with suppress(RankFailed):  # the store is gone with all its keys
             if self._failure is not None:
                 self._kv.delete(self._written_keys if self.rank else ())
             else:
@@ -318,8 +320,6 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             self._kv.delete(
                 [f"{self._sequence_number}/{name}" for name in ("what", "left", "failed")]
             )
-        except RankFailed:
-            return  # the store is gone with all its keys
 
     def _delete_leftovers(self) -> None:
         """Delete the values that no rank read because the collective failed.
