@@ -134,10 +134,8 @@ class OverlapSearch:
         """
         leaves, request_ids = [], []
         for leaf, key in enumerate(schema.keys):
-            matching = self._requests_by_key.get(key)
-            if matching is not None:
-                leaf_type = schema.dtypes[leaf], schema.shapes[leaf]
-                self._check_type(key, leaf_type, file)
+            if matching := self._requests_by_key.get(key):
+                self._check_type(key, (schema.dtypes[leaf], schema.shapes[leaf]), file)
                 leaves += [leaf] * len(matching)
                 request_ids += matching
         try:

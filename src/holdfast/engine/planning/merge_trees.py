@@ -60,7 +60,10 @@ class _Merger:
         first = nodes[0][0]
         tag = next(iter(first), None) if type(first) is dict else None
         if tag in ("own", "first") and all(_nodes_equal(n, first) for n, _ in nodes):
-            return self._resolve_rank_node(tag, first[tag])
+            if tag == "first":
+                return self.rank_nodes.from_first[first[tag]]
+            per_rank = self.rank_nodes.per_rank[first[tag]]
+            return {"dict": {str(rank): n for rank, n in sorted(per_rank.items())}}
         if tag not in ("dict", "ordered", "items", "list", "tuple") or not all(
             type(n) is dict and next(iter(n), None) == tag and n.get("of") == first.get("of")
             for n, _ in nodes
@@ -69,11 +72,6 @@ class _Merger:
         if tag in ("list", "tuple"):
             return {tag: self._merge_sequence([(n[tag], r) for n, r in nodes], key)}
         return self._merge_dict(tag, nodes, key)
-
-    def _resolve_rank_node(self, tag: str, key: str) -> Any:
-        if tag == "first":
-            return self.rank_nodes.from_first[key]
-        return {"dict": {str(rank): n for rank, n in sorted(self.rank_nodes.per_rank[key].items())}}
 
     def _merge_equal(self, nodes: list[NodeVariant], key: str) -> Any:
         first = nodes[0][0]
@@ -85,8 +83,7 @@ class _Merger:
         members: dict[Any, list[NodeVariant]] = {}
         names: dict[Any, Any] = {}
         for node, ranks in nodes:
-            pairs = node[tag] if tag == "items" else node[tag].items()
-            for name, child in pairs:
+            for name, child in node[tag] if tag == "items" else node[tag].items():
                 identity = repr(name) if tag == "items" else name
                 names.setdefault(identity, name)
                 members.setdefault(identity, []).append((child, ranks))

@@ -10,7 +10,7 @@ merged. The cost grows with the number of extents, not with the length of a dime
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from holdfast.types import Box
@@ -97,8 +97,7 @@ def infer_shard_order(
     Returns None if no order produces these factors. A view of a tensor may have such factors.
     """
     orders: dict[int, list[int]] = {}
-    for m in reversed(range(len(placements))):
-        placement = placements[m]
+    for m, placement in reversed([*enumerate(placements)]):
         if placement is None:
             continue
         order = orders.setdefault(placement.dim, [])
@@ -126,13 +125,14 @@ def _shard_extents(
     block_length = -(-total // split_factor)
     last_begin = total // block_length * block_length  # of the last block if it is shorter
     first, stop = _torch_chunk_bounds(block_length, num_parts, index)
-    if (first, stop) == (0, block_length):
-        local_ranges = [(0, last_begin)]
-    else:
-        local_ranges = [
+    local_ranges = (
+        [(0, last_begin)]
+        if (first, stop) == (0, block_length)
+        else [
             (at + first, at + stop)
             for at in range(0, last_begin if first < stop else 0, block_length)
         ]
+    )
     first, stop = _torch_chunk_bounds(total - last_begin, num_parts, index)
     return _select_extents(extents, [*local_ranges, (last_begin + first, last_begin + stop)])
 
@@ -168,9 +168,9 @@ def _select_extents(extents: list[Extent], local_ranges: list[tuple[int, int]]) 
 
 def _local_slices(extents: list[Extent]) -> list[tuple[int, slice]]:
     """Return the start of each nonempty extent and its slice of the local tensor."""
-    slices, local_start = [], 0
-    for start, length in extents:
-        if length:
-            slices.append((start, slice(local_start, local_start + length)))
-        local_start += length
-    return slices
+    stops = accumulate(length for _, length in extents)
+    return [
+        (start, slice(stop - length, stop))
+        for (start, length), stop in zip(extents, stops, strict=True)
+        if length
+    ]
