@@ -31,9 +31,8 @@ class LeafView:
     def __init__(self, snapshot: LeafReader, key: str, node: Any) -> None:
         self.snapshot = snapshot
         self.key = key
-        tied = node.get("tied")
-        self._source_key = tied if tied is not None else key
-        self._node = snapshot.nodes()[tied] if tied is not None else node
+        self._source_key = node.get("tied", key)
+        self._node = snapshot.nodes()[self._source_key] if "tied" in node else node
         self.dtype, self.shape = self._stored_dtype, _ = snapshot.leaves[self._source_key]
         self._record_dtype: np.dtype[Any] | None = None
         if "array" in self._node and len(self._node["array"]) == 3:
