@@ -196,8 +196,9 @@ def _share_reason(collective: Collective, first_rank: int, reason: str) -> str:
     reason_by_leader: dict[int, str] = {}
     for leader, rank_reason in reports or ():
         reason_by_leader[leader] = reason_by_leader.get(leader) or rank_reason
-    reasons = None if reports is None else [reason_by_leader[leader] for leader, _ in reports]
-    return collective.scatter(reasons, str)
+    return collective.scatter(
+        None if reports is None else [reason_by_leader[leader] for leader, _ in reports], str
+    )
 
 
 def assign_reads(sizes: Sequence[int], peer_count: int) -> list[list[ReadAssignment]]:

@@ -60,13 +60,12 @@ class StepGate:
                 return actions
             if is_resolved and step < self._stop_at:
                 return NO_ACTIONS
-            error, self._armed_step = self._error, NEVER
-            self._update_stop()
-        raise error or RankFailed(
-            "The thread that agrees with other ranks does not respond",
-            expected=f"a response within {self._timeout:g} s",
-            todo="Restart the job from the last committed version",
-        )
+            self.disarm()
+            raise self._error or RankFailed(
+                "The thread that agrees with other ranks does not respond",
+                expected=f"a response within {self._timeout:g} s",
+                todo="Restart the job from the last committed version",
+            )
 
     def _is_resolved(self, step: int) -> bool:
         return (
@@ -76,8 +75,7 @@ class StepGate:
         )
 
     def _update_stop(self) -> None:
-        next_granted = min(self._granted, default=NEVER)
-        self._stop_at = NEVER if self._disabled else min(next_granted, self._armed_step)
+        self._stop_at = NEVER if self._disabled else min([*self._granted, self._armed_step])
         self._changed.notify_all()
 
     # -- for the watcher -------------------------------------------------------------------------
@@ -122,5 +120,6 @@ class StepGate:
         ``since`` is an earlier value of ``delivery_count``.
         """
         with self._changed:
-            is_granted = any(action in actions for actions in self._granted.values())
-            return is_granted or self._last_delivery.get(action, 0) > since
+            return self._last_delivery.get(action, 0) > since or any(
+                action in actions for actions in self._granted.values()
+            )

@@ -194,8 +194,12 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             while pending_ranks() and self._kv.clock() < end:
                 self._sleep(0.0005)
 
-        position = (self._sequence_number, self._op_number, wait_number)
-        self._wait(lambda: not pending_ranks(), pending_ranks, position, sleep=poll_locally)
+        self._wait(
+            lambda: not pending_ranks(),
+            pending_ranks,
+            (self._sequence_number, self._op_number, wait_number),
+            sleep=poll_locally,
+        )
 
     def _wait(
         self,
