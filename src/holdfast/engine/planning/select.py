@@ -88,8 +88,9 @@ def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
     member, or that gives two members the same name.
     """
     for old, new in renames.items():
-        is_member = _same_level(old, new) and _has_member(node, old, key)
-        if not is_member and _WILDCARDS & set(old + new):
+        if _WILDCARDS & set(old + new) and not (
+            _same_level(old, new) and _has_member(node, old, key)
+        ):
             raise PlanError(
                 f"Keys to rename must not be patterns, but {old!r}: {new!r} is a pattern",
                 todo=_advice(node, old.rstrip("*/"), new.rstrip("*/"), key),
