@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,8 +45,7 @@ class LeafView:
 
     @property
     def nbytes(self) -> int:
-        size = self._record_dtype or DTYPES[self._stored_dtype]
-        return Box.whole(self.shape).numel * size.itemsize
+        return prod(self.shape) * (self._record_dtype or DTYPES[self._stored_dtype]).itemsize
 
     def __getitem__(self, index: TensorIndex | tuple[TensorIndex, ...]) -> Any:
         """Return a part as a tensor on the CPU, or as an array if the leaf was saved from an array.

@@ -154,9 +154,11 @@ def read_chunks_into(
         )
     except StoreError as e:
         leaves = leaves_between(index, item.start, item.stop)
-        advice = f"The bytes belong to {', '.join(leaves[:5]) or 'the header'}"
         raise e.with_advice(
-            advice, file=key, offset=offset, leaf=leaves[0] if leaves else None
+            f"The bytes belong to {', '.join(leaves[:5]) or 'the header'}",
+            file=key,
+            offset=offset,
+            leaf=leaves[0] if leaves else None,
         ) from e
     buffer_start, stop = item.start - leading_bytes, item.start
     for c in range(item.first_chunk, item.end_chunk):
