@@ -11,7 +11,7 @@ from threading import Lock, local
 from typing import Any, TypeVar
 
 from holdfast.engine.distributed.collective import Collective, LocalCollective
-from holdfast.engine.distributed.kv import KVClient, Timeouts
+from holdfast.engine.distributed.kv import KeyValueStore, KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
 from holdfast.engine.distributed.store_collective import StoreCollective
 from holdfast.errors import HoldfastError, Unsupported
@@ -223,7 +223,7 @@ def _torch_group(torch: Any, ranks: Sequence[int]) -> StoreGroup:
         if cached is not None and cached[0] is store and cached[1] == os.getpid():
             return cached[2]
         settings = read_settings()
-        connection = _connect_store(torch, store, name)
+        connection: KeyValueStore = _connect_store(torch, store, name)
         kv = SessionKVClient(
             connection,
             list(ranks).index(torch.distributed.get_rank()),
