@@ -87,7 +87,7 @@ def test_a_value_of_any_length_is_returned_and_deleted_completely(
     kv: KVClient, length: int
 ) -> None:
     value = bytes(range(256)) * (length // 256 + 1)
-    kv.put("k", value[:length])
+    kv.put_all({"k": value[:length]})
     assert kv.try_get("k") == value[:length]
     assert kv.try_get("k", delete=True) == value[:length]
     assert kv.try_get("k") is None
@@ -133,7 +133,7 @@ def test_calls_raise_within_the_bound_after_the_store_fails_or_hangs() -> None:
     for hangs in (False, True):
         view = StoreView(FakeStore())
         kv = KVClient(view, 0, 2, SHORT_TIMEOUTS)
-        kv.put("a", b"1")
+        kv.put_all({"a": b"1"})
         release = threading.Event()
         if hangs:
             view.before = lambda name, key: release.wait(20)  # noqa: B023

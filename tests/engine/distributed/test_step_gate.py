@@ -31,7 +31,7 @@ class HookedGate(StepGate):
         super().__setattr__(name, value)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("_current_step", "_stop_at"):
+        if name in ("current_step", "_stop_at"):
             self._run_hook(f"read {name}")
         return super().__getattribute__(name)
 
@@ -41,14 +41,14 @@ class HookedGate(StepGate):
             hook()
 
 
-@pytest.mark.parametrize("moment", ["write _stop_at", "read _current_step", "write _armed_step"])
+@pytest.mark.parametrize("moment", ["write _stop_at", "read current_step", "write _armed_step"])
 def test_a_watcher_that_is_delayed_anywhere_detects_a_training_that_passes(moment: str) -> None:
     gate = HookedGate()
     passed: list[bool] = []
 
     def train() -> None:
         # ``step`` would wait forever here, because there is only one thread.
-        would_wait = gate._current_step + 1 >= gate._stop_at
+        would_wait = gate.current_step + 1 >= gate._stop_at
         passed.append(not would_wait and gate.step() == NO_ACTIONS)
 
     gate.hooks[moment] = train
@@ -57,7 +57,7 @@ def test_a_watcher_that_is_delayed_anywhere_detects_a_training_that_passes(momen
     assert armed != passed[0]
 
 
-@pytest.mark.parametrize("moment", ["read _current_step", "write _current_step", "read _stop_at"])
+@pytest.mark.parametrize("moment", ["read current_step", "write current_step", "read _stop_at"])
 def test_a_training_that_is_delayed_anywhere_sees_the_gate_or_is_detected(moment: str) -> None:
     gate = HookedGate()
     armed: list[bool] = []

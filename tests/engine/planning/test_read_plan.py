@@ -84,7 +84,6 @@ def execute_plan(plan, files, indexes, requests, widths):
             assert used[begin : cuts[c] - item.start].any(), "no chunk is read without need"
     assert all((r <= 1).all() for r in read), "no chunk is read twice"
     assert all((f == 1).all() for f in filled), "every requested byte is filled once"
-    assert plan.nbytes == sum(i.stop - i.start for i in plan.items)
     return targets
 
 
@@ -136,7 +135,6 @@ def test_a_state_in_any_layout_is_read_into_any_other_layout(data):
         for item in plan.items:
             assert item.stop - item.start <= 128 or item.end_chunk == item.first_chunk + 1
 
-    assert plan.shards == tuple(f"s{r}" for r in range(len(ranks)))
     targets = execute_plan(plan, files, indexes, requests, widths)
     for request, target in zip(requests, targets, strict=True):
         expected = tensors[request.key][request.box.slices((0,) * len(request.box.sizes))]
@@ -234,7 +232,7 @@ def test_a_large_leaf_is_read_in_units_and_only_where_requested():
 
     rows = make_read_plan([index], [ReadRequest("w", Box((505, 0), (10, side)))])
     assert len(rows.items) == 2
-    assert rows.nbytes == 2 * BLOCK_SIZE
+    assert sum(i.stop - i.start for i in rows.items) == 2 * BLOCK_SIZE
 
     columns = make_read_plan([index], [ReadRequest("w", Box((0, 100), (side, 50)))])
     assert len(columns.items) == units

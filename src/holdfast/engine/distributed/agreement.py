@@ -31,7 +31,7 @@ import msgspec
 from holdfast.engine.distributed.failure_detector import FailureDetector
 from holdfast.engine.distributed.group import Group, StoreGroup
 from holdfast.engine.distributed.kv import KVClient
-from holdfast.engine.distributed.step_gate import NEVER, NO_ACTIONS, StepGate
+from holdfast.engine.distributed.step_gate import NEVER, StepGate
 from holdfast.errors import RankFailed
 from holdfast.events import emit
 
@@ -132,9 +132,9 @@ class Agreement:
                 self._participant.closing = has_new = True
                 continue
             action, since = proposal
-            known = action in self._participant.proposed
-            if not known and not self._gate.is_delivered_after(action, since):
-                self._participant.proposed.add(action)
+            proposed = self._participant.proposed
+            if action not in proposed and not self._gate.is_delivered_after(action, since):
+                proposed.add(action)
                 has_new = True
 
 
@@ -148,8 +148,6 @@ class LocalAgreement:
         self._proposals.put(action)
 
     def step(self) -> frozenset[str]:
-        if self._proposals.empty():
-            return NO_ACTIONS
         return frozenset(self._proposals.get() for _ in range(self._proposals.qsize()))
 
     def close(self) -> None:
@@ -159,9 +157,11 @@ class LocalAgreement:
 
 def make_agreement(group: Group, name: str) -> Agreement | LocalAgreement:
     """Create the ``Agreement`` of a group. All ranks of the group must call this function."""
-    if isinstance(group, StoreGroup) and group.size > 1:
-        return Agreement(group, name)
-    return LocalAgreement()
+    return (
+        Agreement(group, name)
+        if isinstance(group, StoreGroup) and group.size > 1
+        else LocalAgreement()
+    )
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -264,9 +264,8 @@ class RoundParticipant:
                 )
             # Before the acknowledgment is sent, because the response may be lost.
             self._acked_attempts.append(current.attempt)
-            self._kv.put(self._ack_key(self._kv.rank, current.attempt), b"")
-            ack_count = self._kv.increment(f"{self._key}/{current.attempt}")
-            self._all_acked = ack_count == self._size
+            self._kv.put_all({self._ack_key(rank, current.attempt): b""})
+            self._all_acked = self._kv.increment(f"{self._key}/{current.attempt}") == self._size
         if self._all_acked:
             return msgspec.structs.replace(current, outcome=AGREED)
         return self._check_failures(current)
@@ -318,9 +317,11 @@ class RoundParticipant:
         failure = self._detector.failed(ranks, has_acked)
         if failure is None and now - self._started_at > timeout:
             missing = [r for r in ranks if not has_acked(r)] or [0]
-            expected = f"an acknowledgment within {timeout:g} s"
-            found = "none, though the process is alive"
-            failure = self._detector.make_error(missing, expected, found)
+            failure = self._detector.make_error(
+                missing,
+                f"an acknowledgment within {timeout:g} s",
+                "none, though the process is alive",
+            )
         if failure is None:
             return current
         return msgspec.structs.replace(

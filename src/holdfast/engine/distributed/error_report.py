@@ -58,18 +58,27 @@ def encode_error(error: BaseException, rank: int, operation: str, commit_begun: 
 
     ``commit_begun``: whether rank 0 had begun the commit before the error.
     """
-    fields: dict[str, Any] = {"outcome": "unknown"} if commit_begun else {}
-    parts: list[Any] = [str(error), None, None, None]
-    if isinstance(error, HoldfastError):
-        fields = {k: v for k, v in error.fields.items() if _is_short(v)}
-        parts = [error.what, error.expected, error.found, error.todo]
-    what, expected, found, todo = (
-        None if part is None else str(part)[:_MAX_LENGTH] for part in parts
+    described = (
+        error
+        if isinstance(error, HoldfastError)
+        else HoldfastError(str(error), **({"outcome": "unknown"} if commit_begun else {}))
     )
-    report = ErrorReport(
-        rank, operation, type(error).__name__, what or "", expected, found, todo, fields
+    expected, found, todo = (
+        None if part is None else str(part)[:_MAX_LENGTH]
+        for part in (described.expected, described.found, described.todo)
     )
-    return encode_json(report)
+    return encode_json(
+        ErrorReport(
+            rank,
+            operation,
+            type(error).__name__,
+            described.what[:_MAX_LENGTH],
+            expected,
+            found,
+            todo,
+            {k: v for k, v in described.fields.items() if _is_short(v)},
+        )
+    )
 
 
 def encode_json(value: msgspec.Struct) -> str:
@@ -99,32 +108,33 @@ def format_with_notes(error: BaseException) -> str:
 
 def _is_short(value: Any) -> bool:
     """Return True if a field of an error is short and plain enough to be sent with the error."""
-    if type(value) is tuple:
-        return len(value) <= _MAX_LENGTH and all(type(key) is str for key in value)
-    return isinstance(value, str | int | float | bool | None)
+    return isinstance(value, str | int | float | bool | None) or (
+        type(value) is tuple
+        and len(value) <= _MAX_LENGTH
+        and all(type(key) is str for key in value)
+    )
 
 
 def decode_error(text: str, rank: int, operation: str) -> HoldfastError:
     """Return the error that this rank raises because another rank failed."""
     report = msgspec.json.decode(text, type=ErrorReport)
     error_class = getattr(errors, report.error_class, None)
-    cause: Exception
+    cause: Exception = RuntimeError(f"{report.error_class}: {report.what}")
     if isinstance(error_class, type) and issubclass(error_class, HoldfastError):
-        fields = {"rank": report.rank, **report.fields}
-        error = error_class(
-            report.what, expected=report.expected, found=report.found, todo=report.todo, **fields
+        cause = error_class(
+            report.what,
+            expected=report.expected,
+            found=report.found,
+            todo=report.todo,
+            **{"rank": report.rank, **report.fields},
         )
-        if issubclass(error_class, _SAME_ON_ALL_RANKS):
-            error.add_note(f"Reported by rank {report.rank}")
-            return error
-        cause = error
-    else:
-        cause = RuntimeError(f"{report.error_class}: {report.what}")
+        if isinstance(cause, _SAME_ON_ALL_RANKS):
+            cause.add_note(f"Reported by rank {report.rank}")
+            return cause
     uncertain = report.fields.get("committed") or report.fields.get("outcome") == "unknown"
-    suffix = "" if uncertain else "; nothing was committed"
     failed = RankFailed(
-        f"Rank {report.rank} failed during {operation}{suffix}."
-        f" {report.error_class}: {report.what}",
+        f"Rank {report.rank} failed during {operation}"
+        f"{'' if uncertain else '; nothing was committed'}. {report.error_class}: {report.what}",
         expected=report.expected,
         found=report.found,
         todo=report.todo or f"Check the log of rank {report.rank}",

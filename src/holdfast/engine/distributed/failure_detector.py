@@ -35,10 +35,9 @@ class FailureDetector:
         self._position = position
         self._kv = kv
         self._operation = operation
-        timeouts = kv.timeouts
-        self._silent = timeouts.silent
-        self._stuck = timeouts.stuck if stuck is None else stuck
-        self._never_seen = max(timeouts.silent, timeouts.stuck if stuck is None else 0.0)
+        self._silent = kv.timeouts.silent
+        self._stuck = kv.timeouts.stuck if stuck is None else stuck
+        self._never_seen = max(self._silent, kv.timeouts.stuck if stuck is None else 0.0)
         self._now = 0.0
         self._observed: dict[int, tuple[Heartbeat | None, float, float]] = {}
         self._arrived: set[int] = set()
@@ -61,8 +60,7 @@ class FailureDetector:
             r for r in ranks if self._failure_reason(r, 0.5) is not None and not has_arrived(r)
         ]
         for rank in suspects:
-            reason = self._failure_reason(rank)
-            if reason is not None:
+            if (reason := self._failure_reason(rank)) is not None:
                 return self.make_error([rank, *(r for r in suspects if r != rank)], *reason)
         return None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock, local
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from holdfast.engine.distributed.collective import Collective, LocalCollective
 from holdfast.engine.distributed.kv import KeyValueStore, KVClient, Timeouts
@@ -27,42 +27,13 @@ GroupSpec = Any
 process, or a ``torch.distributed.ProcessGroup``."""
 
 
-class Group(Protocol):
-    """Ranks that act together.
-
-    All ranks call ``collective`` in the same order from the training thread. The collective may
-    then continue in any thread.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def cache(self) -> dict[str, Any]:
-        """The data that a save keeps for the next save."""
-        ...
-
-    def collective(
-        self, operation: str, timeout: float | None = None, cause: str = ""
-    ) -> Collective:
-        """Start a collective.
-
-        ``operation``: a description that is the same on all ranks, such as "the save of
-        version_500"; ``timeout``: the maximum duration of each wait in seconds, if it differs from
-        the default; ``cause``: the reason why this rank started the operation.
-        """
-        ...
-
-
+@dataclass(eq=False)
 class LocalGroup:
-    """The group of one process."""
+    """The group of one process, with the interface of ``StoreGroup``."""
 
     rank = 0
     size = 1
-
-    def __init__(self) -> None:
-        self.cache: dict[str, Any] = {}
+    cache: dict[str, Any] = field(default_factory=dict)
 
     def collective(
         self, operation: str, timeout: float | None = None, cause: str = ""
@@ -73,7 +44,8 @@ class LocalGroup:
 class StoreGroup:
     """A group of several ranks, which communicate over a key-value store.
 
-    ``sequence_numbers``: the numbers of the group's operations, the same on all ranks.
+    ``sequence_numbers``: the numbers of the group's operations, the same on all ranks; ``cache``:
+    the data that a save keeps for the next save.
     """
 
     def __init__(
@@ -89,6 +61,12 @@ class StoreGroup:
     def collective(
         self, operation: str, timeout: float | None = None, cause: str = ""
     ) -> Collective:
+        """Start a collective.
+
+        ``operation``: a description that is the same on all ranks, such as "the save of
+        version_500"; ``timeout``: the maximum duration of each wait in seconds, if it differs from
+        the default; ``cause``: the reason why this rank started the operation.
+        """
         if self.size == 1:
             return LocalCollective()
         self.kv.start()
@@ -114,6 +92,14 @@ class StoreGroup:
         return next(self._sequence_numbers)
 
 
+Group = LocalGroup | StoreGroup
+"""Ranks that act together.
+
+All ranks call ``collective`` in the same order from the training thread. The collective may then
+continue in any thread.
+"""
+
+
 def all_reduce(
     group: Group,
     operation: str,
@@ -126,13 +112,9 @@ def all_reduce(
 
     All ranks get the same result. If one rank raises an error, all ranks do.
     """
-    collective = group.collective(operation)
-    try:
-        with collective:
-            values = collective.gather(local_value(), value_type)
-            return collective.broadcast(None if values is None else combine(values), result_type)
-    finally:
-        collective.close()
+    with closing(group.collective(operation)) as collective, collective:
+        values = collective.gather(local_value(), value_type)
+        return collective.broadcast(None if values is None else combine(values), result_type)
 
 
 def broadcast_from_first(
@@ -189,9 +171,11 @@ def current_group(spec: GroupSpec = None) -> Group:
     if simulated is not None:
         return simulated
     torch = torch_or_none()
-    if torch is None or not torch.distributed.is_available():
-        return _local_group
-    if not torch.distributed.is_initialized():
+    if (
+        torch is None
+        or not torch.distributed.is_available()
+        or not torch.distributed.is_initialized()
+    ):
         return _local_group
     ranks = torch.distributed.get_process_group_ranks(spec)
     if torch.distributed.get_rank() not in ranks:
@@ -239,27 +223,28 @@ def _torch_group(torch: Any, ranks: Sequence[int]) -> StoreGroup:
         if cached is not None and cached[0] is store and cached[1] == os.getpid():
             return cached[2]
         settings = read_settings()
-        timeouts = Timeouts(settings.silent, settings.stuck)
-        rank = list(ranks).index(torch.distributed.get_rank())
-        connection = _connect_store(torch, store, name)
-        with_prefix = partial(_prefix_store, torch, connection)
-        kv = SessionKVClient(connection, rank, len(ranks), timeouts, with_prefix)
+        connection: KeyValueStore = _connect_store(torch, store, name)
+        kv = SessionKVClient(
+            connection,
+            list(ranks).index(torch.distributed.get_rank()),
+            len(ranks),
+            Timeouts(settings.silent, settings.stuck),
+            lambda prefix: torch.distributed.PrefixStore(prefix, connection),
+        )
         group = StoreGroup(kv, len(ranks), _sequence_numbers.setdefault(name, count(1)))
         _groups[name] = store, os.getpid(), group
         return group
 
 
-def _prefix_store(torch: Any, store: KeyValueStore, prefix: str) -> KeyValueStore:
-    prefixed: KeyValueStore = torch.distributed.PrefixStore(prefix, store)
-    return prefixed
+def _connect_store(torch: Any, store: Any, name: str) -> Any:
+    """Return the store over a separate connection, if the store supports that.
 
-
-def _connect_store(torch: Any, store: Any, name: str) -> KeyValueStore:
-    """Return the store over a separate connection, if the store supports that."""
+    ``name``: a prefix before all keys.
+    """
     if torch.distributed.get_backend() == "fake":
         raise Unsupported(
             "torch.distributed uses a fake process group, whose other ranks do not exist",
             todo='Save with group="alone", or initialize a real process group',
         )
     clone = getattr(store, "clone", None)  # since PyTorch 2.7
-    return _prefix_store(torch, store if clone is None else clone(), name)
+    return torch.distributed.PrefixStore(name, store if clone is None else clone())

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -72,38 +72,34 @@ class ReadAssignment(NamedTuple):
 class SharedSegment:
     """The shared memory of one rank, mapped into this process.
 
-    ``control_words``: the token, and the number of phases that the rank has completed. The methods
-    raise ``OSError``.
+    ``fd``: its descriptor, which this object closes; ``token``: the token of the rank that created
+    it, or None for new memory, which gets a token. ``control_words``: the token, and the number of
+    phases that the rank has completed. The methods raise ``OSError``.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, token: int | None = None) -> None:
         self.fd = fd
-        self.control_words = memoryview(_map_memory(fd, PAGE_SIZE, 0)).cast("q")
         self._mapped_windows = WindowSlice(memoryview(b""), 0)
+        try:
+            if token is None:
+                os.posix_fallocate(fd, 0, PAGE_SIZE)
+            self.control_words = memoryview(_map_memory(fd, PAGE_SIZE, 0)).cast("q")
+            if token is None:
+                self.control_words[0] = secrets.randbits(62)
+            elif self.control_words[0] != token:
+                raise OSError("the memory belongs to another process")
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def create(cls) -> SharedSegment:
-        fd = os.memfd_create("holdfast")
-        try:
-            os.posix_fallocate(fd, 0, PAGE_SIZE)
-            segment = cls(fd)
-            segment.control_words[0] = secrets.randbits(62)
-        except BaseException:
-            os.close(fd)
-            raise
-        return segment
+        return cls(os.memfd_create("holdfast"))
 
     @classmethod
     def open_peer(cls, peer: Peer) -> SharedSegment:
-        fd = os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            segment = cls(fd)
-            if segment.control_words[0] != peer.token:
-                raise OSError("the memory belongs to another process")
-        except BaseException:
-            os.close(fd)
-            raise
-        return segment
+        path = f"/proc/{peer.pid}/fd/{peer.fd}"
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), peer.token)
 
     def resize(self, size: int) -> None:
         """Resize the memory after the control page to ``size`` bytes.
@@ -186,8 +182,9 @@ def _gather_peers(collective: Collective, segments: list[SharedSegment]) -> list
         peers = list(host_peers)
         for i, peer in enumerate(peers):
             peers_of_rank[peer.rank] = peers[i // MAX_PEERS * MAX_PEERS :][:MAX_PEERS]
-    peers_by_rank = [peers_of_rank[rank] for rank in range(collective.size)] if all_peers else None
-    return collective.scatter(peers_by_rank, list[Peer])
+    return collective.scatter(
+        [peers_of_rank[rank] for rank in range(collective.size)] if all_peers else None, list[Peer]
+    )
 
 
 def _share_reason(collective: Collective, first_rank: int, reason: str) -> str:
@@ -199,8 +196,9 @@ def _share_reason(collective: Collective, first_rank: int, reason: str) -> str:
     reason_by_leader: dict[int, str] = {}
     for leader, rank_reason in reports or ():
         reason_by_leader[leader] = reason_by_leader.get(leader) or rank_reason
-    reasons = None if reports is None else [reason_by_leader[leader] for leader, _ in reports]
-    return collective.scatter(reasons, str)
+    return collective.scatter(
+        None if reports is None else [reason_by_leader[leader] for leader, _ in reports], str
+    )
 
 
 def assign_reads(sizes: Sequence[int], peer_count: int) -> list[list[ReadAssignment]]:
@@ -263,30 +261,27 @@ class HostPeers:
             for assignment in assignments
         ]
         window_size = max((end for _, end in ends), default=0)
-        for phase in range(len(rounds) + 1):
+        for phase, (previous, current) in enumerate(pairwise([[], *rounds, []])):
             self._barrier()
             if phase == 0:  # no rank reads the previous contents of the windows
                 is_reader = any(reader == self.peer_index for reader, _ in ends)
                 self._segments[self.peer_index].resize(2 * window_size if is_reader else 0)
-            to_read, to_consume = rounds[phase : phase + 1], rounds[max(0, phase - 1) : phase]
-            own = [a for assignments in to_read for a in assignments if a.reader == self.peer_index]
-            available = [a for assignments in to_consume for a in assignments]
+            own = [a for a in current if a.reader == self.peer_index]
             jobs = [
                 [
-                    partial(callback, a.item_number, self._window_slice(a, window_size * (n % 2)))
+                    partial(
+                        callback,
+                        a.item_number,
+                        self._segments[a.reader].window(window + a.window_offset, a.size),
+                    )
                     for a in assignments
                 ]
-                for callback, assignments, n in (
-                    (fill, own, phase),
-                    (consume, available, phase - 1),
+                for callback, assignments, window in (
+                    (fill, own, window_size * (phase % 2)),
+                    (consume, previous, window_size * ((phase - 1) % 2)),
                 )
             ]
             in_parallel(jobs, self._run_jobs, 2)  # only ``fill`` waits for the store
-
-    def _window_slice(self, assignment: ReadAssignment, window: int) -> WindowSlice:
-        return self._segments[assignment.reader].window(
-            window + assignment.window_offset, assignment.size
-        )
 
     def _run_jobs(self, jobs: Sequence[Callable[[], None]]) -> None:
         Workers.create(advance=self.collective.advance).each(jobs, lambda job: job())
@@ -302,5 +297,8 @@ class HostPeers:
         self.collective.wait_for_ranks(self._lagging_ranks, self._phase)
 
     def _lagging_ranks(self) -> list[int]:
-        pairs = zip(self.ranks, self._segments, strict=True)
-        return [rank for rank, segment in pairs if segment.control_words[1] < self._phase]
+        return [
+            rank
+            for rank, segment in zip(self.ranks, self._segments, strict=True)
+            if segment.control_words[1] < self._phase
+        ]

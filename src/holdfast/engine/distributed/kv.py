@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from holdfast.errors import RankFailed
 from holdfast.types import MIB
+
+T = TypeVar("T")
 
 MAX_VALUE_BYTES = 4 * MIB
 """The maximum size of one value in bytes. A TCPStore closes the connection above 8 MiB."""
@@ -119,15 +121,11 @@ class KVClient:
 
     # -- values ----------------------------------------------------------------------------------
 
-    def put(self, key: str, value: bytes) -> list[str]:
-        """Set the value, of any length, of a key that has none.
+    def put_all(self, values: Mapping[str, bytes]) -> list[str]:
+        """Set the values, of any length, of keys that have none, in few requests.
 
         Returns the keys to pass to ``delete``.
         """
-        return self.put_all({key: value})
-
-    def put_all(self, values: Mapping[str, bytes]) -> list[str]:
-        """Set many values as ``put`` does, in few requests."""
         extra_keys: list[str] = []
         batch: dict[str, bytes] = {}
         for key, value in values.items():
@@ -161,8 +159,7 @@ class KVClient:
                 self._store.delete_key(name)
             return value
 
-        value: bytes | None = self._call(read)
-        return value
+        return self._call(read)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys, up to the first key without a value or a limit per request."""
@@ -178,8 +175,7 @@ class KVClient:
                 nbytes += len(value)
             return values
 
-        values: list[bytes] = self._call(read)
-        return values
+        return self._call(read)
 
     def _read_value(self, key: str) -> tuple[bytes | None, list[str]]:
         """Return a value and all keys that it uses."""
@@ -216,9 +212,7 @@ class KVClient:
 
     def get_text(self, key: str) -> str | None:
         """Return the value that ``compare_and_set`` has set, or None."""
-        value: bytes | None = self._call(
-            lambda: self._get_or_none(key) if self._store.check([key]) else None
-        )
+        value = self._call(lambda: self._get_or_none(key) if self._store.check([key]) else None)
         return None if value is None else value.decode()
 
     def increment(self, key: str) -> int:
@@ -226,7 +220,7 @@ class KVClient:
         return int(self._call(lambda: self._store.add(key, 1)))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete keys that ``put``, ``compare_and_set``, or ``increment`` has set."""
+        """Delete keys that ``put_all``, ``compare_and_set``, or ``increment`` has set."""
         for at in range(0, len(keys), MAX_BATCH_KEYS):
             self._call(partial(self._delete_batch, keys[at : at + MAX_BATCH_KEYS]))
 
@@ -265,9 +259,7 @@ class KVClient:
                 (r, _decode_heartbeat(bytes(raw))) for r, raw in zip(seen, raws, strict=True)
             )
             for r in batch:
-                if r in self._ranks_seen:
-                    continue
-                if (raw := self._get_or_none(f"pulse/{r}")) is not None:
+                if r not in heartbeats and (raw := self._get_or_none(f"pulse/{r}")) is not None:
                     self._ranks_seen.add(r)
                     heartbeats[r] = _decode_heartbeat(raw)
 
@@ -295,7 +287,7 @@ class KVClient:
                 self._thread.start()
                 atexit.register(self.close)
 
-    def _call(self, operation: Callable[[], Any]) -> Any:
+    def _call(self, operation: Callable[[], T]) -> T:
         if self._pid != os.getpid():
             raise RankFailed(
                 "A forked process cannot act for the rank that it was forked from",
@@ -304,26 +296,27 @@ class KVClient:
         self.start()
         if self._closed or self._error is not None:
             raise self._unresponsive_error() from self._error
-        answer: SimpleQueue[Any] = SimpleQueue()
+        answer: SimpleQueue[tuple[T, Exception | None]] = SimpleQueue()
         self._requests.put((operation, answer))
         for _ in range(8):  # in parts: a process that was suspended has lost only one part
             with suppress(Empty):
-                succeeded, value = answer.get(timeout=self.timeouts.silent / 8)
+                value, error = answer.get(timeout=self.timeouts.silent / 8)
                 break
         else:
             self._error = TimeoutError(f"no response within {self.timeouts.silent:g} s")
             raise self._unresponsive_error() from self._error
-        if not succeeded:
-            raise self._unresponsive_error() from value
+        if error is not None:
+            raise self._unresponsive_error() from error
         return value
 
     def _unresponsive_error(self) -> RankFailed:
-        first_line = str(self._error).partition("\n")[0]
-        found = "that the client is closed" if self._error is None else first_line
+        closed = self._error is None
         return RankFailed(
             "The TCPStore that the ranks use to communicate does not respond",
             expected=f"a response within {self.timeouts.silent:g} s",
-            found=found[:200],
+            found="that the client is closed"
+            if closed
+            else str(self._error).partition("\n")[0][:200],
             todo="The process that hosts the store has died or hangs, or the network is down."
             " Committed versions are safe; restart the job",
             rank=None,
@@ -345,7 +338,7 @@ class KVClient:
             except Exception as e:  # noqa: BLE001  (top of a thread: raised in the next caller)
                 self._error = e
                 while (request := self._requests.get()) is not None:
-                    request[1].put((False, e))
+                    request[1].put((None, e))
                 return
             if request is None:
                 with suppress(Exception):
@@ -353,10 +346,10 @@ class KVClient:
                 return
             operation, answer = request
             try:
-                answer.put((True, operation()))
+                answer.put((operation(), None))
             except Exception as e:  # noqa: BLE001  (raised in the caller)
                 self._error = e
-                answer.put((False, e))
+                answer.put((None, e))
 
     def close(self) -> None:
         """Send a last heartbeat and end the thread. Waits for it for at most 2 seconds."""

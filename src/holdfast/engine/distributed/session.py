@@ -13,11 +13,13 @@ import secrets
 import time
 from collections.abc import Callable
 from threading import Event
-from typing import Any
+from typing import TypeVar
 
 from holdfast.engine.distributed.failure_detector import STRAGGLER_SECONDS, emit_stragglers
 from holdfast.engine.distributed.kv import KeyValueStore, KVClient, Timeouts
 from holdfast.errors import RankFailed
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.01
 
@@ -92,7 +94,7 @@ class SessionKVClient(KVClient):
     def _read_text(self, key: str) -> str:
         return bytes(self._root_store.get(key)).decode() if self._root_store.check([key]) else ""
 
-    def _call(self, operation: Callable[[], Any]) -> Any:
+    def _call(self, operation: Callable[[], T]) -> T:
         if self._pid == os.getpid() and not self._joined.is_set():
             self.start()
             self._await_session()

@@ -14,17 +14,19 @@ NEVER = sys.maxsize
 class StepGate:
     """Stops the training thread of one rank at a step on which the ranks are about to agree.
 
-    The usual path of ``step`` takes no lock. The training thread writes ``_current_step`` and then
-    reads ``_stop_at``. The watcher thread writes ``_stop_at`` and then reads ``_current_step``
+    The usual path of ``step`` takes no lock. The training thread writes ``current_step`` and then
+    reads ``_stop_at``. The watcher thread writes ``_stop_at`` and then reads ``current_step``
     (Dekker, 1962). The GIL runs one thread at a time, and each thread sees all earlier writes.
     Therefore the training thread sees the gate, or the watcher sees that it is too late, or both.
     """
 
     def __init__(self, timeout: float) -> None:
+        self.current_step = 0
+        """The number of steps that the training has reached."""
+
         self.delivery_count = 0
         """The number of times that ``step`` has returned actions."""
 
-        self._current_step = 0
         self._stop_at = NEVER  # the minimum of the steps in _granted and _armed_step
         self._armed_step = NEVER
         self._granted: dict[int, frozenset[str]] = {}
@@ -34,20 +36,13 @@ class StepGate:
         self._disabled = False
         self._changed = Condition()
 
-    @property
-    def current_step(self) -> int:
-        """The number of steps that the training has reached."""
-        return self._current_step
-
     def step(self) -> frozenset[str]:
         """Count a step and return the actions for it, usually none.
 
         Waits at the armed step. Raises ``RankFailed`` if the agreement failed or does not respond.
         """
-        self._current_step = step = self._current_step + 1
-        if step < self._stop_at:
-            return NO_ACTIONS
-        return self._wait_at(step)
+        self.current_step = step = self.current_step + 1
+        return NO_ACTIONS if step < self._stop_at else self._wait_at(step)
 
     def _wait_at(self, step: int) -> frozenset[str]:
         with self._changed:
@@ -65,13 +60,12 @@ class StepGate:
                 return actions
             if is_resolved and step < self._stop_at:
                 return NO_ACTIONS
-            error, self._armed_step = self._error, NEVER
-            self._update_stop()
-        raise error or RankFailed(
-            "The thread that agrees with other ranks does not respond",
-            expected=f"a response within {self._timeout:g} s",
-            todo="Restart the job from the last committed version",
-        )
+            self.disarm()
+            raise self._error or RankFailed(
+                "The thread that agrees with other ranks does not respond",
+                expected=f"a response within {self._timeout:g} s",
+                todo="Restart the job from the last committed version",
+            )
 
     def _is_resolved(self, step: int) -> bool:
         return (
@@ -81,8 +75,7 @@ class StepGate:
         )
 
     def _update_stop(self) -> None:
-        next_granted = min(self._granted, default=NEVER)
-        self._stop_at = NEVER if self._disabled else min(next_granted, self._armed_step)
+        self._stop_at = NEVER if self._disabled else min([*self._granted, self._armed_step])
         self._changed.notify_all()
 
     # -- for the watcher -------------------------------------------------------------------------
@@ -92,10 +85,9 @@ class StepGate:
         with self._changed:
             self._armed_step = step
             self._update_stop()
-            if self._current_step < step:
+            if self.current_step < step:
                 return True
-            self._armed_step = NEVER
-            self._update_stop()
+            self.disarm()
             return False
 
     def disarm(self) -> None:
@@ -107,9 +99,8 @@ class StepGate:
     def grant(self, step: int, actions: frozenset[str]) -> None:
         """Deliver the agreed actions at the armed step."""
         with self._changed:
-            self._armed_step = NEVER
             self._granted[step] = actions
-            self._update_stop()
+            self.disarm()
 
     def fail(self, error: RankFailed) -> None:
         """Raise an error at the armed step because the outcome of the agreement is unknown."""
@@ -129,5 +120,6 @@ class StepGate:
         ``since`` is an earlier value of ``delivery_count``.
         """
         with self._changed:
-            is_granted = any(action in actions for actions in self._granted.values())
-            return is_granted or self._last_delivery.get(action, 0) > since
+            return self._last_delivery.get(action, 0) > since or any(
+                action in actions for actions in self._granted.values()
+            )

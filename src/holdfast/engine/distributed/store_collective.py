@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from contextlib import AbstractContextManager, suppress
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,7 +24,7 @@ from holdfast.errors import RankFailed
 T = TypeVar("T")
 
 
-class StoreCollective:
+class StoreCollective(AbstractContextManager["StoreCollective", None]):
     """The collective of several ranks, over their ``KVClient``.
 
     ``sequence_number``: the same on all ranks; ``operation``: a description of the operation, by
@@ -48,7 +49,6 @@ class StoreCollective:
         self.operation = operation
         self._kv = kv
         self._sequence_number = sequence_number
-        self._key_prefix = str(sequence_number)
         self._timeout = timeout
         self._sleep = sleep
         self._op_number = 0
@@ -63,7 +63,7 @@ class StoreCollective:
 
     def missed_operation(self) -> str | None:
         """Return the operation that the others aborted because this rank was missing, or None."""
-        text = self._kv.get_text(f"{self._key_prefix}/failed")
+        text = self._kv.get_text(f"{self._sequence_number}/failed")
         if text in (None, COMMIT_BEGUN):
             return None
         report = msgspec.json.decode(text, type=ErrorReport)
@@ -72,7 +72,7 @@ class StoreCollective:
     def join(self) -> None:
         """Join the operation. Raises ``RankFailed`` if another rank runs a different operation."""
         own_arrival = self.first_arrival
-        stored = self._kv.compare_and_set(f"{self._key_prefix}/what", encode_json(own_arrival))
+        stored = self._kv.compare_and_set(f"{self._sequence_number}/what", encode_json(own_arrival))
         self.first_arrival = first = msgspec.json.decode(stored, type=Arrival)
         if first.operation != self.operation:
             self.raise_if_aborted()
@@ -92,6 +92,7 @@ class StoreCollective:
     # -- data exchange ---------------------------------------------------------------------------
 
     def gather(self, value: T, value_type: type[T]) -> list[T] | None:
+        """Return the values of all ranks in rank order on rank 0, and None on other ranks."""
         self._op_number += 1
         if self.rank:
             self._put({self._key(self.rank): value})
@@ -110,6 +111,7 @@ class StoreCollective:
         return values
 
     def scatter(self, values: Sequence[T] | None, value_type: type[T]) -> T:
+        """Return this rank's value of the ``values`` that rank 0 passes, one for each rank."""
         self._op_number += 1
         if values is not None:
             self._put({self._key(r): values[r] for r in range(1, self.size)})
@@ -117,6 +119,7 @@ class StoreCollective:
         return self._receive(self._key(self.rank), value_type, delete=True)
 
     def broadcast(self, value: T | None, value_type: type[T]) -> T:
+        """Return the value that rank 0 passes."""
         self._op_number += 1
         if self.rank == 0:
             if value is None:
@@ -127,7 +130,7 @@ class StoreCollective:
 
     def _key(self, rank: int) -> str:
         """Return the key of a rank in the current operation."""
-        return f"{self._key_prefix}/{self._op_number}/{rank}"
+        return f"{self._sequence_number}/{self._op_number}/{rank}"
 
     def _put(self, values: Mapping[str, Any]) -> None:
         self.raise_if_aborted()
@@ -171,19 +174,32 @@ class StoreCollective:
         """
         # Rank 0 needs at least this long to reply.
         initial_delay = 0.0002 + (self.size * 1e-5 if self.rank else 0)
-        position = (self._sequence_number, self._op_number)
         self._wait(
-            is_done, pending_ranks, position, lambda r: self._kv.has_all([key_of(r)]), initial_delay
+            is_done,
+            pending_ranks,
+            (self._sequence_number, self._op_number),
+            lambda r: self._kv.has_all([key_of(r)]),
+            initial_delay,
         )
 
     def wait_for_ranks(self, pending_ranks: Callable[[], Sequence[int]], wait_number: int) -> None:
+        """Wait until ``pending_ranks`` returns no ranks.
+
+        Use this for a condition outside the store. ``wait_number``: the number of the wait, which
+        increases with each such wait.
+        """
+
         def poll_locally(seconds: float) -> None:  # this check is cheap, unlike a store request
             end = self._kv.clock() + seconds
             while pending_ranks() and self._kv.clock() < end:
                 self._sleep(0.0005)
 
-        position = (self._sequence_number, self._op_number, wait_number)
-        self._wait(lambda: not pending_ranks(), pending_ranks, position, sleep=poll_locally)
+        self._wait(
+            lambda: not pending_ranks(),
+            pending_ranks,
+            (self._sequence_number, self._op_number, wait_number),
+            sleep=poll_locally,
+        )
 
     def _wait(
         self,
@@ -233,7 +249,7 @@ class StoreCollective:
         self._raise_failure(self._read_failure())
 
     def _read_failure(self) -> str | None:
-        return self._kv.get_text(f"{self._key_prefix}/failed")
+        return self._kv.get_text(f"{self._sequence_number}/failed")
 
     def _raise_failure(self, text: str | None) -> None:
         if text is not None and text != COMMIT_BEGUN:
@@ -243,27 +259,39 @@ class StoreCollective:
     # -- the end ---------------------------------------------------------------------------------
 
     def begin_commit(self) -> None:
-        self._raise_failure(self._kv.compare_and_set(f"{self._key_prefix}/failed", COMMIT_BEGUN))
+        """Mark the point of no return; rank 0 calls this directly before the commit.
+
+        Raises the error of another rank if one has failed. From now on, the failure of another rank
+        does not abort the operation.
+        """
+        self._raise_failure(
+            self._kv.compare_and_set(f"{self._sequence_number}/failed", COMMIT_BEGUN)
+        )
         self._commit_begun = True
 
     def abort(self, error: BaseException) -> bool:
+        """Send the error of this rank to the other ranks.
+
+        Returns True if the commit has not begun and never will. Returns False if it may have begun
+        or if the other ranks cannot be notified.
+        """
         if self._failure is not None:
             return True
         self._failure = error
         report = encode_error(error, self.rank, self.operation, self._commit_begun)
         expected = COMMIT_BEGUN if self._commit_begun else ""
         try:
-            stored = self._kv.compare_and_set(f"{self._key_prefix}/failed", report, expected)
-            return stored != COMMIT_BEGUN
+            return (
+                self._kv.compare_and_set(f"{self._sequence_number}/failed", report, expected)
+                != COMMIT_BEGUN
+            )
         except RankFailed as store_error:
             error.add_note(f"The other ranks could not be notified: {store_error}")
             return False
 
     def advance(self) -> None:
+        """Record progress, so that other ranks do not consider this rank stuck."""
         self._kv.advance()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -271,30 +299,31 @@ class StoreCollective:
             self.close()
 
     def close(self) -> None:
-        """Delete this rank's keys. The last rank to leave deletes all remaining keys.
+        """End the collective for this rank and delete its keys in the store.
 
-        A rank that failed deletes the values that only rank 0 would read. Rank 0 deletes no values
-        that it sent, so that a late rank still gets as far as the others.
+        The last rank to leave deletes all remaining keys. A rank that failed deletes the values
+        that only rank 0 would read. Rank 0 deletes no values that it sent, so that a late rank
+        still gets as far as the others.
         """
         was_closed, self._closed = self._closed, True
         if was_closed:
             return
-        try:
+        with suppress(RankFailed):  # the store is gone with all its keys
             if self._failure is not None:
                 self._kv.delete(self._written_keys if self.rank else ())
             else:
                 # Rank 0 sent nothing after the last gather, so the gathered values still exist.
                 for key in self._gathered_keys:
                     self._kv.try_get(key, delete=True)
-            if self._kv.increment(f"{self._key_prefix}/left") < self.size:
+            if self._kv.increment(f"{self._sequence_number}/left") < self.size:
                 return
             for op_number in range(1, self._op_number + 1):
-                self._kv.try_get(f"{self._key_prefix}/{op_number}/0", delete=True)
+                self._kv.try_get(f"{self._sequence_number}/{op_number}/0", delete=True)
             if self._failure is not None or self._read_failure() not in (None, COMMIT_BEGUN):
                 self._delete_leftovers()
-            self._kv.delete([f"{self._key_prefix}/{name}" for name in ("what", "left", "failed")])
-        except RankFailed:
-            return  # the store is gone with all its keys
+            self._kv.delete(
+                [f"{self._sequence_number}/{name}" for name in ("what", "left", "failed")]
+            )
 
     def _delete_leftovers(self) -> None:
         """Delete the values that no rank read because the collective failed.
@@ -304,7 +333,9 @@ class StoreCollective:
         op_number, found = 0, True
         while found or op_number < self._op_number:
             op_number += 1
-            keys = [f"{self._key_prefix}/{op_number}/{rank}" for rank in range(self.size)]
             # A list, because ``any`` over a generator would stop at the first value.
-            deleted = [self._kv.try_get(key, delete=True) for key in keys]
+            deleted = [
+                self._kv.try_get(f"{self._sequence_number}/{op_number}/{rank}", delete=True)
+                for rank in range(self.size)
+            ]
             found = any(value is not None for value in deleted)

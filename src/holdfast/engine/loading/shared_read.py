@@ -139,11 +139,8 @@ class SharedReader:
             sizes = [n + run.stop - run.start for n, run in zip(paddings, runs, strict=True)]
             increment_tensor_versions(targets)
             self._peers.exchange(assign_reads(sizes, len(self._peers.ranks)), fill, consume)
-            own_plan = ReadPlan(
-                plan.shards, tuple(unshared), sum(i.stop - i.start for i in unshared)
-            )
             workers = Workers.create(advance=advance)
-            execute_read_plan(location, own_plan, indexes, targets, workers)
+            execute_read_plan(location, ReadPlan(tuple(unshared)), indexes, targets, workers)
 
     def _wanting_ranks(self, plan: ReadPlan, indexes: Sequence[ShardIndex]) -> list[RankMasks]:
         """Return, for each shard, the ranks that need each of its chunks."""

@@ -61,10 +61,9 @@ def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
     return [Box(o, s) for o, s in _iter_contiguous(shape, start, stop)]
 
 
-_OffsetsAndSizes = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _iter_contiguous(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_OffsetsAndSizes]:
+def _iter_contiguous(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     if start >= stop:
         return
     if not shape:
@@ -105,14 +104,10 @@ def subtract(box: Box, part: Box) -> list[Box]:
     remaining = []
     offsets, sizes = list(box.offsets), list(box.sizes)
     for d, (o, s) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-        stop = offsets[d] + sizes[d]
-        for a, b in ((offsets[d], o), (o + s, stop)):
-            if b > a:
-                remaining.append(
-                    Box(
-                        (*offsets[:d], a, *offsets[d + 1 :]),
-                        (*sizes[:d], b - a, *sizes[d + 1 :]),
-                    )
-                )
+        remaining += [
+            Box((*offsets[:d], a, *offsets[d + 1 :]), (*sizes[:d], b - a, *sizes[d + 1 :]))
+            for a, b in ((offsets[d], o), (o + s, offsets[d] + sizes[d]))
+            if b > a
+        ]
         offsets[d], sizes[d] = o, s
     return remaining

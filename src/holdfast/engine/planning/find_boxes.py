@@ -118,7 +118,14 @@ class OverlapSearch:
     def _check_type(self, key: str, leaf_type: tuple[str, tuple[int, ...]], file: str) -> None:
         known_type = self.leaf_types.setdefault(key, leaf_type)
         if known_type != leaf_type:
-            raise _type_conflict(key, known_type, leaf_type, file)
+            raise ManifestInvalid(
+                f"Shards disagree about {key}",
+                expected=f"{known_type[0]} {list(known_type[1])}",
+                found=f"{leaf_type[0]} {list(leaf_type[1])} in {file}",
+                todo=DAMAGED_ADVICE,
+                file=file,
+                leaf=key,
+            )
 
     def _request_columns(self, schema: LeafSchema, file: str) -> _RequestColumns:
         """Return the requests for the leaves of a schema.
@@ -127,10 +134,8 @@ class OverlapSearch:
         """
         leaves, request_ids = [], []
         for leaf, key in enumerate(schema.keys):
-            matching = self._requests_by_key.get(key)
-            if matching is not None:
-                leaf_type = schema.dtypes[leaf], schema.shapes[leaf]
-                self._check_type(key, leaf_type, file)
+            if matching := self._requests_by_key.get(key):
+                self._check_type(key, (schema.dtypes[leaf], schema.shapes[leaf]), file)
                 leaves += [leaf] * len(matching)
                 request_ids += matching
         try:
@@ -193,16 +198,3 @@ class OverlapSearch:
                     todo="Request a part within the stored shape",
                     key=key,
                 )
-
-
-def _type_conflict(
-    key: str, expected: tuple[str, tuple[int, ...]], found: tuple[str, tuple[int, ...]], file: str
-) -> ManifestInvalid:
-    return ManifestInvalid(
-        f"Shards disagree about {key}",
-        expected=f"{expected[0]} {list(expected[1])}",
-        found=f"{found[0]} {list(found[1])} in {file}",
-        todo=DAMAGED_ADVICE,
-        file=file,
-        leaf=key,
-    )

@@ -181,10 +181,8 @@ def _check_consistency(local_plans: Sequence[LocalPlan], first_records: NDArray[
     weight = _concat([o.box_weight for o in local_plans], np.uint64)[first_records]
     weight_sums = np.zeros(len(keys), np.uint64)
     np.add.at(weight_sums, np.searchsorted(keys, key), weight)
-    untiled = np.flatnonzero(
-        weight_sums != _concat([o.leaf_weight for o in local_plans], np.uint64)[index]
-    )
-    untiled = np.setdiff1d(untiled, mistyped)
+    leaf_weight = _concat([o.leaf_weight for o in local_plans], np.uint64)[index]
+    untiled = np.setdiff1d(np.flatnonzero(weight_sums != leaf_weight), mistyped)
     if len(mistyped) or len(untiled):
         nbytes = _concat([o.box_bytes for o in local_plans], np.int64)[first_records]
         covered_bytes = {int(k): int(nbytes[key == k].sum()) for k in keys[untiled[:MAX_SHOWN]]}

@@ -62,7 +62,17 @@ class LocalPlan:
         head = _HEADER.pack(
             self.digest, len(self.leaf_key), len(self.box_weight), len(self.packed_leaf_types)
         )
-        return b"".join([head, *(c.tobytes() for c in self._columns()), self.packed_leaf_types])
+        columns = (
+            self.leaf_key,
+            self.leaf_type,
+            self.leaf_weight,
+            self.leaf_bytes,
+            self.box_weight,
+            self.box_bytes,
+            self.box_leaf,
+            self.box_from_first,
+        )
+        return b"".join([head, *(c.tobytes() for c in columns), self.packed_leaf_types])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LocalPlan:
@@ -83,18 +93,6 @@ class LocalPlan:
             offset += columns[-1].nbytes
         columns.append(data[offset:])
         return cls(digest, *columns)
-
-    def _columns(self) -> tuple[NDArray[Any], ...]:
-        return (
-            self.leaf_key,
-            self.leaf_type,
-            self.leaf_weight,
-            self.leaf_bytes,
-            self.box_weight,
-            self.box_bytes,
-            self.box_leaf,
-            self.box_from_first,
-        )
 
     def unpack_leaf_types(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
         """Return key, dtype, and shape of every leaf by the hash of its key."""
@@ -213,5 +211,4 @@ def _weights(offsets: Ints, sizes: Ints, dims: Ints) -> Hashes:
     d = ranges(np.zeros_like(dims), dims)
     seed = splitmix64(d.astype(np.uint64))
     random = [splitmix64(seed ^ x.astype(np.uint64)) for x in (offsets, offsets + sizes)]
-    weights: Hashes = row_products(random[1] - random[0], dims)
-    return weights
+    return row_products(random[1] - random[0], dims)

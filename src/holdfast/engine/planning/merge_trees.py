@@ -51,32 +51,27 @@ def merge(trees: Sequence[NodeVariant], rank_nodes: RankNodes) -> Any:
     return merged
 
 
+@dataclass(slots=True)
 class _Merger:
-    def __init__(self, rank_nodes: RankNodes) -> None:
-        self.rank_nodes = rank_nodes
-        self.differences: dict[str, list[NodeVariant]] = {}
+    rank_nodes: RankNodes
+    differences: dict[str, list[NodeVariant]] = field(default_factory=dict)
 
     def merge(self, nodes: list[NodeVariant], key: str) -> Any:
         first = nodes[0][0]
         tag = next(iter(first), None) if type(first) is dict else None
-        if tag is None:
-            return self._merge_equal(nodes, key)
         if tag in ("own", "first") and all(_nodes_equal(n, first) for n, _ in nodes):
-            return self._resolve_rank_node(tag, first[tag])
-        if tag not in ("dict", "ordered", "items", "list", "tuple"):
-            return self._merge_equal(nodes, key)
-        if not all(type(n) is dict and next(iter(n), None) == tag for n, _ in nodes):
-            return self._merge_equal(nodes, key)
-        if any(n.get("of") != first.get("of") for n, _ in nodes):
+            if tag == "first":
+                return self.rank_nodes.from_first[first[tag]]
+            per_rank = self.rank_nodes.per_rank[first[tag]]
+            return {"dict": {str(rank): n for rank, n in sorted(per_rank.items())}}
+        if tag not in ("dict", "ordered", "items", "list", "tuple") or not all(
+            type(n) is dict and next(iter(n), None) == tag and n.get("of") == first.get("of")
+            for n, _ in nodes
+        ):
             return self._merge_equal(nodes, key)
         if tag in ("list", "tuple"):
             return {tag: self._merge_sequence([(n[tag], r) for n, r in nodes], key)}
         return self._merge_dict(tag, nodes, key)
-
-    def _resolve_rank_node(self, tag: str, key: str) -> Any:
-        if tag == "first":
-            return self.rank_nodes.from_first[key]
-        return {"dict": {str(rank): n for rank, n in sorted(self.rank_nodes.per_rank[key].items())}}
 
     def _merge_equal(self, nodes: list[NodeVariant], key: str) -> Any:
         first = nodes[0][0]
@@ -88,25 +83,22 @@ class _Merger:
         members: dict[Any, list[NodeVariant]] = {}
         names: dict[Any, Any] = {}
         for node, ranks in nodes:
-            pairs = node[tag] if tag == "items" else node[tag].items()
-            for name, child in pairs:
+            for name, child in node[tag] if tag == "items" else node[tag].items():
                 identity = repr(name) if tag == "items" else name
                 names.setdefault(identity, name)
                 members.setdefault(identity, []).append((child, ranks))
         # Names that are equal as text get keys that depend on their positions in the merged dict.
         merged_names = {tag: [[n, None] for n in names.values()] if tag == "items" else names}
         placed = tree.children({**merged_names, "of": "dict"}, key)
-        keys = [k for _, _, k in placed]
         if tag == "items" and not _has_consistent_keys(nodes, placed, key):
             self.differences[key] = nodes
-        merged = [self.merge(m, k) for m, k in zip(members.values(), keys, strict=True)]
-        merged_node: dict[str, Any] = {
-            tag: [list(p) for p in zip(names.values(), merged, strict=True)]
+        merged = [self.merge(m, k) for m, (_, _, k) in zip(members.values(), placed, strict=True)]
+        merged_pairs = zip(names.values(), merged, strict=True)
+        merged_node: dict[str, Any] = (
+            {"items": [list(p) for p in merged_pairs], "of": nodes[0][0]["of"]}
             if tag == "items"
-            else dict(zip(names.values(), merged, strict=True))
-        }
-        if tag == "items":
-            merged_node["of"] = nodes[0][0]["of"]
+            else {tag: dict(merged_pairs)}
+        )
         if metadata := [(n["metadata"], r) for n, r in nodes if "metadata" in n]:
             merged_node["metadata"] = self.merge(metadata, join_key(key, "~metadata"))
         return merged_node
@@ -117,13 +109,12 @@ class _Merger:
             type(n) is dict for n, _ in nodes for n in n
         ):
             return list(dict.fromkeys(member for members, _ in nodes for member in members))
-        longest = max(len(members) for members, _ in nodes)
         if key not in self.rank_nodes.merged_lists and any(len(n) != len(first) for n, _ in nodes):
             self.differences[key] = [({"list": n}, ranks) for n, ranks in nodes]
             return first
         return [
             self.merge([(n[i], r) for n, r in nodes if i < len(n)], join_key(key, str(i)))
-            for i in range(longest)
+            for i in range(max(len(members) for members, _ in nodes))
         ]
 
 

@@ -10,7 +10,7 @@ merged. The cost grows with the number of extents, not with the length of a dime
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from holdfast.types import Box
@@ -61,23 +61,23 @@ def local_boxes(
     """
     if shard_order is None:
         shard_order = infer_shard_order(mesh_shape, placements)
-        if shard_order is None:
-            shard_order = tuple(range(len(mesh_shape)))
-        else:
+        if shard_order is not None:
             placements = tuple(p and ShardPlacement(p.dim) for p in placements)
     extents: list[list[Extent]] = [[(0, n)] for n in shape]
-    for m in shard_order:
+    for m in range(len(mesh_shape)) if shard_order is None else shard_order:
         placement = placements[m]
         if placement is not None:
             extents[placement.dim] = _shard_extents(
                 extents[placement.dim], mesh_shape[m], coordinate[m], placement.split_factor
             )
-    boxes = []
-    for parts in product(*(_local_slices(e) for e in extents)):
-        sizes = tuple(local_slice.stop - local_slice.start for _, local_slice in parts)
-        box = Box(tuple(start for start, _ in parts), sizes)
-        boxes.append((box, tuple(local_slice for _, local_slice in parts)))
-    return LocalLayout(tuple(sum(n for _, n in e) for e in extents), tuple(boxes))
+    boxes = tuple(
+        (
+            Box(tuple(start for start, _ in parts), tuple(s.stop - s.start for _, s in parts)),
+            tuple(local_slice for _, local_slice in parts),
+        )
+        for parts in product(*map(_local_slices, extents))
+    )
+    return LocalLayout(tuple(sum(n for _, n in e) for e in extents), boxes)
 
 
 def infer_shard_order(
@@ -97,8 +97,7 @@ def infer_shard_order(
     Returns None if no order produces these factors. A view of a tensor may have such factors.
     """
     orders: dict[int, list[int]] = {}
-    for m in reversed(range(len(placements))):
-        placement = placements[m]
+    for m, placement in reversed([*enumerate(placements)]):
         if placement is None:
             continue
         order = orders.setdefault(placement.dim, [])
@@ -126,13 +125,14 @@ def _shard_extents(
     block_length = -(-total // split_factor)
     last_begin = total // block_length * block_length  # of the last block if it is shorter
     first, stop = _torch_chunk_bounds(block_length, num_parts, index)
-    if (first, stop) == (0, block_length):
-        local_ranges = [(0, last_begin)]
-    else:
-        local_ranges = [
+    local_ranges = (
+        [(0, last_begin)]
+        if (first, stop) == (0, block_length)
+        else [
             (at + first, at + stop)
             for at in range(0, last_begin if first < stop else 0, block_length)
         ]
+    )
     first, stop = _torch_chunk_bounds(total - last_begin, num_parts, index)
     return _select_extents(extents, [*local_ranges, (last_begin + first, last_begin + stop)])
 
@@ -168,9 +168,9 @@ def _select_extents(extents: list[Extent], local_ranges: list[tuple[int, int]]) 
 
 def _local_slices(extents: list[Extent]) -> list[tuple[int, slice]]:
     """Return the start of each nonempty extent and its slice of the local tensor."""
-    slices, local_start = [], 0
-    for start, length in extents:
-        if length:
-            slices.append((start, slice(local_start, local_start + length)))
-        local_start += length
-    return slices
+    stops = accumulate(length for _, length in extents)
+    return [
+        (start, slice(stop - length, stop))
+        for (start, length), stop in zip(extents, stops, strict=True)
+        if length
+    ]

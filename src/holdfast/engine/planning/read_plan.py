@@ -73,13 +73,11 @@ class ReadItem:
 class ReadPlan:
     """The items to read, ordered by shard and then by offset.
 
-    ``shards``: the names of all given shards. ``ReadItem.shard`` is an index into it, as a request
-    ID is an index into the list of requests. ``nbytes``: the sum of the lengths of the items.
+    ``ReadItem.shard`` is an index into the given shards, as a request ID is an index into the list
+    of requests.
     """
 
-    shards: tuple[str, ...]
     items: tuple[ReadItem, ...]
-    nbytes: int
 
 
 def make_read_plan(
@@ -96,11 +94,9 @@ def make_read_plan(
     shards; ``PlanError`` for a requested box that is not within its leaf.
     """
     search = OverlapSearch(requests)
-    names: list[str] = []
     chunk_maps: dict[int, ChunkMap] = {}
     copies: dict[int, ShardCopies] = {}
     for number, shard in enumerate(shard_indexes):
-        names.append(shard.shard)
         shard_copies = ShardCopies(array("q"), [])
         if search.scan_shard(number, shard, shard_copies):
             chunk_maps[number], copies[number] = (shard.cuts, shard.chunk_refs), shard_copies
@@ -116,7 +112,7 @@ def make_read_plan(
     items: list[ReadItem] = []
     for number in list(copies):
         items += _make_items(number, chunk_maps[number], copies.pop(number))
-    return ReadPlan(tuple(names), tuple(items), sum(i.stop - i.start for i in items))
+    return ReadPlan(tuple(items))
 
 
 def chunk_read_items(
@@ -126,9 +122,9 @@ def chunk_read_items(
 
     Without ``only_chunks``, the items read the whole shard, including its header.
     """
-    no_copies = np.empty((0, 4), np.int64)
     chunks = np.arange(len(cuts)) if only_chunks is None else only_chunks
-    return _ChunkRanges.merge_adjacent(chunks, (cuts, chunk_refs)).make_items(shard, no_copies, {})
+    chunk_ranges = _ChunkRanges.merge_adjacent(chunks, (cuts, chunk_refs))
+    return chunk_ranges.make_items(shard, np.empty((0, 4), np.int64), {})
 
 
 def _coverage_error(uncovered: list[tuple[ReadRequest, Box]]) -> ManifestInvalid:
@@ -264,9 +260,12 @@ def _iter_strided_copies(
         offsets = tuple(o + z for o, z in zip(r.offsets, box.offsets, strict=True))
         overlap = Box(offsets, r.sizes).intersection(strided_overlap.overlap)
         if overlap is not None:
-            source, target = (
+            yield StridedCopy(
+                strided_overlap.request_id,
+                at,
+                itemsize,
+                r.sizes,
                 overlap.slices(offsets),
                 overlap.slices(strided_overlap.requested_box.offsets),
             )
-            yield StridedCopy(strided_overlap.request_id, at, itemsize, r.sizes, source, target)
         at += r.numel * itemsize

@@ -31,8 +31,8 @@ def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
     """
     if patterns is None:
         return match_all
-    pattern_list = [patterns] if isinstance(patterns, str) else list(patterns)
-    regex = re.compile("|".join(f"(?:{_pattern_to_regex(p)})" for p in pattern_list), re.DOTALL)
+    alternatives = map(_pattern_to_regex, [patterns] if isinstance(patterns, str) else patterns)
+    regex = re.compile("|".join(f"(?:{a})" for a in alternatives), re.DOTALL)
     return lambda key: regex.fullmatch(key) is not None
 
 
@@ -88,8 +88,9 @@ def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
     member, or that gives two members the same name.
     """
     for old, new in renames.items():
-        is_member = _same_level(old, new) and _has_member(node, old, key)
-        if not is_member and _WILDCARDS & set(old + new):
+        if _WILDCARDS & set(old + new) and not (
+            _same_level(old, new) and _has_member(node, old, key)
+        ):
             raise PlanError(
                 f"Keys to rename must not be patterns, but {old!r}: {new!r} is a pattern",
                 todo=_advice(node, old.rstrip("*/"), new.rstrip("*/"), key),
@@ -173,14 +174,11 @@ def _rename_members(node: Any, renames: Mapping[str, str], key: str, used_names:
             members[target] = _rename_members(child, renames, k, used_names)
         return {**node, tag: members}
     if tag == "items":
-        children = [
-            _rename_members(child, renames, k, used_names)
-            for _, child, k in tree.children(node, key)
+        children = zip(node["items"], tree.children(node, key), strict=True)
+        renamed = [
+            [n, _rename_members(c, renames, k, used_names)] for (n, _), (_, c, k) in children
         ]
-        return {
-            **node,
-            "items": [[n, c] for (n, _), c in zip(node["items"], children, strict=True)],
-        }
+        return {**node, "items": renamed}
     if tag in ("list", "tuple"):
         return {
             tag: [
@@ -194,6 +192,4 @@ def _rename_members(node: Any, renames: Mapping[str, str], key: str, used_names:
             for n, p in node[tag]["parts"].items()
         }
         return {tag: {**node[tag], "parts": parts}}
-    if tag in tree.LEAF_TAGS:
-        return _with_stored_key(node, key)
-    return node
+    return _with_stored_key(node, key) if tag in tree.LEAF_TAGS else node

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 
 import msgspec
 import numpy as np
@@ -28,13 +27,12 @@ ImageSpan = tuple[int, int, int]
 def full_shard_entries(leaf_boxes: Sequence[LeafBox]) -> Iterator[HeaderEntry]:
     """Yield the entries of a shard that holds all of these boxes, one after the other."""
     used_names = {"__metadata__"}  # reserved by the format
-    start = 0
+    stop = 0
     for h in leaf_boxes:
         dtype = DTYPES[h.dtype]
         name = _unique_name(entry_name(h.key, h.shape, h.box.offsets, h.box.sizes), used_names)
-        stop = start + h.nbytes
+        start, stop = stop, stop + h.nbytes
         yield name, dtype.stored_dtype, stored_shape(dtype, h.box.sizes), start, stop
-        start = stop
 
 
 def partial_shard_entries(
@@ -60,11 +58,10 @@ def partial_shard_entries(
             if b - a < h.nbytes:
                 first, last = (a - begin) // dtype.itemsize, (b - begin) // dtype.itemsize
                 name, sizes = f"{name}[{first}:{last}]", (last - first,)
-            shape = stored_shape(dtype, sizes)
             yield (
                 _unique_name(name, used_names),
                 dtype.stored_dtype,
-                shape,
+                stored_shape(dtype, sizes),
                 data_offset + a - start,
                 data_offset + b - start,
             )
@@ -80,12 +77,12 @@ def _unique_name(name: str, used_names: set[str]) -> str:
 def leaf_boxes_from_index(index: ShardIndex) -> tuple[list[LeafBox], list[int]]:
     """Return the boxes of an index in the order of the image, and their offsets in the image."""
     rows = [
-        (box.at, leaf_box.nbytes, n, leaf_box)
-        for n, (leaf, box) in enumerate((leaf, b) for leaf in index.leaves for b in leaf.boxes)
-        for leaf_box in [LeafBox(leaf.key, leaf.dtype, leaf.shape, Box(box.offsets, box.sizes))]
+        (box.at, LeafBox(leaf.key, leaf.dtype, leaf.shape, Box(box.offsets, box.sizes)))
+        for leaf in index.leaves
+        for box in leaf.boxes
     ]
-    rows.sort(key=lambda row: row[:3])
-    return [row[3] for row in rows], [row[0] for row in rows]
+    rows.sort(key=lambda row: (row[0], row[1].nbytes))
+    return [leaf_box for _, leaf_box in rows], [at for at, _ in rows]
 
 
 def own_spans(index: ShardIndex) -> list[ImageSpan]:
@@ -136,15 +133,14 @@ class LeafBox(msgspec.Struct, frozen=True, gc=False):
 
 def itemsize(dtype: str) -> int:
     """Return the bytes per element of a dtype. Raises ``Unsupported`` for an unknown dtype."""
-    dtype_info = DTYPES.get(dtype)
-    if dtype_info is None:
+    if dtype not in DTYPES:
         raise Unsupported(
             f"A tensor of dtype {dtype} cannot be saved",
             expected="one of " + ", ".join(DTYPES),
             found=dtype,
             todo="Convert the tensor to one of these dtypes",
         )
-    return dtype_info.itemsize
+    return DTYPES[dtype].itemsize
 
 
 def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:
@@ -155,14 +151,11 @@ def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:
     by the top level of their key. Within a group, large boxes come before small boxes, so that the
     small boxes share chunks.
     """
-
-    def sort_key(i: int) -> tuple[int, str, int, str, tuple[int, ...]]:
-        h = leaf_boxes[i]
-        element_size = itemsize(h.dtype)
-        top_level = h.key.partition("/")[0]
-        return (-element_size, top_level, -element_size * prod(h.box.sizes), h.key, h.box.offsets)
-
-    return sorted(range(len(leaf_boxes)), key=sort_key)
+    sort_keys = [
+        (-itemsize(h.dtype), h.key.partition("/")[0], -h.nbytes, h.key, h.box.offsets)
+        for h in leaf_boxes
+    ]
+    return sorted(range(len(leaf_boxes)), key=sort_keys.__getitem__)
 
 
 def chunk_cuts(header_length: int, box_lengths: Ints) -> Ints:

@@ -25,7 +25,6 @@ BATCH_BYTES = 32 * MIB
 """Bytes of each snapshot that one batch compares."""
 
 Bytes = NDArray[np.uint8]
-Chunks = tuple[tuple[int, int, str], ...]
 LeafPair = tuple[str, str]
 """The key of a leaf in the first snapshot, and the key of its counterpart in the second."""
 
@@ -76,7 +75,7 @@ def _chunks_by_leaf(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
             first = np.searchsorted(index.cuts, starts, "right").tolist()
             last = np.searchsorted(index.cuts, ends, "left").tolist()
             for box, i, j in zip(boxes, first, last, strict=True):
-                chunks: Chunks = tuple(
+                chunks = tuple(
                     (cuts[c] - box.at, cuts[c + 1] - box.at, index.chunk_digest(c))
                     for c in range(i, j + 1)
                 )
@@ -97,9 +96,13 @@ def compare_bytes(
     """
     differences = {pair: LeafDifference(prod(a.leaves[pair[0]][1])) for pair in pairs}
     for batch in _batches(a, pairs):
-        bytes_a = _read_parts(a, [(key_a, box) for key_a, _, box in batch])
-        bytes_b = _read_parts(b, [(key_b, box) for _, key_b, box in batch])
-        for (key_a, key_b, box), x, y in zip(batch, bytes_a, bytes_b, strict=True):
+        read_parts = zip(
+            batch,
+            _read_parts(a, [(key_a, box) for key_a, _, box in batch]),
+            _read_parts(b, [(key_b, box) for _, key_b, box in batch]),
+            strict=True,
+        )
+        for (key_a, key_b, box), x, y in read_parts:
             dtype = a.leaves[key_a][0]
             differences[key_a, key_b].add(*_compare_elements(x, y, dtype))
             if progress is not None:
@@ -150,12 +153,13 @@ def _compare_elements(a: Bytes, b: Bytes, dtype: str) -> tuple[int, float | None
 
 
 def _largest_difference(a: Bytes, b: Bytes, dtype: str) -> float | None:
+    flat = [np.ascontiguousarray(v).reshape(-1) for v in (a, b)]
     if dtype == "bfloat16":  # the upper half of a float32
-        x, y = (_bfloat16_to_float32(v) for v in (a, b))
+        x, y = ((v.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for v in flat)
     elif dtype in ("bool", "complex32") or not hasattr(np, dtype):
         return None
     else:
-        x, y = (np.ascontiguousarray(v).reshape(-1).view(dtype) for v in (a, b))
+        x, y = (v.view(dtype) for v in flat)
     if x.dtype.kind in "iu":
         # exact: the difference of two signed integers fits an unsigned integer of the same width
         unsigned = f"u{x.dtype.itemsize}"
@@ -163,8 +167,3 @@ def _largest_difference(a: Bytes, b: Bytes, dtype: str) -> float | None:
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         return float(np.abs(x.astype(wide) - y.astype(wide)).max())
-
-
-def _bfloat16_to_float32(halves: Bytes) -> NDArray[np.float32]:
-    raw = np.ascontiguousarray(halves).reshape(-1).view(np.uint16)
-    return (raw.astype(np.uint32) << 16).view(np.float32)

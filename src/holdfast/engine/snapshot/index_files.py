@@ -19,9 +19,9 @@ def read_index(
     ``schema_cache``: shared by all indexes of the snapshot. Raises ``FormatError`` or
     ``StoreError``.
     """
-    file = location.key(shard.index.name)
     check_length(location, shard.index.name, shard.index.length)
-    return parse_index(location, shard, location.store.get(file, MAX_MANIFEST), schema_cache)
+    raw = location.store.get(location.key(shard.index.name), MAX_MANIFEST)
+    return parse_index(location, shard, raw, schema_cache)
 
 
 def parse_index(

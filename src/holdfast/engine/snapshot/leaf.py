@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,9 +32,8 @@ class LeafView:
     def __init__(self, snapshot: LeafReader, key: str, node: Any) -> None:
         self.snapshot = snapshot
         self.key = key
-        tied = node.get("tied")
-        self._source_key = tied if tied is not None else key
-        self._node = snapshot.nodes()[tied] if tied is not None else node
+        self._source_key = node.get("tied", key)
+        self._node = snapshot.nodes()[self._source_key] if "tied" in node else node
         self.dtype, self.shape = self._stored_dtype, _ = snapshot.leaves[self._source_key]
         self._record_dtype: np.dtype[Any] | None = None
         if "array" in self._node and len(self._node["array"]) == 3:
@@ -45,8 +45,7 @@ class LeafView:
 
     @property
     def nbytes(self) -> int:
-        size = self._record_dtype or DTYPES[self._stored_dtype]
-        return Box.whole(self.shape).numel * size.itemsize
+        return prod(self.shape) * (self._record_dtype or DTYPES[self._stored_dtype]).itemsize
 
     def __getitem__(self, index: TensorIndex | tuple[TensorIndex, ...]) -> Any:
         """Return a part as a tensor on the CPU, or as an array if the leaf was saved from an array.

@@ -67,30 +67,23 @@ def versions_in(location: Location) -> list[Version]:
     """
     if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
-    if isinstance(location.store, LocalStore):
-        return _versions_in_folder(location.store, location)
-    versions = []
-    for stat in location.store.list(location.folder):
-        folder, _, name = stat.key.removeprefix(location.key("")).partition("/")
-        version = parse_version(folder)
-        if version is not None and name == MANIFEST:
-            versions.append(version)
-    return sorted(versions)
-
-
-def _versions_in_folder(store: LocalStore, location: Location) -> list[Version]:
-    path = os.path.dirname(store.path(location.key(MANIFEST)))
-    try:
-        with store.translate_errors("list", location.folder or "."):
-            entries = store.fs.scandir(path)
-    except NotFound:
-        return []
-    versions = [parse_version(name) for name, is_folder in entries if is_folder]
-    return sorted(
-        v
-        for v in versions
-        if v is not None and is_snapshot(Location(location.store, location.key(str(v))))
-    )
+    store = location.store
+    if isinstance(store, LocalStore):
+        path = os.path.dirname(store.path(location.key(MANIFEST)))
+        try:
+            with store.translate_errors("list", location.folder or "."):
+                entries = store.fs.scandir(path)
+        except NotFound:
+            return []
+        versions = [parse_version(name) for name, is_folder in entries if is_folder]
+        return sorted(
+            v
+            for v in versions
+            if v is not None and is_snapshot(Location(store, location.key(str(v))))
+        )
+    keys = (s.key.removeprefix(location.key("")) for s in store.list(location.folder))
+    versions = [parse_version(os.path.dirname(k)) for k in keys if os.path.basename(k) == MANIFEST]
+    return sorted(v for v in versions if v is not None)
 
 
 def is_snapshot(location: Location) -> bool:

@@ -80,13 +80,17 @@ def pin_while_reading(
         yield
 
 
-def require_manifest(location: Location) -> None:
-    """Check that a version still exists after it was pinned. Raises ``NotFound`` if it does not."""
+def require_manifest(location: Location, when: str = "before it could be pinned") -> None:
+    """Check that a version still exists, after it was pinned or after a read of it failed.
+
+    The manifest is deleted first. Raises ``NotFound`` if the version was deleted; ``when`` is part
+    of the message.
+    """
     try:
         location.store.stat(location.key(MANIFEST))
     except NotFound as e:
         raise NotFound(
-            f"{location.url} was deleted before it could be pinned",
+            f"{location.url} was deleted {when}",
             todo=PIN_ADVICE,
             key=location.key(MANIFEST),
             store=location.store.url,

@@ -57,8 +57,8 @@ class Target:
         """Return a target; elements of ``dtype`` are cast if ``into`` has another dtype."""
         address = 0
         if isinstance(into, np.ndarray):
-            direct = into.flags.c_contiguous and into.flags.writeable
-            if direct and into.dtype == np.dtype(dtype) and into.size:
+            is_direct = into.flags.c_contiguous and into.flags.writeable and into.size
+            if is_direct and into.dtype == np.dtype(dtype):
                 address = into.__array_interface__["data"][0]
         elif into.is_cpu and into.is_contiguous() and dtype_name(into.dtype) == dtype:
             address = 0 if into.is_neg() or into.is_conj() else into.data_ptr()
@@ -154,23 +154,18 @@ def read_chunks_into(
         )
     except StoreError as e:
         leaves = leaves_between(index, item.start, item.stop)
-        advice = f"The bytes belong to {', '.join(leaves[:5]) or 'the header'}"
         raise e.with_advice(
-            advice, file=key, offset=offset, leaf=leaves[0] if leaves else None
+            f"The bytes belong to {', '.join(leaves[:5]) or 'the header'}",
+            file=key,
+            offset=offset,
+            leaf=leaves[0] if leaves else None,
         ) from e
-    _verify_digests(location, index, item, item.start - leading_bytes, view)
-
-
-def _verify_digests(
-    location: Location, index: ShardIndex, item: ReadItem, buffer_start: int, view: memoryview
-) -> None:
-    start = item.start
+    buffer_start, stop = item.start - leading_bytes, item.start
     for c in range(item.first_chunk, item.end_chunk):
-        stop = int(index.cuts[c])
+        start, stop = stop, int(index.cuts[c])
         actual = digest(view[start - buffer_start : stop - buffer_start])
         if actual != index.chunk_digest(c):
             raise make_damage_error(location, index, c, actual)
-        start = stop
 
 
 def make_damage_error(
@@ -226,15 +221,13 @@ def _copy_span(
 
 
 def _copy_slab(target: Target, slab: StridedCopy, view: memoryview) -> None:
-    part = _view_elements(target, slab.shape, view, 0)[slab.source]
-    into = target.into
-    if target.address and not isinstance(into, np.ndarray):
+    if target.address and not isinstance(target.into, np.ndarray):
         # as opaque elements, because torch cannot copy every dtype elementwise
-        raw = (ctypes.c_char * into.nbytes).from_address(target.address)
+        raw = (ctypes.c_char * target.into.nbytes).from_address(target.address)
         whole = np.ndarray(target.sizes, f"V{slab.itemsize}", raw)
         whole[slab.target] = np.ndarray(slab.shape, f"V{slab.itemsize}", view)[slab.source]
     else:
-        into[slab.target] = part
+        target.into[slab.target] = _view_elements(target, slab.shape, view, 0)[slab.source]
 
 
 def _view_elements(target: Target, shape: tuple[int, ...], view: memoryview, offset: int) -> Any:

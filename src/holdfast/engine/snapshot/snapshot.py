@@ -21,11 +21,10 @@ from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFou
 from holdfast.format import tree
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import LeafSchema, SchemaCache
-from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, ShardReference, decode_manifest
+from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version, split_address
 from holdfast.format.validate import LeafSpecs, check_plain, check_tree
 from holdfast.ragged import Ints
-from holdfast.text import PIN_ADVICE
 from holdfast.threads import gc_paused
 from holdfast.workers import Workers
 
@@ -73,10 +72,11 @@ def _missing_snapshot_advice(url: str) -> str:
             " save that was never committed"
         )
     step, _, branch = version.partition(".")
-    if version == "latest":
-        expression = "run.latest()"
-    else:
-        expression = f"run.open(run.find({step}{f', branch={branch}' if branch else ''}))"
+    expression = (
+        "run.latest()"
+        if version == "latest"
+        else f"run.open(run.find({step}{f', branch={branch}' if branch else ''}))"
+    )
     return (
         f"Get the snapshot from its run: run = holdfast.Run({run!r}), then {expression}; pass its"
         " url to holdfast.load"
@@ -189,21 +189,18 @@ class Snapshot:
     @property
     def bases(self) -> frozenset[Version]:
         """The base versions, whose files this one refers to; empty for a full version."""
-        references = [parse_reference(f.path) for f in self._referred_files()]
+        references = [parse_reference(f.path) for s in self.manifest.shards for f in s.refers]
         return frozenset(r[0] for r in references if r is not None)
 
     @property
     def referred_bytes(self) -> int:
         """The number of bytes in files of base versions that this version refers to."""
-        return sum(f.bytes for f in self._referred_files())
+        return sum(f.bytes for s in self.manifest.shards for f in s.refers)
 
     @property
     def chain(self) -> int:
         """The number of versions from this one back to a full version; 0 for a full version."""
         return self.manifest.chain
-
-    def _referred_files(self) -> list[ShardReference]:
-        return [f for s in self.manifest.shards for f in s.refers]
 
     def nodes(self) -> dict[str, Any]:
         """Return the tree's nodes of leaves and plain values by key, in the state's order."""
@@ -349,7 +346,7 @@ class Snapshot:
         with self.pin_while_reading():
             report = verify(self.location, self.manifest, self.leaves, self.indexes, progress, seen)
         if not report.ok:
-            self._raise_if_deleted()
+            pins.require_manifest(self.location, "during the read")
         return report
 
     @contextmanager
@@ -361,21 +358,8 @@ class Snapshot:
         try:
             yield
         except (FormatError, NotFound):
-            self._raise_if_deleted()
+            pins.require_manifest(self.location, "during the read")
             raise
-
-    def _raise_if_deleted(self) -> None:
-        """Raise ``NotFound`` if the manifest, which is deleted first, does not exist."""
-        file = self.location.key(MANIFEST)
-        try:
-            self.location.store.stat(file)
-        except NotFound as e:
-            raise NotFound(
-                f"{self.url} was deleted during the read",
-                todo=PIN_ADVICE,
-                key=file,
-                store=self.location.store.url,
-            ) from e
 
     def pin_while_reading(self) -> AbstractContextManager[None]:
         """Pin a large snapshot during a ``with`` block that reads it.

@@ -141,12 +141,8 @@ def _verify_shard(
             problems.append(_as_problem(error, file))
 
     # one chunk per item, so that every damaged chunk is reported
-    items = [
-        chunk_item
-        for item in chunk_read_items(0, index.cuts, index.chunk_refs)
-        for chunk_item in _split_by_chunk(item, index)
-    ]
-    workers.each(items, check)
+    ranges = chunk_read_items(0, index.cuts, index.chunk_refs)
+    workers.each([item for r in ranges for item in _split_by_chunk(r, index)], check)
     if not any(p.file == file for p in problems):
         try:
             _check_header(location, index)
