@@ -266,7 +266,9 @@ class _Rank0:
     def leftover_keys(self) -> list[str]:
         """Return the keys in the store, except heartbeats and keys of the benchmark and torch."""
         names = self.command_store.underlying_store.list_keys()
-        return [n for n in names if not any(of in n for of in ("/pulse/", "/simulated/", "init/"))]
+        return [
+            n for n in names if not any(of in n for of in ("/heartbeat/", "/simulated/", "init/"))
+        ]
 
     def time_failure_detector(self) -> float:
         """Return the median seconds of one check for failed ranks, as during the write."""

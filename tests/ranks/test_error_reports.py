@@ -114,7 +114,7 @@ def test_a_rank_in_another_operation_gets_the_cause_of_the_exception_save(first:
 
         def work(rank: int) -> None:
             if rank != first:
-                while "1/what" not in group.store.values:
+                while "1/first_arrival" not in group.store.values:
                     time.sleep(0.001)
             operation, cause = [
                 ("the save of a", ""),

@@ -146,7 +146,7 @@ class Trial:
 
     def before_call(self, rank: int, target: str, operation: str) -> None:
         """Record a call of a rank, delay it if it is late, and raise if it is the failing call."""
-        if self._finished or "pulse/" in operation:
+        if self._finished or "heartbeat/" in operation:
             return
         operation = re.sub(r"\b[0-9a-f]{12,}\b|\d\d\d\d-\d\d.*", "*", operation)
         with self._lock:

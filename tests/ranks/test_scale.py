@@ -49,8 +49,10 @@ class CallCounter:
 
     def _counter(self, rank: int, store: FakeStore) -> Callable[[str, str], None]:
         def count(name: str, key: str) -> None:
-            polls = name == "check" or (name == "compare_set" and not key.endswith("/what"))
-            if not key.startswith("pulse/") and (not polls or key in store.values):
+            polls = name == "check" or (
+                name == "compare_set" and not key.endswith("/first_arrival")
+            )
+            if not key.startswith("heartbeat/") and (not polls or key in store.values):
                 self.counts[rank][name] += not key.endswith("/failed")
 
         return count
@@ -71,7 +73,7 @@ def test_the_calls_of_a_rank_do_not_depend_on_the_number_of_ranks(size: int) -> 
             *usual, last_to_leave = sorted(totals)
             assert max(usual) <= 16, calls.counts
             assert last_to_leave <= 30, calls.counts
-        assert [key for key in group.store.values if not key.startswith("pulse/")] == []
+        assert [key for key in group.store.values if not key.startswith("heartbeat/")] == []
 
 
 def test_rank_0_sends_the_shares_of_all_ranks_in_one_call() -> None:
@@ -168,16 +170,16 @@ def test_put_all_makes_few_calls_of_bounded_size() -> None:
     view = StoreView(store)
     kv = KVClient(view, 0, 2, UNHURRIED)
     calls: list[str] = []
-    view.before = lambda name, key: calls.append(name) if key != "pulse/0" else None
+    view.before = lambda name, key: calls.append(name) if key != "heartbeat/0" else None
     values = {str(i): bytes([i % 250]) * (MAX_VALUE_BYTES * 2 // 5) for i in range(7)}
     values["long"] = b"-" * (2 * MAX_VALUE_BYTES + 1)
     keys = kv.put_all(values)
     # three pairs of values; the seventh value and the three parts of the long one
     assert Counter(calls) == {"multi_set": 3, "set": 4}
-    assert set(keys) == {k for k in store.values if k != "pulse/0"}
+    assert set(keys) == {k for k in store.values if k != "heartbeat/0"}
     assert {key: kv.try_get(key) for key in values} == values
     kv.delete(keys)
-    assert not [k for k in store.values if k != "pulse/0"]
+    assert not [k for k in store.values if k != "heartbeat/0"]
     kv.close()
 
 
@@ -185,16 +187,16 @@ def test_checking_the_heartbeats_of_known_ranks_is_one_call() -> None:
     view, now = StoreView(FakeStore()), [0.0]
     kv = KVClient(view, 0, 200, Timeouts(20.0, 400.0), lambda: now[0])
     for rank in range(1, 200):
-        view.set(f"pulse/{rank}", b"1 0 there")
+        view.set(f"heartbeat/{rank}", b"1 0 there")
     detector = FailureDetector(kv, "it")
     assert detector.failed(range(1, 200)) is None
     calls: list[str] = []
-    view.before = lambda name, key: calls.append(name) if key != "pulse/0" else None
+    view.before = lambda name, key: calls.append(name) if key != "heartbeat/0" else None
     assert detector.failed(range(1, 200)) is None
     assert calls == ["multi_get"]
     now[0] += 100
     for rank in range(1, 198):
-        view.set(f"pulse/{rank}", b"2 0 there")
+        view.set(f"heartbeat/{rank}", b"2 0 there")
     checked_ranks: list[int] = []
     error = detector.failed(range(1, 200), lambda rank: checked_ranks.append(rank) or rank == 198)
     assert error is not None

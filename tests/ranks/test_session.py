@@ -110,7 +110,7 @@ def test_a_job_does_not_read_the_values_of_earlier_starts(clients: Clients, size
             groups, lambda g, word=word, n=n: gather_words(g, word, failing_rank=n % size)
         )
         assert all(isinstance(e, KeyError | RankFailed) for e in failed)
-    heartbeats = [key for key in store.values if "pulse/" in key]
+    heartbeats = [key for key in store.values if "heartbeat/" in key]
     assert len(heartbeats) == 3 * size
 
 
@@ -171,7 +171,7 @@ def test_values_that_no_rank_of_this_start_wrote_are_ignored(clients: Clients) -
         "welcome/1": b"0123456789abcdef fedcba9876543210",
         "welcome/2": b"nonsense",
         "hello/2": b"",
-        "pulse/0": CLOSED_HEARTBEAT,
+        "heartbeat/0": CLOSED_HEARTBEAT,
         "1/failed": b"nonsense",
     }.items():
         store.set(key, value)

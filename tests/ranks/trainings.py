@@ -218,7 +218,7 @@ class TrainingJob:
 
     def leftover_keys(self) -> list[str]:
         """Return the keys that remain in the key-value store, except heartbeats."""
-        return sorted(k for k in self.group.store.values if not k.startswith("pulse/"))
+        return sorted(k for k in self.group.store.values if not k.startswith("heartbeat/"))
 
     def __enter__(self) -> TrainingJob:
         return self

@@ -226,4 +226,4 @@ class World:
 
     def leftover_keys(self) -> list[str]:
         """Return the keys in the store, except heartbeats."""
-        return [key for key in self.store.values if not key.startswith("pulse/")]
+        return [key for key in self.store.values if not key.startswith("heartbeat/")]

@@ -70,7 +70,7 @@ def test_four_threads_that_propose_at_random_perform_the_same_actions() -> None:
         first, *others = group.run(train)
         assert all(other == first for other in others)
         assert len({action for _, action in first}) == 31
-        assert [key for key in group.store.values if not key.startswith("pulse/")] == []
+        assert [key for key in group.store.values if not key.startswith("heartbeat/")] == []
     assert agreement_threads() == []
 
 
@@ -81,7 +81,7 @@ def test_only_one_key_is_polled_while_nothing_is_proposed() -> None:
         seen = threading.Event()
 
         def record(name: str, key: str) -> None:
-            if not key.startswith("pulse/"):
+            if not key.startswith("heartbeat/"):
                 calls.append((name, key))
                 if len(calls) > 20:
                     seen.set()
@@ -98,7 +98,7 @@ def test_a_rank_whose_process_dies_is_named_and_does_not_block_the_others(
 ) -> None:
     with FakeGroup(3, Timeouts(silent=0.4, stuck=5.0)) as group:
         agreements = [Agreement(r, "run", FAST_POLL) for r in group.groups]
-        while any(f"pulse/{r}" not in group.store.values for r in range(3)):
+        while any(f"heartbeat/{r}" not in group.store.values for r in range(3)):
             time.sleep(0.001)
         group.views[2].disconnect()
         began = time.monotonic()
@@ -134,7 +134,7 @@ def test_a_rank_raises_only_if_the_store_stops_responding_after_it_acknowledged(
         word = "set" if when == "after" else "compare_set"
 
         def hang(name: str, key: str) -> None:
-            if name == word and not key.startswith("pulse/"):
+            if name == word and not key.startswith("heartbeat/"):
                 group.views[0].before = lambda name, key: release.wait(20)
                 release.wait(20)
 

@@ -91,7 +91,7 @@ def test_a_value_of_any_length_is_returned_and_deleted_completely(
     assert kv.try_get("k") == value[:length]
     assert kv.try_get("k", delete=True) == value[:length]
     assert kv.try_get("k") is None
-    assert [k for k in kv._store.values if not k.startswith("pulse/")] == []  # type: ignore[attr-defined]
+    assert [k for k in kv._store.values if not k.startswith("heartbeat/")] == []  # type: ignore[attr-defined]
 
 
 def test_small_values_are_set_incremented_and_deleted(kv: KVClient) -> None:
@@ -121,7 +121,7 @@ def test_a_client_sends_heartbeats_and_announces_its_end() -> None:
     clients[0].has_all([])  # by now, the thread has sent another heartbeat
     assert clients[1].heartbeats([0]) == [Heartbeat(2, 1, socket.gethostname())]
     clients[0].close()
-    assert store.values["pulse/0"] == CLOSED_HEARTBEAT
+    assert store.values["heartbeat/0"] == CLOSED_HEARTBEAT
     assert clients[1].heartbeats([0]) == [Heartbeat(-1, 0, "")]
     with pytest.raises(RankFailed, match="the client is closed"):
         clients[0].has_all(["a"])
@@ -221,7 +221,7 @@ def test_a_failure_detector_measures_from_its_first_check() -> None:
     heartbeats = {1: "1 0 there", 2: "1 0 there"}
 
     def set_heartbeat(rank: int, text: str) -> None:
-        store.values[f"pulse/{rank}"] = text.encode()
+        store.values[f"heartbeat/{rank}"] = text.encode()
 
     for rank, text in heartbeats.items():
         set_heartbeat(rank, text)
@@ -243,7 +243,7 @@ def test_a_failure_detector_measures_from_its_first_check() -> None:
     assert "some progress within 50 s" in str(error)
     set_heartbeat(1, "9 1 there")
     assert detector.failed([1]) is None
-    store.values["pulse/1"] = CLOSED_HEARTBEAT
+    store.values["heartbeat/1"] = CLOSED_HEARTBEAT
     error = detector.failed([1])
     assert error is not None
     assert "ended" in str(error)
@@ -262,7 +262,7 @@ def test_a_failure_detector_measures_from_its_first_check() -> None:
 
 
 def leftover_keys(group: FakeGroup) -> list[str]:
-    return [key for key in group.store.values if not key.startswith("pulse/")]
+    return [key for key in group.store.values if not key.startswith("heartbeat/")]
 
 
 def run_all_operations(rank: int, operation: str = "the save") -> tuple[Any, ...]:

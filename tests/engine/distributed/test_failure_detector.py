@@ -42,7 +42,7 @@ class Scenario:
     def send_heartbeat(self, rank: int, progress: float = 0, waits: str = "") -> None:
         """Write a heartbeat of ``rank``."""
         self.store.set(
-            f"pulse/{rank}", f"{int(self.now) + 1} {int(progress)} h {waits}".strip().encode()
+            f"heartbeat/{rank}", f"{int(self.now) + 1} {int(progress)} h {waits}".strip().encode()
         )
 
     def arrive(self, rank: int, number: int = 1, op_number: int = 1) -> None:

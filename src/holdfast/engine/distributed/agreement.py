@@ -35,7 +35,7 @@ from holdfast.engine.distributed.step_gate import NEVER, StepGate
 from holdfast.errors import RankFailed
 from holdfast.events import emit
 
-AGREED, ABORTED, CLOSED = "agreed", "given up", "over"
+AGREED, ABORTED, CLOSED = "agreed", "aborted", "closed"
 """The outcomes of a round. ``CLOSED`` ends all rounds: the training of a rank has ended."""
 
 

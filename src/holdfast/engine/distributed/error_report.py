@@ -49,7 +49,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 _MAX_LENGTH = 4000
 
-COMMIT_BEGUN = "decided"
+COMMIT_BEGUN = "commit begun"
 """Replaces the error report once rank 0 has begun the commit. The first value set is final."""
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 MAX_VALUE_BYTES = 4 * MIB
 """The maximum size of one value in bytes. A TCPStore closes the connection above 8 MiB."""
 
-CLOSED_HEARTBEAT = b"gone"
+CLOSED_HEARTBEAT = b"closed"
 """The last heartbeat of a process that has ended regularly."""
 
 _NO_VALUE = "-"
@@ -254,12 +254,12 @@ class KVClient:
         def read(batch: Sequence[int]) -> None:
             # The keys of seen ranks are never deleted, so ``multi_get`` does not wait.
             seen = [r for r in batch if r in self._ranks_seen]
-            raws = self._store.multi_get([f"pulse/{r}" for r in seen]) if seen else []
+            raws = self._store.multi_get([f"heartbeat/{r}" for r in seen]) if seen else []
             heartbeats.update(
                 (r, _decode_heartbeat(bytes(raw))) for r, raw in zip(seen, raws, strict=True)
             )
             for r in batch:
-                if r not in heartbeats and (raw := self._get_or_none(f"pulse/{r}")) is not None:
+                if r not in heartbeats and (raw := self._get_or_none(f"heartbeat/{r}")) is not None:
                     self._ranks_seen.add(r)
                     heartbeats[r] = _decode_heartbeat(raw)
 
@@ -275,7 +275,7 @@ class KVClient:
             self._host,
             *min(self._waiting_at.copy(), default=()),
         ]
-        self._store.set(f"pulse/{self.rank}", " ".join(map(str, fields)).encode())
+        self._store.set(f"heartbeat/{self.rank}", " ".join(map(str, fields)).encode())
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class KVClient:
                 return
             if request is None:
                 with suppress(Exception):
-                    self._store.set(f"pulse/{self.rank}", CLOSED_HEARTBEAT)
+                    self._store.set(f"heartbeat/{self.rank}", CLOSED_HEARTBEAT)
                 return
             operation, answer = request
             try:

@@ -74,7 +74,7 @@ class SessionKVClient(KVClient):
         """Reply to ranks that request the session, until each has sent a heartbeat in it."""
         for rank, answered_token in list(self._unjoined_ranks.items()):
             token = self._read_text(f"hello/{rank}")
-            if self._store.check([f"pulse/{rank}"]):
+            if self._store.check([f"heartbeat/{rank}"]):
                 del self._unjoined_ranks[rank]
                 self._heartbeat_interval = _POLL_SECONDS
             elif token not in ("", answered_token):

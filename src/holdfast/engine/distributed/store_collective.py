@@ -72,7 +72,9 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def join(self) -> None:
         """Join the operation. Raises ``RankFailed`` if another rank runs a different operation."""
         own_arrival = self.first_arrival
-        stored = self._kv.compare_and_set(f"{self._sequence_number}/what", encode_json(own_arrival))
+        stored = self._kv.compare_and_set(
+            f"{self._sequence_number}/first_arrival", encode_json(own_arrival)
+        )
         self.first_arrival = first = msgspec.json.decode(stored, type=Arrival)
         if first.operation != self.operation:
             self.raise_if_aborted()
@@ -322,7 +324,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             if self._failure is not None or self._read_failure() not in (None, COMMIT_BEGUN):
                 self._delete_leftovers()
             self._kv.delete(
-                [f"{self._sequence_number}/{name}" for name in ("what", "left", "failed")]
+                [f"{self._sequence_number}/{name}" for name in ("first_arrival", "left", "failed")]
             )
 
     def _delete_leftovers(self) -> None:
