@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from holdfast.buffers import Buffer
+from holdfast.buffers import Buffer, BufferPool
 from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.shard_layout import (
     LeafBox,
@@ -35,6 +36,22 @@ class Piece:
     buffer: Buffer | None = None
 
 
+def split_into_pieces(header_length: int, length: int) -> list[Piece]:
+    """Return the whole of a shard of ``length`` bytes as pieces. The header comes first, in its own
+    pieces; data pieces start at multiples of ``BLOCK_SIZE`` from the start of the data."""
+    header_starts = range(0, header_length, BLOCK_SIZE)
+    data_starts = range(header_length, length, BLOCK_SIZE)
+    return [Piece(a, b) for a, b in pairwise([*header_starts, *data_starts, length])]
+
+
+def release_buffers(pieces: Iterable[Piece], pool: BufferPool) -> None:
+    """Return the buffers of all staged pieces to the pool."""
+    for piece in pieces:
+        if piece.buffer is not None:
+            pool.release(piece.buffer)
+            piece.buffer = None
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """A shard to be written: its header, its boxes, and the arrays that supply their bytes.
@@ -53,17 +70,6 @@ class Image:
     @property
     def length(self) -> int:
         return int(self.cuts[-1])
-
-    def pieces(self) -> list[Piece]:
-        """Return the whole file as pieces. The header comes first, in its own pieces; data pieces
-        start at multiples of ``BLOCK_SIZE`` from the start of the data."""
-        data_start = len(self.header)
-        spans = [(a, min(a + BLOCK_SIZE, data_start)) for a in range(0, data_start, BLOCK_SIZE)]
-        spans += [
-            (a, min(a + BLOCK_SIZE, self.length))
-            for a in range(data_start, self.length, BLOCK_SIZE)
-        ]
-        return [Piece(a, b) for a, b in spans]
 
     def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
         """Copy the piece's bytes to the start of the buffer."""

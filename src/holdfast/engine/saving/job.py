@@ -10,10 +10,9 @@ from typing import Any, Self
 from holdfast import machine
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.saving.commit import NO_RESULT, CommitResult
-from holdfast.engine.saving.image import Image, Piece
+from holdfast.engine.saving.image import Image, Piece, release_buffers
 from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.partition import Partition
-from holdfast.engine.saving.staging import release_buffers
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import names, tree

@@ -1,5 +1,5 @@
-"""Write an incremental shard: collect the chunks that the base lacks from the image, and check
-their digests again."""
+"""The bytes of an incremental shard: the chunks of the image that the base lacks, whose digests are
+checked again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.incremental import IncrementalLayout
-from holdfast.engine.snapshot.location import Location
 from holdfast.errors import CommitError
 from holdfast.format.digest import digest, digest_parts
 from holdfast.types import BLOCK_SIZE
@@ -74,56 +73,30 @@ def digest_chunks(
     return digests
 
 
-def write_incremental_shard(
-    location: Location,
-    name: str,
-    layout: IncrementalLayout,
-    pieces: Sequence[Piece],
-    workers: Workers,
-) -> None:
-    """Write the shard.
+class ShardAssembler:
+    """Copies chunks of the image in the order in which the shard holds them.
 
-    Raises ``StoreError``, or ``CommitError`` if the state changed after its digests were computed.
-    If it raises, no shard was created.
+    ``pieces``: the pieces of the image, staged or not; ``url``: where the shard goes, for errors.
     """
-    assembler = _ShardAssembler(location, layout, pieces)
-    header = layout.header
-    size = workers.pool.buffer_size
-    spans = [(a, min(a + size, len(header))) for a in range(0, len(header), size)]
-    data_starts = range(len(header), layout.length, size)
-    spans += [(a, min(a + size, layout.length)) for a in data_starts]
 
-    def write(span: tuple[int, int]) -> None:
-        start, stop = span
-        with workers.buffer() as buffer:
-            if start < len(header):
-                buffer.view[: stop - start] = header[start:stop]
-            else:
-                assembler.fill(start, stop, buffer)
-            upload.write_at(start, buffer.view[: stop - start])
-
-    with location.store.put(location.key(name), layout.length) as upload:
-        workers.each(spans, write)
-        upload.commit()
-        workers.advance()
-
-
-class _ShardAssembler:
-    """Copies chunks of the image in the order in which the shard holds them."""
-
-    def __init__(
-        self, location: Location, layout: IncrementalLayout, pieces: Sequence[Piece]
-    ) -> None:
-        self._url = location.url
+    def __init__(self, url: str, layout: IncrementalLayout, pieces: Sequence[Piece]) -> None:
+        self._url = url
         self._layout = layout
         self._chunks = ImageChunks(layout.image, pieces)
         self._verified = bytearray(len(layout.digests))
         self._spare_buffers: list[Buffer] = []
 
-    def fill(self, start: int, stop: int, buffer: Buffer) -> None:
-        """Copy bytes ``start`` to ``stop`` of the shard to the start of the buffer."""
-        for chunk, first, last, at in self._chunk_spans(start, stop):
-            self._copy_chunk(chunk, first, last, buffer, at - start)
+    def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
+        """Copy the bytes of a piece of the shard to the start of the buffer.
+
+        Raises ``CommitError`` if the state changed after its digests were computed.
+        """
+        start, stop, header = piece.start, piece.stop, self._layout.header
+        if start < len(header):
+            buffer.view[: stop - start] = header[start:stop]
+        else:
+            for chunk, first, last, at in self._chunk_spans(start, stop):
+                self._copy_chunk(chunk, first, last, buffer, at - start)
 
     def _chunk_spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the parts of chunks in bytes ``start`` to ``stop`` of the shard: the number of the

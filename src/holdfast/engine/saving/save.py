@@ -23,13 +23,13 @@ from holdfast.engine.saving.commit import (
     put_manifest,
     raise_if_exists,
 )
-from holdfast.engine.saving.image import make_image
+from holdfast.engine.saving.image import make_image, release_buffers, split_into_pieces
 from holdfast.engine.saving.incremental import pinned_base
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, split_pieces
 from holdfast.engine.saving.partition import partition_state
 from holdfast.engine.saving.pending import Pending
-from holdfast.engine.saving.staging import release_buffers, stage_pieces, synchronize_streams
+from holdfast.engine.saving.staging import stage_pieces, synchronize_streams
 from holdfast.engine.saving.write import write_local_shard
 from holdfast.engine.snapshot.location import Location, Url, locate
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -152,7 +152,7 @@ def begin_save(
             metadata_node,
             partition,
             image,
-            image.pieces(),
+            split_into_pieces(len(image.header), image.length),
             workers,
             started_at,
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from holdfast.buffers import Buffer
 from holdfast.engine.saving.commit import Receipt
-from holdfast.engine.saving.image import Image, Piece
+from holdfast.engine.saving.image import Image, Piece, release_buffers, split_into_pieces
 from holdfast.engine.saving.incremental import (
     BaseVersion,
     IncrementalLayout,
@@ -14,8 +16,7 @@ from holdfast.engine.saving.incremental import (
     make_incremental_layout,
 )
 from holdfast.engine.saving.job import SaveJob
-from holdfast.engine.saving.pack import digest_chunks, write_incremental_shard
-from holdfast.engine.saving.staging import release_buffers
+from holdfast.engine.saving.pack import ShardAssembler, digest_chunks
 from holdfast.engine.snapshot.location import Location
 from holdfast.format import names
 from holdfast.format.digest import digest
@@ -49,20 +50,22 @@ def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
         shard = IncrementalShard(shard_name, image.length, index, [])
         return Receipt(rank, shard, data_bytes)
     release_buffers(layout.unneeded_pieces(pieces), workers.pool)
-    write_incremental_shard(location, shard_name, layout, pieces, workers)
+    _write_pieces(
+        location,
+        shard_name,
+        split_into_pieces(len(layout.header), layout.length),
+        ShardAssembler(location.url, layout, pieces).copy_piece,
+        workers,
+    )
     index = write_index(location, index_name, shard_name, layout.image, layout.digests, layout)
     shard = IncrementalShard(shard_name, layout.length, index, layout.refers)
     return Receipt(rank, shard, data_bytes)
 
 
 def write_shard(
-    location: Location,
-    name: str,
-    image: Image,
-    pieces: list[Piece],
-    workers: Workers,
+    location: Location, name: str, image: Image, pieces: Sequence[Piece], workers: Workers
 ) -> list[str]:
-    """Write all pieces, staged or not. Return the digest of every chunk once the shard is durable.
+    """Write all pieces of a full shard. Return the digest of every chunk once the shard is durable.
 
     Raises ``StoreError``; then no shard was created, and the pieces that were not yet written keep
     their buffers.
@@ -70,30 +73,46 @@ def write_shard(
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
 
+    def digest_chunks_in(piece: Piece, view: memoryview) -> None:
+        if piece.start >= cuts[0]:
+            # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
+            first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
+            for c in range(first, last + 1):
+                digests[c] = digest(view[cuts[c - 1] - piece.start : cuts[c] - piece.start])
+
+    _write_pieces(location, name, pieces, image.copy_piece, workers, digest_chunks_in)
+    return digests
+
+
+def _write_pieces(
+    location: Location,
+    name: str,
+    pieces: Sequence[Piece],
+    copy_piece: Callable[[Piece, Buffer], None],
+    workers: Workers,
+    on_copied: Callable[[Piece, memoryview], None] | None = None,
+) -> None:
+    """Write a file from its pieces, in several threads. ``copy_piece`` supplies the bytes of a
+    piece that is not staged; ``on_copied`` receives the bytes of each piece before they are
+    written."""
+
     def write(piece: Piece) -> None:
-        buffer, piece.buffer = piece.buffer, None
-        staged = buffer is not None
-        if buffer is None:
-            buffer = workers.pool.acquire()
+        staged, piece.buffer = piece.buffer, None
+        buffer = workers.pool.acquire() if staged is None else staged
         try:
-            if not staged:
-                image.copy_piece(piece, buffer)
+            if staged is None:
+                copy_piece(piece, buffer)
             view = buffer.view[: piece.stop - piece.start]
-            if piece.start >= cuts[0]:
-                # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
-                first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
-                for c in range(first, last + 1):
-                    a, b = cuts[c - 1] - piece.start, cuts[c] - piece.start
-                    digests[c] = digest(view[a:b])
+            if on_copied is not None:
+                on_copied(piece, view)
             upload.write_at(piece.start, view)
         finally:
             workers.pool.release(buffer)
 
-    with location.store.put(location.key(name), image.length) as upload:
+    with location.store.put(location.key(name), pieces[-1].stop) as upload:
         workers.each(pieces, write)
         upload.commit()
         workers.advance()
-    return digests
 
 
 def write_index(
