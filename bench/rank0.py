@@ -213,9 +213,13 @@ class _Rank0:
 
     def commit(self, partition: Any, collective: Any, write: bool) -> dict[str, float]:
         from bench import simulated_ranks
-        from holdfast.engine.saving.commit import check_receipts, commit_collectively, put_manifest
+        from holdfast.engine.saving.commit import (
+            check_receipts,
+            commit_collectively,
+            pinned_base,
+            put_manifest,
+        )
         from holdfast.engine.saving.image import Image
-        from holdfast.engine.saving.incremental import pinned_base
         from holdfast.engine.saving.job import SaveJob, VersionMetadata
         from holdfast.workers import Workers
 

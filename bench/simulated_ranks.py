@@ -239,8 +239,7 @@ def _commit(
     orders: Any,
     number: int,
 ) -> None:
-    from holdfast.engine.saving.commit import CommitResult, Receipt
-    from holdfast.engine.saving.incremental import pinned_base
+    from holdfast.engine.saving.commit import CommitResult, Receipt, pinned_base
     from holdfast.engine.saving.partition import make_leaf_box
     from holdfast.engine.snapshot.location import locate
 

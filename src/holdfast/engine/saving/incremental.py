@@ -7,12 +7,10 @@ reference names the file that holds the bytes; references never form chains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,11 +19,10 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning import shard_layout
 from holdfast.engine.planning.shard_layout import partial_shard_entries
 from holdfast.engine.saving.image import Image, Piece
-from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import read_index
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import CommitError, FormatError, ManifestInvalid, NotFound
+from holdfast.errors import FormatError, ManifestInvalid, NotFound
 from holdfast.format import names
 from holdfast.format.chunk_refs import ChunkRefs, expand_runs
 from holdfast.format.index import ShardIndex
@@ -46,12 +43,11 @@ Hashes = NDArray[np.uint64]
 class BaseVersion:
     """The part of an earlier version that one rank may refer to.
 
-    ``folder``: the version's folder name; ``chain``: the number of versions from it back to a full
-    one; ``shards``: some or all of its shards, with their ``indexes``.
+    ``folder``: the version's folder name; ``shards``: some or all of its shards, with their
+    ``indexes``.
     """
 
     folder: str
-    chain: int
     shards: Sequence[Shard]
     indexes: Sequence[ShardIndex]
 
@@ -62,103 +58,21 @@ class BaseVersion:
         With an unchanged layout, no other shard can hold the rank's chunks. After a change of
         layout, one save writes everything in full.
         """
-        manifest = snapshot.manifest
-        prefix = names.shard_name(collective.rank, collective.size, "")[: -len(".safetensors")]
-        shards = [s for s in manifest.shards if collective.size == 1 or s.name.startswith(prefix)]
-        indexes: Sequence[ShardIndex] = []
+        shards, indexes = snapshot.manifest.shards, list[ShardIndex]()
         try:
             if collective.size == 1:
                 indexes = snapshot.indexes()
             else:
+                own = names.shard_name(collective.rank, collective.size, "")
+                shards = [s for s in shards if s.name.startswith(own.removesuffix(".safetensors"))]
                 indexes = [read_index(snapshot.location, s) for s in shards]
         except (FormatError, NotFound) as e:
             events.emit("skipped", version=str(snapshot.version), error=e)
             shards = []
-        return cls(snapshot.location.folder.rpartition("/")[2], manifest.chain, shards, indexes)
+        return cls(snapshot.location.folder.rpartition("/")[2], shards, indexes)
 
 
-class BasePin(msgspec.Struct, frozen=True):
-    """Rank 0's message to the other ranks before any rank writes.
-
-    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created.
-    """
-
-    usable: bool
-    key: str
-
-
-@contextmanager
-def pinned_base(
-    location: Location, attempt: str, base: Snapshot | None, collective: Collective
-) -> Iterator[BaseVersion | None]:
-    """Pin the attempt and ``base``, with every version that ``base`` refers to, for the duration of
-    the ``with`` block. Yield ``base`` as the store of ``location`` shows it now.
-
-    Rank 0 creates the pins before any rank writes, and the other ranks check that they see one.
-    Raises ``CommitError`` on a rank that does not: that rank writes to a different location.
-
-    Yields None, which makes the save a full one, if ``base`` is not a version of the same run, was
-    deleted, or is damaged, as far as its manifest, its indexes, and the lengths of its files show.
-    """
-    snapshot = None if base is None or collective.rank else _as_sibling(location, base)
-    base_pin = None
-    with ExitStack() as pins_to_remove:
-        if collective.rank == 0:
-            # each pin also names the attempt
-            versions = [None] if snapshot is None else sorted({snapshot.version, *snapshot.bases})
-            keys = []
-            for version in versions:
-                keys.append(pins.create_pin(location, attempt, version))
-                pins_to_remove.callback(pins.remove_pin, location, keys[-1])
-            if snapshot is not None:
-                try:
-                    pins.require_manifest(snapshot.location)
-                    snapshot.check_files()
-                except (FormatError, NotFound) as e:
-                    events.emit("skipped", version=str(snapshot.version), error=e)
-                    snapshot = None
-            base_pin = BasePin(snapshot is not None, keys[0])
-        base_pin = collective.broadcast(base_pin, BasePin)
-        if collective.rank:
-            _check_visible(location, base_pin.key, collective)
-            if base_pin.usable and base is not None:
-                snapshot = _as_sibling(location, base)  # only after rank 0 has found it there
-        try:
-            yield (
-                BaseVersion.from_snapshot(snapshot, collective)
-                if base_pin.usable and snapshot is not None
-                else None
-            )
-        except BaseException as e:
-            # Abort before the pins are removed, so that a rank that misses them learns why.
-            if not collective.abort(e):
-                # The version may still be committed, or no other rank could be notified. The pins
-                # protect the base until this process ends.
-                pins_to_remove.pop_all()
-            raise
-
-
-def _check_visible(location: Location, key: str, collective: Collective) -> None:
-    """Check that this rank sees a file that rank 0 wrote, before this rank writes anything. Raises
-    ``CommitError``."""
-    rank = collective.rank
-    try:
-        location.store.stat(key)
-    except NotFound as e:
-        collective.raise_if_aborted()
-        raise CommitError(
-            f"Nothing was committed to {location.url}: rank {rank} cannot see the files that rank 0"
-            " writes there",
-            expected=f"{key}, which rank 0 wrote",
-            found="no such file; this is a different folder, possibly on another disk",
-            todo="Use one location that all ranks can reach, such as a shared file system, under"
-            " the same address on every rank",
-            rank=rank,
-            file=key,
-        ) from e
-
-
-def _as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
+def as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
     """Return the base as a snapshot in the store of ``location``, or None if the base is not
     another version of the same run."""
     base_run, _, base_folder = base.location.folder.rpartition("/")
@@ -167,9 +81,8 @@ def _as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
         _ = base.version
     except ManifestInvalid:
         return None
-    if not folder or base_run != run or base_folder == folder:
-        return None
-    if base.location.store.url != location.store.url:
+    is_other_version = folder and base_run == run and base_folder != folder
+    if not is_other_version or base.location.store.url != location.store.url:
         return None
     if base.location.store is location.store:
         return base

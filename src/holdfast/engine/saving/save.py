@@ -20,11 +20,11 @@ from holdfast.engine.saving.commit import (
     Receipt,
     check_receipts,
     commit_collectively,
+    pinned_base,
     put_manifest,
     raise_if_exists,
 )
 from holdfast.engine.saving.image import make_image, release_buffers, split_into_pieces
-from holdfast.engine.saving.incremental import pinned_base
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, split_pieces
 from holdfast.engine.saving.partition import partition_state
@@ -141,7 +141,9 @@ def begin_save(
         metadata_node = metadata.to_node()
         with gc_paused():
             flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
-            synchronize_streams([leaf.source for leaf in flat.leaves])
+            sources = [leaf.source for leaf in flat.leaves]
+            if any(getattr(source, "is_cuda", False) for source in sources):
+                synchronize_streams(sources)
             partition = partition_state(collective, group, flat, workers)
             image = make_image(partition.leaves, partition.leaf_boxes)
         job = SaveJob(
@@ -191,7 +193,9 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
 
             def commit(receipts: list[Receipt]) -> Snapshot:
                 shards = check_receipts(location, receipts, collective.size, job.partition.plan)
-                manifest = job.build_manifest(shards, 1 if base is None else base.chain + 1)
+                manifest = job.build_manifest(
+                    shards, 1 if base is None else base.manifest.chain + 1
+                )
                 fence()
                 collective.begin_commit()  # raises if another rank failed before
                 return put_manifest(location, manifest, job.partition.plan)

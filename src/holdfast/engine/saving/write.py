@@ -18,6 +18,7 @@ from holdfast.engine.saving.incremental import (
 from holdfast.engine.saving.job import SaveJob
 from holdfast.engine.saving.pack import ShardAssembler, digest_chunks
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import IncrementalIndex, Index, encode_index
@@ -26,7 +27,7 @@ from holdfast.format.manifest import FileEntry, IncrementalShard
 from holdfast.workers import Workers
 
 
-def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
+def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
     """Write this rank's shard and index, and return the receipt.
 
     The shard is full, or holds only the chunks that ``base`` lacks. A rank other than rank 0 that
@@ -40,10 +41,11 @@ def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
     index_name = names.index_name(rank, collective.size, job.attempt)
     data_bytes = image.length - len(image.header)
     layout = None
-    if base is not None and base.shards:
-        aligned = align_chunks(image, base)
+    held = None if base is None else BaseVersion.from_snapshot(base, collective)
+    if held is not None and held.shards:
+        aligned = align_chunks(image, held)
         digests = digest_chunks(aligned, pieces, workers)
-        layout = make_incremental_layout(base, aligned, digests)
+        layout = make_incremental_layout(held, aligned, digests)
     if layout is None:
         digests = write_shard(location, shard_name, image, pieces, workers)
         index = write_index(location, index_name, shard_name, image, digests)
