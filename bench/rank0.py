@@ -243,7 +243,7 @@ class _Rank0:
                 0,
                 self.ranks,
                 partition.attempt,
-                partition.leaves,
+                partition.sources,
                 partition.leaf_boxes,
             )
         with pinned_base(self.location, partition.attempt, None, collective):

@@ -20,7 +20,6 @@ from holdfast.engine.planning.shard_layout import (
     file_order,
     full_shard_entries,
 )
-from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.format.safetensors import build_header
 from holdfast.ragged import Ints
 from holdfast.types import BLOCK_SIZE
@@ -92,10 +91,14 @@ class Image:
                 copy_bytes(source, a - box_start, b - box_start, buffer, a + shift)
 
 
-def make_image(leaves: Sequence[LocalLeaf], leaf_boxes: Sequence[LeafBox]) -> Image:
-    """Return the image of a shard with these boxes. Box ``i`` is the whole of the source of
-    ``leaves[i]``."""
-    order = file_order(leaf_boxes)
+def make_image(
+    sources: Sequence[Any], leaf_boxes: Sequence[LeafBox], order: Sequence[int] | None = None
+) -> Image:
+    """Return the image of a shard with these boxes. Box ``i`` is the whole of ``sources[i]``.
+
+    ``order``: the order of the boxes in the file, as indices.
+    """
+    order = file_order(leaf_boxes) if order is None else order
     ordered = [leaf_boxes[i] for i in order]
     lengths = np.array([h.nbytes for h in ordered], dtype=np.int64)
     ends = np.cumsum(lengths)
@@ -104,7 +107,7 @@ def make_image(leaves: Sequence[LocalLeaf], leaf_boxes: Sequence[LeafBox]) -> Im
     return Image(
         header,
         ordered,
-        [leaves[i].source for i in order],
+        [sources[i] for i in order],
         (starts + len(header)).tolist(),
         (ends + len(header)).tolist(),
         chunk_cuts(len(header), lengths),
@@ -114,16 +117,20 @@ def make_image(leaves: Sequence[LocalLeaf], leaf_boxes: Sequence[LeafBox]) -> Im
 def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
     """Copy bytes ``start`` to ``stop`` of the source, in row-major order, into the buffer at
     ``buffer_offset``."""
-    if isinstance(source, np.ndarray):
-        if source.flags.c_contiguous:
-            address = source.__array_interface__["data"][0]
-            ctypes.memmove(buffer.address + buffer_offset, address + start, stop - start)
-        else:
-            _copy_strided_array(source, start, stop, buffer.view[buffer_offset:])
-    elif source.is_cpu and source.is_contiguous():
-        ctypes.memmove(buffer.address + buffer_offset, source.data_ptr() + start, stop - start)
+    if address := contiguous_address(source):
+        ctypes.memmove(buffer.address + buffer_offset, address + start, stop - start)
+    elif isinstance(source, np.ndarray):
+        _copy_strided_array(source, start, stop, buffer.view[buffer_offset:])
     else:
         _copy_strided_tensor(source, start, stop, buffer.view[buffer_offset:])
+
+
+def contiguous_address(source: Any) -> int:
+    """Return the address of the elements of an array or tensor, or 0 if they are not contiguous in
+    host memory."""
+    if isinstance(source, np.ndarray):
+        return int(source.__array_interface__["data"][0]) if source.flags.c_contiguous else 0
+    return int(source.data_ptr()) if source.is_cpu and source.is_contiguous() else 0
 
 
 def _copy_strided_array(

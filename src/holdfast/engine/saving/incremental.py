@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from holdfast import events
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning import shard_layout
-from holdfast.engine.planning.shard_layout import partial_shard_entries
+from holdfast.engine.planning.shard_layout import ImageSpan, partial_shard_entries
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.snapshot.index_files import read_index
 from holdfast.engine.snapshot.location import Location
@@ -95,18 +95,15 @@ class IncrementalLayout:
 
     ``image``: the image, with the cuts that the digests apply to; ``header``: the shard's header;
     ``digests``: the digest of each chunk; ``written``: for each chunk, True if the shard holds it;
-    ``starts`` and ``stops`` (offsets in the image) and ``shard_offsets`` (in the shard): the spans
-    that the shard holds, in the shard's order; ``length``: the shard's length in bytes; ``runs``
-    and ``refers``: the corresponding fields of the index and the manifest.
+    ``spans``: the spans that the shard holds, in the shard's order; ``length``: the shard's length
+    in bytes; ``runs`` and ``refers``: the corresponding fields of the index and the manifest.
     """
 
     image: Image
     header: bytes
     digests: list[str]
     written: NDArray[np.bool_]
-    starts: list[int]
-    stops: list[int]
-    shard_offsets: list[int]
+    spans: list[ImageSpan]
     length: int
     runs: list[tuple[int, int, int]]
     refers: list[ShardReference]
@@ -153,16 +150,17 @@ def align_chunks(image: Image, base: BaseVersion) -> Image:
         base_box = base_boxes.get((leaf_box.key, leaf_box.dtype, leaf_box.box.offsets))
         if base_box is not None:
             cuts, at, nbytes = base_box
-            aligned_cuts.append(_cuts_between(cuts, at, at + min(nbytes, end - start)) - at + start)
-            inside = slice(*np.searchsorted(image.cuts, [start + 1, end]).tolist())
-            keep[inside] = False
+            inside = _cuts_between(cuts, at, at + min(nbytes, end - start))
+            aligned_cuts.append(cuts[inside] - at + start)
+            keep[_cuts_between(image.cuts, start, end)] = False
     cuts = np.unique(np.concatenate([image.cuts[keep], *aligned_cuts]))
     # a leaf may have grown, or the writer of the base may use longer chunks
     return replace(image, cuts=shard_layout.split_long_chunks(cuts))
 
 
-def _cuts_between(cuts: Ints, low: int, high: int) -> Ints:
-    return cuts[np.searchsorted(cuts, low, "right") : np.searchsorted(cuts, high)]
+def _cuts_between(cuts: Ints, low: int, high: int) -> slice:
+    """Return where in ``cuts`` those strictly between two offsets are."""
+    return slice(*np.searchsorted(cuts, [low + 1, high]).tolist())
 
 
 @gc_paused()
@@ -171,12 +169,10 @@ def make_incremental_layout(
 ) -> IncrementalLayout | None:
     """Return the chunks to write and the chunks to refer to, or None if the base holds less than
     ``MIN_BASE_FRACTION`` of the image's data."""
-    cuts = image.cuts
-    lengths = np.diff(cuts, prepend=0)
+    cuts, lengths = image.cuts, np.diff(image.cuts, prepend=0)
     matches = _find_in_base(base, image, digests)
     written = np.array([match is None for match in matches])
-    data_bytes = int(cuts[-1] - cuts[0])
-    if int(lengths[~written].sum()) < max(1, MIN_BASE_FRACTION * data_bytes):
+    if int(lengths[~written].sum()) < max(1, MIN_BASE_FRACTION * int(cuts[-1] - cuts[0])):
         return None
     # for each chunk, the file that holds it (0: this shard) and its offset there
     files: dict[tuple[str, int], int] = {}
@@ -188,10 +184,9 @@ def make_incremental_layout(
             number = files.setdefault(match[:2], len(files) + 1)
             chunk_files[c], chunk_offsets[c] = number, match[2]
             used_bytes[number] = used_bytes.get(number, 0) + int(lengths[c])
-    starts, stops, offsets = _written_spans(written, cuts)
-    spans = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True)
+    spans = _written_spans(written, cuts)
     header = build_header(partial_shard_entries(image.leaf_boxes, image.box_starts, spans))
-    for start, stop, offset in zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True):
+    for start, stop, offset in spans:
         first, last = np.searchsorted(cuts, [start, stop])
         chunk_offsets[first + 1 : last + 1] = cuts[first:last] - start + offset + len(header)
     refs = ChunkRefs(chunk_files, chunk_offsets)
@@ -202,10 +197,8 @@ def make_incremental_layout(
         header,
         digests,
         written,
-        starts.tolist(),
-        stops.tolist(),
-        (offsets + len(header)).tolist(),
-        len(header) + int((stops - starts).sum()),
+        spans,
+        len(header) + sum(stop - start for start, stop, _ in spans),
         list(
             zip(firsts, chunk_files[firsts].tolist(), chunk_offsets[firsts].tolist(), strict=True)
         ),
@@ -226,15 +219,14 @@ def _invalid_index_error(expected: str, found: object) -> ManifestInvalid:
     )
 
 
-def _written_spans(written: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the spans of consecutive written chunks: their starts and stops in the image, and
-    their offsets in the shard's data. Spans of whole pages come first, so that direct I/O covers as
-    many bytes as possible."""
+def _written_spans(written: NDArray[np.bool_], cuts: Ints) -> list[ImageSpan]:
+    """Return the spans of consecutive written chunks. Spans of whole pages come first, so that
+    direct I/O covers as many bytes as possible."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], written[1:], [False]]).astype(np.int8)))
     starts, stops = cuts[edges[::2]], cuts[edges[1::2]]
     order = np.argsort((stops - starts) % ALIGNMENT != 0, kind="stable")
-    starts, stops = starts[order], stops[order]
-    return starts, stops, exclusive_cumsum(stops - starts)
+    table = starts[order], stops[order], exclusive_cumsum((stops - starts)[order])
+    return [(a, b, offset) for a, b, offset in np.stack(table, axis=1).tolist()]
 
 
 def _find_in_base(
@@ -249,14 +241,11 @@ def _find_in_base(
             for f in index.leaves
             for b in f.boxes
         ]
-        lengths = {r.path: r.length for r in shard.refers}
+        files = {r.path: (r.path, r.length) for r in shard.refers}
+        files[shard.name] = names.reference_path(base.folder, shard.name), shard.length
         for c, layout_hash in enumerate(_chunk_layout_hashes(rows, index.cuts), 1):
             path, at = index.locate_chunk(c)
-            if path == shard.name:
-                source = names.reference_path(base.folder, path), shard.length, at
-            else:
-                source = path, lengths[path], at
-            base_chunks[layout_hash, index.chunk_digest(c)] = source
+            base_chunks[layout_hash, index.chunk_digest(c)] = (*files[path], at)
     rows = [
         (hash((h.key, h.dtype, h.box.offsets)), start, end - start)
         for h, start, end in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from holdfast import machine
 from holdfast.engine.distributed.collective import Collective
@@ -46,7 +47,7 @@ class VersionMetadata:
 
 
 @dataclass(slots=True)
-class SaveJob:
+class SaveJob(AbstractContextManager["SaveJob"]):
     """A save between its two halves: staged, or ready to be staged piece by piece. A ``with`` block
     releases what it holds.
 
@@ -72,9 +73,6 @@ class SaveJob:
     @property
     def attempt(self) -> str:
         return self.partition.attempt
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Release the buffers and the references to the live state, and leave the collective."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from threading import Event, local
 from typing import Any
 
@@ -107,11 +107,10 @@ def pin_memory(buffer: Buffer) -> None:
     """Page-lock a buffer's memory for copies from CUDA devices, for the lifetime of the buffer. If
     the driver refuses, the memory stays pageable: copies are then slower, but correct."""
     torch = torch_or_none()
-    if torch is None or not torch.cuda.is_available():
-        return
-    runtime: Any = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(buffer.address, buffer.size, 0)) == 0:
-        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.address)
+    if torch is not None and torch.cuda.is_available():
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(buffer.address, buffer.size, 0)) == 0:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.address)
 
 
 class _ThreadStreams:
@@ -123,11 +122,8 @@ class _ThreadStreams:
         self._devices = devices
         self._thread_local = local()
 
-    def __call__(self) -> AbstractContextManager[None]:
-        return self._enter_streams() if self._devices else nullcontext()
-
     @contextmanager
-    def _enter_streams(self) -> Iterator[None]:
+    def __call__(self) -> Iterator[None]:
         torch: Any = torch_or_none()
         streams = getattr(self._thread_local, "streams", None)
         if streams is None:

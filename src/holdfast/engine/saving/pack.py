@@ -6,6 +6,9 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
+
+import numpy as np
 
 from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece
@@ -73,15 +76,18 @@ def digest_chunks(
     return digests
 
 
-class ShardAssembler:
-    """Copies chunks of the image in the order in which the shard holds them.
+class PackedImage:
+    """An incremental shard to be written: chunks of the complete image, in the order in which the
+    shard holds them. Their digests are known, so the end of the header is the only cut.
 
-    ``pieces``: the pieces of the image, staged or not; ``url``: where the shard goes, for errors.
+    ``pieces``: the pieces of the complete image, staged or not; ``url``: the save, for errors.
     """
 
     def __init__(self, url: str, layout: IncrementalLayout, pieces: Sequence[Piece]) -> None:
         self._url = url
         self._layout = layout
+        self.header = layout.header
+        self.cuts = np.array([len(layout.header)])
         self._chunks = ImageChunks(layout.image, pieces)
         self._verified = bytearray(len(layout.digests))
         self._spare_buffers: list[Buffer] = []
@@ -91,9 +97,9 @@ class ShardAssembler:
 
         Raises ``CommitError`` if the state changed after its digests were computed.
         """
-        start, stop, header = piece.start, piece.stop, self._layout.header
-        if start < len(header):
-            buffer.view[: stop - start] = header[start:stop]
+        start, stop = piece.start, piece.stop
+        if start < len(self.header):
+            buffer.view[: stop - start] = self.header[start:stop]
         else:
             for chunk, first, last, at in self._chunk_spans(start, stop):
                 self._copy_chunk(chunk, first, last, buffer, at - start)
@@ -101,10 +107,12 @@ class ShardAssembler:
     def _chunk_spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the parts of chunks in bytes ``start`` to ``stop`` of the shard: the number of the
         chunk, the first byte and the end in the chunk, and the offset in the shard."""
-        layout, cuts = self._layout, self._chunks.cuts
-        for i in range(bisect_right(layout.shard_offsets, start) - 1, len(layout.shard_offsets)):
-            shift = layout.shard_offsets[i] - layout.starts[i]
-            a, b = max(start - shift, layout.starts[i]), min(stop - shift, layout.stops[i])
+        spans, cuts = self._layout.spans, self._chunks.cuts
+        first_span = bisect_right(spans, start - len(self.header), key=itemgetter(2)) - 1
+        for i in range(first_span, len(spans)):
+            span_start, span_stop, data_offset = spans[i]
+            shift = len(self.header) + data_offset - span_start
+            a, b = max(start - shift, span_start), min(stop - shift, span_stop)
             if a >= b:
                 break
             for c in range(bisect_right(cuts, a), bisect_left(cuts, b) + 1):

@@ -96,7 +96,7 @@ def save_async(
 
 
 def finish_in_background(
-    job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], None] | None = None
+    job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], object] = bool
 ) -> Pending:
     """Run the second half of a staged save on a background thread. Raises ``CommitError`` if no
     thread can be started."""
@@ -145,7 +145,7 @@ def begin_save(
             if any(getattr(source, "is_cuda", False) for source in sources):
                 synchronize_streams(sources)
             partition = partition_state(collective, group, flat, workers)
-            image = make_image(partition.leaves, partition.leaf_boxes)
+            image = make_image(partition.sources, partition.leaf_boxes)
         job = SaveJob(
             location,
             metadata,
@@ -166,8 +166,12 @@ def begin_save(
                 stage_pieces(image, now, workers)
                 job.deferred = DeferredStaging(image, later)
             job.staged_at = time.perf_counter()
-            seconds = job.staged_at - started_at
-            events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
+            events.emit(
+                "staged",
+                url=location.url,
+                bytes=image.length,
+                seconds=job.staged_at - started_at,
+            )
         except BaseException as e:
             release_buffers(job.pieces, pool)
             if collective.size == 1 or not stage_now or not isinstance(e, Exception):
@@ -211,8 +215,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
 def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
     """Stage the deferred pieces. Raises ``CommitError`` if the training changed their leaves
     meanwhile."""
-    changed = deferred.stage(job.workers)
-    if changed:
+    if changed := deferred.stage(job.workers):
         raise CommitError(
             f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"
             " during the copy in the background",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
-from holdfast.buffers import Buffer
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.image import Image, Piece, release_buffers, split_into_pieces
 from holdfast.engine.saving.incremental import (
@@ -16,7 +15,7 @@ from holdfast.engine.saving.incremental import (
     make_incremental_layout,
 )
 from holdfast.engine.saving.job import SaveJob
-from holdfast.engine.saving.pack import ShardAssembler, digest_chunks
+from holdfast.engine.saving.pack import PackedImage, digest_chunks
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import names
@@ -52,62 +51,43 @@ def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
         shard = IncrementalShard(shard_name, image.length, index, [])
         return Receipt(rank, shard, data_bytes)
     release_buffers(layout.unneeded_pieces(pieces), workers.pool)
-    _write_pieces(
-        location,
-        shard_name,
-        split_into_pieces(len(layout.header), layout.length),
-        ShardAssembler(location.url, layout, pieces).copy_piece,
-        workers,
-    )
-    index = write_index(location, index_name, shard_name, layout.image, layout.digests, layout)
+    packed = PackedImage(location.url, layout, pieces)
+    packed_pieces = split_into_pieces(len(layout.header), layout.length)
+    digests = write_shard(location, shard_name, packed, packed_pieces, workers) + layout.digests[1:]
+    index = write_index(location, index_name, shard_name, layout.image, digests, layout)
     shard = IncrementalShard(shard_name, layout.length, index, layout.refers)
     return Receipt(rank, shard, data_bytes)
 
 
 def write_shard(
-    location: Location, name: str, image: Image, pieces: Sequence[Piece], workers: Workers
+    location: Location,
+    name: str,
+    image: Image | PackedImage,
+    pieces: Sequence[Piece],
+    workers: Workers,
 ) -> list[str]:
-    """Write all pieces of a full shard. Return the digest of every chunk once the shard is durable.
+    """Write all pieces, staged or not, in several threads. Return the digest of every chunk of the
+    image once the shard is durable.
 
-    Raises ``StoreError``; then no shard was created, and the pieces that were not yet written keep
-    their buffers.
+    Raises ``StoreError``, or what ``copy_piece`` raises; then no shard was created, and the pieces
+    that were not yet written keep their buffers.
     """
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
 
-    def digest_chunks_in(piece: Piece, view: memoryview) -> None:
-        if piece.start >= cuts[0]:
-            # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
-            first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
-            for c in range(first, last + 1):
-                digests[c] = digest(view[cuts[c - 1] - piece.start : cuts[c] - piece.start])
-
-    _write_pieces(location, name, pieces, image.copy_piece, workers, digest_chunks_in)
-    return digests
-
-
-def _write_pieces(
-    location: Location,
-    name: str,
-    pieces: Sequence[Piece],
-    copy_piece: Callable[[Piece, Buffer], None],
-    workers: Workers,
-    on_copied: Callable[[Piece, memoryview], None] | None = None,
-) -> None:
-    """Write a file from its pieces, in several threads. ``copy_piece`` supplies the bytes of a
-    piece that is not staged; ``on_copied`` receives the bytes of each piece before they are
-    written."""
-
     def write(piece: Piece) -> None:
+        start, stop = piece.start, piece.stop
         staged, piece.buffer = piece.buffer, None
         buffer = workers.pool.acquire() if staged is None else staged
         try:
             if staged is None:
-                copy_piece(piece, buffer)
-            view = buffer.view[: piece.stop - piece.start]
-            if on_copied is not None:
-                on_copied(piece, view)
-            upload.write_at(piece.start, view)
+                image.copy_piece(piece, buffer)
+            view = buffer.view[: stop - start]
+            if start >= cuts[0]:
+                # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
+                for c in range(bisect_right(cuts, start), bisect_right(cuts, stop)):
+                    digests[c] = digest(view[cuts[c - 1] - start : cuts[c] - start])
+            upload.write_at(start, view)
         finally:
             workers.pool.release(buffer)
 
@@ -115,6 +95,7 @@ def _write_pieces(
         workers.each(pieces, write)
         upload.commit()
         workers.advance()
+    return digests
 
 
 def write_index(
@@ -141,18 +122,13 @@ def write_index(
         "header": len(header),
         "leaves": list(leaves.values()),
         "cuts": (image.cuts + shift).tolist(),
+        "digests": digests,
     }
-    index: Index
     if layout is None:
-        index = Index(format=1, length=image.length, digests=digests, **fields)
+        raw = encode_index(Index(format=1, length=image.length, **fields))
     else:
-        index = IncrementalIndex(
-            format=2,
-            length=layout.length,
-            digests=[digest(header), *digests[1:]],
-            runs=layout.runs,
-            **fields,
+        raw = encode_index(
+            IncrementalIndex(format=2, length=layout.length, runs=layout.runs, **fields)
         )
-    raw = encode_index(index)
     location.store.put_if_absent(location.key(name), raw)
     return FileEntry(name, len(raw), digest(raw))

@@ -266,7 +266,8 @@ def _write_rank_shard(
             MetadataIndex(""), 0, _PinnedReceipt(Receipt(save_rank.rank, None), None)
         )
     location = save.location
-    image = make_image(leaves, [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves])
+    boxes = [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves]
+    image = make_image([x.source for x in leaves], boxes)
     synchronize_streams(image.sources)
     shard = names.shard_name(save_rank.rank, save_rank.world_size, save.attempt)
     pin_key = save.pin_files()
