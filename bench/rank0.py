@@ -223,7 +223,7 @@ class _Rank0:
         from holdfast.engine.saving.job import SaveJob, VersionMetadata
         from holdfast.workers import Workers
 
-        none = Image(b"", [], [], [], [], np.zeros(1, np.int64))
+        none = Image(b"", [], [], [], [], np.zeros(1, np.int64), 0)
         about = VersionMetadata().to_node()
         draft = SaveJob(
             self.location,

@@ -27,7 +27,6 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.format.manifest import (
-    FileEntry,
     IncrementalShard,
     Manifest,
     Shard,
@@ -163,34 +162,31 @@ def check_receipts(
             )
     rank_shards = [(r.rank, r.shard) for r in receipts if r.shard is not None]
     for path, length in sorted({(f.path, f.length) for _, s in rank_shards for f in s.refers}):
-        key = file_key(location, path)
-        _require_length(
-            location,
-            key,
-            length,
-            f"{path}, which this version refers to,",
-            todo="Save again, and find out what deletes versions that a running save has pinned",
-            file=key,
-        )
-
-    def check_file(rank_file: tuple[int, Shard | FileEntry]) -> None:
-        rank, file = rank_file
-        _require_length(
-            location,
+        key, what = file_key(location, path), f"{path}, which this version refers to,"
+        todo = "Save again, and find out what deletes versions that a running save has pinned"
+        _require_length(location, key, length, what, {"todo": todo, "file": key})
+    todo = "Check that all ranks write to the same folder"
+    files = [
+        (
             location.key(file.name),
             file.length,
             f"{file.name} of rank {rank}",
-            todo="Check that all ranks write to the same folder",
-            rank=rank,
-            file=file.name,
+            {"todo": todo, "rank": rank, "file": file.name},
         )
-
-    files = [(rank, file) for rank, s in rank_shards for file in (s, s.index)]
-    in_parallel(files, check_file, min(_STAT_THREADS, len(files) // 8 + 1))
+        for rank, shard in rank_shards
+        for file in (shard, shard.index)
+    ]
+    in_parallel(
+        files,
+        lambda file: _require_length(location, *file),
+        min(_STAT_THREADS, len(files) // 8 + 1),
+    )
     return [s if s.refers else Shard(s.name, s.length, s.index) for _, s in rank_shards]
 
 
-def _require_length(location: Location, key: str, length: int, what: str, **fields: Any) -> None:
+def _require_length(
+    location: Location, key: str, length: int, what: str, fields: dict[str, Any]
+) -> None:
     """Raise ``CommitError`` with these fields if a file is missing or does not have its length."""
     try:
         found = f"{location.store.stat(key).length} bytes"

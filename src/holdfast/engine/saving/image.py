@@ -56,7 +56,7 @@ class Image:
     """A shard to be written: its header, its boxes, and the arrays that supply their bytes.
 
     ``leaf_boxes``, ``sources``, ``box_starts``, and ``box_ends`` (file offsets) are in file order.
-    ``cuts``: the file offsets at which the chunks end.
+    ``cuts``: the file offsets at which the chunks end; ``length``: the length of the file.
     """
 
     header: bytes
@@ -65,10 +65,7 @@ class Image:
     box_starts: list[int]
     box_ends: list[int]
     cuts: Ints
-
-    @property
-    def length(self) -> int:
-        return int(self.cuts[-1])
+    length: int
 
     def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
         """Copy the piece's bytes to the start of the buffer."""
@@ -101,16 +98,17 @@ def make_image(
     order = file_order(leaf_boxes) if order is None else order
     ordered = [leaf_boxes[i] for i in order]
     lengths = np.array([h.nbytes for h in ordered], dtype=np.int64)
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
     header = build_header(full_shard_entries(ordered))
+    ends = np.cumsum(lengths) + len(header)
+    cuts = chunk_cuts(len(header), lengths)
     return Image(
         header,
         ordered,
         [sources[i] for i in order],
-        (starts + len(header)).tolist(),
-        (ends + len(header)).tolist(),
-        chunk_cuts(len(header), lengths),
+        (ends - lengths).tolist(),
+        ends.tolist(),
+        cuts,
+        int(cuts[-1]),
     )
 
 

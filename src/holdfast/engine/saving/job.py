@@ -70,10 +70,6 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     staging_error: Exception | None = None
     result: CommitResult = NO_RESULT
 
-    @property
-    def attempt(self) -> str:
-        return self.partition.attempt
-
     def __exit__(self, *exception: object) -> None:
         """Release the buffers and the references to the live state, and leave the collective."""
         if self.deferred is not None:
@@ -97,7 +93,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         }
         metadata_node = {**self.metadata_node["dict"], "statistics": {"dict": statistics}}
         fields: dict[str, Any] = {
-            "attempt": self.attempt,
+            "attempt": self.partition.attempt,
             "created": machine.utc_now(),
             "writer": f"holdfast {__version__}",
             "step": step,

@@ -40,11 +40,10 @@ def digest_values(leaves: Sequence[LocalLeaf], workers: Workers) -> list[bytes]:
         if not getattr(leaf.source, "is_cpu", True):
             block_digests.append([digest_on_device(leaf.source)])
             continue
-        leaf_blocks = [
-            (i, n, a) for n, a in enumerate(range(0, int(leaf.source.nbytes), BLOCK_SIZE))
-        ]
+        nbytes = int(leaf.source.nbytes)
+        leaf_blocks = [(i, n, a) for n, a in enumerate(range(0, nbytes, BLOCK_SIZE))]
         block_digests.append([b""] * len(leaf_blocks))
-        if leaf.source.nbytes > _INLINE_BYTES:
+        if nbytes > _INLINE_BYTES:
             blocks += leaf_blocks
         elif leaf_blocks:
             digest_block(leaf_blocks[0])

@@ -192,7 +192,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
             raise job.staging_error
         if job.deferred is not None:
             _stage_deferred(job, job.deferred)
-        with pinned_base(location, job.attempt, job.base, collective) as base:
+        with pinned_base(location, job.partition.attempt, job.base, collective) as base:
             receipt = write_local_shard(job, base)
 
             def commit(receipts: list[Receipt]) -> Snapshot:
@@ -205,7 +205,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
                 return put_manifest(location, manifest, job.partition.plan)
 
             snapshot, job.result = commit_collectively(
-                location, job.attempt, collective, receipt, commit
+                location, job.partition.attempt, collective, receipt, commit
             )
     seconds = time.perf_counter() - job.started_at
     events.emit("committed", url=snapshot.url, bytes=job.result.nbytes, seconds=seconds)

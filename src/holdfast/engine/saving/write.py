@@ -36,8 +36,8 @@ def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
     rank, pieces, workers = collective.rank, job.pieces, job.workers
     if rank and not image.leaf_boxes:
         return Receipt(rank, None)
-    shard_name = names.shard_name(rank, collective.size, job.attempt)
-    index_name = names.index_name(rank, collective.size, job.attempt)
+    shard_name = names.shard_name(rank, collective.size, job.partition.attempt)
+    index_name = names.index_name(rank, collective.size, job.partition.attempt)
     data_bytes = image.length - len(image.header)
     layout = None
     held = None if base is None else BaseVersion.from_snapshot(base, collective)
