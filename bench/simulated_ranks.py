@@ -273,7 +273,6 @@ def write_sparse_shard(
     from holdfast.engine.snapshot.location import locate
     from holdfast.format import names
     from holdfast.format.digest import digest
-    from holdfast.format.manifest import IncrementalShard
 
     if rank and not sources:
         return Receipt(rank, None)
@@ -284,5 +283,4 @@ def write_sparse_shard(
     with (folder / shard).open("wb") as file:
         file.truncate(image.length)
     digests = [digest(b"%d %d" % (rank, i)) for i in range(len(image.cuts))]
-    vouched = write_index(locate(folder), index, shard, image, digests)
-    return Receipt(rank, IncrementalShard(shard, image.length, vouched, []))
+    return Receipt(rank, write_index(locate(folder), index, shard, image, digests))

@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -151,10 +150,8 @@ def _copy_strided_tensor(source: Any, start: int, stop: int, out: memoryview) ->
     size = source.element_size()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     source = source.view(integer)
-    shape = tuple(source.shape)
     done = 0
-    for box in contiguous_boxes(shape, start // size, stop // size):
-        count = prod(box.sizes)
-        target = torch.frombuffer(out, dtype=integer, count=count, offset=done)
-        target.view(box.sizes).copy_(source[box.slices((0,) * len(shape))])
-        done += count * size
+    for box in contiguous_boxes(tuple(source.shape), start // size, stop // size):
+        target = torch.frombuffer(out, dtype=integer, count=box.numel, offset=done)
+        target.view(box.sizes).copy_(source[box.slices((0,) * source.ndim)])
+        done += target.nbytes

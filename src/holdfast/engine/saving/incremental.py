@@ -189,9 +189,8 @@ def make_incremental_layout(
     for start, stop, offset in spans:
         first, last = np.searchsorted(cuts, [start, stop])
         chunk_offsets[first + 1 : last + 1] = cuts[first:last] - start + offset + len(header)
-    refs = ChunkRefs(chunk_files, chunk_offsets)
-    later_runs = np.flatnonzero(~refs.is_contiguous_with_next(cuts)[1:]) + 2
-    firsts = [1, *later_runs.tolist()]
+    is_joined = ChunkRefs(chunk_files, chunk_offsets).is_contiguous_with_next(cuts)[1:]
+    firsts = [1, *(np.flatnonzero(~is_joined) + 2).tolist()]
     layout = IncrementalLayout(
         image,
         header,
@@ -208,8 +207,13 @@ def make_incremental_layout(
         ],
     )
     # do not commit an index that a reader would reject
-    shifted = cuts + (len(header) - len(image.header))
-    expand_runs(layout.runs, shifted, layout.length, layout.refers, _invalid_index_error)
+    expand_runs(
+        layout.runs,
+        cuts + (len(header) - len(image.header)),
+        layout.length,
+        layout.refers,
+        _invalid_index_error,
+    )
     return layout
 
 

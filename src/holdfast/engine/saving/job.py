@@ -91,7 +91,6 @@ class SaveJob(AbstractContextManager["SaveJob"]):
             "staged_seconds": round(self.staged_at - self.started_at, 6),
             "written_seconds": round(time.perf_counter() - self.staged_at, 6),
         }
-        metadata_node = {**self.metadata_node["dict"], "statistics": {"dict": statistics}}
         fields: dict[str, Any] = {
             "attempt": self.partition.attempt,
             "created": machine.utc_now(),
@@ -99,7 +98,9 @@ class SaveJob(AbstractContextManager["SaveJob"]):
             "step": step,
             "branch": metadata.branch,
             "parent": metadata.parent,
-            "metadata": {"dict": metadata_node},
+            "metadata": {
+                "dict": {**self.metadata_node["dict"], "statistics": {"dict": statistics}}
+            },
             "tree": self.partition.tree,
         }
         if not any(s.refers for s in shards):

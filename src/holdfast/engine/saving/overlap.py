@@ -11,9 +11,10 @@ accelerator.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from threading import Event, local
 from typing import Any
 
@@ -72,13 +73,9 @@ class DeferredStaging:
 def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:
     """Return the indices of the boxes that have bytes in the pieces. ``pieces`` is sorted by
     offset."""
-    stops = [p.stop for p in pieces]
-    indices = []
-    for i, (a, b) in enumerate(zip(image.box_starts, image.box_ends, strict=True)):
-        first = bisect_right(stops, a)
-        if first < len(pieces) and pieces[first].start < b and b > a:
-            indices.append(i)
-    return indices
+    spans = [(p.start, p.stop) for p in pieces]
+    boxes = enumerate(zip(image.box_starts, image.box_ends, strict=True))
+    return [i for i, (a, b) in boxes if b > a and _overlaps(spans, a, b)]
 
 
 def split_pieces(
@@ -93,14 +90,16 @@ def split_pieces(
     ]
     now: list[Piece] = []
     later: list[Piece] = []
-    i = 0
     for piece in pieces:
-        while i < len(unstable) and unstable[i][1] <= piece.start:
-            i += 1
-        stable = i == len(unstable) or unstable[i][0] >= piece.stop
-        can_wait = stable and stable_keys and piece.start >= len(image.header)
-        (later if can_wait else now).append(piece)
+        is_stable = stable_keys and not _overlaps(unstable, piece.start, piece.stop)
+        (later if is_stable and piece.start >= len(image.header) else now).append(piece)
     return now, later
+
+
+def _overlaps(spans: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    """Return True if any of the spans, which are sorted, has bytes from ``start`` to ``stop``."""
+    spans_before = bisect_right(spans, start, key=itemgetter(1))
+    return spans_before < bisect_left(spans, stop, key=itemgetter(0))
 
 
 def pin_memory(buffer: Buffer) -> None:

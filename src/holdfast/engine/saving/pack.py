@@ -68,9 +68,9 @@ def digest_chunks(
         staged = chunks.staged_spans(chunk, 0, chunks.length(chunk))
         if staged:
             digests[chunk] = digest_parts(b.view[first:last] for b, first, last in staged)
-            return
-        with workers.buffer() as buffer:
-            digests[chunk] = digest(chunks.copy_live(chunk, buffer, 0))
+        else:
+            with workers.buffer() as buffer:
+                digests[chunk] = digest(chunks.copy_live(chunk, buffer, 0))
 
     workers.each(range(1, len(digests)), digest_chunk)
     return digests

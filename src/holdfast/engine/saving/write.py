@@ -47,15 +47,13 @@ def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
         layout = make_incremental_layout(held, aligned, digests)
     if layout is None:
         digests = write_shard(location, shard_name, image, pieces, workers)
-        index = write_index(location, index_name, shard_name, image, digests)
-        shard = IncrementalShard(shard_name, image.length, index, [])
+        shard = write_index(location, index_name, shard_name, image, digests)
         return Receipt(rank, shard, data_bytes)
     release_buffers(layout.unneeded_pieces(pieces), workers.pool)
     packed = PackedImage(location.url, layout, pieces)
     packed_pieces = split_into_pieces(len(layout.header), layout.length)
     digests = write_shard(location, shard_name, packed, packed_pieces, workers) + layout.digests[1:]
-    index = write_index(location, index_name, shard_name, layout.image, digests, layout)
-    shard = IncrementalShard(shard_name, layout.length, index, layout.refers)
+    shard = write_index(location, index_name, shard_name, layout.image, digests, layout)
     return Receipt(rank, shard, data_bytes)
 
 
@@ -105,10 +103,14 @@ def write_index(
     image: Image,
     digests: list[str],
     layout: IncrementalLayout | None = None,
-) -> FileEntry:
-    """Write the index of a shard durably, and return its manifest entry. With a ``layout``, the
-    index has format number 2. Raises ``StoreError``."""
-    header = image.header if layout is None else layout.header
+) -> IncrementalShard:
+    """Write the index of a shard durably, and return the shard as the manifest lists it. With a
+    ``layout``, the index has format number 2. Raises ``StoreError``."""
+    header, length, refers = (
+        (image.header, image.length, [])
+        if layout is None
+        else (layout.header, layout.length, layout.refers)
+    )
     # Offsets count from the start of the file, and the headers have different lengths.
     shift = len(header) - len(image.header)
     leaves: dict[str, IndexLeaf] = {}
@@ -119,16 +121,17 @@ def write_index(
         leaf.boxes.append(IndexBox(h.box.offsets, h.box.sizes, at + shift))
     fields: dict[str, Any] = {
         "shard": shard_name,
+        "length": length,
         "header": len(header),
         "leaves": list(leaves.values()),
         "cuts": (image.cuts + shift).tolist(),
         "digests": digests,
     }
-    if layout is None:
-        raw = encode_index(Index(format=1, length=image.length, **fields))
-    else:
-        raw = encode_index(
-            IncrementalIndex(format=2, length=layout.length, runs=layout.runs, **fields)
-        )
+    raw = encode_index(
+        Index(format=1, **fields)
+        if layout is None
+        else IncrementalIndex(format=2, runs=layout.runs, **fields)
+    )
     location.store.put_if_absent(location.key(name), raw)
-    return FileEntry(name, len(raw), digest(raw))
+    entry = FileEntry(name, len(raw), digest(raw))
+    return IncrementalShard(shard_name, length, entry, refers)

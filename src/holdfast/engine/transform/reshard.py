@@ -52,7 +52,7 @@ from holdfast.engine.transform.reshard_plan import (
 )
 from holdfast.format import names
 from holdfast.format.digest import digest
-from holdfast.format.manifest import IncrementalShard, Manifest, Shard
+from holdfast.format.manifest import Manifest, Shard
 from holdfast.settings import read_settings
 from holdfast.storage.store import Upload
 from holdfast.threads import in_parallel
@@ -106,8 +106,7 @@ def reshard(
                     batch, shard_names, images, digests, strict=True
                 ):
                     index_name = names.index_name(shard, shards, attempt)
-                    index = write_index(location, index_name, name, image, chunk_digests)
-                    entry = IncrementalShard(name, image.length, index, [])
+                    entry = write_index(location, index_name, name, image, chunk_digests)
                     receipts.append(Receipt(shard, entry))
             manifest = _build_manifest(
                 snapshot, attempt, check_receipts(location, receipts, shards)
@@ -221,5 +220,9 @@ def _write_shards(
             *(iter_chunks(reader.leaves, n, image) for n, image in enumerate(images))
         )
         in_parallel(group_into_windows(chunks), copy_window, 2)
-        windows.each(uploads, lambda upload: upload.commit())
+        windows.each(uploads, _commit_upload)
     return digests
+
+
+def _commit_upload(upload: Upload) -> None:
+    upload.commit()

@@ -249,7 +249,7 @@ def _cuts_of_shared_chunks(starts: Ints, header_length: int, shards: int) -> Int
     if max_bytes >= MAX_SHARED_CHUNK_BYTES:
         return starts[:0]
     intervals = (starts - header_length) // max_bytes
-    return starts[1:][intervals[1:] != intervals[:-1]]
+    return starts[np.flatnonzero(np.diff(intervals)) + 1]
 
 
 # -- windows --------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.errors import CommitError, PlanError, ShapeMismatch, Unsupported
 from holdfast.format import names, tree
-from holdfast.format.manifest import IncrementalShard, Manifest
+from holdfast.format.manifest import Manifest
 from holdfast.integrations.dcp import fqns
 from holdfast.integrations.dcp.shared import (
     METADATA_KEY,
@@ -274,8 +274,7 @@ def _write_rank_shard(
     pieces = split_into_pieces(len(image.header), image.length)
     digests = write_shard(location, shard, image, pieces, Workers.create())
     index = names.index_name(save_rank.rank, save_rank.world_size, save.attempt)
-    index_record = write_index(location, index, shard, image, digests)
-    entry = IncrementalShard(shard, image.length, index_record, [])
+    entry = write_index(location, index, shard, image, digests)
     receipt = Receipt(save_rank.rank, entry)
     return WriteResult(MetadataIndex(shard), image.length, _PinnedReceipt(receipt, pin_key))
 
