@@ -14,7 +14,6 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import itemgetter
 from threading import Event, local
 from typing import Any
 
@@ -73,9 +72,9 @@ class DeferredStaging:
 def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:
     """Return the indices of the boxes that have bytes in the pieces. ``pieces`` is sorted by
     offset."""
-    spans = [(p.start, p.stop) for p in pieces]
+    starts, stops = [p.start for p in pieces], [p.stop for p in pieces]
     boxes = enumerate(zip(image.box_starts, image.box_ends, strict=True))
-    return [i for i, (a, b) in boxes if b > a and _overlaps(spans, a, b)]
+    return [i for i, (a, b) in boxes if b > a and _overlaps(starts, stops, a, b)]
 
 
 def split_pieces(
@@ -88,18 +87,19 @@ def split_pieces(
         for h, a, b in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
         if h.key not in stable_keys and b > a
     ]
+    starts, stops = [a for a, _ in unstable], [b for _, b in unstable]
     now: list[Piece] = []
     later: list[Piece] = []
     for piece in pieces:
-        is_stable = stable_keys and not _overlaps(unstable, piece.start, piece.stop)
+        is_stable = stable_keys and not _overlaps(starts, stops, piece.start, piece.stop)
         (later if is_stable and piece.start >= len(image.header) else now).append(piece)
     return now, later
 
 
-def _overlaps(spans: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
-    """Return True if any of the spans, which are sorted, has bytes from ``start`` to ``stop``."""
-    spans_before = bisect_right(spans, start, key=itemgetter(1))
-    return spans_before < bisect_left(spans, stop, key=itemgetter(0))
+def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int) -> bool:
+    """Return True if any of several spans has bytes from ``start`` to ``stop``. The spans are
+    sorted, and none overlaps another."""
+    return bisect_right(stops, start) < bisect_left(starts, stop)
 
 
 def pin_memory(buffer: Buffer) -> None:

@@ -163,8 +163,7 @@ class _SnapshotReader:
             # opaque elements of the same size preserve every bit pattern of every dtype
             opaque = f"V{size}"
             for box in contiguous_boxes(leaf.shape, start // size, stop // size):
-                into: np.ndarray[Any, np.dtype[np.void]]
-                into = np.ndarray(box.sizes, opaque, buffer.view, at)
+                into: Any = np.ndarray(box.sizes, opaque, buffer.view, at)
                 requests.append(ReadRequest(leaf.key, box))
                 targets.append(Target(opaque, box.sizes, into, buffer.address + at))
                 at += box.numel * size
