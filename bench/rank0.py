@@ -213,13 +213,17 @@ class _Rank0:
 
     def commit(self, partition: Any, collective: Any, write: bool) -> dict[str, float]:
         from bench import simulated_ranks
-        from holdfast.engine.saving.commit import check_receipts, commit_collectively, put_manifest
+        from holdfast.engine.saving.commit import (
+            check_receipts,
+            commit_collectively,
+            pinned_base,
+            put_manifest,
+        )
         from holdfast.engine.saving.image import Image
-        from holdfast.engine.saving.incremental import pinned_base
         from holdfast.engine.saving.job import SaveJob, VersionMetadata
         from holdfast.workers import Workers
 
-        none = Image(b"", [], [], [], [], np.zeros(1, np.int64))
+        none = Image(b"", [], [], [], [], np.zeros(1, np.int64), 0)
         about = VersionMetadata().to_node()
         draft = SaveJob(
             self.location,
@@ -239,7 +243,7 @@ class _Rank0:
                 0,
                 self.ranks,
                 partition.attempt,
-                partition.leaves,
+                partition.sources,
                 partition.leaf_boxes,
             )
         with pinned_base(self.location, partition.attempt, None, collective):

@@ -125,11 +125,12 @@ class _SimulatedRank:
     def __init__(self, rank: int, ranks: int, shape: str, kv: Any) -> None:
         from holdfast.engine.distributed.group import StoreGroup
         from holdfast.engine.saving.partition import _LocalRank
+        from holdfast.workers import Workers
 
         self.rank = rank
         self.group = StoreGroup(kv, ranks)
         flat, leaves = flatten_state(rank, ranks, shape)
-        local: Any = _LocalRank(flat, leaves, None, 1)  # type: ignore[arg-type]
+        local: Any = _LocalRank(flat, leaves, Workers.create())
         self.header = local.make_summary([])
         self.leaf_count = len(leaves)
         self.encoded_parts = (
@@ -239,9 +240,8 @@ def _commit(
     orders: Any,
     number: int,
 ) -> None:
-    from holdfast.engine.saving.commit import CommitResult, Receipt
-    from holdfast.engine.saving.incremental import pinned_base
-    from holdfast.engine.saving.partition import make_leaf_box
+    from holdfast.engine.planning.shard_layout import LeafBox
+    from holdfast.engine.saving.commit import CommitResult, Receipt, pinned_base
     from holdfast.engine.snapshot.location import locate
 
     for each in simulated:
@@ -251,10 +251,11 @@ def _commit(
         if command.write:
             _, leaves = flatten_state(each.rank, ranks, shape)
             leaves = [leaves[i] for i in each.masks[each.request.plan_id].nonzero()[0].tolist()]
-            holdings = [make_leaf_box(leaf) for leaf in leaves]
+            holdings = [LeafBox(f.key, f.dtype, f.shape, f.box) for f in leaves]
+            sources = [leaf.source for leaf in leaves]
             attempt = each.request.attempt
             each.receipt = write_sparse_shard(
-                Path(folder), each.rank, ranks, attempt, leaves, holdings
+                Path(folder), each.rank, ranks, attempt, sources, holdings
             )
         each.collective.gather(each.receipt, Receipt)
     orders.add(f"simulated/given/{number}", 1)
@@ -263,7 +264,7 @@ def _commit(
 
 
 def write_sparse_shard(
-    folder: Path, rank: int, ranks: int, attempt: str, leaves: list[Any], holdings: list[Any]
+    folder: Path, rank: int, ranks: int, attempt: str, sources: list[Any], holdings: list[Any]
 ) -> Any:
     """Write a sparse shard and a real index; return the receipt of the rank."""
     from holdfast.engine.saving.commit import Receipt
@@ -272,16 +273,14 @@ def write_sparse_shard(
     from holdfast.engine.snapshot.location import locate
     from holdfast.format import names
     from holdfast.format.digest import digest
-    from holdfast.format.manifest import IncrementalShard
 
-    if rank and not leaves:
+    if rank and not sources:
         return Receipt(rank, None)
-    image = make_image(leaves, holdings)
+    image = make_image(sources, holdings)
     shard = names.shard_name(rank, ranks, attempt)
     index = names.index_name(rank, ranks, attempt)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / shard).open("wb") as file:
         file.truncate(image.length)
     digests = [digest(b"%d %d" % (rank, i)) for i in range(len(image.cuts))]
-    vouched = write_index(locate(folder), index, shard, image, digests)
-    return Receipt(rank, IncrementalShard(shard, image.length, vouched, []))
+    return Receipt(rank, write_index(locate(folder), index, shard, image, digests))

@@ -161,7 +161,7 @@ class Saver:
             self.newest = existing
             spec.on_finished(True)
             return
-        self._attempt = job.attempt
+        self._attempt = job.partition.attempt
         # set before the background thread starts: an optimizer may step at any moment
         self._deferred_staging = job.deferred
         self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]

@@ -236,11 +236,13 @@ def test_a_save_that_begins_while_a_sweep_lists_files_is_safe() -> None:
             calls[0] += 1
             if calls[0] == at:
                 job = begin_version(store.inner, 1)
-                pins.create_pin(job.location, job.attempt)
-                upload = store.inner.put(f"version_1/{names.shard_name(0, 1, job.attempt)}", 3)
+                pins.create_pin(job.location, job.partition.attempt)
+                upload = store.inner.put(
+                    f"version_1/{names.shard_name(0, 1, job.partition.attempt)}", 3
+                )
                 upload.write_at(0, memoryview(b"abc"))
                 upload.commit()
-                store.inner.put(f"version_1/{names.index_name(0, 1, job.attempt)}", 3)
+                store.inner.put(f"version_1/{names.index_name(0, 1, job.partition.attempt)}", 3)
                 jobs.append(job)
 
         store.before = store.after = act
@@ -264,11 +266,11 @@ from tests.trainings import state_after
 store = LocalStore(sys.argv[1])
 location, metadata = Location(store, "version_1"), VersionMetadata(step=1)
 job = begin_save(location, state_after(1), metadata, shared_pool(), stage_now=False)
-pins.create_pin(job.location, job.attempt)
-with store.put(f"version_1/shard-00000-of-00001.{job.attempt}.safetensors", 5) as upload:
+pins.create_pin(job.location, job.partition.attempt)
+with store.put(f"version_1/shard-00000-of-00001.{job.partition.attempt}.safetensors", 5) as upload:
     upload.write_at(0, memoryview(b"12345"))
     upload.commit()
-unfinished = store.put(f"version_1/shard-00000-of-00001.{job.attempt}.index.json", 9)
+unfinished = store.put(f"version_1/shard-00000-of-00001.{job.partition.attempt}.index.json", 9)
 print("held", flush=True)
 time.sleep(60)
 """

@@ -1,16 +1,22 @@
-"""The commit: check the receipts and the shards, then write the manifest atomically, once."""
+"""The commit: pin what the save writes and refers to, later check the receipts and the files, then
+write the manifest atomically, once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import msgspec
 
+from holdfast import events
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning.global_plan import GlobalPlan
+from holdfast.engine.saving.incremental import as_sibling
+from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import file_key
 from holdfast.engine.snapshot.location import Location, describe_run, versions_in
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -21,16 +27,92 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.format.manifest import (
-    MAX_MANIFEST,
     IncrementalShard,
     Manifest,
     Shard,
-    decode_manifest,
     encode_manifest,
 )
 from holdfast.format.names import MANIFEST
 from holdfast.format.validate import check_tree
 from holdfast.threads import in_parallel
+
+
+class BasePin(msgspec.Struct, frozen=True):
+    """Rank 0's message to the other ranks before any rank writes.
+
+    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created.
+    """
+
+    usable: bool
+    key: str
+
+
+@contextmanager
+def pinned_base(
+    location: Location, attempt: str, base: Snapshot | None, collective: Collective
+) -> Iterator[Snapshot | None]:
+    """Pin the attempt and ``base``, with every version that ``base`` refers to, for the duration of
+    the ``with`` block. Yield ``base`` as the store of ``location`` shows it now.
+
+    Rank 0 creates the pins before any rank writes, and the other ranks check that they see one.
+    Raises ``CommitError`` on a rank that does not: that rank writes to a different location.
+
+    Yields None, which makes the save a full one, if ``base`` is not a version of the same run, was
+    deleted, or is damaged, as far as its manifest, its indexes, and the lengths of its files show.
+    """
+    snapshot = None if base is None or collective.rank else as_sibling(location, base)
+    base_pin = None
+    with ExitStack() as pins_to_remove:
+        if collective.rank == 0:
+            # each pin also names the attempt
+            versions = [None] if snapshot is None else sorted({snapshot.version, *snapshot.bases})
+            keys = []
+            for version in versions:
+                keys.append(pins.create_pin(location, attempt, version))
+                pins_to_remove.callback(pins.remove_pin, location, keys[-1])
+            if snapshot is not None:
+                try:
+                    pins.require_manifest(snapshot.location)
+                    snapshot.check_files()
+                except (FormatError, NotFound) as e:
+                    events.emit("skipped", version=str(snapshot.version), error=e)
+                    snapshot = None
+            base_pin = BasePin(snapshot is not None, keys[0])
+        base_pin = collective.broadcast(base_pin, BasePin)
+        if collective.rank:
+            _check_visible(location, base_pin.key, collective)
+            if base_pin.usable and base is not None:
+                snapshot = as_sibling(location, base)  # only after rank 0 has found it there
+        try:
+            yield snapshot
+        except BaseException as e:
+            # Abort before the pins are removed, so that a rank that misses them learns why.
+            if not collective.abort(e):
+                # The version may still be committed, or no other rank could be notified. The pins
+                # protect the base until this process ends.
+                pins_to_remove.pop_all()
+            raise
+
+
+def _check_visible(location: Location, key: str, collective: Collective) -> None:
+    """Check that this rank sees a file that rank 0 wrote, before this rank writes anything. Raises
+    ``CommitError``."""
+    rank = collective.rank
+    try:
+        location.store.stat(key)
+    except NotFound as e:
+        collective.raise_if_aborted()
+        raise CommitError(
+            f"Nothing was committed to {location.url}: rank {rank} cannot see the files that rank 0"
+            " writes there",
+            expected=f"{key}, which rank 0 wrote",
+            found="no such file; this is a different folder, possibly on another disk",
+            todo="Use one location that all ranks can reach, such as a shared file system, under"
+            " the same address on every rank",
+            rank=rank,
+            file=key,
+        ) from e
+
 
 _STAT_THREADS = 32
 """Largest number of threads that stat files before the commit. Each stat of an object store costs
@@ -55,7 +137,8 @@ def check_receipts(
     world_size: int,
     plan: GlobalPlan | None = None,
 ) -> list[Shard]:
-    """Check that every rank wrote what was planned and that this process sees the files.
+    """Check that every rank wrote what was planned and that this process sees the files, also those
+    of other versions that the shards refer to.
 
     Return the shards in rank order. This process stats every file through its own store, which
     detects a folder that the hosts do not really share. Raises ``CommitError`` or ``StoreError``.
@@ -77,57 +160,45 @@ def check_receipts(
                 todo="Report this as a bug of Holdfast, with the versions of Holdfast on all ranks",
                 rank=receipt.rank,
             )
-    shards = [r.shard for r in receipts if r.shard is not None]
-    _check_bases(location, shards)
+    rank_shards = [(r.rank, r.shard) for r in receipts if r.shard is not None]
+    for path, length in sorted({(f.path, f.length) for _, s in rank_shards for f in s.refers}):
+        key, what = file_key(location, path), f"{path}, which this version refers to,"
+        todo = "Save again, and find out what deletes versions that a running save has pinned"
+        _require_length(location, key, length, what, {"todo": todo, "file": key})
+    todo = "Check that all ranks write to the same folder"
     files = [
-        (r, name, length)
-        for r in receipts
-        if r.shard is not None
-        for name, length in (
-            (r.shard.name, r.shard.length),
-            (r.shard.index.name, r.shard.index.length),
+        (
+            location.key(file.name),
+            file.length,
+            f"{file.name} of rank {rank}",
+            {"todo": todo, "rank": rank, "file": file.name},
         )
+        for rank, shard in rank_shards
+        for file in (shard, shard.index)
     ]
-
-    def check_file(file: tuple[Receipt, str, int]) -> None:
-        receipt, name, length = file
-        found = _describe_length(location, location.key(name))
-        if found != f"{length} bytes":
-            raise CommitError(
-                f"Nothing was committed to {location.url}: {name} of rank {receipt.rank} is missing"
-                " or has the wrong length",
-                expected=f"{length} bytes",
-                found=found,
-                todo="Check that all ranks write to the same folder",
-                rank=receipt.rank,
-                file=name,
-            )
-
-    in_parallel(files, check_file, min(_STAT_THREADS, len(files) // 8 + 1))
-    return [s if s.refers else Shard(s.name, s.length, s.index) for s in shards]
+    in_parallel(
+        files,
+        lambda file: _require_length(location, *file),
+        min(_STAT_THREADS, len(files) // 8 + 1),
+    )
+    return [s if s.refers else Shard(s.name, s.length, s.index) for _, s in rank_shards]
 
 
-def _check_bases(location: Location, shards: Sequence[Shard]) -> None:
-    """Check every file of another version that a shard refers to. Raises ``CommitError``."""
-    for path, length in sorted({(f.path, f.length) for s in shards for f in s.refers}):
-        found = _describe_length(location, file_key(location, path))
-        if found != f"{length} bytes":
-            raise CommitError(
-                f"Nothing was committed to {location.url}: {path}, which this version refers to,"
-                " is missing or has the wrong length",
-                expected=f"{length} bytes",
-                found=found,
-                todo="Save again, and find out what deletes versions that a running save has"
-                " pinned",
-                file=file_key(location, path),
-            )
-
-
-def _describe_length(location: Location, key: str) -> str:
+def _require_length(
+    location: Location, key: str, length: int, what: str, fields: dict[str, Any]
+) -> None:
+    """Raise ``CommitError`` with these fields if a file is missing or does not have its length."""
     try:
-        return f"{location.store.stat(key).length} bytes"
+        found = f"{location.store.stat(key).length} bytes"
     except NotFound:
-        return "no such file"
+        found = "no such file"
+    if found != f"{length} bytes":
+        raise CommitError(
+            f"Nothing was committed to {location.url}: {what} is missing or has the wrong length",
+            expected=f"{length} bytes",
+            found=found,
+            **fields,
+        )
 
 
 def put_manifest(
@@ -206,33 +277,19 @@ def commit_collectively(
         receipts = collective.gather(receipt, Receipt)
         if receipts is not None:
             snapshot = commit(receipts)
-            result = _commit_result(snapshot)
+            result = CommitResult(snapshot.digest, snapshot.nbytes, snapshot.referred_bytes)
         result = collective.broadcast(result, CommitResult)
     except RankFailed as e:
         if snapshot is not None and result is not None:
             return snapshot, result  # committed, whichever ranks received the result
         if collective.rank == 0 or collective.abort(e):
             raise
-        committed = _find_committed(location, attempt)
-        if committed is not None:
-            return committed, _commit_result(committed)
+        with suppress(FormatError, StoreError):
+            found = open_location(location)
+            if found.manifest.attempt == attempt:
+                return found, CommitResult(found.digest, found.nbytes, found.referred_bytes)
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e.__cause__
     return snapshot or Snapshot(location, None, result.digest), result
-
-
-def _commit_result(snapshot: Snapshot) -> CommitResult:
-    return CommitResult(snapshot.digest, snapshot.nbytes, snapshot.referred_bytes)
-
-
-def _find_committed(location: Location, attempt: str) -> Snapshot | None:
-    """Return the snapshot at ``location`` if this attempt committed it."""
-    try:
-        manifest, manifest_digest = decode_manifest(
-            location.store.get(location.key(MANIFEST), MAX_MANIFEST), MANIFEST
-        )
-    except (FormatError, StoreError):
-        return None
-    return Snapshot(location, manifest, manifest_digest) if manifest.attempt == attempt else None
 
 
 def raise_if_exists(location: Location) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from holdfast.buffers import Buffer
+from holdfast.buffers import Buffer, BufferPool
 from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.shard_layout import (
     LeafBox,
@@ -19,7 +19,6 @@ from holdfast.engine.planning.shard_layout import (
     file_order,
     full_shard_entries,
 )
-from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.format.safetensors import build_header
 from holdfast.ragged import Ints
 from holdfast.types import BLOCK_SIZE
@@ -35,12 +34,28 @@ class Piece:
     buffer: Buffer | None = None
 
 
+def split_into_pieces(header_length: int, length: int) -> list[Piece]:
+    """Return the whole of a shard of ``length`` bytes as pieces. The header comes first, in its own
+    pieces; data pieces start at multiples of ``BLOCK_SIZE`` from the start of the data."""
+    header_starts = range(0, header_length, BLOCK_SIZE)
+    data_starts = range(header_length, length, BLOCK_SIZE)
+    return [Piece(a, b) for a, b in pairwise([*header_starts, *data_starts, length])]
+
+
+def release_buffers(pieces: Iterable[Piece], pool: BufferPool) -> None:
+    """Return the buffers of all staged pieces to the pool."""
+    for piece in pieces:
+        if piece.buffer is not None:
+            pool.release(piece.buffer)
+            piece.buffer = None
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """A shard to be written: its header, its boxes, and the arrays that supply their bytes.
 
     ``leaf_boxes``, ``sources``, ``box_starts``, and ``box_ends`` (file offsets) are in file order.
-    ``cuts``: the file offsets at which the chunks end.
+    ``cuts``: the file offsets at which the chunks end; ``length``: the length of the file.
     """
 
     header: bytes
@@ -49,21 +64,7 @@ class Image:
     box_starts: list[int]
     box_ends: list[int]
     cuts: Ints
-
-    @property
-    def length(self) -> int:
-        return int(self.cuts[-1])
-
-    def pieces(self) -> list[Piece]:
-        """Return the whole file as pieces. The header comes first, in its own pieces; data pieces
-        start at multiples of ``BLOCK_SIZE`` from the start of the data."""
-        data_start = len(self.header)
-        spans = [(a, min(a + BLOCK_SIZE, data_start)) for a in range(0, data_start, BLOCK_SIZE)]
-        spans += [
-            (a, min(a + BLOCK_SIZE, self.length))
-            for a in range(data_start, self.length, BLOCK_SIZE)
-        ]
-        return [Piece(a, b) for a, b in spans]
+    length: int
 
     def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
         """Copy the piece's bytes to the start of the buffer."""
@@ -86,38 +87,47 @@ class Image:
                 copy_bytes(source, a - box_start, b - box_start, buffer, a + shift)
 
 
-def make_image(leaves: Sequence[LocalLeaf], leaf_boxes: Sequence[LeafBox]) -> Image:
-    """Return the image of a shard with these boxes. Box ``i`` is the whole of the source of
-    ``leaves[i]``."""
-    order = file_order(leaf_boxes)
+def make_image(
+    sources: Sequence[Any], leaf_boxes: Sequence[LeafBox], order: Sequence[int] | None = None
+) -> Image:
+    """Return the image of a shard with these boxes. Box ``i`` is the whole of ``sources[i]``.
+
+    ``order``: the order of the boxes in the file, as indices.
+    """
+    order = file_order(leaf_boxes) if order is None else order
     ordered = [leaf_boxes[i] for i in order]
     lengths = np.array([h.nbytes for h in ordered], dtype=np.int64)
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
     header = build_header(full_shard_entries(ordered))
+    ends = np.cumsum(lengths) + len(header)
+    cuts = chunk_cuts(len(header), lengths)
     return Image(
         header,
         ordered,
-        [leaves[i].source for i in order],
-        (starts + len(header)).tolist(),
-        (ends + len(header)).tolist(),
-        chunk_cuts(len(header), lengths),
+        [sources[i] for i in order],
+        (ends - lengths).tolist(),
+        ends.tolist(),
+        cuts,
+        int(cuts[-1]),
     )
 
 
 def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
     """Copy bytes ``start`` to ``stop`` of the source, in row-major order, into the buffer at
     ``buffer_offset``."""
-    if isinstance(source, np.ndarray):
-        if source.flags.c_contiguous:
-            address = source.__array_interface__["data"][0]
-            ctypes.memmove(buffer.address + buffer_offset, address + start, stop - start)
-        else:
-            _copy_strided_array(source, start, stop, buffer.view[buffer_offset:])
-    elif source.is_cpu and source.is_contiguous():
-        ctypes.memmove(buffer.address + buffer_offset, source.data_ptr() + start, stop - start)
+    if address := contiguous_address(source):
+        ctypes.memmove(buffer.address + buffer_offset, address + start, stop - start)
+    elif isinstance(source, np.ndarray):
+        _copy_strided_array(source, start, stop, buffer.view[buffer_offset:])
     else:
         _copy_strided_tensor(source, start, stop, buffer.view[buffer_offset:])
+
+
+def contiguous_address(source: Any) -> int:
+    """Return the address of the elements of an array or tensor, or 0 if they are not contiguous in
+    host memory."""
+    if isinstance(source, np.ndarray):
+        return int(source.__array_interface__["data"][0]) if source.flags.c_contiguous else 0
+    return int(source.data_ptr()) if source.is_cpu and source.is_contiguous() else 0
 
 
 def _copy_strided_array(
@@ -140,10 +150,8 @@ def _copy_strided_tensor(source: Any, start: int, stop: int, out: memoryview) ->
     size = source.element_size()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     source = source.view(integer)
-    shape = tuple(source.shape)
     done = 0
-    for box in contiguous_boxes(shape, start // size, stop // size):
-        count = prod(box.sizes)
-        target = torch.frombuffer(out, dtype=integer, count=count, offset=done)
-        target.view(box.sizes).copy_(source[box.slices((0,) * len(shape))])
-        done += count * size
+    for box in contiguous_boxes(tuple(source.shape), start // size, stop // size):
+        target = torch.frombuffer(out, dtype=integer, count=box.numel, offset=done)
+        target.view(box.sizes).copy_(source[box.slices((0,) * source.ndim)])
+        done += target.nbytes

@@ -7,25 +7,22 @@ reference names the file that holds the bytes; references never form chains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast import events
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning import shard_layout
-from holdfast.engine.planning.shard_layout import partial_shard_entries
+from holdfast.engine.planning.shard_layout import ImageSpan, partial_shard_entries
 from holdfast.engine.saving.image import Image, Piece
-from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import read_index
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import CommitError, FormatError, ManifestInvalid, NotFound
+from holdfast.errors import FormatError, ManifestInvalid, NotFound
 from holdfast.format import names
 from holdfast.format.chunk_refs import ChunkRefs, expand_runs
 from holdfast.format.index import ShardIndex
@@ -46,12 +43,11 @@ Hashes = NDArray[np.uint64]
 class BaseVersion:
     """The part of an earlier version that one rank may refer to.
 
-    ``folder``: the version's folder name; ``chain``: the number of versions from it back to a full
-    one; ``shards``: some or all of its shards, with their ``indexes``.
+    ``folder``: the version's folder name; ``shards``: some or all of its shards, with their
+    ``indexes``.
     """
 
     folder: str
-    chain: int
     shards: Sequence[Shard]
     indexes: Sequence[ShardIndex]
 
@@ -62,103 +58,21 @@ class BaseVersion:
         With an unchanged layout, no other shard can hold the rank's chunks. After a change of
         layout, one save writes everything in full.
         """
-        manifest = snapshot.manifest
-        prefix = names.shard_name(collective.rank, collective.size, "")[: -len(".safetensors")]
-        shards = [s for s in manifest.shards if collective.size == 1 or s.name.startswith(prefix)]
-        indexes: Sequence[ShardIndex] = []
+        shards, indexes = snapshot.manifest.shards, list[ShardIndex]()
         try:
             if collective.size == 1:
                 indexes = snapshot.indexes()
             else:
+                own = names.shard_name(collective.rank, collective.size, "")
+                shards = [s for s in shards if s.name.startswith(own.removesuffix(".safetensors"))]
                 indexes = [read_index(snapshot.location, s) for s in shards]
         except (FormatError, NotFound) as e:
             events.emit("skipped", version=str(snapshot.version), error=e)
             shards = []
-        return cls(snapshot.location.folder.rpartition("/")[2], manifest.chain, shards, indexes)
+        return cls(snapshot.location.folder.rpartition("/")[2], shards, indexes)
 
 
-class BasePin(msgspec.Struct, frozen=True):
-    """Rank 0's message to the other ranks before any rank writes.
-
-    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created.
-    """
-
-    usable: bool
-    key: str
-
-
-@contextmanager
-def pinned_base(
-    location: Location, attempt: str, base: Snapshot | None, collective: Collective
-) -> Iterator[BaseVersion | None]:
-    """Pin the attempt and ``base``, with every version that ``base`` refers to, for the duration of
-    the ``with`` block. Yield ``base`` as the store of ``location`` shows it now.
-
-    Rank 0 creates the pins before any rank writes, and the other ranks check that they see one.
-    Raises ``CommitError`` on a rank that does not: that rank writes to a different location.
-
-    Yields None, which makes the save a full one, if ``base`` is not a version of the same run, was
-    deleted, or is damaged, as far as its manifest, its indexes, and the lengths of its files show.
-    """
-    snapshot = None if base is None or collective.rank else _as_sibling(location, base)
-    base_pin = None
-    with ExitStack() as pins_to_remove:
-        if collective.rank == 0:
-            # each pin also names the attempt
-            versions = [None] if snapshot is None else sorted({snapshot.version, *snapshot.bases})
-            keys = []
-            for version in versions:
-                keys.append(pins.create_pin(location, attempt, version))
-                pins_to_remove.callback(pins.remove_pin, location, keys[-1])
-            if snapshot is not None:
-                try:
-                    pins.require_manifest(snapshot.location)
-                    snapshot.check_files()
-                except (FormatError, NotFound) as e:
-                    events.emit("skipped", version=str(snapshot.version), error=e)
-                    snapshot = None
-            base_pin = BasePin(snapshot is not None, keys[0])
-        base_pin = collective.broadcast(base_pin, BasePin)
-        if collective.rank:
-            _check_visible(location, base_pin.key, collective)
-            if base_pin.usable and base is not None:
-                snapshot = _as_sibling(location, base)  # only after rank 0 has found it there
-        try:
-            yield (
-                BaseVersion.from_snapshot(snapshot, collective)
-                if base_pin.usable and snapshot is not None
-                else None
-            )
-        except BaseException as e:
-            # Abort before the pins are removed, so that a rank that misses them learns why.
-            if not collective.abort(e):
-                # The version may still be committed, or no other rank could be notified. The pins
-                # protect the base until this process ends.
-                pins_to_remove.pop_all()
-            raise
-
-
-def _check_visible(location: Location, key: str, collective: Collective) -> None:
-    """Check that this rank sees a file that rank 0 wrote, before this rank writes anything. Raises
-    ``CommitError``."""
-    rank = collective.rank
-    try:
-        location.store.stat(key)
-    except NotFound as e:
-        collective.raise_if_aborted()
-        raise CommitError(
-            f"Nothing was committed to {location.url}: rank {rank} cannot see the files that rank 0"
-            " writes there",
-            expected=f"{key}, which rank 0 wrote",
-            found="no such file; this is a different folder, possibly on another disk",
-            todo="Use one location that all ranks can reach, such as a shared file system, under"
-            " the same address on every rank",
-            rank=rank,
-            file=key,
-        ) from e
-
-
-def _as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
+def as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
     """Return the base as a snapshot in the store of ``location``, or None if the base is not
     another version of the same run."""
     base_run, _, base_folder = base.location.folder.rpartition("/")
@@ -167,9 +81,8 @@ def _as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
         _ = base.version
     except ManifestInvalid:
         return None
-    if not folder or base_run != run or base_folder == folder:
-        return None
-    if base.location.store.url != location.store.url:
+    is_other_version = folder and base_run == run and base_folder != folder
+    if not is_other_version or base.location.store.url != location.store.url:
         return None
     if base.location.store is location.store:
         return base
@@ -182,18 +95,15 @@ class IncrementalLayout:
 
     ``image``: the image, with the cuts that the digests apply to; ``header``: the shard's header;
     ``digests``: the digest of each chunk; ``written``: for each chunk, True if the shard holds it;
-    ``starts`` and ``stops`` (offsets in the image) and ``shard_offsets`` (in the shard): the spans
-    that the shard holds, in the shard's order; ``length``: the shard's length in bytes; ``runs``
-    and ``refers``: the corresponding fields of the index and the manifest.
+    ``spans``: the spans that the shard holds, in the shard's order; ``length``: the shard's length
+    in bytes; ``runs`` and ``refers``: the corresponding fields of the index and the manifest.
     """
 
     image: Image
     header: bytes
     digests: list[str]
     written: NDArray[np.bool_]
-    starts: list[int]
-    stops: list[int]
-    shard_offsets: list[int]
+    spans: list[ImageSpan]
     length: int
     runs: list[tuple[int, int, int]]
     refers: list[ShardReference]
@@ -240,16 +150,17 @@ def align_chunks(image: Image, base: BaseVersion) -> Image:
         base_box = base_boxes.get((leaf_box.key, leaf_box.dtype, leaf_box.box.offsets))
         if base_box is not None:
             cuts, at, nbytes = base_box
-            aligned_cuts.append(_cuts_between(cuts, at, at + min(nbytes, end - start)) - at + start)
-            inside = slice(*np.searchsorted(image.cuts, [start + 1, end]).tolist())
-            keep[inside] = False
+            inside = _cuts_between(cuts, at, at + min(nbytes, end - start))
+            aligned_cuts.append(cuts[inside] - at + start)
+            keep[_cuts_between(image.cuts, start, end)] = False
     cuts = np.unique(np.concatenate([image.cuts[keep], *aligned_cuts]))
     # a leaf may have grown, or the writer of the base may use longer chunks
     return replace(image, cuts=shard_layout.split_long_chunks(cuts))
 
 
-def _cuts_between(cuts: Ints, low: int, high: int) -> Ints:
-    return cuts[np.searchsorted(cuts, low, "right") : np.searchsorted(cuts, high)]
+def _cuts_between(cuts: Ints, low: int, high: int) -> slice:
+    """Return where in ``cuts`` those strictly between two offsets are."""
+    return slice(*np.searchsorted(cuts, [low + 1, high]).tolist())
 
 
 @gc_paused()
@@ -258,12 +169,10 @@ def make_incremental_layout(
 ) -> IncrementalLayout | None:
     """Return the chunks to write and the chunks to refer to, or None if the base holds less than
     ``MIN_BASE_FRACTION`` of the image's data."""
-    cuts = image.cuts
-    lengths = np.diff(cuts, prepend=0)
+    cuts, lengths = image.cuts, np.diff(image.cuts, prepend=0)
     matches = _find_in_base(base, image, digests)
     written = np.array([match is None for match in matches])
-    data_bytes = int(cuts[-1] - cuts[0])
-    if int(lengths[~written].sum()) < max(1, MIN_BASE_FRACTION * data_bytes):
+    if int(lengths[~written].sum()) < max(1, MIN_BASE_FRACTION * int(cuts[-1] - cuts[0])):
         return None
     # for each chunk, the file that holds it (0: this shard) and its offset there
     files: dict[tuple[str, int], int] = {}
@@ -275,24 +184,20 @@ def make_incremental_layout(
             number = files.setdefault(match[:2], len(files) + 1)
             chunk_files[c], chunk_offsets[c] = number, match[2]
             used_bytes[number] = used_bytes.get(number, 0) + int(lengths[c])
-    starts, stops, offsets = _written_spans(written, cuts)
-    spans = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True)
+    spans = _written_spans(written, cuts)
     header = build_header(partial_shard_entries(image.leaf_boxes, image.box_starts, spans))
-    for start, stop, offset in zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=True):
+    for start, stop, offset in spans:
         first, last = np.searchsorted(cuts, [start, stop])
         chunk_offsets[first + 1 : last + 1] = cuts[first:last] - start + offset + len(header)
-    refs = ChunkRefs(chunk_files, chunk_offsets)
-    later_runs = np.flatnonzero(~refs.is_contiguous_with_next(cuts)[1:]) + 2
-    firsts = [1, *later_runs.tolist()]
+    is_joined = ChunkRefs(chunk_files, chunk_offsets).is_contiguous_with_next(cuts)[1:]
+    firsts = [1, *(np.flatnonzero(~is_joined) + 2).tolist()]
     layout = IncrementalLayout(
         image,
         header,
         digests,
         written,
-        starts.tolist(),
-        stops.tolist(),
-        (offsets + len(header)).tolist(),
-        len(header) + int((stops - starts).sum()),
+        spans,
+        len(header) + sum(stop - start for start, stop, _ in spans),
         list(
             zip(firsts, chunk_files[firsts].tolist(), chunk_offsets[firsts].tolist(), strict=True)
         ),
@@ -302,8 +207,13 @@ def make_incremental_layout(
         ],
     )
     # do not commit an index that a reader would reject
-    shifted = cuts + (len(header) - len(image.header))
-    expand_runs(layout.runs, shifted, layout.length, layout.refers, _invalid_index_error)
+    expand_runs(
+        layout.runs,
+        cuts + (len(header) - len(image.header)),
+        layout.length,
+        layout.refers,
+        _invalid_index_error,
+    )
     return layout
 
 
@@ -313,15 +223,14 @@ def _invalid_index_error(expected: str, found: object) -> ManifestInvalid:
     )
 
 
-def _written_spans(written: NDArray[np.bool_], cuts: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the spans of consecutive written chunks: their starts and stops in the image, and
-    their offsets in the shard's data. Spans of whole pages come first, so that direct I/O covers as
-    many bytes as possible."""
+def _written_spans(written: NDArray[np.bool_], cuts: Ints) -> list[ImageSpan]:
+    """Return the spans of consecutive written chunks. Spans of whole pages come first, so that
+    direct I/O covers as many bytes as possible."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], written[1:], [False]]).astype(np.int8)))
     starts, stops = cuts[edges[::2]], cuts[edges[1::2]]
     order = np.argsort((stops - starts) % ALIGNMENT != 0, kind="stable")
-    starts, stops = starts[order], stops[order]
-    return starts, stops, exclusive_cumsum(stops - starts)
+    table = starts[order], stops[order], exclusive_cumsum((stops - starts)[order])
+    return [(a, b, offset) for a, b, offset in np.stack(table, axis=1).tolist()]
 
 
 def _find_in_base(
@@ -336,14 +245,11 @@ def _find_in_base(
             for f in index.leaves
             for b in f.boxes
         ]
-        lengths = {r.path: r.length for r in shard.refers}
+        files = {r.path: (r.path, r.length) for r in shard.refers}
+        files[shard.name] = names.reference_path(base.folder, shard.name), shard.length
         for c, layout_hash in enumerate(_chunk_layout_hashes(rows, index.cuts), 1):
             path, at = index.locate_chunk(c)
-            if path == shard.name:
-                source = names.reference_path(base.folder, path), shard.length, at
-            else:
-                source = path, lengths[path], at
-            base_chunks[layout_hash, index.chunk_digest(c)] = source
+            base_chunks[layout_hash, index.chunk_digest(c)] = (*files[path], at)
     rows = [
         (hash((h.key, h.dtype, h.box.offsets)), start, end - start)
         for h, start, end in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)

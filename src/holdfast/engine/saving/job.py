@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from holdfast import machine
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.saving.commit import NO_RESULT, CommitResult
-from holdfast.engine.saving.image import Image, Piece
+from holdfast.engine.saving.image import Image, Piece, release_buffers
 from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.partition import Partition
-from holdfast.engine.saving.staging import release_buffers
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import names, tree
@@ -47,7 +47,7 @@ class VersionMetadata:
 
 
 @dataclass(slots=True)
-class SaveJob:
+class SaveJob(AbstractContextManager["SaveJob"]):
     """A save between its two halves: staged, or ready to be staged piece by piece. A ``with`` block
     releases what it holds.
 
@@ -70,13 +70,6 @@ class SaveJob:
     staging_error: Exception | None = None
     result: CommitResult = NO_RESULT
 
-    @property
-    def attempt(self) -> str:
-        return self.partition.attempt
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         """Release the buffers and the references to the live state, and leave the collective."""
         if self.deferred is not None:
@@ -98,15 +91,16 @@ class SaveJob:
             "staged_seconds": round(self.staged_at - self.started_at, 6),
             "written_seconds": round(time.perf_counter() - self.staged_at, 6),
         }
-        metadata_node = {**self.metadata_node["dict"], "statistics": {"dict": statistics}}
         fields: dict[str, Any] = {
-            "attempt": self.attempt,
+            "attempt": self.partition.attempt,
             "created": machine.utc_now(),
             "writer": f"holdfast {__version__}",
             "step": step,
             "branch": metadata.branch,
             "parent": metadata.parent,
-            "metadata": {"dict": metadata_node},
+            "metadata": {
+                "dict": {**self.metadata_node["dict"], "statistics": {"dict": statistics}}
+            },
             "tree": self.partition.tree,
         }
         if not any(s.refers for s in shards):

@@ -11,9 +11,9 @@ accelerator.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from threading import Event, local
 from typing import Any
 
@@ -72,13 +72,9 @@ class DeferredStaging:
 def _leaf_indices_in(image: Image, pieces: Sequence[Piece]) -> list[int]:
     """Return the indices of the boxes that have bytes in the pieces. ``pieces`` is sorted by
     offset."""
-    stops = [p.stop for p in pieces]
-    indices = []
-    for i, (a, b) in enumerate(zip(image.box_starts, image.box_ends, strict=True)):
-        first = bisect_right(stops, a)
-        if first < len(pieces) and pieces[first].start < b and b > a:
-            indices.append(i)
-    return indices
+    starts, stops = [p.start for p in pieces], [p.stop for p in pieces]
+    boxes = enumerate(zip(image.box_starts, image.box_ends, strict=True))
+    return [i for i, (a, b) in boxes if b > a and _overlaps(starts, stops, a, b)]
 
 
 def split_pieces(
@@ -91,27 +87,29 @@ def split_pieces(
         for h, a, b in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
         if h.key not in stable_keys and b > a
     ]
+    starts, stops = [a for a, _ in unstable], [b for _, b in unstable]
     now: list[Piece] = []
     later: list[Piece] = []
-    i = 0
     for piece in pieces:
-        while i < len(unstable) and unstable[i][1] <= piece.start:
-            i += 1
-        stable = i == len(unstable) or unstable[i][0] >= piece.stop
-        can_wait = stable and stable_keys and piece.start >= len(image.header)
-        (later if can_wait else now).append(piece)
+        is_stable = stable_keys and not _overlaps(starts, stops, piece.start, piece.stop)
+        (later if is_stable and piece.start >= len(image.header) else now).append(piece)
     return now, later
+
+
+def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int) -> bool:
+    """Return True if any of several spans has bytes from ``start`` to ``stop``. The spans are
+    sorted, and none overlaps another."""
+    return bisect_right(stops, start) < bisect_left(starts, stop)
 
 
 def pin_memory(buffer: Buffer) -> None:
     """Page-lock a buffer's memory for copies from CUDA devices, for the lifetime of the buffer. If
     the driver refuses, the memory stays pageable: copies are then slower, but correct."""
     torch = torch_or_none()
-    if torch is None or not torch.cuda.is_available():
-        return
-    runtime: Any = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(buffer.address, buffer.size, 0)) == 0:
-        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.address)
+    if torch is not None and torch.cuda.is_available():
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(buffer.address, buffer.size, 0)) == 0:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.address)
 
 
 class _ThreadStreams:
@@ -123,11 +121,8 @@ class _ThreadStreams:
         self._devices = devices
         self._thread_local = local()
 
-    def __call__(self) -> AbstractContextManager[None]:
-        return self._enter_streams() if self._devices else nullcontext()
-
     @contextmanager
-    def _enter_streams(self) -> Iterator[None]:
+    def __call__(self) -> Iterator[None]:
         torch: Any = torch_or_none()
         streams = getattr(self._thread_local, "streams", None)
         if streams is None:

@@ -1,16 +1,18 @@
-"""Write an incremental shard: collect the chunks that the base lacks from the image, and check
-their digests again."""
+"""The bytes of an incremental shard: the chunks of the image that the base lacks, whose digests are
+checked again."""
 
 from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
+
+import numpy as np
 
 from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.incremental import IncrementalLayout
-from holdfast.engine.snapshot.location import Location
 from holdfast.errors import CommitError
 from holdfast.format.digest import digest, digest_parts
 from holdfast.types import BLOCK_SIZE
@@ -66,72 +68,51 @@ def digest_chunks(
         staged = chunks.staged_spans(chunk, 0, chunks.length(chunk))
         if staged:
             digests[chunk] = digest_parts(b.view[first:last] for b, first, last in staged)
-            return
-        with workers.buffer() as buffer:
-            digests[chunk] = digest(chunks.copy_live(chunk, buffer, 0))
+        else:
+            with workers.buffer() as buffer:
+                digests[chunk] = digest(chunks.copy_live(chunk, buffer, 0))
 
     workers.each(range(1, len(digests)), digest_chunk)
     return digests
 
 
-def write_incremental_shard(
-    location: Location,
-    name: str,
-    layout: IncrementalLayout,
-    pieces: Sequence[Piece],
-    workers: Workers,
-) -> None:
-    """Write the shard.
+class PackedImage:
+    """An incremental shard to be written: chunks of the complete image, in the order in which the
+    shard holds them. Their digests are known, so the end of the header is the only cut.
 
-    Raises ``StoreError``, or ``CommitError`` if the state changed after its digests were computed.
-    If it raises, no shard was created.
+    ``pieces``: the pieces of the complete image, staged or not; ``url``: the save, for errors.
     """
-    assembler = _ShardAssembler(location, layout, pieces)
-    header = layout.header
-    size = workers.pool.buffer_size
-    spans = [(a, min(a + size, len(header))) for a in range(0, len(header), size)]
-    data_starts = range(len(header), layout.length, size)
-    spans += [(a, min(a + size, layout.length)) for a in data_starts]
 
-    def write(span: tuple[int, int]) -> None:
-        start, stop = span
-        with workers.buffer() as buffer:
-            if start < len(header):
-                buffer.view[: stop - start] = header[start:stop]
-            else:
-                assembler.fill(start, stop, buffer)
-            upload.write_at(start, buffer.view[: stop - start])
-
-    with location.store.put(location.key(name), layout.length) as upload:
-        workers.each(spans, write)
-        upload.commit()
-        workers.advance()
-
-
-class _ShardAssembler:
-    """Copies chunks of the image in the order in which the shard holds them."""
-
-    def __init__(
-        self, location: Location, layout: IncrementalLayout, pieces: Sequence[Piece]
-    ) -> None:
-        self._url = location.url
+    def __init__(self, url: str, layout: IncrementalLayout, pieces: Sequence[Piece]) -> None:
+        self._url = url
         self._layout = layout
+        self.header = layout.header
+        self.cuts = np.array([len(layout.header)])
         self._chunks = ImageChunks(layout.image, pieces)
         self._verified = bytearray(len(layout.digests))
         self._spare_buffers: list[Buffer] = []
 
-    def fill(self, start: int, stop: int, buffer: Buffer) -> None:
-        """Copy bytes ``start`` to ``stop`` of the shard to the start of the buffer."""
-        for chunk, first, last, at in self._chunk_spans(start, stop):
-            self._copy_chunk(chunk, first, last, buffer, at - start)
+    def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
+        """Copy the bytes of a piece of the shard to the start of the buffer.
+
+        Raises ``CommitError`` if the state changed after its digests were computed.
+        """
+        start, stop = piece.start, piece.stop
+        if start < len(self.header):
+            buffer.view[: stop - start] = self.header[start:stop]
+        else:
+            for chunk, first, last, at in self._chunk_spans(start, stop):
+                self._copy_chunk(chunk, first, last, buffer, at - start)
 
     def _chunk_spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the parts of chunks in bytes ``start`` to ``stop`` of the shard: the number of the
         chunk, the first byte and the end in the chunk, and the offset in the shard."""
-        layout, cuts = self._layout, self._chunks.cuts
-        for i in range(bisect_right(layout.shard_offsets, start) - 1, len(layout.shard_offsets)):
-            shift = layout.shard_offsets[i] - layout.starts[i]
-            a, b = max(start - shift, layout.starts[i]), min(stop - shift, layout.stops[i])
+        spans, cuts = self._layout.spans, self._chunks.cuts
+        first_span = bisect_right(spans, start - len(self.header), key=itemgetter(2)) - 1
+        for i in range(first_span, len(spans)):
+            span_start, span_stop, data_offset = spans[i]
+            shift = len(self.header) + data_offset - span_start
+            a, b = max(start - shift, span_start), min(stop - shift, span_stop)
             if a >= b:
                 break
             for c in range(bisect_right(cuts, a), bisect_left(cuts, b) + 1):

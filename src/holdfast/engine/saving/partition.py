@@ -47,13 +47,13 @@ for each."""
 class Partition:
     """The result of the agreement.
 
-    ``leaves``: the boxes that this rank writes, described by ``leaf_boxes``; ``tree``: the
+    ``sources``: the boxes that this rank writes, described by ``leaf_boxes``; ``tree``: the
     snapshot's tree, on rank 0 only; ``plan``: the plan for all ranks, on rank 0 only, or None if
     one process writes whole leaves.
     """
 
     attempt: str
-    leaves: list[LocalLeaf]
+    sources: list[Any]
     leaf_boxes: list[LeafBox]
     tree: Any
     plan: GlobalPlan | None
@@ -144,7 +144,7 @@ def partition_state(
     chosen = masks[request.plan_id].nonzero()[0].tolist()
     return Partition(
         request.attempt,
-        [leaves[i] for i in chosen],
+        [leaves[i].source for i in chosen],
         [local.leaf_boxes[i] for i in chosen],
         tree,
         None if coordinator is None else coordinator.plan,
@@ -154,20 +154,14 @@ def partition_state(
 def _partition_locally(flat: FlatState) -> Partition:
     """Return the partition of one process, which writes all of its boxes. They must cover every
     leaf; raises ``PlanError``."""
-    leaf_boxes = [make_leaf_box(leaf) for leaf in flat.leaves]
-    plan = None
-    if any(leaf.box.sizes != leaf.shape for leaf in flat.leaves):
-        plan = make_global_plan([make_local_plan(leaf_boxes)])
-    tree = flat.tree
+    leaves, tree = flat.leaves, flat.tree
+    leaf_boxes = [LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box) for leaf in leaves]
+    is_partial = any(leaf.box.sizes != leaf.shape for leaf in leaves)
+    plan = make_global_plan([make_local_plan(leaf_boxes)]) if is_partial else None
     if flat.per_rank or flat.from_first:
         per_rank = {key: {0: node} for key, node in flat.per_rank.items()}
         tree = merge([(tree, (0,))], RankNodes(per_rank, flat.from_first))
-    return Partition(new_attempt(), flat.leaves, leaf_boxes, tree, plan)
-
-
-def make_leaf_box(leaf: LocalLeaf) -> LeafBox:
-    """Return the description of the box that this process holds of a leaf."""
-    return LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box)
+    return Partition(new_attempt(), [leaf.source for leaf in leaves], leaf_boxes, tree, plan)
 
 
 def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:
@@ -191,7 +185,7 @@ class _LocalRank:
 
     def __init__(self, flat: FlatState, leaves: Sequence[LocalLeaf], workers: Workers) -> None:
         self.flat = flat
-        self.leaf_boxes = [make_leaf_box(leaf) for leaf in leaves]
+        self.leaf_boxes = [LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box) for leaf in leaves]
         self.from_first = np.array(
             [leaf.replication == Replication.FROM_FIRST for leaf in leaves], bool
         )
@@ -253,18 +247,16 @@ class _Coordinator:
     def make_request(self) -> DetailRequest:
         summaries = self._summaries
         known = can_reuse_plan([s.structure for s in summaries], self.plan)
-        value_ranks: list[int] = []
         distinct = _first_ranks((s.unverified_keys, s.unverified_values) for s in summaries)
-        if len(distinct) > 1:  # also if the keys differ, because some keys may be the same
-            count = max(MAX_SHOWN, len({s.unverified_keys for s in summaries}))
-            value_ranks = list(distinct.values())[:count]
+        count = max(MAX_SHOWN, len({s.unverified_keys for s in summaries}))
         return DetailRequest(
             new_attempt(),
             self._plan_id,
             not (known and all(self._plan_id in s.known_plans for s in summaries)),
             [] if known else list(_first_ranks(s.structure for s in summaries).values()),
             [r for r in _first_ranks(s.tree_digest for s in summaries).values() if r],
-            value_ranks,
+            # also if only the keys differ, because some keys may be the same
+            list(distinct.values())[:count] if len(distinct) > 1 else [],
         )
 
     def collect(self, request: DetailRequest, details: Sequence[Details]) -> None:
@@ -355,10 +347,9 @@ def _replica_mismatch_error(mismatches: Mapping[str, Mapping[bytes, list[int]]])
     lines = []
     for key, ranks_by_digest in list(mismatches.items())[:_MAX_LISTED]:
         sides = list(ranks_by_digest.values())
+        difference = " vs. ".join(format_ranks(sorted(ranks)) for ranks in sides[:3])
         if len(sides) > 2 and all(len(ranks) == 1 for ranks in sides):
             difference = "different on every rank"
-        else:
-            difference = " vs. ".join(format_ranks(sorted(ranks)) for ranks in sides[:3])
         lines.append(f"{key} ({difference})")
     what = (
         "A tensor of the state is"

@@ -30,8 +30,8 @@ class Pending:
         self,
         finish: Callable[[], Snapshot],
         url: str,
-        after: Callable[[], None] | None = None,
-        staged: Event | None = None,
+        after: Callable[[], object],
+        staged: Event | None,
     ) -> None:
         self.url = url
         self._staged = staged
@@ -104,10 +104,9 @@ class Pending:
                 found="a call from the save's own thread, by an event sink",
                 todo="Call wait() in the training thread",
             )
-        if self._ended.wait(timeout):
-            self._thread.join()
-        else:
+        if not self._ended.wait(timeout):
             raise TimeoutError(f"The save to {self.url} did not finish within {timeout} s")
+        self._thread.join()
         _unawaited.discard(self)
         if self._error is not None:
             raise self._error
@@ -122,8 +121,7 @@ class Pending:
             try:
                 self._snapshot = self._finish()
             finally:
-                if self._after is not None:
-                    self._after()
+                self._after()
             _unawaited.discard(self)
         except BaseException as e:  # noqa: BLE001  (top of a thread: raised by wait)
             self._error = e

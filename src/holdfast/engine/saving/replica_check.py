@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 from xxhash import xxh3_128_digest
 
 from holdfast.buffers import Buffer
-from holdfast.engine.saving.image import copy_bytes
+from holdfast.engine.saving.image import contiguous_address, copy_bytes
 from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.types import BLOCK_SIZE, MIB
 from holdfast.workers import Workers
@@ -28,47 +27,34 @@ _INLINE_BYTES = 4096
 def digest_values(leaves: Sequence[LocalLeaf], workers: Workers) -> list[bytes]:
     """Return a 16-byte digest of the elements of each leaf. The box of every leaf is the whole
     leaf."""
-    digests: list[bytes] = [b""] * len(leaves)
+    block_digests: list[list[bytes]] = []
     blocks: list[tuple[int, int, int]] = []
-    block_digests: dict[int, list[bytes]] = {}
-    for i, leaf in enumerate(leaves):
-        source = leaf.source
-        nbytes = int(source.nbytes)
-        if getattr(source, "is_cpu", True):
-            cuts = range(0, nbytes, BLOCK_SIZE)
-            block_digests[i] = [b""] * len(cuts)
-            if nbytes <= _INLINE_BYTES:
-                block_digests[i][:] = [
-                    _digest_range(source, a, min(a + BLOCK_SIZE, nbytes), workers) for a in cuts
-                ]
-            else:
-                blocks += [(i, n, a) for n, a in enumerate(cuts)]
-        else:
-            block_digests[i] = [digest_on_device(source)]
 
     def digest_block(block: tuple[int, int, int]) -> None:
         i, n, start = block
         source = leaves[i].source
-        block_digests[i][n] = _digest_range(
-            source, start, min(start + BLOCK_SIZE, int(source.nbytes)), workers
-        )
+        stop = min(start + BLOCK_SIZE, int(source.nbytes))
+        block_digests[i][n] = _digest_range(source, start, stop, workers)
 
+    for i, leaf in enumerate(leaves):
+        if not getattr(leaf.source, "is_cpu", True):
+            block_digests.append([digest_on_device(leaf.source)])
+            continue
+        nbytes = int(leaf.source.nbytes)
+        leaf_blocks = [(i, n, a) for n, a in enumerate(range(0, nbytes, BLOCK_SIZE))]
+        block_digests.append([b""] * len(leaf_blocks))
+        if nbytes > _INLINE_BYTES:
+            blocks += leaf_blocks
+        elif leaf_blocks:
+            digest_block(leaf_blocks[0])
     workers.each(blocks, digest_block)
-    for i, parts in block_digests.items():
-        digests[i] = parts[0] if len(parts) == 1 else xxh3_128_digest(b"".join(parts))
-    return digests
+    return [d[0] if len(d) == 1 else xxh3_128_digest(b"".join(d)) for d in block_digests]
 
 
 def _digest_range(source: Any, start: int, stop: int, workers: Workers) -> bytes:
     """Return the digest of bytes ``start`` to ``stop`` of an array on the CPU, in row-major
     order."""
-    address = 0
-    if isinstance(source, np.ndarray):
-        if source.flags.c_contiguous:
-            address = source.__array_interface__["data"][0]
-    elif source.is_contiguous():
-        address = source.data_ptr()
-    if address:
+    if address := contiguous_address(source):
         return xxh3_128_digest((ctypes.c_char * (stop - start)).from_address(address + start))
     is_small = stop - start <= _INLINE_BYTES
     with nullcontext(Buffer(stop - start)) if is_small else workers.buffer() as buffer:

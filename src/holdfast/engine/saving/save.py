@@ -20,16 +20,16 @@ from holdfast.engine.saving.commit import (
     Receipt,
     check_receipts,
     commit_collectively,
+    pinned_base,
     put_manifest,
     raise_if_exists,
 )
-from holdfast.engine.saving.image import make_image
-from holdfast.engine.saving.incremental import pinned_base
+from holdfast.engine.saving.image import make_image, release_buffers, split_into_pieces
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, split_pieces
 from holdfast.engine.saving.partition import partition_state
 from holdfast.engine.saving.pending import Pending
-from holdfast.engine.saving.staging import release_buffers, stage_pieces, synchronize_streams
+from holdfast.engine.saving.staging import stage_pieces, synchronize_streams
 from holdfast.engine.saving.write import write_local_shard
 from holdfast.engine.snapshot.location import Location, Url, locate
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -96,7 +96,7 @@ def save_async(
 
 
 def finish_in_background(
-    job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], None] | None = None
+    job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], object] = bool
 ) -> Pending:
     """Run the second half of a staged save on a background thread. Raises ``CommitError`` if no
     thread can be started."""
@@ -141,9 +141,11 @@ def begin_save(
         metadata_node = metadata.to_node()
         with gc_paused():
             flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
-            synchronize_streams([leaf.source for leaf in flat.leaves])
+            sources = [leaf.source for leaf in flat.leaves]
+            if any(getattr(source, "is_cuda", False) for source in sources):
+                synchronize_streams(sources)
             partition = partition_state(collective, group, flat, workers)
-            image = make_image(partition.leaves, partition.leaf_boxes)
+            image = make_image(partition.sources, partition.leaf_boxes)
         job = SaveJob(
             location,
             metadata,
@@ -152,7 +154,7 @@ def begin_save(
             metadata_node,
             partition,
             image,
-            image.pieces(),
+            split_into_pieces(len(image.header), image.length),
             workers,
             started_at,
         )
@@ -164,8 +166,12 @@ def begin_save(
                 stage_pieces(image, now, workers)
                 job.deferred = DeferredStaging(image, later)
             job.staged_at = time.perf_counter()
-            seconds = job.staged_at - started_at
-            events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
+            events.emit(
+                "staged",
+                url=location.url,
+                bytes=image.length,
+                seconds=job.staged_at - started_at,
+            )
         except BaseException as e:
             release_buffers(job.pieces, pool)
             if collective.size == 1 or not stage_now or not isinstance(e, Exception):
@@ -186,18 +192,20 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
             raise job.staging_error
         if job.deferred is not None:
             _stage_deferred(job, job.deferred)
-        with pinned_base(location, job.attempt, job.base, collective) as base:
+        with pinned_base(location, job.partition.attempt, job.base, collective) as base:
             receipt = write_local_shard(job, base)
 
             def commit(receipts: list[Receipt]) -> Snapshot:
                 shards = check_receipts(location, receipts, collective.size, job.partition.plan)
-                manifest = job.build_manifest(shards, 1 if base is None else base.chain + 1)
+                manifest = job.build_manifest(
+                    shards, 1 if base is None else base.manifest.chain + 1
+                )
                 fence()
                 collective.begin_commit()  # raises if another rank failed before
                 return put_manifest(location, manifest, job.partition.plan)
 
             snapshot, job.result = commit_collectively(
-                location, job.attempt, collective, receipt, commit
+                location, job.partition.attempt, collective, receipt, commit
             )
     seconds = time.perf_counter() - job.started_at
     events.emit("committed", url=snapshot.url, bytes=job.result.nbytes, seconds=seconds)
@@ -207,8 +215,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
 def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
     """Stage the deferred pieces. Raises ``CommitError`` if the training changed their leaves
     meanwhile."""
-    changed = deferred.stage(job.workers)
-    if changed:
+    if changed := deferred.stage(job.workers):
         raise CommitError(
             f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"
             " during the copy in the background",

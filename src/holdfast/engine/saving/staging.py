@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from holdfast.buffers import BufferPool
-from holdfast.engine.saving.image import Image, Piece
+from holdfast.engine.saving.image import Image, Piece, release_buffers
 from holdfast.workers import Workers
 
 
@@ -42,25 +41,12 @@ def stage_pieces(
     """
 
     def fill(piece: Piece) -> None:
-        buffer = workers.pool.acquire()
-        try:
-            with make_context():
-                image.copy_piece(piece, buffer)
-        except BaseException:
-            workers.pool.release(buffer)
-            raise
-        piece.buffer = buffer
+        piece.buffer = buffer = workers.pool.acquire()
+        with make_context():
+            image.copy_piece(piece, buffer)
 
     try:
         workers.each(pieces, fill)
     except BaseException:
         release_buffers(pieces, workers.pool)
         raise
-
-
-def release_buffers(pieces: Sequence[Piece], pool: BufferPool) -> None:
-    """Return the buffers of all staged pieces to the pool."""
-    for piece in pieces:
-        if piece.buffer is not None:
-            pool.release(piece.buffer)
-            piece.buffer = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.engine.saving.commit import Receipt
-from holdfast.engine.saving.image import Image, Piece
+from holdfast.engine.saving.image import Image, Piece, release_buffers, split_into_pieces
 from holdfast.engine.saving.incremental import (
     BaseVersion,
     IncrementalLayout,
@@ -14,9 +15,9 @@ from holdfast.engine.saving.incremental import (
     make_incremental_layout,
 )
 from holdfast.engine.saving.job import SaveJob
-from holdfast.engine.saving.pack import digest_chunks, write_incremental_shard
-from holdfast.engine.saving.staging import release_buffers
+from holdfast.engine.saving.pack import PackedImage, digest_chunks
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import IncrementalIndex, Index, encode_index
@@ -25,7 +26,7 @@ from holdfast.format.manifest import FileEntry, IncrementalShard
 from holdfast.workers import Workers
 
 
-def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
+def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
     """Write this rank's shard and index, and return the receipt.
 
     The shard is full, or holds only the chunks that ``base`` lacks. A rank other than rank 0 that
@@ -35,61 +36,60 @@ def write_local_shard(job: SaveJob, base: BaseVersion | None) -> Receipt:
     rank, pieces, workers = collective.rank, job.pieces, job.workers
     if rank and not image.leaf_boxes:
         return Receipt(rank, None)
-    shard_name = names.shard_name(rank, collective.size, job.attempt)
-    index_name = names.index_name(rank, collective.size, job.attempt)
+    shard_name = names.shard_name(rank, collective.size, job.partition.attempt)
+    index_name = names.index_name(rank, collective.size, job.partition.attempt)
     data_bytes = image.length - len(image.header)
     layout = None
-    if base is not None and base.shards:
-        aligned = align_chunks(image, base)
+    held = None if base is None else BaseVersion.from_snapshot(base, collective)
+    if held is not None and held.shards:
+        aligned = align_chunks(image, held)
         digests = digest_chunks(aligned, pieces, workers)
-        layout = make_incremental_layout(base, aligned, digests)
+        layout = make_incremental_layout(held, aligned, digests)
     if layout is None:
         digests = write_shard(location, shard_name, image, pieces, workers)
-        index = write_index(location, index_name, shard_name, image, digests)
-        shard = IncrementalShard(shard_name, image.length, index, [])
+        shard = write_index(location, index_name, shard_name, image, digests)
         return Receipt(rank, shard, data_bytes)
     release_buffers(layout.unneeded_pieces(pieces), workers.pool)
-    write_incremental_shard(location, shard_name, layout, pieces, workers)
-    index = write_index(location, index_name, shard_name, layout.image, layout.digests, layout)
-    shard = IncrementalShard(shard_name, layout.length, index, layout.refers)
+    packed = PackedImage(location.url, layout, pieces)
+    packed_pieces = split_into_pieces(len(layout.header), layout.length)
+    digests = write_shard(location, shard_name, packed, packed_pieces, workers) + layout.digests[1:]
+    shard = write_index(location, index_name, shard_name, layout.image, digests, layout)
     return Receipt(rank, shard, data_bytes)
 
 
 def write_shard(
     location: Location,
     name: str,
-    image: Image,
-    pieces: list[Piece],
+    image: Image | PackedImage,
+    pieces: Sequence[Piece],
     workers: Workers,
 ) -> list[str]:
-    """Write all pieces, staged or not. Return the digest of every chunk once the shard is durable.
+    """Write all pieces, staged or not, in several threads. Return the digest of every chunk of the
+    image once the shard is durable.
 
-    Raises ``StoreError``; then no shard was created, and the pieces that were not yet written keep
-    their buffers.
+    Raises ``StoreError``, or what ``copy_piece`` raises; then no shard was created, and the pieces
+    that were not yet written keep their buffers.
     """
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
 
     def write(piece: Piece) -> None:
-        buffer, piece.buffer = piece.buffer, None
-        staged = buffer is not None
-        if buffer is None:
-            buffer = workers.pool.acquire()
+        start, stop = piece.start, piece.stop
+        staged, piece.buffer = piece.buffer, None
+        buffer = workers.pool.acquire() if staged is None else staged
         try:
-            if not staged:
+            if staged is None:
                 image.copy_piece(piece, buffer)
-            view = buffer.view[: piece.stop - piece.start]
-            if piece.start >= cuts[0]:
+            view = buffer.view[: stop - start]
+            if start >= cuts[0]:
                 # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
-                first, last = bisect_right(cuts, piece.start), bisect_left(cuts, piece.stop)
-                for c in range(first, last + 1):
-                    a, b = cuts[c - 1] - piece.start, cuts[c] - piece.start
-                    digests[c] = digest(view[a:b])
-            upload.write_at(piece.start, view)
+                for c in range(bisect_right(cuts, start), bisect_right(cuts, stop)):
+                    digests[c] = digest(view[cuts[c - 1] - start : cuts[c] - start])
+            upload.write_at(start, view)
         finally:
             workers.pool.release(buffer)
 
-    with location.store.put(location.key(name), image.length) as upload:
+    with location.store.put(location.key(name), pieces[-1].stop) as upload:
         workers.each(pieces, write)
         upload.commit()
         workers.advance()
@@ -103,10 +103,14 @@ def write_index(
     image: Image,
     digests: list[str],
     layout: IncrementalLayout | None = None,
-) -> FileEntry:
-    """Write the index of a shard durably, and return its manifest entry. With a ``layout``, the
-    index has format number 2. Raises ``StoreError``."""
-    header = image.header if layout is None else layout.header
+) -> IncrementalShard:
+    """Write the index of a shard durably, and return the shard as the manifest lists it. With a
+    ``layout``, the index has format number 2. Raises ``StoreError``."""
+    header, length, refers = (
+        (image.header, image.length, [])
+        if layout is None
+        else (layout.header, layout.length, layout.refers)
+    )
     # Offsets count from the start of the file, and the headers have different lengths.
     shift = len(header) - len(image.header)
     leaves: dict[str, IndexLeaf] = {}
@@ -117,21 +121,17 @@ def write_index(
         leaf.boxes.append(IndexBox(h.box.offsets, h.box.sizes, at + shift))
     fields: dict[str, Any] = {
         "shard": shard_name,
+        "length": length,
         "header": len(header),
         "leaves": list(leaves.values()),
         "cuts": (image.cuts + shift).tolist(),
+        "digests": digests,
     }
-    index: Index
-    if layout is None:
-        index = Index(format=1, length=image.length, digests=digests, **fields)
-    else:
-        index = IncrementalIndex(
-            format=2,
-            length=layout.length,
-            digests=[digest(header), *digests[1:]],
-            runs=layout.runs,
-            **fields,
-        )
-    raw = encode_index(index)
+    raw = encode_index(
+        Index(format=1, **fields)
+        if layout is None
+        else IncrementalIndex(format=2, runs=layout.runs, **fields)
+    )
     location.store.put_if_absent(location.key(name), raw)
-    return FileEntry(name, len(raw), digest(raw))
+    entry = FileEntry(name, len(raw), digest(raw))
+    return IncrementalShard(shard_name, length, entry, refers)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast import events
 from holdfast.engine.planning.read_plan import ReadItem, chunk_read_items
@@ -41,12 +42,10 @@ from holdfast.format.names import MANIFEST
 from holdfast.format.safetensors import build_header
 from holdfast.workers import Workers
 
-Advance = Callable[[int], None]
+Advance = Callable[[int], object]
 
 
-def copy_snapshot(
-    snapshot: Snapshot, location: Location, advance: Advance | None = None
-) -> Snapshot:
+def copy_snapshot(snapshot: Snapshot, location: Location, advance: Advance = int) -> Snapshot:
     """Copy ``snapshot`` to ``location``, and return the copy once it is committed.
 
     The copy uses at most 256 MiB of memory. ``advance(nbytes)`` is called from several threads as
@@ -58,10 +57,10 @@ def copy_snapshot(
         return _copy(snapshot, location, advance)
 
 
-def _copy(snapshot: Snapshot, location: Location, advance: Advance | None) -> Snapshot:
-    indexes = snapshot.indexes()
-    raw = snapshot.location.store.get(snapshot.location.key(MANIFEST), MAX_MANIFEST)
-    manifest, manifest_digest = decode_manifest(raw, snapshot.location.key(MANIFEST))
+def _copy(snapshot: Snapshot, location: Location, advance: Advance) -> Snapshot:
+    indexes, source = snapshot.indexes(), snapshot.location
+    raw = source.store.get(source.key(MANIFEST), MAX_MANIFEST)
+    manifest, manifest_digest = decode_manifest(raw, source.key(MANIFEST))
     if manifest_digest != snapshot.digest:
         raise FormatError(
             f"{snapshot.url} was replaced after it was opened",
@@ -71,15 +70,19 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance | None) -> Sn
         )
     if isinstance(manifest, IncrementalManifest):
         copies = [_plan_full(snapshot, n, index) for n, index in enumerate(indexes)]
-        manifest = _build_manifest(snapshot, [shard_copy.shard for shard_copy in copies])
+        shards = [shard_copy.shard for shard_copy in copies]
+        manifest = full_manifest(snapshot, attempt=attempt_of_copy(snapshot), shards=shards)
         raw, manifest_digest = encode_manifest(manifest)
     else:
         copies = [
-            _plan_unchanged(snapshot, *pair) for pair in zip(manifest.shards, indexes, strict=True)
+            _ShardCopy(
+                shard, index, source.store.get(source.key(shard.index.name), MAX_MANIFEST), None
+            )
+            for shard, index in zip(manifest.shards, indexes, strict=True)
         ]
     with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt):
         for index, shard_copy in zip(indexes, copies, strict=True):
-            _copy_shard(snapshot.location, location, index, shard_copy, advance)
+            _copy_shard(source, location, index, shard_copy, advance)
         for shard_copy in copies:
             key = location.key(shard_copy.shard.index.name)
             try:
@@ -88,7 +91,7 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance | None) -> Sn
                 raise _not_a_copy_error(
                     location, key, "the index of this copy", "another file"
                 ) from e
-            _report_progress(advance, len(shard_copy.index_bytes))
+            advance(len(shard_copy.index_bytes))
         copy = Snapshot(location, manifest, manifest_digest)
         # reads the indexes back from the destination, and checks the lengths of the shards there
         copy.read_indexes()
@@ -109,11 +112,6 @@ class _ShardCopy:
     index: ShardIndex
     index_bytes: bytes
     new_header: bytes | None
-
-
-def _plan_unchanged(snapshot: Snapshot, shard: Shard, index: ShardIndex) -> _ShardCopy:
-    raw = snapshot.location.store.get(snapshot.location.key(shard.index.name), MAX_MANIFEST)
-    return _ShardCopy(shard, index, raw, None)
 
 
 def attempt_of_copy(snapshot: Snapshot) -> str:
@@ -148,9 +146,11 @@ def _plan_full(snapshot: Snapshot, number: int, index: ShardIndex) -> _ShardCopy
     return _ShardCopy(shard, decode_index(raw, file.name), raw, header)
 
 
-def _build_manifest(snapshot: Snapshot, shards: list[Shard]) -> Manifest:
+def full_manifest(snapshot: Snapshot, **changes: Any) -> Manifest:
+    """Return the snapshot's manifest as that of a full snapshot, with other values of some
+    fields."""
     fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
-    return Manifest(**{**fields, "attempt": attempt_of_copy(snapshot), "shards": shards})
+    return Manifest(**{**fields, **changes})
 
 
 def _copy_shard(
@@ -158,7 +158,7 @@ def _copy_shard(
     location: Location,
     index: ShardIndex,
     shard_copy: _ShardCopy,
-    advance: Advance | None,
+    advance: Advance,
 ) -> None:
     """Copy a shard. If the destination already has the file, check it instead.
 
@@ -174,11 +174,8 @@ def _copy_shard(
     else:
         if length != copy_index.length:
             raise _not_a_copy_error(location, key, f"{copy_index.length} bytes", f"{length} bytes")
-        items = chunk_read_items(0, copy_index.cuts)
         try:
-            _read_items(
-                location, copy_index, items, lambda item, data: _report_progress(advance, len(data))
-            )
+            _read_shard(location, copy_index, lambda item, data: advance(len(data)))
         except DigestMismatch as e:
             raise _not_a_copy_error(location, key, e.expected, e.found) from e
         return
@@ -186,15 +183,14 @@ def _copy_shard(
     with location.store.put(key, copy_index.length) as upload:
 
         def write(item: ReadItem, data: memoryview) -> None:
-            if shard_copy.new_header is None:
-                upload.write_at(item.start, data)
-            elif item.first_chunk == 0:  # the header is always a separate item
+            if shard_copy.new_header is not None and item.first_chunk == 0:
+                # the header is always a separate item
                 upload.write_at(0, memoryview(shard_copy.new_header))
             else:
                 upload.write_at(item.start + shift, data)
-            _report_progress(advance, len(data))
+            advance(len(data))
 
-        _read_items(source, index, chunk_read_items(0, index.cuts, index.chunk_refs), write)
+        _read_shard(source, index, write)
         upload.commit()
 
 
@@ -211,22 +207,16 @@ def _not_a_copy_error(
     )
 
 
-def _read_items(
+def _read_shard(
     location: Location,
     index: ShardIndex,
-    items: list[ReadItem],
-    consume: Callable[[ReadItem, memoryview], None],
+    consume: Callable[[ReadItem, memoryview], object],
 ) -> None:
-    """Read all items in several threads, check them, and pass their bytes to ``consume``."""
+    """Read a whole shard in several threads, check it, and pass its parts to ``consume``."""
     workers = Workers.create()
 
     def read_item(item: ReadItem) -> None:
         with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
             consume(item, buffer.view[item.start - base : item.stop - base])
 
-    workers.each(items, read_item)
-
-
-def _report_progress(advance: Advance | None, nbytes: int) -> None:
-    if advance is not None:
-        advance(nbytes)
+    workers.each(chunk_read_items(0, index.cuts, index.chunk_refs), read_item)

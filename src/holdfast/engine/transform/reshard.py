@@ -16,13 +16,12 @@ a few large shards.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from threading import Lock
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from holdfast import events
 from holdfast.buffers import Buffer, BufferPool, shared_pool
@@ -35,12 +34,13 @@ from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.read import Target, execute_read_plan
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.transform.copy import Advance, full_manifest
 from holdfast.engine.transform.reshard_plan import (
     MAX_OPEN_SHARDS,
     Chunk,
     LeafLocations,
+    LeafSpan,
     OrderedLeaf,
-    WindowSpan,
     assign_leaves,
     group_into_windows,
     iter_chunks,
@@ -52,7 +52,7 @@ from holdfast.engine.transform.reshard_plan import (
 )
 from holdfast.format import names
 from holdfast.format.digest import digest
-from holdfast.format.manifest import IncrementalShard, Manifest, Shard
+from holdfast.format.manifest import Manifest, Shard
 from holdfast.settings import read_settings
 from holdfast.storage.store import Upload
 from holdfast.threads import in_parallel
@@ -65,15 +65,13 @@ SPLITS = ("even", "none")
 MAX_READ_BYTES = 32 * MIB
 """Largest size of the chunks that are read and checked concurrently, in bytes."""
 
-Advance = Callable[[int], None]
-
 
 def reshard(
     snapshot: Snapshot,
     location: Location,
     shards: int,
     split: str = "even",
-    advance: Advance | None = None,
+    advance: Advance = int,
 ) -> Snapshot:
     """Write ``snapshot`` again at ``location`` as ``shards`` shards, and return the new snapshot
     once it is committed.
@@ -108,8 +106,7 @@ def reshard(
                     batch, shard_names, images, digests, strict=True
                 ):
                     index_name = names.index_name(shard, shards, attempt)
-                    index = write_index(location, index_name, name, image, chunk_digests)
-                    entry = IncrementalShard(name, image.length, index, [])
+                    entry = write_index(location, index_name, name, image, chunk_digests)
                     receipts.append(Receipt(shard, entry))
             manifest = _build_manifest(
                 snapshot, attempt, check_receipts(location, receipts, shards)
@@ -117,17 +114,21 @@ def reshard(
             # read the indexes back from the destination, as a load does
             Snapshot(location, manifest, "").read_indexes()
             resharded = put_manifest(location, manifest)
-    nbytes = resharded.nbytes
-    events.emit("resharded", url=snapshot.url, to=location.url, shards=shards, bytes=nbytes)
+    events.emit(
+        "resharded",
+        url=snapshot.url,
+        to=location.url,
+        shards=shards,
+        bytes=resharded.nbytes,
+    )
     return resharded
 
 
 def _build_manifest(snapshot: Snapshot, attempt: str, shards: Sequence[Shard]) -> Manifest:
-    fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
     origin = {"from": snapshot.digest, "shards": len(snapshot.manifest.shards)}
     metadata = {**snapshot.manifest.metadata["dict"], "resharded": {"dict": origin}}
-    return replace(
-        Manifest(**fields),
+    return full_manifest(
+        snapshot,
         attempt=attempt,
         writer=f"holdfast {__version__}",
         shards=shards,
@@ -152,7 +153,7 @@ class _SnapshotReader:
         threads = min(read_settings().threads, MAX_READ_BYTES // max(BLOCK_SIZE, longest))
         self._workers = Workers(shared_pool(), max(1, threads))
 
-    def read(self, spans: Sequence[WindowSpan], buffer: Buffer) -> None:
+    def read(self, spans: Sequence[LeafSpan], buffer: Buffer) -> None:
         """Read the spans into their positions in the buffer. Raises ``FormatError`` or
         ``StoreError``."""
         requests, targets = [], []
@@ -162,8 +163,7 @@ class _SnapshotReader:
             # opaque elements of the same size preserve every bit pattern of every dtype
             opaque = f"V{size}"
             for box in contiguous_boxes(leaf.shape, start // size, stop // size):
-                into: np.ndarray[Any, np.dtype[np.void]]
-                into = np.ndarray(box.sizes, opaque, buffer.view, at)
+                into: Any = np.ndarray(box.sizes, opaque, buffer.view, at)
                 requests.append(ReadRequest(leaf.key, box))
                 targets.append(Target(opaque, box.sizes, into, buffer.address + at))
                 at += box.numel * size
@@ -180,7 +180,7 @@ def _write_shards(
     shard_names: Sequence[str],
     images: Sequence[Image],
     reader: _SnapshotReader,
-    advance: Advance | None,
+    advance: Advance,
 ) -> list[list[str]]:
     """Write the shards concurrently, and return the digests of their chunks once the shards are
     durable."""
@@ -203,8 +203,7 @@ def _write_shards(
                 data = views[0] if len(views) == 1 else memoryview(b"".join(views))
                 digests[chunk.shard][chunk.number] = digest(data)
                 uploads[chunk.shard].write_at(chunk.shard_offset, data)
-                if advance is not None:
-                    advance(chunk.nbytes)
+                advance(chunk.nbytes)
 
             windows.each(chunks, write)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
@@ -25,13 +25,10 @@ from holdfast.engine.planning.shard_layout import (
     MAX_SHARED_CHUNK_BYTES,
     SMALL_BOX_BYTES,
     LeafBox,
-    chunk_cuts,
-    full_shard_entries,
 )
-from holdfast.engine.saving.image import Image
+from holdfast.engine.saving.image import Image, make_image
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index_columns import LeafColumns
-from holdfast.format.safetensors import build_header
 from holdfast.ragged import Ints, exclusive_cumsum
 from holdfast.types import ALIGNMENT, DTYPES, MIB, Box
 
@@ -126,28 +123,30 @@ def order_leaves(snapshot: Snapshot, locations: LeafLocations) -> list[OrderedLe
 
     def old_position(leaf: OrderedLeaf) -> tuple[int, int]:
         rows = locations.rows[leaf.key]
-        first = rows.start
-        if first == rows.stop:
+        if rows.start == rows.stop:
             return 0, 0
-        return int(locations.shard[first]), int(locations.offset[first])
+        return int(locations.shard[rows.start]), int(locations.offset[rows.start])
 
-    def section(leaf: OrderedLeaf) -> tuple[int, str]:
-        return -DTYPES[leaf.dtype].itemsize, leaf.key.partition("/")[0]
+    def old_chunk(leaf: OrderedLeaf) -> tuple[int, int]:
+        shard, at = old_position(leaf)
+        return shard, int(np.searchsorted(indexes[shard].cuts, at, "right"))
 
     leaves = [
         OrderedLeaf(key, dtype, shape, prod(shape) * DTYPES[dtype].itemsize)
         for key, (dtype, shape) in snapshot.leaves.items()
     ]
-    rows = sorted((section(leaf), old_position(leaf), leaf) for leaf in leaves)
-
-    def old_chunk(row: tuple[tuple[int, str], tuple[int, int], OrderedLeaf]) -> tuple[int, int]:
-        shard, at = row[1]
-        return shard, int(np.searchsorted(indexes[shard].cuts, at, "right"))
-
+    leaves.sort(
+        key=lambda leaf: (
+            -DTYPES[leaf.dtype].itemsize,
+            leaf.key.partition("/")[0],
+            old_position(leaf),
+            leaf,
+        )
+    )
     ordered: list[OrderedLeaf] = []
-    for _, group in groupby(rows, old_chunk):
+    for _, group in groupby(leaves, old_chunk):
         number = len(ordered)
-        ordered += _split_tiles([row[2]._replace(group=number) for row in group], locations)
+        ordered += _split_tiles([leaf._replace(group=number) for leaf in group], locations)
     return ordered
 
 
@@ -228,46 +227,42 @@ def make_shard_image(
             continue
         leaf_boxes.append(LeafBox(leaf.key, leaf.dtype, leaf.shape, box))
         sources.append((number, first * leaf.row_bytes))
-    header = build_header(full_shard_entries(leaf_boxes))
-    lengths = np.array([leaf_box.nbytes for leaf_box in leaf_boxes], np.int64)
-    ends = np.cumsum(lengths) + len(header)
-    starts = ends - lengths
-    cuts = _shard_cuts(len(header), lengths, starts, min(shards, MAX_OPEN_SHARDS))
+    image = make_image(sources, leaf_boxes, range(len(leaf_boxes)))
     tile_cuts = [
-        int(start) + tile_end - first
-        for (number, first), start, length in zip(sources, starts, lengths, strict=True)
+        start + tile_end - first
+        for (number, first), start, end in zip(
+            sources, image.box_starts, image.box_ends, strict=True
+        )
         for tile_end in leaves[number].tile_ends
-        if first < tile_end < first + length
+        if first < tile_end < first + end - start
     ]
-    cuts = np.union1d(cuts, np.array(tile_cuts, np.int64))
-    return Image(header, leaf_boxes, sources, starts.tolist(), ends.tolist(), cuts)
+    starts = np.array(image.box_starts, np.int64)
+    shared_cuts = _cuts_of_shared_chunks(starts, len(image.header), min(shards, MAX_OPEN_SHARDS))
+    cuts = [image.cuts, shared_cuts, np.array(tile_cuts, np.int64)]
+    return replace(image, cuts=np.unique(np.concatenate(cuts)))
 
 
-def _shard_cuts(header_length: int, lengths: Ints, starts: Ints, shards: int) -> Ints:
-    """Return the offsets at which the chunks of a shard end.
-
-    The chunks are those of a save. However, with many shards, the chunks that small boxes share are
-    shorter, so that a window can hold those of all shards for the same leaves.
-    """
-    cuts = chunk_cuts(header_length, lengths)
+def _cuts_of_shared_chunks(starts: Ints, header_length: int, shards: int) -> Ints:
+    """Return the additional offsets, for many shards, at which chunks that small boxes share end:
+    a window can then hold those of all shards for the same leaves."""
     max_bytes = max(1, WINDOW_BYTES // (4 * shards))
-    if max_bytes < MAX_SHARED_CHUNK_BYTES:
-        intervals = (starts - header_length) // max_bytes
-        cuts = np.union1d(cuts, starts[1:][intervals[1:] != intervals[:-1]])
-    return cuts
+    if max_bytes >= MAX_SHARED_CHUNK_BYTES:
+        return starts[:0]
+    intervals = (starts - header_length) // max_bytes
+    return starts[np.flatnonzero(np.diff(intervals)) + 1]
 
 
 # -- windows --------------------------------------------------------------------------------------
 
 
-class ShardSpan(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a leaf (by its number), which go to ``shard_offset`` in a new
-    shard."""
+class LeafSpan(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a leaf (by its number), which are at ``offset`` in a new shard
+    or in a window."""
 
     leaf: int
     start: int
     stop: int
-    shard_offset: int
+    offset: int
 
 
 class Chunk(NamedTuple):
@@ -285,16 +280,7 @@ class Chunk(NamedTuple):
     number: int
     shard_offset: int
     nbytes: int
-    spans: tuple[ShardSpan, ...]
-
-
-class WindowSpan(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a leaf (by its number), at ``window_offset`` in a window."""
-
-    leaf: int
-    start: int
-    stop: int
-    window_offset: int
+    spans: tuple[LeafSpan, ...]
 
 
 def iter_chunks(leaves: Sequence[OrderedLeaf], shard: int, image: Image) -> Iterator[Chunk]:
@@ -313,7 +299,7 @@ def _iter_in_file_order(leaves: Sequence[OrderedLeaf], shard: int, image: Image)
             leaf, first = image.sources[i]
             a, b = max(start, box_start), min(stop, box_end)
             if b > a:
-                spans.append(ShardSpan(leaf, first + a - box_start, first + b - box_start, a))
+                spans.append(LeafSpan(leaf, first + a - box_start, first + b - box_start, a))
             if box_end > stop:
                 break
             i += 1
@@ -352,7 +338,7 @@ def window_size(images: Sequence[Image]) -> int:
     return max(min(WINDOW_BYTES, sum(image.length for image in images)), *longest) + MAX_PADDING
 
 
-def lay_out_window(chunks: Sequence[Chunk]) -> tuple[list[WindowSpan], dict[tuple[int, int], int]]:
+def lay_out_window(chunks: Sequence[Chunk]) -> tuple[list[LeafSpan], dict[tuple[int, int], int]]:
     """Return the layout of a window: the spans to read, and the offset in the window of each span
     of a chunk, by leaf and first byte.
 
@@ -360,7 +346,7 @@ def lay_out_window(chunks: Sequence[Chunk]) -> tuple[list[WindowSpan], dict[tupl
     pieces. A large span has the same alignment to pages in the window as in its file, which direct
     writes require, as long as the padding does not exceed ``MAX_PADDING``.
     """
-    read_spans: list[WindowSpan] = []
+    read_spans: list[LeafSpan] = []
     window_offsets: dict[tuple[int, int], int] = {}
     end, spare = 0, MAX_PADDING
     for span in sorted(span for chunk in chunks for span in chunk.spans):
@@ -368,10 +354,10 @@ def lay_out_window(chunks: Sequence[Chunk]) -> tuple[list[WindowSpan], dict[tupl
         if last is not None and (last.leaf, last.stop) == (span.leaf, span.start):
             read_spans[-1] = last._replace(stop=span.stop)
         else:
-            padding = (span.shard_offset - end) % ALIGNMENT
+            padding = (span.offset - end) % ALIGNMENT
             if span.stop - span.start >= SMALL_BOX_BYTES and padding <= spare:
                 end, spare = end + padding, spare - padding
-            read_spans.append(WindowSpan(span.leaf, span.start, span.stop, end))
+            read_spans.append(span._replace(offset=end))
         window_offsets[span.leaf, span.start] = end
         end += span.stop - span.start
     return read_spans, window_offsets

@@ -24,7 +24,7 @@ from holdfast.engine.planning.global_plan import make_global_plan
 from holdfast.engine.planning.local_plan import make_local_plan
 from holdfast.engine.planning.shard_layout import LeafBox
 from holdfast.engine.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
-from holdfast.engine.saving.image import make_image
+from holdfast.engine.saving.image import make_image, split_into_pieces
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.staging import synchronize_streams
 from holdfast.engine.saving.write import write_index, write_shard
@@ -34,7 +34,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.errors import CommitError, PlanError, ShapeMismatch, Unsupported
 from holdfast.format import names, tree
-from holdfast.format.manifest import IncrementalShard, Manifest
+from holdfast.format.manifest import Manifest
 from holdfast.integrations.dcp import fqns
 from holdfast.integrations.dcp.shared import (
     METADATA_KEY,
@@ -266,14 +266,15 @@ def _write_rank_shard(
             MetadataIndex(""), 0, _PinnedReceipt(Receipt(save_rank.rank, None), None)
         )
     location = save.location
-    image = make_image(leaves, [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves])
+    boxes = [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves]
+    image = make_image([x.source for x in leaves], boxes)
     synchronize_streams(image.sources)
     shard = names.shard_name(save_rank.rank, save_rank.world_size, save.attempt)
     pin_key = save.pin_files()
-    digests = write_shard(location, shard, image, image.pieces(), Workers.create())
+    pieces = split_into_pieces(len(image.header), image.length)
+    digests = write_shard(location, shard, image, pieces, Workers.create())
     index = names.index_name(save_rank.rank, save_rank.world_size, save.attempt)
-    index_record = write_index(location, index, shard, image, digests)
-    entry = IncrementalShard(shard, image.length, index_record, [])
+    entry = write_index(location, index, shard, image, digests)
     receipt = Receipt(save_rank.rank, entry)
     return WriteResult(MetadataIndex(shard), image.length, _PinnedReceipt(receipt, pin_key))
 
