@@ -14,13 +14,13 @@ from msgspec import Meta
 
 from holdfast.format.digest import Digest
 from holdfast.format.names import Attempt, EvaluationName, VersionName
-from holdfast.format.sealed import is_utc_time, make_require, seal, unseal
+from holdfast.format.sealed import Int64, is_utc_time, make_require, seal, unseal
 
 MAX_RECORD = 1 << 20
 """The maximum size of a record in bytes. A longer record is rejected before it is read."""
 
 Metric = (
-    Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    Int64
     | float
     | Annotated[dict[Literal["float"], Literal["nan", "inf", "-inf"]], Meta(min_length=1)]
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ FORMAT = 2
 """The newest format number that this version of Holdfast writes and reads."""
 
 _HEAD = re.compile(rb'\{"format":([1-9][0-9]{0,8}),"digest":"([0-9a-f]{32})",')
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
