@@ -7,6 +7,7 @@ tampering: anyone who can rewrite a snapshot can also rewrite its digests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import xxhash
@@ -30,13 +31,10 @@ def digest_parts(parts: Iterable[Any]) -> str:
 
 
 def pack_digests(hex_digests: Sequence[str]) -> bytes | None:
-    """Concatenate digests, 16 bytes each. Return None if one does not have the form of a digest."""
+    """Concatenate texts of 32 characters as digests of 16 bytes. Return None if one is none."""
     joined = "".join(hex_digests)
-    if any(len(text) != HEX_LENGTH for text in hex_digests):
-        return None
-    try:
+    with suppress(ValueError):
         packed = bytes.fromhex(joined)
-    except ValueError:
-        return None
-    # fromhex also accepts spaces and capital letters
-    return packed if packed.hex() == joined else None
+        if packed.hex() == joined:  # fromhex also accepts spaces and capital letters
+            return packed
+    return None

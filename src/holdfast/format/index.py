@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from holdfast.errors import ManifestInvalid
 from holdfast.format.chunk_refs import ChunkRefs, expand_runs
-from holdfast.format.digest import pack_digests
+from holdfast.format.digest import HEX_LENGTH, pack_digests
 from holdfast.format.index_columns import (
     IndexLeaf,
     LeafColumns,
@@ -49,7 +50,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     header: int
     leaves: list[IndexLeaf]
     cuts: list[Int64]
-    digests: list[str]
+    digests: list[Annotated[str, msgspec.Meta(min_length=HEX_LENGTH, max_length=HEX_LENGTH)]]
 
 
 class IncrementalIndex(Index, frozen=True, forbid_unknown_fields=True):
