@@ -20,7 +20,7 @@ def archive(records: list[tuple[str, bytes]]) -> bytes:
     sums = [zlib.crc32(raw) for _, raw in records]
     pieces = [
         *made.encode_headers(sums),
-        *zip(made.data_offsets, (raw for _, raw in records), strict=True),
+        *zip((r.data_offset for r in made.records), (raw for _, raw in records), strict=True),
     ]
     written = 0
     for at, raw in pieces:
@@ -51,11 +51,11 @@ def test_every_record_comes_back(records: dict[str, bytes]) -> None:
 def test_records_are_aligned_and_the_file_is_always_the_same(several: list[bytes]) -> None:
     records = [(str(i), raw) for i, raw in enumerate(several)]
     made = plan_archive((name, len(raw)) for name, raw in records)
-    assert not any(begin % 64 for begin in made.data_offsets)
+    assert not any(r.data_offset % 64 for r in made.records)
     large = plan_archive(
         [*((name, len(raw)) for name, raw in records), ("large", 1 << 16), ("x", 1)]
     )
-    assert large.data_offsets[-2] % 4096 == 0
+    assert large.records[-2].data_offset % 4096 == 0
     assert archive(records) == archive(records)
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_checksum_is_seen() -> None:
     raw = bytearray(made.length)
     for at, piece in [
         *made.encode_headers([zlib.crc32(b"xyz") ^ 1]),
-        (made.data_offsets[0], b"xyz"),
+        (made.records[0].data_offset, b"xyz"),
     ]:
         raw[at : at + len(piece)] = piece
     assert zipfile.ZipFile(io.BytesIO(bytes(raw))).testzip() == "archive/a"
@@ -80,8 +80,8 @@ def test_records_and_offsets_of_more_than_32_bits(tmp_path: Path, length: int) -
         out.truncate(made.length)
         for at, raw in [
             *made.encode_headers(sums),
-            (made.data_offsets[1], b"hello"),
-            (made.data_offsets[3], b"!"),
+            (made.records[1].data_offset, b"hello"),
+            (made.records[3].data_offset, b"!"),
         ]:
             out.seek(at)
             out.write(raw)

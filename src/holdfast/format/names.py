@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from msgspec import Meta
@@ -30,9 +31,8 @@ ShardName = Annotated[str, Meta(pattern=rf"\A{_SHARD.pattern}\Z")]
 EvaluationName = Annotated[str, Meta(pattern=rf"\A{_EVALUATION_NAME}\Z")]
 
 
-def new_attempt() -> str:
-    """Return a new attempt id: 12 random hexadecimal digits."""
-    return secrets.token_hex(6)
+new_attempt = partial(secrets.token_hex, 6)
+"""Returns a new attempt id: 12 random hexadecimal digits."""
 
 
 def is_attempt(text: str) -> bool:

@@ -54,10 +54,6 @@ class Archive:
     records: tuple[Record, ...]
     length: int
 
-    @property
-    def data_offsets(self) -> tuple[int, ...]:
-        return tuple(r.data_offset for r in self.records)
-
     def encode_headers(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
         """Return the parts of the file that are not data of a record, with their offsets.
 
@@ -65,7 +61,7 @@ class Archive:
         """
         return [
             *(
-                (r.header_offset, _local_header(r, crc))
+                (r.header_offset, _local_header(*r, crc))
                 for r, crc in zip(self.records, checksums, strict=True)
             ),
             (_data_end(self.records), _central_directory(self.records, checksums)),
@@ -93,7 +89,7 @@ def _data_end(records: Sequence[Record]) -> int:
 
 
 def _central_directory(records: Sequence[Record], checksums: Sequence[int]) -> bytes:
-    entries = b"".join(map(_directory_entry, records, checksums))
+    entries = b"".join(_directory_entry(*r, crc) for r, crc in zip(records, checksums, strict=True))
     start, count = _data_end(records), len(records)
     end64 = (b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, len(entries), start)
     count16 = min(count, 0xFFFF)
@@ -108,9 +104,8 @@ def _central_directory(records: Sequence[Record], checksums: Sequence[int]) -> b
     )
 
 
-def _local_header(record: Record, crc: int) -> bytes:
+def _local_header(name: bytes, size: int, header_offset: int, data_offset: int, crc: int) -> bytes:
     """Return the header of a record, padded up to its data."""
-    name, size, header_offset, data_offset = record
     extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _ZIP32_LIMIT else b""
     padding = data_offset - header_offset - _LOCAL_HEADER.size - len(name) - len(extra) - 4
     extra += b"FB" + struct.pack("<H", padding) + bytes(padding)
@@ -119,9 +114,8 @@ def _local_header(record: Record, crc: int) -> bytes:
     return _LOCAL_HEADER.pack(b"PK\3\4", *fields) + name + extra
 
 
-def _directory_entry(record: Record, crc: int) -> bytes:
+def _directory_entry(name: bytes, size: int, header_offset: int, _: int, crc: int) -> bytes:
     """Return the entry of a record in the directory at the end of the file."""
-    name, size, header_offset, _ = record
     values64 = [size, size] if size >= _ZIP32_LIMIT else []
     values64 += [header_offset] if header_offset >= _ZIP32_LIMIT else []
     count = len(values64)

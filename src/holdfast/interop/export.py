@@ -23,7 +23,6 @@ from holdfast.engine.snapshot.location import Location, is_snapshot, locate, ver
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
 from holdfast.format import torchzip, tree
-from holdfast.format.names import join_key
 from holdfast.interop.output_layout import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -93,7 +92,7 @@ def plan_export(
     ``kind`` cannot represent.
     """
     if root is None:
-        has_model = any(k == MODEL_KEY for _, k in _members(snapshot.manifest.tree, "") or ())
+        has_model = any(k == MODEL_KEY for _, k in tree.members(snapshot.manifest.tree, "") or ())
         root = MODEL_KEY if has_model and not keys and kind != "torch" else ""
     root = root.strip("/")
     node = _find_container(snapshot, root)
@@ -153,29 +152,20 @@ def write_export(
 # -- selecting ------------------------------------------------------------------------------------
 
 
-def _members(node: Any, key: str) -> list[tuple[Any, str]] | None:
-    """Return node and key of each direct member of a container; None if it is not a container."""
-    tag = next(iter(node), None) if type(node) is dict else None
-    if tag in ("dict", "ordered", "items"):
-        return [(child, k) for _, child, k in tree.children(node, key)]
-    if tag in ("list", "tuple"):
-        return [(child, join_key(key, str(i))) for i, child in enumerate(node[tag])]
-    return None
-
-
 def _find_container(snapshot: Snapshot, root: str) -> Any:
     """Return the node at the key ``root``, which must be a container. Raises ``MissingLeaf``."""
     node, key = snapshot.manifest.tree, ""
-    while (members := _members(node, key)) is not None and key != root:
-        matches = [(c, k) for c, k in members if f"{root}/".startswith(f"{k}/")]
-        if not matches:
+    while (members := tree.members(node, key)) is not None and key != root:
+        inner = next(((c, k) for c, k in members if f"{root}/".startswith(f"{k}/")), None)
+        if inner is None:
             break
-        node, key = matches[0]
+        node, key = inner
     if members is None or key != root:
+        keys = [k for _, k in tree.members(node, key) or ()]
         raise MissingLeaf(
             f"{snapshot.url} has nothing below {root}",
             expected="the key of a part of its state",
-            found=", ".join(k for _, k in (members or ())[:MAX_LISTED]) or f"a leaf, {key}",
+            found=", ".join(keys[:MAX_LISTED]) or f"a leaf, {key}",
             todo="`holdfast show SNAPSHOT` prints the keys",
             leaf=root,
         )
@@ -184,7 +174,7 @@ def _find_container(snapshot: Snapshot, root: str) -> Any:
 
 def _walk_leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield key and node of each leaf and plain value; a sparse tensor is one leaf."""
-    members = _members(node, key)
+    members = tree.members(node, key)
     if members is None:
         yield key, node
     for child, k in members or ():

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import FormatError, Unsupported
-from holdfast.format.safetensors import MAX_HEADER
+from holdfast.format.safetensors import DECODE_ERRORS, MAX_HEADER, HeaderEntry, decode_entries
 from holdfast.format.tree import is_valid_shape
 from holdfast.interop.mmap_files import Advance, MappedFile
 from holdfast.interop.read_torch import (
@@ -33,12 +33,6 @@ _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_p
     "F8_E8M0": "float8_e8m0fnu",
 }
 """The names of dtypes by their safetensors codes."""
-
-
-class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 def is_safetensors(head: bytes, length: int) -> bool:
@@ -81,18 +75,16 @@ def load_safetensors(file: MappedFile) -> dict[str, Any]:
     return {name: tensors[name] for name in entries}
 
 
-def _read_header(file: MappedFile) -> tuple[dict[str, _TensorEntry], int]:
+def _read_header(file: MappedFile) -> tuple[dict[str, HeaderEntry], int]:
     """Return the entries of a safetensors file by name, and the offset of its data."""
     head = bytes(file.view[:9])
     if not is_safetensors(head, file.length):
         raise file.format_error("a safetensors header within the file", f"{head!r}")
     begin = 8 + int.from_bytes(head[:8], "little")
     try:
-        raw = msgspec.json.decode(bytes(file.view[8:begin]), type=dict[str, msgspec.Raw])
-        encoded = raw.pop("__metadata__", None)
+        entries, encoded = decode_entries(bytes(file.view[8:begin]))
         metadata = {} if encoded is None else msgspec.json.decode(encoded, type=dict[str, str])
-        entries = {n: msgspec.json.decode(r, type=_TensorEntry) for n, r in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except DECODE_ERRORS as e:
         raise file.format_error("a JSON header of safetensors", str(e), 8) from e
     _refuse_rank_files(file, metadata)
     return entries, begin
@@ -199,7 +191,7 @@ def _read_index(path: str) -> dict[str, str]:
         for part in weight_map.values():
             if part in ("", ".", "..") or "/" in part or "\0" in part:
                 raise ValueError(f"a part named {part!r}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:
+    except (*DECODE_ERRORS, ValueError) as e:
         raise file.format_error("an index of tensors and files in the same folder", str(e)) from e
     return weight_map
 
