@@ -28,13 +28,7 @@ from holdfast.interop.arrange import step_from_name, step_from_state
 from holdfast.interop.mmap_files import Advance, MappedFile
 from holdfast.interop.read_dcp import TensorBoxes, load_dcp
 from holdfast.interop.read_safetensors import load_huggingface_folder, load_safetensors
-from holdfast.interop.read_torch import (
-    ZIP_MAGIC,
-    is_legacy,
-    load_legacy,
-    load_zip,
-    read_torch_records,
-)
+from holdfast.interop.read_torch import load_torch_file
 from holdfast.storage.store import Store, Upload
 
 SUPPORTED_FORMATS = (
@@ -123,22 +117,22 @@ def _read_file(path: str, advance: Advance) -> ForeignCheckpoint:
             todo="`holdfast copy` copies whole snapshots",
         )
     file = MappedFile(path)
-    head = bytes(file.view[:512])
-    if read_safetensors.is_safetensors(head, file.length):
+    if read_safetensors.is_safetensors(file):
         return ForeignCheckpoint(path, "safetensors", load_safetensors(file))
-    records = read_torch_records(file) if head[:4] == ZIP_MAGIC else None
-    if records is None and not is_legacy(head):
+    loaded = load_torch_file(file, advance)
+    if loaded is None:
+        head = bytes(file.view[:16])
         formats = (name for magic, name in _MAGIC_BYTES if head.startswith(magic))
-        found = next(formats, f"a file that begins with {head[:16]!r}" if head else "an empty file")
+        found = next(formats, f"a file that begins with {head!r}" if head else "an empty file")
         raise Unsupported(
             f"{path} is not a checkpoint that can be imported",
             expected=SUPPORTED_FORMATS,
             found=found,
         )
-    value = load_legacy(path) if records is None else load_zip(file, records, advance)
+    value, mapped = loaded
     lightning = isinstance(value, dict) and _LIGHTNING_VERSION_KEY in value
     kind = "lightning" if lightning else "torch"
-    return ForeignCheckpoint(path, kind, value, step_from_state(value), mapped=records is not None)
+    return ForeignCheckpoint(path, kind, value, step_from_state(value), mapped)
 
 
 def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
