@@ -155,10 +155,12 @@ def _check_schema(
     leaves: Sequence[IndexLeaf], schema_cache: SchemaCache, make_error: ErrorFactory
 ) -> LeafSchema:
     """Check keys, dtypes, and shapes, unless another index with the same ones was checked."""
-    keys = tuple([leaf.key for leaf in leaves])
-    dtypes = tuple([leaf.dtype for leaf in leaves])
-    shapes = tuple([leaf.shape for leaf in leaves])
-    cached = schema_cache.schemas.get((keys, dtypes, shapes))
+    schema = (
+        tuple([leaf.key for leaf in leaves]),
+        tuple([leaf.dtype for leaf in leaves]),
+        tuple([leaf.shape for leaf in leaves]),
+    )
+    cached = schema_cache.schemas.get(schema)
     if cached is not None:
         return cached
     seen: set[str] = set()
@@ -172,7 +174,7 @@ def _check_schema(
                 leaf.key,
             )
         seen.add(leaf.key)
-    return schema_cache.add(keys, dtypes, shapes)
+    return schema_cache.add(*schema)
 
 
 def _check_boxes(

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from holdfast.format.digest import Digest
 from holdfast.format.names import Attempt, ShardName, VersionName, parse_reference
-from holdfast.format.sealed import is_utc_time, make_require, seal, unseal
+from holdfast.format.sealed import is_utc_time, require, seal, unseal
 
 MAX_MANIFEST = 1 << 30
 """The maximum size of a manifest or index in bytes. A longer one is rejected before it is read."""
@@ -104,23 +104,24 @@ def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
 
 def _check(manifest: Manifest, file: str) -> None:
     """Check what the types of the fields do not."""
-    require = make_require(file)
-    require(is_utc_time(manifest.created), "a time in UTC", manifest.created)
+    require(file, is_utc_time(manifest.created), "a time in UTC", manifest.created)
     shard_names = [shard.name for shard in manifest.shards]
-    require(len({*shard_names}) == len(shard_names), "each shard only once", shard_names)
+    require(file, len({*shard_names}) == len(shard_names), "each shard only once", shard_names)
     for shard in manifest.shards:
         index_name = shard.name.removesuffix(".safetensors") + ".index.json"
-        require(shard.index.name == index_name, f"an index named {index_name}", shard.index.name)
+        require(
+            file, shard.index.name == index_name, f"an index named {index_name}", shard.index.name
+        )
         for r in shard.refers:
             target = parse_reference(r.path)
             valid = target is not None and (target[0].step, target[0].branch) != (
                 manifest.step,
                 manifest.branch,
             )
-            require(valid, "a path to another version, like ../version_1/shard-...", r.path)
-            require(r.bytes <= r.length, "at most the file's length in bytes", r.bytes)
+            require(file, valid, "a path to another version, like ../version_1/shard-...", r.path)
+            require(file, r.bytes <= r.length, "at most the file's length in bytes", r.bytes)
         paths = [r.path for r in shard.refers]
-        require(len({*paths}) == len(paths), "each reference only once", paths)
+        require(file, len({*paths}) == len(paths), "each reference only once", paths)
     if isinstance(manifest, IncrementalManifest):
         any_reference = any(shard.refers for shard in manifest.shards)
-        require(any_reference, "a shard that refers to another version", "none")
+        require(file, any_reference, "a shard that refers to another version", "none")

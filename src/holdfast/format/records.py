@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from holdfast.format.digest import Digest
 from holdfast.format.names import Attempt, EvaluationName, VersionName
-from holdfast.format.sealed import Int64, is_utc_time, make_require, seal, unseal
+from holdfast.format.sealed import Int64, is_utc_time, require, seal, unseal
 
 MAX_RECORD = 1 << 20
 """The maximum size of a record in bytes. A longer record is rejected before it is read."""
@@ -87,7 +87,7 @@ _Record = TypeVar("_Record", Branch, Pin, LastingPin, Evaluation)
 def _decode(raw: bytes, record_type: type[_Record], file: str) -> _Record:
     """Return a record. Every field is checked. Raises the same errors as ``decode_manifest``."""
     record = unseal(raw, record_type, file)[0]
-    make_require(file)(is_utc_time(record.created), "a time in UTC", record.created)
+    require(file, is_utc_time(record.created), "a time in UTC", record.created)
     return record
 
 

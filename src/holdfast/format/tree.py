@@ -308,13 +308,16 @@ def members(node: Node, key: str) -> Iterable[tuple[Node, str]] | None:
     return None
 
 
-def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield every leaf and plain value with its key, in the order of the tree."""
+def walk(node: Node, key: str = "", split_sparse: bool = True) -> Iterator[tuple[str, Node]]:
+    """Yield every leaf and plain value with its key, in the order of the tree.
+
+    ``split_sparse``: yield the parts of a sparse tensor instead of the tensor.
+    """
     inner = members(node, key)
     if inner is not None:
         for child, k in inner:
-            yield from walk(child, k)
-    elif type(node) is dict and "sparse" in node:
+            yield from walk(child, k, split_sparse)
+    elif split_sparse and type(node) is dict and "sparse" in node:
         for name, part in node["sparse"]["parts"].items():
             yield join_key(key, name), part
     else:

@@ -144,14 +144,15 @@ class _Checker:
             dtype, shape = "uint8", [length]
         else:
             dtype, shape = body[:2]
-        if type(body) is not list or type(shape) is not list or not is_valid_shape(dtype, shape):
+        if (
+            type(body) is not list
+            or len(body) > (3 if tag == "array" else 2)
+            or type(shape) is not list
+            or not is_valid_shape(dtype, shape)
+            or (tag == "array" and dtype.startswith(_NOT_IN_NUMPY))
+        ):
             return False
-        if tag == "array":
-            if dtype.startswith(_NOT_IN_NUMPY) or len(body) > 3:
-                return False
-            if len(body) == 3 and (dtype, from_descr(body[2]).itemsize) != ("uint8", shape[-1]):
-                return False
-        elif len(body) != 2:
+        if len(body) == 3 and (dtype, from_descr(body[2]).itemsize) != ("uint8", shape[-1]):
             return False
         if tag == "tensor":
             self.tensors.add(key)

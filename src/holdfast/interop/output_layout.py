@@ -134,7 +134,11 @@ def plan_torch_file(name: str, data_pkl: bytes, tensors: Sequence[OutputTensor])
         contents = list(zip(offsets[: len(small)], small.values(), strict=True))
         return contents + archive.encode_headers([*map(zlib.crc32, small.values()), *checksums])
 
-    keys = tuple(t.key for t in tensors)
     return OutputFile(
-        name, archive.length, keys, tuple(offsets[len(small) :]), build_framing, needs_crc=True
+        name,
+        archive.length,
+        keys=tuple(t.key for t in tensors),
+        offsets=tuple(offsets[len(small) :]),
+        build_framing=build_framing,
+        needs_crc=True,
     )

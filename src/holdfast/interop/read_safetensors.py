@@ -70,7 +70,7 @@ def load_safetensors(file: MappedFile) -> dict[str, Any]:
 
 
 def _read_header(file: MappedFile) -> tuple[dict[str, HeaderEntry], int]:
-    """Return the entries of a safetensors file by name, and the offset of its data."""
+    """Return the entries of a file that ``is_safetensors`` by name, and the offset of its data."""
     begin = 8 + int.from_bytes(file.view[:8], "little")
     try:
         entries, encoded = decode_entries(bytes(file.view[8:begin]))

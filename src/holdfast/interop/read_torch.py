@@ -68,7 +68,7 @@ def load_torch_file(file: MappedFile, advance: Advance) -> LoadedFile | None:
     head = bytes(file.view[:16])
     if head[:1] == b"\x80" and _LEGACY_MAGIC in head:
         with open(file.path, "rb") as opened:
-            return LoadedFile(_torch_load(opened, file.path, mmap=False), False)
+            return LoadedFile(torch_load(opened, file.path, mmap=False), False)
     records = read_zip_records(file) if head[:4] == ZIP_MAGIC else {}
     if "data.pkl" not in records:
         return None
@@ -82,15 +82,11 @@ def load_torch_file(file: MappedFile, advance: Advance) -> LoadedFile | None:
     with open(file.path, "rb") as opened:
         misleading = file.path.endswith(".safetensors")
         path = f"/proc/self/fd/{opened.fileno()}" if misleading else file.path
-        return LoadedFile(_torch_load(path, file.path, mmap=True), True)
+        return LoadedFile(torch_load(path, file.path, mmap=True), True)
 
 
-def load_bytes(data: bytes, name: str) -> Any:
-    """Load what ``torch.save`` wrote into ``data``; ``name`` describes its origin in errors."""
-    return _torch_load(io.BytesIO(data), name, mmap=False)
-
-
-def _torch_load(file: Any, name: str, *, mmap: bool) -> Any:
+def torch_load(file: Any, name: str, *, mmap: bool) -> Any:
+    """Load a path or file that ``torch.save`` wrote; ``name`` describes its origin in errors."""
     import torch
 
     try:
