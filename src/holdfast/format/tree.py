@@ -134,11 +134,8 @@ def _encode_sequence(value: Any, key: str, encode_other: EncodeOther, depth: int
         return {name: sorted(nodes, key=repr)}
     if all(type(v) is int and is_int64(v) for v in value):
         return {name: list(value)}
-    return {
-        name: [
-            encode(v, join_key(key, str(i)), encode_other, depth + 1) for i, v in enumerate(value)
-        ]
-    }
+    items = enumerate(value)
+    return {name: [encode(v, join_key(key, str(i)), encode_other, depth + 1) for i, v in items]}
 
 
 def _encode_scalar(value: np.generic, key: str) -> Node:

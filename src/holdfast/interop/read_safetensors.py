@@ -32,7 +32,7 @@ _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_p
 def is_safetensors(file: MappedFile) -> bool:
     """Return True if a file begins like a safetensors file."""
     size = int.from_bytes(file.view[:8], "little")
-    return file.view[8:9] == b"{" and 2 <= size <= min(MAX_HEADER, file.length - 8)
+    return bytes(file.view[8:9]) == b"{" and 2 <= size <= min(MAX_HEADER, file.length - 8)
 
 
 def load_safetensors(file: MappedFile) -> dict[str, Any]:
