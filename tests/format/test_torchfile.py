@@ -20,7 +20,7 @@ def archive(records: list[tuple[str, bytes]]) -> bytes:
     checksums = [zlib.crc32(raw) for _, raw in records]
     pieces = [
         *plan.encode_headers(checksums),
-        *zip(plan.data_offsets, (raw for _, raw in records), strict=True),
+        *zip((r.data_offset for r in plan.records), (raw for _, raw in records), strict=True),
     ]
     written = 0
     for at, raw in pieces:
@@ -51,11 +51,11 @@ def test_every_record_can_be_read(records: dict[str, bytes]) -> None:
 def test_records_are_aligned_and_the_file_is_deterministic(contents: list[bytes]) -> None:
     records = [(str(i), raw) for i, raw in enumerate(contents)]
     plan = plan_archive((name, len(raw)) for name, raw in records)
-    assert not any(begin % 64 for begin in plan.data_offsets)
+    assert not any(r.data_offset % 64 for r in plan.records)
     large = plan_archive(
         [*((name, len(raw)) for name, raw in records), ("large", 1 << 16), ("x", 1)]
     )
-    assert large.data_offsets[-2] % 4096 == 0
+    assert large.records[-2].data_offset % 4096 == 0
     assert archive(records) == archive(records)
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_checksum_is_detected() -> None:
     raw = bytearray(plan.length)
     for at, piece in [
         *plan.encode_headers([zlib.crc32(b"xyz") ^ 1]),
-        (plan.data_offsets[0], b"xyz"),
+        (plan.records[0].data_offset, b"xyz"),
     ]:
         raw[at : at + len(piece)] = piece
     assert zipfile.ZipFile(io.BytesIO(bytes(raw))).testzip() == "archive/a"
@@ -80,8 +80,8 @@ def test_records_and_offsets_of_more_than_32_bits(tmp_path: Path, length: int) -
         out.truncate(plan.length)
         for at, raw in [
             *plan.encode_headers(checksums),
-            (plan.data_offsets[1], b"hello"),
-            (plan.data_offsets[3], b"!"),
+            (plan.records[1].data_offset, b"hello"),
+            (plan.records[3].data_offset, b"!"),
         ]:
             out.seek(at)
             out.write(raw)
@@ -89,7 +89,9 @@ def test_records_and_offsets_of_more_than_32_bits(tmp_path: Path, length: int) -
     with zipfile.ZipFile(path) as found:
         assert [i.file_size for i in found.infolist()] == [length, 5, 2**33, 1]
         assert [i.CRC for i in found.infolist()] == checksums
-        assert [i.header_offset for i in found.infolist()] == list(plan.header_offsets)
+        assert [i.header_offset for i in found.infolist()] == [
+            r.header_offset for r in plan.records
+        ]
         assert found.read("archive/b") == b"hello"
         assert found.read("archive/d") == b"!"
 

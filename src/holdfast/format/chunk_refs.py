@@ -26,9 +26,10 @@ class ChunkRefs:
     def is_contiguous_with_next(self, cuts: Ints) -> npt.NDArray[np.bool_]:
         """Return, for each chunk but the last, whether the next chunk follows it in its file."""
         lengths = np.diff(cuts, prepend=0)
-        same_file: npt.NDArray[np.bool_] = self.files[1:] == self.files[:-1]
-        adjacent: npt.NDArray[np.bool_] = self.offsets[1:] == (self.offsets + lengths)[:-1]
-        return same_file & adjacent
+        contiguous: npt.NDArray[np.bool_] = (self.files[1:] == self.files[:-1]) & (
+            self.offsets[1:] == (self.offsets + lengths)[:-1]
+        )
+        return contiguous
 
 
 def expand_runs(
@@ -47,14 +48,11 @@ def expand_runs(
     - The other runs lie within their files and do not overlap.
     - The runs use as many bytes of each file as the manifest lists.
     """
-    try:
-        runs_array = np.array(runs, np.int64).reshape(-1, 3)
-    except OverflowError as e:
-        raise make_error("64-bit numbers", str(e)) from e
-    first, files, offsets = runs_array.T
+    header_run = (0, 0, 0)
+    first, files, offsets = np.array([header_run, *runs], np.int64).T
     valid = (
-        len(first) > 0
-        and first[0] == 1
+        len(first) > 1
+        and first[1] == 1
         and first[-1] < len(cuts)
         and bool((np.diff(first) > 0).all())
         and files.min() >= 0
@@ -67,36 +65,28 @@ def expand_runs(
             f"runs with chunks 1 to {len(cuts) - 1}, in order, in files 0 to {len(refers)}",
             runs[:20],
         )
-    starts = cuts[first - 1]
-    stops = np.append(starts[1:], cuts[-1])
-    _check_run_overlap(
-        files, offsets, stops - starts, [length, *(r.length for r in refers)], cuts[0], make_error
-    )
-    used = np.zeros(len(refers) + 1, np.int64)
-    np.add.at(used, files, stops - starts)
+    chunk_starts = np.append(0, cuts[:-1])
+    starts = chunk_starts[first]
+    lengths = np.diff(starts, append=cuts[-1])
+    file_lengths = [length, *(r.length for r in refers)]
+    _check_run_overlap(files, offsets, offsets + lengths, file_lengths, make_error)
+    used = np.zeros(len(file_lengths), np.int64)
+    np.add.at(used, files, lengths)
     listed = [r.bytes for r in refers]
     if used[1:].tolist() != listed:
         raise make_error(f"{listed} bytes of the files that the manifest lists", used[1:].tolist())
-    counts = np.append(first[1:], len(cuts)) - first
-    shift = np.repeat(offsets - starts, counts)
-    return ChunkRefs(
-        np.concatenate([[0], np.repeat(files, counts)]),
-        np.concatenate([[0], cuts[:-1] + shift]),
-    )
+    counts = np.diff(first, append=len(cuts))
+    return ChunkRefs(np.repeat(files, counts), chunk_starts + np.repeat(offsets - starts, counts))
 
 
 def _check_run_overlap(
     files: Ints,
     offsets: Ints,
-    lengths: Ints,
+    stops: Ints,
     file_lengths: Sequence[int],
-    header_length: int,
     make_error: Callable[[str, object], ManifestInvalid],
 ) -> None:
     """Raise unless the runs do not overlap and those in file 0 cover it without gaps."""
-    files = np.concatenate([[0], files])
-    offsets = np.concatenate([[0], offsets])
-    stops = offsets + np.concatenate([[header_length], lengths])
     order = np.lexsort((offsets, files))
     files, offsets, stops = files[order], offsets[order], stops[order]
     same_file = files[1:] == files[:-1]

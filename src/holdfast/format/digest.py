@@ -6,17 +6,20 @@ tampering: anyone who can rewrite a snapshot can also rewrite its digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Annotated, Any
 
 import xxhash
+from msgspec import Meta
 
 HEX_LENGTH = 32
 
+Digest = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{HEX_LENGTH}}}\Z")]
+"""A digest as text: 32 lowercase hexadecimal digits."""
 
-def digest(data: Any) -> str:
-    """Return the XXH3-128 of ``data`` (any buffer) as 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(data)
+digest: Callable[[Any], str] = xxhash.xxh3_128_hexdigest
+"""Returns the XXH3-128 of a buffer as 32 hexadecimal digits."""
 
 
 def digest_parts(parts: Iterable[Any]) -> str:
@@ -27,19 +30,11 @@ def digest_parts(parts: Iterable[Any]) -> str:
     return hasher.hexdigest()
 
 
-def is_digest(text: str) -> bool:
-    """Return True if ``text`` has the form of a digest: 32 lowercase hexadecimal digits."""
-    return len(text) == HEX_LENGTH and not text.strip("0123456789abcdef")
-
-
 def pack_digests(hex_digests: Sequence[str]) -> bytes | None:
-    """Concatenate digests, 16 bytes each. Return None if one does not have the form of a digest."""
+    """Concatenate texts of 32 characters as digests of 16 bytes. Return None if one is none."""
     joined = "".join(hex_digests)
-    if any(len(text) != HEX_LENGTH for text in hex_digests):
-        return None
-    try:
+    with suppress(ValueError):
         packed = bytes.fromhex(joined)
-    except ValueError:
-        return None
-    # fromhex also accepts spaces and capital letters
-    return packed if packed.hex() == joined else None
+        if packed.hex() == joined:  # fromhex also accepts spaces and capital letters
+            return packed
+    return None

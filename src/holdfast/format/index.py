@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from holdfast.errors import ManifestInvalid
 from holdfast.format.chunk_refs import ChunkRefs, expand_runs
-from holdfast.format.digest import pack_digests
+from holdfast.format.digest import HEX_LENGTH, pack_digests
 from holdfast.format.index_columns import (
     IndexLeaf,
     LeafColumns,
@@ -30,7 +31,7 @@ from holdfast.format.index_columns import (
 )
 from holdfast.format.manifest import ShardReference
 from holdfast.format.safetensors import MAX_HEADER
-from holdfast.format.sealed import decode_struct
+from holdfast.format.sealed import Int64, decode_struct
 from holdfast.format.tree import MAX_DIMENSIONS
 from holdfast.ragged import Ints, exclusive_cumsum, int_array, ranges, row_products
 from holdfast.types import DTYPES, MIB
@@ -48,8 +49,8 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: int
     header: int
     leaves: list[IndexLeaf]
-    cuts: list[int]
-    digests: list[str]
+    cuts: list[Int64]
+    digests: list[Annotated[str, msgspec.Meta(min_length=HEX_LENGTH, max_length=HEX_LENGTH)]]
 
 
 class IncrementalIndex(Index, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +62,7 @@ class IncrementalIndex(Index, frozen=True, forbid_unknown_fields=True):
     run contains chunk 0, the header.
     """
 
-    runs: list[tuple[int, int, int]]
+    runs: list[tuple[Int64, Int64, Int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,7 @@ class ShardIndex:
         )
 
 
-def encode_index(index: Index) -> bytes:
-    return msgspec.json.encode(index)
+encode_index: Callable[[Index], bytes] = msgspec.json.encode
 
 
 def decode_index(
@@ -114,18 +114,8 @@ def decode_index(
     Raises ``ManifestInvalid``, which names ``file`` and, if one leaf is at fault, the leaf.
     """
     index = decode_struct(raw, IncrementalIndex if refers else Index, file)
+    make_error = partial(_index_error, file)
     number = 2 if refers else 1
-
-    def make_error(expected: str, found: object, leaf: str | None = None) -> ManifestInvalid:
-        position = "" if leaf is None else f" at leaf {leaf[:200]!r}"
-        return ManifestInvalid(
-            f"{file} violates the format{position}",
-            expected=expected,
-            found=str(found)[:300],
-            file=file,
-            leaf=leaf,
-        )
-
     if index.format != number:
         raise make_error(f"format {number}", index.format)
     if not (8 <= index.header <= min(index.length, 8 + MAX_HEADER) and index.length < 1 << 62):
@@ -136,24 +126,10 @@ def decode_index(
     full_length = index.cuts[-1] if refers and index.cuts else index.length
     if not index.header <= full_length < 1 << 62:
         raise make_error("chunks with fewer than 2**62 bytes in total", full_length)
-    schema = _check_schema(
-        index.leaves, SchemaCache() if schema_cache is None else schema_cache, make_error
-    )
-    try:
-        cuts = int_array(index.cuts)
-        columns, spans = _check_boxes(index.leaves, schema, full_length, make_error)
-    except OverflowError as e:
-        raise make_error("64-bit numbers", str(e)) from e
-    ends = np.concatenate([np.array([index.header]), spans.stops])
-    starts = np.concatenate([spans.starts, np.array([full_length])])
-    wrong = ends != starts
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise make_error(
-            f"boxes without gaps or overlap up to {full_length}: the next box at {ends[i]}",
-            starts[i],
-        )
-    digests = _check_chunks(index, full_length, cuts, spans, make_error)
+    schema = _check_schema(index.leaves, schema_cache or SchemaCache(), make_error)
+    columns, starts, itemsizes = _check_boxes(index, schema, full_length, make_error)
+    cuts = int_array(index.cuts)
+    digests = _check_chunks(index, full_length, cuts, starts, itemsizes, make_error)
     chunk_refs = None
     if isinstance(index, IncrementalIndex):
         chunk_refs = expand_runs(index.runs, cuts, index.length, refers, make_error)
@@ -162,48 +138,55 @@ def decode_index(
     )
 
 
-class _Spans(NamedTuple):
-    """The starts, stops, and element sizes in bytes of boxes, in file order."""
-
-    starts: Ints
-    stops: Ints
-    itemsizes: Ints
+def _index_error(
+    file: str, expected: str, found: object, leaf: str | None = None
+) -> ManifestInvalid:
+    position = "" if leaf is None else f" at leaf {leaf[:200]!r}"
+    return ManifestInvalid(
+        f"{file} violates the format{position}",
+        expected=expected,
+        found=str(found)[:300],
+        file=file,
+        leaf=leaf,
+    )
 
 
 def _check_schema(
     leaves: Sequence[IndexLeaf], schema_cache: SchemaCache, make_error: ErrorFactory
 ) -> LeafSchema:
     """Check keys, dtypes, and shapes, unless another index with the same ones was checked."""
-    keys = tuple([leaf.key for leaf in leaves])
-    dtypes = tuple([leaf.dtype for leaf in leaves])
-    shapes = tuple([leaf.shape for leaf in leaves])
-    cached = schema_cache.schemas.get((keys, dtypes, shapes))
+    schema = (
+        tuple([leaf.key for leaf in leaves]),
+        tuple([leaf.dtype for leaf in leaves]),
+        tuple([leaf.shape for leaf in leaves]),
+    )
+    cached = schema_cache.schemas.get(schema)
     if cached is not None:
         return cached
     seen: set[str] = set()
     for leaf in leaves:
         if leaf.dtype not in DTYPES or leaf.key in seen or len(leaf.shape) > MAX_DIMENSIONS:
-            found = f"{leaf.dtype}, {len(leaf.shape)} dimensions"
             raise make_error(
                 f"every leaf once, with a known dtype and at most {MAX_DIMENSIONS} dimensions",
-                found if leaf.key not in seen else "it occurs twice",
+                "it occurs twice"
+                if leaf.key in seen
+                else f"{leaf.dtype}, {len(leaf.shape)} dimensions",
                 leaf.key,
             )
         seen.add(leaf.key)
-    try:
-        return schema_cache.add(keys, dtypes, shapes)
-    except OverflowError as e:
-        raise make_error("64-bit numbers", str(e)) from e
+    return schema_cache.add(*schema)
 
 
 def _check_boxes(
-    leaves: Sequence[IndexLeaf], schema: LeafSchema, full_length: int, make_error: ErrorFactory
-) -> tuple[LeafColumns, _Spans]:
-    """Check that each box lies within its leaf; return the columns and the spans of all boxes.
+    index: Index, schema: LeafSchema, full_length: int, make_error: ErrorFactory
+) -> tuple[LeafColumns, Ints, Ints]:
+    """Check that each box lies within its leaf, and that the boxes cover the data without gaps.
 
-    Most of the work is vectorized: there may be millions of boxes, and every rank checks them at
-    every load.
+    Returns the columns, and the starts and element sizes in bytes of all boxes in file order. Most
+    of the work is vectorized: there may be millions of boxes, and every rank checks them at every
+    load.
     """
+    leaves = index.leaves
     boxes = [box for leaf in leaves for box in leaf.boxes]
     columns = build_columns(leaves, schema)
     leaf_numbers, sizes = columns.leaf_numbers, columns.sizes
@@ -233,13 +216,30 @@ def _check_boxes(
     lengths = columns.numels * itemsizes
     order = np.lexsort((lengths, columns.file_offsets))
     starts = columns.file_offsets[order]
-    return columns, _Spans(starts, starts + lengths[order], itemsizes[order])
+    ends = np.append(index.header, starts + lengths[order])
+    next_starts = np.append(starts, full_length)
+    wrong = ends != next_starts
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise make_error(
+            f"boxes without gaps or overlap up to {full_length}: the next box at {ends[i]}",
+            next_starts[i],
+        )
+    return columns, starts, itemsizes[order]
 
 
 def _check_chunks(
-    index: Index, full_length: int, cuts: Ints, spans: _Spans, make_error: ErrorFactory
+    index: Index,
+    full_length: int,
+    cuts: Ints,
+    starts: Ints,
+    itemsizes: Ints,
+    make_error: ErrorFactory,
 ) -> bytes:
-    """Check that the chunks cover the file and end between elements; return their digests."""
+    """Check that the chunks cover the file and end between elements; return their digests.
+
+    ``starts`` and ``itemsizes``: of the boxes in file order, which cover the data without gaps.
+    """
     lengths = np.diff(cuts, prepend=0)
     covers_file = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == full_length
     if not covers_file or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:
@@ -250,12 +250,8 @@ def _check_chunks(
     digests = pack_digests(index.digests)
     if digests is None or len(digests) != 16 * len(cuts):
         raise make_error(f"{len(cuts)} digests of 32 hex digits", f"{len(index.digests)} digests")
-    filled = spans.stops > spans.starts
-    if filled.any():
-        starts, itemsizes = spans.starts[filled], spans.itemsizes[filled]
-        inner_cuts = cuts[:-1]
-        inner_cuts = inner_cuts[inner_cuts >= starts[0]]
-        box = np.searchsorted(starts, inner_cuts, side="right") - 1
-        if ((inner_cuts - starts[box]) % itemsizes[box]).any():
-            raise make_error("chunks that end between elements", index.cuts[:20])
+    # of the boxes that begin at the same byte, the last one has elements
+    box = np.searchsorted(starts, cuts[:-1], side="right") - 1
+    if ((cuts[:-1] - starts[box]) % itemsizes[box]).any():
+        raise make_error("chunks that end between elements", index.cuts[:20])
     return digests

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from holdfast.format.sealed import Int64
 from holdfast.ragged import Ints, exclusive_cumsum, flatten_rows, int_array, row_products
 from holdfast.types import DTYPES
 
@@ -20,9 +22,9 @@ from holdfast.types import DTYPES
 class IndexBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A rectangle of a leaf, and the offset ``at`` in the shard at which its bytes begin."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    at: int
+    offsets: tuple[Int64, ...]
+    sizes: tuple[Int64, ...]
+    at: Int64
 
 
 class IndexLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -30,7 +32,7 @@ class IndexLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
     key: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Int64, ...]
     boxes: list[IndexBox]
 
 
@@ -63,10 +65,7 @@ class SchemaCache:
         dtypes: tuple[str, ...],
         shapes: tuple[tuple[int, ...], ...],
     ) -> LeafSchema:
-        """Create and cache the schema of these leaves.
-
-        Raises ``OverflowError`` if a size has more than 64 bits.
-        """
+        """Create and cache the schema of these leaves."""
         intern = self.interned.setdefault
         keys, dtypes, shapes = (tuple(map(intern, c, c)) for c in (keys, dtypes, shapes))
         schema = self.schemas[keys, dtypes, shapes] = LeafSchema(
@@ -118,22 +117,17 @@ class LeafColumns:
         return len(self.box_counts)
 
     def __iter__(self) -> Iterator[IndexLeaf]:
-        offsets, sizes = self.offsets.tolist(), self.sizes.tolist()
-        file_offsets, counts = self.file_offsets.tolist(), self.box_counts.tolist()
-        first = begin = 0
+        offsets, sizes = iter(self.offsets.tolist()), iter(self.sizes.tolist())
+        file_offsets, counts = iter(self.file_offsets.tolist()), self.box_counts.tolist()
         schema = self.schema
         for key, dtype, shape, count in zip(
             schema.keys, schema.dtypes, schema.shapes, counts, strict=True
         ):
-            boxes = []
-            for box in range(first, first + count):
-                stop = begin + len(shape)
-                index_box = IndexBox(
-                    tuple(offsets[begin:stop]), tuple(sizes[begin:stop]), file_offsets[box]
-                )
-                boxes.append(index_box)
-                begin = stop
-            first += count
+            ndim = len(shape)
+            boxes = [
+                IndexBox(tuple(islice(offsets, ndim)), tuple(islice(sizes, ndim)), at)
+                for at in islice(file_offsets, count)
+            ]
             yield IndexLeaf(key, dtype, shape, boxes)
 
     def __eq__(self, other: object) -> bool:
@@ -143,15 +137,14 @@ class LeafColumns:
 
 
 def build_columns(leaves: Sequence[IndexLeaf], schema: LeafSchema) -> LeafColumns:
-    """Convert leaves of this schema to columns.
-
-    Raises ``OverflowError`` for a number of more than 64 bits.
-    """
+    """Convert leaves of this schema to columns."""
     boxes = [box for leaf in leaves for box in leaf.boxes]
-    counts = int_array([len(leaf.boxes) for leaf in leaves])
-    size_rows = [box.sizes for box in boxes]
-    sizes = flatten_rows(size_rows)
-    numels = row_products(sizes, int_array([*map(len, size_rows)]))
-    file_offsets = int_array([box.at for box in boxes])
-    offsets = flatten_rows([box.offsets for box in boxes])
-    return LeafColumns(schema, counts, file_offsets, numels, offsets, sizes)
+    sizes = flatten_rows([box.sizes for box in boxes])
+    return LeafColumns(
+        schema,
+        box_counts=int_array([len(leaf.boxes) for leaf in leaves]),
+        file_offsets=int_array([box.at for box in boxes]),
+        numels=row_products(sizes, int_array([len(box.sizes) for box in boxes])),
+        offsets=flatten_rows([box.offsets for box in boxes]),
+        sizes=sizes,
+    )

@@ -7,14 +7,15 @@ plain value, and lists the shards and their indexes with lengths and digests. Se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
 import msgspec
+from msgspec import Meta
 
-from holdfast.format import names
-from holdfast.format.digest import is_digest
-from holdfast.format.sealed import is_utc_time, make_require, seal, unseal
+from holdfast.format.digest import Digest
+from holdfast.format.names import Attempt, ShardName, VersionName, parse_reference
+from holdfast.format.sealed import is_utc_time, require, seal, unseal
 
 MAX_MANIFEST = 1 << 30
 """The maximum size of a manifest or index in bytes. A longer one is rejected before it is read."""
@@ -24,21 +25,18 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file that the manifest lists with its length in bytes and its digest."""
 
     name: str
-    length: int
-    digest: str
+    length: Annotated[int, Meta(ge=0, le=MAX_MANIFEST)]
+    digest: Digest
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The name and length in bytes of a shard, and its index, whose digests cover the shard."""
 
-    name: str
-    length: int
+    name: ShardName
+    length: Annotated[int, Meta(ge=0, lt=1 << 62)]
     index: FileEntry
-
-    @property
-    def refers(self) -> Sequence[ShardReference]:
-        """The files of earlier versions that hold a part of the shard; none in format 1."""
-        return ()
+    refers: ClassVar[Sequence[ShardReference]] = ()
+    """The files of earlier versions that hold a part of the shard; none in format 1."""
 
 
 class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,47 +47,44 @@ class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     path: str
-    length: int
-    bytes: int
+    length: Annotated[int, Meta(gt=0, lt=1 << 62)]
+    bytes: Annotated[int, Meta(gt=0)]
 
 
 class IncrementalShard(Shard, frozen=True, forbid_unknown_fields=True):
     """A shard of format 2: the data that it does not contain is in the files of ``refers``."""
 
-    refers: Sequence[ShardReference]
+    refers: Sequence[ShardReference]  # type: ignore[misc]  # a constant in format 1
 
 
 class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The previous snapshot: the one that training saved or resumed before this one."""
 
-    version: str
-    digest: str
+    version: VersionName
+    digest: Digest
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a snapshot. ``tree`` and ``metadata`` are nodes; see ``format/tree.py``."""
 
-    attempt: str
+    attempt: Attempt
     created: str
     writer: str
-    step: int | None
-    branch: int
+    step: Annotated[int, Meta(ge=0, lt=10**18)] | None
+    branch: Annotated[int, Meta(ge=0, lt=10**9)]
     parent: Parent | None
     shards: Sequence[Shard]
     metadata: Any
     tree: Any
-
-    @property
-    def chain(self) -> int:
-        """The number of versions since the last full version; 0 for a full version."""
-        return 0
+    chain: ClassVar[int] = 0
+    """The number of versions since the last full version; 0 for a full version."""
 
 
 class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
     """A manifest of format 2: its snapshot refers to files of earlier versions."""
 
     shards: Sequence[IncrementalShard]
-    chain: int
+    chain: Annotated[int, Meta(gt=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
@@ -108,45 +103,25 @@ def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
 
 
 def _check(manifest: Manifest, file: str) -> None:
-    require = make_require(file)
-    require(names.is_attempt(manifest.attempt), "an attempt of 12 hex digits", manifest.attempt)
-    require(is_utc_time(manifest.created), "a time in UTC", manifest.created)
-    step, branch = manifest.step, manifest.branch
-    require(step is None or 0 <= step < 10**18, "a step below 10**18", step)
-    require(0 <= branch < 10**9, "a branch below 10**9", branch)
-    if manifest.parent is not None:
-        version = names.parse_version(manifest.parent.version)
-        require(version is not None, "a version", manifest.parent.version)
-        require(is_digest(manifest.parent.digest), "a digest", manifest.parent.digest)
-    seen: set[str] = set()
+    """Check what the types of the fields do not."""
+    require(file, is_utc_time(manifest.created), "a time in UTC", manifest.created)
+    shard_names = [shard.name for shard in manifest.shards]
+    require(file, len({*shard_names}) == len(shard_names), "each shard only once", shard_names)
     for shard in manifest.shards:
-        index = shard.index
-        require(names.is_shard_name(shard.name), "a shard name", shard.name)
         index_name = shard.name.removesuffix(".safetensors") + ".index.json"
-        require(index.name == index_name, f"an index named {index_name}", index.name)
-        require(is_digest(index.digest), "a digest of 32 hex digits", index.digest)
-        require(0 <= shard.length < 1 << 62, "a length in bytes", shard.length)
-        require(0 <= index.length <= MAX_MANIFEST, "a length in bytes", index.length)
-        require(shard.name not in seen, "each shard only once", shard.name)
-        seen.add(shard.name)
-        for reference in shard.refers:
-            _check_reference(reference, manifest, require)
+        require(
+            file, shard.index.name == index_name, f"an index named {index_name}", shard.index.name
+        )
+        for r in shard.refers:
+            target = parse_reference(r.path)
+            valid = target is not None and (target[0].step, target[0].branch) != (
+                manifest.step,
+                manifest.branch,
+            )
+            require(file, valid, "a path to another version, like ../version_1/shard-...", r.path)
+            require(file, r.bytes <= r.length, "at most the file's length in bytes", r.bytes)
         paths = [r.path for r in shard.refers]
-        require(len(set(paths)) == len(paths), "each reference only once", paths)
+        require(file, len({*paths}) == len(paths), "each reference only once", paths)
     if isinstance(manifest, IncrementalManifest):
-        require(0 < manifest.chain < 1 << 31, "a chain of 1 or more", manifest.chain)
         any_reference = any(shard.refers for shard in manifest.shards)
-        require(any_reference, "a shard that refers to another version", "none")
-
-
-def _check_reference(
-    reference: ShardReference, manifest: Manifest, require: Callable[[bool, str, object], None]
-) -> None:
-    target = names.parse_reference(reference.path)
-    other_version = target is not None and (target[0].step, target[0].branch) != (
-        manifest.step,
-        manifest.branch,
-    )
-    require(other_version, "a path to another version, like ../version_1/shard-...", reference.path)
-    require(0 < reference.length < 1 << 62, "a length in bytes", reference.length)
-    require(0 < reference.bytes <= reference.length, "1 byte to the file's length", reference.bytes)
+        require(file, any_reference, "a shard that refers to another version", "none")

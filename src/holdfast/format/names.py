@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from msgspec import Meta
 
 MANIFEST = "manifest.json"
 SAVE_REQUEST = "request-save.json"
@@ -16,13 +20,19 @@ _INDEX = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.index\.j
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
+_EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+_EVALUATION = re.compile(rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})\.json")
 _ADDRESS = re.compile(r"(.+)@(latest|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
-_EVALUATION = re.compile(r"eval-([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.([0-9a-f]{12})\.json")
+
+# The types of fields that msgspec checks. \Z, because $ also matches before a last newline.
+Attempt = Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}\Z")]
+VersionName = Annotated[str, Meta(pattern=rf"\A{_VERSION.pattern}\Z")]
+ShardName = Annotated[str, Meta(pattern=rf"\A{_SHARD.pattern}\Z")]
+EvaluationName = Annotated[str, Meta(pattern=rf"\A{_EVALUATION_NAME}\Z")]
 
 
-def new_attempt() -> str:
-    """Return a new attempt id: 12 random hexadecimal digits."""
-    return secrets.token_hex(6)
+new_attempt = partial(secrets.token_hex, 6)
+"""Returns a new attempt id: 12 random hexadecimal digits."""
 
 
 def is_attempt(text: str) -> bool:

@@ -40,10 +40,23 @@ class TensorEntry:
     stop: int
 
 
-class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
+class HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor as a header describes it. ``data_offsets``: where it starts and stops."""
+
     dtype: str
-    shape: list[int]
+    shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The exceptions that ``decode_entries`` raises."""
+
+
+def decode_entries(header: bytes) -> tuple[dict[str, HeaderEntry], msgspec.Raw | None]:
+    """Return the entries of a header by name, and its metadata. Only their types are checked."""
+    raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+    metadata = raw.pop("__metadata__", None)
+    return {n: msgspec.json.decode(r, type=HeaderEntry) for n, r in raw.items()}, metadata
 
 
 def stored_shape(dtype: DType, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,13 +108,11 @@ def parse_header(raw: bytes, length: int, file: str) -> tuple[int, list[TensorEn
     """
     data_start = header_length(raw[:8], length, file)
     try:
-        tensors = msgspec.json.decode(raw[8:data_start], type=dict[str, msgspec.Raw])
-        tensors.pop("__metadata__", None)
-        parsed = {n: msgspec.json.decode(r, type=_HeaderEntry) for n, r in tensors.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        parsed, _ = decode_entries(raw[8:data_start])
+    except DECODE_ERRORS as e:
         raise _header_error(file, 8, "a safetensors header in JSON", str(e)) from e
     entries = sorted(
-        (TensorEntry(n, t.dtype, tuple(t.shape), *t.data_offsets) for n, t in parsed.items()),
+        (TensorEntry(n, t.dtype, t.shape, *t.data_offsets) for n, t in parsed.items()),
         key=lambda e: (e.start, e.stop),
     )
     position = 0

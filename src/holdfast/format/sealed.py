@@ -8,9 +8,9 @@ replaced by zeros. Digests are compared exactly, so a file with any changed byte
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ FORMAT = 2
 """The newest format number that this version of Holdfast writes and reads."""
 
 _HEAD = re.compile(rb'\{"format":([1-9][0-9]{0,8}),"digest":"([0-9a-f]{32})",')
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -80,9 +82,7 @@ def unseal(
             file=file,
         )
     types = {1: struct_type, **newer_types}
-    make_require(file)(
-        number in types, f"format {' or '.join(map(str, types))}", f"format {number}"
-    )
+    require(file, number in types, f"format {' or '.join(map(str, types))}", f"format {number}")
     return decode_struct(b"{" + raw[head.end() :], types[number], file), claimed
 
 
@@ -99,16 +99,12 @@ def decode_struct(raw: bytes, struct_type: type[T], file: str) -> T:
         ) from e
 
 
-def make_require(file: str) -> Callable[[bool, str, object], None]:
-    """Return a function that raises ``ManifestInvalid`` for ``file`` if a condition is false."""
-
-    def require(condition: bool, expected: str, found: object) -> None:
-        if not condition:
-            raise ManifestInvalid(
-                f"{file} violates the format", expected=expected, found=str(found)[:300], file=file
-            )
-
-    return require
+def require(file: str, condition: bool, expected: str, found: object) -> None:
+    """Raise ``ManifestInvalid`` for ``file`` unless the condition is true."""
+    if not condition:
+        raise ManifestInvalid(
+            f"{file} violates the format", expected=expected, found=str(found)[:300], file=file
+        )
 
 
 def is_utc_time(text: str) -> bool:

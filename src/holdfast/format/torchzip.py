@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from holdfast.types import ALIGNMENT, KIB
 
@@ -37,18 +38,20 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
 
 
+class Record(NamedTuple):
+    """A record: its name, its length in bytes, and the offsets of its header and its data."""
+
+    name: bytes
+    length: int
+    header_offset: int
+    data_offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """The layout of an archive.
+    """The layout of an archive. ``length`` is the length of the file in bytes."""
 
-    Each record has a name, a length in bytes, the offset of its header (``header_offsets``), and
-    the offset of its data (``data_offsets``). ``length`` is the length of the file in bytes.
-    """
-
-    names: tuple[bytes, ...]
-    lengths: tuple[int, ...]
-    header_offsets: tuple[int, ...]
-    data_offsets: tuple[int, ...]
+    records: tuple[Record, ...]
     length: int
 
     def encode_headers(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
@@ -56,75 +59,62 @@ class Archive:
 
         ``checksums``: the CRC-32 of each record.
         """
-        parts = [
-            (header_offset, _local_header(name, size, data_offset - header_offset, crc))
-            for name, size, header_offset, data_offset, crc in zip(
-                self.names,
-                self.lengths,
-                self.header_offsets,
-                self.data_offsets,
-                checksums,
-                strict=True,
-            )
+        return [
+            *(
+                (r.header_offset, _local_header(*r, crc))
+                for r, crc in zip(self.records, checksums, strict=True)
+            ),
+            (_data_end(self.records), _central_directory(self.records, checksums)),
         ]
-        parts.append(
-            (_data_end(self.data_offsets, self.lengths), self._central_directory(checksums))
-        )
-        return parts
-
-    def _central_directory(self, checksums: Sequence[int]) -> bytes:
-        rows = zip(self.names, self.lengths, self.header_offsets, checksums, strict=True)
-        entries = b"".join(_directory_entry(*row) for row in rows)
-        start, count = _data_end(self.data_offsets, self.lengths), len(self.names)
-        end64 = (b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, len(entries), start)
-        count16 = min(count, 0xFFFF)
-        size32, start32 = min(len(entries), _ZIP32_LIMIT), min(start, _ZIP32_LIMIT)
-        return b"".join(
-            (
-                entries,
-                _END64.pack(*end64),
-                _LOCATOR.pack(b"PK\6\7", 0, start + len(entries), 1),
-                _END.pack(b"PK\5\6", 0, 0, count16, count16, size32, start32, 0),
-            )
-        )
 
 
 def plan_archive(records: Iterable[tuple[str, int]]) -> Archive:
     """Lay out an archive of these records, each a name and a length in bytes, in this order."""
-    names, lengths, header_offsets, data_offsets = [], [], [], []
+    planned: list[Record] = []
     position = 0
     for text, length in records:
         name = (ROOT + text).encode()
         extra_size = 4 + (20 if length >= _ZIP32_LIMIT else 0)
         header_end = position + _LOCAL_HEADER.size + len(name) + extra_size
-        names.append(name)
-        lengths.append(length)
-        header_offsets.append(position)
         alignment = _SMALL_ALIGNMENT if length < _LARGE_RECORD_SIZE else ALIGNMENT
-        data_offsets.append(-(-header_end // alignment) * alignment)
-        position = data_offsets[-1] + length
-    archive = Archive(tuple(names), tuple(lengths), tuple(header_offsets), tuple(data_offsets), 0)
-    file_length = position + len(archive._central_directory([0] * len(names)))
-    return Archive(
-        archive.names, archive.lengths, archive.header_offsets, archive.data_offsets, file_length
+        data_offset = -(-header_end // alignment) * alignment
+        planned.append(Record(name, length, position, data_offset))
+        position = data_offset + length
+    directory = _central_directory(planned, [0] * len(planned))
+    return Archive(tuple(planned), position + len(directory))
+
+
+def _data_end(records: Sequence[Record]) -> int:
+    return records[-1].data_offset + records[-1].length if records else 0
+
+
+def _central_directory(records: Sequence[Record], checksums: Sequence[int]) -> bytes:
+    entries = b"".join(_directory_entry(*r, crc) for r, crc in zip(records, checksums, strict=True))
+    start, count = _data_end(records), len(records)
+    end64 = (b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, len(entries), start)
+    count16 = min(count, 0xFFFF)
+    size32, start32 = min(len(entries), _ZIP32_LIMIT), min(start, _ZIP32_LIMIT)
+    return b"".join(
+        (
+            entries,
+            _END64.pack(*end64),
+            _LOCATOR.pack(b"PK\6\7", 0, start + len(entries), 1),
+            _END.pack(b"PK\5\6", 0, 0, count16, count16, size32, start32, 0),
+        )
     )
 
 
-def _data_end(data_offsets: Sequence[int], lengths: Sequence[int]) -> int:
-    return data_offsets[-1] + lengths[-1] if data_offsets else 0
-
-
-def _local_header(name: bytes, size: int, header_size: int, crc: int) -> bytes:
-    """Return the header of a record, padded to ``header_size`` bytes."""
+def _local_header(name: bytes, size: int, header_offset: int, data_offset: int, crc: int) -> bytes:
+    """Return the header of a record, padded up to its data."""
     extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _ZIP32_LIMIT else b""
-    padding = header_size - _LOCAL_HEADER.size - len(name) - len(extra) - 4
+    padding = data_offset - header_offset - _LOCAL_HEADER.size - len(name) - len(extra) - 4
     extra += b"FB" + struct.pack("<H", padding) + bytes(padding)
     size32 = min(size, _ZIP32_LIMIT)
     fields = (45, _UTF8_FLAG, 0, 0, _DATE, crc, size32, size32, len(name), len(extra))
     return _LOCAL_HEADER.pack(b"PK\3\4", *fields) + name + extra
 
 
-def _directory_entry(name: bytes, size: int, header_offset: int, crc: int) -> bytes:
+def _directory_entry(name: bytes, size: int, header_offset: int, _: int, crc: int) -> bytes:
     """Return the entry of a record in the directory at the end of the file."""
     values64 = [size, size] if size >= _ZIP32_LIMIT else []
     values64 += [header_offset] if header_offset >= _ZIP32_LIMIT else []

@@ -24,7 +24,7 @@ from __future__ import annotations
 import base64
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, isfinite, nan
 from typing import Any
 
@@ -78,7 +78,13 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
             return _encode_scalar(value, key)
         return encode_other(value, key, depth)
     if kind is str:
-        return _check_text(value, key)
+        try:
+            value.encode()
+        except UnicodeEncodeError as e:
+            raise unsupported(
+                value, key, "its text contains lone surrogates, which UTF-8 cannot encode"
+            ) from e
+        return value
     if value is None or kind is bool:
         return value
     if kind is int:
@@ -108,10 +114,9 @@ def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) ->
     children = [
         encode(v, k, encode_other, depth + 1) for k, v in zip(levels, value.values(), strict=True)
     ]
-    node: Node
     if name != "counter" and all(type(k) is str for k in value):
-        _check_text("".join(value), key)
-        node = {name: dict(zip(value, children, strict=True))}
+        encode("".join(value), key, _reject_key)
+        node: Node = {name: dict(zip(value, children, strict=True))}
     else:
         keys = [encode(k, key, _reject_key, depth + 1) for k in value]
         node = {"items": [list(pair) for pair in zip(keys, children, strict=True)], "of": name}
@@ -129,8 +134,8 @@ def _encode_sequence(value: Any, key: str, encode_other: EncodeOther, depth: int
         return {name: sorted(nodes, key=repr)}
     if all(type(v) is int and is_int64(v) for v in value):
         return {name: list(value)}
-    children = enumerate(value)
-    return {name: [encode(v, join_key(key, str(i)), encode_other, depth + 1) for i, v in children]}
+    items = enumerate(value)
+    return {name: [encode(v, join_key(key, str(i)), encode_other, depth + 1) for i, v in items]}
 
 
 def _encode_scalar(value: np.generic, key: str) -> Node:
@@ -144,16 +149,6 @@ def _encode_scalar(value: np.generic, key: str) -> Node:
 
 def _reject_key(value: Any, key: str, depth: int) -> Node:
     raise unsupported(value, key, "a key of a dict or a member of a set must be a plain value")
-
-
-def _check_text(text: str, key: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise unsupported(
-            text, key, "its text contains lone surrogates, which UTF-8 cannot encode"
-        ) from e
-    return text
 
 
 def unsupported(value: Any, key: str, why: str) -> Unsupported:
@@ -221,14 +216,12 @@ def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any
     try:
         if tag in ("dict", "ordered", "items"):
             return _decode_dict(node, key, decode_leaf, depth)
-        if (tag in _SEQUENCE_TYPES or tag in _DECODERS) and len(node) > 1:
-            raise invalid_node(node, key)
-        if tag in _SEQUENCE_TYPES:
-            return _decode_sequence(tag, body, key, decode_leaf, depth)
-        if tag in _DECODERS:
-            return _DECODERS[tag](body)
         if tag in LEAF_TAGS or tag in ("tied", "sparse"):
             return decode_leaf(node, key)
+        if tag in _SEQUENCE_TYPES and len(node) == 1:
+            return _decode_sequence(tag, body, key, decode_leaf, depth)
+        if tag in _DECODERS and len(node) == 1:
+            return _DECODERS[tag](body)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as e:
         raise invalid_node(node, key) from e
     raise invalid_node(node, key)
@@ -302,16 +295,26 @@ def children(node: Node, key: str) -> list[tuple[Any, Node, str]]:
     return list(zip(names, nodes, child_keys(names, key), strict=True))
 
 
-def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield every leaf and plain value with its key, in the order of the tree."""
+def members(node: Node, key: str) -> Iterable[tuple[Node, str]] | None:
+    """Return node and key of each direct member of a container; None if it is not a container."""
     tag = next(iter(node), None) if type(node) is dict else None
     if tag in ("dict", "ordered", "items"):
-        for _, child, k in children(node, key):
-            yield from walk(child, k)
-    elif tag in ("list", "tuple"):
-        for i, child in enumerate(node[tag]):
-            yield from walk(child, join_key(key, str(i)))
-    elif tag == "sparse":
+        return [(child, k) for _, child, k in children(node, key)]
+    if tag in ("list", "tuple"):
+        return ((child, join_key(key, str(i))) for i, child in enumerate(node[tag]))
+    return None
+
+
+def walk(node: Node, key: str = "", split_sparse: bool = True) -> Iterator[tuple[str, Node]]:
+    """Yield every leaf and plain value with its key, in the order of the tree.
+
+    ``split_sparse``: yield the parts of a sparse tensor instead of the tensor.
+    """
+    inner = members(node, key)
+    if inner is not None:
+        for child, k in inner:
+            yield from walk(child, k, split_sparse)
+    elif split_sparse and type(node) is dict and "sparse" in node:
         for name, part in node["sparse"]["parts"].items():
             yield join_key(key, name), part
     else:
@@ -362,11 +365,10 @@ def from_descr(descr: Any) -> np.dtype[Any]:
             return d
         if type(d) is not list or depth > 16:
             raise ValueError("not a dtype that NumPy writes")
-        fields = []
-        for name, inner, *shape in d:
-            title = tuple(name) if type(name) is list else name
-            fields.append((title, check(inner, depth + 1), *map(tuple, shape)))
-        return fields
+        return [
+            (tuple(n) if type(n) is list else n, check(inner, depth + 1), *map(tuple, shape))
+            for n, inner, *shape in d
+        ]
 
     dtype = np.lib.format.descr_to_dtype(check(descr, 0))
     if dtype.hasobject or dtype.subdtype is not None:

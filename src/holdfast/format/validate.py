@@ -87,10 +87,8 @@ class _Checker:
             raise invalid_node("nodes that are nested too deeply", key, self.file)
         try:
             valid = self._check_object(node, next(iter(node), None), key, depth)
-        except _MALFORMED as e:
-            raise invalid_node(node, key, self.file) from e
-        except ManifestInvalid as e:
-            if e.fields.get("file") is not None:
+        except (ManifestInvalid, *_MALFORMED) as e:
+            if isinstance(e, ManifestInvalid) and e.fields.get("file") is not None:
                 raise
             raise invalid_node(node, key, self.file) from e
         if not valid:
@@ -120,10 +118,9 @@ class _Checker:
         return True
 
     def _check_dict(self, node: Node, key: str, depth: int) -> bool:
-        metadata = node.get("metadata")
         if "metadata" in node:
             checker = _Checker(self.file)
-            checker.check_node(metadata, join_key(key, "~metadata"), depth + 1)
+            checker.check_node(node["metadata"], join_key(key, "~metadata"), depth + 1)
             if checker.leaves or checker.tied or node.get("of") == "dict":
                 return False
         if "items" in node and not (
@@ -147,14 +144,15 @@ class _Checker:
             dtype, shape = "uint8", [length]
         else:
             dtype, shape = body[:2]
-        if type(body) is not list or type(shape) is not list or not is_valid_shape(dtype, shape):
+        if (
+            type(body) is not list
+            or len(body) > (3 if tag == "array" else 2)
+            or type(shape) is not list
+            or not is_valid_shape(dtype, shape)
+            or (tag == "array" and dtype.startswith(_NOT_IN_NUMPY))
+        ):
             return False
-        if tag == "array":
-            if dtype.startswith(_NOT_IN_NUMPY) or len(body) > 3:
-                return False
-            if len(body) == 3 and (dtype, from_descr(body[2]).itemsize) != ("uint8", shape[-1]):
-                return False
-        elif len(body) != 2:
+        if len(body) == 3 and (dtype, from_descr(body[2]).itemsize) != ("uint8", shape[-1]):
             return False
         if tag == "tensor":
             self.tensors.add(key)

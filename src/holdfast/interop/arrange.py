@@ -71,10 +71,8 @@ def arrange_state(value: Any, root_key: str | None, *, keep_names: bool = False)
     ``keep_names=True`` keeps them. Optimizer state that names its parameters is converted to
     Holdfast's form, which is keyed by qualified parameter name.
     """
-    if root_key is None and isinstance(value, dict) and not is_module_state_dict(value):
-        arranged = ArrangedState(dict(value))
-    else:
-        arranged = ArrangedState({root_key or MODEL_KEY: value})
+    is_nested = root_key is None and isinstance(value, dict) and not is_module_state_dict(value)
+    arranged = ArrangedState(dict(value) if is_nested else {root_key or MODEL_KEY: value})
     if not keep_names:
         arranged.state = {
             k: _unwrap_state(v, str(k), arranged.renamed) for k, v in arranged.state.items()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,6 @@ from holdfast.engine.snapshot.location import Location, is_snapshot, locate, ver
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
 from holdfast.format import torchzip, tree
-from holdfast.format.names import join_key
 from holdfast.interop.output_layout import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -53,7 +52,7 @@ MAX_SHARD_SIZE = 5 * 10**9
 
 MAX_LISTED = 20
 
-Advance = Callable[[int], None]
+Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +92,21 @@ def plan_export(
     ``kind`` cannot represent.
     """
     if root is None:
-        has_model = any(k == MODEL_KEY for _, k in _members(snapshot.manifest.tree, "") or ())
+        has_model = any(k == MODEL_KEY for _, k in tree.members(snapshot.manifest.tree, "") or ())
         root = MODEL_KEY if has_model and not keys and kind != "torch" else ""
     root = root.strip("/")
     node = _find_container(snapshot, root)
     selected = make_key_filter(list(keys)) if keys else match_all
     left_out = 0
     if kind == "torch":
-        file, tensors = _plan_torch(snapshot, node, root, selected, file_name or "model.pt")
-        files = [file]
+        files, tensors = _plan_torch(snapshot, node, root, selected, file_name or "model.pt")
     else:
         tensors, left_out = _select_tensors(snapshot, node, root, selected)
-        if kind == "hf":
-            files = plan_hf_files(tensors, max_shard_size)
-        else:
-            files = [plan_safetensors_file(file_name or SINGLE_FILE, tensors)]
+        files = (
+            plan_hf_files(tensors, max_shard_size)
+            if kind == "hf"
+            else [plan_safetensors_file(file_name or SINGLE_FILE, tensors)]
+        )
     nbytes = sum(t.nbytes for t in tensors)
     return ExportPlan(kind, root, tuple(files), len(tensors), nbytes, left_out)
 
@@ -129,7 +128,7 @@ def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
 
 
 def write_export(
-    snapshot: Snapshot, plan: ExportPlan, location: Location, advance: Advance | None = None
+    snapshot: Snapshot, plan: ExportPlan, location: Location, advance: Advance = bool
 ) -> None:
     """Write the files into the folder ``location``. If this function raises, none of them remains.
 
@@ -153,42 +152,24 @@ def write_export(
 # -- selecting ------------------------------------------------------------------------------------
 
 
-def _members(node: Any, key: str) -> list[tuple[Any, str]] | None:
-    """Return node and key of each direct member of a container; None if it is not a container."""
-    tag = next(iter(node), None) if type(node) is dict else None
-    if tag in ("dict", "ordered", "items"):
-        return [(child, k) for _, child, k in tree.children(node, key)]
-    if tag in ("list", "tuple"):
-        return [(child, join_key(key, str(i))) for i, child in enumerate(node[tag])]
-    return None
-
-
 def _find_container(snapshot: Snapshot, root: str) -> Any:
     """Return the node at the key ``root``, which must be a container. Raises ``MissingLeaf``."""
     node, key = snapshot.manifest.tree, ""
-    while (members := _members(node, key)) is not None and key != root:
-        matches = [(c, k) for c, k in members if f"{root}/".startswith(f"{k}/")]
-        if not matches:
+    while (members := tree.members(node, key)) is not None and key != root:
+        inner = next(((c, k) for c, k in members if f"{root}/".startswith(f"{k}/")), None)
+        if inner is None:
             break
-        node, key = matches[0]
+        node, key = inner
     if members is None or key != root:
+        keys = [k for _, k in tree.members(node, key) or ()]
         raise MissingLeaf(
             f"{snapshot.url} has nothing below {root}",
             expected="the key of a part of its state",
-            found=", ".join(k for _, k in (members or ())[:MAX_LISTED]) or f"a leaf, {key}",
+            found=", ".join(keys[:MAX_LISTED]) or f"a leaf, {key}",
             todo="`holdfast show SNAPSHOT` prints the keys",
             leaf=root,
         )
     return node
-
-
-def _walk_leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield key and node of each leaf and plain value; a sparse tensor is one leaf."""
-    members = _members(node, key)
-    if members is None:
-        yield key, node
-    for child, k in members or ():
-        yield from _walk_leaves(child, k)
 
 
 def _select_tensors(
@@ -198,7 +179,7 @@ def _select_tensors(
     tensors: dict[str, OutputTensor] = {}
     refused: dict[str, str] = {}
     left_out = 0
-    for key, leaf in _walk_leaves(node, root):
+    for key, leaf in tree.walk(node, root, split_sparse=False):
         tag = next(iter(leaf), "") if type(leaf) is dict else ""
         if not any(is_selected(k) for k, _ in tree.walk(leaf, key)):
             continue
@@ -233,26 +214,25 @@ def _tensor_name(key: str, root: str) -> str:
 
 def _plan_torch(
     snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter, file_name: str
-) -> tuple[OutputFile, list[OutputTensor]]:
-    """Plan a file with the selected tree. Arrays become tensors; tied tensors share a record."""
+) -> tuple[list[OutputFile], list[OutputTensor]]:
+    """Plan one file with the selected tree. Arrays become tensors; tied tensors share a record."""
     selected = node if is_selected is match_all else prune(node, is_selected, root)
     if selected is ABSENT:
         raise _nothing_selected_error(snapshot, root)
     pickled = build_torch_pickle(snapshot, selected, root)
     _raise_if_refused(snapshot, pickled.refused, "torch.load(weights_only=True)")
     tensors = [OutputTensor(key, key, *snapshot.leaves[key]) for key in pickled.tensors]
-    return plan_torch_file(file_name, pickled.to_bytes(), tensors), tensors
+    return [plan_torch_file(file_name, pickled.to_bytes(), tensors)], tensors
 
 
 def _raise_if_refused(snapshot: Snapshot, refused: dict[str, str], target: str) -> None:
-    if not refused:
-        return
-    raise Unsupported(
-        f"{snapshot.url} has leaves that {target} cannot represent",
-        found=format_list([f"{key} ({why})" for key, why in refused.items()], MAX_LISTED),
-        todo="Select other leaves with --root KEY or --keys PATTERN, such as --keys 'model/**'",
-        leaves=tuple(refused),
-    )
+    if refused:
+        raise Unsupported(
+            f"{snapshot.url} has leaves that {target} cannot represent",
+            found=format_list([f"{key} ({why})" for key, why in refused.items()], MAX_LISTED),
+            todo="Select other leaves with --root KEY or --keys PATTERN, such as --keys 'model/**'",
+            leaves=tuple(refused),
+        )
 
 
 def _nothing_selected_error(snapshot: Snapshot, root: str) -> MissingLeaf:
@@ -291,9 +271,7 @@ def _refuse_existing(location: Location, plan: ExportPlan) -> None:
             )
 
 
-def _write_file(
-    snapshot: Snapshot, file: OutputFile, location: Location, advance: Advance | None
-) -> None:
+def _write_file(snapshot: Snapshot, file: OutputFile, location: Location, advance: Advance) -> None:
     """Write one file: the leaves, then all other bytes. Raises as ``write_export`` does."""
     checksums: list[list[tuple[int, int, int]]] = [[] for _ in file.keys]
 
@@ -301,8 +279,7 @@ def _write_file(
         upload.write_at(file.offsets[number] + at, data)
         if file.needs_crc:
             checksums[number].append((at, len(data), zlib.crc32(data)))
-        if advance is not None:
-            advance(len(data))
+        advance(len(data))
 
     with location.store.put(location.key(file.name), file.length) as upload:
         if file.keys:

@@ -10,7 +10,8 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Self, cast
 
 from msgspec import structs
 
@@ -28,14 +29,8 @@ from holdfast.interop.arrange import step_from_name, step_from_state
 from holdfast.interop.mmap_files import Advance, MappedFile
 from holdfast.interop.read_dcp import TensorBoxes, load_dcp
 from holdfast.interop.read_safetensors import load_huggingface_folder, load_safetensors
-from holdfast.interop.read_torch import (
-    ZIP_MAGIC,
-    is_legacy,
-    load_legacy,
-    load_zip,
-    read_torch_records,
-)
-from holdfast.storage.store import Store, Upload
+from holdfast.interop.read_torch import load_torch_file
+from holdfast.storage.store import Store
 
 SUPPORTED_FORMATS = (
     "a file of torch.save, Lightning, or safetensors, a folder of Hugging Face"
@@ -107,13 +102,9 @@ def read_foreign_checkpoint(path: str, advance: Advance = bool) -> ForeignCheckp
         raise NotFound(f"There is nothing at {path}", todo=todo, key=path)
     read = _read_folder if os.path.isdir(path) else _read_file
     checkpoint = read(path, advance)
-    if checkpoint.step is not None:
-        return checkpoint
     parent, name = os.path.split(os.path.abspath(path))
-    step = step_from_name(name)
-    return replace(
-        checkpoint, step=step_from_name(os.path.basename(parent)) if step is None else step
-    )
+    steps = (checkpoint.step, step_from_name(name), step_from_name(os.path.basename(parent)))
+    return replace(checkpoint, step=next((s for s in steps if s is not None), None))
 
 
 def _read_file(path: str, advance: Advance) -> ForeignCheckpoint:
@@ -123,26 +114,27 @@ def _read_file(path: str, advance: Advance) -> ForeignCheckpoint:
             todo="`holdfast copy` copies whole snapshots",
         )
     file = MappedFile(path)
-    head = bytes(file.view[:512])
-    if read_safetensors.is_safetensors(head, file.length):
+    if read_safetensors.is_safetensors(file):
         return ForeignCheckpoint(path, "safetensors", load_safetensors(file))
-    records = read_torch_records(file) if head[:4] == ZIP_MAGIC else None
-    if records is None and not is_legacy(head):
+    loaded = load_torch_file(file, advance)
+    if loaded is None:
+        head = bytes(file.view[:16])
         formats = (name for magic, name in _MAGIC_BYTES if head.startswith(magic))
-        found = next(formats, f"a file that begins with {head[:16]!r}" if head else "an empty file")
+        found = next(formats, f"a file that begins with {head!r}" if head else "an empty file")
         raise Unsupported(
             f"{path} is not a checkpoint that can be imported",
             expected=SUPPORTED_FORMATS,
             found=found,
         )
-    value = load_legacy(path) if records is None else load_zip(file, records, advance)
-    lightning = isinstance(value, dict) and _LIGHTNING_VERSION_KEY in value
-    kind = "lightning" if lightning else "torch"
-    return ForeignCheckpoint(path, kind, value, step_from_state(value), mapped=records is not None)
+    value, mapped = loaded
+    is_lightning = isinstance(value, dict) and _LIGHTNING_VERSION_KEY in value
+    kind = "lightning" if is_lightning else "torch"
+    return ForeignCheckpoint(path, kind, value, step_from_state(value), mapped)
 
 
 def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
     names = sorted(os.listdir(path))
+    weights = [n for n in names if n.endswith(_WEIGHT_SUFFIXES)]
     model = read_safetensors.find_model_file(set(names))
     if MANIFEST in names or any(map(parse_version, names)):
         raise Unsupported(
@@ -158,28 +150,24 @@ def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
         )
     if read_dcp.METADATA_FILE in names:
         value = load_dcp(path, advance)
-        other = [n for n in names if n.endswith(_WEIGHT_SUFFIXES) and not n.endswith(".distcp")]
-        return ForeignCheckpoint(path, "dcp", value, step_from_state(value), left_out=tuple(other))
+        other = tuple(n for n in weights if not n.endswith(".distcp"))
+        return ForeignCheckpoint(path, "dcp", value, step_from_state(value), left_out=other)
     if model is None:
-        files = [n for n in names if n.endswith(_WEIGHT_SUFFIXES)]
         raise Unsupported(
             f"{path} is not a checkpoint that can be imported",
             expected=SUPPORTED_FORMATS,
             found=f"{', '.join(names[:5])}{' ...' if names[5:] else ''}" or "an empty folder",
-            todo=f"Import a file in it: {os.path.join(path, files[0])}" if files else None,
+            todo=f"Import a file in it: {os.path.join(path, weights[0])}" if weights else None,
         )
     value, files, mapped = load_huggingface_folder(path, model, advance)
-    other = [n for n in names if n.endswith(_WEIGHT_SUFFIXES) and n not in files]
-    return ForeignCheckpoint(
-        path, "huggingface", value, _read_trainer_step(path), mapped, tuple(other)
-    )
+    other = tuple(n for n in weights if n not in files)
+    return ForeignCheckpoint(path, "huggingface", value, _read_trainer_step(path), mapped, other)
 
 
 def _read_trainer_step(folder: str) -> int | None:
     """Return the step that the Trainer of Transformers recorded next to the model, if any."""
-    path = os.path.join(folder, _TRAINER_STATE_FILE)
-    with suppress(OSError, ValueError, RecursionError), open(path, "rb") as opened:
-        return step_from_state(json.load(opened))
+    with suppress(OSError, ValueError, RecursionError):
+        return step_from_state(json.loads(Path(folder, _TRAINER_STATE_FILE).read_bytes()))
     return None
 
 
@@ -196,11 +184,11 @@ def flatten_foreign_state(state: dict[Any, Any]) -> FlatState:
     flat = flatten(_insert_placeholders(state, placeholders))
     leaves = []
     for leaf in flat.leaves:
-        _, tensor = placeholders.get(id(leaf.source), (None, None))
-        if tensor is None:
-            leaves.append(leaf)
+        if id(leaf.source) in placeholders:
+            boxes = placeholders[id(leaf.source)][1].boxes
+            leaves += [structs.replace(leaf, source=b.tensor, box=b.box) for b in boxes]
         else:
-            leaves += [structs.replace(leaf, source=b.tensor, box=b.box) for b in tensor.boxes]
+            leaves.append(leaf)
     flat.leaves[:] = leaves
     return flat
 
@@ -216,10 +204,8 @@ def _insert_placeholders(value: Any, placeholders: dict[int, tuple[Any, TensorBo
     import torch
 
     placeholder = torch.empty((), dtype=getattr(torch, value.dtype)).expand(value.shape)
-    placeholders[id(placeholder)] = (
-        placeholder,
-        value,
-    )  # keeps it alive, so that its id stays unique
+    # keeps it alive, so that its id stays unique
+    placeholders[id(placeholder)] = (placeholder, value)
     return placeholder
 
 
@@ -238,39 +224,35 @@ def save_foreign_checkpoint(
     """
     note = {"imported_from": {"path": os.path.abspath(checkpoint.path), "kind": checkpoint.kind}}
     metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
-    monitored = Location(cast(Store, _ProgressStore(location.store, advance)), location.folder)
+    monitored = Location(cast(Store, _ReportingStore(location.store, advance)), location.folder)
     with use_group(current_group("alone")):
         finish_save(begin_save(monitored, flat, metadata, shared_pool(), stage_now=False))
     return open_location(location)
 
 
-class _ProgressStore:
-    """A store that reports the bytes that are written to its uploads."""
+class _Reporting:
+    """A store or an upload, ``inner``, that reports the bytes that are written."""
 
-    def __init__(self, store: Store, advance: Advance) -> None:
-        self._store, self._advance = store, advance
+    def __init__(self, inner: Any, advance: Advance) -> None:
+        self._inner, self._advance = inner, advance
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+        return getattr(self._inner, name)
 
+
+class _ReportingStore(_Reporting):
     def put(self, key: str, length: int) -> Any:
-        return _ProgressUpload(self._store.put(key, length), self._advance)
+        return _ReportingUpload(self._inner.put(key, length), self._advance)
 
 
-class _ProgressUpload:
-    def __init__(self, upload: Upload, advance: Advance) -> None:
-        self._upload, self._advance = upload, advance
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._upload, name)
-
+class _ReportingUpload(_Reporting):
     def write_at(self, offset: int, data: memoryview) -> None:
-        self._upload.write_at(offset, data)
+        self._inner.write_at(offset, data)
         self._advance(len(data))
 
-    def __enter__(self) -> _ProgressUpload:
-        self._upload.__enter__()
+    def __enter__(self) -> Self:
+        self._inner.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._upload.__exit__(*exc)
+        self._inner.__exit__(*exc)

@@ -35,7 +35,6 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _LOCAL_HEADER_SIZE = 30
-_COMPRESSED_RECORDS = "its records are compressed, which PyTorch does not do"
 
 
 class MappedFile:
@@ -100,25 +99,16 @@ def _mmap_readonly(fd: int, length: int) -> Any:
 
 
 class _MemoryViewIO(io.RawIOBase):
-    """A file object over a part of a mapped file."""
+    """A file object over a part of a mapped file, with the methods that ``zipfile`` calls."""
 
     def __init__(self, view: memoryview) -> None:
         self._view, self._position = view, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
         if begin + offset < 0:
             raise OSError("negative position")
         self._position = begin + offset
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:
@@ -161,7 +151,9 @@ def read_zip_records(
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise Unsupported(
-                f"{file.path} cannot be imported: {_COMPRESSED_RECORDS}", found=entry.filename
+                f"{file.path} cannot be imported: its records are compressed, which PyTorch does"
+                " not do",
+                found=entry.filename,
             )
         offset = entry.header_offset
         header = bytes(window[offset : offset + _LOCAL_HEADER_SIZE])

@@ -124,17 +124,21 @@ def _split_into_files(
 
 def plan_torch_file(name: str, data_pkl: bytes, tensors: Sequence[OutputTensor]) -> OutputFile:
     """Plan a file for ``torch.load``: the pickled object, and the bytes of each tensor in it."""
-    small = [("data.pkl", data_pkl), ("byteorder", b"little"), ("version", b"3\n")]
-    records = [(n, len(raw)) for n, raw in small]
+    small = {"data.pkl": data_pkl, "byteorder": b"little", "version": b"3\n"}
+    records = [(n, len(raw)) for n, raw in small.items()]
     records += [(f"data/{i}", t.nbytes) for i, t in enumerate(tensors)]
     archive = torchzip.plan_archive(records)
+    offsets = [r.data_offset for r in archive.records]
 
     def build_framing(checksums: Sequence[int]) -> list[tuple[int, bytes]]:
-        offsets = archive.data_offsets[: len(small)]
-        contents = [(at, raw) for at, (_, raw) in zip(offsets, small, strict=True)]
-        small_checksums = (zlib.crc32(raw) for _, raw in small)
-        return contents + archive.encode_headers([*small_checksums, *checksums])
+        contents = list(zip(offsets[: len(small)], small.values(), strict=True))
+        return contents + archive.encode_headers([*map(zlib.crc32, small.values()), *checksums])
 
-    keys = tuple(t.key for t in tensors)
-    offsets = archive.data_offsets[len(small) :]
-    return OutputFile(name, archive.length, keys, offsets, build_framing, needs_crc=True)
+    return OutputFile(
+        name,
+        archive.length,
+        keys=tuple(t.key for t in tensors),
+        offsets=tuple(offsets[len(small) :]),
+        build_framing=build_framing,
+        needs_crc=True,
+    )

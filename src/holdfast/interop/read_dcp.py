@@ -20,7 +20,7 @@ from holdfast.engine.planning.shard_layout import LeafBox
 from holdfast.errors import FormatError, PlanError, Unsupported
 from holdfast.format.tree import MAX_DEPTH, is_valid_shape
 from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
-from holdfast.interop.read_torch import ZIP_MAGIC, load_bytes
+from holdfast.interop.read_torch import ZIP_MAGIC, torch_load
 from holdfast.types import DTYPES, Box
 from holdfast.workers import Workers
 
@@ -51,11 +51,6 @@ _INERT_CLASSES = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch._utils", "_rebuild_tensor_v3"),
 }
-_SUBSTITUTES = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
-    ("torch.storage", "UntypedStorage"): "uint8",
-} | {("torch", name): name for name in DTYPES}
 _STORAGE_DTYPES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -69,6 +64,13 @@ _STORAGE_DTYPES = {
     "BoolStorage": "bool",
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
+}
+_SUBSTITUTES = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    ("torch.storage", "UntypedStorage"): "uint8",
+    **{("torch", name): name for name in DTYPES},
+    **{("torch", storage): name for storage, name in _STORAGE_DTYPES.items()},
 }
 _MALFORMED_ERRORS = (
     pickle.UnpicklingError,
@@ -108,8 +110,6 @@ class _RestrictedUnpickler(pickle.Unpickler):
         qualified = (module, name)
         if qualified in _SUBSTITUTES:
             return _SUBSTITUTES[qualified]
-        if module == "torch" and name in _STORAGE_DTYPES:
-            return _STORAGE_DTYPES[name]
         if qualified not in _INERT_CLASSES:
             raise Unsupported(
                 f"{self._name} refers to {module}.{name}, which could run code; nothing was run",
@@ -228,7 +228,9 @@ def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
                 name, start, stop = opened.find_span(fqn, None)
                 file = opened.files[name]
                 _read_checked_records(file, fqn, start, stop, advance)
-                values[fqn] = load_bytes(bytes(file.view[start:stop]), f"{file.path} ({fqn})")
+                values[fqn] = torch_load(
+                    io.BytesIO(file.view[start:stop]), f"{file.path} ({fqn})", mmap=False
+                )
         _check_coverage(opened, values)
     except _MALFORMED_ERRORS as e:
         raise opened.format_error("a list of tensors and their locations", e) from e
@@ -293,10 +295,9 @@ def _map_box(folder: _DcpFolder, stored_box: _StoredBox, advance: Advance) -> No
             _record_bytes(file, records["data.pkl"]), f"{file.path} ({stored_box.key})"
         ).load()
         (dtype, key, _), offset, size, stride = pickled.args[:4]
+        metadata = pickled.args[6:]
         if type(pickled).__name__ == "_rebuild_tensor_v3":
-            dtype, metadata = pickled.args[6], pickled.args[7:]
-        else:
-            metadata = pickled.args[6:]
+            dtype, *metadata = metadata
         order = _record_bytes(file, records["byteorder"]) if "byteorder" in records else b"little"
         data = records[f"data/{key}"]
         itemsize = DTYPES[dtype].itemsize

@@ -9,16 +9,10 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import FormatError, Unsupported
-from holdfast.format.safetensors import MAX_HEADER
+from holdfast.format.safetensors import DECODE_ERRORS, MAX_HEADER, HeaderEntry, decode_entries
 from holdfast.format.tree import is_valid_shape
 from holdfast.interop.mmap_files import Advance, MappedFile
-from holdfast.interop.read_torch import (
-    ZIP_MAGIC,
-    is_legacy,
-    load_legacy,
-    load_zip,
-    read_torch_records,
-)
+from holdfast.interop.read_torch import LoadedFile, load_torch_file
 from holdfast.types import DTYPES
 
 SAFE_WEIGHTS_NAME, WEIGHTS_NAME = "model.safetensors", "pytorch_model.bin"
@@ -35,16 +29,10 @@ _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_p
 """The names of dtypes by their safetensors codes."""
 
 
-class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-def is_safetensors(head: bytes, length: int) -> bool:
-    """Return True if a file of ``length`` bytes begins like a safetensors file."""
-    size = int.from_bytes(head[:8], "little")
-    return len(head) > 8 and head[8:9] == b"{" and 2 <= size <= min(MAX_HEADER, length - 8)
+def is_safetensors(file: MappedFile) -> bool:
+    """Return True if a file begins like a safetensors file."""
+    size = int.from_bytes(file.view[:8], "little")
+    return bytes(file.view[8:9]) == b"{" and 2 <= size <= min(MAX_HEADER, file.length - 8)
 
 
 def load_safetensors(file: MappedFile) -> dict[str, Any]:
@@ -81,18 +69,13 @@ def load_safetensors(file: MappedFile) -> dict[str, Any]:
     return {name: tensors[name] for name in entries}
 
 
-def _read_header(file: MappedFile) -> tuple[dict[str, _TensorEntry], int]:
-    """Return the entries of a safetensors file by name, and the offset of its data."""
-    head = bytes(file.view[:9])
-    if not is_safetensors(head, file.length):
-        raise file.format_error("a safetensors header within the file", f"{head!r}")
-    begin = 8 + int.from_bytes(head[:8], "little")
+def _read_header(file: MappedFile) -> tuple[dict[str, HeaderEntry], int]:
+    """Return the entries of a file that ``is_safetensors`` by name, and the offset of its data."""
+    begin = 8 + int.from_bytes(file.view[:8], "little")
     try:
-        raw = msgspec.json.decode(bytes(file.view[8:begin]), type=dict[str, msgspec.Raw])
-        encoded = raw.pop("__metadata__", None)
+        entries, encoded = decode_entries(bytes(file.view[8:begin]))
         metadata = {} if encoded is None else msgspec.json.decode(encoded, type=dict[str, str])
-        entries = {n: msgspec.json.decode(r, type=_TensorEntry) for n, r in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except DECODE_ERRORS as e:
         raise file.format_error("a JSON header of safetensors", str(e), 8) from e
     _refuse_rank_files(file, metadata)
     return entries, begin
@@ -128,13 +111,8 @@ def find_model_file(names: set[str]) -> str | None:
 
     The order of preference is that of Transformers. Returns None if there is no such file.
     """
-    order = (
-        SAFE_WEIGHTS_NAME,
-        SAFE_WEIGHTS_NAME + INDEX_SUFFIX,
-        WEIGHTS_NAME,
-        WEIGHTS_NAME + INDEX_SUFFIX,
-    )
-    return next((n for n in order if n in names), None)
+    files = (n + suffix for n in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) for suffix in ("", INDEX_SUFFIX))
+    return next((n for n in files if n in names), None)
 
 
 def load_huggingface_folder(
@@ -168,18 +146,17 @@ def load_huggingface_folder(
     return tensors, [name, *parts], all_mapped
 
 
-def _load_weights(path: str, advance: Advance) -> tuple[dict[str, Any], bool]:
+def _load_weights(path: str, advance: Advance) -> LoadedFile:
     file = MappedFile(path)
-    head = bytes(file.view[:16])
-    if is_safetensors(head, file.length):
-        return load_safetensors(file), True
-    records = read_torch_records(file) if head[:4] == ZIP_MAGIC else None
-    if records is None and not is_legacy(head):
-        raise file.format_error("a safetensors file, or a file of torch.save", repr(head))
-    value = load_legacy(path) if records is None else load_zip(file, records, advance)
-    if not isinstance(value, dict):
-        raise file.format_error("a dict of tensors by name", type(value).__name__)
-    return value, records is not None
+    if is_safetensors(file):
+        return LoadedFile(load_safetensors(file), True)
+    loaded = load_torch_file(file, advance)
+    if loaded is None:
+        found = repr(bytes(file.view[:16]))
+        raise file.format_error("a safetensors file, or a file of torch.save", found)
+    if not isinstance(loaded.value, dict):
+        raise file.format_error("a dict of tensors by name", type(loaded.value).__name__)
+    return loaded
 
 
 def _read_index(path: str) -> dict[str, str]:
@@ -199,7 +176,7 @@ def _read_index(path: str) -> dict[str, str]:
         for part in weight_map.values():
             if part in ("", ".", "..") or "/" in part or "\0" in part:
                 raise ValueError(f"a part named {part!r}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:
+    except (*DECODE_ERRORS, ValueError) as e:
         raise file.format_error("an index of tensors and files in the same folder", str(e)) from e
     return weight_map
 

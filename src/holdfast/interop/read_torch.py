@@ -14,10 +14,10 @@ import re
 import struct
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.errors import FormatError, HoldfastError, Unsupported
-from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
+from holdfast.interop.mmap_files import Advance, MappedFile, check_crc, read_zip_records
 from holdfast.text import format_list
 from holdfast.workers import Workers
 
@@ -51,17 +51,25 @@ _LOAD_ERRORS = (
 """The exceptions that ``torch.load`` raises for invalid files."""
 
 
-def is_legacy(head: bytes) -> bool:
-    """Return True if a file begins like a ``torch.save`` file from before PyTorch 1.6."""
-    return head[:1] == b"\x80" and _LEGACY_MAGIC in head[:16]
+class LoadedFile(NamedTuple):
+    """What a file of ``torch.save`` contains, and whether its tensors are mapped."""
+
+    value: Any
+    mapped: bool
 
 
-def read_torch_records(file: MappedFile) -> dict[str, ZipRecord] | None:
-    """Return the records of a zip file of ``torch.save``; None for any other zip file.
+def load_torch_file(file: MappedFile, advance: Advance) -> LoadedFile | None:
+    """Load a file of ``torch.save``; return None for any other file.
 
-    Raises ``FormatError``, and ``Unsupported`` for a TorchScript archive.
+    A zip file is loaded with mapped tensors, after checking every CRC. The format before
+    PyTorch 1.6 is loaded into memory; it cannot be mapped. Raises ``FormatError``, and
+    ``Unsupported`` for a TorchScript archive and for a pickle that could run code.
     """
-    records = read_zip_records(file)
+    head = bytes(file.view[:16])
+    if head[:1] == b"\x80" and _LEGACY_MAGIC in head:
+        with open(file.path, "rb") as opened:
+            return LoadedFile(torch_load(opened, file.path, mmap=False), False)
+    records = read_zip_records(file) if head[:4] == ZIP_MAGIC else {}
     if "data.pkl" not in records:
         return None
     if "constants.pkl" in records:
@@ -69,31 +77,16 @@ def read_torch_records(file: MappedFile) -> dict[str, ZipRecord] | None:
             f"{file.path} is a program (TorchScript), not a checkpoint",
             todo="Load it with torch.jit.load, and pass its state_dict() to holdfast.save",
         )
-    return records
-
-
-def load_zip(file: MappedFile, records: dict[str, ZipRecord], advance: Advance) -> Any:
-    """Load a zip file of ``torch.save`` with mapped tensors, after checking every CRC."""
     Workers.create().each(list(records.values()), lambda r: check_crc(file, r, advance))
     # torch.load reads any path that ends in .safetensors as that format, so hide the suffix
     with open(file.path, "rb") as opened:
         misleading = file.path.endswith(".safetensors")
         path = f"/proc/self/fd/{opened.fileno()}" if misleading else file.path
-        return _torch_load(path, file.path, mmap=True)
+        return LoadedFile(torch_load(path, file.path, mmap=True), True)
 
 
-def load_legacy(path: str) -> Any:
-    """Load a file of the format before PyTorch 1.6 into memory; it cannot be mapped."""
-    with open(path, "rb") as opened:
-        return _torch_load(opened, path, mmap=False)
-
-
-def load_bytes(data: bytes, name: str) -> Any:
-    """Load what ``torch.save`` wrote into ``data``; ``name`` describes its origin in errors."""
-    return _torch_load(io.BytesIO(data), name, mmap=False)
-
-
-def _torch_load(file: Any, name: str, *, mmap: bool) -> Any:
+def torch_load(file: Any, name: str, *, mmap: bool) -> Any:
+    """Load a path or file that ``torch.save`` wrote; ``name`` describes its origin in errors."""
     import torch
 
     try:
@@ -121,9 +114,7 @@ def _torch_load(file: Any, name: str, *, mmap: bool) -> Any:
 
 def _unsafe_pickle_error(file: Any, name: str, message: str) -> Unsupported:
     """Return the error for a refused pickle, with the names of the classes that it refers to."""
-    names: list[str] = []
-    for pattern in _GLOBAL_PATTERNS:
-        names += [m[1].strip() for m in pattern.finditer(message)]
+    names = [m[1].strip() for pattern in _GLOBAL_PATTERNS for m in pattern.finditer(message)]
     with suppress(Exception):  # this only adds names to the error
         import torch
 

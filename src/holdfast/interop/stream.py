@@ -133,7 +133,6 @@ def _read_window(
     window: Buffer,
 ) -> None:
     """Read the boxes into the window, one after another."""
-    requests = [ReadRequest(keys[b.leaf_number], b.box) for b in boxes]
     targets, at = [], 0
     for b in boxes:
         # opaque elements of the same size, so that no bit pattern of any dtype changes
@@ -142,7 +141,7 @@ def _read_window(
         into = np.ndarray(b.box.sizes, opaque, window.view, at)
         targets.append(Target(opaque, b.box.sizes, into, window.address + at))
         at += b.nbytes
-    plan = make_read_plan(indexes, requests)
+    plan = make_read_plan(indexes, [ReadRequest(keys[b.leaf_number], b.box) for b in boxes])
     execute_read_plan(snapshot.location, plan, indexes, targets, Workers.create())
 
 

@@ -99,7 +99,8 @@ def collect_entries(root: Any, flattened: bool) -> dict[str, FqnEntry]:
     """
     entries: dict[str, FqnEntry] = {}
     for entry in _walk(FqnEntry((), "", root), flattened):
-        if flattened and (type(entry.node) is not dict or not _is_leaf(entry.node)):
+        is_leaf = type(entry.node) is dict and next(iter(entry.node)) in tree.LEAF_TAGS
+        if flattened and not is_leaf:
             continue  # None fills the positions of a list that have no saved member
         fqn = fqn_of(entry.path)
         if entries.setdefault(fqn, entry) is not entry:
@@ -115,10 +116,6 @@ def collect_entries(root: Any, flattened: bool) -> dict[str, FqnEntry]:
 def mapping_of(entries: Mapping[str, FqnEntry]) -> dict[str, ObjectPath]:
     """Return the mapping that DCP's planner creates for a state with these entries."""
     return {fqn: entry.path for fqn, entry in entries.items()}
-
-
-def _is_leaf(node: dict[str, Any]) -> bool:
-    return next(iter(node)) in tree.LEAF_TAGS
 
 
 def _walk(entry: FqnEntry, flattened: bool) -> Iterator[FqnEntry]:
@@ -142,8 +139,8 @@ def _is_terminal(members: Iterable[Any]) -> bool:
     """
     for node in members:
         tag = next(iter(node)) if type(node) is dict else None
-        if tag in _DICT_TAGS or tag in _TENSOR_TAGS:
-            return False
-        if tag == "list" and not _is_terminal(node["list"]):
+        if tag in (*_DICT_TAGS, *_TENSOR_TAGS) or (
+            tag == "list" and not _is_terminal(node["list"])
+        ):
             return False
     return True

@@ -27,16 +27,11 @@ from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.errors import PlanError, ShapeMismatch
 from holdfast.format import names
 from holdfast.integrations.dcp import fqns
-from holdfast.integrations.dcp.shared import (
-    METADATA_KEY,
-    completed_future,
-    is_valid_url,
-    to_checkpoint_id,
-)
+from holdfast.integrations.dcp.shared import METADATA_KEY, SnapshotStorage, completed_future
 from holdfast.types import Box
 
 
-class StorageReader(storage.StorageReader):
+class StorageReader(SnapshotStorage, storage.StorageReader):
     """Load the snapshot at ``url`` through DCP, whether DCP or Holdfast saved it::
 
         dcp.load(state, storage_reader=StorageReader("runs/a/version_100"))
@@ -53,10 +48,6 @@ class StorageReader(storage.StorageReader):
         self._snapshot: Snapshot | None = None
         self._entries: dict[str, fqns.FqnEntry] = {}
         self._saved_by_dcp = False
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        return to_checkpoint_id(self.url)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -84,12 +75,12 @@ class StorageReader(storage.StorageReader):
             if entry.is_tensor:
                 source = entry.node.get("tied", entry.key)
                 dtype, shape = snapshot.leaves[source]
-                properties = TensorProperties(dtype=getattr(torch, dtype))
-                state[fqn] = TensorStorageMetadata(properties, torch.Size(shape), chunks[source])
-        mapping = fqns.mapping_of(self._entries)
+                state[fqn] = TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), chunks[source]
+                )
         return Metadata(
             state_dict_metadata=state,
-            planner_data=dcp_metadata.get("planner_data", mapping),
+            planner_data=dcp_metadata.get("planner_data", fqns.mapping_of(self._entries)),
             storage_data={fqn: entry.key for fqn, entry in self._entries.items()},
             storage_meta=StorageMeta(
                 checkpoint_id=self.checkpoint_id,
@@ -103,9 +94,6 @@ class StorageReader(storage.StorageReader):
     ) -> None:
         if self._snapshot is None:
             self.read_metadata()
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
@@ -132,10 +120,6 @@ class StorageReader(storage.StorageReader):
         for item, finalize in values:
             planner.load_bytes(item, _to_bytes_io(finalize(), self._saved_by_dcp))
         return completed_future(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_valid_url(checkpoint_id)
 
 
 def _add_target(

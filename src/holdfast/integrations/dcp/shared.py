@@ -1,4 +1,4 @@
-"""Helpers that the writer and the reader share."""
+"""What the writer and the reader share."""
 
 from __future__ import annotations
 
@@ -14,19 +14,28 @@ METADATA_KEY = "dcp"
 """Member of a manifest's ``metadata`` if DCP saved the snapshot; its blobs are DCP's pickles."""
 
 
+class SnapshotStorage:
+    """The methods that DCP calls on a writer and on a reader of the snapshot at ``url`` alike."""
+
+    url: Url
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self.url if isinstance(self.url, str | os.PathLike) else self.url.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            locate(checkpoint_id)
+        except HoldfastError:
+            return False
+        return True
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+
 def completed_future(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-def to_checkpoint_id(url: Url) -> str | os.PathLike[str]:
-    return url if isinstance(url, str | os.PathLike) else url.url
-
-
-def is_valid_url(url: str | os.PathLike[str]) -> bool:
-    try:
-        locate(url)
-    except HoldfastError:
-        return False
-    return True

@@ -36,12 +36,7 @@ from holdfast.errors import CommitError, PlanError, ShapeMismatch, Unsupported
 from holdfast.format import names, tree
 from holdfast.format.manifest import Manifest
 from holdfast.integrations.dcp import fqns
-from holdfast.integrations.dcp.shared import (
-    METADATA_KEY,
-    completed_future,
-    is_valid_url,
-    to_checkpoint_id,
-)
+from holdfast.integrations.dcp.shared import METADATA_KEY, SnapshotStorage, completed_future
 from holdfast.lazy_torch import dtype_name
 from holdfast.text import format_list
 from holdfast.types import Box
@@ -59,11 +54,12 @@ class _SaveRank:
 
 @dataclass(frozen=True, slots=True)
 class _WrittenItem:
-    """A rank's report on one item that it wrote: its path in the nested state, and its box."""
+    """A rank's report on one item that it wrote: its path in the nested state, its box, and the
+    node of its leaf."""
 
     path: fqns.ObjectPath
     leaf_box: LeafBox
-    is_blob: bool
+    node: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +93,7 @@ class _ActiveSave:
         return key
 
 
-class StorageWriter(storage.StorageWriter):
+class StorageWriter(SnapshotStorage, storage.StorageWriter):
     """Save through DCP as the snapshot at ``url``::
 
         dcp.save(state, storage_writer=StorageWriter("runs/a/version_100"))
@@ -121,10 +117,6 @@ class StorageWriter(storage.StorageWriter):
         """Omit the active save: DCP pickles the writer for another process before a save begins."""
         return {**self.__dict__, "_save": None}
 
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        return to_checkpoint_id(self.url)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.url = checkpoint_id
@@ -142,9 +134,6 @@ class StorageWriter(storage.StorageWriter):
         self._save = _ActiveSave(locate(self.url), names.new_attempt(), time.perf_counter())
         if is_coordinator:
             raise_if_exists(self._save.location)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(p, storage_data=_SaveRank(i, len(plans))) for i, p in enumerate(plans)]
@@ -188,10 +177,6 @@ class StorageWriter(storage.StorageWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_valid_url(checkpoint_id)
-
     def _active_save(self) -> _ActiveSave:
         if self._save is None:
             raise PlanError(
@@ -216,7 +201,7 @@ def _resolve_item(
         raw = np.asarray(value.getbuffer(), np.uint8)
         leaf_box = LeafBox(key, "uint8", raw.shape, Box.whole(raw.shape))
         leaf = LocalLeaf(key, "uint8", raw.shape, raw, leaf_box.box)
-        return _WrittenItem(path, leaf_box, True), leaf
+        return _WrittenItem(path, leaf_box, {"blob": ["bytes", raw.size]}), leaf
     data = item.tensor_data
     if data is None:
         raise tree.unsupported(value, key, "DCP planned bytes, but its planner provides a tensor")
@@ -232,7 +217,8 @@ def _resolve_item(
         )
     shape = tuple(data.size)
     leaf = LocalLeaf(key, dtype, shape, tensor, box)
-    return _WrittenItem(path, LeafBox(key, dtype, shape, box), False), leaf
+    node = {"tensor": [dtype, [*shape]]}
+    return _WrittenItem(path, LeafBox(key, dtype, shape, box), node), leaf
 
 
 def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
@@ -309,11 +295,6 @@ def _commit(
         "staged_seconds": 0.0,
         "written_seconds": round(time.perf_counter() - save.began, 6),
     }
-    version_metadata = {
-        **VersionMetadata().to_node()["dict"],
-        METADATA_KEY: _encode_dcp_metadata(root, metadata),
-        "statistics": {"dict": statistics},
-    }
     manifest = Manifest(
         attempt=save.attempt,
         created=machine.utc_now(),
@@ -322,7 +303,13 @@ def _commit(
         branch=0 if version is None else version.branch,
         parent=None,
         shards=shards,
-        metadata={"dict": version_metadata},
+        metadata={
+            "dict": {
+                **VersionMetadata().to_node()["dict"],
+                METADATA_KEY: _encode_dcp_metadata(root, metadata),
+                "statistics": {"dict": statistics},
+            }
+        },
         tree=root,
     )
     return put_manifest(location, manifest, plan)
@@ -330,16 +317,10 @@ def _commit(
 
 def _build_tree(metadata: Metadata, written: Sequence[Any]) -> Any:
     """Return the tree of everything that was written, in the order of the state."""
-    leaves = {}
-    for item in written:
-        if isinstance(item, _WrittenItem):
-            leaf = item.leaf_box
-            tensor = {"tensor": [leaf.dtype, [*leaf.shape]]}
-            leaves[item.path] = {"blob": ["bytes", leaf.shape[0]]} if item.is_blob else tensor
-    mapping = metadata.planner_data
-    paths = [fqns.path_of(n, mapping) for n in mapping] if isinstance(mapping, dict) else []
-    ordered = {path: leaves[path] for path in paths if path in leaves}
-    return fqns.build_tree({**ordered, **leaves})
+    leaves = {item.path: item.node for item in written if isinstance(item, _WrittenItem)}
+    mapping = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = (fqns.path_of(n, mapping) for n in mapping)
+    return fqns.build_tree({path: leaves[path] for path in paths if path in leaves} | leaves)
 
 
 def _encode_dcp_metadata(root: Any, metadata: Metadata) -> Any:
