@@ -29,7 +29,7 @@ from holdfast.format.records import (
 from holdfast.run import lineage, sweep
 from holdfast.run.catalog import Catalog, Listing, VersionRecord, new_evaluation
 from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
-from holdfast.run.sweep import GRACE, SweepOptions, SweepResult
+from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 
@@ -54,7 +54,7 @@ class Run:
         return self.store.url
 
     def location(self, version: Version) -> Location:
-        return self.catalog.location(version)
+        return Location(self.store, str(version))
 
     def open(self, version: Version) -> Snapshot:
         """Open one version.
@@ -144,13 +144,11 @@ class Run:
         up to the version at which its descendant started. ``listing`` is the listing to use; by
         default the store is listed. Raises ``NotFound`` if there is no such branch.
         """
-        listing = self.listing() if listing is None else listing
-        return lineage.current_lineage(self.catalog, listing, branch)
+        return lineage.lineage_of(self.catalog, listing or self.listing(), branch)
 
     def branch(self, listing: Listing | None = None) -> int:
         """Return the number of the branch that training is on. The first branch is 0."""
-        listing = self.listing() if listing is None else listing
-        return lineage.newest_branch(self.catalog, listing)
+        return lineage.newest_branch(self.catalog, listing or self.listing())
 
     def read_branch(self, number: int) -> Branch:
         """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
@@ -162,11 +160,10 @@ class Run:
             listing = self.listing()
             number = max([0, *listing.branches, *(v.branch for v in listing.versions)]) + 1
             record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
-            try:
+            # if another process starts a branch at the same time, try the next number
+            with suppress(AlreadyExists):
                 self.store.put_if_absent(names.branch_name(number), encode_branch(record))
-            except AlreadyExists:
-                continue  # another process started a branch at the same time: try the next number
-            return number
+                return number
 
     # -- metrics -------------------------------------------------------------------------------
 
@@ -350,7 +347,7 @@ class Run:
         would be removed. ``now`` replaces the current time, in seconds since the epoch.
         """
         now = time.time() if now is None else now
-        return sweep.sweep(self.catalog, SweepOptions(grace, abandoned, dry_run, now))
+        return sweep.sweep(self.catalog, grace=grace, abandoned=abandoned, dry_run=dry_run, now=now)
 
 
 def _to_int(number: Any, expected: str) -> int:
