@@ -83,10 +83,10 @@ def put_request(store: Store, request_id: str) -> str:
             store.put_if_absent(SAVE_REQUEST, record)
         except AlreadyExists:
             pending_id = read_request(store)
-            if pending_id is None:
-                continue  # the training answered it in the meantime
-            return pending_id
-        return request_id
+            if pending_id is not None:  # otherwise the training answered it in the meantime
+                return pending_id
+        else:
+            return request_id
 
 
 def read_request(store: Store) -> str | None:
@@ -161,11 +161,10 @@ def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
     newest = None
     for version in reversed([v for v in run.line() if v not in before]):
         try:
-            reason = run.open(version).metadata["reason"]
+            if run.open(version).metadata["reason"] == "request":
+                return version
         except (FormatError, NotFound):
             continue
-        if reason == "request":
-            return version
         newest = newest or version
     return newest
 
