@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from holdfast import events
 from holdfast.engine.distributed.agreement import make_agreement
+from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group, use_group
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -21,11 +22,9 @@ from holdfast.text import warn_user
 from holdfast.training.arguments import (
     acquire_run,
     check_arguments,
-    check_choices,
-    check_no_copies,
     check_not_version,
+    check_state,
     not_entered_error,
-    stable_repr,
 )
 from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
@@ -38,7 +37,6 @@ from holdfast.training.step_counter import StepCounter
 from holdfast.training.warn import (
     attach_secondary_errors,
     is_store_failure,
-    last_save_message,
     warn_save_failed,
     warn_unsaved_steps,
 )
@@ -96,19 +94,18 @@ class Checkpointer:
     ) -> None:
         save = EverySeconds(600) if save is None else save
         keep = KeepPolicy() if keep is None else keep
-        check_arguments(state, save, keep, stop)
-        choices = check_choices(busy, on_error, full_every, incremental, overlap)
-        self._arguments = {"save": stable_repr(save), **choices}
+        check_state(state)
+        self._arguments = check_arguments(
+            save, keep, stop, busy, on_error, full_every, incremental, overlap
+        )
         self.run = Run(run)
         self.state = state
         self._save_policy = save
         self._group = saving_group(group)
-        self._is_rank_zero = self._group.rank == 0
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
         self._on_error = on_error
         self._step_counter = StepCounter(state)
         check_can_fire(save, self._step_counter.knows_epochs)
-        check_no_copies(state)
         check_not_version(self.run)
         self._goodput = Goodput()
         full_every = full_every if incremental else 1
@@ -190,11 +187,11 @@ class Checkpointer:
                     point = start_from(start, self.state, selection, share)
         except BaseException as e:
             self._lifecycle.is_state_valid &= not left_state_invalid(e)
-            self._step_counter.resume_at(self.current_step, from_own_run=False)
             raise
+        finally:  # the load may have changed the step of the state
+            self._step_counter.resume_at(self.current_step, from_own_run=False)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if point is None:
-            self._step_counter.resume_at(self.current_step, from_own_run=False)
             events.emit("began", run=self.run.url)
             return None
         self._metrics = {}
@@ -230,8 +227,9 @@ class Checkpointer:
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
                 self._count_step(self._metrics, batches)
             self._ensure_started()
-            if self._group.size == 1:  # several ranks raise together, when the next save is due
-                self._raise_or_warn(self._saver.poll)
+            # several ranks raise together, when the next save is due
+            if self._group.size == 1 and not self._saver.busy:
+                self._raise_or_warn(self._saver.wait)
             self._save_if_due()
             self._saver.metric_check.warn()
 
@@ -259,13 +257,15 @@ class Checkpointer:
 
     def _start_save(self, reason: str, metrics: Mapping[str, Any]) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
-        version = Version(self.current_step, self._branch)
-        training_metadata = self._early_stop.to_metadata()
-        if self._watcher.pending_request is not None:
-            reason = "request"
-        on_finished = self._watcher.accept_with_callback()
+        spec = SaveSpec(
+            Version(self.current_step, self._branch),
+            reason if self._watcher.pending_request is None else "request",
+            metrics,
+            self._note,
+            self._early_stop.to_metadata(),
+            self._watcher.accept_with_callback(),
+        )
         with use_group(self._group):
-            spec = SaveSpec(version, reason, metrics, self._note, training_metadata, on_finished)
             self._saver.start(self.state, spec)
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
@@ -335,7 +335,7 @@ class Checkpointer:
         """Wait for the save in flight, and release memory. Raises the error of a failed save."""
         self._close_parts()
         if not self._lifecycle.is_forked:
-            if self._is_rank_zero and self._goodput.counts["saves"]:
+            if self._group.rank == 0 and self._goodput.counts["saves"]:
                 self._saver.metric_check.make()
             self._saver.metric_check.warn()
 
@@ -375,13 +375,13 @@ class Checkpointer:
             tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
             if isinstance(error, SystemExit) and not error.code and not tolerated:
                 raise  # exit code 0 would report success to the parent process
-            problems.append(last_save_message(e))
+            problems.append(f"the last save failed: {format_with_notes(e)}")
         finally:
             attach_secondary_errors(error, problems)
 
     def _exit_normally(self) -> None:
         could_save = self._lifecycle.can_save
-        skipped = self._cadence.skipped_since_save and self._is_rank_zero
+        skipped = self._cadence.skipped_since_save and self._group.rank == 0
         self.close()
         if could_save and self._saver.saved_step != self.current_step:
             warn_unsaved_steps(self.run.url, self.current_step, self._saver.saved_step, skipped)
@@ -416,7 +416,7 @@ class Checkpointer:
             is_resumed=self._lifecycle.is_resumed,
         )
         self._agreement = make_agreement(self._group, "training")
-        if self._is_rank_zero:
+        if self._group.rank == 0:
             self._watcher.start()
         self._lifecycle.is_started = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class Goodput:
         self._trained_seconds = 0.0
         self._committed_seconds = 0.0
         self._last_clock = clock()
-        self.counts = {"saves": 0, "failures": 0, "skipped": 0, "bytes": 0, "referred_bytes": 0}
+        self.counts = Counter(saves=0, failures=0, skipped=0, bytes=0, referred_bytes=0)
         self.seconds = {
             "blocked": 0.0,
             "last_blocked": 0.0,

@@ -24,7 +24,7 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.format.names import Version, parse_version
+from holdfast.format.names import parse_version
 from holdfast.format.tree import child_keys
 from holdfast.run.address import open_version
 from holdfast.run.catalog import read_training_metadata
@@ -110,6 +110,7 @@ def resume_run(
         collective.close()
 
 
+@dataclass(slots=True)
 class StateLoader:
     """Loads versions into a state until one is intact for all ranks.
 
@@ -117,11 +118,10 @@ class StateLoader:
     if a failed load has overwritten a part of the state and no load has succeeded since.
     """
 
-    def __init__(self, state: dict[str, Any], share: bool = False) -> None:
-        self.state = state
-        self.share = share
-        self.error: HoldfastError | None = None
-        self.partially_loaded = False
+    state: dict[str, Any]
+    share: bool
+    error: HoldfastError | None = None
+    partially_loaded: bool = False
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a version. If it is damaged for one rank, all ranks raise that error.
@@ -182,7 +182,9 @@ def _coordinate(
     collective.broadcast(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
     )
-    return _make_resume_point(snapshot, number, [_skip_message(v, e) for v, e in skipped])
+    # the messages of the errors, without their advice
+    reasons = [(v, HoldfastError(e.what, expected=e.expected, found=e.found)) for v, e in skipped]
+    return _make_resume_point(snapshot, number, [f"{v} is skipped. {e}" for v, e in reasons])
 
 
 def _follow_coordinator(
@@ -209,11 +211,13 @@ def _follow_coordinator(
 
 
 def _make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) -> ResumePoint:
+    note = snapshot.metadata.get("note")
+    origin = note.get("started_from") if isinstance(note, dict) else None
     return ResumePoint(
         snapshot,
         snapshot.version.step,
         branch=branch,
-        note=_inherited_note(snapshot.metadata.get("note")),
+        note={} if origin is None else {"started_from": origin},
         training_metadata=read_training_metadata(snapshot),
         skipped=skipped,
     )
@@ -355,17 +359,3 @@ def left_state_invalid(error: BaseException | None) -> bool:
             return True
         error, depth = error.__cause__, depth + 1
     return False
-
-
-def _inherited_note(note: Any) -> Mapping[str, Any]:
-    """Return the part of a note that all later versions also store."""
-    if isinstance(note, dict) and "started_from" in note:
-        return {"started_from": note["started_from"]}
-    return {}
-
-
-def _skip_message(version: Version, error: HoldfastError) -> str:
-    message = f"{version} is skipped. {error.what.rstrip('.')}."
-    if error.expected is not None:
-        message += f" Expected {error.expected}, found {error.found}."
-    return message
