@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
@@ -63,14 +63,13 @@ def find_manifest(files: Iterable[Stat]) -> Stat | None:
 
 def find_orphans(
     listing: Listing, version_records: Mapping[Version, VersionRecord]
-) -> list[tuple[Version, Stat]]:
-    """Return the files in version folders that no manifest names or refers to.
+) -> Iterator[tuple[Version, Stat]]:
+    """Yield the files in version folders that no manifest names or refers to.
 
     These are shards and indexes, and evaluations in folders without a manifest. A folder with an
     unreadable manifest contributes no files, because that manifest may name them.
     """
     referenced = {key for r in version_records.values() for key in r.files}
-    orphans = []
     for version, files in listing.folders.items():
         record = version_records.get(version)
         if record is None or record.digest:
@@ -79,8 +78,7 @@ def find_orphans(
                 is_evaluation = record is None and names.parse_evaluation(name) is not None
                 is_attempt_file = names.parse_attempt(name) is not None
                 if is_evaluation or (is_attempt_file and stat.key not in referenced):
-                    orphans.append((version, stat))
-    return orphans
+                    yield version, stat
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,7 @@ class StopWhen:
         else:
             better = value > state.best + self.min_delta
         if better:
-            return StopState(value, 0, False)
+            return StopState(value)
         misses = state.misses + 1
         return StopState(state.best, misses, misses >= self.patience)
 

@@ -198,8 +198,13 @@ class Run:
                 todo="Evaluate the snapshot that is there now",
                 file=self.location(version).key(names.MANIFEST),
             )
-        earlier = self.catalog.evaluations(version, record.digest, files)
-        evaluation = new_evaluation(name, version, record.digest, metrics, earlier)
+        evaluation = new_evaluation(
+            name,
+            version,
+            record.digest,
+            metrics,
+            earlier=self.catalog.evaluations(version, record.digest, files),
+        )
         file = names.evaluation_name(name, evaluation.attempt)
         self.store.put_if_absent(self.location(version).key(file), encode_evaluation(evaluation))
 

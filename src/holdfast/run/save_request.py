@@ -328,12 +328,11 @@ class RequestWatcher:
             previous = signal.getsignal(number)
             signal.signal(number, handler)
         except (OSError, TypeError, ValueError) as e:
-            in_main_thread = current_thread() is main_thread()
             raise HoldfastError(
                 f"No handler could be installed for signal {number!r}",
                 found=str(e),
                 todo="Use a signal that can be handled, such as signal.SIGUSR1"
-                if in_main_thread
+                if current_thread() is main_thread()
                 else "Call save_on_signal from the main thread of the program",
             ) from e
         self._installed_handlers.append((number, handler, previous))

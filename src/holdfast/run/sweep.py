@@ -284,16 +284,12 @@ class _Sweep:
         listing = self.roots.listing
         unknown = branches_of_unknown_origin(self.catalog, listing)
         if unknown:
-            reason = (
-                f"{names.branch_name(unknown[-1])} is unreadable, and no version of the branch"
-                " names its origin"
-            )
+            file = names.branch_name(unknown[-1])
+            reason = f"{file} is unreadable, and no version of the branch names its origin"
             self.kept.append((ALL_ABANDONED, reason))
             return
-        lineage = set(lineage_of(self.catalog, listing))
-        deletable, kept = self.roots.select_deletable(
-            [v for v in listing.versions if v not in lineage]
-        )
+        abandoned = {*listing.versions} - {*lineage_of(self.catalog, listing)}
+        deletable, kept = self.roots.select_deletable(abandoned)
         self.kept += [(str(v), reason) for v, reason in sorted(kept.items())]
         if self.dry_run:
             self.removed += [s for v in sorted(deletable) for s in listing.folders[v]]

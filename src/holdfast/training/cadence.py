@@ -100,9 +100,10 @@ class Cadence:
         Only ``busy="skip"`` allows that, and a requested save is never skipped. Of consecutive
         steps at which the same save is due, only the first counts as skipped.
         """
-        if not self._skip_allowed or self._requested:
-            return False
-        if not broadcast_from_first(self._group, "the decision to skip a save", busy, bool):
+        may_skip = self._skip_allowed and not self._requested
+        if not may_skip or not broadcast_from_first(
+            self._group, "the decision to skip a save", busy, bool
+        ):
             return False
         now = self._now()
         if self._group.size > 1 or self._policy.due(PolicyInput(*now, *self._last_skip)):

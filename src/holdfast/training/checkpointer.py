@@ -9,6 +9,7 @@ from holdfast import events
 from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group, use_group
+from holdfast.engine.loading.binding import Leniency
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import CommitError, HoldfastError, SkippedVersion, StoreError
@@ -31,7 +32,7 @@ from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.exception_save import ExceptionSave
 from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle
-from holdfast.training.resume import StartSelection, left_state_invalid, resume_run, start_from
+from holdfast.training.resume import check_start, left_state_invalid, resume_run, start_from
 from holdfast.training.saver import Saver, SaveSpec
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.warn import (
@@ -173,9 +174,8 @@ class Checkpointer:
         """
         self._lifecycle.check_open()
         self._saver.wait_on_all_ranks(self._group)
-        selection = StartSelection.from_arguments(
-            start, keys, missing, unexpected, rename, (at, branch) != (None, None)
-        )
+        leniency = Leniency(missing, unexpected, False, rename or {})
+        check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         if self._exception_save is not None:
             self._exception_save.discard()
         try:
@@ -184,7 +184,7 @@ class Checkpointer:
                     self.run, self.state, at, branch, self._writer_lock.acquire, share
                 )
                 if point is None and start is not None:
-                    point = start_from(start, self.state, selection, share)
+                    point = start_from(start, self.state, keys, leniency, share)
         except BaseException as e:
             self._lifecycle.is_state_valid &= not left_state_invalid(e)
             raise
@@ -225,7 +225,7 @@ class Checkpointer:
             try:
                 self._metrics = check_metrics(metrics)
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                self._count_step(self._metrics, batches)
+                self._count_step(batches)
             self._ensure_started()
             # several ranks raise together, when the next save is due
             if self._group.size == 1 and not self._saver.busy:
@@ -233,19 +233,22 @@ class Checkpointer:
             self._save_if_due()
             self._saver.metric_check.warn()
 
-    def _count_step(self, metrics: Mapping[str, Any], batches: int) -> None:
+    def _count_step(self, batches: int) -> None:
         """Count the step that led to the current state."""
         self._step_counter.add_step(batches)
         self._agreed_proposals = self._agreement.step()
         agreed = STOP_PROPOSAL in self._agreed_proposals
-        self._early_stop.observe(metrics, self.current_step, self._agreement, agreed)
+        self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
         if self._exception_save is not None:
-            self._exception_save.mark(self.current_step, self._early_stop.to_metadata(), metrics)
+            metadata = self._early_stop.to_metadata()
+            self._exception_save.mark(self.current_step, metadata, self._metrics)
 
     def _save_if_due(self) -> None:
-        requested = self._watcher.pending_request is not None
         reason = self._cadence.save_reason(
-            requested, self._agreed_proposals, self._agreement, self._saver.busy
+            self._watcher.pending_request is not None,
+            self._agreed_proposals,
+            self._agreement,
+            self._saver.busy,
         )
         if reason is None:
             self._saver.reservation.start()
