@@ -273,12 +273,12 @@ class Catalog:
 
 def make_version_record(snapshot: Snapshot) -> VersionRecord:
     """Return the record of an open snapshot."""
-    files, location = {}, snapshot.location
+    files = {}
     for shard in snapshot.manifest.shards:
-        files[location.key(shard.name)] = shard.length
-        files[location.key(shard.index.name)] = shard.index.length
+        files[snapshot.location.key(shard.name)] = shard.length
+        files[snapshot.location.key(shard.index.name)] = shard.index.length
         for reference in shard.refers:
-            files[location.run_key(reference.path.removeprefix("../"))] = reference.length
+            files[snapshot.location.run_key(reference.path.removeprefix("../"))] = reference.length
     return VersionRecord(
         snapshot.digest, files, snapshot.bases, select_numbers(snapshot.metadata.get("metrics"))
     )

@@ -156,12 +156,9 @@ def find_newest(
             if is_stale(catalog, listing):
                 continue
             failed = {**deleted, **skipped}
-            if failed:
-                raise _no_intact_version_error(catalog.store.url, at, failed) from next(
-                    iter(failed.values())
-                )
-            if at is not None or listing.versions:
-                raise _no_such_version_error(catalog.store.url, at, lineage, listing.versions)
+            if failed or at is not None or listing.versions:
+                error = _no_version_error(catalog.store.url, at, failed, lineage, listing.versions)
+                raise error from next(iter(failed.values()), None)
             return None, []
 
 
@@ -189,39 +186,38 @@ def is_stale(catalog: Catalog, listing: Listing) -> bool:
     return not set(listing.versions) <= set(versions) or (not listing.versions and bool(versions))
 
 
-def _no_intact_version_error(
-    url: str, at: int | None, failed: Mapping[Version, HoldfastError]
+def _no_version_error(
+    url: str,
+    at: int | None,
+    failed: Mapping[Version, HoldfastError],
+    lineage: Sequence[Version],
+    versions: Sequence[Version],
 ) -> NoSnapshot:
-    wanted = "version" if at is None else f"version of step {at}"
-    state_invalid = any(e.is_state_invalid for e in failed.values())
-    return NoSnapshot(
-        f"{url} has no intact {wanted} on the requested lineage",
-        expected=f"an intact {wanted}",
-        found="; ".join(f"{v}: {e.what}" for v, e in failed.items()),
-        todo="`holdfast ls RUN` lists all versions, including those of other branches"
-        " (resume(branch=...)). `holdfast verify RUN` shows what is damaged. Copy an intact version"
-        " back, or start again in another folder",
-        skipped=tuple(map(str, failed)),
-        **({"live_state": "not valid"} if state_invalid else {}),
-    )
+    """Return the error for a lineage that has no intact version, or none of step ``at``.
 
-
-def _no_such_version_error(
-    url: str, at: int | None, lineage: list[Version], versions: list[Version]
-) -> NoSnapshot:
-    """Return the error for a lineage that has no version, or none of step ``at``.
-
-    No version is damaged in this case.
+    ``failed`` holds the versions that could not be used. ``versions`` are all versions of the run.
     """
+    wanted = "version" if at is None else f"version of step {at}"
+    if failed:
+        state_invalid = any(e.is_state_invalid for e in failed.values())
+        return NoSnapshot(
+            f"{url} has no intact {wanted} on the requested lineage",
+            expected=f"an intact {wanted}",
+            found="; ".join(f"{v}: {e.what}" for v, e in failed.items()),
+            todo="`holdfast ls RUN` lists all versions, including those of other branches"
+            " (resume(branch=...)). `holdfast verify RUN` shows what is damaged. Copy an intact"
+            " version back, or start again in another folder",
+            skipped=tuple(map(str, failed)),
+            **({"live_state": "not valid"} if state_invalid else {}),
+        )
     if not versions:
         return NoSnapshot(
             f"{url} has no versions",
-            expected=f"a version of step {at}",
+            expected=f"a {wanted}",
             found="none",
             todo="Omit at= to start a new training",
             skipped=(),
         )
-    wanted = "version" if at is None else f"version of step {at}"
     found, todo = alternatives(at, lineage, versions)
     return NoSnapshot(
         f"{url} has no {wanted} on the requested lineage",

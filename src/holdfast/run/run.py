@@ -173,8 +173,7 @@ class Run:
         Metrics of evaluations override those of the save, and newer evaluations override older
         ones. Raises ``NotFound`` or ``FormatError``.
         """
-        version = self._resolve_version(at)
-        return self.catalog.metrics(version, *self._read_version(version))
+        return self.catalog.metrics(*self._read_version(at))
 
     def add_metrics(
         self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = "evaluation"
@@ -188,8 +187,7 @@ class Run:
         snapshot and another snapshot has replaced it, ``PlanError`` if a metric is not a number,
         and ``HoldfastError`` if ``name`` is invalid.
         """
-        version = self._resolve_version(at)
-        record, files = self._read_version(version)
+        version, record, files = self._read_version(at)
         if isinstance(at, Snapshot) and at.digest != record.digest:
             raise FormatError(
                 f"{version} of {self.url} is not the snapshot that was evaluated",
@@ -248,17 +246,20 @@ class Run:
             return at.version
         return self.find(_to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
-    def _read_version(self, version: Version) -> tuple[VersionRecord, Sequence[Stat]]:
-        """Return the record of a version and the files of its folder.
+    def _read_version(
+        self, at: Snapshot | Version | int
+    ) -> tuple[Version, VersionRecord, Sequence[Stat]]:
+        """Return a version, its record, and the files of its folder.
 
         Raises ``NotFound``, or ``FormatError`` if the manifest is damaged.
         """
+        version = self._resolve_version(at)
         files = list(self.store.list(str(version)))
         record = self.catalog.read_version(version, files)
         if record is None or not record.digest:
             self.open(version)  # raises the error in the manifest
             raise NotFound(f"There is no {version} in {self.url}", store=self.url)
-        return record, files
+        return version, record, files
 
     # -- pins ----------------------------------------------------------------------------------
 
@@ -268,8 +269,7 @@ class Run:
         If the version is already pinned, nothing changes. Raises ``NotFound``.
         """
         version = self.find(step, branch)
-        location = self.location(version)
-        key = location.run_key(names.pin_name(str(version)))
+        key = names.pin_name(str(version))
         try:
             self.store.put_if_absent(
                 key, encode_lasting_pin(LastingPin(str(version), machine.utc_now()))
@@ -277,7 +277,7 @@ class Run:
         except AlreadyExists:
             return version
         try:
-            pins.require_manifest(location)
+            pins.require_manifest(self.location(version))
         except NotFound:
             self.store.delete(key)
             raise

@@ -344,8 +344,7 @@ class RequestWatcher:
         """
         if self._pid != os.getpid():
             return
-        while self._installed_handlers:
-            number, handler, previous = self._installed_handlers.pop()
+        for number, handler, previous in reversed(self._installed_handlers):
             # leave a handler that someone installed over this one
             if signal.getsignal(number) is handler and previous is not None:
                 with suppress(ValueError):  # outside the main thread

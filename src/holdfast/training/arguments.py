@@ -87,27 +87,29 @@ def check_state(state: dict[str, Any]) -> None:
     """
     if type(state) is not dict:
         raise _invalid_error("state", state, 'a dict such as {"model": model}')
-    for key, value in _walk_dicts(state, ""):
-        kind = None
-        if value.keys() == {"state", "param_groups"}:
-            kind = "optimizer"
-        elif value.keys() >= {"last_epoch", "_step_count"}:
-            kind = "scheduler"
-        if kind is not None:
-            raise PlanError(
-                f"{key} in the state is the state_dict() of {with_article(kind)}, a copy made once",
-                expected=f"the {kind} itself, so that each save reads its current state",
-                found="a dict that training does not change",
-                todo='Write {"optimizer": optimizer}, without .state_dict()',
-                leaf=key,
-            )
+    for key, value in _walk_dicts(state, "", {id(state)}):
+        for kind, is_copy in (
+            ("optimizer", value.keys() == {"state", "param_groups"}),
+            ("scheduler", value.keys() >= {"last_epoch", "_step_count"}),
+        ):
+            if is_copy:
+                raise PlanError(
+                    f"{key} in the state is the state_dict() of {with_article(kind)}, a copy made"
+                    " once",
+                    expected=f"the {kind} itself, so that each save reads its current state",
+                    found="a dict that training does not change",
+                    todo='Write {"optimizer": optimizer}, without .state_dict()',
+                    leaf=key,
+                )
 
 
 def _walk_dicts(
-    value: dict[Any, Any], path: str, seen: set[int] | None = None
+    value: dict[Any, Any], path: str, seen: set[int]
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the dicts nested in a state with their paths, each object once."""
-    seen = {id(value)} if seen is None else seen
+    """Yield the dicts nested in a state with their paths, each object once.
+
+    ``seen`` holds the ids of those that have been visited.
+    """
     for name, member in value.items():
         if type(member) is dict and id(member) not in seen:
             seen.add(id(member))

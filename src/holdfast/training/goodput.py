@@ -85,8 +85,11 @@ class Goodput:
         """See ``Checkpointer.statistics``."""
         wall = self._wall() - self._started
         goodput = min(max(self._committed_seconds / wall, 0.0), 1.0) if wall > 0 else 0.0
-        seconds = {f"{name}_seconds": s for name, s in self.seconds.items()}
-        return {**self.counts, **seconds, "goodput": goodput}
+        return {
+            **self.counts,
+            **{f"{name}_seconds": s for name, s in self.seconds.items()},
+            "goodput": goodput,
+        }
 
 
 def _seconds(value: Any, default: float) -> float:

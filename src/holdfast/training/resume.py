@@ -316,9 +316,11 @@ def _suggest_call(url: str, state: dict[str, Any], error: PlanError) -> str:
         partial = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))
         if partial:
             hint = f". Add the matching keys of {', '.join(partial[:_MAX_LISTED])} to keys="
-    for name, choice in (("missing", "keep"), ("unexpected", "ignore")):
-        if any(not misfits or key.partition("/")[0] in chosen for key in error.fields[name]):
-            arguments.append(f'{name}="{choice}"')
+    arguments += [
+        f'{name}="{choice}"'
+        for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
+        if any(not misfits or key.partition("/")[0] in chosen for key in error.fields[name])
+    ]
     return f"resume({', '.join(arguments)}){hint}"
 
 

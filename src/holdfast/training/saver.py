@@ -265,23 +265,27 @@ class Saver:
         finally:
             if self._closing:
                 self._pool.close()
-        goodput, result = self._goodput, job.result
-        goodput.counts.update(saves=1, bytes=result.nbytes, referred_bytes=result.referred_bytes)
-        goodput.mark_committed(job.metadata.training["trained_seconds"])
+        result = job.result
+        self._goodput.counts.update(
+            saves=1, bytes=result.nbytes, referred_bytes=result.referred_bytes
+        )
+        self._goodput.mark_committed(job.metadata.training["trained_seconds"])
         spec.on_finished(True)
         try:
             if job.collective.rank == 0:  # the rank that committed the version
                 emit_structure_change(self.run.url, self.newest, snapshot)
-                if goodput.counts["saves"] == METRIC_CHECK_AFTER:
+                if self._goodput.counts["saves"] == METRIC_CHECK_AFTER:
                     self.metric_check.make()
                 self.run.retain(self._keep)
         except HoldfastError as e:
-            advice = f"{spec.version} was saved, but old versions could not be deleted"
-            self._post_commit_error = e.with_advice(advice, committed=str(spec.version))
+            self._post_commit_error = e.with_advice(
+                f"{spec.version} was saved, but old versions could not be deleted",
+                committed=str(spec.version),
+            )
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
             self._post_commit_error = e
         seconds = time.perf_counter() - began
-        goodput.seconds["background"] += seconds
+        self._goodput.seconds["background"] += seconds
         events.emit(
             "saved",
             run=self.run.url,
