@@ -219,9 +219,8 @@ class Catalog:
         """
         evaluations: list[Evaluation] = []
         for stat in files:
-            if (
-                name_and_attempt := names.parse_evaluation(stat.key.rpartition("/")[2])
-            ) is not None:
+            name_and_attempt = names.parse_evaluation(stat.key.rpartition("/")[2])
+            if name_and_attempt is not None:
                 expected = (*name_and_attempt, str(version), digest)
                 evaluations += self._cached_evaluation(stat, expected)
         return sorted(evaluations, key=attrgetter("created", "attempt"))

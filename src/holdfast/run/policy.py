@@ -301,7 +301,7 @@ class StopWhen:
         """Return the state after one more value of the metric."""
         if state.best is None:
             better = not _is_nan(value)
-        elif self.mode == "min":  # a comparison with NaN is False
+        elif self.mode == "min":  # NaN is never better: a comparison with NaN is False
             better = value < state.best - self.min_delta
         else:
             better = value > state.best + self.min_delta

@@ -196,13 +196,8 @@ class Run:
                 todo="Evaluate the snapshot that is there now",
                 file=self.location(version).key(names.MANIFEST),
             )
-        evaluation = new_evaluation(
-            name,
-            version,
-            record.digest,
-            metrics,
-            earlier=self.catalog.evaluations(version, record.digest, files),
-        )
+        earlier = self.catalog.evaluations(version, record.digest, files)
+        evaluation = new_evaluation(name, version, record.digest, metrics, earlier)
         file = names.evaluation_name(name, evaluation.attempt)
         self.store.put_if_absent(self.location(version).key(file), encode_evaluation(evaluation))
 

@@ -326,10 +326,9 @@ def _suggest_call(url: str, state: dict[str, Any], error: PlanError) -> str:
 
 def _has_attribute(value: Any, *attributes: str) -> bool:
     """Return True if a value, or a value in its dicts, lists, and tuples, has an attribute."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(_has_attribute(v, *attributes) for v in value)
+    if isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        return any(_has_attribute(v, *attributes) for v in items)
     return any(hasattr(value, a) for a in attributes)
 
 

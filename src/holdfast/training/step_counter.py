@@ -28,7 +28,7 @@ class StepCounter:
                 found=len(found),
             )
         self._saved_progress: Progress | None = found[0] if found else None
-        self._progress = self._saved_progress or Progress()
+        self._progress = Progress() if self._saved_progress is None else self._saved_progress
         self._samplers = list(find_instances(state, ElasticSampler))
         sampler_group = SamplerGroup()
         for sampler in self._samplers:
