@@ -31,8 +31,7 @@ def open_version(address: str | os.PathLike[str]) -> Snapshot:
         if version is None:
             raise e.with_advice(ADDRESS_FORMS) from e
     run = Run(url)
-    snapshot = run.latest() if version == "latest" else None
-    if snapshot is not None:
+    if version == "latest" and (snapshot := run.latest()) is not None:
         return snapshot
     if version == "latest" or not run.listing().versions:
         raise NotFound(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from typing import Any
 
 from holdfast import events
@@ -55,24 +56,6 @@ class Listing:
         return sorted(v for v, files in self.folders.items() if find_manifest(files) is not None)
 
 
-def parse_listing(stats: Iterable[Stat]) -> Listing:
-    """Group the objects of a run's store by their names."""
-    folders: dict[Version, list[Stat]] = defaultdict(list)
-    branches, pins, lasting = [], [], {}
-    for stat in stats:
-        folder, slash, rest = stat.key.partition("/")
-        version = names.parse_version(folder)
-        if slash and version is not None and "/" not in rest:
-            folders[version].append(stat)
-        elif (number := names.parse_branch(stat.key)) is not None:
-            branches.append(number)
-        elif names.parse_pin(stat.key) is not None:
-            pins.append(stat)
-        elif (version := names.parse_lasting_pin(stat.key)) is not None:
-            lasting[version] = stat
-    return Listing(dict(folders), sorted(branches), pins, lasting)
-
-
 def find_manifest(files: Iterable[Stat]) -> Stat | None:
     """Return the manifest among the files of a version's folder, or None."""
     return next((f for f in files if f.key.endswith("/" + names.MANIFEST)), None)
@@ -80,14 +63,13 @@ def find_manifest(files: Iterable[Stat]) -> Stat | None:
 
 def find_orphans(
     listing: Listing, version_records: Mapping[Version, VersionRecord]
-) -> list[tuple[Version, Stat]]:
-    """Return the files in version folders that no manifest names or refers to.
+) -> Iterator[tuple[Version, Stat]]:
+    """Yield the files in version folders that no manifest names or refers to.
 
     These are shards and indexes, and evaluations in folders without a manifest. A folder with an
     unreadable manifest contributes no files, because that manifest may name them.
     """
     referenced = {key for r in version_records.values() for key in r.files}
-    orphans = []
     for version, files in listing.folders.items():
         record = version_records.get(version)
         if record is None or record.digest:
@@ -96,8 +78,7 @@ def find_orphans(
                 is_evaluation = record is None and names.parse_evaluation(name) is not None
                 is_attempt_file = names.parse_attempt(name) is not None
                 if is_evaluation or (is_attempt_file and stat.key not in referenced):
-                    orphans.append((version, stat))
-    return orphans
+                    yield version, stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +118,32 @@ class Catalog:
         self.half_deleted: dict[Version, list[Stat]] = {}
         """Remaining files of versions whose manifest this process has deleted."""
 
-    @property
-    def url(self) -> str:
-        return self.store.url
-
-    def location(self, version: Version) -> Location:
-        return Location(self.store, str(version))
-
     def open(self, version: Version) -> Snapshot:
         """Open one version.
 
         Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
         than that of its folder.
         """
-        snapshot = open_location(self.location(version))
+        snapshot = open_location(Location(self.store, str(version)))
         _ = snapshot.version  # reads the manifest and compares its version with the folder's name
         return snapshot
 
     def listing(self) -> Listing:
-        """List the store once."""
-        return parse_listing(self.store.list(""))
+        """List the store once, and group its objects by their names."""
+        folders: dict[Version, list[Stat]] = defaultdict(list)
+        branches, pins, lasting = [], [], {}
+        for stat in self.store.list(""):
+            folder, slash, rest = stat.key.partition("/")
+            version = names.parse_version(folder)
+            if slash and version is not None and "/" not in rest:
+                folders[version].append(stat)
+            elif (number := names.parse_branch(stat.key)) is not None:
+                branches.append(number)
+            elif names.parse_pin(stat.key) is not None:
+                pins.append(stat)
+            elif (version := names.parse_lasting_pin(stat.key)) is not None:
+                lasting[version] = stat
+        return Listing(dict(folders), sorted(branches), pins, lasting)
 
     def read_branch(self, number: int) -> Branch:
         """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
@@ -168,11 +155,11 @@ class Catalog:
 
         A version that another process deletes during the call is omitted.
         """
-        records = {}
-        for version in listing.versions:
-            record = self.read_version(version, listing.folders[version])
-            if record is not None:
-                records[version] = record
+        records = {
+            version: record
+            for version in listing.versions
+            if (record := self.read_version(version, listing.folders[version])) is not None
+        }
         self._evict_deleted(listing)
         return records
 
@@ -236,7 +223,7 @@ class Catalog:
             if name_and_attempt is not None:
                 expected = (*name_and_attempt, str(version), digest)
                 evaluations += self._cached_evaluation(stat, expected)
-        return sorted(evaluations, key=_creation_key)
+        return sorted(evaluations, key=attrgetter("created", "attempt"))
 
     def _cached_evaluation(self, stat: Stat, expected: tuple[str, ...]) -> tuple[Evaluation, ...]:
         """Return the evaluation in a file as a tuple of one, or an empty tuple.
@@ -276,9 +263,8 @@ class Catalog:
 
     def _evict_deleted(self, listing: Listing) -> None:
         existing = {stat for files in listing.folders.values() for stat in files}
-        for stat in list(self._version_records):
-            if stat not in existing:
-                self._version_records.pop(stat, None)
+        for stat in set(self._version_records) - existing:
+            self._version_records.pop(stat, None)
         for stat, digest in list(self._evaluations):
             if stat not in existing:
                 self._evaluations.pop((stat, digest), None)
@@ -291,8 +277,7 @@ def make_version_record(snapshot: Snapshot) -> VersionRecord:
         files[snapshot.location.key(shard.name)] = shard.length
         files[snapshot.location.key(shard.index.name)] = shard.index.length
         for reference in shard.refers:
-            key = snapshot.location.run_key(reference.path.removeprefix("../"))
-            files[key] = reference.length
+            files[snapshot.location.run_key(reference.path.removeprefix("../"))] = reference.length
     return VersionRecord(
         snapshot.digest, files, snapshot.bases, select_numbers(snapshot.metadata.get("metrics"))
     )
@@ -332,7 +317,3 @@ def new_evaluation(
     return Evaluation(
         name, attempt, str(version), digest, created, to_numbers(check_metrics(metrics))
     )
-
-
-def _creation_key(evaluation: Evaluation) -> tuple[str, str]:
-    return evaluation.created, evaluation.attempt

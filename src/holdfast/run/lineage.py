@@ -30,53 +30,44 @@ If a training saves so fast that none agree, the last listing is used.
 """
 
 
-def lineage_of(catalog: Catalog, listing: Listing, number: int) -> list[Version]:
-    """Return the lineage of a branch, oldest first.
+def lineage_of(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
+    """Return the lineage of a branch, by default the newest one, oldest version first.
 
     The lineage holds the versions of the branch and, before them, those of each ancestor branch up
     to the version at which its descendant started. Raises ``NotFound`` if there is no such branch.
     """
     versions = listing.versions
+    number = newest_branch(catalog, listing) if branch is None else branch
     existing = _branch_numbers(listing)
     if number not in existing:
         raise NotFound(
-            f"{catalog.url} has no branch {number}",
+            f"{catalog.store.url} has no branch {number}",
             expected=f"one of {', '.join(map(str, sorted(existing)))}",
             found=number,
             key=names.branch_name(number),
-            store=catalog.url,
+            store=catalog.store.url,
         )
     lineage: list[Version] = []
     last_step = None
     while True:
-        on_branch = [
+        lineage[:0] = [
             v for v in versions if v.branch == number and (last_step is None or v.step <= last_step)
         ]
-        lineage = on_branch + lineage
         origin = None if number == 0 else branch_origin(catalog, number, versions)
         if origin is None:
             return lineage
         number, last_step = origin.branch, origin.step
 
 
-def current_lineage(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
-    """Return the lineage of ``branch``, or of the newest branch if ``branch`` is None."""
-    number = newest_branch(catalog, listing) if branch is None else branch
-    return lineage_of(catalog, listing, number)
-
-
 def newest_branch(catalog: Catalog, listing: Listing) -> int:
     """Return the number of the newest branch that has versions or a known origin."""
     versions = listing.versions
-    with_versions = {v.branch for v in versions}
-    for number in sorted({*listing.branches, *with_versions}, reverse=True):
-        if (
-            number == 0
-            or number in with_versions
-            or branch_origin(catalog, number, versions) is not None
-        ):
-            return number
-    return 0
+    with_versions = {0, *(v.branch for v in versions)}
+    return next(
+        number
+        for number in sorted({*listing.branches, *with_versions}, reverse=True)
+        if number in with_versions or branch_origin(catalog, number, versions) is not None
+    )
 
 
 def branches_of_unknown_origin(catalog: Catalog, listing: Listing) -> list[int]:
@@ -108,7 +99,7 @@ def branch_origin(catalog: Catalog, number: int, versions: Iterable[Version]) ->
         version = _origin_from_parents(catalog, number, versions)
     if version is not None and version.branch >= number:
         raise ManifestInvalid(
-            f"{file} of {catalog.url} violates the format",
+            f"{file} of {catalog.store.url} violates the format",
             expected=f"an origin on a branch before {number}",
             found=str(version),
             file=file,
@@ -119,12 +110,9 @@ def branch_origin(catalog: Catalog, number: int, versions: Iterable[Version]) ->
 def _origin_from_parents(
     catalog: Catalog, number: int, versions: Iterable[Version]
 ) -> Version | None:
-    for version in sorted(v for v in versions if v.branch == number):
-        parent = _read_parent(catalog, version)
-        origin = None if parent is None else names.parse_version(parent.version)
-        if origin is not None and origin.branch < number:
-            return origin
-    return None
+    parents = (_read_parent(catalog, v) for v in sorted(versions) if v.branch == number)
+    origins = (names.parse_version(parent.version) for parent in parents if parent is not None)
+    return next((v for v in origins if v is not None and v.branch < number), None)
 
 
 def _read_parent(catalog: Catalog, version: Version) -> Parent | None:
@@ -149,7 +137,7 @@ def find_newest(
     deleted: dict[Version, HoldfastError] = {}
     while True:
         listing = stable_listing(catalog)
-        lineage = current_lineage(catalog, listing, branch)
+        lineage = lineage_of(catalog, listing, branch)
         for version in reversed([v for v in lineage if at is None or v.step == at]):
             try:
                 snapshot = catalog.open(version)
@@ -168,12 +156,9 @@ def find_newest(
             if is_stale(catalog, listing):
                 continue
             failed = {**deleted, **skipped}
-            if failed:
-                raise _no_intact_version_error(catalog.url, at, failed) from next(
-                    iter(failed.values())
-                )
-            if at is not None or listing.versions:
-                raise _no_such_version_error(catalog.url, at, lineage, listing.versions)
+            if failed or at is not None or listing.versions:
+                error = _no_version_error(catalog.store.url, at, failed, lineage, listing.versions)
+                raise error from next(iter(failed.values()), None)
             return None, []
 
 
@@ -201,39 +186,38 @@ def is_stale(catalog: Catalog, listing: Listing) -> bool:
     return not set(listing.versions) <= set(versions) or (not listing.versions and bool(versions))
 
 
-def _no_intact_version_error(
-    url: str, at: int | None, failed: Mapping[Version, HoldfastError]
+def _no_version_error(
+    url: str,
+    at: int | None,
+    failed: Mapping[Version, HoldfastError],
+    lineage: Sequence[Version],
+    versions: Sequence[Version],
 ) -> NoSnapshot:
-    wanted = "version" if at is None else f"version of step {at}"
-    state_invalid = any(e.is_state_invalid for e in failed.values())
-    return NoSnapshot(
-        f"{url} has no intact {wanted} on the requested lineage",
-        expected=f"an intact {wanted}",
-        found="; ".join(f"{v}: {e.what}" for v, e in failed.items()),
-        todo="`holdfast ls RUN` lists all versions, including those of other branches"
-        " (resume(branch=...)). `holdfast verify RUN` shows what is damaged. Copy an intact version"
-        " back, or start again in another folder",
-        skipped=tuple(map(str, failed)),
-        **({"live_state": "not valid"} if state_invalid else {}),
-    )
+    """Return the error for a lineage that has no intact version, or none of step ``at``.
 
-
-def _no_such_version_error(
-    url: str, at: int | None, lineage: list[Version], versions: list[Version]
-) -> NoSnapshot:
-    """Return the error for a lineage that has no version, or none of step ``at``.
-
-    No version is damaged in this case.
+    ``failed`` holds the versions that could not be used. ``versions`` are all versions of the run.
     """
+    wanted = "version" if at is None else f"version of step {at}"
+    if failed:
+        state_invalid = any(e.is_state_invalid for e in failed.values())
+        return NoSnapshot(
+            f"{url} has no intact {wanted} on the requested lineage",
+            expected=f"an intact {wanted}",
+            found="; ".join(f"{v}: {e.what}" for v, e in failed.items()),
+            todo="`holdfast ls RUN` lists all versions, including those of other branches"
+            " (resume(branch=...)). `holdfast verify RUN` shows what is damaged. Copy an intact"
+            " version back, or start again in another folder",
+            skipped=tuple(map(str, failed)),
+            **({"live_state": "not valid"} if state_invalid else {}),
+        )
     if not versions:
         return NoSnapshot(
             f"{url} has no versions",
-            expected=f"a version of step {at}",
+            expected=f"a {wanted}",
             found="none",
             todo="Omit at= to start a new training",
             skipped=(),
         )
-    wanted = "version" if at is None else f"version of step {at}"
     found, todo = alternatives(at, lineage, versions)
     return NoSnapshot(
         f"{url} has no {wanted} on the requested lineage",
@@ -303,11 +287,10 @@ def find_divergence(
         return str(Version(_newest_step(other_listing, other_branch), other_branch))
     versions, other_versions = set(listing.versions), set(other_listing.versions)
     for version in sorted(versions - other_versions):
-        conflict = _find_conflict(catalog, version, other, versions, other_versions)
-        if conflict is not None:
+        if conflict := _find_conflict(catalog, version, other, versions, other_versions):
             return str(conflict)
     for version in sorted(other_versions - versions):
-        if _find_conflict(other, version, catalog, other_versions, versions) is not None:
+        if _find_conflict(other, version, catalog, other_versions, versions):
             return str(version)
     return None
 
@@ -329,9 +312,10 @@ def _find_conflict(
     parent_version = None if parent is None else names.parse_version(parent.version)
     if parent is None or parent_version is None:
         return None
-    steps = range(parent_version.step + 1, version.step)
     between = [
-        v for v in other_versions - versions if v.branch == version.branch and v.step in steps
+        v
+        for v in other_versions - versions
+        if v.branch == version.branch and parent_version.step < v.step < version.step
     ]
     if between or parent_version not in other_versions:
         return min(between, default=None)

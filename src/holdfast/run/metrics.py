@@ -28,11 +28,11 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, value in metrics.items():
         if not _is_name(name) or not _is_number(value):
             shape = getattr(value, "shape", None)
-            shape_text = f" of shape {tuple(shape)}" if shape else ""
             raise PlanError(
                 f"The metric {name!r} is not a number",
                 expected="a 64-bit int, a float, or a real tensor or array of one element",
-                found=with_article(type(value).__name__) + shape_text,
+                found=with_article(type(value).__name__)
+                + (f" of shape {tuple(shape)}" if shape else ""),
                 todo="Pass its mean, or omit the metric",
             )
     return {name: _copy_value(value) for name, value in metrics.items()}

@@ -60,9 +60,7 @@ class SavePolicy:
         return False
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
-        if not isinstance(other, SavePolicy):
-            return NotImplemented
-        return _SaveUnion(self, other)
+        return _SaveUnion(self, other) if isinstance(other, SavePolicy) else NotImplemented
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +116,7 @@ class EveryEpoch(SavePolicy):
     """Save at the step that completes an epoch, once every ``epochs`` epochs."""
 
     epochs: int = 1
+    wants_epochs = True
 
     def __post_init__(self) -> None:
         _check_count("EveryEpoch", self.epochs, "epochs", "EveryEpoch()")
@@ -125,18 +124,12 @@ class EveryEpoch(SavePolicy):
     def due(self, now: PolicyInput) -> bool:
         return now.epochs // self.epochs > now.last_epochs // self.epochs
 
-    @property
-    def wants_epochs(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True, slots=True)
 class OnException(SavePolicy):
     """Save the state before the step that raised, when an exception ends the training."""
 
-    @property
-    def on_exception(self) -> bool:
-        return True
+    on_exception = True
 
 
 # -- what to keep --------------------------------------------------------------------------------
@@ -173,9 +166,7 @@ class KeepPolicy:
         return frozenset()
 
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
-        if not isinstance(other, KeepPolicy):
-            return NotImplemented
-        return _KeepUnion(self, other)
+        return _KeepUnion(self, other) if isinstance(other, KeepPolicy) else NotImplemented
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,16 +299,14 @@ class StopWhen:
 
     def observe(self, state: StopState, value: float) -> StopState:
         """Return the state after one more value of the metric."""
-        if _is_nan(value):
-            better = False
-        elif state.best is None:
-            better = True
-        elif self.mode == "min":
+        if state.best is None:
+            better = not _is_nan(value)
+        elif self.mode == "min":  # NaN is never better: a comparison with NaN is False
             better = value < state.best - self.min_delta
         else:
             better = value > state.best + self.min_delta
         if better:
-            return StopState(value, 0, False)
+            return StopState(value)
         misses = state.misses + 1
         return StopState(state.best, misses, misses >= self.patience)
 
@@ -335,10 +324,9 @@ class StopWhen:
 
         For any other value, or for another metric or mode, the result is a new state.
         """
-        if not isinstance(plain, dict):
-            return StopState()
-        best, misses = plain.get("best"), plain.get("misses")
-        matches = (plain.get("metric"), plain.get("mode")) == (self.metric, self.mode)
+        stored = plain if isinstance(plain, dict) else {}
+        best, misses = stored.get("best"), stored.get("misses")
+        matches = (stored.get("metric"), stored.get("mode")) == (self.metric, self.mode)
         if not matches or not isinstance(misses, int) or not (best is None or _is_number(best)):
             return StopState()
         return StopState(best, misses, misses >= self.patience)

@@ -29,7 +29,7 @@ from holdfast.format.records import (
 from holdfast.run import lineage, sweep
 from holdfast.run.catalog import Catalog, Listing, VersionRecord, new_evaluation
 from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
-from holdfast.run.sweep import GRACE, SweepOptions, SweepResult
+from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 
@@ -54,7 +54,7 @@ class Run:
         return self.store.url
 
     def location(self, version: Version) -> Location:
-        return self.catalog.location(version)
+        return Location(self.store, str(version))
 
     def open(self, version: Version) -> Snapshot:
         """Open one version.
@@ -144,13 +144,11 @@ class Run:
         up to the version at which its descendant started. ``listing`` is the listing to use; by
         default the store is listed. Raises ``NotFound`` if there is no such branch.
         """
-        listing = self.listing() if listing is None else listing
-        return lineage.current_lineage(self.catalog, listing, branch)
+        return lineage.lineage_of(self.catalog, listing or self.listing(), branch)
 
     def branch(self, listing: Listing | None = None) -> int:
         """Return the number of the branch that training is on. The first branch is 0."""
-        listing = self.listing() if listing is None else listing
-        return lineage.newest_branch(self.catalog, listing)
+        return lineage.newest_branch(self.catalog, listing or self.listing())
 
     def read_branch(self, number: int) -> Branch:
         """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
@@ -162,11 +160,10 @@ class Run:
             listing = self.listing()
             number = max([0, *listing.branches, *(v.branch for v in listing.versions)]) + 1
             record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
-            try:
+            # if another process starts a branch at the same time, try the next number
+            with suppress(AlreadyExists):
                 self.store.put_if_absent(names.branch_name(number), encode_branch(record))
-            except AlreadyExists:
-                continue  # another process started a branch at the same time: try the next number
-            return number
+                return number
 
     # -- metrics -------------------------------------------------------------------------------
 
@@ -176,8 +173,7 @@ class Run:
         Metrics of evaluations override those of the save, and newer evaluations override older
         ones. Raises ``NotFound`` or ``FormatError``.
         """
-        version = self._resolve_version(at)
-        return self.catalog.metrics(version, *self._read_version(version))
+        return self.catalog.metrics(*self._read_version(at))
 
     def add_metrics(
         self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = "evaluation"
@@ -191,8 +187,7 @@ class Run:
         snapshot and another snapshot has replaced it, ``PlanError`` if a metric is not a number,
         and ``HoldfastError`` if ``name`` is invalid.
         """
-        version = self._resolve_version(at)
-        record, files = self._read_version(version)
+        version, record, files = self._read_version(at)
         if isinstance(at, Snapshot) and at.digest != record.digest:
             raise FormatError(
                 f"{version} of {self.url} is not the snapshot that was evaluated",
@@ -246,17 +241,20 @@ class Run:
             return at.version
         return self.find(_to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
-    def _read_version(self, version: Version) -> tuple[VersionRecord, Sequence[Stat]]:
-        """Return the record of a version and the files of its folder.
+    def _read_version(
+        self, at: Snapshot | Version | int
+    ) -> tuple[Version, VersionRecord, Sequence[Stat]]:
+        """Return a version, its record, and the files of its folder.
 
         Raises ``NotFound``, or ``FormatError`` if the manifest is damaged.
         """
+        version = self._resolve_version(at)
         files = list(self.store.list(str(version)))
         record = self.catalog.read_version(version, files)
         if record is None or not record.digest:
             self.open(version)  # raises the error in the manifest
             raise NotFound(f"There is no {version} in {self.url}", store=self.url)
-        return record, files
+        return version, record, files
 
     # -- pins ----------------------------------------------------------------------------------
 
@@ -266,8 +264,7 @@ class Run:
         If the version is already pinned, nothing changes. Raises ``NotFound``.
         """
         version = self.find(step, branch)
-        location = self.location(version)
-        key = location.run_key(names.pin_name(str(version)))
+        key = names.pin_name(str(version))
         try:
             self.store.put_if_absent(
                 key, encode_lasting_pin(LastingPin(str(version), machine.utc_now()))
@@ -275,7 +272,7 @@ class Run:
         except AlreadyExists:
             return version
         try:
-            pins.require_manifest(location)
+            pins.require_manifest(self.location(version))
         except NotFound:
             self.store.delete(key)
             raise
@@ -350,7 +347,7 @@ class Run:
         would be removed. ``now`` replaces the current time, in seconds since the epoch.
         """
         now = time.time() if now is None else now
-        return sweep.sweep(self.catalog, SweepOptions(grace, abandoned, dry_run, now))
+        return sweep.sweep(self.catalog, grace=grace, abandoned=abandoned, dry_run=dry_run, now=now)
 
 
 def _to_int(number: Any, expected: str) -> int:

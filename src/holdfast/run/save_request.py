@@ -83,10 +83,10 @@ def put_request(store: Store, request_id: str) -> str:
             store.put_if_absent(SAVE_REQUEST, record)
         except AlreadyExists:
             pending_id = read_request(store)
-            if pending_id is None:
-                continue  # the training answered it in the meantime
-            return pending_id
-        return request_id
+            if pending_id is not None:  # otherwise the training answered it in the meantime
+                return pending_id
+        else:
+            return request_id
 
 
 def read_request(store: Store) -> str | None:
@@ -161,11 +161,10 @@ def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
     newest = None
     for version in reversed([v for v in run.line() if v not in before]):
         try:
-            reason = run.open(version).metadata["reason"]
+            if run.open(version).metadata["reason"] == "request":
+                return version
         except (FormatError, NotFound):
             continue
-        if reason == "request":
-            return version
         newest = newest or version
     return newest
 
@@ -329,12 +328,11 @@ class RequestWatcher:
             previous = signal.getsignal(number)
             signal.signal(number, handler)
         except (OSError, TypeError, ValueError) as e:
-            in_main_thread = current_thread() is main_thread()
             raise HoldfastError(
                 f"No handler could be installed for signal {number!r}",
                 found=str(e),
                 todo="Use a signal that can be handled, such as signal.SIGUSR1"
-                if in_main_thread
+                if current_thread() is main_thread()
                 else "Call save_on_signal from the main thread of the program",
             ) from e
         self._installed_handlers.append((number, handler, previous))
@@ -346,8 +344,7 @@ class RequestWatcher:
         """
         if self._pid != os.getpid():
             return
-        while self._installed_handlers:
-            number, handler, previous = self._installed_handlers.pop()
+        for number, handler, previous in reversed(self._installed_handlers):
             # leave a handler that someone installed over this one
             if signal.getsignal(number) is handler and previous is not None:
                 with suppress(ValueError):  # outside the main thread

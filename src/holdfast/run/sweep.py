@@ -29,7 +29,7 @@ from holdfast.errors import FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.run.catalog import Catalog, Listing, VersionRecord, find_manifest, find_orphans
-from holdfast.run.lineage import branches_of_unknown_origin, current_lineage
+from holdfast.run.lineage import branches_of_unknown_origin, lineage_of
 from holdfast.run.policy import KeepPolicy
 from holdfast.storage.store import Stat
 
@@ -131,8 +131,7 @@ def find_roots(catalog: Catalog, now: float | None = None) -> Roots:
                 pinned[version] = "a process is using it"
     listing = catalog.listing()
     # a folder without a manifest is not a version, so a lasting pin protects nothing in it
-    lasting = listing.lasting_pins.keys() & {*listing.versions}
-    pinned.update(dict.fromkeys(lasting, "it is pinned"))
+    pinned |= dict.fromkeys(listing.lasting_pins.keys() & {*listing.versions}, "it is pinned")
     version_records = catalog.read_versions(listing)
     referenced = {key for r in version_records.values() for key in r.files}
     return Roots(pinned, attempts, stale, block_reason, listing, version_records, referenced)
@@ -146,14 +145,14 @@ def delete(catalog: Catalog, version: Version) -> int:
     roots = find_roots(catalog)
     if version not in roots.listing.versions:
         raise NotFound(
-            f"There is no {version} in {catalog.url}",
-            key=catalog.location(version).key(names.MANIFEST),
-            store=catalog.url,
+            f"There is no {version} in {catalog.store.url}",
+            key=f"{version}/{names.MANIFEST}",
+            store=catalog.store.url,
         )
     deletable, kept = roots.select_deletable([version])
     if not deletable:
         raise HoldfastError(
-            f"{version} of {catalog.url} was not deleted: {kept[version]}",
+            f"{version} of {catalog.store.url} was not deleted: {kept[version]}",
             todo="Delete the versions that refer to it first. `holdfast pin RUN STEP --remove`"
             " removes a pin",
             version=str(version),
@@ -166,10 +165,9 @@ def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
     if type(policy) is KeepPolicy and not catalog.half_deleted:
         return []
     roots = find_roots(catalog)
-    if catalog.half_deleted:
-        _finish_deletions(catalog, roots)
+    _finish_deletions(catalog, roots)
     records = catalog.intact_records(
-        current_lineage(catalog, roots.listing), roots.listing, roots.version_records
+        lineage_of(catalog, roots.listing), roots.listing, roots.version_records
     )
     to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
     deletable, _ = roots.select_deletable([r.version for r in records if r.version not in to_keep])
@@ -235,34 +233,26 @@ class SweepResult:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SweepOptions:
-    """The arguments of ``Run.sweep``."""
-
-    grace: float
-    abandoned: bool
-    dry_run: bool
-    now: float
-
-
-def sweep(catalog: Catalog, options: SweepOptions) -> SweepResult:
+def sweep(
+    catalog: Catalog, *, grace: float, abandoned: bool, dry_run: bool, now: float
+) -> SweepResult:
     """See ``Run.sweep``."""
     listing, partials = catalog.listing(), list(catalog.store.partials(""))
     # The roots are read after the listing. A save that has begun since then has none of the listed
     # files, and a save that has ended since then has a manifest.
-    roots = find_roots(catalog, options.now)
-    state = _Sweep(catalog, options, roots)
+    roots = find_roots(catalog, now)
+    state = _Sweep(catalog, roots, dry_run, now)
     for stat in roots.stale_pins:
         state.remove(Stat(stat.key, 0, 0.0))
     for version, record in roots.version_records.items():
         if not record.digest:
-            reason = "the manifest in its folder is unreadable"
-            state.kept += [(s.key, reason) for s in listing.folders.get(version, ())]
+            files = listing.folders.get(version, ())
+            state.kept += [(s.key, "the manifest in its folder is unreadable") for s in files]
     for version, stat in find_orphans(listing, roots.version_records):
-        state.remove_orphan(stat, roots.reason_to_keep(version, stat))
+        state.remove_orphan(stat, roots.reason_to_keep(version, stat), grace)
     for version, stat in listing.lasting_pins.items():
         if version not in roots.version_records:
-            state.remove_orphan(stat, None)
+            state.remove_orphan(stat, None, grace)
     for stat in partials:
         match = _ATTEMPT.search(stat.key)
         attempt = match[1] if match else None
@@ -270,11 +260,12 @@ def sweep(catalog: Catalog, options: SweepOptions) -> SweepResult:
         in_progress = attempt in roots.active_attempts or (
             attempt is None and roots.active_attempts
         )
-        grace = options.grace if attempt else max(options.grace, MIN_GRACE)
-        state.remove_orphan(stat, "a save is in progress" if in_progress else None, grace)
-    if options.abandoned:
+        min_age = grace if attempt else max(grace, MIN_GRACE)
+        state.remove_orphan(stat, "a save is in progress" if in_progress else None, min_age)
+    if abandoned:
         state.delete_abandoned()
-    return SweepResult(state.removed, state.kept, state.nbytes)
+    nbytes = sum(s.length for s in state.removed)
+    return SweepResult([s.key for s in state.removed], state.kept, nbytes)
 
 
 @dataclass(slots=True)
@@ -282,52 +273,43 @@ class _Sweep:
     """The state of one sweep in progress."""
 
     catalog: Catalog
-    options: SweepOptions
     roots: Roots
-    removed: list[str] = field(default_factory=list)
+    dry_run: bool
+    now: float
+    removed: list[Stat] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
-    nbytes: int = 0
 
     def delete_abandoned(self) -> None:
         """Delete the versions that are not on the current lineage."""
         listing = self.roots.listing
         unknown = branches_of_unknown_origin(self.catalog, listing)
         if unknown:
-            reason = (
-                f"{names.branch_name(unknown[-1])} is unreadable, and no version of the branch"
-                " names its origin"
-            )
+            file = names.branch_name(unknown[-1])
+            reason = f"{file} is unreadable, and no version of the branch names its origin"
             self.kept.append((ALL_ABANDONED, reason))
             return
-        lineage = set(current_lineage(self.catalog, listing))
-        abandoned = [v for v in listing.versions if v not in lineage]
+        abandoned = {*listing.versions} - {*lineage_of(self.catalog, listing)}
         deletable, kept = self.roots.select_deletable(abandoned)
         self.kept += [(str(v), reason) for v, reason in sorted(kept.items())]
-        if self.options.dry_run:
-            stats = [s for v in sorted(deletable) for s in listing.folders[v]]
+        if self.dry_run:
+            self.removed += [s for v in sorted(deletable) for s in listing.folders[v]]
         else:
-            stats = _delete_versions(self.catalog, deletable, listing)
-        self.removed += [s.key for s in stats]
-        self.nbytes += sum(s.length for s in stats)
+            self.removed += _delete_versions(self.catalog, deletable, listing)
 
-    def remove_orphan(
-        self, stat: Stat, keep_reason: str | None, grace: float | None = None
-    ) -> None:
+    def remove_orphan(self, stat: Stat, keep_reason: str | None, grace: float) -> None:
         """Remove an orphan, unless something protects it or it is younger than ``grace`` seconds.
 
         ``keep_reason`` says what protects it, if anything.
         """
         keep_reason = keep_reason or self.roots.block_reason
-        grace = self.options.grace if grace is None else grace
         if keep_reason is not None:
             self.kept.append((stat.key, keep_reason))
-        elif self.options.now - stat.modified < grace:
+        elif self.now - stat.modified < grace:
             self.kept.append((stat.key, f"younger than {grace:.0f} s"))
         else:
             self.remove(stat)
 
     def remove(self, stat: Stat) -> None:
-        if not self.options.dry_run:
+        if not self.dry_run:
             self.catalog.store.delete(stat.key)
-        self.removed.append(stat.key)
-        self.nbytes += stat.length
+        self.removed.append(stat)

@@ -46,8 +46,7 @@ class WriterLock:
         owner = None if self._id is None else self._read_owner()
         if owner is not None and owner.attempt == self._id:
             return
-        host, boot, process = machine.process_identity()
-        lock = Pin(new_attempt(), None, machine.utc_now(), host, boot, process)
+        lock = Pin(new_attempt(), None, machine.utc_now(), *machine.process_identity())
         previous = None
         while True:
             try:
@@ -56,7 +55,7 @@ class WriterLock:
                 previous = self._read_owner()
                 if (
                     previous is not None
-                    and previous.process != process
+                    and previous.process != lock.process
                     and pins.is_holder_alive(previous)
                 ):
                     raise self._lock_error(
@@ -92,8 +91,7 @@ class WriterLock:
         owner = self._read_owner()
         if owner is None:  # removed by hand, or damaged: no other training holds the lock
             self.acquire()
-            return
-        if owner.attempt != self._id:
+        elif owner.attempt != self._id:
             raise self._lock_error(owner, "Another training has taken this run over")
 
     def release(self) -> None:

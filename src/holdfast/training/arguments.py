@@ -7,57 +7,57 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.engine.distributed.group import Group, all_reduce
-from holdfast.engine.snapshot.location import describe_run
-from holdfast.errors import HoldfastError, NotFound, PlanError
-from holdfast.format.names import MANIFEST, parse_version, split_address
+from holdfast.engine.snapshot.location import Location, describe_run, is_snapshot
+from holdfast.errors import HoldfastError, PlanError
+from holdfast.format.names import parse_version, split_address
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
 from holdfast.text import with_article
 
 
-def check_arguments(state: object, save: object, keep: object, stop: object) -> None:
-    """Raise ``HoldfastError`` for an argument of the wrong type."""
-    for name, value, valid, expected in (
-        ("state", state, type(state) is dict, 'a dict such as {"model": model}'),
+def check_arguments(
+    save: object,
+    keep: object,
+    stop: object,
+    busy: object,
+    on_error: object,
+    full_every: object,
+    incremental: object,
+    overlap: object,
+) -> dict[str, str]:
+    """Return the arguments that must be equal on all ranks as text, by name.
+
+    The text has no memory addresses. Raises ``HoldfastError`` for an invalid argument.
+    """
+    full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
+    checks = (
         ("save", save, isinstance(save, SavePolicy), "a save policy such as EverySteps(500)"),
         ("keep", keep, isinstance(keep, KeepPolicy), "a keep policy such as KeepLast(3)"),
         ("stop", stop, isinstance(stop, StopWhen | None), 'StopWhen("val_loss") or None'),
-    ):
-        _require(name, value, valid, expected)
-
-
-def check_choices(
-    busy: object, on_error: object, full_every: object, incremental: object, overlap: object
-) -> dict[str, str]:
-    """Return the arguments as text, by name. Raises ``HoldfastError`` for an invalid value."""
-    full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
-    choices = {}
-    for name, value, valid, expected in (
         ("busy", busy, busy in ("wait", "skip"), '"wait" or "skip"'),
         ("on_error", on_error, on_error in ("raise", "warn"), '"raise" or "warn"'),
         ("full_every", full_every, full_every_valid, "a number of versions, 1 or more, or None"),
         ("incremental", incremental, type(incremental) is bool, "True or False"),
         ("overlap", overlap, type(overlap) is bool, "True or False"),
-    ):
-        _require(name, value, valid, expected)
-        choices[name] = stable_repr(value)
-    return choices
+    )
+    for name, value, valid, expected in checks:
+        if not valid:
+            raise _invalid_error(name, value, expected)
+    return {
+        name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
+        for name, value, *_ in checks
+        if name not in ("keep", "stop")  # only rank 0 uses them
+    }
 
 
-def _require(name: str, value: object, valid: bool, expected: str) -> None:
-    if not valid:
-        found = repr(value)
-        raise HoldfastError(
-            f"Invalid value for {name}=",
-            expected=expected,
-            found=found if len(found) < 80 else with_article(type(value).__name__),
-        )
-
-
-def stable_repr(value: object) -> str:
-    """Return the ``repr`` of an argument without memory addresses, to compare it across ranks."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
+def _invalid_error(name: str, value: object, expected: str) -> HoldfastError:
+    found = repr(value)
+    return HoldfastError(
+        f"Invalid value for {name}=",
+        expected=expected,
+        found=found if len(found) < 80 else with_article(type(value).__name__),
+    )
 
 
 def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
@@ -78,33 +78,38 @@ def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def check_no_copies(state: dict[str, Any]) -> None:
-    """Raise ``PlanError`` if the state contains the ``state_dict()`` of an optimizer or scheduler.
+def check_state(state: dict[str, Any]) -> None:
+    """Raise ``HoldfastError`` unless the state is a dict.
 
-    Such a dict is a copy made once. Training does not change it, and loading into it does not
-    change the optimizer or scheduler.
+    Raises ``PlanError`` if it contains the ``state_dict()`` of an optimizer or scheduler. Such a
+    dict is a copy made once. Training does not change it, and loading into it does not change the
+    optimizer or scheduler.
     """
-    for key, value in _walk_dicts(state, ""):
-        kind = None
-        if value.keys() == {"state", "param_groups"}:
-            kind = "optimizer"
-        elif value.keys() >= {"last_epoch", "_step_count"}:
-            kind = "scheduler"
-        if kind is not None:
-            raise PlanError(
-                f"{key} in the state is the state_dict() of {with_article(kind)}, a copy made once",
-                expected=f"the {kind} itself, so that each save reads its current state",
-                found="a dict that training does not change",
-                todo='Write {"optimizer": optimizer}, without .state_dict()',
-                leaf=key,
-            )
+    if type(state) is not dict:
+        raise _invalid_error("state", state, 'a dict such as {"model": model}')
+    for key, value in _walk_dicts(state, "", {id(state)}):
+        for kind, is_copy in (
+            ("optimizer", value.keys() == {"state", "param_groups"}),
+            ("scheduler", value.keys() >= {"last_epoch", "_step_count"}),
+        ):
+            if is_copy:
+                raise PlanError(
+                    f"{key} in the state is the state_dict() of {with_article(kind)}, a copy made"
+                    " once",
+                    expected=f"the {kind} itself, so that each save reads its current state",
+                    found="a dict that training does not change",
+                    todo='Write {"optimizer": optimizer}, without .state_dict()',
+                    leaf=key,
+                )
 
 
 def _walk_dicts(
-    value: dict[Any, Any], path: str, seen: set[int] | None = None
+    value: dict[Any, Any], path: str, seen: set[int]
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the dicts nested in a state with their paths, each object once."""
-    seen = {id(value)} if seen is None else seen
+    """Yield the dicts nested in a state with their paths, each object once.
+
+    ``seen`` holds the ids of those that have been visited.
+    """
     for name, member in value.items():
         if type(member) is dict and id(member) not in seen:
             seen.add(id(member))
@@ -128,11 +133,8 @@ def check_not_snapshot(run: Run) -> None:
     other_url, version = split_address(run.url)
     if version is not None and Run(other_url).listing().versions:
         raise _not_a_run_error(run, "the address of a version")
-    try:
-        run.store.stat(MANIFEST)
-    except NotFound:
-        return
-    raise _not_a_run_error(run, "a snapshot")
+    if is_snapshot(Location(run.store, "")):
+        raise _not_a_run_error(run, "a snapshot")
 
 
 def _not_a_run_error(run: Run, found: str) -> HoldfastError:

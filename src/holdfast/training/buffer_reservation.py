@@ -28,10 +28,10 @@ class BufferReservation:
         Leaves that all ranks have in full are divided among the ranks. Raises the errors of
         ``flatten`` if the state cannot be saved.
         """
-        self._nbytes = 2 * self._pool.buffer_size
-        for leaf in flatten(state, group.rank).leaves:
-            is_shared = leaf.box.sizes == leaf.shape
-            self._nbytes += int(leaf.source.nbytes) // (group.size if is_shared else 1)
+        self._nbytes = 2 * self._pool.buffer_size + sum(
+            int(leaf.source.nbytes) // (group.size if leaf.box.sizes == leaf.shape else 1)
+            for leaf in flatten(state, group.rank).leaves
+        )
 
     def start(self) -> None:
         """Allocate the buffers, once. Call it at the first step that does not save: a save

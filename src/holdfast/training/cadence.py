@@ -18,16 +18,6 @@ from holdfast.run.policy import PolicyInput, SavePolicy
 from holdfast.training.goodput import Goodput
 from holdfast.training.step_counter import StepCounter
 
-SAVE_PROPOSAL, REQUEST_PROPOSAL = "save", "request"
-"""Prefixes of the proposals for a save that is due by time and for a requested save.
-
-A proposal carries the number of the next save. If another save begins before the agreed step, that
-save also answers the proposal.
-"""
-
-Elapsed = tuple[int, float, int]
-"""Steps, seconds, and epochs, as in ``PolicyInput``."""
-
 
 class Cadence:
     """Evaluates the save policy at each step.
@@ -59,10 +49,8 @@ class Cadence:
     def restart(self) -> None:
         """Count from now on, because a save begins or training resumes from a version."""
         self._save_number += 1
-        self._proposals = (
-            f"{SAVE_PROPOSAL} {self._save_number}",
-            f"{REQUEST_PROPOSAL} {self._save_number}",
-        )
+        # the number lets a save that begins before the agreed step answer the proposal too
+        self._proposals = f"save {self._save_number}", f"request {self._save_number}"
         self._last_save = self._last_skip = self._now()
 
     def save_reason(
@@ -103,9 +91,8 @@ class Cadence:
 
     def _is_due_by_clock(self, busy: bool) -> bool:
         """Return True if this is rank 0 and a save is due by its clock."""
-        if self._group.rank or (self._skip_allowed and busy):
-            return False
-        return self._policy.due(PolicyInput(*self._now(), *self._last_save))
+        may_save = self._group.rank == 0 and not (self._skip_allowed and busy)
+        return may_save and self._policy.due(PolicyInput(*self._now(), *self._last_save))
 
     def skip_if_busy(self, busy: Callable[[], bool], run_url: str, goodput: Goodput) -> bool:
         """Return True if the due save is skipped because a save is in flight on rank 0.
@@ -113,9 +100,10 @@ class Cadence:
         Only ``busy="skip"`` allows that, and a requested save is never skipped. Of consecutive
         steps at which the same save is due, only the first counts as skipped.
         """
-        if not self._skip_allowed or self._requested:
-            return False
-        if not broadcast_from_first(self._group, "the decision to skip a save", busy, bool):
+        may_skip = self._skip_allowed and not self._requested
+        if not may_skip or not broadcast_from_first(
+            self._group, "the decision to skip a save", busy, bool
+        ):
             return False
         now = self._now()
         if self._group.size > 1 or self._policy.due(PolicyInput(*now, *self._last_skip)):
@@ -124,5 +112,6 @@ class Cadence:
             events.emit("save_skipped", run=run_url, step=self._step_counter.step)
         return True
 
-    def _now(self) -> Elapsed:
+    def _now(self) -> tuple[int, float, int]:
+        """Return the steps, seconds, and epochs until now, as in ``PolicyInput``."""
         return self._step_counter.step, time.monotonic(), self._step_counter.epochs

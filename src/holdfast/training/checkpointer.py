@@ -7,7 +7,9 @@ from typing import Any, Literal, Self
 
 from holdfast import events
 from holdfast.engine.distributed.agreement import make_agreement
+from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group, use_group
+from holdfast.engine.loading.binding import Leniency
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import CommitError, HoldfastError, SkippedVersion, StoreError
@@ -21,24 +23,21 @@ from holdfast.text import warn_user
 from holdfast.training.arguments import (
     acquire_run,
     check_arguments,
-    check_choices,
-    check_no_copies,
     check_not_version,
+    check_state,
     not_entered_error,
-    stable_repr,
 )
 from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.exception_save import ExceptionSave
 from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle
-from holdfast.training.resume import StartSelection, left_state_invalid, resume_run, start_from
+from holdfast.training.resume import check_start, left_state_invalid, resume_run, start_from
 from holdfast.training.saver import Saver, SaveSpec
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.warn import (
     attach_secondary_errors,
     is_store_failure,
-    last_save_message,
     warn_save_failed,
     warn_unsaved_steps,
 )
@@ -96,19 +95,18 @@ class Checkpointer:
     ) -> None:
         save = EverySeconds(600) if save is None else save
         keep = KeepPolicy() if keep is None else keep
-        check_arguments(state, save, keep, stop)
-        choices = check_choices(busy, on_error, full_every, incremental, overlap)
-        self._arguments = {"save": stable_repr(save), **choices}
+        check_state(state)
+        self._arguments = check_arguments(
+            save, keep, stop, busy, on_error, full_every, incremental, overlap
+        )
         self.run = Run(run)
         self.state = state
         self._save_policy = save
         self._group = saving_group(group)
-        self._is_rank_zero = self._group.rank == 0
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
         self._on_error = on_error
         self._step_counter = StepCounter(state)
         check_can_fire(save, self._step_counter.knows_epochs)
-        check_no_copies(state)
         check_not_version(self.run)
         self._goodput = Goodput()
         full_every = full_every if incremental else 1
@@ -176,9 +174,8 @@ class Checkpointer:
         """
         self._lifecycle.check_open()
         self._saver.wait_on_all_ranks(self._group)
-        selection = StartSelection.from_arguments(
-            start, keys, missing, unexpected, rename, (at, branch) != (None, None)
-        )
+        leniency = Leniency(missing, unexpected, False, rename or {})
+        check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         if self._exception_save is not None:
             self._exception_save.discard()
         try:
@@ -187,14 +184,14 @@ class Checkpointer:
                     self.run, self.state, at, branch, self._writer_lock.acquire, share
                 )
                 if point is None and start is not None:
-                    point = start_from(start, self.state, selection, share)
+                    point = start_from(start, self.state, keys, leniency, share)
         except BaseException as e:
             self._lifecycle.is_state_valid &= not left_state_invalid(e)
-            self._step_counter.resume_at(self.current_step, from_own_run=False)
             raise
+        finally:  # the load may have changed the step of the state
+            self._step_counter.resume_at(self.current_step, from_own_run=False)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if point is None:
-            self._step_counter.resume_at(self.current_step, from_own_run=False)
             events.emit("began", run=self.run.url)
             return None
         self._metrics = {}
@@ -228,26 +225,30 @@ class Checkpointer:
             try:
                 self._metrics = check_metrics(metrics)
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                self._count_step(self._metrics, batches)
+                self._count_step(batches)
             self._ensure_started()
-            if self._group.size == 1:  # several ranks raise together, when the next save is due
-                self._raise_or_warn(self._saver.poll)
+            # several ranks raise together, when the next save is due
+            if self._group.size == 1 and not self._saver.busy:
+                self._raise_or_warn(self._saver.wait)
             self._save_if_due()
             self._saver.metric_check.warn()
 
-    def _count_step(self, metrics: Mapping[str, Any], batches: int) -> None:
+    def _count_step(self, batches: int) -> None:
         """Count the step that led to the current state."""
         self._step_counter.add_step(batches)
         self._agreed_proposals = self._agreement.step()
         agreed = STOP_PROPOSAL in self._agreed_proposals
-        self._early_stop.observe(metrics, self.current_step, self._agreement, agreed)
+        self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
         if self._exception_save is not None:
-            self._exception_save.mark(self.current_step, self._early_stop.to_metadata(), metrics)
+            metadata = self._early_stop.to_metadata()
+            self._exception_save.mark(self.current_step, metadata, self._metrics)
 
     def _save_if_due(self) -> None:
-        requested = self._watcher.pending_request is not None
         reason = self._cadence.save_reason(
-            requested, self._agreed_proposals, self._agreement, self._saver.busy
+            self._watcher.pending_request is not None,
+            self._agreed_proposals,
+            self._agreement,
+            self._saver.busy,
         )
         if reason is None:
             self._saver.reservation.start()
@@ -259,13 +260,15 @@ class Checkpointer:
 
     def _start_save(self, reason: str, metrics: Mapping[str, Any]) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
-        version = Version(self.current_step, self._branch)
-        training_metadata = self._early_stop.to_metadata()
-        if self._watcher.pending_request is not None:
-            reason = "request"
-        on_finished = self._watcher.accept_with_callback()
+        spec = SaveSpec(
+            Version(self.current_step, self._branch),
+            reason if self._watcher.pending_request is None else "request",
+            metrics,
+            self._note,
+            self._early_stop.to_metadata(),
+            self._watcher.accept_with_callback(),
+        )
         with use_group(self._group):
-            spec = SaveSpec(version, reason, metrics, self._note, training_metadata, on_finished)
             self._saver.start(self.state, spec)
 
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
@@ -335,7 +338,7 @@ class Checkpointer:
         """Wait for the save in flight, and release memory. Raises the error of a failed save."""
         self._close_parts()
         if not self._lifecycle.is_forked:
-            if self._is_rank_zero and self._goodput.counts["saves"]:
+            if self._group.rank == 0 and self._goodput.counts["saves"]:
                 self._saver.metric_check.make()
             self._saver.metric_check.warn()
 
@@ -375,13 +378,13 @@ class Checkpointer:
             tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
             if isinstance(error, SystemExit) and not error.code and not tolerated:
                 raise  # exit code 0 would report success to the parent process
-            problems.append(last_save_message(e))
+            problems.append(f"the last save failed: {format_with_notes(e)}")
         finally:
             attach_secondary_errors(error, problems)
 
     def _exit_normally(self) -> None:
         could_save = self._lifecycle.can_save
-        skipped = self._cadence.skipped_since_save and self._is_rank_zero
+        skipped = self._cadence.skipped_since_save and self._group.rank == 0
         self.close()
         if could_save and self._saver.saved_step != self.current_step:
             warn_unsaved_steps(self.run.url, self.current_step, self._saver.saved_step, skipped)
@@ -416,7 +419,7 @@ class Checkpointer:
             is_resumed=self._lifecycle.is_resumed,
         )
         self._agreement = make_agreement(self._group, "training")
-        if self._is_rank_zero:
+        if self._group.rank == 0:
             self._watcher.start()
         self._lifecycle.is_started = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class Goodput:
         self._trained_seconds = 0.0
         self._committed_seconds = 0.0
         self._last_clock = clock()
-        self.counts = {"saves": 0, "failures": 0, "skipped": 0, "bytes": 0, "referred_bytes": 0}
+        self.counts = Counter(saves=0, failures=0, skipped=0, bytes=0, referred_bytes=0)
         self.seconds = {
             "blocked": 0.0,
             "last_blocked": 0.0,
@@ -84,8 +85,11 @@ class Goodput:
         """See ``Checkpointer.statistics``."""
         wall = self._wall() - self._started
         goodput = min(max(self._committed_seconds / wall, 0.0), 1.0) if wall > 0 else 0.0
-        seconds = {f"{name}_seconds": s for name, s in self.seconds.items()}
-        return {**self.counts, **seconds, "goodput": goodput}
+        return {
+            **self.counts,
+            **{f"{name}_seconds": s for name, s in self.seconds.items()},
+            "goodput": goodput,
+        }
 
 
 def _seconds(value: Any, default: float) -> float:

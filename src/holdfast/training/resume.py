@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -24,7 +24,7 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.format.names import Version, parse_version
+from holdfast.format.names import parse_version
 from holdfast.format.tree import child_keys
 from holdfast.run.address import open_version
 from holdfast.run.catalog import read_training_metadata
@@ -110,6 +110,7 @@ def resume_run(
         collective.close()
 
 
+@dataclass(slots=True)
 class StateLoader:
     """Loads versions into a state until one is intact for all ranks.
 
@@ -117,11 +118,10 @@ class StateLoader:
     if a failed load has overwritten a part of the state and no load has succeeded since.
     """
 
-    def __init__(self, state: dict[str, Any], share: bool = False) -> None:
-        self.state = state
-        self.share = share
-        self.error: HoldfastError | None = None
-        self.partially_loaded = False
+    state: dict[str, Any]
+    share: bool
+    error: HoldfastError | None = None
+    partially_loaded: bool = False
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a version. If it is damaged for one rank, all ranks raise that error.
@@ -176,13 +176,16 @@ def _coordinate(
     if version in run.line(listing)[-1:]:
         number = run.branch(listing)
     else:
-        reason = f"{len(skipped)} newer damaged" if skipped else "on request"
         acquire_lock()  # only the writer of a run may change its current lineage
-        number = run.leave_from(snapshot, version, reason)
+        number = run.leave_from(
+            snapshot, version, f"{len(skipped)} newer damaged" if skipped else "on request"
+        )
     collective.broadcast(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
     )
-    return _make_resume_point(snapshot, number, [_skip_message(v, e) for v, e in skipped])
+    # the messages of the errors, without their advice
+    reasons = [(v, HoldfastError(e.what, expected=e.expected, found=e.found)) for v, e in skipped]
+    return _make_resume_point(snapshot, number, [f"{v} is skipped. {e}" for v, e in reasons])
 
 
 def _follow_coordinator(
@@ -209,70 +212,56 @@ def _follow_coordinator(
 
 
 def _make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) -> ResumePoint:
+    note = snapshot.metadata.get("note")
+    origin = note.get("started_from") if isinstance(note, dict) else None
     return ResumePoint(
         snapshot,
         snapshot.version.step,
         branch=branch,
-        note=_inherited_note(snapshot.metadata.get("note")),
+        note={} if origin is None else {"started_from": origin},
         training_metadata=read_training_metadata(snapshot),
         skipped=skipped,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StartSelection:
-    """The part of another run's version that is loaded."""
+def check_start(
+    start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
+) -> None:
+    """Check the arguments of ``Checkpointer.resume`` that select a version of another run.
 
-    keys: str | Sequence[str] | None
-    leniency: Leniency
-
-    @property
-    def is_complete(self) -> bool:
-        return self.keys is None and self.leniency == STRICT
-
-    @classmethod
-    def from_arguments(
-        cls,
-        start: str | None,
-        keys: str | Sequence[str] | None,
-        missing: Literal["error", "keep"],
-        unexpected: Literal["error", "ignore"],
-        rename: Mapping[str, str] | None,
-        goes_back: bool,
-    ) -> StartSelection:
-        """Return the selection for the arguments of ``Checkpointer.resume``.
-
-        ``goes_back`` is True if the caller also selects a version of the run itself. Raises
-        ``HoldfastError`` for ``start`` together with such a version, for a partial selection
-        without ``start``, and for a ``start`` that is not an address.
-        """
-        if start is not None and not isinstance(start, str | os.PathLike):
-            raise HoldfastError(
-                "Invalid value for start=",
-                expected='an address: "RUN@120", "RUN@latest", or the URL of a snapshot',
-                found=f"{start=}",
-                todo="resume(at=120) goes back to step 120 of this run itself",
-            )
-        selection = cls(keys, Leniency(missing, unexpected, False, rename or {}))
-        if start is not None and goes_back:
-            raise HoldfastError(
-                "resume() cannot combine start= with at= or branch=",
-                expected="start= for an empty run, or at= and branch= for a run with versions",
-                found=f"{start=} and at= or branch=",
-                todo='Write the step in the address: resume(start="RUN@120")',
-            )
-        if start is None and not selection.is_complete:
-            raise HoldfastError(
-                "A run always resumes from its own versions completely",
-                expected="keys=, missing=, unexpected=, or rename= only together with start=",
-                found="no start=",
-                todo="Pass start=, or load the snapshot with holdfast.load",
-            )
-        return selection
+    ``goes_back`` is True if the caller also selects a version of the run itself. Raises
+    ``HoldfastError`` for ``start`` together with such a version, for a partial selection without
+    ``start``, and for a ``start`` that is not an address.
+    """
+    if start is not None and not isinstance(start, str | os.PathLike):
+        raise HoldfastError(
+            "Invalid value for start=",
+            expected='an address: "RUN@120", "RUN@latest", or the URL of a snapshot',
+            found=f"{start=}",
+            todo="resume(at=120) goes back to step 120 of this run itself",
+        )
+    if start is not None and goes_back:
+        raise HoldfastError(
+            "resume() cannot combine start= with at= or branch=",
+            expected="start= for an empty run, or at= and branch= for a run with versions",
+            found=f"{start=} and at= or branch=",
+            todo='Write the step in the address: resume(start="RUN@120")',
+        )
+    if start is None and (keys is not None or leniency != STRICT):
+        raise HoldfastError(
+            "A run always resumes from its own versions completely",
+            expected="keys=, missing=, unexpected=, or rename= only together with start=",
+            found="no start=",
+            todo="Pass start=, or load the snapshot with holdfast.load",
+        )
 
 
 def start_from(
-    start: str, state: dict[str, Any], selection: StartSelection, share: bool = False
+    start: str,
+    state: dict[str, Any],
+    keys: str | Sequence[str] | None,
+    leniency: Leniency,
+    share: bool,
 ) -> ResumePoint:
     """Load a version of another run, or a part of it, into ``state``.
 
@@ -280,15 +269,16 @@ def start_from(
     loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
     """
     snapshot = _open_on_all_ranks(start)
-    load_snapshot(snapshot, state, selection.keys, None, selection.leniency, share)
-    note = {"started_from": {"url": snapshot.url, "digest": snapshot.digest}}
-    if not selection.is_complete:
-        return ResumePoint(snapshot, 0, from_own_run=False, note=note)
-    # the state of early stopping belongs to the model, but goodput belongs to the run
-    metadata = read_training_metadata(snapshot)
-    stop_metadata = {"stop": metadata["stop"]} if "stop" in metadata else {}
+    load_snapshot(snapshot, state, keys, None, leniency, share)
+    is_complete = keys is None and leniency == STRICT
+    metadata = read_training_metadata(snapshot) if is_complete else {}
     return ResumePoint(
-        snapshot, snapshot.step or 0, from_own_run=False, note=note, training_metadata=stop_metadata
+        snapshot,
+        (snapshot.step or 0) if is_complete else 0,
+        from_own_run=False,
+        note={"started_from": {"url": snapshot.url, "digest": snapshot.digest}},
+        # the state of early stopping belongs to the model, but goodput belongs to the run
+        training_metadata={"stop": metadata["stop"]} if "stop" in metadata else {},
     )
 
 
@@ -308,7 +298,7 @@ def _open_on_all_ranks(start: str) -> Snapshot:
 def _suggest_call(url: str, state: dict[str, Any], error: PlanError) -> str:
     """Return the ``resume`` call that loads the matching part of a version into a changed state."""
     members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
-    misfits = {_top_key(key) for key in error.fields["misfits"]}
+    misfits = {key.partition("/")[0] for key in error.fields["misfits"]}
     excluded = set(misfits)
     if any(
         _has_attribute(members.get(m), "parameters", "param_groups", "requires_grad")
@@ -326,14 +316,12 @@ def _suggest_call(url: str, state: dict[str, Any], error: PlanError) -> str:
         partial = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))
         if partial:
             hint = f". Add the matching keys of {', '.join(partial[:_MAX_LISTED])} to keys="
-    for name, choice in (("missing", "keep"), ("unexpected", "ignore")):
-        if any(not misfits or _top_key(key) in chosen for key in error.fields[name]):
-            arguments.append(f'{name}="{choice}"')
+    arguments += [
+        f'{name}="{choice}"'
+        for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
+        if any(not misfits or key.partition("/")[0] in chosen for key in error.fields[name])
+    ]
     return f"resume({', '.join(arguments)}){hint}"
-
-
-def _top_key(key: str) -> str:
-    return key.partition("/")[0]
 
 
 def _has_attribute(value: Any, *attributes: str) -> bool:
@@ -355,17 +343,3 @@ def left_state_invalid(error: BaseException | None) -> bool:
             return True
         error, depth = error.__cause__, depth + 1
     return False
-
-
-def _inherited_note(note: Any) -> Mapping[str, Any]:
-    """Return the part of a note that all later versions also store."""
-    if isinstance(note, dict) and "started_from" in note:
-        return {"started_from": note["started_from"]}
-    return {}
-
-
-def _skip_message(version: Version, error: HoldfastError) -> str:
-    message = f"{version} is skipped. {error.what.rstrip('.')}."
-    if error.expected is not None:
-        message += f" Expected {error.expected}, found {error.found}."
-    return message

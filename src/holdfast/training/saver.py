@@ -83,7 +83,6 @@ class Saver:
         self._keep = keep
         self._goodput = goodput
         self._writer_lock = writer_lock
-        self._early_stop = early_stop
         self._full_every = full_every
         self._overlap = overlap
         self._guard: StepPreHook | None = None
@@ -139,15 +138,19 @@ class Saver:
             raise
 
     def _begin_save(self, state: Any, spec: SaveSpec, began: float) -> None:
-        location, metadata = self.run.location(spec.version), self._make_metadata(spec)
-        base = self._choose_base()
         overlap = self._overlap and not isinstance(state, FlatState)
         if overlap and self._guard is None and optimizers_in(state):
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
         try:
             job = begin_save(
-                location, state, metadata, self._pool, stage_now=True, base=base, overlap=overlap
+                self.run.location(spec.version),
+                state,
+                self._make_metadata(spec),
+                self._pool,
+                stage_now=True,
+                base=self._choose_base(),
+                overlap=overlap,
             )
         except AlreadyExists as e:
             existing = self._open_committed(spec.version)
@@ -177,12 +180,12 @@ class Saver:
     def _open_committed(self, version: Version) -> Snapshot:
         """Open the committed version on all ranks, or raise on all ranks."""
         snapshots: list[Snapshot] = []
-
-        def open_version() -> None:
-            snapshots.append(self.run.open(version))
-
         broadcast_from_first(
-            current_group(), f"the opening of {version}", lambda: True, bool, on_each=open_version
+            current_group(),
+            f"the opening of {version}",
+            lambda: True,
+            bool,
+            on_each=lambda: snapshots.append(self.run.open(version)),
         )
         return snapshots[0]
 
@@ -262,26 +265,27 @@ class Saver:
         finally:
             if self._closing:
                 self._pool.close()
-        goodput = self._goodput
-        goodput.counts["saves"] += 1
         result = job.result
-        goodput.counts["bytes"] += result.nbytes
-        goodput.counts["referred_bytes"] += result.referred_bytes
-        goodput.mark_committed(job.metadata.training["trained_seconds"])
+        self._goodput.counts.update(
+            saves=1, bytes=result.nbytes, referred_bytes=result.referred_bytes
+        )
+        self._goodput.mark_committed(job.metadata.training["trained_seconds"])
         spec.on_finished(True)
         try:
             if job.collective.rank == 0:  # the rank that committed the version
                 emit_structure_change(self.run.url, self.newest, snapshot)
-                if goodput.counts["saves"] == METRIC_CHECK_AFTER:
+                if self._goodput.counts["saves"] == METRIC_CHECK_AFTER:
                     self.metric_check.make()
                 self.run.retain(self._keep)
         except HoldfastError as e:
-            advice = f"{spec.version} was saved, but old versions could not be deleted"
-            self._post_commit_error = e.with_advice(advice, committed=str(spec.version))
+            self._post_commit_error = e.with_advice(
+                f"{spec.version} was saved, but old versions could not be deleted",
+                committed=str(spec.version),
+            )
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
             self._post_commit_error = e
         seconds = time.perf_counter() - began
-        goodput.seconds["background"] += seconds
+        self._goodput.seconds["background"] += seconds
         events.emit(
             "saved",
             run=self.run.url,
@@ -344,11 +348,6 @@ class Saver:
         self.newest = snapshot
         self._attempt = ""
 
-    def poll(self) -> None:
-        """Do what ``wait`` does if no save is in flight; otherwise return at once."""
-        if not self.busy:
-            self.wait()
-
     def close(self) -> None:
         """Release the memory. No further save may begin.
 
@@ -382,5 +381,4 @@ def _version_of(snapshot: Snapshot) -> Version:
 
     This avoids a read of the manifest, which another rank may have written.
     """
-    version = parse_version(snapshot.location.folder)
-    return snapshot.version if version is None else version
+    return parse_version(snapshot.location.folder) or snapshot.version

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from holdfast.data.progress import Progress
@@ -16,23 +15,30 @@ from holdfast.text import with_article
 class StepCounter:
     """Counts the steps and advances the ``ElasticSampler`` objects of a state.
 
-    The count is kept in the ``Progress`` of the state, or in this object if the state has none.
+    A ``Progress`` keeps the count: that of the state, or one of this object if the state has none.
     Raises ``HoldfastError`` if the state has several ``Progress`` objects.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
-        self._progress = _single_progress(list(find_instances(state, Progress)))
+        found = list(find_instances(state, Progress))
+        if len(found) > 1:
+            raise HoldfastError(
+                "The state has several Progress objects",
+                expected="one, which counts the steps of this training",
+                found=len(found),
+            )
+        self._saved_progress: Progress | None = found[0] if found else None
+        self._progress = Progress() if self._saved_progress is None else self._saved_progress
         self._samplers = list(find_instances(state, ElasticSampler))
         sampler_group = SamplerGroup()
         for sampler in self._samplers:
-            sampler.follow(self._progress, sampler_group)
-        self._steps = 0
+            sampler.follow(self._saved_progress, sampler_group)
         self._expected_step: int | None = None
 
     @property
     def step(self) -> int:
         """The number of steps completed, including those before the resume."""
-        return self._steps if self._progress is None else self._progress.step
+        return self._progress.step
 
     @property
     def knows_epochs(self) -> bool:
@@ -50,19 +56,15 @@ class StepCounter:
         Raises ``HoldfastError`` if other code has changed the step count since the last step.
         """
         progress = self._progress
-        if progress is not None:
-            _check_step(progress.step, self._expected_step)
+        _check_step(progress.step, self._expected_step)
         for sampler in self._samplers:
             sampler.check(batches)  # check all samplers before any of them advances
         for sampler in self._samplers:
             sampler.advance(batches)
         # if an interrupt ends this method here, the next call must not report a wrong count
         self._expected_step = None
-        if progress is not None:
-            progress.step += 1
-            self._expected_step = progress.step
-        else:
-            self._steps += 1
+        progress.step += 1
+        self._expected_step = progress.step
 
     def resume_at(self, step: int, from_own_run: bool) -> None:
         """Continue at ``step``.
@@ -70,20 +72,9 @@ class StepCounter:
         ``from_own_run`` is True if a version of the run itself was loaded. Its step then replaces
         that of the ``Progress`` in the state.
         """
-        self._steps, self._expected_step = step, None
-        if from_own_run and self._progress is not None:
+        self._expected_step = None
+        if from_own_run or self._saved_progress is None:
             self._progress.step = step
-
-
-def _single_progress(objects: Sequence[Progress]) -> Progress | None:
-    """Return the only ``Progress`` of a state, or None. Raises ``HoldfastError`` for several."""
-    if len(objects) > 1:
-        raise HoldfastError(
-            "The state has several Progress objects",
-            expected="one, which counts the steps of this training",
-            found=len(objects),
-        )
-    return objects[0] if objects else None
 
 
 def _check_step(step: Any, expected_step: int | None) -> None:

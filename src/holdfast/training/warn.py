@@ -25,18 +25,12 @@ def is_store_failure(error: StoreError | CommitError) -> bool:
 
 def warn_save_failed(error: HoldfastError, last_saved_step: int) -> None:
     """Warn of a save that failed, or of a failure after the commit. Training continues."""
-    if error.is_after_commit:
-        message = "Old versions accumulate"
-    else:
-        message = (
-            f"NOTHING WAS SAVED; training continues, with no save since step {last_saved_step}"
-        )
+    message = (
+        "Old versions accumulate"
+        if error.is_after_commit
+        else f"NOTHING WAS SAVED; training continues, with no save since step {last_saved_step}"
+    )
     warn_user(f"{message}: {format_with_notes(error)}", SaveFailed)
-
-
-def last_save_message(error: BaseException) -> str:
-    """Return the message for a failure of the last save of a training."""
-    return f"the last save failed: {format_with_notes(error)}"
 
 
 def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> None:
@@ -64,8 +58,8 @@ def warn_unsaved_steps(run_url: str, step: int, last_saved_step: int, skipped: b
     """
     events.emit("left_unsaved", run=run_url, step=step, since=last_saved_step)
     if skipped:
-        message = (
+        warn_user(
             f"Steps {last_saved_step + 1} to {step} are not in any version of {run_url}: the save"
-            ' that was due was skipped (busy="skip"). Call ckpt.save() at the end of the training'
+            ' that was due was skipped (busy="skip"). Call ckpt.save() at the end of the training',
+            SaveFailed,
         )
-        warn_user(message, SaveFailed)
