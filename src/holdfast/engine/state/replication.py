@@ -20,12 +20,11 @@ def find_ddp_replication(state: Any) -> dict[int, Replication]:
     Parameters, and their optimizer slots, are ``REPLICATED``. Buffers are ``FROM_FIRST`` if DDP
     broadcasts them before each forward pass.
 
-    Raises ``Unsupported`` for an optimizer of the flat parameters of FSDP1.
+    torch.distributed must be initialized. Raises ``Unsupported`` for an optimizer of the flat
+    parameters of FSDP1.
     """
     torch = lazy_torch.torch_or_none()
-    if torch is None or not torch.distributed.is_available():
-        return {}
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if torch.distributed.get_world_size() == 1:
         return {}
     replication: dict[int, Replication] = {}
     ddp_parameter_ids: set[int] = set()
