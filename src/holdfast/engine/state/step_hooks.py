@@ -87,7 +87,9 @@ class StepPreHook:
 
     def remove(self) -> None:
         """Deactivate the hook."""
-        _unregister(self)
+        global _step_pre_hooks
+        with _step_pre_hooks_lock:
+            _step_pre_hooks = tuple(ref for ref in _step_pre_hooks if ref() not in (None, self))
 
 
 _step_pre_hooks: tuple[weakref.ref[StepPreHook], ...] = ()
@@ -106,12 +108,6 @@ def _register(hook: StepPreHook) -> None:
             _registrations.append(register_optimizer_step_pre_hook(_on_any_step_begin))
         active = (ref for ref in _step_pre_hooks if ref() is not None)
         _step_pre_hooks = (*active, weakref.ref(hook))
-
-
-def _unregister(hook: StepPreHook) -> None:
-    global _step_pre_hooks
-    with _step_pre_hooks_lock:
-        _step_pre_hooks = tuple(ref for ref in _step_pre_hooks if ref() not in (None, hook))
 
 
 def _on_any_step_begin(optimizer: Any, args: Any, options: Any) -> None:
