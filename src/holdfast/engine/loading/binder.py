@@ -87,11 +87,11 @@ class Binder(Binding):
         members = self.dict_members(value, node, key)
         if members is None:
             return lambda: value
-        finalizers = {}
-        for name, live_key in zip(value, tree.child_keys(list(value), key), strict=True):
+        finalizers = {
             # prefer the snapshot's key, which is unique even if two names have the same text
-            child, k = members.pop(name, (ABSENT, live_key))
-            finalizers[name] = self.bind(value[name], child, k)
+            name: self.bind(value[name], *members.pop(name, (ABSENT, live_key)))
+            for name, live_key in zip(value, tree.child_keys(list(value), key), strict=True)
+        }
         self.note_unexpected(members.values())
 
         def finalize() -> Any:
@@ -204,6 +204,8 @@ def _assign_array(value: np.ndarray[Any, Any], loaded: Any) -> Any:
 def _is_filled_in_place(value: Any) -> bool:
     """Return True if a live value is filled in place rather than replaced."""
     torch = lazy_torch.torch_or_none()
-    if torch is not None and isinstance(value, torch.Tensor):
-        return True
-    return isinstance(value, np.ndarray | dict | list | tuple) or modules.is_stateful(value)
+    return (
+        isinstance(value, np.ndarray | dict | list | tuple)
+        or (torch is not None and isinstance(value, torch.Tensor))
+        or modules.is_stateful(value)
+    )

@@ -88,7 +88,7 @@ class Binding:
         if source is None or value.layout is not self.torch.strided:
             self.note_other_kind(str(value.layout).replace("torch.", "tensor "), node, key)
             return None
-        return source if self.check_fits(value, source, key) else None
+        return source if self.check_fits(value, source, key, value.shape) else None
 
     def leaf_source(self, node: Any, key: str, tag: str) -> str | None:
         """Return the key under which the leaf's bytes are stored, or None if the node is not a leaf
@@ -142,13 +142,10 @@ class Binding:
             )
         self.targets.add(source, value, box)
 
-    def check_fits(
-        self, value: Any, source: str, key: str, global_shape: tuple[int, ...] | None = None
-    ) -> bool:
-        """Return True if a leaf has the shape and dtype of a live tensor. Otherwise, record the
-        difference. ``global_shape``: the shape of the global tensor that ``value`` is a part of."""
+    def check_fits(self, value: Any, source: str, key: str, live_shape: tuple[int, ...]) -> bool:
+        """Return True if a leaf has the shape ``live_shape`` and the dtype of a live tensor.
+        Otherwise, record the difference."""
         stored, shape = self.targets.snapshot.leaves[source]
-        live_shape = value.shape if global_shape is None else global_shape
         if live_shape != shape:
             self.differences.shapes[key] = f"{list(shape)}, live {list(live_shape)}"
             return False

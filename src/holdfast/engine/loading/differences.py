@@ -6,7 +6,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 
 import msgspec
 
@@ -14,6 +14,7 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning.select import KeyFilter
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
+from holdfast.format.names import join_key
 from holdfast.text import MAX_SHOWN, format_list, format_ranks
 
 _MAX_MISMATCHES_SHOWN = 5
@@ -213,12 +214,8 @@ def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
 
 
 def _key_prefixes(key: str) -> Iterator[str]:
-    """Yield the key of each level: ``a``, ``a/b``, and ``a/b/c`` for ``a/b/c``."""
-    end = key.find("/")
-    while end >= 0:
-        yield key[:end]
-        end = key.find("/", end + 1)
-    yield key
+    """Return the key of each level: ``a``, ``a/b``, and ``a/b/c`` for ``a/b/c``."""
+    return accumulate(key.split("/"), join_key)
 
 
 def _format_keys(folded: Sequence[tuple[str, int]]) -> str:

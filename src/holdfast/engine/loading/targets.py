@@ -34,8 +34,8 @@ class LoadTargets:
     def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """Return the key under which a leaf's bytes are stored, and the node that describes it."""
         source = node.get("tied", key)
-        is_complete = not LEAF_NODE_TAGS.isdisjoint(node)
-        return source, node if is_complete else self.snapshot.nodes()[source]
+        is_reference = LEAF_NODE_TAGS.isdisjoint(node)
+        return source, self.snapshot.nodes()[source] if is_reference else node
 
     def add(self, source: str, into: Any, box: Box | None = None) -> None:
         """Request that the leaf, or a box of it, is read into ``into``."""

@@ -88,8 +88,11 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
         )
     flattener = _Flattener(state, rank)
     torch = flattener.torch
-    distributed = torch is not None and torch.distributed.is_available()
-    if distributed and torch.distributed.is_initialized():
+    if (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
         flattener.replication_by_address = find_ddp_replication(state)
     flattener.flat.tree = nodes.encode(state, "", flattener.encode_value)
     return flattener.flat

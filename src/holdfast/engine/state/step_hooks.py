@@ -111,7 +111,5 @@ def _register(hook: StepPreHook) -> None:
 
 
 def _on_any_step_begin(optimizer: Any, args: Any, options: Any) -> None:
-    for ref in _step_pre_hooks:
-        hook = ref()
-        if hook is not None:
-            hook.on_step_begin(optimizer)
+    for hook in filter(None, (ref() for ref in _step_pre_hooks)):
+        hook.on_step_begin(optimizer)

@@ -118,13 +118,13 @@ def find_named_instances(
         if isinstance(value, kind):
             yield path, value
         elif isinstance(value, dict | list | tuple) and depth < MAX_DEPTH:
-            is_dict = isinstance(value, dict)
-            members = list(value.values() if is_dict else value)
+            members = list(value.values() if isinstance(value, dict) else value)
             nested = [i for i, m in enumerate(members) if isinstance(m, (dict, list, tuple, kind))]
             names: Sequence[str] = ()
             if named and nested:
                 try:
-                    names = child_keys(list(value if is_dict else range(len(value))), "")
+                    levels = value if isinstance(value, dict) else range(len(value))
+                    names = child_keys(list(levels), "")
                 except ValueError:  # an integer key too long for text; flatten rejects it
                     return
             for i in nested:
