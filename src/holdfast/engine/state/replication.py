@@ -38,10 +38,11 @@ def find_ddp_replication(state: Any) -> dict[int, Replication]:
         for group in optimizer.param_groups:
             if not flat_parameter_ids.isdisjoint(map(id, group["params"])):
                 raise _flat_parameter_error(optimizer)
-        for parameter, slots in optimizer.state.items():
-            if id(parameter) in ddp_parameter_ids:
-                tensors = find_instances(slots, torch.Tensor)
-                replication.update({t.data_ptr(): Replication.REPLICATED for t in tensors})
+        slots = [
+            s for parameter, s in optimizer.state.items() if id(parameter) in ddp_parameter_ids
+        ]
+        tensors = find_instances(slots, torch.Tensor)
+        replication.update({t.data_ptr(): Replication.REPLICATED for t in tensors})
     replication.pop(0, None)
     return replication
 

@@ -56,7 +56,7 @@ def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     torch = lazy_torch.torch_or_none()
     for slots in optimizer.state.values():
         for slot in slots.values() if isinstance(slots, dict) else (slots,):
-            if type(slot) is torch.Tensor:  # the common case, and fast to check
+            if isinstance(slot, torch.Tensor):  # the common case, and fast to check
                 yield slot
             else:
                 yield from find_instances(slot, torch.Tensor)
@@ -119,7 +119,7 @@ def find_named_instances(
             yield path, value
         elif isinstance(value, dict | list | tuple) and depth < MAX_DEPTH:
             members = list(value.values() if isinstance(value, dict) else value)
-            nested = [i for i, m in enumerate(members) if isinstance(m, (dict, list, tuple, kind))]
+            nested = [i for i, m in enumerate(members) if isinstance(m, (kind, dict, list, tuple))]
             names: Sequence[str] = ()
             if named and nested:
                 try:
