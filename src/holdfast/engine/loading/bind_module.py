@@ -25,10 +25,8 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     state = module.state_dict()
     in_place = {_memory_key(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
     fresh: dict[str, Finalize] = {}
-    for name, plain_name in zip(
-        state, modules.strip_wrapper_names(module, list(state), key), strict=True
-    ):
-        value = state[name]
+    plain_names = modules.strip_wrapper_names(module, list(state), key)
+    for (name, value), plain_name in zip(state.items(), plain_names, strict=True):
         child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
         if not binding.selected(k):
             continue
@@ -42,7 +40,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
             binding.add_tensor(value, source, k)
         else:
             fresh[name] = binding.targets.add_fresh(child, k)
-    binding.note_unexpected(members)
+    binding.note_unexpected(members.values())
 
     def finalize() -> Any:
         if fresh or _has_custom_load(module):
@@ -77,10 +75,9 @@ def _has_custom_load(module: Any) -> bool:
     handle old versions of their state."""
     import torch
 
-    def is_overridden(m: Any) -> bool:
-        return not type(m)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
-        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks or is_overridden(m)
+        m._load_state_dict_pre_hooks
+        or m._load_state_dict_post_hooks
+        or not type(m)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
         for m in module.modules()
     )

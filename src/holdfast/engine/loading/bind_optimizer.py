@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from holdfast import lazy_torch
 from holdfast.engine.loading.binding import Binding
-from holdfast.engine.loading.targets import Finalize
+from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import optimizers, sharding
 from holdfast.format import tree
@@ -31,41 +30,45 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     if members is None or _note_other_object(binding, optimizer, members, node, key):
         return lambda: optimizer
     grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names)
-    params: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for group, names in zip(optimizer.param_groups, grouped, strict=True):
-        for name, parameter in zip(names, group["params"], strict=True):
-            params[name], options[name] = parameter, group
+    live = {
+        name: (parameter, group)
+        for group, names in zip(optimizer.param_groups, grouped, strict=True)
+        for name, parameter in zip(names, group["params"], strict=True)
+    }
     finalizers: dict[str, dict[str, Finalize]] = {}
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
     for name, slots, k in tree.children(saved, state_key):
         name = _rename_parameter(name, binding)
-        parameter = params.get(name)
-        if parameter is None:
-            binding.note_unexpected({name: (slots, k)})
+        if name not in live:
+            binding.note_unexpected([(slots, k)])
             continue
-        finalizers[name] = {}
-        for slot, child, slot_key in tree.children(slots, k):
-            if binding.selected(slot_key):
-                live = optimizer.state.get(parameter, {}).get(slot)
-                if live is None:
-                    live = _empty_slot_like(binding, parameter, child, slot_key)
-                device = _slot_device(parameter, options[name], slot)
-                finalizers[name][slot] = _bind_slot(binding, live, child, slot_key, device)
+        parameter, group = live[name]
+        live_slots = optimizer.state.get(parameter, {})
+        finalizers[name] = {
+            slot: _bind_slot(
+                binding,
+                live_slots.get(slot),
+                parameter,
+                _slot_device(parameter, group, slot),
+                child,
+                slot_key,
+            )
+            for slot, child, slot_key in tree.children(slots, k)
+            if binding.selected(slot_key)
+        }
     groups = _bind_groups(binding, optimizer, grouped, *members["groups"])
 
     def finalize() -> Any:
         if exact:
-            for name, parameter in params.items():
-                if name not in finalizers:
-                    optimizer.state.pop(parameter, None)
+            for name in live.keys() - finalizers.keys():
+                optimizer.state.pop(live[name][0], None)
         for name, slot_finalizers in finalizers.items():
             slots = {slot: finalize_slot() for slot, finalize_slot in slot_finalizers.items()}
             if exact:
-                optimizer.state[params[name]] = slots
+                optimizer.state[live[name][0]] = slots
             elif slots:
-                optimizer.state[params[name]].update(slots)
+                optimizer.state[live[name][0]].update(slots)
         for group, values in groups:
             group.update({option: finalize_value() for option, finalize_value in values.items()})
         return optimizer
@@ -79,27 +82,23 @@ def _note_other_object(
     """If the saved value is not an optimizer of this class, record a difference and return True."""
     if _is_optimizer_node(members):
         return _note_other_class(binding, optimizer, *members["groups"], key)
-    if binding.selected(key):
-        binding.note_other_kind(type(optimizer).__name__, node, key)
+    binding.note_other_kind(type(optimizer).__name__, node, key)
     return True
 
 
 def _is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
     """Return True if a node was made by ``optimizers.optimizer_state``. A PyTorch ``state_dict`` of
     an optimizer has a different structure."""
-
-    def kind(node: Any) -> Any:
-        return next(iter(node), None) if type(node) is dict else None
-
     if members.keys() != {"state", "groups"}:
         return False
     (state, _), (groups, _) = members["state"], members["groups"]
     return (
-        kind(state) == "dict"
-        and all(kind(slots) == "dict" for slots in state["dict"].values())
-        and kind(groups) == "list"
+        tag_of(state) == "dict"
+        and all(tag_of(slots) == "dict" for slots in state["dict"].values())
+        and tag_of(groups) == "list"
         and all(
-            kind(g) == "dict" and kind(g["dict"].get("params")) == "list" for g in groups["list"]
+            tag_of(g) == "dict" and tag_of(g["dict"].get("params")) == "list"
+            for g in groups["list"]
         )
     )
 
@@ -118,17 +117,15 @@ def _note_other_class(
     live = {option for group in optimizer.param_groups for option in group}
     saved_only = sorted(option for option in saved - live if not _is_added_later(option))
     live_only = sorted((set(optimizer.defaults) & live) - saved)
-    if min(len(saved_only), len(live_only)) < _MIN_DIFFERING_OPTIONS:
-        return False
-    groups = range(len(node["list"]))
-    keys = (join_key(join_key(groups_key, str(i)), saved_only[0]) for i in groups)
-    if any(map(binding.selected, keys)):
+    is_other_class = min(len(saved_only), len(live_only)) >= _MIN_DIFFERING_OPTIONS and any(
+        binding.selected(f"{groups_key}/{i}/{saved_only[0]}") for i in range(len(node["list"]))
+    )
+    if is_other_class:
         binding.differences.kinds[key] = (
             f"saved with {', '.join(saved_only)}, live {type(optimizer).__name__} with"
             f" {', '.join(live_only)}"
         )
-        return True
-    return False
+    return is_other_class
 
 
 def _rename_parameter(name: Any, binding: Binding) -> Any:
@@ -141,10 +138,14 @@ def _rename_parameter(name: Any, binding: Binding) -> Any:
     return name
 
 
-def _bind_slot(binding: Binding, live: Any, node: Any, key: str, device: Any) -> Finalize:
+def _bind_slot(
+    binding: Binding, live: Any, parameter: Any, device: Any, node: Any, key: str
+) -> Finalize:
     """Fill the live slot in place if it has the saved shape and dtype and is on ``device``;
     otherwise, load the slot into fresh memory."""
-    torch = lazy_torch.torch_or_none()
+    torch = binding.torch
+    if live is None:
+        live = _empty_slot_like(binding, parameter, node, key)
     if isinstance(live, torch.Tensor) and type(node) is dict and "tensor" in node:
         source, _ = binding.targets.resolve_leaf(node, key)
         stored = binding.targets.snapshot.leaves[source]
@@ -164,10 +165,9 @@ def _empty_slot_like(binding: Binding, parameter: Any, node: Any, key: str) -> A
     """
     if not (type(node) is dict and "tensor" in node and sharding.is_distributed_tensor(parameter)):
         return None
-    torch = lazy_torch.torch_or_none()
     name, shape = binding.targets.snapshot.leaves[binding.targets.resolve_leaf(node, key)[0]]
     if shape == tuple(parameter.shape):
-        return sharding.empty_like(parameter, getattr(torch, name))
+        return sharding.empty_like(parameter, getattr(binding.torch, name))
     if len(shape) and prod(shape) > 1:
         binding.differences.kinds[key] = (
             f"a slot of shape {list(shape)}, live no slot yet for a parameter of shape"
@@ -181,9 +181,8 @@ def _slot_device(parameter: Any, group: dict[str, Any], slot: str) -> Any:
     """Return the device on which PyTorch keeps a slot: that of its parameter, or the CPU for a step
     counter unless the optimizer is capturable or fused (see ``load_state_dict`` in
     torch/optim/optimizer.py)."""
-    if slot == "step" and not (group.get("capturable") or group.get("fused")):
-        return "cpu"
-    return parameter.device
+    is_on_cpu = slot == "step" and not (group.get("capturable") or group.get("fused"))
+    return "cpu" if is_on_cpu else parameter.device
 
 
 def _bind_groups(
@@ -191,36 +190,31 @@ def _bind_groups(
 ) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
     """Bind the options of each group. Groups are matched by position and must have the same
     parameters."""
-    saved = node["list"]
+    missing, unexpected = binding.differences.missing, binding.differences.unexpected
+    keys = [f"{key}/{i}" for i in range(max(len(node["list"]), len(grouped)))]
     bound = []
-    for i in range(max(len(saved), len(grouped))):
-        k = join_key(key, str(i))
-        if i >= len(saved) or i >= len(grouped):
-            side = (
-                binding.differences.missing if i >= len(saved) else binding.differences.unexpected
-            )
-            if binding.selected(k):
-                side.append(k)
-            continue
-        members = {name: child for name, child, _ in tree.children(saved[i], k)}
-        names = [
+    for k, saved, group, live_names in zip(keys, node["list"], optimizer.param_groups, grouped):
+        members = {name: child for name, child, _ in tree.children(saved, k)}
+        saved_names = [
             _rename_parameter(n, binding)
             for n in tree.decode(members.pop("params"), k, tree.reject_value)
         ]
-        for side, one_sided in (
-            (binding.differences.missing, [n for n in grouped[i] if n not in set(names)]),
-            (binding.differences.unexpected, [n for n in names if n not in set(grouped[i])]),
+        for side, names, others in (
+            (missing, live_names, set(saved_names)),
+            (unexpected, saved_names, set(live_names)),
         ):
-            keys = [f"{k}/params/{escape_level(n)}" for n in one_sided]
-            side += filter(binding.selected, keys)
-        group, values = optimizer.param_groups[i], {}
+            one_sided = (f"{k}/params/{escape_level(n)}" for n in names if n not in others)
+            side += filter(binding.selected, one_sided)
+        values = {}
         for option, child in members.items():
             if option not in group and not _is_added_later(option):
                 # probably another class of optimizer, or an optimizer from a later PyTorch
-                binding.note_unexpected({option: (child, join_key(k, option))})
+                binding.note_unexpected([(child, join_key(k, option))])
             elif binding.selected(join_key(k, option)):
                 values[option] = binding.targets.add_fresh(child, join_key(k, option), "cpu")
         bound.append((group, values))
+    missing += filter(binding.selected, keys[len(node["list"]) :])
+    unexpected += filter(binding.selected, keys[len(grouped) :])
     return bound
 
 

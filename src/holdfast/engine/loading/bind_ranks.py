@@ -37,29 +37,26 @@ def bind_per_rank(binding: Binding, bind: Bind, value: Any, node: Any, key: str)
     ``derive`` method, the rank instead loads the value of the lowest saved rank and derives its own
     value from it.
     """
-    saved = {} if node is ABSENT else _nodes_by_rank(binding, node, key)
+    saved = _nodes_by_rank(binding, node, key)
     if not saved:
         return binding.bind_stateful(value, ABSENT, key)
-
-    def bind_node(child: Any, k: str) -> Finalize:
-        if isinstance(value, PerRank):
-            return bind_wrapped(binding, bind, value, child, k)
-        return binding.bind_stateful(value, child, k)
-
-    if not hasattr(value, "derive") and binding.is_any_selected(node, key):
+    has_own, can_derive = binding.rank in saved, hasattr(value, "derive")
+    if not can_derive and binding.is_any_selected(node, key):
         binding.differences.saved_ranks[key] = sorted(saved)
-    if binding.rank in saved:
-        return bind_node(*saved[binding.rank])
-    if not hasattr(value, "derive"):
+    if not has_own and not can_derive:
         return lambda: value
-    finalize_first = bind_node(*saved[min(saved)])
+    child, child_key = saved[binding.rank if has_own else min(saved)]
+    if isinstance(value, PerRank):
+        finalize_child = bind_wrapped(binding, bind, value, child, child_key)
+    else:
+        finalize_child = binding.bind_stateful(value, child, child_key)
 
-    def finalize() -> Any:
-        finalize_first()
+    def derive() -> Any:
+        finalize_child()
         value.derive(binding.rank)
         return value
 
-    return finalize
+    return finalize_child if has_own else derive
 
 
 def _nodes_by_rank(binding: Binding, node: Any, key: str) -> dict[int, tuple[Any, str]]:

@@ -18,7 +18,7 @@ from holdfast.engine.loading.bind_module import bind_module
 from holdfast.engine.loading.bind_optimizer import bind_optimizer
 from holdfast.engine.loading.bind_ranks import bind_per_rank, bind_wrapped
 from holdfast.engine.loading.binding import Binding
-from holdfast.engine.loading.targets import Finalize
+from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.replication import Replicated, keeps_per_rank
@@ -40,9 +40,8 @@ class Binder(Binding):
     """
 
     def bind(self, value: Any, node: Any, key: str) -> Finalize:
-        torch = self.torch
         # tensors first: there are many of them, and attribute lookups on tensors are slow
-        if torch is not None and isinstance(value, torch.Tensor):
+        if self.torch is not None and isinstance(value, self.torch.Tensor):
             return self._bind_leaf(self._bind_tensor, value, node, key)
         if isinstance(value, np.ndarray):
             return self._bind_leaf(self._bind_array, value, node, key)
@@ -68,16 +67,16 @@ class Binder(Binding):
         self, bind: Callable[[Any, Any, str], Finalize], value: Any, node: Any, key: str
     ) -> Finalize:
         """Bind one leaf or plain value if it is selected and the snapshot has it."""
-        if node is not ABSENT and self.selected(key):
+        if node is ABSENT:
+            self.note_missing(key)
+        elif self.selected(key):
             return bind(value, node, key)
-        if node is ABSENT and self.selected(key):
-            self.differences.missing.append(key)
         return lambda: value
 
     def _bind_value(self, value: Any, node: Any, key: str) -> Finalize:
         """Replace a plain value by the saved plain value. A live None accepts a saved value of any
         kind."""
-        if value is not None and type(node) is dict and next(iter(node)) in _NON_VALUE_TAGS:
+        if value is not None and tag_of(node) in _NON_VALUE_TAGS:
             self.note_other_kind(type(value).__name__, node, key)
             return lambda: value
         return self.targets.add_fresh(node, key)
@@ -88,12 +87,12 @@ class Binder(Binding):
         members = self.dict_members(value, node, key)
         if members is None:
             return lambda: value
-        finalizers = {}
-        for name, live_key in zip(value, tree.child_keys(list(value), key), strict=True):
+        finalizers = {
             # prefer the snapshot's key, which is unique even if two names have the same text
-            child, k = members.pop(name, (ABSENT, live_key))
-            finalizers[name] = self.bind(value[name], child, k)
-        self.note_unexpected(members)
+            name: self.bind(value[name], *members.pop(name, (ABSENT, live_key)))
+            for name, live_key in zip(value, tree.child_keys(list(value), key), strict=True)
+        }
+        self.note_unexpected(members.values())
 
         def finalize() -> Any:
             for name, finalize_member in finalizers.items():
@@ -103,50 +102,28 @@ class Binder(Binding):
         return finalize
 
     def _bind_sequence(self, value: Any, node: Any, key: str) -> Finalize:
-        tag = next(iter(node), None) if type(node) is dict else None
-        nodes = node[tag] if tag in ("list", "tuple") else None
-        if nodes is None and node is not ABSENT:
-            if self.selected(key):
-                self.note_other_kind(type(value).__name__, node, key)
+        tag = tag_of(node)
+        if tag not in ("list", "tuple") and node is not ABSENT:
+            self.note_other_kind(type(value).__name__, node, key)
             return lambda: value
+        nodes = () if node is ABSENT else node[tag]
         if (
-            nodes is not None
+            node is not ABSENT
             and len(nodes) != len(value)
             and not any(map(_is_filled_in_place, value))
         ):
-            return self._bind_resized(value, node, key)
+            # a list of plain values, such as a history, takes its saved length
+            if not self.is_any_selected(node, key):
+                return lambda: value
+            finalize_fresh = self.targets.add_fresh(node, key)
+            return lambda: _assign_elements(value, finalize_fresh())
         finalizers = [
-            self.bind(v, nodes[i] if nodes and i < len(nodes) else ABSENT, join_key(key, str(i)))
+            self.bind(v, nodes[i] if i < len(nodes) else ABSENT, join_key(key, str(i)))
             for i, v in enumerate(value)
         ]
-        surplus = (nodes or ())[len(value) :]
-        self.note_unexpected(
-            {i: (n, join_key(key, str(i))) for i, n in enumerate(surplus, len(value))}
-        )
-
-        def finalize() -> Any:
-            loaded = [finalize_element() for finalize_element in finalizers]
-            if type(value) is list:
-                value[:] = loaded
-                return value
-            return tuple(loaded)
-
-        return finalize
-
-    def _bind_resized(self, value: Any, node: Any, key: str) -> Finalize:
-        """Replace all elements of a list of plain values, such as a history, which takes its saved
-        length."""
-        if not self.is_any_selected(node, key):
-            return lambda: value
-        finalize_fresh = self.targets.add_fresh(node, key)
-
-        def finalize() -> Any:
-            if type(value) is list:
-                value[:] = finalize_fresh()
-                return value
-            return finalize_fresh()
-
-        return finalize
+        surplus = enumerate(nodes[len(value) :], len(value))
+        self.note_unexpected((n, join_key(key, str(i))) for i, n in surplus)
+        return lambda: _assign_elements(value, type(value)(f() for f in finalizers))
 
     # -- leaves --------------------------------------------------------------------------------
 
@@ -197,7 +174,7 @@ class Binder(Binding):
             self.targets.add(source, value)
         else:
             finalize = self.targets.add_fresh(node, key)
-            return lambda: _assign(value, finalize())
+            return lambda: _assign_array(value, finalize())
         return lambda: value
 
 
@@ -206,7 +183,16 @@ def _can_cast_array(stored: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     return {stored.kind, dtype.kind} <= set("biufc") and np.can_cast(stored, dtype, "same_kind")
 
 
-def _assign(value: np.ndarray[Any, Any], loaded: Any) -> Any:
+def _assign_elements(value: Any, loaded: Any) -> Any:
+    """Replace the elements of a live list and return it. Return what is loaded if the live value is
+    a tuple."""
+    if type(value) is tuple:
+        return loaded
+    value[:] = loaded
+    return value
+
+
+def _assign_array(value: np.ndarray[Any, Any], loaded: Any) -> Any:
     """Copy the loaded elements into the live array and return it. Return the loaded array if the
     live one is read-only."""
     if not value.flags.writeable:
@@ -218,6 +204,8 @@ def _assign(value: np.ndarray[Any, Any], loaded: Any) -> Any:
 def _is_filled_in_place(value: Any) -> bool:
     """Return True if a live value is filled in place rather than replaced."""
     torch = lazy_torch.torch_or_none()
-    if torch is not None and isinstance(value, torch.Tensor):
-        return True
-    return isinstance(value, np.ndarray | dict | list | tuple) or modules.is_stateful(value)
+    return (
+        isinstance(value, np.ndarray | dict | list | tuple)
+        or (torch is not None and isinstance(value, torch.Tensor))
+        or modules.is_stateful(value)
+    )

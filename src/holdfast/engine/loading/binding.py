@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast import lazy_torch
 from holdfast.engine.loading.differences import Differences
-from holdfast.engine.loading.targets import BYTE_TAGS, Finalize, LoadTargets
+from holdfast.engine.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
 from holdfast.engine.planning.select import ABSENT, KeyFilter
 from holdfast.engine.state import sharding
 from holdfast.errors import PlanError
@@ -62,16 +62,19 @@ class Binding:
         difference, if the node is not a dict."""
         if node is ABSENT:
             return {}
-        tag = next(iter(node), None) if type(node) is dict else None
-        if tag not in ("dict", "ordered", "items"):
-            if self.selected(key):
-                self.note_other_kind(type(value).__name__, node, key)
+        if tag_of(node) not in ("dict", "ordered", "items"):
+            self.note_other_kind(type(value).__name__, node, key)
             return None
         return {name: (child, k) for name, child, k in tree.children(node, key)}
 
-    def note_unexpected(self, members: dict[Any, tuple[Any, str]]) -> None:
-        """Record members of the snapshot that the live state lacks."""
-        for child, key in members.values():
+    def note_missing(self, key: str) -> None:
+        """Record a key of the live state that the snapshot lacks, if it is selected."""
+        if self.selected(key):
+            self.differences.missing.append(key)
+
+    def note_unexpected(self, members: Iterable[tuple[Any, str]]) -> None:
+        """Record members of the snapshot that the live state lacks: nodes, each with its key."""
+        for child, key in members:
             self.differences.unexpected += [k for k, _ in tree.walk(child, key) if self.selected(k)]
 
     def is_any_selected(self, node: Any, key: str) -> bool:
@@ -85,12 +88,12 @@ class Binding:
         if source is None or value.layout is not self.torch.strided:
             self.note_other_kind(str(value.layout).replace("torch.", "tensor "), node, key)
             return None
-        return source if self.check_fits(value, source, key) else None
+        return source if self.check_fits(value, source, key, value.shape) else None
 
     def leaf_source(self, node: Any, key: str, tag: str) -> str | None:
         """Return the key under which the leaf's bytes are stored, or None if the node is not a leaf
         of the kind ``tag``."""
-        if not _is_leaf(node):
+        if not is_leaf(node):
             return None
         source, leaf = self.targets.resolve_leaf(node, key)
         return source if tag in leaf else None
@@ -139,13 +142,10 @@ class Binding:
             )
         self.targets.add(source, value, box)
 
-    def check_fits(
-        self, value: Any, source: str, key: str, global_shape: tuple[int, ...] | None = None
-    ) -> bool:
-        """Return True if a leaf has the shape and dtype of a live tensor. Otherwise, record the
-        difference. ``global_shape``: the shape of the global tensor that ``value`` is a part of."""
+    def check_fits(self, value: Any, source: str, key: str, live_shape: tuple[int, ...]) -> bool:
+        """Return True if a leaf has the shape ``live_shape`` and the dtype of a live tensor.
+        Otherwise, record the difference."""
         stored, shape = self.targets.snapshot.leaves[source]
-        live_shape = value.shape if global_shape is None else global_shape
         if live_shape != shape:
             self.differences.shapes[key] = f"{list(shape)}, live {list(live_shape)}"
             return False
@@ -157,9 +157,10 @@ class Binding:
         return False
 
     def note_other_kind(self, expected: str, node: Any, key: str) -> None:
-        """Record that the node is of another kind than the live value."""
-        tag = next(iter(node), "nothing") if type(node) is dict else type(node).__name__
-        self.differences.kinds[key] = f"{tag}, live {expected}"
+        """Record that the node is of another kind than the live value, if ``key`` is selected."""
+        if self.selected(key):
+            tag = next(iter(node), "nothing") if type(node) is dict else type(node).__name__
+            self.differences.kinds[key] = f"{tag}, live {expected}"
 
     def bind_stateful(self, value: Any, node: Any, key: str) -> Finalize:
         """Bind an object by its ``load_state_dict``, which is called after the bytes are read.
@@ -168,14 +169,13 @@ class Binding:
         method is called now, so that the object can reject the state before anything changes.
         """
         if node is ABSENT:
-            if self.selected(key):
-                self.differences.missing.append(key)
+            self.note_missing(key)
             return lambda: value
         if not self.is_any_selected(node, key):
             return lambda: value
         finalize_state = self.targets.add_fresh(node, key, "cpu")
         check = getattr(value, "check_state_dict", None)
-        if check is not None and not any(_is_leaf(n) for _, n in tree.walk(node, key)):
+        if check is not None and not any(is_leaf(n) for _, n in tree.walk(node, key)):
             check(finalize_state())
 
         def finalize() -> Any:
@@ -193,7 +193,3 @@ def _can_cast(stored: str, dtype: Any) -> bool:
     packed = "float4_e2m1fn_x2"
     fits: bool = torch.can_cast(getattr(torch, stored), dtype)
     return fits and packed not in (stored, dtype_name(dtype))
-
-
-def _is_leaf(node: Any) -> bool:
-    return type(node) is dict and not BYTE_TAGS.isdisjoint(node)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 
 import msgspec
 
@@ -13,6 +14,7 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning.select import KeyFilter
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
+from holdfast.format.names import join_key
 from holdfast.text import MAX_SHOWN, format_list, format_ranks
 
 _MAX_MISMATCHES_SHOWN = 5
@@ -66,22 +68,23 @@ class Differences:
         return zlib.compress(msgspec.json.encode(self))
 
     def _combine(self, encoded: Sequence[bytes]) -> bytes:
-        combined, unexpected = Differences(), list(self.unexpected)
+        ranks_by_message: defaultdict[bytes, list[int]] = defaultdict(list)
+        for rank, raw in enumerate(encoded):
+            ranks_by_message[raw].append(rank)
         groups = [
             (msgspec.json.decode(zlib.decompress(raw), type=Differences), ranks)
-            for raw, ranks in _group_ranks(encoded).items()
+            for raw, ranks in ranks_by_message.items()
         ]
+        combined = Differences()
         combined._keep_reassigned(groups)
+        on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
+        combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
+        combined.missing = list(dict.fromkeys(key for one, _ in groups for key in one.missing))
         for one, ranks in groups:
-            unexpected_here = set(one.unexpected)
-            unexpected = [key for key in unexpected if key in unexpected_here]
-            known = set(combined.missing)
-            combined.missing += [key for key in one.missing if key not in known]
             for name in ("shapes", "dtypes", "kinds"):
                 setattr(combined, name, getattr(one, name) | getattr(combined, name))
             if one.missing or one.shapes or one.dtypes or one.kinds:
                 combined.ranks += ranks
-        combined.unexpected = unexpected
         combined.ranks = sorted(combined.ranks) if len(combined.ranks) < len(encoded) else []
         return combined._encode()
 
@@ -104,8 +107,7 @@ class Differences:
         empty string if there are none."""
         keys_by_text: dict[str, list[tuple[str, int]]] = {}
         for key, saved in self.saved_ranks.items():
-            loaded = self.loaded_ranks[key]
-            text = _describe_reassignment(saved, loaded)
+            text = _describe_reassignment(saved, self.loaded_ranks[key])
             keys_by_text.setdefault(text, []).append((key, 1))
         return "; ".join(f"{_format_keys(keys)} {text}" for text, keys in keys_by_text.items())
 
@@ -177,14 +179,6 @@ def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
     return f"(saved by {savers}, loaded by {len(loaded)}): {', '.join(effects)}"
 
 
-def _group_ranks(encoded: Sequence[bytes]) -> dict[bytes, list[int]]:
-    """Return the ranks that sent each distinct message."""
-    groups: dict[bytes, list[int]] = {}
-    for rank, raw in enumerate(encoded):
-        groups.setdefault(raw, []).append(rank)
-    return groups
-
-
 def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
     """Fold keys that one side lacks into as few keys as possible.
 
@@ -220,12 +214,8 @@ def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
 
 
 def _key_prefixes(key: str) -> Iterator[str]:
-    """Yield the key of each level: ``a``, ``a/b``, and ``a/b/c`` for ``a/b/c``."""
-    end = key.find("/")
-    while end >= 0:
-        yield key[:end]
-        end = key.find("/", end + 1)
-    yield key
+    """Return the key of each level: ``a``, ``a/b``, and ``a/b/c`` for ``a/b/c``."""
+    return accumulate(key.split("/"), join_key)
 
 
 def _format_keys(folded: Sequence[tuple[str, int]]) -> str:

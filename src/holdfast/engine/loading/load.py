@@ -118,7 +118,13 @@ def _load(
             raise  # the error already states whether the other rank had begun to read
         raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
     if reassigned and collective.rank == 0:
-        _warn_reassigned(targets.snapshot.url, reassigned)
+        warn_user(
+            f"The per-rank values in {targets.snapshot.url} do not match the ranks that load them:"
+            f" {reassigned}. If a value counts the data that one rank has seen, some samples will"
+            " be repeated and some skipped; holdfast.ElasticSampler continues with any number of"
+            " ranks.",
+            RanksChanged,
+        )
     try:
         reader.read(targets.requests, targets.targets, collective.advance)
         loaded = finalize()
@@ -177,15 +183,6 @@ def _bind(
     if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
         raise _no_match_error(snapshot, keys)
     return finalize, binder.differences.describe_reassigned()
-
-
-def _warn_reassigned(url: str, reassigned: str) -> None:
-    warn_user(
-        f"The per-rank values in {url} do not match the ranks that load them: {reassigned}. If a"
-        " value counts the data that one rank has seen, some samples will be repeated and some"
-        " skipped; holdfast.ElasticSampler continues with any number of ranks.",
-        RanksChanged,
-    )
 
 
 def _no_match_error(snapshot: Snapshot, keys: Any) -> MissingLeaf:

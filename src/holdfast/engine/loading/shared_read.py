@@ -77,7 +77,7 @@ class SharedReader:
             for i, shard in enumerate(shards)
             for at in range(0, max(1, shard.index.length), BLOCK_SIZE)
         ]
-        missing_blocks = Counter(i for i, _, _ in blocks)
+        block_counts = Counter(i for i, _, _ in blocks)
         received: list[dict[int, bytes]] = [{} for _ in shards]
         indexes: dict[int, ShardIndex] = {}
         lock, schema_cache = Lock(), SchemaCache()
@@ -91,8 +91,7 @@ class SharedReader:
             i, at, size = blocks[number]
             with lock:
                 received[i][at] = bytes(span.view[:size])
-                missing_blocks[i] -= 1
-                is_last = not missing_blocks[i]
+                is_last = len(received[i]) == block_counts[i]
             if is_last:
                 raw = b"".join(block for _, block in sorted(received[i].items()))
                 received[i].clear()
@@ -139,8 +138,8 @@ class SharedReader:
             sizes = [n + run.stop - run.start for n, run in zip(paddings, runs, strict=True)]
             increment_tensor_versions(targets)
             self._peers.exchange(assign_reads(sizes, len(self._peers.ranks)), fill, consume)
-            workers = Workers.create(advance=advance)
-            execute_read_plan(location, ReadPlan(tuple(unshared)), indexes, targets, workers)
+            own_plan = ReadPlan(tuple(unshared))
+            execute_read_plan(location, own_plan, indexes, targets, Workers.create(advance=advance))
 
     def _wanting_ranks(self, plan: ReadPlan, indexes: Sequence[ShardIndex]) -> list[RankMasks]:
         """Return, for each shard, the ranks that need each of its chunks."""
@@ -157,8 +156,7 @@ class SharedReader:
 
         def consume(number: int, span: WindowSlice) -> None:
             bits = np.frombuffer(span.view, np.uint8, len(packed))
-            unpacked = np.unpackbits(bits, count=len(own_chunks))
-            chunks_by_rank[number] = unpacked.astype(np.uint64)
+            chunks_by_rank[number] = np.unpackbits(bits, count=len(own_chunks)).astype(np.uint64)
 
         assignments = [ReadAssignment(r, r, 0, len(packed)) for r in range(len(chunks_by_rank))]
         self._peers.exchange([assignments], fill, consume)
@@ -183,10 +181,13 @@ def _split_shared(
     for shard, (index, masks, shared) in enumerate(
         zip(indexes, wanting_ranks, is_shared, strict=True)
     ):
-        shard_runs: list[ReadItem] = []
-        for mask in np.unique(masks[shared]):
-            chunks = np.flatnonzero(masks == mask)
-            shard_runs += chunk_read_items(shard, index.cuts, index.chunk_refs, chunks)
+        shard_runs = (
+            run
+            for mask in np.unique(masks[shared])
+            for run in chunk_read_items(
+                shard, index.cuts, index.chunk_refs, np.flatnonzero(masks == mask)
+            )
+        )
         runs += sorted(shard_runs, key=lambda run: run.first_chunk)
     unshared: list[ReadItem] = []
     for item in plan.items:

@@ -34,9 +34,8 @@ class LoadTargets:
     def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """Return the key under which a leaf's bytes are stored, and the node that describes it."""
         source = node.get("tied", key)
-        if not LEAF_NODE_TAGS.isdisjoint(node):
-            return source, node
-        return source, self.snapshot.nodes()[source]
+        is_reference = LEAF_NODE_TAGS.isdisjoint(node)
+        return source, self.snapshot.nodes()[source] if is_reference else node
 
     def add(self, source: str, into: Any, box: Box | None = None) -> None:
         """Request that the leaf, or a box of it, is read into ``into``."""
@@ -50,49 +49,58 @@ class LoadTargets:
         """Allocate memory for all leaves of a node, and request them. Return the ``Finalize``
         function that decodes the node's value."""
         for k, n in tree.walk(node, key):
-            if type(n) is dict and not BYTE_TAGS.isdisjoint(n):
+            if is_leaf(n):
                 source, leaf = self.resolve_leaf(n, k)
                 if source not in self.fresh:
-                    dtype, shape = self.snapshot.leaves[source]
                     leaf_device = self.device if device is None else device
-                    self.fresh[source] = allocate(leaf, k, dtype, shape, leaf_device)
+                    spec = self.snapshot.leaves[source]
+                    self.fresh[source] = allocate(leaf, k, *spec, leaf_device)
                     self.add(source, self.fresh[source])
         return lambda: tree.decode(node, key, self.decode_leaf)
 
     def decode_leaf(self, node: Any, key: str) -> Any:
         """Return the value of a leaf whose bytes are read. Callback for ``tree.decode``."""
         if "sparse" in node:
-            file = self.snapshot.location.key(MANIFEST)
-            return _make_sparse(node["sparse"], key, self.decode_leaf, file)
+            return self._make_sparse(node["sparse"], key)
         source, leaf = self.resolve_leaf(node, key)
         loaded = self.fresh[source]
         if "blob" in leaf:
             return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](loaded.data)
         if "array" in leaf and len(leaf["array"]) == 3:
-            records = as_records(loaded, tree.from_descr(leaf["array"][2]))
-            return records.reshape(loaded.shape[:-1])
+            dtype = tree.from_descr(leaf["array"][2])
+            return as_records(loaded, dtype).reshape(loaded.shape[:-1])
         return loaded
 
+    def _make_sparse(self, body: Any, key: str) -> Any:
+        import torch
 
-def _make_sparse(body: Any, key: str, decode_leaf: Callable[[Any, str], Any], file: str) -> Any:
-    import torch
-
-    parts = {n: decode_leaf(p, join_key(key, n)) for n, p in body["parts"].items()}
-    shape = tuple(body["shape"])
-    try:
-        if body["layout"] == "sparse_coo":
-            tensor = torch.sparse_coo_tensor(
-                parts["indices"], parts["values"], shape, check_invariants=True
+        parts = {n: self.decode_leaf(p, join_key(key, n)) for n, p in body["parts"].items()}
+        shape = tuple(body["shape"])
+        try:
+            if body["layout"] == "sparse_coo":
+                tensor = torch.sparse_coo_tensor(
+                    parts["indices"], parts["values"], shape, check_invariants=True
+                )
+                return tensor._coalesced_(body["coalesced"])
+            compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
+            return torch.sparse_compressed_tensor(
+                parts[compressed],
+                parts[plain],
+                parts["values"],
+                shape,
+                layout=getattr(torch, body["layout"]),
+                check_invariants=True,
             )
-            return tensor._coalesced_(body["coalesced"])
-        compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
-        return torch.sparse_compressed_tensor(
-            parts[compressed],
-            parts[plain],
-            parts["values"],
-            shape,
-            layout=getattr(torch, body["layout"]),
-            check_invariants=True,
-        )
-    except (RuntimeError, TypeError, ValueError) as e:
-        raise tree.invalid_node({"sparse": body}, key, file) from e
+        except (RuntimeError, TypeError, ValueError) as e:
+            file = self.snapshot.location.key(MANIFEST)
+            raise tree.invalid_node({"sparse": body}, key, file) from e
+
+
+def tag_of(node: Any) -> Any:
+    """Return the tag of a node, which is its first name; None for a node without a tag."""
+    return next(iter(node), None) if type(node) is dict else None
+
+
+def is_leaf(node: Any) -> bool:
+    """Return True for the node of a leaf or of a tensor that is tied to one."""
+    return type(node) is dict and not BYTE_TAGS.isdisjoint(node)

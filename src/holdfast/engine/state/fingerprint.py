@@ -36,13 +36,8 @@ class Fingerprint:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._cpu_windows: list[memoryview] = []
-        device_tensors = []
-        for t in tensors:
-            if t.is_cpu:
-                self._cpu_windows += _sample_windows(t)
-            elif not (t.is_conj() or t.is_neg()):
-                device_tensors.append(t)
+        self._cpu_windows = [w for t in tensors if t.is_cpu for w in _sample_windows(t)]
+        device_tensors = [t for t in tensors if not (t.is_cpu or t.is_conj() or t.is_neg())]
         stride = max(1, ceil(len(device_tensors) / _MAX_DEVICE_TENSORS))
         self._device_tensors = device_tensors[::stride]
         self._recorded: SampledBytes = (b"", [])

@@ -7,6 +7,7 @@ without bytes of its own, such as a conjugate: its source is the resolved tensor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -27,6 +28,17 @@ from holdfast.format.names import join_key
 from holdfast.format.tree import unsupported
 from holdfast.text import with_article
 from holdfast.types import DTYPES, Box
+
+_ROWS = {"crow": "crow_indices", "col": "col_indices", "values": "values"}
+_COLUMNS = {"ccol": "ccol_indices", "row": "row_indices", "values": "values"}
+_SPARSE_PARTS = {
+    "sparse_coo": {"indices": "_indices", "values": "_values"},
+    "sparse_csr": _ROWS,
+    "sparse_bsr": _ROWS,
+    "sparse_csc": _COLUMNS,
+    "sparse_bsc": _COLUMNS,
+}
+"""The parts of a sparse tensor by its layout, each with the method that returns the part."""
 
 
 # One is created for every leaf, and creating a frozen dataclass takes eight times as long.
@@ -56,8 +68,8 @@ class FlatState:
     between ranks.
     """
 
-    tree: Any
-    leaves: list[LocalLeaf]
+    tree: Any = None
+    leaves: list[LocalLeaf] = field(default_factory=list)
     per_rank: dict[str, Any] = field(default_factory=dict)
     from_first: dict[str, Any] = field(default_factory=dict)
     merged_lists: list[str] = field(default_factory=list)
@@ -74,43 +86,44 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
             expected='a dict such as {"model": model, "optimizer": optimizer}',
             found=type(state).__name__,
         )
-    flattener = _Flattener(modules.parameter_names(state), find_ddp_replication(state), rank)
-    tree = nodes.encode(state, "", flattener.encode_value)
-    return FlatState(
-        tree,
-        flattener.leaves,
-        flattener.per_rank,
-        flattener.from_first,
-        flattener.merged_lists,
-    )
+    flattener = _Flattener(state, rank)
+    torch = flattener.torch
+    if (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
+        flattener.replication_by_address = find_ddp_replication(state)
+    flattener.flat.tree = nodes.encode(state, "", flattener.encode_value)
+    return flattener.flat
 
 
-@dataclass(slots=True)
+@dataclass
 class _Flattener:
     """Encodes the values that ``nodes.encode`` does not know, and collects the leaves."""
 
-    parameter_names: dict[int, str]
-    replication_by_address: dict[int, Replication]
+    state: dict[str, Any]
     rank: int
-    leaves: list[LocalLeaf] = field(default_factory=list)
-    per_rank: dict[str, Any] = field(default_factory=dict)
-    from_first: dict[str, Any] = field(default_factory=dict)
-    merged_lists: list[str] = field(default_factory=list)
+    flat: FlatState = field(default_factory=FlatState)
+    replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
     key_by_memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     enclosing_ids: list[int] = field(default_factory=list)
     torch: Any = field(default_factory=lazy_torch.torch_or_none)
 
+    @cached_property
+    def parameter_names(self) -> dict[int, str]:
+        """The names of the parameters. Only optimizers need them."""
+        return modules.parameter_names(self.state)
+
     def encode_value(self, value: Any, key: str, depth: int) -> Any:
-        torch = self.torch
-        if torch is not None and isinstance(value, torch.Tensor):
+        if self.torch is not None and isinstance(value, self.torch.Tensor):
             return self._encode_tensor(value, key)
         if type(value) is np.ndarray:
             return self._encode_array(value, key)
         if type(value) in (bytes, bytearray):
             # a copy, because a bytearray cannot be resized while a view of its memory exists
-            raw = np.frombuffer(bytes(value), np.uint8)
-            self._add_whole_leaf(key, "uint8", raw.shape, raw)
+            self._add_array(key, np.frombuffer(bytes(value), np.uint8))
             return {"blob": [type(value).__name__, len(value)]}
         if isinstance(value, np.ndarray):
             raise unsupported(
@@ -118,9 +131,10 @@ class _Flattener:
             )
         return self._encode_object(value, key, depth)
 
-    def _add_whole_leaf(self, key: str, dtype: str, shape: tuple[int, ...], source: Any) -> None:
+    def _add_array(self, key: str, a: np.ndarray[Any, Any]) -> None:
         replication = self.forced_replication or Replication.UNVERIFIED
-        self.leaves.append(LocalLeaf(key, dtype, shape, source, Box.whole(shape), replication))
+        leaf = LocalLeaf(key, a.dtype.name, a.shape, a, Box.whole(a.shape), replication)
+        self.flat.leaves.append(leaf)
 
     def _encode_rank_dependent(self, value: Any, key: str, depth: int) -> Any:
         """Encode a per-rank or replicated value, whose node is stored outside of the tree."""
@@ -128,22 +142,17 @@ class _Flattener:
             raise unsupported(
                 value, key, "a PerRank or Replicated value cannot contain a Replicated value"
             )
-        if isinstance(value, Replicated):
-            self.forced_replication = Replication.FROM_FIRST
-            self.from_first[key] = self._encode_nested(value.value, key, depth)
-        else:
-            self.forced_replication = Replication.REPLICATED
-            rank_key = join_key(key, str(self.rank))
-            self.per_rank[key] = (
-                self._encode_nested(value.value, rank_key, depth)
-                if isinstance(value, PerRank)
-                else self._encode_object(value, rank_key, depth)
-            )
+        first = isinstance(value, Replicated)
+        self.forced_replication = Replication.FROM_FIRST if first else Replication.REPLICATED
+        own_key = key if first else join_key(key, str(self.rank))
+        node = (
+            nodes.encode(value.value, own_key, self.encode_value, depth + 1)
+            if isinstance(value, PerRank | Replicated)
+            else self._encode_object(value, own_key, depth)
+        )
+        (self.flat.from_first if first else self.flat.per_rank)[key] = node
         self.forced_replication = None
-        return {"first" if isinstance(value, Replicated) else "own": key}
-
-    def _encode_nested(self, value: Any, key: str, depth: int) -> Any:
-        return nodes.encode(value, key, self.encode_value, depth + 1)
+        return {"first" if first else "own": key}
 
     def _encode_object(self, value: Any, key: str, depth: int) -> Any:
         if sharding.is_distributed_tensor(value):
@@ -157,19 +166,19 @@ class _Flattener:
         self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):
-                return nodes.encode(modules.module_state(value, key), key, self.encode_value, depth)
-            if optimizers.is_standard_optimizer(value):
+                state = modules.module_state(value, key)
+            elif optimizers.is_standard_optimizer(value):
                 state = optimizers.optimizer_state(value, self.parameter_names, key)
                 groups = join_key(key, "groups")
-                self.merged_lists.append(groups)
-                group_numbers = range(len(state["groups"]))
-                self.merged_lists += [f"{join_key(groups, str(i))}/params" for i in group_numbers]
-                return nodes.encode(state, key, self.encode_value, depth)
-            if modules.is_stateful(value) and not isinstance(value, type):
+                params = (f"{groups}/{i}/params" for i in range(len(state["groups"])))
+                self.flat.merged_lists += [groups, *params]
+            elif modules.is_stateful(value) and not isinstance(value, type):
                 return self._encode_stateful(value, key, depth)
+            else:
+                raise unsupported(value, key, "it is not a tensor, an array, or a plain value")
+            return nodes.encode(state, key, self.encode_value, depth)
         finally:
             self.enclosing_ids.pop()
-        raise unsupported(value, key, "it is not a tensor, an array, or a plain value")
 
     def _encode_stateful(self, value: Any, key: str, depth: int) -> Any:
         """Encode an object by its ``state_dict()``.
@@ -207,7 +216,12 @@ class _Flattener:
             )
         if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
             return self._encode_sparse(t, key)
-        t, name, shape = self._to_plain_tensor(t, tuple(t.shape), key)
+        shape = tuple(t.shape)
+        name = _require_storable(t, lazy_torch.dtype_name(t.dtype), shape, key)
+        if t.requires_grad:
+            t = t.detach()
+        if t.is_conj() or t.is_neg():
+            t = t.resolve_conj().resolve_neg()
         replication = self.forced_replication
         if t.numel():
             address = t.data_ptr()
@@ -218,30 +232,10 @@ class _Flattener:
                 return {"tied": first_key}
             if replication is None:
                 replication = self.replication_by_address.get(address)
-        self.leaves.append(
+        self.flat.leaves.append(
             LocalLeaf(key, name, shape, t, Box.whole(shape), replication or Replication.UNVERIFIED)
         )
         return {"tensor": [name, list(shape)]}
-
-    def _to_plain_tensor(
-        self, t: Any, shape: tuple[int, ...], key: str
-    ) -> tuple[Any, str, tuple[int, ...]]:
-        """Return a tensor whose memory has its elements' bytes, its dtype's name, and ``shape``.
-
-        The tensor is detached, and conjugate and negative views are resolved.
-        """
-        name = lazy_torch.dtype_name(t.dtype)
-        if name is None:
-            raise unsupported(t, key, f"Holdfast cannot write the dtype {t.dtype}")
-        if t.requires_grad:
-            t = t.detach()
-        if t.is_conj() or t.is_neg():
-            t = t.resolve_conj().resolve_neg()
-        if not nodes.is_valid_shape(name, shape):
-            raise unsupported(
-                t, key, f"the shape {shape[:8]} with {len(shape)} dimensions is too large"
-            )
-        return t, name, shape
 
     def _encode_distributed(self, value: Any, key: str) -> Any:
         """Encode a tensor that is distributed over ranks: add the boxes that this rank has."""
@@ -250,72 +244,71 @@ class _Flattener:
             raise unsupported(
                 value, key, "it does not describe which part of a global tensor it is"
             )
-        name, shape = parts.dtype, parts.shape
-        if name is None:
-            raise unsupported(value, key, f"Holdfast cannot write the dtype {value.dtype}")
-        if not nodes.is_valid_shape(name, shape):
-            raise unsupported(
-                value, key, f"the shape {shape[:8]} with {len(shape)} dimensions is too large"
-            )
+        shape = parts.shape
+        name = _require_storable(value, parts.dtype, shape, key)
         # not the address of elements: a rank without elements must find the same ties
         first_key = self.key_by_memory.setdefault((parts.tie_key, name, shape), key)
         if first_key != key:
             return {"tied": first_key}
-        replication = (
-            Replication.REPLICATED if self.forced_replication is None else self.forced_replication
-        )
+        replication = self.forced_replication or Replication.REPLICATED
         for box, part in parts.box_tensors:
             if not isinstance(part, np.ndarray) and (part.is_conj() or part.is_neg()):
                 part = part.resolve_conj().resolve_neg()
-            self.leaves.append(LocalLeaf(key, name, shape, part, box, replication))
+            self.flat.leaves.append(LocalLeaf(key, name, shape, part, box, replication))
         return {"array" if parts.is_numpy else "tensor": [name, list(shape)]}
 
     def _encode_sparse(self, t: Any, key: str) -> Any:
-        torch = self.torch
-        if t.is_meta:
-            raise unsupported(t, key, "a meta tensor has no data; materialize it before the save")
-        if t.is_quantized:
-            raise unsupported(
-                t, key, "it is a quantized tensor; save its int_repr(), scale, and zero point"
-            )
-        if t.is_nested:
-            raise unsupported(t, key, "it is a nested tensor; save its values and offsets")
+        layout = str(t.layout).removeprefix("torch.")
+        problems = (
+            (t.is_meta, "a meta tensor has no data; materialize it before the save"),
+            (
+                t.is_quantized,
+                "it is a quantized tensor; save its int_repr(), scale, and zero point",
+            ),
+            (t.is_nested, "it is a nested tensor; save its values and offsets"),
+            (layout not in _SPARSE_PARTS, f"its layout {t.layout} is opaque"),
+        )
+        for is_present, problem in problems:
+            if is_present:
+                raise unsupported(t, key, problem)
         t = t.detach()
-        if t.layout is torch.sparse_coo:
-            parts = {"indices": t._indices(), "values": t._values()}
-        elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
-            parts = {"crow": t.crow_indices(), "col": t.col_indices(), "values": t.values()}
-        elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
-            parts = {"ccol": t.ccol_indices(), "row": t.row_indices(), "values": t.values()}
-        else:
-            raise unsupported(t, key, f"its layout {t.layout} is opaque")
-        encoded_parts = {
-            name: self._encode_tensor(part, join_key(key, name)) for name, part in parts.items()
-        }
         return {
             "sparse": {
-                "layout": str(t.layout).removeprefix("torch."),
+                "layout": layout,
                 "shape": list(t.shape),
-                "coalesced": t.layout is torch.sparse_coo and t.is_coalesced(),
-                "parts": encoded_parts,
+                "coalesced": layout == "sparse_coo" and t.is_coalesced(),
+                "parts": {
+                    name: self._encode_tensor(getattr(t, method)(), join_key(key, name))
+                    for name, method in _SPARSE_PARTS[layout].items()
+                },
             }
         }
 
     def _encode_array(self, a: np.ndarray[Any, Any], key: str) -> Any:
         name, rows = a.dtype.name, (*a.shape, a.dtype.itemsize)
-        plain = name in DTYPES and a.dtype.isnative and not a.dtype.metadata
         if not nodes.is_valid_shape("uint8", rows):
             raise unsupported(
                 a, key, f"the shape {a.shape[:8]} with {a.ndim} dimensions is too large"
             )
-        if plain:
-            self._add_whole_leaf(key, name, a.shape, a)
+        if name in DTYPES and a.dtype.isnative and not a.dtype.metadata:
+            self._add_array(key, a)
             return {"array": [name, list(a.shape)]}
         try:
             descr = nodes.to_descr(a.dtype)
         except ValueError as e:
             raise unsupported(a, key, str(e)) from e
-        flat = np.ascontiguousarray(a).reshape(a.shape)
-        raw = flat.reshape(-1).view(np.uint8).reshape(rows) if a.nbytes else np.empty(rows, "u1")
-        self._add_whole_leaf(key, "uint8", rows, raw)
+        flat = np.ascontiguousarray(a).reshape(-1)
+        raw = flat.view(np.uint8).reshape(rows) if a.nbytes else np.empty(rows, "u1")
+        self._add_array(key, raw)
         return {"array": ["uint8", list(rows), descr]}
+
+
+def _require_storable(value: Any, dtype: str | None, shape: tuple[int, ...], key: str) -> str:
+    """Return the dtype's name. Raise ``Unsupported`` if it is None or the shape is too large."""
+    if dtype is None:
+        raise unsupported(value, key, f"Holdfast cannot write the dtype {value.dtype}")
+    if not nodes.is_valid_shape(dtype, shape):
+        raise unsupported(
+            value, key, f"the shape {shape[:8]} with {len(shape)} dimensions is too large"
+        )
+    return dtype

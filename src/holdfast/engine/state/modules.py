@@ -7,11 +7,10 @@ The state of an optimizer is keyed by the qualified names of its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from holdfast.engine.state.walk import find_named_instances
 from holdfast.errors import PlanError
-from holdfast.format.tree import child_keys
 from holdfast.lazy_torch import torch_or_none
 
 if TYPE_CHECKING:
@@ -47,10 +46,8 @@ def strip_wrapper_names(module: torch.nn.Module, names: list[str], key: str) -> 
         for path, sub in module.named_modules()
         if isinstance(sub, wrappers)
     ]
-    if wrapped_paths or any(attr in name for name in names for attr in _WRAPPER_ATTRIBUTES):
-        stripped = [_strip_wrappers(n, wrapped_paths) for n in names]
-    else:
-        stripped = names
+    is_wrapped = wrapped_paths or any(a in name for name in names for a in _WRAPPER_ATTRIBUTES)
+    stripped = [_strip_wrappers(n, wrapped_paths) for n in names] if is_wrapped else names
     if len(set(stripped)) < len(stripped):
         duplicates = sorted({n for n in stripped if stripped.count(n) > 1})
         raise PlanError(
@@ -85,36 +82,10 @@ def parameter_names(state: Any) -> dict[int, str]:
     It does not depend on the rest of the state, so adding a module renames no parameter.
     """
     names: dict[int, str] = {}
-    for path, module in named_modules_in(state, ""):
+    torch = torch_or_none()
+    for path, module in find_named_instances(state, torch.nn.Module) if torch is not None else ():
         parameters = dict(module.named_parameters(remove_duplicate=False))
         stripped = strip_wrapper_names(module, list(parameters), path)
         for name, parameter in zip(stripped, parameters.values(), strict=True):
             names.setdefault(id(parameter), f"{path}.{name}")
     return names
-
-
-def named_modules_in(
-    value: Any, path: str, enclosing_ids: tuple[int, ...] = ()
-) -> Iterator[tuple[str, Any]]:
-    """Yield the modules in a state, with their paths.
-
-    Most members of a dict are neither modules nor containers. They are skipped, and their names are
-    not computed.
-    """
-    if is_module(value):
-        yield path, value
-    elif isinstance(value, dict | list | tuple) and id(value) not in enclosing_ids:
-        members = list(value.values()) if isinstance(value, dict) else list(value)
-        torch = torch_or_none()
-        types = (dict, list, tuple) if torch is None else (dict, list, tuple, torch.nn.Module)
-        nested = [i for i, member in enumerate(members) if isinstance(member, types)]
-        if not nested:
-            return
-        try:
-            levels = list(value) if isinstance(value, dict) else list(range(len(value)))
-            names = child_keys(levels, "")
-        except ValueError:  # an integer key too long for text; flatten rejects it and names it
-            return
-        for i in nested:
-            member_path = f"{path}.{names[i]}" if path else names[i]
-            yield from named_modules_in(members[i], member_path, (*enclosing_ids, id(value)))

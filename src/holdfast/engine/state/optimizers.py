@@ -22,13 +22,13 @@ def is_standard_optimizer(value: object) -> bool:
     if torch is None or not isinstance(value, torch.optim.Optimizer):
         return False
     own, base = type(value), torch.optim.Optimizer
-    if own.state_dict is not base.state_dict or own.load_state_dict is not base.load_state_dict:
-        return False
-    return not (
-        value._optimizer_state_dict_pre_hooks
-        or value._optimizer_state_dict_post_hooks
-        or value._optimizer_load_state_dict_pre_hooks
-        or value._optimizer_load_state_dict_post_hooks
+    return (
+        own.state_dict is base.state_dict
+        and own.load_state_dict is base.load_state_dict
+        and not value._optimizer_state_dict_pre_hooks
+        and not value._optimizer_state_dict_post_hooks
+        and not value._optimizer_load_state_dict_pre_hooks
+        and not value._optimizer_load_state_dict_post_hooks
     )
 
 
@@ -68,9 +68,11 @@ def optimizer_state(
     slots for a parameter of its groups.
     """
     grouped = group_parameter_names(optimizer, names)
-    name_by_id: dict[int, str] = {}
-    for group, members in zip(optimizer.param_groups, grouped, strict=True):
-        name_by_id.update({id(p): n for p, n in zip(group["params"], members, strict=True)})
+    name_by_id = {
+        id(parameter): name
+        for group, members in zip(optimizer.param_groups, grouped, strict=True)
+        for parameter, name in zip(group["params"], members, strict=True)
+    }
     state = {}
     for parameter, slots in optimizer.state.items():
         name = name_by_id.get(id(parameter))

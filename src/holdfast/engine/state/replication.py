@@ -7,8 +7,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from holdfast import lazy_torch
-from holdfast.engine.state import modules
-from holdfast.engine.state.walk import find_instances, optimizers_in
+from holdfast.engine.state.walk import find_instances, modules_in, optimizers_in
 from holdfast.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -21,30 +20,29 @@ def find_ddp_replication(state: Any) -> dict[int, Replication]:
     Parameters, and their optimizer slots, are ``REPLICATED``. Buffers are ``FROM_FIRST`` if DDP
     broadcasts them before each forward pass.
 
-    Raises ``Unsupported`` for an optimizer of the flat parameters of FSDP1.
+    torch.distributed must be initialized. Raises ``Unsupported`` for an optimizer of the flat
+    parameters of FSDP1.
     """
     torch = lazy_torch.torch_or_none()
-    if torch is None or not torch.distributed.is_available():
-        return {}
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if torch.distributed.get_world_size() == 1:
         return {}
     replication: dict[int, Replication] = {}
     ddp_parameter_ids: set[int] = set()
     flat_parameter_ids: set[int] = set()
-    for _, module in modules.named_modules_in(state, ""):
-        for sub in module.modules():
-            if isinstance(sub, torch.nn.parallel.DistributedDataParallel):
-                ddp_parameter_ids.update(_record_ddp_members(sub, replication))
-            elif type(sub).__name__ == "FullyShardedDataParallel":
-                flat_parameter_ids.update(map(id, sub.parameters()))
+    for sub in (sub for module in modules_in(state) for sub in module.modules()):
+        if isinstance(sub, torch.nn.parallel.DistributedDataParallel):
+            ddp_parameter_ids.update(_record_ddp_members(sub, replication))
+        elif type(sub).__name__ == "FullyShardedDataParallel":
+            flat_parameter_ids.update(map(id, sub.parameters()))
     for optimizer in optimizers_in(state) if ddp_parameter_ids or flat_parameter_ids else ():
         for group in optimizer.param_groups:
             if not flat_parameter_ids.isdisjoint(map(id, group["params"])):
                 raise _flat_parameter_error(optimizer)
-        for parameter, slots in optimizer.state.items():
-            if id(parameter) in ddp_parameter_ids:
-                tensors = find_instances(slots, torch.Tensor)
-                replication.update({t.data_ptr(): Replication.REPLICATED for t in tensors})
+        slots = [
+            s for parameter, s in optimizer.state.items() if id(parameter) in ddp_parameter_ids
+        ]
+        tensors = find_instances(slots, torch.Tensor)
+        replication.update({t.data_ptr(): Replication.REPLICATED for t in tensors})
     replication.pop(0, None)
     return replication
 

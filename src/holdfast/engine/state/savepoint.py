@@ -212,12 +212,8 @@ class Savepoint:
         if optimizers.is_standard_optimizer(value):
             if id(value) not in self._stable_optimizer_ids:
                 names = modules.parameter_names(self._state)
-                return map_containers(
-                    optimizers.optimizer_state(value, names, ""),
-                    self._capture_value,
-                    self._memo,
-                    depth,
-                )
+                state = optimizers.optimizer_state(value, names, "")
+                return map_containers(state, self._capture_value, self._memo, depth)
             groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
             return _CapturedOptimizer(
                 value, map_containers(groups, self._capture_value, self._memo, depth)
@@ -255,9 +251,9 @@ class _CapturedModule:
         """Return the module's state dict. Raises ``_Invalidated`` if its structure changed."""
         live_state = self.module.state_dict()
         others = live_state.keys() - self.captured.keys()
-        if len(others) + len(self.captured) != len(live_state):
-            raise _Invalidated
-        if not all(storage_address(live_state[name]) in self.stable_storages for name in others):
+        if len(others) + len(self.captured) != len(live_state) or not all(
+            storage_address(live_state[name]) in self.stable_storages for name in others
+        ):
             raise _Invalidated
         merged = {**live_state, **self.captured}
         names = modules.strip_wrapper_names(self.module, list(merged), "")

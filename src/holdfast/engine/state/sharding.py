@@ -165,38 +165,41 @@ def _boxes_of_dtensor(value: Any, key: str) -> LocalBoxes:
     local = _to_dense_local(value._local_tensor, key)
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
-        return _make_local_boxes(shape, [], local)
+        return _make_local_boxes(shape, [], local, on_this_rank=False)
     layout = local_boxes(
         shape, tuple(spec.mesh.shape), tuple(coordinate), placements, _shard_order(spec, placements)
     )
     if local.shape != layout.shape and (local.numel() or prod(layout.shape)):
         raise Unsupported(
             f"The shape of the local tensor of {key!r} does not match its placements",
-            expected=f"{list(layout.shape)} of {list(shape)}, by {_describe_spec(spec)}",
+            expected=f"{list(layout.shape)} of {list(shape)}, by {list(spec.placements)} on a mesh"
+            f" of {list(spec.mesh.shape)}",
             found=list(local.shape),
             todo="Pass shape= and stride= to DTensor.from_local if the parts of the ranks differ in"
             " size; use holdfast.Boxed for a tensor that is sharded in another way",
             leaf=key,
         )
-    if len(layout.boxes) == 1:
-        return _make_local_boxes(shape, [(layout.boxes[0][0], local)], local)
-    box_tensors = [(box, local[slices]) for box, slices in layout.boxes]
-    return _make_local_boxes(shape, box_tensors, local, on_this_rank=True)
+    is_single = len(layout.boxes) == 1
+    box_tensors = [(box, local if is_single else local[slices]) for box, slices in layout.boxes]
+    return _make_local_boxes(shape, box_tensors, local)
 
 
 def _make_local_boxes(
     shape: tuple[int, ...],
     box_tensors: list[tuple[Box, Any]],
     local: Any,
-    on_this_rank: bool = False,
+    on_this_rank: bool = True,
 ) -> LocalBoxes:
-    """Return the ``LocalBoxes`` of a torch tensor whose local part is ``local``.
+    """Return the ``LocalBoxes`` of a tensor or an array whose local part is ``local``.
 
     ``on_this_rank``: this rank has a part of the tensor, so a global tensor without elements gets
     its one box here.
     """
     if on_this_rank and not prod(shape):
         box_tensors = [(Box.whole(shape), local.reshape(shape))]
+    if isinstance(local, np.ndarray):
+        name = local.dtype.name if local.dtype.name in DTYPES and local.dtype.isnative else None
+        return LocalBoxes(shape, box_tensors, name, object(), True)  # arrays are never tied
     boxes = [box for box, _ in box_tensors]
     # the storage object, not its address: no other storage can get the address while it is alive
     tie_key = (local.untyped_storage(), local.storage_offset(), local.stride(), *boxes)
@@ -213,13 +216,7 @@ def _parse_placements(placements: Sequence[Any], key: str) -> Placements:
     parsed: list[ShardPlacement | None] = []
     for p in placements:
         cls = type(p)
-        if cls is shard:
-            parsed.append(ShardPlacement(p.dim))
-        elif cls is replicate:
-            parsed.append(None)
-        elif cls is strided:
-            parsed.append(ShardPlacement(p.dim, int(p.split_factor)))
-        else:
+        if cls not in (replicate, shard, strided):
             raise Unsupported(
                 f"{key!r} is a DTensor whose placement {p!r} does not describe which elements a"
                 " rank has",
@@ -229,6 +226,8 @@ def _parse_placements(placements: Sequence[Any], key: str) -> Placements:
                 " Replicate, or save tensor.full_tensor()",
                 leaf=key,
             )
+        split_factor = int(p.split_factor) if cls is strided else 1
+        parsed.append(None if cls is replicate else ShardPlacement(p.dim, split_factor))
     return tuple(parsed)
 
 
@@ -247,14 +246,8 @@ def _shard_order(spec: Any, placements: Placements) -> tuple[int, ...] | None:
     uses_split_factors = getattr(spec, "use_strided_shard_as_shard_order", None)
     if uses_split_factors is None:
         uses_split_factors = any(p is not None and p.split_factor > 1 for p in placements)
-    if uses_split_factors:
-        return None
-    order = getattr(spec, "shard_order", None)
+    order = None if uses_split_factors else getattr(spec, "shard_order", None)
     return tuple(m for entry in order for m in entry.mesh_dims) if order else None
-
-
-def _describe_spec(spec: Any) -> str:
-    return f"{list(spec.placements)} on a mesh of {list(spec.mesh.shape)}"
 
 
 # -- ShardedTensor and Boxed ---------------------------------------------------------------------
@@ -279,7 +272,7 @@ def _boxes_of_sharded_tensor(value: Any, key: str) -> LocalBoxes:
             )
         if box.numel:
             box_tensors.append((box, _to_dense_local(tensor, key)))
-    return _make_local_boxes(shape, box_tensors, local, on_this_rank=True)
+    return _make_local_boxes(shape, box_tensors, local)
 
 
 def _empty_local_tensor(value: Any) -> Any:
@@ -289,20 +282,15 @@ def _empty_local_tensor(value: Any) -> Any:
     """
     import torch
 
-    dtype = value.metadata().tensor_properties.dtype
-    return value.__dict__.setdefault("_holdfast_local", torch.empty(0, dtype=dtype))
+    empty = torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
+    return value.__dict__.setdefault("_holdfast_local", empty)
 
 
 def _boxes_of_boxed(value: Boxed, key: str) -> LocalBoxes:
-    shape, is_numpy = value.shape, type(value.tensor) is np.ndarray
+    is_numpy = type(value.tensor) is np.ndarray
     tensor = value.tensor if is_numpy else _to_dense_local(value.tensor, key)
     box_tensors = [(value.box, tensor)] if value.box.numel else []
-    if not is_numpy:
-        return _make_local_boxes(shape, box_tensors, tensor, on_this_rank=True)
-    if not prod(shape):
-        box_tensors = [(Box.whole(shape), tensor.reshape(shape))]
-    name = tensor.dtype.name if tensor.dtype.name in DTYPES and tensor.dtype.isnative else None
-    return LocalBoxes(shape, box_tensors, name, object(), True)  # arrays are never tied
+    return _make_local_boxes(value.shape, box_tensors, tensor)
 
 
 def _to_dense_local(tensor: Any, key: str) -> Any:

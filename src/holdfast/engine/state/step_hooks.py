@@ -87,7 +87,9 @@ class StepPreHook:
 
     def remove(self) -> None:
         """Deactivate the hook."""
-        _unregister(self)
+        global _step_pre_hooks
+        with _step_pre_hooks_lock:
+            _step_pre_hooks = tuple(ref for ref in _step_pre_hooks if ref() not in (None, self))
 
 
 _step_pre_hooks: tuple[weakref.ref[StepPreHook], ...] = ()
@@ -108,14 +110,6 @@ def _register(hook: StepPreHook) -> None:
         _step_pre_hooks = (*active, weakref.ref(hook))
 
 
-def _unregister(hook: StepPreHook) -> None:
-    global _step_pre_hooks
-    with _step_pre_hooks_lock:
-        _step_pre_hooks = tuple(ref for ref in _step_pre_hooks if ref() not in (None, hook))
-
-
 def _on_any_step_begin(optimizer: Any, args: Any, options: Any) -> None:
-    for ref in _step_pre_hooks:
-        hook = ref()
-        if hook is not None:
-            hook.on_step_begin(optimizer)
+    for hook in filter(None, (ref() for ref in _step_pre_hooks)):
+        hook.on_step_begin(optimizer)

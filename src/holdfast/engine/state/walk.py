@@ -1,4 +1,7 @@
-"""Walks over the containers of a state: find and copy members, and the memory that they use."""
+"""Walks over the containers of a state: find and copy members, and the memory that they use.
+
+``find_named_instances`` is the only search for members. ``map_containers`` makes a copy.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from holdfast import lazy_torch
-from holdfast.format.tree import MAX_DEPTH
+from holdfast.format.tree import MAX_DEPTH, child_keys
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +56,7 @@ def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     torch = lazy_torch.torch_or_none()
     for slots in optimizer.state.values():
         for slot in slots.values() if isinstance(slots, dict) else (slots,):
-            if type(slot) is torch.Tensor:  # the common case, and fast to check
+            if isinstance(slot, torch.Tensor):  # the common case, and fast to check
                 yield slot
             else:
                 yield from find_instances(slot, torch.Tensor)
@@ -95,22 +98,40 @@ def to_local(t: torch.Tensor) -> torch.Tensor:
 
 def find_instances(value: Any, kind: type[Any]) -> Iterator[Any]:
     """Yield the instances of ``kind`` in nested dicts, lists, and tuples, each object once."""
+    return (instance for _, instance in find_named_instances(value, kind, named=False))
+
+
+def find_named_instances(
+    value: Any, kind: type[Any], named: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Yield the instances of ``kind`` as ``find_instances`` does, each with its first path.
+
+    ``named``: False if the caller needs no paths. Most members of a dict are neither instances nor
+    containers. They are skipped, and their names are not computed.
+    """
     seen: dict[int, Any] = {}  # the values stay alive, so that no id is reused
 
-    def walk(value: Any, depth: int) -> Iterator[Any]:
-        matches = isinstance(value, kind)
-        if not matches and (depth >= MAX_DEPTH or not isinstance(value, dict | list | tuple)):
-            return
+    def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         if id(value) in seen:
             return
         seen[id(value)] = value
-        if matches:
-            yield value
-        else:
-            for member in value.values() if isinstance(value, dict) else value:
-                yield from walk(member, depth + 1)
+        if isinstance(value, kind):
+            yield path, value
+        elif isinstance(value, dict | list | tuple) and depth < MAX_DEPTH:
+            members = list(value.values() if isinstance(value, dict) else value)
+            nested = [i for i, m in enumerate(members) if isinstance(m, (kind, dict, list, tuple))]
+            names: Sequence[str] = ()
+            if named and nested:
+                try:
+                    levels = value if isinstance(value, dict) else range(len(value))
+                    names = child_keys(list(levels), "")
+                except ValueError:  # an integer key too long for text; flatten rejects it
+                    return
+            for i in nested:
+                level = names[i] if named else ""
+                yield from walk(members[i], f"{path}.{level}" if path else level, depth + 1)
 
-    return walk(value, 0)
+    return walk(value, "", 0)
 
 
 def map_containers(
@@ -127,9 +148,9 @@ def map_containers(
         return value
     if id(value) in memo:
         return memo[id(value)][1]
-    mapped: Any = value  # the result for an object whose state contains itself; flatten rejects it
-    if cls in (dict, OrderedDict, Counter, list):
-        mapped = copy(value)  # keeps the attributes that PyTorch sets on a state dict
+    # a copy keeps the attributes that PyTorch sets on a state dict; ``value`` itself is the result
+    # for an object whose state contains itself, which flatten rejects
+    mapped: Any = copy(value) if cls in (dict, OrderedDict, Counter, list) else value
     memo[id(value)] = value, mapped
     if cls in (list, tuple):
         members = [
