@@ -182,8 +182,7 @@ class _Rank0:
         from bench.simulated_ranks import state_of
         from holdfast.engine.saving.partition import partition_state
         from holdfast.engine.state.flatten import flatten
-        from holdfast.threads import gc_paused
-        from holdfast.workers import Workers
+        from holdfast.threads import Workers, gc_paused
 
         what = f"the save of {self.location.url}"
         flat = flatten(state_of(0, self.ranks, self.shape))
@@ -221,7 +220,7 @@ class _Rank0:
         )
         from holdfast.engine.saving.image import Image
         from holdfast.engine.saving.job import SaveJob, VersionMetadata
-        from holdfast.workers import Workers
+        from holdfast.threads import Workers
 
         none = Image(b"", [], [], [], [], np.zeros(1, np.int64), 0)
         about = VersionMetadata().to_node()

@@ -125,7 +125,7 @@ class _SimulatedRank:
     def __init__(self, rank: int, ranks: int, shape: str, kv: Any) -> None:
         from holdfast.engine.distributed.group import StoreGroup
         from holdfast.engine.saving.partition import _LocalRank
-        from holdfast.workers import Workers
+        from holdfast.threads import Workers
 
         self.rank = rank
         self.group = StoreGroup(kv, ranks)

@@ -1,12 +1,22 @@
-"""Run a function on many items in a few threads, and pause the garbage collector."""
+"""The threads and buffers of one operation, and a pause of the garbage collector."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from threading import Event, Lock, Thread
-from typing import TypeVar
+from typing import Self, TypeVar
+
+from holdfast.buffers import Buffer, BufferPool, shared_pool
+from holdfast.settings import read_settings
+
+T = TypeVar("T")
+
+
+def no_op(*_: object) -> None:
+    """Do nothing: the default of a callback."""
 
 
 @contextmanager
@@ -31,14 +41,40 @@ def gc_paused() -> Iterator[None]:
         gc.enable()  # again: Ctrl-C right before the line above must not leave it disabled
 
 
-T = TypeVar("T")
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """A few threads that take the next item each, the buffers that they share, and ``advance``,
+    which is called after each item to show that the operation makes progress."""
+
+    pool: BufferPool
+    threads: int
+    advance: Callable[[], object] = no_op
+
+    @classmethod
+    def create(cls, pool: BufferPool | None = None, advance: Callable[[], object] = no_op) -> Self:
+        """Return workers with as many threads as ``HOLDFAST_THREADS`` says. Without a ``pool``,
+        they use the one that the synchronous operations of the process share."""
+        return cls(shared_pool() if pool is None else pool, read_settings().threads, advance)
+
+    def each(self, items: Sequence[T], work: Callable[[T], None]) -> None:
+        """Call ``work`` on every item. Raises the first error; then no further item is started."""
+        in_parallel(items, work, min(self.threads, len(items)), self.advance)
+
+    @contextmanager
+    def buffer(self) -> Iterator[Buffer]:
+        """Borrow a buffer for the duration of a ``with`` block."""
+        buffer = self.pool.acquire()
+        try:
+            yield buffer
+        finally:
+            self.pool.release(buffer)
 
 
 def in_parallel(
     items: Iterable[T],
     work: Callable[[T], None],
     threads: int,
-    advance: Callable[[], object] = bool,
+    advance: Callable[[], object] = no_op,
 ) -> None:
     """Call ``work`` on every item and ``advance`` after each item. Return when all are done.
 

@@ -323,8 +323,8 @@ def test_damage_that_one_rank_reads_raises_on_all_ranks(reader):
     name = next(
         s.name for s in holdfast.open(store).manifest.shards if f"0000{reader}-of" in s.name
     )
-    data, modified = store._shared.objects[name]
-    store._shared.objects[name] = (data[:-1] + bytes([data[-1] ^ 1]), modified)
+    data, modified = store._objects[name]
+    store._objects[name] = (data[:-1] + bytes([data[-1] ^ 1]), modified)
     states = for_each_rank(4, lambda r: part(r, empty=True))
     for rank, e in enumerate(load_errors(store, DigestMismatch, *states)):
         assert e.live_state == "not valid"

@@ -510,11 +510,11 @@ def test_many_reads_are_assigned_evenly():
 
 def damage(store, suffix, offset=None):
     """Flip a bit of the last file with this suffix, by default in its middle. Return its name."""
-    file = sorted(k for k in store._shared.objects if k.endswith(suffix))[-1]
-    data, modified = store._shared.objects[file]
+    file = sorted(k for k in store._objects if k.endswith(suffix))[-1]
+    data, modified = store._objects[file]
     offset = len(data) // 2 if offset is None else offset
     changed = data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
-    store._shared.objects[file] = changed, modified
+    store._objects[file] = changed, modified
     return file.rpartition("/")[2]
 
 
@@ -557,10 +557,10 @@ def test_a_damaged_index_raises_before_anything_is_changed():
 def test_a_short_or_missing_file_raises_on_all_ranks(suffix):
     for missing in (True, False):
         store = save(*[replicated() for _ in range(4)])
-        file = sorted(k for k in store._shared.objects if k.endswith(suffix))[-1]
-        data, modified = store._shared.objects.pop(file)
+        file = sorted(k for k in store._objects if k.endswith(suffix))[-1]
+        data, modified = store._objects.pop(file)
         if not missing:
-            store._shared.objects[file] = data[:-1], modified
+            store._objects[file] = data[:-1], modified
         errors, _ = load_outcomes(TWO_BY_TWO, store, [zeroed(replicated()) for _ in range(4)])
         assert {type(e) for e in errors} == {FormatError}
         assert all(file.rpartition("/")[2] in str(e) for e in errors)

@@ -42,8 +42,8 @@ from holdfast.run.policy import (
 from holdfast.run.run import Run
 from holdfast.run.save_request import put_request
 from holdfast.storage.memory import MemoryStore
+from holdfast.threads import Workers
 from holdfast.training.checkpointer import Checkpointer
-from holdfast.workers import Workers
 from tests.trainings import flip_bit, initial_state, shard_of, train, train_step, training
 
 State = dict[str, Any]

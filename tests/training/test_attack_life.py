@@ -30,8 +30,8 @@ from holdfast.errors import HoldfastError, SaveFailed, StoreError
 from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
+from holdfast.threads import Workers
 from holdfast.training.checkpointer import Checkpointer
-from holdfast.workers import Workers
 from tests.trainings import initial_state, state_after, train_step
 
 Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]

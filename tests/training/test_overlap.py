@@ -19,9 +19,9 @@ from holdfast.errors import CommitError, HoldfastError, NoSpace
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
+from holdfast.threads import Workers
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.types import BLOCK_SIZE
-from holdfast.workers import Workers
 
 
 def network(outputs: int = 4000) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from holdfast.interop.output_layout import (
 from holdfast.interop.stream import stream_leaves
 from holdfast.interop.torch_pickle import build_torch_pickle
 from holdfast.text import format_list
+from holdfast.threads import no_op
 
 SUFFIXES = {
     "safetensors": (".safetensors",),
@@ -128,7 +129,7 @@ def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
 
 
 def write_export(
-    snapshot: Snapshot, plan: ExportPlan, location: Location, advance: Advance = bool
+    snapshot: Snapshot, plan: ExportPlan, location: Location, advance: Advance = no_op
 ) -> None:
     """Write the files into the folder ``location``. If this function raises, none of them remains.
 

@@ -31,6 +31,7 @@ from holdfast.interop.read_dcp import TensorBoxes, load_dcp
 from holdfast.interop.read_safetensors import load_huggingface_folder, load_safetensors
 from holdfast.interop.read_torch import load_torch_file
 from holdfast.storage.store import Store
+from holdfast.threads import no_op
 
 SUPPORTED_FORMATS = (
     "a file of torch.save, Lightning, or safetensors, a folder of Hugging Face"
@@ -77,7 +78,7 @@ def size_on_disk(path: str) -> int:
         return sum(e.stat().st_size for e in entries if e.is_file())
 
 
-def read_foreign_checkpoint(path: str, advance: Advance = bool) -> ForeignCheckpoint:
+def read_foreign_checkpoint(path: str, advance: Advance = no_op) -> ForeignCheckpoint:
     """Read the checkpoint in the file or folder ``path``.
 
     ``advance(nbytes)`` is called from several threads as bytes are read and checked, up to
@@ -215,7 +216,7 @@ def save_foreign_checkpoint(
     checkpoint: ForeignCheckpoint,
     step: int,
     branch: int = 0,
-    advance: Advance = bool,
+    advance: Advance = no_op,
 ) -> Snapshot:
     """Save a checkpoint, flattened by ``flatten_foreign_state``, as the snapshot at ``location``.
 

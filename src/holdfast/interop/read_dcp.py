@@ -21,8 +21,8 @@ from holdfast.errors import FormatError, PlanError, Unsupported
 from holdfast.format.tree import MAX_DEPTH, is_valid_shape
 from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
 from holdfast.interop.read_torch import ZIP_MAGIC, torch_load
+from holdfast.threads import Workers
 from holdfast.types import DTYPES, Box
-from holdfast.workers import Workers
 
 METADATA_FILE = ".metadata"
 _MAX_LIST_LENGTH = 1 << 20

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from holdfast.errors import FormatError, HoldfastError, Unsupported
 from holdfast.interop.mmap_files import Advance, MappedFile, check_crc, read_zip_records
 from holdfast.text import format_list
-from holdfast.workers import Workers
+from holdfast.threads import Workers
 
 ZIP_MAGIC = b"PK\3\4"
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")

@@ -19,8 +19,8 @@ from holdfast.engine.planning.read_plan import ReadItem, ReadRequest, make_read_
 from holdfast.engine.snapshot.read import Target, execute_read_plan, read_verified_chunks
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
+from holdfast.threads import Workers
 from holdfast.types import BLOCK_SIZE, DTYPES, MIB, Box
-from holdfast.workers import Workers
 
 WINDOW = 64 * MIB
 """Maximum bytes that are assembled in memory. A chunk that crosses the border of two windows is

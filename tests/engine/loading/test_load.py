@@ -131,11 +131,11 @@ def damage(store, leaf, snapshot):
     (shard,) = snapshot.manifest.shards
     (index,) = snapshot.indexes()
     box = next(x for x in index.leaves if x.key == leaf).boxes[0]
-    path = next(p for p in store._shared.objects if p.endswith(shard.name))
-    data, modified = store._shared.objects[path]
+    path = next(p for p in store._objects if p.endswith(shard.name))
+    data, modified = store._objects[path]
     wrong = bytearray(data)
     wrong[box.at] ^= 1
-    store._shared.objects[path] = bytes(wrong), modified
+    store._objects[path] = bytes(wrong), modified
 
 
 # -- renames -------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.engine.state.replication import Replication
 from holdfast.errors import PlanError
 from holdfast.text import format_ranks
+from holdfast.threads import Workers
 from holdfast.types import MIB, Box
-from holdfast.workers import Workers
 
 COUNTING = torch.arange(1000, dtype=torch.float32)
 

@@ -18,6 +18,7 @@ from holdfast.errors import HoldfastError, Unsupported
 from holdfast.format.digest import digest
 from holdfast.lazy_torch import torch_or_none
 from holdfast.settings import read_settings
+from holdfast.threads import no_op
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -122,7 +123,7 @@ def broadcast_from_first(
     operation: str,
     on_first: Callable[[], T],
     value_type: type[T],
-    on_each: Callable[[], object] = bool,
+    on_each: Callable[[], object] = no_op,
 ) -> T:
     """Call ``on_each`` on all ranks, then ``on_first`` on rank 0, and return its result.
 

@@ -26,9 +26,8 @@ from holdfast import events, machine
 from holdfast.buffers import address_of
 from holdfast.engine.distributed.collective import Collective
 from holdfast.errors import HoldfastError
-from holdfast.threads import in_parallel
+from holdfast.threads import Workers, in_parallel
 from holdfast.types import ALIGNMENT, MIB
-from holdfast.workers import Workers
 
 WINDOW_BUDGET = 256 * MIB
 """The total size of all windows of a host in bytes."""

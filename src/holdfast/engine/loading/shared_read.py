@@ -42,9 +42,8 @@ from holdfast.engine.snapshot.read import (
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import SchemaCache
-from holdfast.threads import gc_paused
+from holdfast.threads import Workers, gc_paused, no_op
 from holdfast.types import ALIGNMENT, BLOCK_SIZE
-from holdfast.workers import Workers
 
 RankMasks = npt.NDArray[np.uint64]
 """Sets of ranks, one per chunk: bit ``r`` represents the ``r``-th rank of a host."""
@@ -108,7 +107,7 @@ class SharedReader:
         self,
         requests: Sequence[ReadRequest],
         targets: Sequence[Target],
-        advance: Callable[[], object] = bool,
+        advance: Callable[[], object] = no_op,
     ) -> None:
         """Read the requests into the targets, as ``Snapshot.read`` does. One rank reads each chunk
         that several ranks request."""

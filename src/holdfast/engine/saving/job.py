@@ -18,8 +18,8 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import names, tree
 from holdfast.format.manifest import IncrementalManifest, IncrementalShard, Manifest, Parent, Shard
+from holdfast.threads import Workers
 from holdfast.version import __version__
-from holdfast.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.staging import cuda_devices, stage_pieces
 from holdfast.lazy_torch import torch_or_none
-from holdfast.workers import Workers
+from holdfast.threads import Workers
 
 
 class DeferredStaging:

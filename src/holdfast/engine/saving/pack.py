@@ -15,8 +15,8 @@ from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.incremental import IncrementalLayout
 from holdfast.errors import CommitError
 from holdfast.format.digest import digest, digest_parts
+from holdfast.threads import Workers
 from holdfast.types import BLOCK_SIZE
-from holdfast.workers import Workers
 
 
 class ImageChunks:

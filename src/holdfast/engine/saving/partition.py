@@ -30,8 +30,8 @@ from holdfast.engine.state.replication import Replication
 from holdfast.errors import PlanError
 from holdfast.format.names import new_attempt
 from holdfast.text import MAX_SHOWN, format_list, format_ranks
+from holdfast.threads import Workers
 from holdfast.types import MIB, Box
-from holdfast.workers import Workers
 
 T = TypeVar("T")
 

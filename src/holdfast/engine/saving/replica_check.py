@@ -18,8 +18,8 @@ from xxhash import xxh3_128_digest
 from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import contiguous_address, copy_bytes
 from holdfast.engine.state.flatten import LocalLeaf
+from holdfast.threads import Workers
 from holdfast.types import BLOCK_SIZE, MIB
-from holdfast.workers import Workers
 
 _INLINE_BYTES = 4096
 

@@ -37,8 +37,7 @@ from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.engine.state.step_hooks import find_stable_leaves
 from holdfast.errors import CommitError
 from holdfast.text import format_list
-from holdfast.threads import gc_paused
-from holdfast.workers import Workers
+from holdfast.threads import Workers, gc_paused, no_op
 
 
 def save(
@@ -96,7 +95,7 @@ def save_async(
 
 
 def finish_in_background(
-    job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], object] = bool
+    job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], object] = no_op
 ) -> Pending:
     """Run the second half of a staged save on a background thread. Raises ``CommitError`` if no
     thread can be started."""
@@ -181,7 +180,7 @@ def begin_save(
     return job
 
 
-def finish_save(job: SaveJob, fence: Callable[[], object] = bool) -> Snapshot:
+def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> Snapshot:
     """Run the second half of a save, which may run in the background: write, gather, and commit.
 
     Rank 0 calls ``fence`` right before the commit; ``fence`` raises to prevent the commit.

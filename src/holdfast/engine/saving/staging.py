@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from holdfast.engine.saving.image import Image, Piece, release_buffers
-from holdfast.workers import Workers
+from holdfast.threads import Workers
 
 
 def cuda_devices(sources: Sequence[Any]) -> set[Any]:

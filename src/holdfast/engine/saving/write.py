@@ -23,7 +23,7 @@ from holdfast.format.digest import digest
 from holdfast.format.index import IncrementalIndex, Index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
 from holdfast.format.manifest import FileEntry, IncrementalShard
-from holdfast.workers import Workers
+from holdfast.threads import Workers
 
 
 def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
@@ -40,11 +40,11 @@ def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
     index_name = names.index_name(rank, collective.size, job.partition.attempt)
     data_bytes = image.length - len(image.header)
     layout = None
-    held = None if base is None else BaseVersion.from_snapshot(base, collective)
-    if held is not None and held.shards:
-        aligned = align_chunks(image, held)
+    base_version = None if base is None else BaseVersion.from_snapshot(base, collective)
+    if base_version is not None and base_version.shards:
+        aligned = align_chunks(image, base_version)
         digests = digest_chunks(aligned, pieces, workers)
-        layout = make_incremental_layout(held, aligned, digests)
+        layout = make_incremental_layout(base_version, aligned, digests)
     if layout is None:
         digests = write_shard(location, shard_name, image, pieces, workers)
         shard = write_index(location, index_name, shard_name, image, digests)

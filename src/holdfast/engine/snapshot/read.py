@@ -25,8 +25,8 @@ from holdfast.format.index import ShardIndex
 from holdfast.format.names import parse_reference
 from holdfast.lazy_torch import dtype_name
 from holdfast.text import VERIFY_ADVICE, format_list
+from holdfast.threads import Workers
 from holdfast.types import DTYPES
-from holdfast.workers import Workers
 
 
 class MemoryRegion(Protocol):

@@ -25,8 +25,7 @@ from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manif
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version, split_address
 from holdfast.format.validate import LeafSpecs, check_plain, check_tree
 from holdfast.ragged import Ints
-from holdfast.threads import gc_paused
-from holdfast.workers import Workers
+from holdfast.threads import Workers, gc_paused, no_op
 
 
 def open_snapshot(url: Url) -> Snapshot:
@@ -319,7 +318,7 @@ class Snapshot:
         self,
         wants: Sequence[ReadRequest],
         targets: Sequence[Target],
-        advance: Callable[[], object] = bool,
+        advance: Callable[[], object] = no_op,
     ) -> None:
         """Read the boxes that ``wants`` requests, check them, and copy each into its target.
 

@@ -27,8 +27,8 @@ from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Manifest, Shard
 from holdfast.format.names import MANIFEST
 from holdfast.format.safetensors import header_length, parse_header
+from holdfast.threads import Workers
 from holdfast.types import Box
-from holdfast.workers import Workers
 
 CheckedChunks = dict[tuple[str, int, str], HoldfastError | None]
 """The result of each chunk that was read: (file, offset, expected digest) to its error, or None."""

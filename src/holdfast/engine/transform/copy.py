@@ -40,12 +40,12 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.names import MANIFEST
 from holdfast.format.safetensors import build_header
-from holdfast.workers import Workers
+from holdfast.threads import Workers, no_op
 
 Advance = Callable[[int], object]
 
 
-def copy_snapshot(snapshot: Snapshot, location: Location, advance: Advance = int) -> Snapshot:
+def copy_snapshot(snapshot: Snapshot, location: Location, advance: Advance = no_op) -> Snapshot:
     """Copy ``snapshot`` to ``location``, and return the copy once it is committed.
 
     The copy uses at most 256 MiB of memory. ``advance(nbytes)`` is called from several threads as

@@ -55,10 +55,9 @@ from holdfast.format.digest import digest
 from holdfast.format.manifest import Manifest, Shard
 from holdfast.settings import read_settings
 from holdfast.storage.store import Upload
-from holdfast.threads import in_parallel
+from holdfast.threads import Workers, in_parallel, no_op
 from holdfast.types import BLOCK_SIZE, DTYPES, MIB
 from holdfast.version import __version__
-from holdfast.workers import Workers
 
 SPLITS = ("even", "none")
 
@@ -71,7 +70,7 @@ def reshard(
     location: Location,
     shards: int,
     split: str = "even",
-    advance: Advance = int,
+    advance: Advance = no_op,
 ) -> Snapshot:
     """Write ``snapshot`` again at ``location`` as ``shards`` shards, and return the new snapshot
     once it is committed.

@@ -39,9 +39,9 @@ from holdfast.integrations.dcp import fqns
 from holdfast.integrations.dcp.shared import METADATA_KEY, SnapshotStorage, completed_future
 from holdfast.lazy_torch import dtype_name
 from holdfast.text import format_list
+from holdfast.threads import Workers, no_op
 from holdfast.types import Box
 from holdfast.version import __version__
-from holdfast.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _ActiveSave:
     location: Location
     attempt: str
     began: float
-    release_pin: Callable[[], object] = bool
+    release_pin: Callable[[], object] = no_op
 
     def pin_files(self) -> str:
         """Pin the files of this rank until the commit, and return the key of the pin."""
