@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import holdfast
+from holdfast.engine.saving import save  # noqa: F401  (the fork server imports it only once)
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.run import Run
 from tests.trainings import initial_state, state_after, train
@@ -47,10 +50,21 @@ def train_forever(root: str) -> None:
             print(state["progress"].step, flush=True)
 
 
+WORK = {"saves": save_and_sweep, "trains": resume_and_step, "loops": train_forever}
+
+
+def run_when_traced(
+    release: Connection, output: Connection, root: str, work: str, threads: int
+) -> None:
+    """Run as a child of a fork server: wait for ``release``, and print to ``output``."""
+    os.environ["HOLDFAST_THREADS"] = str(threads)
+    os.dup2(output.fileno(), sys.stdout.fileno())
+    release.recv_bytes()
+    WORK[work](root)
+
+
 if __name__ == "__main__":
     Path(sys.argv[1]).parent.mkdir(parents=True, exist_ok=True)
-    {"saves": save_and_sweep, "trains": resume_and_step, "loops": train_forever}[sys.argv[2]](
-        sys.argv[1]
-    )
+    WORK[sys.argv[2]](sys.argv[1])
     if "torch" in sys.modules:
         sys.exit("torch was imported")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 import holdfast
 from holdfast.run.policy import EverySteps
 from holdfast.storage.local import LocalStore
+from tests.crash.killed_saver import run_when_traced
 from tests.crash.promises import check_promises
 from tests.trainings import initial_state, train
 
@@ -29,36 +31,46 @@ READING_CALLS = ["openat", "close", "newfstatat", "getdents64", "preadv2"]
 SAMPLE = 9
 
 
-@pytest.fixture(autouse=True)
-def strace() -> None:
+FORK_SERVER = get_context("forkserver")
+"""Starts the killed programs by a fork, because an import of the package takes longer than they."""
+FORK_SERVER.set_forkserver_preload(["tests.crash.killed_saver"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strace(tmp_path_factory: pytest.TempPathFactory) -> None:
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
-    if subprocess.run(["strace", "-o", os.devnull, "true"], check=False).returncode:
-        pytest.skip("strace is not permitted to trace")
+    root = tmp_path_factory.mktemp("strace") / "run"
+    _, _, message = run_saver(root, "saves", "-o", os.devnull, threads=1)
+    if "attached" not in message:
+        pytest.skip(f"strace cannot trace: {message}")
 
 
-def run_saver(
-    root: Path, work: str, *strace: str, threads: int
-) -> subprocess.CompletedProcess[str]:
-    command = [
-        "strace",
-        "-f",
-        *strace,
-        sys.executable,
-        "-m",
-        "tests.crash.killed_saver",
-        str(root),
-        work,
-    ]
-    return subprocess.run(
-        command,
-        env={**os.environ, "HOLDFAST_THREADS": str(threads)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+def run_saver(root: Path, work: str, *options: str, threads: int) -> tuple[int, list[int], str]:
+    """Run the program under strace, from its first call on.
+
+    Return its exit code, the steps whose save had returned, and the message of strace.
+    """
+    traced, release = FORK_SERVER.Pipe(duplex=False)
+    steps, output = FORK_SERVER.Pipe(duplex=False)
+    program = FORK_SERVER.Process(
+        target=run_when_traced, args=(traced, output, str(root), work, threads)
     )
+    program.start()
+    output.close()
+    command = ["strace", "-f", "-p", str(program.pid), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        assert tracer.stderr is not None
+        message = tracer.stderr.readline()
+        release.send_bytes(b"")
+        program.join(60)
+        program.kill()
+        tracer.communicate()
+    with open(steps.fileno(), closefd=False) as lines:
+        returned = [int(step) for step in lines.read().split()]
+    program.join()
+    assert program.exitcode is not None
+    return program.exitcode, returned, message
 
 
 def trace_calls(root: Path, work: str, kinds: list[str], threads: int) -> list[tuple[str, int]]:
@@ -69,8 +81,8 @@ def trace_calls(root: Path, work: str, kinds: list[str], threads: int) -> list[t
     """
     log = root.with_suffix(".strace")
     trace = f"trace={','.join(kinds)}"
-    done = run_saver(root, work, "-y", "-o", str(log), "-e", trace, threads=threads)
-    assert done.returncode == 0, done.stderr
+    code, _, _ = run_saver(root, work, "-y", "-o", str(log), "-e", trace, threads=threads)
+    assert code == 0
     counts: Counter[tuple[str, str]] = Counter()
     found: dict[tuple[str, int], None] = {}
     for line in log.read_text().splitlines():
@@ -92,9 +104,9 @@ def kill_at_call(
     """
     inject = f"inject={call[0]}:signal=SIGKILL:when={call[1]}"
     options = ("-o", os.devnull, "-e", f"trace={call[0]}", "-e", inject)
-    done = run_saver(root, work, *options, threads=threads)
-    assert done.returncode in (0, -9), done.stderr
-    return done.returncode == -9, [int(step) for step in done.stdout.split()]
+    code, returned, message = run_saver(root, work, *options, threads=threads)
+    assert code in (0, -9), message
+    return code == -9, returned
 
 
 def kill_at_every_call(tmp_path: Path, work: str, kinds: list[str], *, threads: int = 1) -> None:
