@@ -568,34 +568,22 @@ def test_missing_and_unusual_paths(tmp_path):
 # -- large files ---------------------------------------------------------------------------------
 
 MEASURE_MEMORY = """
-import sys, threading, time
+import sys
 import torch
-from tests.interop.checkpoints import import_checkpoint
 import holdfast
-from holdfast.interop.import_ import read_foreign_checkpoint
-from holdfast.interop.import_ import save_foreign_checkpoint
-from holdfast.interop.import_ import flatten_foreign_state
-from holdfast.interop.arrange import arrange_state
 from holdfast.engine.snapshot.location import locate
+from holdfast.interop.arrange import arrange_state
+from holdfast.interop.import_ import (
+    flatten_foreign_state, read_foreign_checkpoint, save_foreign_checkpoint,
+)
+from tests.memory_peak import print_peak_memory
 
-def anonymous():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(l.split()[1]) << 10 for l in lines if l.startswith("RssAnon"))
-
-top, done = [0], threading.Event()
-def watch():
-    while not done.wait(0.002):
-        top[0] = max(top[0], anonymous())
-torch.ones(3).sum(); holdfast.save("memory://warm/version_1", {"x": torch.ones(3)})
-before = anonymous()
-threading.Thread(target=watch).start()
-try:
+torch.ones(3).sum()
+holdfast.save("memory://warm/version_1", {"x": torch.ones(3)})
+with print_peak_memory():
     read = read_foreign_checkpoint(sys.argv[1])
     state = arrange_state(read.value, None).state
     save_foreign_checkpoint(locate(sys.argv[2]), flatten_foreign_state(state), read, 1)
-finally:
-    done.set()
-print(top[0] - before)
 """
 
 

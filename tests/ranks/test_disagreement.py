@@ -76,9 +76,17 @@ def test_all_ranks_raise_when_one_loads_while_the_others_save(
     assert_versions_intact(store, [9, 10])
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("history", [1.0, 2.0, 3.0], PlanError),  # a different structure
+        ("unsupported", object(), holdfast.errors.Unsupported),
+    ],
+    ids=["structure", "unsupported"],
+)
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_different_structure_on_one_rank_raises_on_all(
-    trial_stores: PoolTracker, other: int
+def test_a_state_that_only_one_rank_has_raises_on_all(
+    trial_stores: PoolTracker, other: int, key: str, value: Any, error: type[Exception]
 ) -> None:
     store = MemoryStore()
     job = make_job(3, store)
@@ -86,33 +94,13 @@ def test_a_different_structure_on_one_rank_raises_on_all(
     def work(rank: int) -> Any:
         state = state_of(rank, 3, 1)
         if rank == other:
-            state["history"] = [1.0, 2.0, 3.0]
+            state[key] = value
         return holdfast.save(job.url(rank, 1), state, step=1)
 
-    outcomes = errors_on_all_ranks(job, work, PlanError)
+    outcomes = errors_on_all_ranks(job, work, error)
     assert len({str(o) for o in outcomes}) == 1
-    assert "history" in str(outcomes[0])
-    assert f"rank {other}" in str(outcomes[0])
-    check_next_save(job, store)
-    assert_nothing_left(trial_stores)
-
-
-@pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_value_on_one_rank_that_cannot_be_saved_raises_on_all(
-    trial_stores: PoolTracker, other: int
-) -> None:
-    store = MemoryStore()
-    job = make_job(3, store)
-
-    def work(rank: int) -> Any:
-        state = state_of(rank, 3, 1)
-        if rank == other:
-            state["odd"] = object()
-        return holdfast.save(job.url(rank, 1), state, step=1)
-
-    outcomes = errors_on_all_ranks(job, work, holdfast.errors.Unsupported)
-    assert len({str(o) for o in outcomes}) == 1
-    assert "odd" in str(outcomes[0])
+    assert key in str(outcomes[0])
+    assert error is not PlanError or f"rank {other}" in str(outcomes[0])
     check_next_save(job, store)
     assert_nothing_left(trial_stores)
 

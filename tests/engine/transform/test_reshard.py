@@ -4,10 +4,10 @@ twice and needs little memory."""
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -345,31 +345,19 @@ def test_few_bytes_are_read_twice(
 
 
 MEASURE_MEMORY = """
-import sys, threading
+import sys
 import numpy as np
 import holdfast
 from holdfast.engine.snapshot.location import locate
 from holdfast.engine.transform.reshard import reshard
+from tests.memory_peak import print_peak_memory
 
-def anonymous():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(l.split()[1]) << 10 for l in lines if l.startswith("RssAnon"))
-
-top, done = [0], threading.Event()
-def watch():
-    while not done.wait(0.002):
-        top[0] = max(top[0], anonymous())
-a, b, shards = sys.argv[1:]
+old_url, new_url, shards = sys.argv[1:]
 warm = holdfast.save("memory://warm/version_1", {"x": np.ones(3)})
 reshard(warm, locate("memory://warm2/version_1"), 2)
-old = holdfast.open(a)
-before = anonymous()
-threading.Thread(target=watch).start()
-try:
-    reshard(old, locate(b), int(shards))
-finally:
-    done.set()
-print(top[0] - before)
+old = holdfast.open(old_url)
+with print_peak_memory():
+    reshard(old, locate(new_url), int(shards))
 """
 
 
@@ -381,7 +369,7 @@ def test_resharding_1_gib_needs_at_most_256_mib_of_memory(tmp_path: Any) -> None
     del state
     done = subprocess.run(
         [sys.executable, "-c", MEASURE_MEMORY, tmp_path / "version_1", tmp_path / "to", "100"],
-        cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 256 << 20
