@@ -93,7 +93,8 @@ def measure(folder: str) -> dict[str, list[str]]:
             name for code, name in names.items() if lines_of(code) >= _LONG
         )
         found[f"{what} files"] = sorted(files)
-        found[f"{what} packages"] = sorted({package_of(file) for file in files})
+        packages = {package_of(file) for file in files} - {"(public names)"}
+        found[f"{what} packages"] = sorted(packages | {"(root)"})
         found[f"{what} upward calls"] = sorted(
             f"{names[caller]} -> {names[callee]}"
             for caller, callee in calls
