@@ -35,7 +35,7 @@ def _manifest(ranks: int) -> float:
     from holdfast.format import names
     from holdfast.format.manifest import FileEntry, Manifest, Shard, encode_manifest
 
-    start, attempt = time.perf_counter(), names.new_attempt()
+    start, attempt = time.perf_counter(), names.random_id()
     shards = [
         Shard(
             names.shard_name(rank, ranks, attempt),

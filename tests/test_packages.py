@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -27,12 +28,61 @@ def test_a_package_has_few_modules(package: Path) -> None:
     assert len(modules) <= MAX_MODULES
 
 
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    graph = grimp.build_graph("holdfast", exclude_type_checking_imports=False)
+    assert len(graph.modules) > 150
+    return graph
+
+
+def owner_of(module: str) -> Path:
+    """The folder of the package that a module is in, or that it is."""
+    path = ROOT.joinpath(*module.split(".")[1:])
+    return path if path.is_dir() else path.parent
+
+
+def docstring_of(package: Path) -> str:
+    return ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+
+
+def allowed_imports(package: Path) -> set[Path]:
+    """The packages that the docstring of a package allows it to import."""
+    _, _, allowed = docstring_of(package).partition("May import: ")
+    allowed, _, _ = allowed.partition(".")[0].partition(";")
+    outside, _, inside = allowed.partition("from the engine")
+    folders = {ROOT / name for name in re.findall(r"``(\w+)``", outside)}
+    folders |= {ROOT / "engine" / name for name in re.findall(r"``(\w+)``", inside)}
+    assert all(folder.is_dir() for folder in folders), folders
+    return {p for p in PACKAGES for folder in folders if p.is_relative_to(folder)} | {ROOT}
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=name_of)
-def test_a_package_states_its_purpose_and_what_it_may_import(package: Path) -> None:
-    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+def test_a_package_states_its_purpose_its_terms_and_what_it_may_import(package: Path) -> None:
+    docstring = docstring_of(package)
     purpose, _, rest = docstring.partition("\n")
     assert purpose.endswith(".")
-    assert "May import: " in rest
+    assert "Terms: " in rest
+    assert "May import: the root modules" in rest
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=name_of)
+def test_a_package_imports_only_what_it_says(package: Path, graph: grimp.ImportGraph) -> None:
+    imported = {
+        owner_of(other)
+        for module in graph.modules
+        if owner_of(module) == package
+        for other in graph.find_modules_directly_imported_by(module)
+    }
+    assert imported - {package} <= allowed_imports(package)
+
+
+def test_the_docstring_limits_the_imports() -> None:
+    assert allowed_imports(ROOT / "data") == {ROOT}
+    engine = ROOT / "engine"
+    assert allowed_imports(engine / "state") == {
+        ROOT, ROOT / "format", engine / "planning", engine / "distributed"
+    }  # fmt: skip
+    assert engine / "saving" in allowed_imports(engine / "transform")
 
 
 def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
@@ -68,11 +118,9 @@ def test_cycles_are_found() -> None:
     assert cycles(imports) == [["b", "c"]]
 
 
-def test_there_is_no_import_cycle_even_for_type_checking() -> None:
+def test_there_is_no_import_cycle_even_for_type_checking(graph: grimp.ImportGraph) -> None:
     """import-linter checks the layers between packages; this checks the modules within them, and
     counts imports under ``TYPE_CHECKING`` and inside functions."""
-    graph = grimp.build_graph("holdfast", exclude_type_checking_imports=False)
-    assert len(graph.modules) > 150
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)
     try:

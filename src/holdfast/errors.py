@@ -8,7 +8,7 @@
                        Unavailable (the only one that is worth retrying)
       PlanError        state and snapshot do not match: MissingLeaf, UnexpectedLeaf, ShapeMismatch,
                        DTypeMismatch, Unsupported
-      CommitError      nothing was committed: RankFailed, DeadlinePassed
+      CommitError      a save failed: RankFailed, DeadlinePassed
       NoSnapshot       a run has no usable version
 
 A message has three parts: what happened to what; what was expected and what was found; what to do.
@@ -165,15 +165,15 @@ class Unsupported(PlanError):
 
 
 class CommitError(HoldfastError):
-    """The save failed; nothing was committed."""
+    """The save failed. Nothing was committed, unless the field ``outcome`` is ``"unknown"``."""
 
 
 class RankFailed(CommitError):
-    """A rank failed or did not respond (fields: ``rank``)."""
+    """A rank failed or did not respond, in a save or in a load (fields: ``rank``)."""
 
 
 class DeadlinePassed(CommitError):
-    """The save did not finish before its deadline."""
+    """A requested save was not confirmed before the deadline."""
 
 
 class NoSnapshot(HoldfastError):

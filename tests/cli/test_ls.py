@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import Denied
-from holdfast.format.names import MANIFEST, Version, new_attempt, shard_name
+from holdfast.format.names import MANIFEST, Version, random_id, shard_name
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
@@ -104,7 +104,7 @@ def test_metrics_come_from_evaluations(store: MemoryStore) -> None:
 
 def test_orphans_are_counted(store: MemoryStore) -> None:
     for folder in ("version_60", "version_80"):
-        store.put_if_absent(f"{folder}/{shard_name(0, 1, new_attempt())}", b"x" * 10)
+        store.put_if_absent(f"{folder}/{shard_name(0, 1, random_id())}", b"x" * 10)
     assert run_cli("ls", store.url, "--json").json["orphans"] == {"files": 2, "bytes": 20}
     assert "2 files (20 B) that no manifest names" in run_cli("ls", store.url).out
 

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
-from holdfast.format.names import new_attempt, shard_name
+from holdfast.format.names import random_id, shard_name
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from tests.cli.invoke import run_cli, train_branch
@@ -15,7 +15,7 @@ from tests.trainings import flip_bit
 
 
 def orphan(store: MemoryStore, attempt: str | None = None) -> str:
-    key = f"version_80/{shard_name(0, 1, attempt or new_attempt())}"
+    key = f"version_80/{shard_name(0, 1, attempt or random_id())}"
     store.put_if_absent(key, b"x" * 10)
     return key
 
@@ -56,7 +56,7 @@ def test_a_dry_run_removes_nothing(store: MemoryStore) -> None:
 
 
 def test_the_files_of_an_active_save_are_kept(store: MemoryStore) -> None:
-    attempt = new_attempt()
+    attempt = random_id()
     key = orphan(store, attempt)
     pins.create_pin(Location(store, "version_80"), attempt)
     result = run_cli("sweep", store.url, "--grace", "0")

@@ -213,6 +213,7 @@ def test_ranks_divide_an_epoch(length: int, batch: int, count: int, drop_last: b
 )
 @example(40, 4, [(4, 3), (2, 3), (3, 100)], 0, True)
 @settings(deadline=None)
+@pytest.mark.slow
 def test_the_number_of_ranks_may_change(
     length: int, batch: int, changes: list[tuple[int, int]], seed: int, prefetch: bool
 ) -> None:
@@ -848,6 +849,7 @@ def test_the_length_may_change_at_the_beginning_of_an_epoch() -> None:
 @example(10, 7, 4, 4, True)
 @example(8, 4, 4, 4, False)
 @settings(deadline=None)
+@pytest.mark.slow
 def test_the_length_may_change_only_at_the_end_of_an_epoch(
     length: int, other: int, batch: int, other_batch: int, drop_last: bool
 ) -> None:

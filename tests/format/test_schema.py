@@ -158,6 +158,7 @@ UNDETECTABLE = {
 """Invalid values that a schema cannot detect."""
 
 
+@pytest.mark.slow
 def test_the_schema_rejects_invalid_files_where_it_can() -> None:
     files = save_to_files(small_state())
     for name, change in MANIFEST_EDITS.items():

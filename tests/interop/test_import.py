@@ -137,6 +137,7 @@ def test_a_truncated_file(tmp_path, zipped, length):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_data_is_detected(tmp_path):
     """PyTorch writes CRCs but does not check them, so it would not detect a flipped bit."""
     state = {"a": torch.arange(50.0), "n": 3}

@@ -71,6 +71,7 @@ def sharded_states(draw):
 
 @settings(deadline=None, max_examples=60)
 @given(sharded_states(), st.sampled_from([16, 48, 4096, 64 << 20]))
+@pytest.mark.slow
 def test_any_layout(sharded_state, window: int) -> None:
     state, layout = sharded_state
     original = holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)

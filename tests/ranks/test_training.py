@@ -185,6 +185,7 @@ def delay_shards(job: TrainingJob, rank: int, until: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.slow
 def test_all_ranks_wait_for_a_save_in_flight(rank: int) -> None:
     with TrainingJob(3) as job, recorded_events() as events:
         until = threading.Event()
@@ -327,6 +328,7 @@ def test_a_signal_on_any_rank_causes_one_save(ranks: list[int]) -> None:
 # -- stopping ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rank_0_decides_when_to_stop() -> None:
     """The other ranks pass other metrics, or none."""
     with TrainingJob(3) as job:

@@ -22,7 +22,7 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import HoldfastError, NotFound, SkippedVersion, StoreError, Unavailable
-from holdfast.format.names import MANIFEST, Version, new_attempt, shard_name
+from holdfast.format.names import MANIFEST, Version, random_id, shard_name
 from holdfast.run import catalog
 from holdfast.run.catalog import VersionRecord
 from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
@@ -180,7 +180,7 @@ def test_a_damaged_pin_still_pins(store: MemoryStore) -> None:
 
 def pin_in_newer_format(store: MemoryStore) -> str:
     """Create a process pin in a future format."""
-    key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
+    key = pins.create_pin(Location(store, "version_60"), random_id(), Version(20))
     raw = seal(sealed_content(store.get(key, 1 << 20)), 99)
     store.delete(key)
     store.put_if_absent(key, raw)
@@ -189,7 +189,7 @@ def pin_in_newer_format(store: MemoryStore) -> str:
 
 def damaged_pin(store: MemoryStore) -> str:
     """Create a process pin with a flipped bit."""
-    key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
+    key = pins.create_pin(Location(store, "version_60"), random_id(), Version(20))
     flip_bit(store, key)
     return key
 
@@ -242,7 +242,7 @@ def test_an_unreadable_pin_keeps_partial_files(store: MemoryStore) -> None:
     run.pin(20)
     store.delete(f"version_20/{MANIFEST}")
     store.put(f"version_80/{MANIFEST}", 5)
-    store.put(f"version_80/{shard_name(0, 1, new_attempt())}", 5)
+    store.put(f"version_80/{shard_name(0, 1, random_id())}", 5)
     key = damaged_pin(store)
     later = time.time() + 61
     swept = run.sweep(grace=0, now=later)
@@ -255,7 +255,7 @@ def test_an_unreadable_pin_keeps_partial_files(store: MemoryStore) -> None:
 
 def test_a_lasting_pin_does_not_protect_orphans_in_its_folder(store: MemoryStore) -> None:
     Run(store).pin(20)
-    key = f"version_20/{shard_name(0, 1, new_attempt())}"
+    key = f"version_20/{shard_name(0, 1, random_id())}"
     store.put_if_absent(key, b"left over")
     assert Run(store).sweep(now=time.time() + YEAR).removed == [key]
 
@@ -310,7 +310,7 @@ def test_a_pin_of_a_version_deleted_meanwhile_is_removed_and_raises(store: Memor
 def test_a_process_pin_protects_while_the_process_runs(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = pins.create_pin(Location(store, "version_60"), new_attempt(), Version(20))
+    key = pins.create_pin(Location(store, "version_60"), random_id(), Version(20))
     assert Run(store).retain(KeepLast(1)) == [Version(40)]
     assert Run(store).retain(KeepLast(1)) == []
     monkeypatch.setattr(
@@ -488,7 +488,7 @@ def test_delete_raises_for_pinned_referenced_and_missing_versions(references: Re
         run.delete(Version(10))
     with pytest.raises(NotFound, match="no version_40"):
         run.delete(Version(40))
-    key = pins.create_pin(run.location(Version(20)), new_attempt(), Version(20))
+    key = pins.create_pin(run.location(Version(20)), random_id(), Version(20))
     with pytest.raises(HoldfastError, match="a process is using it"):
         run.delete(Version(20))
     pins.remove_pin(run.location(Version(20)), key)
@@ -538,7 +538,7 @@ def test_a_concurrent_reader_fails_at_once_or_reads_everything() -> None:
         reader: list[Any] = []
 
         def create_pin(location: Location = location, reader: list[Any] = reader) -> None:
-            reader.append(pins.create_pin(location, new_attempt(), Version(1)))
+            reader.append(pins.create_pin(location, random_id(), Version(1)))
 
         def check_version(location: Location = location, reader: list[Any] = reader) -> None:
             try:
@@ -578,7 +578,7 @@ def test_a_concurrent_save_keeps_its_base_or_fails(references: References) -> No
         saver: list[Any] = []
 
         def create_pin(location: Location = location, saver: list[Any] = saver) -> None:
-            saver.append(pins.create_pin(location, new_attempt(), Version(1)))
+            saver.append(pins.create_pin(location, random_id(), Version(1)))
 
         def check_version(location: Location = location, saver: list[Any] = saver) -> None:
             try:
@@ -844,7 +844,7 @@ def test_sweep_keeps_files_that_an_unreadable_manifest_may_refer_to(store: Memor
 
 def test_sweep_keeps_files_of_a_deleted_version_that_a_process_reads(store: MemoryStore) -> None:
     location = Location(store, "version_20")
-    key = pins.create_pin(location, new_attempt(), Version(20))
+    key = pins.create_pin(location, random_id(), Version(20))
     keys = orphaned(store, 20)
     swept = Run(store).sweep(now=time.time() + YEAR)
     assert swept.removed == []

@@ -22,7 +22,7 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
 from holdfast.format.digest import digest
-from holdfast.format.names import MANIFEST, Version, index_name, new_attempt, shard_name
+from holdfast.format.names import MANIFEST, Version, index_name, random_id, shard_name
 from holdfast.format.records import Branch, encode_branch
 from holdfast.run.address import open_version
 from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
@@ -363,7 +363,7 @@ def test_delete_removes_the_manifest_first(store: MemoryStore) -> None:
 
 
 def leave_orphans(store: MemoryStore, step: int) -> list[str]:
-    attempt = new_attempt()
+    attempt = random_id()
     keys = [f"version_{step}/{name(0, 1, attempt)}" for name in (shard_name, index_name)]
     for key in keys:
         store.put_if_absent(key, b"left over")
@@ -388,7 +388,7 @@ def test_sweep_removes_only_old_orphans(store: MemoryStore) -> None:
 def test_sweep_keeps_files_of_a_running_process_at_any_age(
     store: MemoryStore,
 ) -> None:
-    attempt = new_attempt()
+    attempt = random_id()
     key = pins.create_pin(Location(store, "version_80"), attempt)
     shard = f"version_80/{shard_name(0, 1, attempt)}"
     store.put_if_absent(shard, b"half a save")

@@ -50,6 +50,7 @@ FIELDS = sorted({field for fields in EVENTS.values() for field in fields} | {"ti
     st.dictionaries(st.sampled_from(FIELDS), nested_odd_values),
     st.booleans(),
 )
+@pytest.mark.slow
 def test_no_sink_fails_for_missing_or_unexpected_fields(
     all_sinks: list[Any], name: str, odd: dict[str, Any], known: bool
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.crashfs import CrashFs
-from holdfast.testing.stores import StoreContract
+from holdfast.testing.store_contract import StoreContract
 
 
 class TestMemory(StoreContract):

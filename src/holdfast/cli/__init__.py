@@ -4,7 +4,9 @@ This module finds the verb, and converts errors to a message and an exit code. I
 only when the verb runs; rich is imported only to print for people. A script that uses ``--json``
 therefore waits for neither.
 
-May import: every other package of Holdfast except ``integrations`` and ``testing``.
+Terms: a *verb* is the word that selects a command, such as ``ls``.
+May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``, ``run``,
+and ``training``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts between bytes and values: manifests, indexes, records, and shard headers.
+"""Convert between bytes and values: manifests, state trees, indexes, records, and headers.
 
 Terms: an *index* lists the boxes and chunk digests of a shard; a *sealed* file contains its own
 digest; a *reference* points to a shard of an earlier version. ``docs/format.md`` is the

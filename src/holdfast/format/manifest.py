@@ -93,7 +93,7 @@ def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
 
 
 def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
-    """Return the manifest and its digest. Every field except the tree is checked.
+    """Return the manifest and its digest. Every field except ``tree`` and ``metadata`` is checked.
 
     Raises ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``.
     """

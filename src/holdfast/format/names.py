@@ -31,7 +31,7 @@ ShardName = Annotated[str, Meta(pattern=rf"\A{_SHARD.pattern}\Z")]
 EvaluationName = Annotated[str, Meta(pattern=rf"\A{_EVALUATION_NAME}\Z")]
 
 
-new_attempt = partial(secrets.token_hex, 6)
+random_id = partial(secrets.token_hex, 6)
 """Returns a new attempt id: 12 random hexadecimal digits."""
 
 

@@ -1,4 +1,5 @@
 """Adapters that let other libraries save and load through this engine. They decide nothing.
 
-May import: every package below: ``run``, ``engine``, ``storage``, ``format``, and the root modules.
+Terms: an *integration* is a package that serves one other library.
+May import: the root modules, ``format``, ``storage``, ``engine``, and ``run``.
 """

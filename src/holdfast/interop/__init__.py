@@ -1,6 +1,5 @@
 """Import and export of the checkpoint formats of other libraries. No code in a file is executed.
 
-A *foreign* checkpoint is one that another library wrote.
-
-May import: the root modules, ``format``, ``storage``, and ``engine``, but not ``run``.
+Terms: a *foreign* checkpoint is one that another library wrote.
+May import: the root modules, ``format``, ``storage``, and ``engine``; not ``run``.
 """

@@ -1,6 +1,9 @@
-"""The versions of one run: the lineage, retention, garbage collection, and the writer lock.
+"""The versions of one run: lineage, metrics, policies, retention, and garbage collection.
+
+Also what other processes share with a training: the writer lock and save requests.
 
 Terms: a *version* is a snapshot named by its step. A *branch* begins where training resumed from
-an older version. The *lineage* is the sequence of versions that count, across branches.
+an older version. The *lineage* is the sequence of versions that count, across branches. A
+*policy* decides when to save, which versions to keep, or when to stop.
 May import: the root modules, ``format``, ``storage``, and ``engine``.
 """

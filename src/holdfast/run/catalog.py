@@ -305,7 +305,7 @@ def new_evaluation(
     one second after the newest earlier one. Raises ``HoldfastError`` for an invalid name or
     metric.
     """
-    attempt = names.new_attempt()
+    attempt = names.random_id()
     if names.parse_evaluation(names.evaluation_name(name, attempt)) is None:
         raise HoldfastError(
             f"{str(name)[:80]!r} is not a valid name for an evaluation",

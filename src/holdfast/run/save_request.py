@@ -34,7 +34,7 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.format.digest import digest
-from holdfast.format.names import SAVE_REQUEST, Version, is_attempt, new_attempt
+from holdfast.format.names import SAVE_REQUEST, Version, is_attempt, random_id
 from holdfast.format.sealed import seal, unseal
 from holdfast.run.run import Run
 from holdfast.storage.store import Store
@@ -133,7 +133,7 @@ def request_and_wait(
     """
     deadline = clock() + timeout
     before = frozenset(run.listing().versions)
-    request_id = new_attempt()
+    request_id = random_id()
     try:
         pending_id = put_request(run.store, request_id)
         while True:

@@ -24,7 +24,7 @@ from holdfast.errors import (
     NotFound,
     StoreError,
 )
-from holdfast.format.names import WRITER_LOCK, new_attempt
+from holdfast.format.names import WRITER_LOCK, random_id
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
 from holdfast.storage.store import Store
 
@@ -46,7 +46,7 @@ class WriterLock:
         owner = None if self._id is None else self._read_owner()
         if owner is not None and owner.attempt == self._id:
             return
-        lock = Pin(new_attempt(), None, machine.utc_now(), *machine.process_identity())
+        lock = Pin(random_id(), None, machine.utc_now(), *machine.process_identity())
         previous = None
         while True:
             try:

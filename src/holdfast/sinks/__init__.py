@@ -1,7 +1,7 @@
-"""How events are shown to people and monitoring systems: sinks for ``holdfast.attach``.
+"""Show events to people and to monitoring systems.
 
-A sink is called with the name and the fields of an event. It ignores events that it does not know,
-and it accepts events with missing fields.
+Terms: a *sink* is a callable for ``holdfast.attach``, which calls it with the name and the fields
+of each event. It accepts unknown events, and events with missing fields.
 May import: the root modules and ``format``.
 """
 

@@ -1,4 +1,4 @@
-"""Stores bytes under keys. A store knows nothing of tensors.
+"""Store bytes under keys. A store knows nothing of tensors.
 
 Terms: a *store* holds objects; an *upload* is an object that is not visible until it is committed.
 ``store.py`` states the contract, and ``holdfast.testing.StoreContract`` tests it.

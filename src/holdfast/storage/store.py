@@ -92,8 +92,9 @@ class Store(Protocol):
     def put(self, key: str, length: int) -> Upload:
         """Begin to write an object of ``length`` bytes under a new key.
 
-        This method is for large files. The caller makes keys unique (names contain an attempt), so
-        a store does not have to check whether the key exists.
+        This method is for large files. The caller makes keys unique (names contain an attempt).
+        A store that finds the key taken refuses it at the latest in ``commit``; a store that
+        cannot find out cheaply does not have to (``StoreContract.put_sees_existing``).
         """
         ...
 

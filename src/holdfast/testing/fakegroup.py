@@ -16,7 +16,7 @@ QUICK_TIMEOUTS = Timeouts(silent=5.0, stuck=10.0)
 
 
 class FakeStore:
-    """A ``KeyValues`` in memory that all ranks of one process share."""
+    """A ``KeyValueStore`` in memory that all ranks of one process share."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

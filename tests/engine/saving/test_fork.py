@@ -30,6 +30,7 @@ print("child", code)
 
 
 @pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
+@pytest.mark.slow
 def test_a_fork_during_a_save_does_not_affect_the_save(tmp_path: Path, start: str) -> None:
     start = start.replace("ckpt.step()", "ckpt.resume(); ckpt.step()") if start is STEP else start
     save_0 = SAVE_VERSION_0.replace('{"x": np.arange(200_000), "y": np.ones(10)}', "state")
@@ -40,6 +41,7 @@ def test_a_fork_during_a_save_does_not_affect_the_save(tmp_path: Path, start: st
     assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
 
 
+@pytest.mark.slow
 def test_a_child_does_not_report_a_save_that_failed_in_its_parent(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
@@ -53,6 +55,7 @@ def test_a_child_does_not_report_a_save_that_failed_in_its_parent(tmp_path: Path
     assert done.stderr.count("holdfast: the save to") == 1
 
 
+@pytest.mark.slow
 def test_a_checkpointer_refuses_to_work_in_a_forked_child(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
@@ -120,6 +123,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_forked_workers_can_load_while_their_parent_saves(tmp_path: Path) -> None:
     done = run_script(tmp_path, LOAD_IN_FORKED_POOL)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -117,6 +117,7 @@ def test_tensors_may_change_as_soon_as_the_call_returns(store: HookedStore) -> N
     [("", 0), ("sys.exit(0)", 0), ("sys.exit(3)", 3), ("raise ValueError('other')", 1)],
     ids=["end", "exit", "exit3", "error"],
 )
+@pytest.mark.slow
 def test_a_process_that_exits_immediately_finishes_its_save(
     tmp_path: Path, start: str, end: str, code: int
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_process_that_exits_immediately_finishes_its_save(
 
 @pytest.mark.parametrize("start", [SAVE, STEP], ids=["save_async", "checkpointer"])
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "time.sleep(0.5)"])
+@pytest.mark.slow
 def test_an_unobserved_failure_ends_the_process_with_exit_code_1(
     tmp_path: Path, start: str, end: str
 ) -> None:

@@ -98,6 +98,7 @@ for step in range(1, 25):
 """
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_commits_each_version(tmp_path: Path) -> None:
     root, gate = tmp_path / "run", tmp_path / "gate"
     command = [sys.executable, "-c", SAVE_24_VERSIONS, str(root), str(gate)]

@@ -22,7 +22,7 @@ from holdfast.format.index_columns import (
     build_columns,
 )
 from holdfast.format.manifest import FileEntry, Shard, encode_manifest
-from holdfast.format.names import MANIFEST, index_name, new_attempt, shard_name
+from holdfast.format.names import MANIFEST, index_name, random_id, shard_name
 from holdfast.format.safetensors import build_header
 from holdfast.types import DTYPES, Box
 
@@ -79,7 +79,7 @@ def write_resharded(
     snapshot: Snapshot, location: Location, layout: Layout, shards: int
 ) -> Snapshot:
     """Write the snapshot again at ``location``, with its leaves split by ``layout``."""
-    attempt = new_attempt()
+    attempt = random_id()
     boxes_by_shard: list[list[LeafBox]] = [[] for _ in range(shards)]
     for key, (dtype, shape) in snapshot.leaves.items():
         for n, box in layout(key, shape):

@@ -157,6 +157,7 @@ def test_the_boxes_of_all_ranks_contain_each_element_once_per_replica(layout):
 
 @settings(max_examples=500, deadline=None)
 @given(layouts(factors=(1, 2, 3, 4, 6, 8, 12)))
+@pytest.mark.slow
 def test_the_inferred_shard_order_matches_that_of_torch(layout):
     _, mesh, shardings = layout
     size = SimpleNamespace(size=lambda m: mesh[m])

@@ -391,6 +391,7 @@ def check_training(size, shard, times, rows=13):
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.slow
 def test_boxes_cover_the_training_state_with_fsdp2_over_tensor_parallelism(mesh):
     def shard(model):
         made = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
@@ -402,6 +403,7 @@ def test_boxes_cover_the_training_state_with_fsdp2_over_tensor_parallelism(mesh)
     check_training(prod(mesh), shard, lambda k: 1 if k.split(":")[0] in tp else mesh[1])
 
 
+@pytest.mark.slow
 def test_fsdp2_over_tensor_parallelism_with_equal_sizes_but_other_rows():
     """38 rows are sharded over a 4 x 4 mesh. By its placements alone, rank (3, 2) would have row
     37, but it has row 29."""
@@ -428,6 +430,7 @@ def test_boxes_cover_the_training_state_with_fsdp2_and_hsdp(mesh):
     check_training(prod(mesh), shard, lambda _: prod(mesh[:-1]))
 
 
+@pytest.mark.slow
 def test_boxes_cover_the_training_state_with_hsdp_over_tensor_parallelism():
     def shard(model):
         names = ("replicate", "shard", "tp")

@@ -1,4 +1,6 @@
 """The commands, one module per verb, each with a click command named ``command``.
 
-May import: everything below ``cli``, and the modules of ``cli`` itself.
+Terms: as in ``cli``.
+May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``, ``run``,
+``training``, and ``cli``.
 """

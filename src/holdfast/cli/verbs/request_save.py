@@ -9,7 +9,7 @@ import click
 from holdfast.cli.console import make_console, print_line, progress_bar
 from holdfast.cli.output import json_option, parse_duration, print_json
 from holdfast.cli.resolve import resolve_run_allow_empty
-from holdfast.format.names import new_attempt
+from holdfast.format.names import random_id
 from holdfast.run.run import Run
 from holdfast.run.save_request import RequestedSave, put_request, request_and_wait
 
@@ -34,7 +34,7 @@ def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
     """
     opened = resolve_run_allow_empty(run)
     if no_wait:
-        attempt = new_attempt()
+        attempt = random_id()
         version, joined = None, put_request(opened.store, attempt) != attempt
     else:
         answer = _request_and_wait(opened, timeout, quiet=as_json)

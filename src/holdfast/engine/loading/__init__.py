@@ -2,6 +2,6 @@
 
 Terms: *binding* matches the live state with a snapshot's tree; a *target* is the memory into which
 a leaf is read.
-May import: the root modules, ``format``, and the packages of the engine except ``saving`` and
-``transform``.
+May import: the root modules, ``format``, ``storage``, and from the engine ``planning``,
+``distributed``, ``state``, and ``snapshot``.
 """

@@ -117,24 +117,28 @@ class SharedReader:
         keys = [(item.shard, item.first_chunk) for item in plan.items]
 
         def fill(number: int, into: WindowSlice) -> None:
-            run, padding = runs[number], paddings[number]
-            # bytes that the store's alignment makes the read include before the run
-            extra = min(padding, _file_offset(indexes, run) % location.store.traits.alignment)
+            item, padding = shared_items[number], paddings[number]
+            # bytes that the store's alignment makes the read include before the range
+            extra = min(padding, _file_offset(indexes, item) % location.store.traits.alignment)
             view = into.view[padding - extra :]
-            read_chunks_into(location, indexes[run.shard], run, extra, view)
+            read_chunks_into(location, indexes[item.shard], item, extra, view)
 
         def consume(number: int, span: WindowSlice) -> None:
-            run = runs[number]
-            i = bisect_right(keys, (run.shard, run.first_chunk)) - 1
-            if i >= 0 and plan.items[i].shard == run.shard:
-                copies = _narrow(plan.items[i], run)
-                copy_to_targets(copies, targets, span, run.start - paddings[number])
+            item = shared_items[number]
+            i = bisect_right(keys, (item.shard, item.first_chunk)) - 1
+            if i >= 0 and plan.items[i].shard == item.shard:
+                copies = _narrow(plan.items[i], item)
+                copy_to_targets(copies, targets, span, item.start - paddings[number])
 
         with self._snapshot.not_found_if_deleted():
-            runs, unshared = _split_shared(plan, indexes, self._wanting_ranks(plan, indexes))
-            # Runs have the same alignment in a window as in their file, which allows direct I/O.
-            paddings = [_file_offset(indexes, run) % ALIGNMENT for run in runs]
-            sizes = [n + run.stop - run.start for n, run in zip(paddings, runs, strict=True)]
+            shared_items, unshared = _split_shared(
+                plan, indexes, self._wanting_ranks(plan, indexes)
+            )
+            # Ranges have the same alignment in a window as in their file, which allows direct I/O.
+            paddings = [_file_offset(indexes, item) % ALIGNMENT for item in shared_items]
+            sizes = [
+                n + item.stop - item.start for n, item in zip(paddings, shared_items, strict=True)
+            ]
             increment_tensor_versions(targets)
             self._peers.exchange(assign_reads(sizes, len(self._peers.ranks)), fill, consume)
             own_plan = ReadPlan(tuple(unshared))
@@ -174,20 +178,20 @@ def _split_shared(
     plan: ReadPlan, indexes: Sequence[ShardIndex], wanting_ranks: Sequence[RankMasks]
 ) -> tuple[list[ReadItem], list[ReadItem]]:
     """Return the chunks that several ranks need, and the part of the plan that only this rank
-    needs. The shared chunks are split into runs, so that each rank needs all of a run or none."""
+    needs. The shared chunks are split into ranges of which each rank needs all or nothing."""
     is_shared = [masks & (masks - np.uint64(1)) != 0 for masks in wanting_ranks]
-    runs: list[ReadItem] = []
+    shared_items: list[ReadItem] = []
     for shard, (index, masks, shared) in enumerate(
         zip(indexes, wanting_ranks, is_shared, strict=True)
     ):
-        shard_runs = (
-            run
+        shard_items = (
+            item
             for mask in np.unique(masks[shared])
-            for run in chunk_read_items(
+            for item in chunk_read_items(
                 shard, index.cuts, index.chunk_refs, np.flatnonzero(masks == mask)
             )
         )
-        runs += sorted(shard_runs, key=lambda run: run.first_chunk)
+        shared_items += sorted(shard_items, key=lambda item: item.first_chunk)
     unshared: list[ReadItem] = []
     for item in plan.items:
         chunks = item.first_chunk + np.flatnonzero(
@@ -199,7 +203,7 @@ def _split_shared(
             index = indexes[item.shard]
             parts = chunk_read_items(item.shard, index.cuts, index.chunk_refs, chunks)
             unshared += [_narrow(item, part) for part in parts]
-    return runs, unshared
+    return shared_items, unshared
 
 
 def _narrow(item: ReadItem, part: ReadItem) -> ReadItem:

@@ -122,19 +122,19 @@ def make_local_plan(
     global shape. Raises ``Unsupported`` for an unknown dtype.
     """
     leaves, box_leaf = _distinct_leaves(leaf_boxes)
-    leaf_types = {(h.dtype, h.shape) for h in leaves}
+    leaf_types = {(leaf_box.dtype, leaf_box.shape) for leaf_box in leaves}
     itemsizes = {dtype: itemsize(dtype) for dtype, _ in leaf_types}
     type_hashes = {
         leaf_type: xxh3_64_intdigest(describe_type(*leaf_type).encode()) for leaf_type in leaf_types
     }
-    width = np.array([itemsizes[h.dtype] for h in leaves], np.int64)
-    key = np.array([xxh3_64_intdigest(h.key.encode()) for h in leaves], np.uint64)
+    width = np.array([itemsizes[leaf_box.dtype] for leaf_box in leaves], np.int64)
+    key = np.array([xxh3_64_intdigest(leaf_box.key.encode()) for leaf_box in leaves], np.uint64)
     factor = key | np.uint64(1)
-    leaf_dims = np.array([len(h.shape) for h in leaves], np.int64)
+    leaf_dims = np.array([len(leaf_box.shape) for leaf_box in leaves], np.int64)
     dims = leaf_dims[box_leaf]
-    shape = flatten_rows(h.shape for h in leaves)
-    offsets = flatten_rows(h.box.offsets for h in leaf_boxes)
-    sizes = flatten_rows(h.box.sizes for h in leaf_boxes)
+    shape = flatten_rows(leaf_box.shape for leaf_box in leaves)
+    offsets = flatten_rows(leaf_box.box.offsets for leaf_box in leaf_boxes)
+    sizes = flatten_rows(leaf_box.box.sizes for leaf_box in leaf_boxes)
     limits = flatten_rows(leaves[i].shape for i in box_leaf.tolist())
     out_of_bounds = (offsets < 0) | (sizes < 0) | (offsets + sizes > limits)
     if out_of_bounds.any():
@@ -144,7 +144,9 @@ def make_local_plan(
     return LocalPlan(
         digest=digest or digest_leaf_boxes(leaf_boxes),
         leaf_key=key,
-        leaf_type=np.array([type_hashes[h.dtype, h.shape] for h in leaves], np.uint64),
+        leaf_type=np.array(
+            [type_hashes[leaf_box.dtype, leaf_box.shape] for leaf_box in leaves], np.uint64
+        ),
         leaf_weight=_weights(np.zeros_like(shape), shape, leaf_dims) * factor,
         leaf_bytes=row_products(shape, leaf_dims) * width,
         box_weight=_weights(offsets, sizes, dims) * factor[box_leaf],
@@ -154,7 +156,10 @@ def make_local_plan(
         if from_first is None
         else from_first.astype(np.uint8),
         packed_leaf_types=zlib.compress(
-            msgspec.msgpack.encode([(h.key, h.dtype, h.shape) for h in leaves]), level=1
+            msgspec.msgpack.encode(
+                [(leaf_box.key, leaf_box.dtype, leaf_box.shape) for leaf_box in leaves]
+            ),
+            level=1,
         ),
     )
 
@@ -164,19 +169,19 @@ def _distinct_leaves(leaf_boxes: Sequence[LeafBox]) -> tuple[list[LeafBox], NDAr
     index: dict[str, int] = {}
     leaves: list[LeafBox] = []
     box_leaf: list[int] = []
-    for h in leaf_boxes:
-        i = index.setdefault(h.key, len(leaves))
+    for leaf_box in leaf_boxes:
+        i = index.setdefault(leaf_box.key, len(leaves))
         if i == len(leaves):
-            leaves.append(h)
-        elif leaves[i].shape != h.shape or leaves[i].dtype != h.dtype:
+            leaves.append(leaf_box)
+        elif leaves[i].shape != leaf_box.shape or leaves[i].dtype != leaf_box.dtype:
             raise PlanError(
-                f"A rank has two different tensors under the key {h.key}",
+                f"A rank has two different tensors under the key {leaf_box.key}",
                 expected=describe_type(leaves[i].dtype, leaves[i].shape),
-                found=describe_type(h.dtype, h.shape),
-                key=h.key,
+                found=describe_type(leaf_box.dtype, leaf_box.shape),
+                key=leaf_box.key,
             )
-        if not len(h.box.offsets) == len(h.box.sizes) == len(h.shape):
-            raise _out_of_bounds_error(h)
+        if not len(leaf_box.box.offsets) == len(leaf_box.box.sizes) == len(leaf_box.shape):
+            raise _out_of_bounds_error(leaf_box)
         box_leaf.append(i)
     return leaves, np.array(box_leaf, np.uint32)
 

@@ -28,11 +28,14 @@ def full_shard_entries(leaf_boxes: Sequence[LeafBox]) -> Iterator[HeaderEntry]:
     """Yield the entries of a shard that holds all of these boxes, one after the other."""
     used_names = {"__metadata__"}  # reserved by the format
     stop = 0
-    for h in leaf_boxes:
-        dtype = DTYPES[h.dtype]
-        name = _unique_name(entry_name(h.key, h.shape, h.box.offsets, h.box.sizes), used_names)
-        start, stop = stop, stop + h.nbytes
-        yield name, dtype.stored_dtype, stored_shape(dtype, h.box.sizes), start, stop
+    for leaf_box in leaf_boxes:
+        dtype = DTYPES[leaf_box.dtype]
+        name = _unique_name(
+            entry_name(leaf_box.key, leaf_box.shape, leaf_box.box.offsets, leaf_box.box.sizes),
+            used_names,
+        )
+        start, stop = stop, stop + leaf_box.nbytes
+        yield name, dtype.stored_dtype, stored_shape(dtype, leaf_box.box.sizes), start, stop
 
 
 def partial_shard_entries(
@@ -47,15 +50,15 @@ def partial_shard_entries(
     used_names = {"__metadata__"}
     for start, stop, data_offset in spans:
         for i in range(max(0, bisect_right(image_offsets, start) - 1), len(leaf_boxes)):
-            h, begin = leaf_boxes[i], image_offsets[i]
+            leaf_box, begin = leaf_boxes[i], image_offsets[i]
             if begin >= stop:
                 break
-            a, b = max(start, begin), min(stop, begin + h.nbytes)
+            a, b = max(start, begin), min(stop, begin + leaf_box.nbytes)
             if a >= b:
                 continue
-            dtype, sizes = DTYPES[h.dtype], h.box.sizes
-            name = entry_name(h.key, h.shape, h.box.offsets, sizes)
-            if b - a < h.nbytes:
+            dtype, sizes = DTYPES[leaf_box.dtype], leaf_box.box.sizes
+            name = entry_name(leaf_box.key, leaf_box.shape, leaf_box.box.offsets, sizes)
+            if b - a < leaf_box.nbytes:
                 first, last = (a - begin) // dtype.itemsize, (b - begin) // dtype.itemsize
                 name, sizes = f"{name}[{first}:{last}]", (last - first,)
             yield (
@@ -152,8 +155,14 @@ def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:
     small boxes share chunks.
     """
     sort_keys = [
-        (-itemsize(h.dtype), h.key.partition("/")[0], -h.nbytes, h.key, h.box.offsets)
-        for h in leaf_boxes
+        (
+            -itemsize(leaf_box.dtype),
+            leaf_box.key.partition("/")[0],
+            -leaf_box.nbytes,
+            leaf_box.key,
+            leaf_box.box.offsets,
+        )
+        for leaf_box in leaf_boxes
     ]
     return sorted(range(len(leaf_boxes)), key=sort_keys.__getitem__)
 

@@ -96,7 +96,7 @@ def make_image(
     """
     order = file_order(leaf_boxes) if order is None else order
     ordered = [leaf_boxes[i] for i in order]
-    lengths = np.array([h.nbytes for h in ordered], dtype=np.int64)
+    lengths = np.array([leaf_box.nbytes for leaf_box in ordered], dtype=np.int64)
     header = build_header(full_shard_entries(ordered))
     ends = np.cumsum(lengths) + len(header)
     cuts = chunk_cuts(len(header), lengths)

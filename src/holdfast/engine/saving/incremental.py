@@ -251,8 +251,10 @@ def _find_in_base(
             path, at = index.locate_chunk(c)
             base_chunks[layout_hash, index.chunk_digest(c)] = (*files[path], at)
     rows = [
-        (hash((h.key, h.dtype, h.box.offsets)), start, end - start)
-        for h, start, end in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
+        (hash((leaf_box.key, leaf_box.dtype, leaf_box.box.offsets)), start, end - start)
+        for leaf_box, start, end in zip(
+            image.leaf_boxes, image.box_starts, image.box_ends, strict=True
+        )
     ]
     layout_hashes = enumerate(_chunk_layout_hashes(rows, image.cuts), 1)
     return [None, *(base_chunks.get((h, digests[c])) for c, h in layout_hashes)]

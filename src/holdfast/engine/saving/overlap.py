@@ -84,8 +84,8 @@ def split_pieces(
     leaves that do not change until an optimizer steps (``stable_keys``)."""
     unstable = [
         (a, b)
-        for h, a, b in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
-        if h.key not in stable_keys and b > a
+        for leaf_box, a, b in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
+        if leaf_box.key not in stable_keys and b > a
     ]
     starts, stops = [a for a, _ in unstable], [b for _, b in unstable]
     now: list[Piece] = []

@@ -1,11 +1,12 @@
-"""Partition: the ranks agree on which rank writes which boxes.
+"""Partition: the ranks decide which rank writes which boxes.
 
 The ranks exchange digests. They exchange boxes and trees only if something changed:
 
 1. Each rank sends digests of its boxes, of its tree, and of the elements that other ranks may also
    hold.
 2. Rank 0 requests what it does not know yet, from one rank for each distinct digest.
-3. Rank 0 merges the trees, assigns the boxes, and sends each rank a mask of its boxes to write.
+3. Rank 0 assigns the boxes, compares the elements, merges the trees, and sends each rank a mask of
+   its boxes to write.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from holdfast.engine.saving.replica_check import digest_values
 from holdfast.engine.state.flatten import FlatState, LocalLeaf
 from holdfast.engine.state.replication import Replication
 from holdfast.errors import PlanError
-from holdfast.format.names import new_attempt
+from holdfast.format.names import random_id
 from holdfast.text import MAX_SHOWN, format_list, format_ranks
 from holdfast.threads import Workers
 from holdfast.types import MIB, Box
@@ -45,7 +46,7 @@ for each."""
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The result of the agreement.
+    """The boxes that this rank writes, and what only rank 0 knows.
 
     ``sources``: the boxes that this rank writes, described by ``leaf_boxes``; ``tree``: the
     snapshot's tree, on rank 0 only; ``plan``: the plan for all ranks, on rank 0 only, or None if
@@ -114,7 +115,7 @@ class CommonTree(msgspec.Struct, frozen=True, array_like=True):
 def partition_state(
     collective: Collective, group: Group, flat: FlatState, workers: Workers
 ) -> Partition:
-    """Agree with the other ranks on which rank writes which boxes of a state.
+    """Decide together with the other ranks which rank writes which boxes of a state.
 
     Raises ``PlanError`` if the states of the ranks do not fit together: values, shapes, or elements
     differ, or boxes overlap or leave gaps.
@@ -161,7 +162,7 @@ def _partition_locally(flat: FlatState) -> Partition:
     if flat.per_rank or flat.from_first:
         per_rank = {key: {0: node} for key, node in flat.per_rank.items()}
         tree = merge([(tree, (0,))], RankNodes(per_rank, flat.from_first))
-    return Partition(new_attempt(), [leaf.source for leaf in leaves], leaf_boxes, tree, plan)
+    return Partition(random_id(), [leaf.source for leaf in leaves], leaf_boxes, tree, plan)
 
 
 def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:
@@ -230,7 +231,7 @@ class _LocalRank:
 
 
 class _Coordinator:
-    """Rank 0's part of the agreement: it makes every decision."""
+    """Rank 0's part: it makes every decision."""
 
     def __init__(
         self, summaries: Sequence[RankSummary], local: _LocalRank, cache: dict[str, Any]
@@ -250,7 +251,7 @@ class _Coordinator:
         distinct = _first_ranks((s.unverified_keys, s.unverified_values) for s in summaries)
         count = max(MAX_SHOWN, len({s.unverified_keys for s in summaries}))
         return DetailRequest(
-            new_attempt(),
+            random_id(),
             self._plan_id,
             not (known and all(self._plan_id in s.known_plans for s in summaries)),
             [] if known else list(_first_ranks(s.structure for s in summaries).values()),

@@ -114,11 +114,13 @@ def write_index(
     # Offsets count from the start of the file, and the headers have different lengths.
     shift = len(header) - len(image.header)
     leaves: dict[str, IndexLeaf] = {}
-    for h, at in zip(image.leaf_boxes, image.box_starts, strict=True):
-        leaf = leaves.get(h.key)
+    for leaf_box, at in zip(image.leaf_boxes, image.box_starts, strict=True):
+        leaf = leaves.get(leaf_box.key)
         if leaf is None:
-            leaf = leaves[h.key] = IndexLeaf(h.key, h.dtype, h.shape, [])
-        leaf.boxes.append(IndexBox(h.box.offsets, h.box.sizes, at + shift))
+            leaf = leaves[leaf_box.key] = IndexLeaf(
+                leaf_box.key, leaf_box.dtype, leaf_box.shape, []
+            )
+        leaf.boxes.append(IndexBox(leaf_box.box.offsets, leaf_box.box.sizes, at + shift))
     fields: dict[str, Any] = {
         "shard": shard_name,
         "length": length,

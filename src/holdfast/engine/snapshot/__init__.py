@@ -2,5 +2,5 @@
 
 Terms: a *snapshot* is a manifest and the shards that it refers to. A *pin* protects the files of a
 snapshot from deletion.
-May import: the root modules, ``format``, ``planning``, and ``storage``.
+May import: the root modules, ``format``, ``storage``, and from the engine ``planning``.
 """

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from holdfast import events
 from holdfast.engine.snapshot.location import Location
 from holdfast.errors import Denied, FormatError, NotFound, StoreError
-from holdfast.format.names import MANIFEST, Version, new_attempt, parse_pin, parse_version, pin_name
+from holdfast.format.names import MANIFEST, Version, parse_pin, parse_version, pin_name, random_id
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
 from holdfast.machine import pid_and_start_time, process_identity, utc_now
 from holdfast.storage.store import Stat, Store
@@ -34,7 +34,7 @@ def create_pin(location: Location, attempt: str, version: Version | None = None)
     host, boot, process = process_identity()
     name = None if version is None else str(version)
     pin = Pin(attempt, name, utc_now(), host, boot, process)
-    key = location.run_key(pin_name(new_attempt()))
+    key = location.run_key(pin_name(random_id()))
     try:
         location.store.put_if_absent(key, encode_pin(pin))
     except Denied:
@@ -70,7 +70,7 @@ def pin_while_reading(
     version = parse_version(location.folder.rpartition("/")[2])
     with ExitStack() as pins:
         if version is not None and nbytes >= MIN_PINNED_BYTES:
-            attempt, pinned = new_attempt(), False
+            attempt, pinned = random_id(), False
             with suppress(StoreError):
                 for pinned_version in (version, *bases):
                     pins.enter_context(hold_pin(location, attempt, pinned_version))

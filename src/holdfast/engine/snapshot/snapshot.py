@@ -316,18 +316,18 @@ class Snapshot:
 
     def read(
         self,
-        wants: Sequence[ReadRequest],
+        requests: Sequence[ReadRequest],
         targets: Sequence[Target],
         advance: Callable[[], object] = no_op,
     ) -> None:
-        """Read the boxes that ``wants`` requests, check them, and copy each into its target.
+        """Read the boxes that ``requests`` requests, check them, and copy each into its target.
 
         ``advance`` is called after each part. Raises ``FormatError`` or ``StoreError``:
         ``NotFound`` if the snapshot was deleted.
         """
         indexes = self.indexes()
         with gc_paused():
-            plan = make_read_plan(indexes, wants)
+            plan = make_read_plan(indexes, requests)
         with self.not_found_if_deleted():
             execute_read_plan(
                 self.location, plan, indexes, targets, Workers.create(advance=advance)

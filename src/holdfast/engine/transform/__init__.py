@@ -1,4 +1,6 @@
-"""Make one snapshot from another: copy it, or write it again with other shards (*reshard*).
+"""Make one snapshot from another.
 
-May import: the root modules, ``format``, and all other packages of the engine.
+Terms: to *copy* a snapshot transfers its shards, and makes an incremental snapshot full; to
+*reshard* it writes its state again as other shards.
+May import: the root modules, ``format``, ``storage``, and all other packages of ``engine``.
 """

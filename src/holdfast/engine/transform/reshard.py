@@ -94,7 +94,7 @@ def reshard(
         leaves = order_leaves(snapshot, locations)
         reader = _SnapshotReader(snapshot, leaves, locations)
         assignment = assign_leaves(leaves, shards, split)
-        attempt, receipts = names.new_attempt(), list[Receipt]()
+        attempt, receipts = names.random_id(), list[Receipt]()
         with snapshot.pin_while_reading(), pins.hold_pin(location, attempt):
             for first in range(0, shards, MAX_OPEN_SHARDS):
                 batch = range(first, min(first + MAX_OPEN_SHARDS, shards))

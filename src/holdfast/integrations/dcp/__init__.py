@@ -2,10 +2,10 @@
 
 Pass a ``StorageWriter`` or ``StorageReader`` to DCP. It then writes ordinary snapshots and loads
 them with all digests checked. DCP makes the plans, gathers them, and reports errors; this package
-converts its plans to boxes. See ``docs/dcp.md``. An *FQN* (fully qualified name) is DCP's name of a
-leaf, such as ``model.fc.weight``.
+converts its plans to boxes. See ``docs/dcp.md``.
 
-May import: ``engine``, ``storage``, ``format``, and the root modules.
+Terms: an *FQN* (fully qualified name) is DCP's name of a leaf, such as ``model.fc.weight``.
+May import: the root modules, ``format``, ``storage``, and ``engine``.
 """
 
 from __future__ import annotations

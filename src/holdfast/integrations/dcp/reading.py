@@ -44,7 +44,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
     def __init__(self, url: Url) -> None:
         super().__init__()
         self.url = url
-        self.load_id = names.new_attempt()
+        self.load_id = names.random_id()
         self._snapshot: Snapshot | None = None
         self._entries: dict[str, fqns.FqnEntry] = {}
         self._saved_by_dcp = False
@@ -52,7 +52,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.url = checkpoint_id
-        self.load_id = names.new_attempt()
+        self.load_id = names.random_id()
         self._snapshot = None
 
     def read_metadata(self, *args: Any) -> Metadata:

@@ -110,7 +110,7 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
     def __init__(self, url: Url) -> None:
         super().__init__()
         self.url = url
-        self.save_id = names.new_attempt()
+        self.save_id = names.random_id()
         self._save: _ActiveSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.url = checkpoint_id
-        self.save_id = names.new_attempt()
+        self.save_id = names.random_id()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -131,7 +131,7 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
                 found="use_collectives=False",
                 todo="Omit use_collectives, or use no_dist=True with one folder per rank",
             )
-        self._save = _ActiveSave(locate(self.url), names.new_attempt(), time.perf_counter())
+        self._save = _ActiveSave(locate(self.url), names.random_id(), time.perf_counter())
         if is_coordinator:
             raise_if_exists(self._save.location)
 

@@ -96,6 +96,7 @@ def test_records_and_offsets_of_more_than_32_bits(tmp_path: Path, length: int) -
         assert found.read("archive/d") == b"!"
 
 
+@pytest.mark.slow
 def test_more_than_65535_records() -> None:
     raw = archive([(f"data/{i}", b"x") for i in range(70_000)])
     with zipfile.ZipFile(io.BytesIO(raw)) as found:

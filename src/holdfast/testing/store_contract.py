@@ -15,7 +15,7 @@ from holdfast.buffers import Buffer
 from holdfast.errors import NotFound, StoreError
 from holdfast.storage.store import Store
 from holdfast.testing.contract import keys, partial_keys, put, random_bytes, read
-from holdfast.testing.writing import WritingContract
+from holdfast.testing.writing_contract import WritingContract
 
 _BAD_KEYS = ("", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "a/./b", "a\0b", "k" * 901)
 
