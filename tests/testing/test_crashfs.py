@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 
 import pytest
 
@@ -48,6 +49,38 @@ def test_any_part_of_unsynced_data_can_be_lost():
         b"1" * 4096 + bytes(4096),
         data,
     }
+
+
+def test_only_the_calls_that_change_something_count_as_changes():
+    fs = CrashFs()
+
+    def changed(call):
+        before = fs.changes
+        with suppress(OSError):
+            call()
+        return fs.changes > before
+
+    assert changed(lambda: fs.mkdir("/f"))
+    assert not changed(lambda: fs.mkdir("/f"))  # it exists
+    fd = fs.open("/a", os.O_CREAT | os.O_RDWR)
+    assert fs.changes == 2
+    assert changed(lambda: fs.pwrite(fd, memoryview(b"1"), 0))
+    assert changed(lambda: fs.fsync(fd))
+    assert changed(lambda: fs.fallocate(fd, 9))
+    assert changed(lambda: fs.link("/a", "/b"))
+    assert changed(lambda: fs.rename_noreplace("/a", "/c"))
+    assert changed(lambda: fs.unlink("/b"))
+    assert changed(lambda: fs.rmdir("/f"))
+    into = memoryview(bytearray(1))
+    for read in (
+        lambda: fs.open("/c", os.O_CREAT | os.O_RDONLY),
+        lambda: fs.preadv(fd, into, 0),
+        lambda: fs.fstat(fd),
+        lambda: fs.stat("/c"),
+        lambda: fs.scandir("/"),
+        lambda: fs.close(fd),
+    ):
+        assert not changed(read)
 
 
 def test_syncing_a_file_does_not_sync_its_name_and_the_reverse():

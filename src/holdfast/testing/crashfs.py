@@ -117,17 +117,33 @@ def _counted(
     return counted_call
 
 
+def _counted_change(
+    call: Callable[Concatenate[CrashFs, P], T],
+) -> Callable[Concatenate[CrashFs, P], T]:
+    """Do as ``_counted``, and also count the call in ``changes``."""
+
+    @wraps(call)
+    def counted_change(self: CrashFs, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result = call(self, *args, **kwargs)
+        self.changes += 1
+        return result
+
+    return _counted(counted_change)
+
+
 class CrashFs(Fs):
     """An empty file system with the folder ``/``. Thread-safe.
 
-    ``operations`` counts the calls. If ``cut_at`` is n, the n-th call (from 1) and all later calls
-    raise ``PowerCut`` and have no effect. As on a disk, O_DIRECT raises EINVAL unless address,
-    offset, and length are aligned.
+    ``operations`` counts the calls. ``changes`` counts those that changed what a power cut can
+    leave: after the others, ``crashes`` has the same file systems to choose from as before. If
+    ``cut_at`` is n, the n-th call (from 1) and all later calls raise ``PowerCut`` and have no
+    effect. As on a disk, O_DIRECT raises EINVAL unless address, offset, and length are aligned.
     """
 
     def __init__(self, cut_at: int | None = None) -> None:
         self.cut_at = cut_at
         self.operations = 0
+        self.changes = 0
         self._root = _Folder()
         self._fds: dict[int, tuple[_File | _Folder, int]] = {}
         self._fd_numbers = count(1_000_000)  # never the number of a real file descriptor
@@ -202,6 +218,7 @@ class CrashFs(Fs):
         folder, name = self._locate(path)
         if flags & os.O_CREAT and name and name not in folder.entries:
             _NameOperation(f"create {path}", (folder, name, _File()))
+            self.changes += 1
         elif flags & os.O_CREAT and flags & os.O_EXCL:
             raise _os_error(errno.EEXIST)
         node = self._find(path)
@@ -215,7 +232,7 @@ class CrashFs(Fs):
     def close(self, fd: int) -> None:
         del self._fds[fd]
 
-    @_counted
+    @_counted_change
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         self._file(fd, address_of(data), offset, len(data)).write(data, offset)
         return len(data)
@@ -227,12 +244,12 @@ class CrashFs(Fs):
         into[: len(data)] = data
         return len(data)
 
-    @_counted
+    @_counted_change
     def fallocate(self, fd: int, length: int) -> bool:
         self._file(fd).grow(length)
         return True
 
-    @_counted
+    @_counted_change
     def fsync(self, fd: int) -> None:
         node, _ = self._fds[fd]
         if isinstance(node, _File):
@@ -249,30 +266,30 @@ class CrashFs(Fs):
     def stat(self, path: str) -> FileStat:
         return _stat(self._find(path))
 
-    @_counted
+    @_counted_change
     def link(self, source: str, target: str) -> None:
         node = self._find(source)
         folder, name = self._locate_new(target)
         _NameOperation(f"link {target}", (folder, name, node))
 
-    @_counted
+    @_counted_change
     def rename_noreplace(self, source: str, target: str) -> None:
         node = self._find(source)
         folder, name = self._locate_new(target)
         _NameOperation(f"rename {target}", (*self._locate(source), None), (folder, name, node))
 
-    @_counted
+    @_counted_change
     def unlink(self, path: str) -> None:
         if isinstance(self._find(path), _Folder):
             raise _os_error(errno.EISDIR)
         _NameOperation(f"unlink {path}", (*self._locate(path), None))
 
-    @_counted
+    @_counted_change
     def mkdir(self, path: str) -> None:
         folder, name = self._locate_new(path)
         _NameOperation(f"mkdir {path}", (folder, name, _Folder()))
 
-    @_counted
+    @_counted_change
     def rmdir(self, path: str) -> None:
         node = self._find(path)
         if isinstance(node, _File):
