@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
+# The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-elastic quick test tools lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
