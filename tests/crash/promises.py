@@ -66,7 +66,21 @@ def check_promises(
     return steps
 
 
-@mock.patch.dict(os.environ, {"HOLDFAST_THREADS": "1"})  # thousands of states are checked
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Set HOLDFAST_THREADS to 1, because thousands of states are checked.
+
+    A change of the environment is not thread-safe: it can fail, in another thread, the start of a
+    process. Tests that check in several threads set the variable before they start them.
+    """
+    if os.environ.get("HOLDFAST_THREADS") == "1":
+        yield
+    else:
+        with mock.patch.dict(os.environ, {"HOLDFAST_THREADS": "1"}):
+            yield
+
+
+@one_thread()
 def verify_versions(run: Run, expected: Callable[[int], State]) -> dict[Version, str]:
     """Check promises 1, 2, 3, and 7, and return the digests of the manifests.
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from holdfast.run.policy import EverySteps
 from holdfast.storage.local import LocalStore
 from tests.crash.killed_saver import run_when_traced
 from tests.crash.promises import check_promises
+from tests.fork_server import FORK_SERVER
 from tests.trainings import initial_state, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
@@ -29,11 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.root]
 WRITING_CALLS = ["mkdir", "fallocate", "pwrite64", "fsync", "linkat", "unlink", "rmdir"]
 READING_CALLS = ["openat", "close", "newfstatat", "getdents64", "preadv2"]
 SAMPLE = 9
-
-
-FORK_SERVER = get_context("forkserver")
-"""Starts the killed programs by a fork, because an import of the package takes longer than they."""
-FORK_SERVER.set_forkserver_preload(["tests.crash.killed_saver"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,6 +39,11 @@ def strace(tmp_path_factory: pytest.TempPathFactory) -> None:
     _, _, message = run_saver(root, "saves", "-o", os.devnull, threads=1)
     if "attached" not in message:
         pytest.skip(f"strace cannot trace: {message}")
+
+
+@pytest.fixture(autouse=True)
+def check_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_THREADS", "1")
 
 
 def run_saver(root: Path, work: str, *options: str, threads: int) -> tuple[int, list[int], str]:

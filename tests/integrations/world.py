@@ -6,13 +6,17 @@ PyTorch's own base classes start new processes for every test, which takes secon
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.fork_server import FORK_SERVER
 
 SIZE = 4
 TIMEOUT = 120.0
@@ -21,9 +25,6 @@ TIMEOUT = 120.0
 
 def run_rank(rank: int, rendezvous_file: str, pipe: Connection) -> None:
     """Run one rank: call each function that arrives and send back its result."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -54,12 +55,11 @@ class RankProcesses:
         self.number = 0
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self.number += 1
         for rank in range(SIZE):
-            parent_end, child_end = context.Pipe()
+            parent_end, child_end = FORK_SERVER.Pipe()
             rendezvous_file = str(self.folder / f"rendezvous-{self.number}")
-            process = context.Process(target=run_rank, args=(rank, rendezvous_file, child_end))
+            process = FORK_SERVER.Process(target=run_rank, args=(rank, rendezvous_file, child_end))
             process.start()
             child_end.close()
             self.pipes.append(parent_end)

@@ -40,7 +40,6 @@ from tests.ranks.models import (
     tensor_parallel,
     train,
 )
-from tests.ranks.world import run_as_rank
 
 
 def load_train_save(
@@ -442,7 +441,3 @@ SCENARIOS = [
     random_generators,
     errors_reach_all_ranks,
 ]
-
-
-if __name__ == "__main__":
-    run_as_rank(SCENARIOS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import time
 from collections import Counter
@@ -39,7 +38,6 @@ from holdfast.types import BLOCK_SIZE, MIB
 from tests.engine.unreliable_stores import HookedStore
 from tests.ranks.random_layouts import leaf_key, local_bytes, state_of, states
 from tests.ranks.test_layouts import save_to_location
-from tests.ranks.world import run_scenarios
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -791,29 +789,3 @@ def test_a_shared_resume_skips_a_damaged_version(tmp_path):
     new_run.mkdir()
     steps, read = resume_on_hosts("aab", new_run, start=f"{run}@1")
     assert steps == [1, 1, 1]
-
-
-# -- real processes --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_real_processes_share_reads_and_a_killed_one_leaves_nothing(tmp_path):
-    results = run_scenarios(
-        "shared_reads", tmp_path, [0, -signal.SIGKILL, 0], silent_seconds=3, timeout=120
-    )
-    data, indexes = stored_bytes(str(tmp_path / "version_1"))
-    own = 10 * MIB
-    needed = data - 2 * own  # everything except the boxes of the other ranks
-    for result in results:  # with sharing, each rank reads its box and a third of the rest
-        assert abs(result["bytes False"] - needed) < 100_000
-        assert abs(result["bytes True"] - own - (needed - own) / 3) < 2 * BLOCK_SIZE
-    assert sum(result["indexes False"] for result in results) == 3 * indexes
-    assert sum(result["indexes True"] for result in results) == indexes
-    assert abs(sum(result["bytes True"] for result in results) - data) < 100_000
-    assert [result["leftover segments"] for result in results] == [[[], 0]] * 3
-    for rank in (0, 2):
-        failed_rank, seconds, live_state = results[rank]["killed"]
-        assert (failed_rank, live_state) == (1, "not valid")
-        assert seconds < 10
-        assert results[rank]["leftover segments after the kill"] == [[], 0]
-    print({key: [result[key] for result in results] for key in ("seconds False", "seconds True")})

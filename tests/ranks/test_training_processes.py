@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.ranks.whole_runs import SCENARIOS
-from tests.ranks.world import run_scenarios
+from tests.ranks.world import run_each, run_scenarios
 
 pytestmark = pytest.mark.slow
 
 
 def test_all_scenarios_pass(tmp_path: Path) -> None:
     """All scenarios are one test, so that each worker of pytest-xdist does not start processes."""
-    results = run_scenarios("whole_runs", tmp_path)
+    results = run_scenarios(partial(run_each, SCENARIOS), tmp_path)
     failed = [
         f"{name} on rank {rank}: {outcomes[name]}"
         for name in [scenario.__name__ for scenario in SCENARIOS]

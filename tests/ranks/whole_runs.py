@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import statistics
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from holdfast.errors import HoldfastError, PlanError
 from holdfast.run.policy import EverySeconds, EverySteps, OnException, StopWhen
 from holdfast.run.run import Run
 from holdfast.run.save_request import read_request, request_and_wait
-from tests.ranks.world import run_as_rank
 
 DATASET_LENGTH, BATCH = 101, 12
 
@@ -403,12 +401,3 @@ SCENARIOS = [
     saves_the_state_before_an_exception_on_all_ranks,
     reports_different_arguments,
 ]
-
-if __name__ == "__main__":
-    run_as_rank(
-        [
-            scenario
-            for scenario in SCENARIOS
-            if not sys.argv[4:] or scenario.__name__ in sys.argv[4:]
-        ]
-    )

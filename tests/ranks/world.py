@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,45 +15,67 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.fork_server import FORK_SERVER
+
 SIZE = 4
 TIMEOUT = timedelta(seconds=60)
 
 
 def run_scenarios(
-    module: str,
+    run_rank: Callable[[int, int, Path], None],
     folder: Path,
     exit_codes: Sequence[int] = (0,) * SIZE,
     *,
     silent_seconds: int = 30,
     timeout: float = 300,
 ) -> list[dict[str, Any]]:
-    """Run all scenarios of a module of this package. Return the result of each one, by rank.
+    """Call ``run_rank`` on each rank, in a process. Return the result of each scenario, by rank.
 
-    The scenarios share one start of the processes, which must end with the ``exit_codes``.
-    ``silent_seconds``: HOLDFAST_SILENT of the processes. ``timeout``: the limit for each process,
-    in seconds.
+    All scenarios share one start of the processes, which must end with the ``exit_codes``.
+
+    Args:
+        run_rank: Receives the rank, the port of the store, and ``folder``. Writes the results to
+            ``FOLDER/RANK.json``.
+        folder: The folder of the results, the logs, and the runs.
+        exit_codes: The expected exit code of each process.
+        silent_seconds: HOLDFAST_SILENT of the processes.
+        timeout: The limit for each process, in seconds.
     """
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    root = Path(__file__).parents[2]
-    environ = os.environ | {"HOLDFAST_SILENT": str(silent_seconds), "OMP_NUM_THREADS": "1"}
+    # this process hosts the store, so that no rank ends before another has read its last key
+    store = dist.TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
     logs = [folder / f"{rank}.log" for rank in range(len(exit_codes))]
-    processes: list[subprocess.Popen[bytes]] = []
+    processes = []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", f"tests.ranks.{module}", str(rank), str(port), folder]
-            with log.open("w") as out:
-                processes.append(
-                    subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=root)
-                )
-        codes = [process.wait(timeout=timeout) for process in processes]
+            args = (run_rank, rank, store.port, folder, log, silent_seconds)
+            process = FORK_SERVER.Process(target=_run_logged, args=args)
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join(timeout)
+        codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     assert codes == list(exit_codes), "\n".join(log.read_text()[-2000:] for log in logs)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(exit_codes))]
+
+
+def _run_logged(
+    run_rank: Callable[[int, int, Path], None],
+    rank: int,
+    port: int,
+    folder: Path,
+    log: Path,
+    silent_seconds: int,
+) -> None:
+    with log.open("w") as out:
+        os.dup2(out.fileno(), sys.stdout.fileno())
+        os.dup2(out.fileno(), sys.stderr.fileno())
+    os.environ["HOLDFAST_SILENT"] = str(silent_seconds)
+    torch.set_num_threads(1)
+    run_rank(rank, port, folder)
 
 
 class RankPool:
@@ -64,7 +84,7 @@ class RankPool:
     def __init__(self, rank: int, port: int, folder: Path) -> None:
         self.rank = rank
         self.folder = folder
-        self.store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, TIMEOUT)
+        self.store = dist.TCPStore("127.0.0.1", port, SIZE, False, TIMEOUT)
         self.scenario = ""
         self.world_count = 0
 
@@ -102,13 +122,14 @@ class RankPool:
         return str(self.folder / f"{name}" / "version_1")
 
 
-def run_as_rank(scenarios) -> None:
-    """Run the scenarios as rank ``sys.argv[1]``, and write their results to ``FOLDER/RANK.json``.
+Scenario = Callable[[RankPool], None]
+
+
+def run_each(scenarios: Sequence[Scenario], rank: int, port: int, folder: Path) -> None:
+    """Run the scenarios as one rank, and write their results to ``FOLDER/RANK.json``.
 
     A result is "passed" or a traceback.
     """
-    rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
     ranks, outcomes = RankPool(rank, port, folder), {}
     for scenario in scenarios:
         ranks.begin(scenario.__name__)

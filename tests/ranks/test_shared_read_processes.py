@@ -1,32 +1,34 @@
-"""One of three real processes that share their reads: rank ``sys.argv[1]``.
-
-It writes its results to ``FOLDER/RANK.json``. Rank 1 kills itself in the middle of the last load.
-"""
+"""Three real processes share their reads. One is killed in the middle of a load."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import RankFailed
 from holdfast.storage.local import LocalStore
+from holdfast.types import BLOCK_SIZE, MIB
 from tests.ranks.test_shared_read import (
     CountingStore,
     assert_same_state,
     local_bytes,
     replicated,
     shared_segments,
+    stored_bytes,
     zeroed,
 )
+from tests.ranks.world import run_scenarios
+
+pytestmark = pytest.mark.slow
 
 SIZE = 3
 
@@ -51,11 +53,10 @@ def state_of(rank):
     return {**common, "sharded": sharded, "rng": holdfast.RNG()}
 
 
-def main() -> None:
-    rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    dist.init_process_group("gloo", None, timedelta(seconds=60), SIZE, rank)
+def run_rank(rank: int, port: int, folder: Path) -> None:
+    """Write the results to ``FOLDER/RANK.json``. Rank 1 kills itself in the last load."""
+    store = dist.TCPStore("127.0.0.1", port, SIZE, False)
+    dist.init_process_group("gloo", None, timedelta(seconds=60), SIZE, rank, store)
     location, results = folder / "version_1", {}
     state = state_of(rank)
     holdfast.save(location, state)
@@ -84,9 +85,26 @@ def main() -> None:
         results["killed"] = [e.rank, time.monotonic() - began, e.fields.get("live_state")]
     results["leftover segments after the kill"] = shared_segments()
     (folder / f"{rank}.json").write_text(json.dumps(results))
-    time.sleep(2.5 if rank == 0 else 0)  # rank 0 hosts the TCPStore, so the others must end first
     os._exit(0)  # the process group would wait for the dead rank
 
 
-if __name__ == "__main__":
-    main()
+def test_processes_share_reads_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
+    results = run_scenarios(
+        run_rank, tmp_path, [0, -signal.SIGKILL, 0], silent_seconds=3, timeout=120
+    )
+    data, indexes = stored_bytes(str(tmp_path / "version_1"))
+    own = 10 * MIB
+    needed = data - 2 * own  # everything except the boxes of the other ranks
+    for result in results:  # with sharing, each rank reads its box and a third of the rest
+        assert abs(result["bytes False"] - needed) < 100_000
+        assert abs(result["bytes True"] - own - (needed - own) / 3) < 2 * BLOCK_SIZE
+    assert sum(result["indexes False"] for result in results) == 3 * indexes
+    assert sum(result["indexes True"] for result in results) == indexes
+    assert abs(sum(result["bytes True"] for result in results) - data) < 100_000
+    assert [result["leftover segments"] for result in results] == [[[], 0]] * 3
+    for rank in (0, 2):
+        failed_rank, seconds, live_state = results[rank]["killed"]
+        assert (failed_rank, live_state) == (1, "not valid")
+        assert seconds < 10
+        assert results[rank]["leftover segments after the kill"] == [[], 0]
+    print({key: [result[key] for result in results] for key in ("seconds False", "seconds True")})

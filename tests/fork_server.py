@@ -1,0 +1,18 @@
+"""A process that has imported PyTorch and starts processes of tests by a fork.
+
+An import of PyTorch takes about two seconds of processor time.
+"""
+
+from __future__ import annotations
+
+from multiprocessing import get_context
+
+FORK_SERVER = get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "holdfast.integrations.dcp.writing",
+        "tests.crash.killed_saver",
+    ]
+)
