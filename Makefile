@@ -33,6 +33,9 @@ QUICK := tests/test_packages.py tests/test_shape.py tests/format tests/storage t
 	tests/run tests/interop tests/cli tests/training/test_checkpointer.py tests/training/test_resume.py \
 	tests/ranks/test_commit.py tests/ranks/test_layouts.py tests/ranks/test_training.py tests/docs/test_design.py
 
+# PyTorch's idle threads would spin, and take the cores from the other workers of pytest.
+quick test: export OMP_WAIT_POLICY := PASSIVE
+
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 2 -m "not slow and not root" $(QUICK)
 

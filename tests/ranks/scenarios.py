@@ -1,4 +1,4 @@
-"""Scenarios of real processes: ``python -m tests.ranks.scenarios RANK PORT FOLDER`` is one rank.
+"""Scenarios of real processes, which ``test_gloo.py`` runs.
 
 A scenario runs the same code on all ranks. ``ranks(size, work)`` calls ``work()`` in a world of the
 first ``size`` ranks.

@@ -1,7 +1,4 @@
-"""Whole trainings on real processes.
-
-``python -m tests.ranks.whole_runs RANK PORT FOLDER [SCENARIO ...]`` is one rank.
-"""
+"""Whole trainings on real processes: the scenarios of ``test_training_processes.py``."""
 
 from __future__ import annotations
 
