@@ -305,6 +305,7 @@ def shows_one_line_for_each_save(ranks):
                 ckpt.resume()
                 for _ in range(5):
                     ckpt.step({"loss": 1.0 + dist.get_rank()})
+                    ckpt.wait()  # a save that waits for the previous one has an extra line
         lines = all_gather(terminal.getvalue().splitlines())
         assert lines[1:] == [[]] * (len(lines) - 1)
         assert [line.split()[0] for line in lines[0]] == ["started", "saved", "saved", "left"]
