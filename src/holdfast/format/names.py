@@ -32,7 +32,7 @@ EvaluationName = Annotated[str, Meta(pattern=rf"\A{_EVALUATION_NAME}\Z")]
 
 
 random_id = partial(secrets.token_hex, 6)
-"""Returns a new attempt id: 12 random hexadecimal digits."""
+"""Returns 12 random hexadecimal digits: the id of an attempt, a pin, or a request."""
 
 
 def is_attempt(text: str) -> bool:

@@ -71,19 +71,15 @@ def make_global_plan(local_plans: Sequence[LocalPlan]) -> GlobalPlan:
     boxes do not tile it. The error is ``ShapeMismatch`` or ``DTypeMismatch`` if that is the only
     problem.
     """
-    counts = [len(local_plan.box_weight) for local_plan in local_plans]
+    counts = [len(plan.box_weight) for plan in local_plans]
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
     rank = np.repeat(np.arange(len(local_plans), dtype=np.int32), counts)
-    nbytes = _concat([local_plan.box_bytes for local_plan in local_plans], np.int64)
+    nbytes = _concat([plan.box_bytes for plan in local_plans], np.int64)
     # The weight of every box without elements is 0, so such boxes are identified by leaf key.
     ids = _concat(
         [
-            np.where(
-                local_plan.box_bytes > 0,
-                local_plan.box_weight,
-                local_plan.leaf_key[local_plan.box_leaf],
-            )
-            for local_plan in local_plans
+            np.where(plan.box_bytes > 0, plan.box_weight, plan.leaf_key[plan.box_leaf])
+            for plan in local_plans
         ],
         np.uint64,
     )
@@ -95,10 +91,7 @@ def make_global_plan(local_plans: Sequence[LocalPlan]) -> GlobalPlan:
     _check_consistency(local_plans, first_records)
     write_flags = np.zeros(len(rank), bool)
     holder_counts = np.diff(starts, append=len(order))
-    from_first = (
-        _concat([local_plan.box_from_first for local_plan in local_plans], np.uint8)[first_records]
-        > 0
-    )
+    from_first = _concat([plan.box_from_first for plan in local_plans], np.uint8)[first_records] > 0
     holder_counts[from_first] = 1  # the first rank writes these, whatever the others have
     single_records = first_records[holder_counts == 1]
     write_flags[single_records] = True
@@ -109,16 +102,10 @@ def make_global_plan(local_plans: Sequence[LocalPlan]) -> GlobalPlan:
             _DistinctBoxes(order, starts, holder_counts, rank, nbytes), write_flags, bytes_per_rank
         )
     leaf_types: dict[int, int] = {}
-    for local_plan in {id(p): p for p in local_plans}.values():
-        leaf_types.update(
-            zip(local_plan.leaf_key.tolist(), local_plan.leaf_type.tolist(), strict=True)
-        )
+    for plan in {id(plan): plan for plan in local_plans}.values():
+        leaf_types.update(zip(plan.leaf_key.tolist(), plan.leaf_type.tolist(), strict=True))
     return GlobalPlan(
-        tuple(local_plan.digest for local_plan in local_plans),
-        bounds,
-        write_flags,
-        bytes_per_rank,
-        leaf_types,
+        tuple(plan.digest for plan in local_plans), bounds, write_flags, bytes_per_rank, leaf_types
     )
 
 
@@ -184,27 +171,21 @@ def _check_consistency(local_plans: Sequence[LocalPlan], first_records: NDArray[
     ``first_records`` has one record of each distinct box.
     """
     keys, index, inverse = np.unique(
-        _concat([local_plan.leaf_key for local_plan in local_plans], np.uint64),
+        _concat([plan.leaf_key for plan in local_plans], np.uint64),
         return_index=True,
         return_inverse=True,
     )
-    types = _concat([local_plan.leaf_type for local_plan in local_plans], np.uint64)
+    types = _concat([plan.leaf_type for plan in local_plans], np.uint64)
     mistyped = np.unique(inverse[types != types[index][inverse]])
     del inverse, types
-    key = _concat(
-        [local_plan.leaf_key[local_plan.box_leaf] for local_plan in local_plans], np.uint64
-    )[first_records]
-    weight = _concat([local_plan.box_weight for local_plan in local_plans], np.uint64)[
-        first_records
-    ]
+    key = _concat([plan.leaf_key[plan.box_leaf] for plan in local_plans], np.uint64)[first_records]
+    weight = _concat([plan.box_weight for plan in local_plans], np.uint64)[first_records]
     weight_sums = np.zeros(len(keys), np.uint64)
     np.add.at(weight_sums, np.searchsorted(keys, key), weight)
-    leaf_weight = _concat([local_plan.leaf_weight for local_plan in local_plans], np.uint64)[index]
+    leaf_weight = _concat([plan.leaf_weight for plan in local_plans], np.uint64)[index]
     untiled = np.setdiff1d(np.flatnonzero(weight_sums != leaf_weight), mistyped)
     if len(mistyped) or len(untiled):
-        nbytes = _concat([local_plan.box_bytes for local_plan in local_plans], np.int64)[
-            first_records
-        ]
+        nbytes = _concat([plan.box_bytes for plan in local_plans], np.int64)[first_records]
         covered_bytes = {int(k): int(nbytes[key == k].sum()) for k in keys[untiled[:MAX_SHOWN]]}
         raise _consistency_error(local_plans, keys[mistyped], keys[untiled], covered_bytes)
 
