@@ -26,7 +26,7 @@ from tests.ranks.test_shared_read import (
     stored_bytes,
     zeroed,
 )
-from tests.ranks.world import run_scenarios
+from tests.ranks.world import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -89,9 +89,7 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
 
 
 def test_processes_share_reads_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
-    results = run_scenarios(
-        run_rank, tmp_path, [0, -signal.SIGKILL, 0], silent_seconds=3, timeout=120
-    )
+    results = run_ranks(run_rank, tmp_path, [0, -signal.SIGKILL, 0], silent_seconds=3, timeout=120)
     data, indexes = stored_bytes(str(tmp_path / "version_1"))
     own = 10 * MIB
     needed = data - 2 * own  # everything except the boxes of the other ranks

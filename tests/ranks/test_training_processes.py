@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.ranks.whole_runs import SCENARIOS
-from tests.ranks.world import run_each, run_scenarios
+from tests.ranks.world import run_scenarios
 
 pytestmark = pytest.mark.slow
 
 
 def test_all_scenarios_pass(tmp_path: Path) -> None:
     """All scenarios are one test, so that each worker of pytest-xdist does not start processes."""
-    results = run_scenarios(partial(run_each, SCENARIOS), tmp_path)
-    failed = [
-        f"{name} on rank {rank}: {outcomes[name]}"
-        for name in [scenario.__name__ for scenario in SCENARIOS]
-        for rank, outcomes in enumerate(results)
-        if outcomes[name] != "passed"
-    ]
-    assert not failed, "\n".join(failed)
+    run_scenarios(SCENARIOS, tmp_path)
     costs = [json.loads((tmp_path / f"cost{rank}.json").read_text()) for rank in range(2)]
     print(f"a step without a save: median {costs[0]:.0f} ns, {costs[1]:.0f} ns")

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ SIZE = 4
 TIMEOUT = timedelta(seconds=60)
 
 
-def run_scenarios(
+def run_ranks(
     run_rank: Callable[[int, int, Path], None],
     folder: Path,
     exit_codes: Sequence[int] = (0,) * SIZE,
@@ -29,15 +30,13 @@ def run_scenarios(
     silent_seconds: int = 30,
     timeout: float = 300,
 ) -> list[dict[str, Any]]:
-    """Call ``run_rank`` on each rank, in a process. Return the result of each scenario, by rank.
-
-    All scenarios share one start of the processes, which must end with the ``exit_codes``.
+    """Call ``run_rank`` on each rank, in a process. Return the results of each rank.
 
     Args:
         run_rank: Receives the rank, the port of the store, and ``folder``. Writes the results to
             ``FOLDER/RANK.json``.
         folder: The folder of the results, the logs, and the runs.
-        exit_codes: The expected exit code of each process.
+        exit_codes: The exit code with which each process must end.
         silent_seconds: HOLDFAST_SILENT of the processes.
         timeout: The limit for each process, in seconds.
     """
@@ -125,7 +124,19 @@ class RankPool:
 Scenario = Callable[[RankPool], None]
 
 
-def run_each(scenarios: Sequence[Scenario], rank: int, port: int, folder: Path) -> None:
+def run_scenarios(scenarios: Sequence[Scenario], folder: Path) -> None:
+    """Run the scenarios, which share one start of the processes. Assert that all of them pass."""
+    results = run_ranks(partial(_run_each, scenarios), folder)
+    failed = [
+        f"{name} on rank {rank}: {outcomes[name]}"
+        for name in [scenario.__name__ for scenario in scenarios]
+        for rank, outcomes in enumerate(results)
+        if outcomes[name] != "passed"
+    ]
+    assert not failed, "\n".join(failed)
+
+
+def _run_each(scenarios: Sequence[Scenario], rank: int, port: int, folder: Path) -> None:
     """Run the scenarios as one rank, and write their results to ``FOLDER/RANK.json``.
 
     A result is "passed" or a traceback.
