@@ -26,12 +26,13 @@ from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
-from holdfast.testing.crashfs import CrashFs, PowerCut
+from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import FaultFs
 from tests import trainings
 from tests.crash import promises
-from tests.crash.conftest import PoolTracker
+from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.test_nth_call import faults
+from tests.crash.test_power import cut_everywhere
 from tests.engine.unreliable_stores import HookedStore
 
 ROOT = "/a/run"
@@ -88,22 +89,19 @@ def test_the_training_saves_incremental_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "choices"), [(41, 3), pytest.param(7, 4, marks=pytest.mark.slow)]
+    ("every", "choices"), [(41, 3), pytest.param(7, 6, marks=pytest.mark.slow)]
 )
-def test_promises_hold_after_a_power_cut(every: int, choices: int, pools: PoolTracker) -> None:
-    states = 0
-    for cut_at in range(1, 3000, every):
-        fs, done = CrashFs(cut_at), list[int]()
-        try:
-            train_incrementally(LocalStore(ROOT, fs=fs), done, 4)
-        except PowerCut:
-            pools.assert_all_freed()
-        else:
-            assert cut_at > fs.operations
-            break
-        for crashed in fs.crashes(limit=choices, seed=cut_at):
-            check_promises(LocalStore(ROOT, fs=crashed), done[-1:])
-            states += 1
+def test_promises_hold_after_a_power_cut(
+    every: int, choices: int, pools: PoolTracker, opened: OpenedStore
+) -> None:
+    states = cut_everywhere(
+        lambda store, done: train_incrementally(store, done, 4),
+        lambda store, done: check_promises(store, done[-1:]),
+        pools,
+        opened,
+        every=every,
+        choices=choices,
+    )
     assert states > 10
 
 

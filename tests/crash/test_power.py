@@ -58,23 +58,31 @@ def save_and_sweep(store: LocalStore, done: list[int]) -> None:
     done.append(3)
 
 
-WORKS: dict[str, tuple[Work, int]] = {
-    "save": (save_twice, 2),
-    "save_async": (save_async, 1),
-    "checkpointer": (training, 1),
-    "sweep": (save_and_sweep, 3),
+def check_last(kept: int) -> Work:
+    """Return a check that the ``kept`` last saved steps exist, and that the promises hold."""
+
+    def check(store: LocalStore, done: list[int]) -> None:
+        check_promises(store, done[-kept:])
+
+    return check
+
+
+WORKS: dict[str, tuple[Work, Work]] = {
+    "save": (save_twice, check_last(2)),
+    "save_async": (save_async, check_last(1)),
+    "checkpointer": (training, check_last(1)),  # retention may have deleted the others
+    "sweep": (save_and_sweep, check_last(3)),
 }
 
 
 def cut_everywhere(
     work: Work,
-    kept: int,
+    check: Work,
     pools: PoolTracker,
     opened: OpenedStore,
     *,
     every: int,
     choices: int,
-    check: Work | None = None,
 ) -> int:
     """Cut the power before every ``every``-th call, and check the states that can result.
 
@@ -83,13 +91,11 @@ def cut_everywhere(
 
     Args:
         work: The saves to run.
-        kept: The number of newest saved versions that retention cannot have deleted. Ignored if
-            ``check`` is given.
+        check: Checks a state. It receives the store and the steps that ``work`` had saved.
         pools: The buffer pools of the test.
         opened: Receives the store.
         every: The interval between the calls to cut at.
         choices: The number of surviving states to check for each cut.
-        check: Checks a state instead of ``check_promises``.
     """
     states = 0
     checked: tuple[int, list[int]] | None = None
@@ -107,10 +113,7 @@ def cut_everywhere(
             continue
         checked = (fs.changes, done)
         for crashed in fs.crashes(limit=choices, seed=cut_at):
-            if check is not None:
-                check(LocalStore(ROOT, fs=crashed), done)
-            else:
-                check_promises(LocalStore(ROOT, fs=crashed), done[-kept:])
+            check(LocalStore(ROOT, fs=crashed), done)
             states += 1
     pytest.fail(f"the power is still cut after {MAX_CALLS} calls")
 
@@ -129,7 +132,7 @@ BRANCHED = -1
 
 
 @pytest.mark.parametrize(
-    ("every", "choices"), [(29, 3), pytest.param(3, 5, marks=pytest.mark.slow)]
+    ("every", "choices"), [(29, 3), pytest.param(3, 8, marks=pytest.mark.slow)]
 )
 def test_abandoned_versions_stay_abandoned_after_a_power_cut(
     every: int, choices: int, pools: PoolTracker, opened: OpenedStore
@@ -141,16 +144,16 @@ def test_abandoned_versions_stay_abandoned_after_a_power_cut(
         assert run.branch() == 0 or run.read_branch(1).from_version == "version_1"
         check_promises(store, done[:1])
 
-    cut_everywhere(resume_on_branch, 1, pools, opened, every=every, choices=choices, check=check)
+    cut_everywhere(resume_on_branch, check, pools, opened, every=every, choices=choices)
 
 
 @pytest.mark.parametrize("name", WORKS)
 def test_promises_hold_after_a_power_cut_at_some_calls(
     name: str, pools: PoolTracker, opened: OpenedStore
 ) -> None:
-    work, kept = WORKS[name]
+    work, check = WORKS[name]
     every = 11 if name == "save_async" else 29
-    assert cut_everywhere(work, kept, pools, opened, every=every, choices=3) > 10
+    assert cut_everywhere(work, check, pools, opened, every=every, choices=3) > 10
 
 
 @pytest.mark.slow
@@ -158,8 +161,8 @@ def test_promises_hold_after_a_power_cut_at_some_calls(
 def test_promises_hold_after_a_power_cut_at_every_call(
     name: str, pools: PoolTracker, opened: OpenedStore
 ) -> None:
-    work, kept = WORKS[name]
-    assert cut_everywhere(work, kept, pools, opened, every=1, choices=5) > 150
+    work, check = WORKS[name]
+    assert cut_everywhere(work, check, pools, opened, every=1, choices=8) > 200
 
 
 def test_check_detects_a_store_without_fsync(pools: PoolTracker, opened: OpenedStore) -> None:
