@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import holdfast as hf
@@ -489,3 +490,43 @@ def test_concurrently_deleted_versions_are_not_damaged(
         if next(calls) <= at:
             break
     assert results_by_count.keys() == {1, 2, 3}
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_two_concurrent_copies_of_a_run_both_succeed(incremental: bool) -> None:
+    """Copy the run a second time before each call on the destination in turn."""
+    run, copied_counts = hf.Run(MemoryStore()), set[int]()
+    state = {"frozen": np.arange(100_000), "progress": hf.Progress()}
+    with hf.Checkpointer(run.store, state, save=EverySteps(20), incremental=incremental) as ckpt:
+        for _ in range(60):
+            ckpt.step()
+    assert bool(run.open(Version(60)).bases) == incremental
+    run.add_metrics(20, {"extra": 1.0})
+    run.pin(40)
+    versions = run.listing().versions
+    for at in itertools.count(1):
+        to, calls = HookedStore(MemoryStore()), itertools.count(1)
+
+        def copy_too(
+            method: str,
+            key: str,
+            to: HookedStore = to,
+            n: Iterator[int] = calls,
+            at: int = at,
+        ) -> None:
+            if next(n) == at:
+                _copy_run(run, run.listing(), hf.Run(to.inner), quiet=True)
+
+        to.before = copy_too
+        result = _copy_run(run, run.listing(), hf.Run(to), quiet=True)
+        assert result.damaged == []
+        assert len(result.copied) + len(result.present) == len(versions)
+        copied_counts.add(len(result.copied))
+        copy = hf.Run(to.inner)
+        assert copy.listing().versions == versions
+        assert all(copy.open(v).verify().ok for v in versions)
+        assert copy.metrics(20)["extra"] == 1.0
+        assert copy.pins() == [Version(40)]
+        if next(calls) <= at:
+            break
+    assert copied_counts == {*range(len(versions) + 1)}

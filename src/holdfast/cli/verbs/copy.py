@@ -33,7 +33,7 @@ from holdfast.cli.verbs.verify import bytes_to_read
 from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot.location import Location, is_snapshot, locate
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
-from holdfast.engine.transform.copy import attempt_of_copy, copy_snapshot
+from holdfast.engine.transform.copy import Advance, attempt_of_copy, copy_snapshot
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
 from holdfast.format.names import (
     MANIFEST,
@@ -107,6 +107,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
     Whenever this function stops, the destination is a run that training can resume from.
     """
     check_run_target(destination)
+    existing = destination.listing()  # first: what appears later belongs to a concurrent copy
     result = CopyResult(
         run.url,
         destination.url,
@@ -128,7 +129,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
             continue  # deleted in the meantime
         except FormatError as e:
             result.damaged.append((str(version), e))
-    _refuse_other_training(run, listing, destination, result, remaining)
+    _refuse_other_training(run, listing, destination, existing, result, remaining)
     for number in listing.branches:
         destination.store.put_if_absent(
             branch_name(number), run.store.get(branch_name(number), _MAX_BRANCH_SIZE)
@@ -139,14 +140,28 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
     with progress_bar("copying", nbytes, quiet=quiet) as advance:
         for snapshot, location in remaining:
             try:
-                result.copied.append(copy_snapshot(snapshot, location, advance))
-                _copy_records(run, listing, snapshot, result.copied[-1], result)
+                target = _copy_unless_present(snapshot, location, advance, result)
+                _copy_records(run, listing, snapshot, target, result)
             except NotFound:
                 if is_snapshot(snapshot.location):  # otherwise it was deleted in the meantime
                     raise
             except FormatError as e:
                 result.damaged.append((location.folder, e))
     return result
+
+
+def _copy_unless_present(
+    snapshot: Snapshot, location: Location, advance: Advance, result: CopyResult
+) -> Snapshot:
+    """Copy a snapshot, and return the copy, which a concurrent copy may have made meanwhile."""
+    try:
+        result.copied.append(copy_snapshot(snapshot, location, advance))
+        return result.copied[-1]
+    except AlreadyExists:
+        if not _is_copy_at(snapshot, location):  # raises unless it is a copy of this snapshot
+            raise
+        result.present.append(open_location(location))
+        return result.present[-1]
 
 
 def _copy_records(
@@ -223,6 +238,7 @@ def _refuse_other_training(
     run: Run,
     listing: Listing,
     destination: Run,
+    existing: Listing,
     result: CopyResult,
     remaining: list[tuple[Snapshot, Location]],
 ) -> None:
@@ -230,7 +246,6 @@ def _refuse_other_training(
 
     Merging two trainings would create a run that no training produced.
     """
-    existing = destination.listing()
     versions = existing.versions
     divergence = (
         find_divergence(run.catalog, listing, destination.catalog, existing)
