@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic quick test tools lint ci bench clean
+.PHONY: demo demo-elastic quick test test-chaos tools lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,7 +34,7 @@ QUICK := tests/test_packages.py tests/test_shape.py tests/format tests/storage t
 	tests/ranks/test_commit.py tests/ranks/test_layouts.py tests/ranks/test_training.py tests/docs/test_design.py
 
 # PyTorch's idle threads would spin, and take the cores from the other workers of pytest.
-quick test: export OMP_WAIT_POLICY := PASSIVE
+quick test test-chaos: export OMP_WAIT_POLICY := PASSIVE
 
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 2 -m "not slow and not root" $(QUICK)
@@ -43,8 +43,12 @@ quick: $(VENV)/.ready
 test: $(VENV)/.ready tools
 	$(RUN) -m pytest -q -n 3 --dist worksteal --durations=20
 
-# What CI runs. Tests against real servers and long fault-injection runs become targets of their own, and go here.
-ci: test lint
+# 100 seconds of kill -9, a second training in the same run, and every command at once. -s: print what happened.
+test-chaos: $(VENV)/.ready
+	$(RUN) -m pytest -q -s -m chaos tests/crash/test_chaos.py
+
+# What CI runs. Tests against real servers become a target of their own, and go here.
+ci: test test-chaos lint
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/lint-imports
