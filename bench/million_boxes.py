@@ -53,13 +53,13 @@ class IndexColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digests: list[str]
 
 
-def make_leaf_boxes(rank: int, ranks: int) -> list[LeafBox]:
-    """Return one box of each leaf.
+def make_leaf_boxes(rank: int, ranks: int, leaves: int = LEAVES) -> list[LeafBox]:
+    """Return one box of each of ``leaves`` leaves.
 
     Two thirds are rows of bfloat16 matrices, 128 KiB each. One third are parts of vectors.
     """
     held = []
-    for i in range(LEAVES):
+    for i in range(leaves):
         key = f"model/layers.{i // 12}.block.{i % 12}.weight"
         if i % 3:
             shape, box = (ranks * ROWS, WIDTH), Box((rank * ROWS, 0), (ROWS, WIDTH))

@@ -1,0 +1,350 @@
+"""Topic 11: how the cost of each public call grows with what it works on.
+
+Each call runs at three sizes. The exponent is the slope of a line through the logarithms of size
+and time: 0 means that the cost is constant, 1 that it grows with its work. Files lie in memory
+(where /dev/shm exists), because the growth is that of computation and of the number of file
+operations, not of the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import fresh_process
+from bench.report import NO, YES, Options, Section, Verdict, judge
+
+SIZES = (1_000, 4_000, 16_000)
+QUICK_SIZES = (100, 400, 1_600)
+MOST = 1.1
+ROUNDS = 3
+PATIENCE = 3.0
+"""A call that takes longer than this, in seconds, is not repeated."""
+
+
+@dataclass(slots=True)
+class Case:
+    """A call to measure. ``before`` runs before each round, outside of the measurement."""
+
+    name: str
+    call: Callable[[], object]
+    before: Callable[[], object] = int
+    rounds: int = ROUNDS
+
+
+def run_command(*arguments: object) -> Callable[[], object]:
+    """Return a call that runs a command of the command line in this process, without its output."""
+    from holdfast.cli import cli
+
+    def call() -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            cli.main(args=[str(a) for a in arguments], standalone_mode=False)
+
+    return call
+
+
+def remover(path: Path) -> Callable[[], object]:
+    return lambda: shutil.rmtree(path, ignore_errors=True)
+
+
+def seconds_of(case: Case) -> float:
+    """Return the processor time of the fastest of a few rounds, in seconds, of all threads.
+
+    Processor time varies less than elapsed time if other processes use the machine.
+    """
+    best = math.inf
+    for _ in range(case.rounds):
+        case.before()
+        begin = time.process_time()
+        case.call()
+        best = min(best, time.process_time() - begin)
+        if best > PATIENCE:
+            break
+    return best
+
+
+# -- what grows -----------------------------------------------------------------------------------
+
+
+def snapshot_cases(folder: Path, state: dict[str, Any], key: str) -> Iterator[Case]:
+    """Yield the calls on one snapshot of ``state``, in which ``key`` is a leaf."""
+    import holdfast
+
+    snap, new = folder / "snap", folder / "new"
+    holdfast.save(snap, state, step=1)
+    holdfast.save(folder / "other", state, step=2)
+    run_command("export", snap, folder / "out", "--to", "safetensors", "--root", "/")()
+
+    def open_and_list() -> None:
+        holdfast.open(snap).keys()
+
+    yield Case("save", lambda: holdfast.save(new, state, step=1), remover(new))
+    yield Case("save_async", lambda: holdfast.save_async(new, state).wait(), remover(new))
+    yield Case("load", lambda: holdfast.load(snap))
+    yield Case("load into the state", lambda: holdfast.load(snap, into=state))
+    yield Case("load of one leaf", lambda: holdfast.load(snap, keys=key))
+    yield Case("open, keys", open_and_list)
+    yield Case("verify", lambda: holdfast.open(snap).verify())
+    for verb in ("show", "verify"):
+        yield Case(f"holdfast {verb}", run_command(verb, snap))
+    yield Case("holdfast diff", run_command("diff", snap, folder / "other"))
+    yield Case("holdfast copy", run_command("copy", snap, new), remover(new))
+    yield Case("holdfast reshard", run_command("reshard", snap, new, "--shards", "4"), remover(new))
+    for kind in ("safetensors", "torch", "hf"):
+        command = run_command("export", snap, new, "--to", kind, "--root", "/")
+        yield Case(f"holdfast export --to {kind}", command, remover(new))
+    command = run_command("import", folder / "out" / "model.safetensors", new, "--step", "1")
+    yield Case("holdfast import", command, remover(new))
+
+
+def training_cases(folder: Path, state: dict[str, Any]) -> Iterator[Case]:
+    """Yield the calls of a training with ``state``."""
+    import holdfast
+
+    run, never = folder / "run", holdfast.EverySteps(10**9)
+
+    def start(save: Any = never, **options: Any) -> holdfast.Checkpointer:
+        shutil.rmtree(run, ignore_errors=True)
+        ckpt = holdfast.Checkpointer(run, state, save=save, **options).__enter__()
+        ckpt.step()
+        return ckpt
+
+    yield Case("Checkpointer", lambda: holdfast.Checkpointer(run, state, save=never).close())
+    ckpt = start()
+    yield Case("step", ckpt.step)
+    yield Case("Checkpointer.save", ckpt.save, ckpt.step)
+    ckpt.close()
+    ckpt = start(incremental=True)
+    yield Case("Checkpointer.save, incremental", ckpt.save, ckpt.step)
+    ckpt.close()
+    ckpt = start(never | holdfast.OnException())
+    yield Case("step, OnException", ckpt.step)
+    ckpt.save()
+    ckpt.close()
+    resumed = holdfast.Checkpointer(run, state, save=never)
+    yield Case("resume", resumed.resume)
+    resumed.close()
+
+
+def leaves(count: int, folder: Path) -> Iterator[Case]:
+    """``count`` arrays of 64 bytes in nested dicts."""
+    state = {
+        "leaves": {f"part{i // 10}": {} for i in range(0, count, 10)},
+        "more": [0.5] * count,
+    }
+    for i in range(count):
+        state["leaves"][f"part{i // 10}"][f"leaf{i}"] = np.full(8, i, np.float64)
+    yield from snapshot_cases(folder, state, "leaves/part1/leaf11")
+    yield from training_cases(folder, state)
+
+
+def parameters(count: int, folder: Path) -> Iterator[Case]:
+    """``count`` parameters of 64 bytes with AdamW, half of them in one group each."""
+    import torch
+
+    model = torch.nn.Module()
+    for i in range(count // 2):
+        model.add_module(f"layer{i}", torch.nn.Linear(4, 4))
+    each = list(model.parameters())
+    groups = [{"params": each[: count // 2]}, *({"params": [p]} for p in each[count // 2 :])]
+    optimizer = torch.optim.AdamW(groups)
+    for parameter in each:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    yield from snapshot_cases(folder, state, "model/layer1.weight")
+    yield from training_cases(folder, state)
+
+
+def versions(count: int, folder: Path) -> Iterator[Case]:
+    """A run of ``count`` versions."""
+    import holdfast
+
+    path, new = folder / "run", folder / "new"
+    state = {"x": np.zeros(8), "progress": holdfast.Progress()}
+    make_run(path, count, state)
+    saving = holdfast.Checkpointer(path, state, save=holdfast.EverySteps(10**9),
+                                   keep=holdfast.KeepLast(count + 100))  # fmt: skip
+    saving.resume()
+    saving.step()
+    saving.save()
+    run = holdfast.Run(path)
+
+    def fresh() -> holdfast.Run:
+        return holdfast.Run(path)
+
+    yield Case("Checkpointer.save", saving.save, saving.step)
+    saving.close()
+    resumed = holdfast.Checkpointer(path, state)
+    yield Case("resume", resumed.resume)
+    resumed.close()
+    yield Case("Run.latest", lambda: fresh().latest())
+    yield Case("Run.snapshots", lambda: fresh().snapshots())
+    yield Case("Run.best", lambda: fresh().best("loss"))
+    yield Case("Run.metrics", lambda: fresh().metrics(10))
+    yield Case("Run.add_metrics", lambda: run.add_metrics(10, {"loss": 1.0}))
+    yield Case("Run.pin", lambda: fresh().pin(10))
+    yield Case("Run.unpin", lambda: fresh().unpin(10), lambda: fresh().pin(10))
+    yield Case("Run.retain", lambda: fresh().retain(holdfast.KeepLast(count + 100)))
+    yield Case("Run.sweep", lambda: fresh().sweep())
+    yield Case("holdfast show RUN@latest", run_command("show", f"{path}@latest"))
+    yield Case("holdfast ls", run_command("ls", path))
+    yield Case("holdfast verify", run_command("verify", path))
+    yield Case("holdfast copy", run_command("copy", path, new), remover(new))
+    oldest = iter(run.line())
+    yield Case("Run.delete", lambda: run.delete(next(oldest)))
+    last = Case("Run.retain that deletes all but 3", lambda: fresh().retain(holdfast.KeepLast(3)))
+    last.rounds = 1
+    yield last
+
+
+def make_run(path: Path, count: int, state: dict[str, Any]) -> None:
+    """Make a run of ``count`` versions with hard links to the files of one."""
+    import msgspec
+
+    import holdfast
+    from holdfast.format import names
+    from holdfast.format.manifest import decode_manifest, encode_manifest
+
+    first = path / "version_1"
+    with holdfast.Checkpointer(path, state, save=holdfast.EverySteps(1)) as ckpt:
+        ckpt.step({"loss": 0.5})
+    raw = (first / names.MANIFEST).read_bytes()
+    manifest, _ = decode_manifest(raw, names.MANIFEST)
+    for step in range(2, count + 1):
+        folder = path / f"version_{step}"
+        folder.mkdir()
+        for shard in manifest.shards:
+            for name in (shard.name, shard.index.name):
+                os.link(first / name, folder / name)
+        raw, _ = encode_manifest(msgspec.structs.replace(manifest, step=step))
+        (folder / names.MANIFEST).write_bytes(raw)
+
+
+def files(count: int, folder: Path) -> Iterator[Case]:
+    """``count`` files of other programs in the run, half of them in a folder of their own."""
+    import holdfast
+
+    path = folder / "run"
+    (path / "wandb").mkdir(parents=True)
+    for i in range(count // 2):
+        (path / f"log-{i}.txt").touch()
+        (path / "wandb" / f"{i}.json").touch()
+    state = {"x": np.zeros(8)}
+    saving = holdfast.Checkpointer(path, state, save=holdfast.EverySteps(10**9),
+                                   keep=holdfast.KeepLast(3))  # fmt: skip
+    saving.step()
+    yield Case("Checkpointer.save", saving.save, saving.step)
+    saving.close()
+    resumed = holdfast.Checkpointer(path, state)
+    yield Case("resume", resumed.resume)
+    resumed.close()
+    run = holdfast.Run(path)
+    yield Case("Run.latest", run.latest)
+    yield Case("Run.retain", lambda: holdfast.Run(path).retain(holdfast.KeepLast(3)))
+    yield Case("Run.sweep", run.sweep)
+    yield Case("holdfast ls", run_command("ls", path))
+
+
+def ranks(count: int, folder: Path) -> Iterator[Case]:
+    """Plans of ``count`` ranks for 16 leaves, and a snapshot with ``count`` shards."""
+    import holdfast
+    from bench.million_boxes import make_leaf_boxes
+    from holdfast.engine.planning.global_plan import can_reuse_plan, make_global_plan
+    from holdfast.engine.planning.local_plan import LocalPlan, make_local_plan
+
+    raw = [make_local_plan(make_leaf_boxes(r, count, 16)).to_bytes() for r in range(count)]
+    plan = make_global_plan([LocalPlan.from_bytes(r) for r in raw])
+    yield Case("global plan", lambda: make_global_plan([LocalPlan.from_bytes(r) for r in raw]))
+    yield Case("unchanged plan", lambda: can_reuse_plan([r[:16] for r in raw], plan))
+
+    snap, new = folder / "snap", folder / "new"
+    state = {"x": np.zeros((count, 8)), "y": np.zeros((count, 2), np.int32)}
+    holdfast.save(folder / "one", state, step=1)
+    run_command("reshard", folder / "one", snap, "--shards", count)()
+    command = run_command("reshard", folder / "one", new, "--shards", count)
+    yield Case("holdfast reshard to N shards", command, remover(new))
+    yield Case("load", lambda: holdfast.load(snap, into=state))
+    yield Case("load of one row", lambda: holdfast.open(snap)["x"][count // 2 : count // 2 + 1])
+    yield Case("verify", lambda: holdfast.open(snap).verify())
+    yield Case("holdfast show", run_command("show", snap, "--layout"))
+    yield Case("holdfast copy", run_command("copy", snap, new), remover(new))
+    command = run_command("reshard", snap, new, "--shards", "4")
+    yield Case("holdfast reshard to 4 shards", command, remover(new))
+    command = run_command("export", snap, new, "--to", "safetensors", "--root", "/")
+    yield Case("holdfast export", command, remover(new))
+
+
+DIMENSIONS = {
+    "leaves": leaves, "parameters": parameters, "versions": versions, "files": files,
+    "ranks": ranks,
+}  # fmt: skip
+
+
+def measure(folder: str, dimension: str, sizes: list[int]) -> dict[str, list[float]]:
+    """Return the seconds of each call at each size. Runs in a child process."""
+    found: dict[str, list[float]] = {}
+    for size in sizes:
+        place = Path(folder) / str(size)
+        place.mkdir()
+        for case in DIMENSIONS[dimension](size, place):
+            found.setdefault(case.name, []).append(seconds_of(case))
+        shutil.rmtree(place)
+    return found
+
+
+def exponent(sizes: list[int], seconds: list[float]) -> float:
+    """Return the slope of the line of least squares through the logarithms."""
+    slope, _ = np.polyfit(np.log(sizes), np.log(np.maximum(seconds, 1e-7)), 1)
+    return float(slope)
+
+
+def sections(options: Options) -> list[Section]:
+    sizes = list(QUICK_SIZES if options.quick else SIZES)
+    shown = ", ".join(f"{size:,}" for size in sizes)
+    section = Section(
+        "Growth of cost",
+        f"Every public call at {shown} leaves, parameters, versions, files of other programs, and"
+        f" ranks: processor time of all threads, the least of {ROUNDS} rounds (of one round, if it"
+        f" takes over {PATIENCE:.0f} s). The exponent is the slope of time over size, both as"
+        f" logarithms. Target: at most {MOST} for every call.",
+        [],
+        ["call", *(f"{size:,}" for size in sizes), "exponent"],
+    )
+    memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK) else options.folder
+    for dimension in DIMENSIONS:
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            try:
+                found = fresh_process.call("bench.growth:measure", timeout=1200,
+                    folder=folder, dimension=dimension, sizes=sizes)  # fmt: skip
+            except fresh_process.MeasurementFailed as failure:
+                section.missing.append(f"{dimension}: {failure}")
+                section.verdicts.append(judge(f"largest exponent, {dimension}", [], most=MOST))
+                continue
+        exponents = {name: exponent(sizes, seconds) for name, seconds in found.items()}
+        worst = max(exponents, key=exponents.__getitem__)
+        section.verdicts.append(
+            Verdict(
+                f"largest exponent, {dimension}",
+                f"at most {MOST}",
+                f"{exponents[worst]:.2f}",
+                worst,
+                YES if exponents[worst] <= MOST else NO,
+            )
+        )
+        for name, seconds in found.items():
+            times = [f"{1e3 * each:,.1f} ms" for each in seconds]
+            section.rows.append([f"{dimension}: {name}", *times, f"{exponents[name]:.2f}"])
+    return [section]
