@@ -1,0 +1,177 @@
+"""Statements of the README and the documents that no other test shows."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import holdfast
+from holdfast.errors import Unsupported
+from holdfast.storage.memory import MemoryStore
+from tests.engine.unreliable_stores import HookedStore
+from tests.ranks.trainings import TrainingJob, TrainingRank
+
+ROOT = Path(__file__).parents[2]
+
+ALL_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+WHOLE_BYTE_INTEGERS = {
+    getattr(torch, f"{u}int{bits}") for u in ("", "u") for bits in (8, 16, 32, 64)
+}
+
+
+def is_claimed(dtype: torch.dtype) -> bool:
+    """Return True for the dtypes that the README names."""
+    return (
+        dtype.is_floating_point
+        or dtype.is_complex
+        or dtype == torch.bool
+        or dtype in WHOLE_BYTE_INTEGERS
+    )
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_every_dtype_is_saved_exactly_or_refused(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some dtypes are experimental or deprecated
+        tensor = torch.empty(4, dtype=dtype)
+    store = MemoryStore()
+    if is_claimed(dtype):
+        raw = torch.arange(tensor.nbytes, dtype=torch.uint8)
+        tensor.untyped_storage().copy_(raw.untyped_storage())
+        if dtype == torch.bool:
+            tensor = torch.tensor([True, False, False, True])
+        holdfast.save(store, {"x": tensor})
+        loaded = holdfast.load(store)["x"]
+        assert loaded.dtype == dtype
+        assert bytes(loaded.untyped_storage()) == bytes(tensor.untyped_storage())
+    else:
+        with pytest.raises(Unsupported, match="cannot be saved faithfully"):
+            holdfast.save(store, {"x": tensor})
+        assert list(store.list("")) == []
+
+
+def training_thread_calls(store: HookedStore) -> list[tuple[str, str]]:
+    """Return a list that receives the calls of the store from this thread."""
+    calls: list[tuple[str, str]] = []
+    thread = threading.current_thread()
+
+    def record(method: str, key: str) -> None:
+        if threading.current_thread() is thread:
+            calls.append((method, key))
+
+    store.before = record
+    return calls
+
+
+def test_a_step_that_does_not_save_does_not_access_the_store() -> None:
+    """With the policies of the section on long training runs."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "progress": holdfast.Progress()}
+    store = HookedStore(MemoryStore())
+    with holdfast.Checkpointer(
+        store,
+        state,
+        save=holdfast.EverySteps(500) | holdfast.EverySeconds(600) | holdfast.OnException(),
+        keep=holdfast.KeepLast(3) | holdfast.KeepEvery(10_000) | holdfast.KeepBest(2, "val_loss"),
+        stop=holdfast.StopWhen("val_loss", patience=3),
+        incremental=True,
+    ) as ckpt:
+        ckpt.resume()
+        ckpt.step({"val_loss": 1.0})
+        calls = training_thread_calls(store)
+        for step in range(2, 500):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            ckpt.step({"val_loss": 1.0 / step})
+        assert calls == []
+        ckpt.step({"val_loss": 0.0})
+        assert ("stat", "version_500/manifest.json") in calls
+
+
+def test_a_step_that_does_not_save_waits_for_no_other_rank() -> None:
+    """A rank makes 100 steps while the others are stopped, and calls no store from its thread."""
+    with TrainingJob(3, lockstep=False) as job:
+        running = [threading.Event() for _ in range(3)]
+
+        def work(trainer: TrainingRank) -> int:
+            rank = trainer.rank
+            with trainer.make_checkpointer(save=holdfast.EverySteps(1000)):
+                trainer.train_steps(1)  # the first step checks the run, on all ranks
+                if rank:
+                    running[rank - 1].wait(30)  # rank 0 is far ahead, rank 1 waits for it
+                calls = training_thread_calls(trainer.store)
+                trainer.train_steps(101)
+                assert calls == []
+                running[rank].set()
+            return trainer.ckpt.current_step
+
+        assert job.run(work) == [101] * 3
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Samples with noise, from the global generator or from one per sample."""
+
+    def __init__(self, by_index: bool) -> None:
+        self.by_index = by_index
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        draw = random.Random(index) if self.by_index else random
+        return torch.tensor(index + draw.random())
+
+
+class FetchAhead:
+    """Fetches each batch before the loop asks for it, as the loader of Accelerate does."""
+
+    def __init__(self, loader: DataLoader[torch.Tensor]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        batches = iter(self.loader)
+        ahead = next(batches, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            yield batch
+
+
+@pytest.mark.parametrize(
+    ("fetch_ahead", "by_index", "exact"),
+    [(False, False, True), (True, False, False), (True, True, True)],
+)
+def test_draws_in_a_data_set_are_exact_unless_the_loader_fetches_ahead(
+    fetch_ahead: bool, by_index: bool, exact: bool
+) -> None:
+    def train(store: MemoryStore, last_step: int) -> list[list[float]]:
+        random.seed(1)
+        sampler = holdfast.ElasticSampler(64, batch_size=4, seed=0)
+        loader: Any = DataLoader(Noisy(by_index), batch_sampler=sampler)
+        if fetch_ahead:
+            loader = FetchAhead(loader)
+        state = {"sampler": sampler, "rng": holdfast.RNG()}
+        seen = []
+        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(3)) as ckpt:
+            ckpt.resume()
+            for batch in loader:
+                seen.append(batch.tolist())
+                ckpt.step()
+                if ckpt.current_step == last_step:
+                    break
+        return seen
+
+    undisturbed = train(MemoryStore(), 16)
+    store = MemoryStore()
+    resumed = train(store, 3) + train(store, 16)
+    rounded = [[[int(x) for x in batch] for batch in each] for each in (resumed, undisturbed)]
+    assert rounded[0] == rounded[1], "the samples themselves are always exact"
+    assert (resumed == undisturbed) == exact
