@@ -35,7 +35,8 @@ class RecordingStore(HookedStore):
 
 
 def chunks_containing(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tuple[str, int, int]]:
-    """Return the chunks (file, start, stop) that contain any of the ``wanted`` elements.
+    """Return the chunks (file, start, stop) that contain any of the ``wanted`` elements, and the
+    headers of their shards.
 
     ``wanted`` maps a key to a boolean array of the tensor's shape. The function checks each element
     and uses none of the arithmetic under test.
@@ -52,6 +53,7 @@ def chunks_containing(snapshot: Any, wanted: dict[str, np.ndarray]) -> list[tupl
                 elements = wanted[leaf.key][Box(box.offsets, box.sizes).slices(origin)]
                 mask = np.repeat(elements.reshape(-1), DTYPES[leaf.dtype].itemsize)
                 needed[box.at : box.at + len(mask)] |= mask
+        needed[: index.header] = needed.any()
         for start, stop in zip(starts, index.cuts.tolist(), strict=True):
             if needed[start:stop].any():
                 chunks.append((index.shard, start, stop))

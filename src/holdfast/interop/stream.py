@@ -16,7 +16,12 @@ import numpy as np
 from holdfast.buffers import Buffer
 from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.read_plan import ReadItem, ReadRequest, make_read_plan
-from holdfast.engine.snapshot.read import Target, execute_read_plan, read_verified_chunks
+from holdfast.engine.snapshot.read import (
+    Target,
+    check_header,
+    execute_read_plan,
+    read_verified_chunks,
+)
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
 from holdfast.threads import Workers
@@ -42,19 +47,23 @@ def stream_leaves(snapshot: Snapshot, keys: Sequence[str], write: WriteLeafBytes
     """
     indexes = snapshot.indexes()
     location, workers = snapshot.location, Workers.create()
-    plan = make_read_plan(indexes, [ReadRequest(k, Box.whole(snapshot.leaves[k][1])) for k in keys])
+    requests = [ReadRequest(k, Box.whole(snapshot.leaves[k][1])) for k in keys]
+    plan = make_read_plan(indexes, requests, snapshot.checked_headers)
     scattered = {slab.request_id for item in plan.items for slab in item.strided_copies}
 
     def write_contiguous(item: ReadItem) -> None:
         rows = [row for row in item.linear_copies.tolist() if row[0] not in scattered]
+        index = indexes[item.shard]
         if rows:
-            index = indexes[item.shard]
             with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
                 for number, offset, at, size in rows:
                     write(number, at, buffer.view[offset - base : offset - base + size])
+        elif item.first_chunk == 0:
+            check_header(location, index, workers)
 
     with snapshot.not_found_if_deleted():
         workers.each(plan.items, write_contiguous)
+        snapshot.checked_headers.update(plan.headers)
         if scattered:
             _stream_by_window(snapshot, keys, sorted(scattered), write)
 

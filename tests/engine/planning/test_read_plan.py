@@ -260,5 +260,15 @@ def test_chunk_read_items_cover_every_byte_once():
     assert items[0].start == 0
     assert items[-1].stop == cuts[-1]
     assert [a.stop for a in items[:-1]] == [b.start for b in items[1:]]
-    assert [i.stop - i.start for i in items][:4] == [4096, BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE]
+    lengths = [i.stop - i.start for i in items]
+    assert lengths[:3] == [4096 + BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE]
     assert all(i.shard == 3 and not len(i.linear_copies) and not i.strided_copies for i in items)
+
+
+def test_a_header_longer_than_a_block_is_read_by_itself():
+    for header, lengths in (
+        (BLOCK_SIZE, [2 * BLOCK_SIZE, BLOCK_SIZE]),
+        (BLOCK_SIZE + 4096, [BLOCK_SIZE + 4096, BLOCK_SIZE, BLOCK_SIZE]),
+    ):
+        items = chunk_read_items(0, chunk_cuts(header, np.array([2 * BLOCK_SIZE])))
+        assert [i.stop - i.start for i in items] == lengths

@@ -113,7 +113,8 @@ class SharedReader:
         that several ranks request."""
         location, indexes = self._snapshot.location, self._snapshot.indexes()
         with gc_paused():
-            plan = make_read_plan(indexes, requests)
+            checked_headers = self._snapshot.checked_headers
+            plan = make_read_plan(indexes, requests, checked_headers)
         keys = [(item.shard, item.first_chunk) for item in plan.items]
 
         def fill(number: int, into: WindowSlice) -> None:
@@ -143,6 +144,7 @@ class SharedReader:
             self._peers.exchange(assign_reads(sizes, len(self._peers.ranks)), fill, consume)
             own_plan = ReadPlan(tuple(unshared))
             execute_read_plan(location, own_plan, indexes, targets, Workers.create(advance=advance))
+        self._snapshot.checked_headers.update(plan.headers)
 
     def _wanting_ranks(self, plan: ReadPlan, indexes: Sequence[ShardIndex]) -> list[RankMasks]:
         """Return, for each shard, the ranks that need each of its chunks."""

@@ -8,7 +8,7 @@ them. A reader needs the memory of one item, whatever the sizes of the boxes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,20 +74,24 @@ class ReadPlan:
     """The items to read, ordered by shard and then by offset.
 
     ``ReadItem.shard`` is an index into the given shards, as a request ID is an index into the list
-    of requests.
+    of requests. ``headers``: the names of the shards whose header is read and checked.
     """
 
     items: tuple[ReadItem, ...]
+    headers: tuple[str, ...] = ()
 
 
 def make_read_plan(
-    shard_indexes: Iterable[ShardIndex], requests: Sequence[ReadRequest]
+    shard_indexes: Iterable[ShardIndex],
+    requests: Sequence[ReadRequest],
+    checked_headers: Collection[str] | None = None,
 ) -> ReadPlan:
     """Plan the reads and copies that fill every requested box.
 
     The function iterates over ``shard_indexes`` once and keeps only what the requests need from
     each index, so a generator may decode the indexes one at a time. If stored boxes overlap, each
-    element is read from one of them.
+    element is read from one of them. If a request needs data of a shard's own file, the plan also
+    reads the header of that file, unless ``checked_headers`` has the shard's name or is None.
 
     Raises ``MissingLeaf`` that names all keys that no shard has; ``ManifestInvalid`` that names
     all requested boxes that the stored boxes do not cover, or a leaf whose type differs between
@@ -96,10 +100,13 @@ def make_read_plan(
     search = OverlapSearch(requests)
     chunk_maps: dict[int, ChunkMap] = {}
     copies: dict[int, ShardCopies] = {}
+    unchecked_headers: dict[int, str] = {}
     for number, shard in enumerate(shard_indexes):
         shard_copies = ShardCopies(array("q"), [])
         if search.scan_shard(number, shard, shard_copies):
             chunk_maps[number], copies[number] = (shard.cuts, shard.chunk_refs), shard_copies
+            if checked_headers is not None and shard.shard not in checked_headers:
+                unchecked_headers[number] = shard.shard
     search.check_requests()
     uncovered: list[tuple[ReadRequest, Box]] = []
     for number in np.flatnonzero(~search.exact_matches).tolist():
@@ -110,9 +117,14 @@ def make_read_plan(
     if uncovered:
         raise _coverage_error(uncovered)
     items: list[ReadItem] = []
+    headers: list[str] = []
     for number in list(copies):
-        items += _make_items(number, chunk_maps[number], copies.pop(number))
-    return ReadPlan(tuple(items))
+        header = unchecked_headers.get(number)
+        first = len(items)
+        items += _make_items(number, chunk_maps[number], copies.pop(number), header is not None)
+        if header is not None and items[first:] and not items[first].first_chunk:
+            headers.append(header)
+    return ReadPlan(tuple(items), tuple(headers))
 
 
 def chunk_read_items(
@@ -140,9 +152,12 @@ def _coverage_error(uncovered: list[tuple[ReadRequest, Box]]) -> ManifestInvalid
     )
 
 
-def _make_items(shard: int, chunk_map: ChunkMap, shard_copies: ShardCopies) -> list[ReadItem]:
-    """Make the items of one shard for all copies from it."""
-    cuts = chunk_map[0]
+def _make_items(
+    shard: int, chunk_map: ChunkMap, shard_copies: ShardCopies, check_header: bool
+) -> list[ReadItem]:
+    """Make the items of one shard for all copies from it, and for its header if ``check_header``
+    and if any of the other chunks is in the shard's own file."""
+    cuts, chunk_refs = chunk_map
     linear = np.array(shard_copies.linear, np.int64).reshape(-1, 4)
     linear = linear[linear[:, 3] > 0]
     begin = linear[:, 1]
@@ -153,6 +168,8 @@ def _make_items(shard: int, chunk_map: ChunkMap, shard_copies: ShardCopies) -> l
     np.add.at(needed, np.searchsorted(cuts, end, "left") + 1, -1)
     needed = np.cumsum(needed)
     needed[list(strided)] += 1
+    if check_header:
+        needed[0] = needed[:-1][slice(None) if chunk_refs is None else chunk_refs.files == 0].any()
     return _ChunkRanges.merge_adjacent(np.flatnonzero(needed), chunk_map).make_items(
         shard, linear, strided
     )
@@ -171,13 +188,16 @@ class _ChunkRanges:
     def merge_adjacent(cls, chunks: Ints, chunk_map: ChunkMap) -> _ChunkRanges:
         """Merge chunks that are adjacent in their file and within the same block.
 
-        A block is ``BLOCK_SIZE`` bytes, counted from the end of the header, as in writing.
+        A block is ``BLOCK_SIZE`` bytes, counted from the end of the header, as in writing. A header
+        that is not longer than that is read with the first block.
         """
         cuts, chunk_refs = chunk_map
         start = np.concatenate([np.zeros(1, np.int64), cuts[:-1]])[chunks]
         stop = cuts[chunks]
         # A chunk that crosses a block boundary gets its own number. Holdfast writes no such chunks.
         block = (start - cuts[0]) // BLOCK_SIZE + (stop - 1 - cuts[0]) // BLOCK_SIZE
+        if cuts[0] <= BLOCK_SIZE:
+            block[chunks == 0] = 0
         is_boundary = (chunks[1:] != chunks[:-1] + 1) | (block[1:] != block[:-1])
         if chunk_refs is not None:
             is_boundary |= ~chunk_refs.is_contiguous_with_next(cuts)[chunks[:-1]]

@@ -23,11 +23,20 @@ class LeafReader(Protocol):
     def leaves(self) -> Mapping[str, tuple[str, tuple[int, ...]]]: ...
     def nodes(self) -> Mapping[str, Any]: ...
     def indexes(self) -> object: ...
-    def read(self, requests: Sequence[ReadRequest], targets: Sequence[Target]) -> None: ...
+    def read(
+        self,
+        requests: Sequence[ReadRequest],
+        targets: Sequence[Target],
+        *,
+        check_headers: bool,
+    ) -> None: ...
 
 
 class LeafView:
-    """A tensor or array of a snapshot. Indexing reads and checks the chunks that cover the part."""
+    """A tensor or array of a snapshot. Indexing reads and checks the chunks that cover the part.
+
+    A read of the whole leaf also checks the headers of its shards, as a load does.
+    """
 
     def __init__(self, snapshot: LeafReader, key: str, node: Any) -> None:
         self.snapshot = snapshot
@@ -63,6 +72,7 @@ class LeafView:
             self.snapshot.read(
                 [ReadRequest(self._source_key, box)],
                 [Target.from_tensor(self._stored_dtype, box.sizes, into)],
+                check_headers=tuple(sizes) == self.shape,
             )
         if self._record_dtype is not None:
             into = as_records(into, self._record_dtype)

@@ -20,7 +20,7 @@ from holdfast.engine.planning.read_plan import ReadItem, ReadPlan, StridedCopy
 from holdfast.engine.snapshot.index_files import file_key
 from holdfast.engine.snapshot.location import Location
 from holdfast.errors import DigestMismatch, StoreError
-from holdfast.format.digest import digest
+from holdfast.format.digest import digest, digest_parts
 from holdfast.format.index import ShardIndex
 from holdfast.format.names import parse_reference
 from holdfast.lazy_torch import dtype_name
@@ -82,6 +82,9 @@ def execute_read_plan(
 
     def read_item(item: ReadItem) -> None:
         index = indexes[item.shard]
+        if item.end_chunk == 1:
+            check_header(location, index, workers)
+            return
         with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
             copy_to_targets(item, targets, buffer, base)
 
@@ -139,6 +142,24 @@ def read_verified_chunks(
             pool.release(buffer)
 
 
+def check_header(location: Location, index: ShardIndex, workers: Workers) -> None:
+    """Read a shard's header, which may be longer than a buffer, and check its digest.
+
+    Raises the same errors as ``read_verified_chunks``.
+    """
+    with workers.buffer() as buffer:
+
+        def parts() -> Iterator[memoryview]:
+            for start in range(0, index.header, buffer.size):
+                length = min(buffer.size, index.header - start)
+                _read_range(location, index, 0, start, length, buffer.view)
+                yield buffer.view[:length]
+
+        actual = digest_parts(parts())
+    if actual != index.chunk_digest(0):
+        raise make_damage_error(location, index, 0, actual)
+
+
 def read_chunks_into(
     location: Location, index: ShardIndex, item: ReadItem, leading_bytes: int, view: memoryview
 ) -> None:
@@ -146,26 +167,32 @@ def read_chunks_into(
 
     Raises the same errors as ``read_verified_chunks``.
     """
-    path, offset = index.locate_chunk(item.first_chunk)
+    buffer_start, stop = item.start - leading_bytes, item.start
+    _read_range(location, index, item.first_chunk, -leading_bytes, item.stop - buffer_start, view)
+    for c in range(item.first_chunk, item.end_chunk):
+        start, stop = stop, int(index.cuts[c])
+        actual = digest(view[start - buffer_start : stop - buffer_start])
+        if actual != index.chunk_digest(c):
+            raise make_damage_error(location, index, c, actual)
+
+
+def _read_range(
+    location: Location, index: ShardIndex, chunk: int, start: int, length: int, view: memoryview
+) -> None:
+    """Read ``length`` bytes of a shard, from byte ``start`` of a chunk. Raises ``StoreError``."""
+    path, offset = index.locate_chunk(chunk)
     key = file_key(location, path)
     try:
-        location.store.get_range(
-            key, offset - leading_bytes, leading_bytes + item.stop - item.start, view
-        )
+        location.store.get_range(key, offset + start, length, view)
     except StoreError as e:
-        leaves = leaves_between(index, item.start, item.stop)
+        first = start + (int(index.cuts[chunk - 1]) if chunk else 0)
+        leaves = leaves_between(index, first, first + length)
         raise e.with_advice(
             f"The bytes belong to {', '.join(leaves[:5]) or 'the header'}",
             file=key,
             offset=offset,
             leaf=leaves[0] if leaves else None,
         ) from e
-    buffer_start, stop = item.start - leading_bytes, item.start
-    for c in range(item.first_chunk, item.end_chunk):
-        start, stop = stop, int(index.cuts[c])
-        actual = digest(view[start - buffer_start : stop - buffer_start])
-        if actual != index.chunk_digest(c):
-            raise make_damage_error(location, index, c, actual)
 
 
 def make_damage_error(

@@ -86,6 +86,7 @@ class Snapshot:
     """An immutable, committed state. ``holdfast.open``, ``holdfast.save``, and ``Run`` return it.
 
     If ``manifest`` is None, the manifest with the digest ``digest`` is read on first use.
+    ``checked_headers``: the names of the shards whose headers were compared with their digests.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Snapshot:
             self._leaves = self._check_manifest(manifest)
         self._nodes: dict[str, Any] | None = None
         self._indexes: list[ShardIndex] | None = None
+        self.checked_headers: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Snapshot {self.url} step={self.step} leaves={len(self.leaves)}>"
@@ -319,19 +321,24 @@ class Snapshot:
         requests: Sequence[ReadRequest],
         targets: Sequence[Target],
         advance: Callable[[], object] = no_op,
+        *,
+        check_headers: bool = True,
     ) -> None:
         """Read the boxes that ``requests`` requests, check them, and copy each into its target.
 
-        ``advance`` is called after each part. Raises ``FormatError`` or ``StoreError``:
+        ``advance`` is called after each part. Unless ``check_headers`` is False, the header of
+        every own shard that is read is checked too, once. Raises ``FormatError`` or ``StoreError``:
         ``NotFound`` if the snapshot was deleted.
         """
         indexes = self.indexes()
         with gc_paused():
-            plan = make_read_plan(indexes, requests)
+            checked = self.checked_headers if check_headers else None
+            plan = make_read_plan(indexes, requests, checked)
         with self.not_found_if_deleted():
             execute_read_plan(
                 self.location, plan, indexes, targets, Workers.create(advance=advance)
             )
+        self.checked_headers.update(plan.headers)
 
     def verify(
         self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None

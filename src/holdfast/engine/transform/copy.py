@@ -183,11 +183,12 @@ def _copy_shard(
     with location.store.put(key, copy_index.length) as upload:
 
         def write(item: ReadItem, data: memoryview) -> None:
-            if shard_copy.new_header is not None and item.first_chunk == 0:
-                # the header is always a separate item
+            start, body = item.start, data
+            if shard_copy.new_header is not None and not start:  # the header and what follows it
                 upload.write_at(0, memoryview(shard_copy.new_header))
-            else:
-                upload.write_at(item.start + shift, data)
+                start, body = index.header, data[index.header :]
+            if body:
+                upload.write_at(start + shift, body)
             advance(len(data))
 
         _read_shard(source, index, write)

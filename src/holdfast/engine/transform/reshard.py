@@ -145,7 +145,7 @@ class _SnapshotReader:
         self, snapshot: Snapshot, leaves: Sequence[OrderedLeaf], locations: LeafLocations
     ) -> None:
         self.leaves = leaves
-        self._location = snapshot.location
+        self._snapshot = snapshot
         self._indexes = snapshot.indexes()
         self._locations = locations
         longest = max((int(np.diff(i.cuts).max(initial=0)) for i in self._indexes), default=0)
@@ -170,8 +170,9 @@ class _SnapshotReader:
         keys = {self.leaves[span.leaf].key for span in spans}
         shards = np.unique(np.concatenate([self._locations.shard[rows[k]] for k in keys])).tolist()
         indexes = [self._indexes[s] for s in shards]
-        plan = make_read_plan(indexes, requests)
-        execute_read_plan(self._location, plan, indexes, targets, self._workers)
+        plan = make_read_plan(indexes, requests, self._snapshot.checked_headers)
+        execute_read_plan(self._snapshot.location, plan, indexes, targets, self._workers)
+        self._snapshot.checked_headers.update(plan.headers)
 
 
 def _write_shards(

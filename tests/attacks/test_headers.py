@@ -1,0 +1,316 @@
+"""A damaged safetensors header: every use of the data refuses it, and none reads more often."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import holdfast
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.snapshot.compare import compare_bytes
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.transform.copy import copy_snapshot
+from holdfast.engine.transform.reshard import reshard
+from holdfast.errors import DigestMismatch, SkippedVersion
+from holdfast.integrations.dcp.reading import StorageReader
+from holdfast.interop.stream import stream_leaves
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing.fakegroup import FakeGroup
+from holdfast.types import BLOCK_SIZE, MIB
+from tests.engine.snapshot.manual_shards import split_columns, write_resharded
+from tests.forging import Files, files_of, save_to_files, shard_key, store_of
+from tests.ranks.recorded_reads import RecordingStore
+
+Header = dict[str, Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {
+        "aa": torch.arange(6.0).view(2, 3),
+        "bb": -torch.arange(6.0).view(2, 3),
+        "c": torch.arange(3),
+    }
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {key: torch.zeros_like(value) for key, value in state().items()}
+
+
+@pytest.fixture(scope="module")
+def files() -> Files:
+    return save_to_files(state())
+
+
+def with_header(files: Files, raw: bytes) -> MemoryStore:
+    """Return a store with another beginning of the shard, of the same length."""
+    key = shard_key(files)
+    data = files[key]
+    assert len(raw) == 4096
+    return store_of({**files, key: raw + data[4096:]})
+
+
+def open_in(store: Any) -> Snapshot:
+    return open_location(Location(store, "version_7"))
+
+
+# -- uses --------------------------------------------------------------------------------------
+
+
+def load_on_ranks(store: Any, **options: Any) -> None:
+    with FakeGroup(2) as group:
+        outcomes = group.outcomes(
+            lambda rank: holdfast.load(store.at("version_7"), into=zeros(), **options)
+        )
+    errors = [o for o in outcomes if isinstance(o, BaseException)]
+    for error in sorted(errors, key=lambda e: not isinstance(e, DigestMismatch)):
+        raise error
+
+
+def read_by_dcp(store: Any) -> None:
+    try:
+        dcp.load(zeros(), storage_reader=StorageReader(store.at("version_7")), no_dist=True)
+    except CheckpointException as error:
+        raise error.failures[0][0] from error
+
+
+def compare(store: Any) -> None:
+    other = holdfast.save(MemoryStore().at("x"), zeros())
+    compare_bytes(open_in(store), other, [(key, key) for key in state()])
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "load": lambda store: holdfast.load(store.at("version_7")),
+    "load into": lambda store: holdfast.load(store.at("version_7"), into=zeros()),
+    "load keys": lambda store: holdfast.load(store.at("version_7"), keys="c"),
+    "load on ranks": load_on_ranks,
+    "whole leaf": lambda store: open_in(store)["c"].read(),
+    "export": lambda store: stream_leaves(open_in(store), list(state()), lambda *_: None),
+    "copy": lambda store: copy_snapshot(open_in(store), Location(MemoryStore(), "x")),
+    "reshard": lambda store: reshard(open_in(store), Location(MemoryStore(), "x"), 2),
+    "diff": compare,
+    "DCP": read_by_dcp,
+}
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def edit(change: Callable[[Header], object]) -> Callable[[bytes], bytes]:
+    def apply(raw: bytes) -> bytes:
+        header = json.loads(raw[8:])
+        change(header)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        assert len(text) <= len(raw) - 8
+        return raw[:8] + text.ljust(len(raw) - 8)
+
+    return apply
+
+
+def swap_names(header: Header) -> None:
+    header["aa"], header["bb"] = header["bb"], header["aa"]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "two names": edit(swap_names),
+    "a dtype": edit(lambda h: h["aa"].update(dtype="I32")),
+    "a shape": edit(lambda h: h["aa"].update(shape=[3, 2])),
+    "offsets": edit(lambda h: h["aa"].update(data_offsets=[0, 23])),
+    "a tensor less": edit(lambda h: h.pop("c")),
+    "metadata": edit(lambda h: h["__metadata__"].update(format="np")),
+    "the length": lambda raw: (4080).to_bytes(8, "little") + raw[8:],
+    "other padding": lambda raw: raw[:-1] + b"\n",
+    "no header": lambda raw: bytes(len(raw)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_header_is_refused(files: Files, damage: str, use: str) -> None:
+    raw = files[shard_key(files)][:4096]
+    store = with_header(files, DAMAGE[damage](raw))
+    with pytest.raises(DigestMismatch, match="its header") as caught:
+        USES[use](store)
+    assert shard_key(files).endswith(caught.value.fields["file"])
+    USES[use](with_header(files, raw))
+
+
+@pytest.mark.slow
+def test_one_bit_in_any_byte_of_the_header_is_detected(files: Files) -> None:
+    raw = files[shard_key(files)][:4096]
+    live = zeros()
+    for position in range(len(raw)):
+        flipped = bytearray(raw)
+        flipped[position] ^= 1 << position % 8
+        with pytest.raises(DigestMismatch, match="its header"):
+            holdfast.load(with_header(files, bytes(flipped)).at("version_7"), into=live)
+    assert not any(value.any() for value in live.values())  # nothing was copied
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_resume_takes_the_version_before_one_with_a_damaged_header(
+    tmp_path: Path, share: bool
+) -> None:
+    def train(rank: int) -> None:
+        with holdfast.Checkpointer(tmp_path, state(), save=holdfast.EverySteps(1)) as ckpt:
+            ckpt.step()
+            ckpt.step()
+
+    with FakeGroup(2) as group:
+        group.run(train)
+    shard = sorted((tmp_path / "version_2").glob("*.safetensors"))[0]
+    data = bytearray(shard.read_bytes())
+    data[:4096] = DAMAGE["other padding"](bytes(data[:4096]))
+    shard.write_bytes(data)
+
+    def resume(rank: int) -> int | None:
+        with holdfast.Checkpointer(tmp_path, zeros(), save=holdfast.EverySteps(1)) as ckpt:
+            snapshot = ckpt.resume(share=share)
+            return snapshot and snapshot.step
+
+    with FakeGroup(2) as group, pytest.warns(SkippedVersion):
+        assert group.run(resume) == [1, 1]
+
+
+# -- reads ---------------------------------------------------------------------------------------
+
+
+def shard_reads(recorded: RecordingStore) -> list[tuple[int, int]]:
+    reads = sorted(r[1:] for r in recorded.ranges if r[0].endswith(".safetensors"))
+    recorded.ranges.clear()
+    return reads
+
+
+@pytest.fixture(scope="module")
+def large() -> MemoryStore:
+    """Return a store with a shard of 3 blocks."""
+    store = MemoryStore()
+    holdfast.save(store.at("version_7"), {"w": np.arange(5 * MIB // 4), "v": np.ones(MIB // 8)})
+    return store
+
+
+def test_a_full_load_reads_the_header_with_the_first_block(large: MemoryStore) -> None:
+    recorded = RecordingStore(large)
+    snapshot = open_in(recorded)
+    [index] = snapshot.indexes()
+    first, second = (0, index.header + BLOCK_SIZE), (index.header + BLOCK_SIZE, BLOCK_SIZE)
+    last = (index.header + 2 * BLOCK_SIZE, index.length - index.header - 2 * BLOCK_SIZE)
+    for use in (
+        lambda: load_snapshot(open_in(recorded)),
+        lambda: stream_leaves(open_in(recorded), ["v", "w"], lambda *_: None),
+        lambda: copy_snapshot(open_in(recorded), Location(MemoryStore(), "x")),
+    ):
+        shard_reads(recorded)
+        use()
+        assert shard_reads(recorded) == [first, second, last]
+
+
+def test_a_header_is_read_once_per_open_snapshot(large: MemoryStore) -> None:
+    recorded = RecordingStore(large)
+    snapshot = open_in(recorded)
+    [index] = snapshot.indexes()
+    shard_reads(recorded)
+    snapshot["w"].read()  # v is between the header and w
+    assert shard_reads(recorded)[0] == (0, index.header)
+    for key in ("w", "v"):
+        snapshot[key].read()
+        assert min(shard_reads(recorded))[0] >= index.header
+
+
+def test_a_slice_does_not_read_the_header(large: MemoryStore) -> None:
+    recorded = RecordingStore(large)
+    snapshot = open_in(recorded)
+    [index] = snapshot.indexes()
+    shard_reads(recorded)
+    snapshot["w"][3:5], snapshot["v"][0], snapshot["v"][1:]
+    assert len(reads := shard_reads(recorded)) == 3
+    assert min(reads)[0] >= index.header
+    snapshot["w"].read()  # the slices have not marked the header as checked
+    assert min(shard_reads(recorded))[0] == 0
+
+
+def test_a_failed_check_is_repeated(files: Files) -> None:
+    raw = files[shard_key(files)][:4096]
+    snapshot = open_in(with_header(files, DAMAGE["two names"](raw)))
+    for _ in range(2):
+        with pytest.raises(DigestMismatch, match="its header"):
+            snapshot["c"].read()
+
+
+def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+        monkeypatch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", 4096)
+    store = MemoryStore()
+    holdfast.save(store.at("version_7"), {f"{i:04}": np.arange(3) for i in range(200)})
+    recorded = RecordingStore(store)
+    header = open_in(store).indexes()[0].header
+    assert header > 2 * 4096
+
+    def load(store: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("holdfast.buffers._pool", holdfast.buffers.BufferPool(MIB, 8192))
+            load_snapshot(open_in(store))
+
+    load(recorded)
+    parts = [r for r in shard_reads(recorded) if r[0] < header]
+    assert parts == [(at, min(8192, header - at)) for at in range(0, header, 8192)]
+    for position in (0, 8191, 8192, header - 1):
+        damaged = {k: bytearray(v) for k, v in files_of(store).items()}
+        damaged[shard_key(damaged)][position] ^= 64
+        with pytest.raises(DigestMismatch, match="its header"):
+            load(store_of({k: bytes(v) for k, v in damaged.items()}))
+
+
+def test_boxes_that_are_assembled_in_memory_check_the_headers_too() -> None:
+    store = MemoryStore()
+    original = holdfast.save(MemoryStore().at("x"), {"w": np.arange(640.0).reshape(20, 32)})
+    write_resharded(original, Location(store, "version_7"), split_columns(2), 2)
+    files = files_of(store)
+    for shard in open_in(store).manifest.shards:
+        key = f"version_7/{shard.name}"
+        raw = files[key]
+        damaged = store_of({**files, key: DAMAGE["other padding"](raw[:4096]) + raw[4096:]})
+        with pytest.raises(DigestMismatch, match=shard.name):
+            stream_leaves(open_in(damaged), ["w"], lambda *_: None)
+
+
+def test_only_own_shards_of_an_incremental_version_are_checked(tmp_path: Path) -> None:
+    """Version 2 has its own data and refers to version 1; version 3 has no data of its own."""
+    live = {"a": torch.arange(1 << 18), "b": torch.zeros(1 << 18)}
+    with holdfast.Checkpointer(
+        tmp_path, live, save=holdfast.EverySteps(1), incremental=True
+    ) as ckpt:
+        ckpt.step()
+        live["b"] += 1
+        ckpt.step()
+        ckpt.step()
+    shards = [next((tmp_path / f"version_{n}").glob("*.safetensors")) for n in (1, 2, 3)]
+    versions = [holdfast.open(tmp_path / f"version_{n}") for n in (1, 2, 3)]
+    assert [len(v.bases) for v in versions] == [0, 1, 2]
+
+    def refused() -> list[tuple[int, str]]:
+        found = []
+        for number in (1, 2, 3):
+            try:
+                holdfast.load(tmp_path / f"version_{number}")
+            except DigestMismatch as error:
+                found.append((number, error.fields["file"].partition("/")[0]))
+        return found
+
+    expected: tuple[list[tuple[int, str]], ...] = ([(1, "version_1")], [(2, "version_2")], [])
+    for shard, numbers in zip(shards, expected, strict=True):
+        intact = shard.read_bytes()
+        shard.write_bytes(b"\x01" + intact[1:])
+        assert refused() == numbers
+        shard.write_bytes(intact)
+    assert refused() == []
