@@ -6,6 +6,7 @@
       FormatError      bytes do not match the format: ManifestInvalid, FormatTooNew, DigestMismatch
       StoreError       a storage operation failed: NotFound, AlreadyExists, Denied, NoSpace,
                        Unavailable (the only one that is worth retrying)
+      BrokenLink       a FormatError and a StoreError: a symbolic link leads to nothing
       PlanError        state and snapshot do not match: MissingLeaf, UnexpectedLeaf, ShapeMismatch,
                        DTypeMismatch, Unsupported
       CommitError      a save failed: RankFailed, DeadlinePassed
@@ -138,6 +139,13 @@ class NoSpace(StoreError):
 
 class Unavailable(StoreError):
     """The store is temporarily unavailable. This is the only error that is worth retrying."""
+
+
+class BrokenLink(StoreError, FormatError):
+    """A symbolic link leads to nothing (field: ``link``). What should be there counts as damaged.
+
+    Nothing is known about the object, not even whether it was deleted.
+    """
 
 
 class PlanError(HoldfastError):

@@ -143,7 +143,7 @@ def test_calls_from_the_power_cut_on_do_nothing():
             fs.mkdir("/b")
     assert fs.operations == 1
     (crashed, *_) = [x for x in fs.crashes() if x.scandir("/")]
-    assert crashed.scandir("/") == [("a", True)]
+    assert crashed.scandir("/") == [("a", "folder")]
 
 
 def test_changes_after_a_crash_do_not_affect_the_original_file_system():
@@ -151,7 +151,7 @@ def test_changes_after_a_crash_do_not_affect_the_original_file_system():
     write(fs, "/a", b"1")
     for crashed in fs.crashes():
         crashed.mkdir("/x")
-    assert fs.scandir("/") == [("a", False)]
+    assert fs.scandir("/") == [("a", "file")]
     assert content(fs, "/a") == b"1"
 
 

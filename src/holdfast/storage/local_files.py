@@ -9,7 +9,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.buffers import address_of, as_byte_view, direct_io_length
-from holdfast.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
+from holdfast.errors import (
+    AlreadyExists,
+    BrokenLink,
+    Denied,
+    NoSpace,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
 from holdfast.storage.checks import check_range, short_read_error, too_long_error
 from holdfast.storage.os_calls import INVALID_OR_UNSUPPORTED, Fs
 from holdfast.storage.store import Stat, check_key
@@ -20,7 +28,6 @@ _ERROR_TYPES: dict[int, tuple[type[StoreError], str | None]] = {
     errno.ENOENT: (NotFound, None),
     errno.ENOTDIR: (NotFound, None),
     errno.EISDIR: (NotFound, None),
-    errno.ELOOP: (NotFound, "Symbolic links are not followed: use the target of the link"),
     errno.EEXIST: (AlreadyExists, None),
     errno.EACCES: (Denied, "Check the owner and permissions of the folder"),
     errno.EPERM: (Denied, "Check the owner and permissions of the folder"),
@@ -66,7 +73,7 @@ class LocalFiles:
             raise NotFound(
                 f"There is no {key} in {self.url}",
                 expected="a file",
-                found="a folder" if file_stat.kind == "folder" else "a symbolic link or a device",
+                found="a folder" if file_stat.kind == "folder" else "a device",
                 key=key,
                 store=self.url,
             )
@@ -104,15 +111,40 @@ class LocalFiles:
         if done < length:
             raise short_read_error(key, self.url, offset, length, done)
 
-    def path(self, key: str) -> str:
-        """Return the path of a key's file. Raises ``StoreError`` if the key is not a valid path."""
+    def object_equals(self, key: str, data: bytes) -> bool:
+        """Return True if there is an object with exactly these bytes."""
+        try:
+            return self.stat(key).length == len(data) and self.get(key, len(data)) == data
+        except (NotFound, BrokenLink):  # a folder, a broken link, or deleted in the meantime
+            return False
+
+    def path(self, key: str, *, to_change: bool = False) -> str:
+        """Return the path of a key's file. Raises ``StoreError`` if the key is not a valid path.
+
+        ``to_change``: the file will be written or deleted. Raises ``StoreError`` if a folder of the
+        key is a symbolic link: what is behind the link belongs to someone else.
+        """
         check_key(key, self.url)
         try:
             os.fsencode(key)
         except UnicodeEncodeError as error:
             with self.translate_errors("name", key):
                 raise OSError(errno.EILSEQ, str(error)) from error
-        return f"{self._root.rstrip('/')}/{key}"
+        path = root = self._root.rstrip("/")
+        for level in key.split("/")[:-1] if to_change else ():
+            path = f"{path}/{level}"
+            with self.translate_errors("look up", key), suppress(*NOT_FOUND_ERRORS):
+                if self.fs.stat(path, follow=False).kind == "link":
+                    raise StoreError(
+                        f"Cannot change {key} in {self.url}: {path} is a symbolic link",
+                        expected="a folder: nothing is written or deleted through a link",
+                        found=f"a link to {os.path.realpath(path)}",
+                        todo="Use the target of the link, or replace the link by a real folder",
+                        key=key,
+                        store=self.url,
+                        link=path,
+                    )
+        return f"{root}/{key}"
 
     def make_folders(self, folder: str) -> None:
         """Create a folder and its parents if they are missing."""
@@ -172,6 +204,17 @@ class LocalFiles:
         try:
             yield
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP) and (link := self._broken_link(key)):
+                raise BrokenLink(
+                    f"Cannot {action} {key} in {self.url}: {link} is a broken symbolic link",
+                    expected="a link to something that exists",
+                    found=f"a link to {os.path.realpath(link)}",
+                    todo="Restore the target (is its disk mounted?), or remove the link",
+                    file=key,
+                    key=key,
+                    store=self.url,
+                    link=link,
+                ) from error
             error_type, todo = _ERROR_TYPES.get(error.errno or 0, (StoreError, None))
             if writing and error_type is NotFound:
                 error_type = StoreError  # a parent folder was removed, or is a file
@@ -183,8 +226,23 @@ class LocalFiles:
                 errno=error.errno,
             ) from error
 
+    def _broken_link(self, key: str) -> str | None:
+        """Return the path of the symbolic link that keeps a key from leading anywhere, or None."""
+        path = Path(self._root) if key == "." else Path(self._root, key)
+        is_link = False
+        for place in map(str, (path, *path.parents)):
+            try:
+                is_link = self.fs.stat(place, follow=False).kind == "link"
+                self.fs.stat(place)
+            except OSError as error:
+                if is_link or error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    return place if is_link else None
+            else:
+                return None
+        return None
+
     def _read(self, path: str, offset: int, length: int, into: memoryview, flag: int = 0) -> int:
-        fd = self.fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | flag)
+        fd = self.fs.open(path, os.O_RDONLY | flag)
         address = address_of(into)
         done = 0
         try:

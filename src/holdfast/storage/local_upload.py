@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from threading import Lock
 
 from holdfast.buffers import address_of, as_byte_view, direct_io_length
-from holdfast.errors import NotFound, StoreError
+from holdfast.errors import StoreError
 from holdfast.storage.checks import WrittenRanges
 from holdfast.storage.local_files import LocalFiles
 from holdfast.storage.os_calls import INVALID_OR_UNSUPPORTED, UNSUPPORTED
@@ -39,7 +39,7 @@ class LocalUpload(Upload):
         self._key = key
         self._written = WrittenRanges(key, files.url, length)
         self._length = length
-        self._path = files.path(key)
+        self._path = files.path(key, to_change=True)
         self._folder, name = os.path.split(self._path)
         if is_partial(name):
             raise StoreError(
@@ -201,7 +201,7 @@ class LocalUpload(Upload):
             if not self._is_published(error) and not (
                 error.errno == errno.EEXIST
                 and accept_existing is not None
-                and self._object_equals(accept_existing)
+                and self._files.object_equals(self._key, accept_existing)
             ):
                 raise
 
@@ -222,20 +222,11 @@ class LocalUpload(Upload):
 
     def _is_published(self, error: OSError) -> bool:
         try:
-            return self._fs.stat(self._path).inode == self._inode
+            return self._fs.stat(self._path, follow=False).inode == self._inode
         except FileNotFoundError:
             return False
         except OSError:
             raise self._unknown_outcome("looking up the object failed", error) from error
-
-    def _object_equals(self, data: bytes) -> bool:
-        try:
-            return (
-                self._files.stat(self._key).length == len(data)
-                and self._files.get(self._key, len(data)) == data
-            )
-        except NotFound:  # a folder, or deleted in the meantime
-            return False
 
     def _unknown_outcome(self, why: str, error: OSError) -> StoreError:
         return StoreError(

@@ -11,7 +11,7 @@ from threading import Lock
 from holdfast.buffers import as_byte_view
 from holdfast.errors import AlreadyExists, NotFound, StoreError
 from holdfast.storage.checks import WrittenRanges, check_range, short_read_error, too_long_error
-from holdfast.storage.store import Stat, Traits, Upload, check_key
+from holdfast.storage.store import Entry, Stat, Traits, Upload, check_key
 
 Objects = dict[str, tuple[bytes, float]]
 
@@ -72,6 +72,17 @@ class MemoryStore:
 
     def partials(self, prefix: str) -> Iterator[Stat]:
         return self._list_prefix(prefix, self._partials)
+
+    def list_level(self, folder: str) -> Iterator[Entry]:
+        start = self._folder + (check_key(folder, self.url) + "/" if folder else "")
+        found: dict[str, Entry] = {}
+        with self._lock:
+            for path, (data, modified) in self._objects.items():
+                if path.startswith(start):
+                    name, slash, _ = path[len(start) :].partition("/")
+                    stat = Stat(path[len(self._folder) :], len(data), modified)
+                    found[name] = Entry(name, "folder") if slash else Entry(name, "object", stat)
+        return iter(found.values())
 
     def delete(self, key: str) -> None:
         path = self._folder + check_key(key, self.url)

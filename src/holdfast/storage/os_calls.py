@@ -26,8 +26,9 @@ INVALID_OR_UNSUPPORTED = UNSUPPORTED | {errno.EINVAL}
 class FileStat(NamedTuple):
     """The status of a file.
 
-    ``kind`` is "file", "folder", or "other". ``size`` is in bytes, and ``modified`` in seconds
-    since 1970. ``inode`` is the pair (device, inode), which is unique for each file.
+    ``kind`` is "file", "folder", "link" (a symbolic link), or "other". ``size`` is in bytes, and
+    ``modified`` in seconds since 1970. ``inode`` is the pair (device, inode), which is unique for
+    each file.
     """
 
     kind: str
@@ -76,9 +77,12 @@ class Fs:
     def fstat(self, fd: int) -> FileStat:
         return _file_stat(os.fstat(fd))
 
-    def stat(self, path: str) -> FileStat:
-        """Return the status of the path itself: a symbolic link is "other"."""
-        return _file_stat(os.lstat(path))
+    def stat(self, path: str, *, follow: bool = True) -> FileStat:
+        """Return the status of a file. ``follow``: of the target, if the path is a symbolic link.
+
+        Raises ``FileNotFoundError`` or ELOOP if the link leads to nothing.
+        """
+        return _file_stat(os.stat(path, follow_symlinks=follow))
 
     def link(self, source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
@@ -105,16 +109,21 @@ class Fs:
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
 
-    def scandir(self, path: str) -> list[tuple[str, bool]]:
-        """Return the files and folders in a folder, each as (name, is a folder).
-
-        Symbolic links and devices are omitted, so that they are never followed.
-        """
+    def scandir(self, path: str) -> list[tuple[str, str]]:
+        """Return the names in a folder with their kinds (see ``FileStat``), in any order."""
         with os.scandir(path) as entries:
             return [
-                (entry.name, entry.is_dir(follow_symlinks=False))
+                (
+                    entry.name,
+                    "folder"
+                    if entry.is_dir(follow_symlinks=False)
+                    else "file"
+                    if entry.is_file(follow_symlinks=False)
+                    else "link"
+                    if entry.is_symlink()
+                    else "other",
+                )
                 for entry in entries
-                if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
             ]
 
 
@@ -123,6 +132,6 @@ def _libc_error(name: str, code: int) -> OSError:
 
 
 def _file_stat(result: os.stat_result) -> FileStat:
-    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
     kind = kinds.get(stat.S_IFMT(result.st_mode), "other")
     return FileStat(kind, result.st_size, result.st_mtime, (result.st_dev, result.st_ino))

@@ -11,9 +11,11 @@ writing.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+import msgspec
 
 from holdfast.errors import StoreError
 
@@ -41,6 +43,18 @@ class Stat:
     key: str
     length: int
     modified: float
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """A name directly in a folder: an object, a folder, or a symbolic link to one of the two.
+
+    What a link leads to may be missing. ``stat`` is the status of an object if the store knows it
+    without another call.
+    """
+
+    name: str
+    kind: Literal["object", "folder", "link"]
+    stat: Stat | None = None
 
 
 class Upload(Protocol):
@@ -130,6 +144,8 @@ class Store(Protocol):
         """Yield every committed object under the folder ``prefix`` (``""``: all), ordered by key.
 
         Unfinished uploads are not included. If the folder does not exist, nothing is yielded.
+
+        A store may also have ``list_level(folder)``: see the function of that name.
         """
         ...
 
@@ -143,6 +159,23 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Delete the object durably. If the object does not exist, nothing happens."""
         ...
+
+
+def list_level(store: Store, folder: str) -> Iterable[Entry]:
+    """Return what is directly in a folder (``""``: the root), in any order, and nothing below it.
+
+    The cost depends only on the names in this folder. If the folder does not exist, the result is
+    empty. The result comes from the store's own method ``list_level(folder)``, which is optional:
+    a store without it is listed recursively.
+    """
+    if (method := getattr(store, "list_level", None)) is not None:
+        entries: Iterable[Entry] = method(folder)
+        return entries
+    prefix, found = f"{folder}/" if folder else "", dict[str, Entry]()
+    for stat in store.list(folder):
+        name, slash, _ = stat.key.removeprefix(prefix).partition("/")
+        found[name] = Entry(name, "folder") if slash else Entry(name, "object", stat)
+    return found.values()
 
 
 def check_key(key: str, store: str) -> str:

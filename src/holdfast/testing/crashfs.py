@@ -263,8 +263,8 @@ class CrashFs(Fs):
         return _stat(self._fds[fd][0])
 
     @_counted
-    def stat(self, path: str) -> FileStat:
-        return _stat(self._find(path))
+    def stat(self, path: str, *, follow: bool = True) -> FileStat:
+        return _stat(self._find(path))  # there are no links
 
     @_counted_change
     def link(self, source: str, target: str) -> None:
@@ -299,11 +299,11 @@ class CrashFs(Fs):
         _NameOperation(f"rmdir {path}", (*self._locate(path), None))
 
     @_counted
-    def scandir(self, path: str) -> list[tuple[str, bool]]:
+    def scandir(self, path: str) -> list[tuple[str, str]]:
         node = self._find(path)
         if isinstance(node, _File):
             raise _os_error(errno.ENOTDIR)
-        return [(name, isinstance(child, _Folder)) for name, child in node.entries.items()]
+        return [(name, _stat(child).kind) for name, child in node.entries.items()]
 
     def _locate(self, path: str) -> tuple[_Folder, str]:
         """Return the folder of a path and the name in it; the name of the root is empty."""

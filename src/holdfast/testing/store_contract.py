@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.buffers import Buffer
 from holdfast.errors import NotFound, StoreError
-from holdfast.storage.store import Store
+from holdfast.storage.store import Store, list_level
 from holdfast.testing.contract import keys, partial_keys, put, random_bytes, read
 from holdfast.testing.writing_contract import WritingContract
 
@@ -121,9 +121,37 @@ class StoreContract(WritingContract):
         for prefix in ("version_2", "version_", "version_1/b/c/d"):
             assert keys(store, prefix) == []
 
+    def test_a_level_is_what_is_directly_in_a_folder(self, store: Store) -> None:
+        for key in ("version_1/a", "version_1/b/c", "version_10/d/e", "version_1.x", "z"):
+            put(store, key, key.encode())
+        upload = store.put("version_1/unfinished", 1)
+        level = {
+            folder: sorted((e.name, e.kind) for e in list_level(store, folder))
+            for folder in ("", "version_1", "version_1/b", "version_10", "z", "none", "z/none")
+        }
+        folders = [("version_1", "folder"), ("version_1.x", "object"), ("version_10", "folder")]
+        assert level.pop("") == [*folders, ("z", "object")]
+        assert level.pop("version_1") == [("a", "object"), ("b", "folder")]
+        assert level.pop("version_1/b") == [("c", "object")]
+        assert level.pop("version_10") == [("d", "folder")]
+        assert not any(level.values())
+        for entry in list_level(store, "version_1"):
+            if entry.stat is not None:
+                assert entry.stat == store.stat(f"version_1/{entry.name}")
+        upload.abort()
+
+    def test_a_level_shows_each_change(self, store: Store) -> None:
+        for number in range(20):
+            store.put_if_absent(f"v/{number}/a", b"")
+            assert len(list(list_level(store, "v"))) == number + 1
+        for number in range(20):
+            store.delete(f"v/{number}/a")
+        assert list(list_level(store, "v")) == []
+
     def test_an_empty_store_lists_nothing(self, store: Store) -> None:
         for prefix in ("", "a", "a/b"):
             assert list(store.list(prefix)) == []
+            assert list(list_level(store, prefix)) == []
             assert list(store.partials(prefix)) == []
 
     def test_many_keys(self, store: Store) -> None:
@@ -182,6 +210,7 @@ class StoreContract(WritingContract):
         ]
         if key:
             calls += [lambda: list(store.list(key)), lambda: list(store.partials(key))]
+            calls += [lambda: list(list_level(store, key))]
         for call in calls:
             with pytest.raises(StoreError) as caught:
                 call()

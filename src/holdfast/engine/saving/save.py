@@ -207,7 +207,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> Snapshot:
                 location, job.partition.attempt, collective, receipt, commit
             )
     seconds = time.perf_counter() - job.started_at
-    events.emit("committed", url=snapshot.url, bytes=job.result.nbytes, seconds=seconds)
+    events.emit("committed", url=location.url, bytes=job.result.nbytes, seconds=seconds)
     return snapshot
 
 

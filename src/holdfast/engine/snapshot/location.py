@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.errors import NotFound, StoreError
+from holdfast.errors import BrokenLink, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
-from holdfast.storage.local import LocalStore
 from holdfast.storage.open import expand_home, open_store
-from holdfast.storage.store import Store
+from holdfast.storage.store import Store, list_level
 
 Url = str | os.PathLike[str] | Store
 
@@ -62,34 +62,25 @@ def locate(url: Url) -> Location:
 def versions_in(location: Location) -> list[Version]:
     """Return the versions whose folders are directly in a folder, oldest first.
 
-    If there are any, the folder is a run. A folder that is named like a version has none. In a
-    local store, only one level is listed, because the subfolders may contain a whole disk.
+    If there are any, the folder is a run. A folder that is named like a version has none. Only one
+    level is listed, because the subfolders may contain a whole disk.
     """
     if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
-    store = location.store
-    if isinstance(store, LocalStore):
-        path = os.path.dirname(store.path(location.key(MANIFEST)))
-        try:
-            with store.translate_errors("list", location.folder or "."):
-                entries = store.fs.scandir(path)
-        except NotFound:
-            return []
-        versions = [parse_version(name) for name, is_folder in entries if is_folder]
-        return sorted(
-            v
-            for v in versions
-            if v is not None and is_snapshot(Location(store, location.key(str(v))))
-        )
-    keys = (s.key.removeprefix(location.key("")) for s in store.list(location.folder))
-    versions = [parse_version(os.path.dirname(k)) for k in keys if os.path.basename(k) == MANIFEST]
-    return sorted(v for v in versions if v is not None)
+    entries = list_level(location.store, location.folder)
+    versions = [parse_version(entry.name) for entry in entries if entry.kind != "object"]
+    return sorted(
+        v
+        for v in versions
+        if v is not None and is_snapshot(Location(location.store, location.key(str(v))))
+    )
 
 
 def is_snapshot(location: Location) -> bool:
     """Return True if there is a manifest, which may be damaged."""
     try:
-        location.store.stat(location.key(MANIFEST))
+        with suppress(BrokenLink):
+            location.store.stat(location.key(MANIFEST))
     except NotFound:
         return False
     return True
