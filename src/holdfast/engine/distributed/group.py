@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Lock, local
+from threading import RLock, current_thread, local
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from holdfast.engine.distributed.collective import Collective, LocalCollective
 from holdfast.engine.distributed.kv import KeyValueStore, KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
 from holdfast.engine.distributed.store_collective import StoreCollective
+from holdfast.engine.distributed.store_connection import StoreConnection
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.format.digest import digest
 from holdfast.lazy_torch import torch_or_none
@@ -45,19 +48,17 @@ class LocalGroup:
 class StoreGroup:
     """A group of several ranks, which communicate over a key-value store.
 
-    ``sequence_numbers``: the numbers of the group's operations, the same on all ranks; ``cache``:
-    the data that a save keeps for the next save.
+    ``cache``: the data that a save keeps for the next save.
     """
 
-    def __init__(
-        self, kv: KVClient, size: int, sequence_numbers: Iterator[int] | None = None
-    ) -> None:
+    def __init__(self, kv: KVClient, size: int) -> None:
         self.kv = kv
         self.rank = kv.rank
         self.size = size
         self.cache: dict[str, Any] = {}
-        self._sequence_numbers = count(1) if sequence_numbers is None else sequence_numbers
+        self._sequence_numbers = count(1)
         self._missed_last = False
+        self._collectives: WeakSet[StoreCollective] = WeakSet()
 
     def collective(
         self, operation: str, timeout: float | None = None, cause: str = ""
@@ -80,6 +81,7 @@ class StoreGroup:
                 missed_operation == operation and not self._missed_last
             ):
                 self._missed_last = missed_operation is not None
+                self._collectives.add(collective)
                 with collective:
                     collective.join()
                 return collective
@@ -91,6 +93,26 @@ class StoreGroup:
         All ranks call this in the same order from the training thread.
         """
         return next(self._sequence_numbers)
+
+    def close(self) -> None:
+        """Wait for the collectives in progress, such as that of a save, and close the client.
+
+        The wait ends when this rank makes no progress for ``timeouts.silent`` seconds.
+        """
+        kv = self.kv
+        progress, progress_at = kv.progress, kv.clock()
+        try:
+            # A thread of Holdfast must not wait for itself: the garbage collector may call this.
+            while (
+                kv.clock() - progress_at < kv.timeouts.silent
+                and not current_thread().name.startswith("holdfast-")
+                and any(not collective.closed for collective in list(self._collectives))
+            ):
+                time.sleep(0.01)
+                if kv.progress != progress:
+                    progress, progress_at = kv.progress, kv.clock()
+        finally:
+            kv.close()
 
 
 Group = LocalGroup | StoreGroup
@@ -135,12 +157,10 @@ def broadcast_from_first(
 
 
 _local_group = LocalGroup()
-_groups: dict[str, tuple[Any, int, StoreGroup]] = {}
-"""By name: the store and the process that the group was created for, and the group."""
-_sequence_numbers: dict[str, Iterator[int]] = {}
-"""The numbers continue if torch.distributed is initialized again, because a collective must not
-find keys that another collective with the same number has left."""
-_groups_lock = Lock()
+_groups: WeakKeyDictionary[Any, dict[tuple[int, str], StoreGroup]] = WeakKeyDictionary()
+"""For each initialization of torch.distributed, by its default process group: the groups by process
+and name."""
+_groups_lock = RLock()  # the garbage collector may end a group in the thread that creates one
 _thread_local = local()
 
 
@@ -214,27 +234,40 @@ def saving_group(spec: GroupSpec = None) -> Group:
 
 
 def _torch_group(torch: Any, ranks: Sequence[int]) -> StoreGroup:
-    """Return the group of these ranks, created once per initialization of torch.distributed."""
+    """Return the group of these ranks, created once per initialization of torch.distributed.
+
+    Nothing of Holdfast keeps the store for longer than the default process group, which has it too.
+    Otherwise, the store of rank 0 would serve its old keys to the next initialization.
+    """
     from torch.distributed import distributed_c10d
 
+    default_group = distributed_c10d._get_default_group()
     store = distributed_c10d._get_default_store()
     name = f"holdfast/{digest(repr(list(ranks)).encode())[:12]}"
     with _groups_lock:
-        cached = _groups.get(name)
-        if cached is not None and cached[0] is store and cached[1] == os.getpid():
-            return cached[2]
-        settings = read_settings()
-        connection: KeyValueStore = _connect_store(torch, store, name)
-        kv = SessionKVClient(
-            connection,
-            list(ranks).index(torch.distributed.get_rank()),
-            len(ranks),
-            Timeouts(settings.silent, settings.stuck),
-            lambda prefix: torch.distributed.PrefixStore(prefix, connection),
-        )
-        group = StoreGroup(kv, len(ranks), _sequence_numbers.setdefault(name, count(1)))
-        _groups[name] = store, os.getpid(), group
+        groups = _groups.setdefault(default_group, {})
+        group = groups.get((os.getpid(), name))
+        if group is None:
+            settings = read_settings()
+            connection: KeyValueStore = _connect_store(torch, store, name)
+            kv = SessionKVClient(
+                connection,
+                list(ranks).index(torch.distributed.get_rank()),
+                len(ranks),
+                Timeouts(settings.silent, settings.stuck),
+                lambda prefix: torch.distributed.PrefixStore(prefix, connection),
+            )
+            kv.connection = _own_connection(connection, store)
+            group = groups[os.getpid(), name] = StoreGroup(kv, len(ranks))
+            # destroy_process_group ends the default group, and with it this group
+            finalize(default_group, _close_group, group, store, os.getpid()).atexit = False
         return group
+
+
+def _close_group(group: StoreGroup, store: Any, pid: int) -> None:
+    """Close a group. Until then, its finalizer keeps the ``store`` for the saves in progress."""
+    if pid == os.getpid():
+        group.close()
 
 
 def _connect_store(torch: Any, store: Any, name: str) -> Any:
@@ -249,3 +282,13 @@ def _connect_store(torch: Any, store: Any, name: str) -> Any:
         )
     clone = getattr(store, "clone", None)  # since PyTorch 2.7
     return torch.distributed.PrefixStore(name, store if clone is None else clone())
+
+
+def _own_connection(connection: Any, store: Any) -> StoreConnection | None:
+    """Return the connection if it is a separate one, not that of the training's ``store``."""
+    while hasattr(connection, "underlying_store"):
+        connection = connection.underlying_store
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    own = repr(connection)
+    return None if own == repr(store) else StoreConnection(own)

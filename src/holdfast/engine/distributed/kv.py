@@ -17,9 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import RLock, Thread, current_thread
 from typing import Any, Protocol, TypeVar
 
+from holdfast.engine.distributed.store_connection import StoreConnection
 from holdfast.errors import RankFailed
 from holdfast.types import MIB
 
@@ -89,8 +90,11 @@ class KVClient:
     """A client of one rank for the store.
 
     Every method may be called from any thread. A method raises ``RankFailed`` if the store does not
-    respond within ``timeouts.silent`` seconds.
+    respond within ``timeouts.silent`` seconds. ``connection``: the connection of ``store``, if only
+    this client uses it.
     """
+
+    connection: StoreConnection | None = None
 
     def __init__(
         self,
@@ -114,7 +118,8 @@ class KVClient:
             SimpleQueue()
         )
         self._thread: Thread | None = None
-        self._start_lock = Lock()
+        # The garbage collector may call ``close`` in the thread that starts the client.
+        self._start_lock = RLock()
         self._pid = os.getpid()
         self._closed = False
         self._error: BaseException | None = None
@@ -231,6 +236,11 @@ class KVClient:
 
     # -- heartbeats ------------------------------------------------------------------------------
 
+    @property
+    def progress(self) -> int:
+        """A counter that increases when this rank makes progress."""
+        return self._progress
+
     def advance(self) -> None:
         """Record that this rank has made progress."""
         self._progress += 1
@@ -310,13 +320,19 @@ class KVClient:
         return value
 
     def _unresponsive_error(self) -> RankFailed:
-        closed = self._error is None
+        if self._error is None:
+            return RankFailed(
+                "This rank has left the group of ranks",
+                expected="a call before destroy_process_group and before the end of the process",
+                found="that the client is closed",
+                todo="After init_process_group, create a new Checkpointer",
+                rank=self.rank,
+                lost=True,
+            )
         return RankFailed(
             "The TCPStore that the ranks use to communicate does not respond",
             expected=f"a response within {self.timeouts.silent:g} s",
-            found="that the client is closed"
-            if closed
-            else str(self._error).partition("\n")[0][:200],
+            found=str(self._error).partition("\n")[0][:200],
             todo="The process that hosts the store has died or hangs, or the network is down."
             " Committed versions are safe; restart the job",
             rank=None,
@@ -352,13 +368,24 @@ class KVClient:
                 answer.put((None, e))
 
     def close(self) -> None:
-        """Send a last heartbeat and end the thread. Waits for it for at most 2 seconds."""
+        """Send a last heartbeat, end the thread, and close the connection.
+
+        If the store does not respond within 2 seconds, the connection is interrupted. A store
+        without a connection gets ``timeouts.silent`` seconds, because a call that returned while
+        the interpreter ends would end the process with "terminate called".
+        """
         with self._start_lock:
             self._closed, thread, self._thread = True, self._thread, None
         atexit.unregister(self.close)
-        if thread is not None and self._pid == os.getpid():
+        if self._pid != os.getpid():
+            return
+        is_current = thread is current_thread()  # the garbage collector may call this anywhere
+        if thread is not None and not is_current:
             self._requests.put(None)
             thread.join(2)
+        is_interrupted = self.connection is not None and self.connection.interrupt()
+        if thread is not None and not is_current:
+            thread.join(2 if is_interrupted else self.timeouts.silent)
 
 
 def _decode_heartbeat(raw: bytes) -> Heartbeat:

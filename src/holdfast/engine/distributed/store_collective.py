@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,7 +56,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self._commit_begun = False
         self._written_keys: list[str] = []
         self._gathered_keys: list[str] = []
-        self._closed = False
+        self.closed = False
+        self._left = False
         self._stragglers_reported = False
 
     # -- joining ---------------------------------------------------------------------------------
@@ -307,25 +308,33 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         that only rank 0 would read. Rank 0 deletes no values that it sent, so that a late rank
         still gets as far as the others.
         """
-        was_closed, self._closed = self._closed, True
-        if was_closed:
+        was_left, self._left = self._left, True
+        if was_left:
             return
-        with suppress(RankFailed):  # the store is gone with all its keys
-            if self._failure is not None:
-                self._kv.delete(self._written_keys if self.rank else ())
-            else:
-                # Rank 0 sent nothing after the last gather, so the gathered values still exist.
-                for key in self._gathered_keys:
-                    self._kv.try_get(key, delete=True)
-            if self._kv.increment(f"{self._sequence_number}/left") < self.size:
-                return
-            for op_number in range(1, self._op_number + 1):
-                self._kv.try_get(f"{self._sequence_number}/{op_number}/0", delete=True)
-            if self._failure is not None or self._read_failure() not in (None, COMMIT_BEGUN):
-                self._delete_leftovers()
-            self._kv.delete(
-                [f"{self._sequence_number}/{name}" for name in ("first_arrival", "left", "failed")]
-            )
+        try:
+            self._delete_keys()
+        except RankFailed:
+            return  # the store is gone with all its keys
+        finally:
+            self.closed = True
+
+    def _delete_keys(self) -> None:
+        """Delete the keys that no other rank needs anymore."""
+        if self._failure is not None:
+            self._kv.delete(self._written_keys if self.rank else ())
+        else:
+            # Rank 0 sent nothing after the last gather, so the gathered values still exist.
+            for key in self._gathered_keys:
+                self._kv.try_get(key, delete=True)
+        if self._kv.increment(f"{self._sequence_number}/left") < self.size:
+            return
+        for op_number in range(1, self._op_number + 1):
+            self._kv.try_get(f"{self._sequence_number}/{op_number}/0", delete=True)
+        if self._failure is not None or self._read_failure() not in (None, COMMIT_BEGUN):
+            self._delete_leftovers()
+        self._kv.delete(
+            [f"{self._sequence_number}/{name}" for name in ("first_arrival", "left", "failed")]
+        )
 
     def _delete_leftovers(self) -> None:
         """Delete the values that no rank read because the collective failed.

@@ -1,0 +1,139 @@
+"""torch.distributed is destroyed and initialized again in the same processes, on the same port."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.engine.distributed.group import current_group
+from holdfast.errors import HoldfastError, RankFailed
+from tests.ranks.world import TIMEOUT, run_ranks
+
+pytestmark = pytest.mark.slow
+
+CYCLES = 4
+
+
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
+
+
+def make_state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value), "rank": holdfast.PerRank(dist.get_rank())}
+
+
+def save_once(url: str, cycle: int) -> None:
+    holdfast.save(f"{url}/{cycle}", make_state(cycle))
+
+
+def save_in_background(url: str, cycle: int) -> Any:
+    """The save is in progress when the group is destroyed."""
+    return holdfast.save_async(f"{url}/{cycle}", make_state(cycle))
+
+
+def save_in_subgroups(url: str, cycle: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = dist.get_rank() // 2
+    holdfast.save(f"{url}/pair{number}-{cycle}", make_state(cycle), group=pairs[number])
+    holdfast.save(f"{url}/{cycle}", make_state(cycle))
+
+
+def train(url: str, cycle: int) -> None:
+    state = {**make_state(cycle), "progress": holdfast.Progress()}
+    with holdfast.Checkpointer(f"{url}/run", state, save=holdfast.EverySteps(2)) as ckpt:
+        resumed = ckpt.resume()
+        assert (resumed.step if resumed else 0) == 4 * cycle
+        assert int(state["w"][0]) == max(cycle - 1, 0)
+        state["w"].fill_(cycle)
+        for _ in range(4):
+            ckpt.step()
+
+
+def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, folder: Path) -> None:
+    """Use Holdfast in several initializations. A second store keeps the ranks together between
+    these, because PyTorch's own could connect to the store that is about to end."""
+    outer = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
+    fds, seconds = [], []
+    for cycle in range(CYCLES):
+        began = time.monotonic()
+        dist.init_process_group(
+            "gloo", f"tcp://127.0.0.1:{master_port}", timedelta(seconds=15), size, rank
+        )
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == size
+        pending = use(str(folder), cycle)
+        dist.destroy_process_group()
+        threads = [thread.name for thread in threading.enumerate() if "holdfast" in thread.name]
+        assert not threads, threads
+        if pending is not None:
+            assert pending.wait().verify().ok
+        seconds.append(time.monotonic() - began)
+        fds.append(len(os.listdir("/proc/self/fd")))
+        outer.add(f"{cycle}", 1)
+        while outer.add(f"{cycle}", 0) < size:
+            time.sleep(0.005)
+    (folder / f"{rank}.json").write_text(json.dumps({"fds": fds, "seconds": seconds}))
+
+
+@pytest.mark.parametrize(
+    ("size", "use"),
+    [
+        (1, train),
+        (2, save_once),
+        (2, save_in_background),
+        (2, train),
+        (4, save_in_subgroups),
+        (4, train),
+    ],
+)
+def test_each_initialization_on_the_same_port_saves(tmp_path: Path, size: int, use: Any) -> None:
+    run_rank = partial(run_cycles, use, free_port(), size)
+    for result in run_ranks(run_rank, tmp_path, (0,) * size, timeout=60):
+        assert result["fds"][1] == result["fds"][-1], "a socket is left"
+        assert max(result["seconds"][1:]) < 12, "a wait has run into its limit"
+    if use is not train:
+        for cycle in range(CYCLES):
+            assert holdfast.load(str(tmp_path / str(cycle)))["w"][0] == cycle
+
+
+def use_old_objects(rank: int, port: int, folder: Path) -> None:
+    for cycle in range(2):
+        store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
+        dist.init_process_group("gloo", None, TIMEOUT, 2, rank, dist.PrefixStore(f"{cycle}", store))
+        if cycle == 0:
+            old = holdfast.Checkpointer(folder / "old", make_state(0), save=holdfast.EverySteps(1))
+            old.step()
+            old.wait()
+            old_group = current_group()
+        else:
+            began = time.monotonic()
+            with pytest.raises(RankFailed, match="has left the group") as e:
+                old.step()
+            assert "new Checkpointer" in str(e.value)
+            with pytest.raises(HoldfastError):
+                old.save()
+            assert time.monotonic() - began < 5
+            assert current_group() is not old_group
+            save_once(str(folder), cycle)
+            old.close()
+        dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text("{}")
+
+
+def test_a_checkpointer_of_an_earlier_initialization_raises_at_once(tmp_path: Path) -> None:
+    run_ranks(use_old_objects, tmp_path, (0, 0), timeout=60)
