@@ -10,6 +10,8 @@ from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 
 _STEPS = 300
+_BATCHES = 360
+_AVERAGED = 90
 
 
 def measure(folder: str) -> dict[str, list[float]]:
@@ -24,14 +26,17 @@ def measure(folder: str) -> dict[str, list[float]]:
 
     found: dict[str, list[float]] = {}
 
-    def timed(name: str, call: Callable[[], object], before: Callable[[], object] = int) -> None:
-        for _ in range(_STEPS):
+    def timed(
+        name: str, call: Callable[[], object], before: Callable[[], object], repeats: int = _STEPS
+    ) -> None:
+        for _ in range(repeats):
             before()
             start = time.perf_counter()
             call()
             found.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
 
-    def state(layers: int) -> dict[str, object]:
+    def training(layers: int) -> tuple[dict[str, object], Callable[[], object]]:
+        """Return a state, and a function that makes a step of its training."""
         model = torch.nn.Sequential(
             *(
                 torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
@@ -39,38 +44,65 @@ def measure(folder: str) -> dict[str, list[float]]:
             )
         )
         optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "progress": holdfast.Progress(),
-            "rng": holdfast.RNG(),
-        }
+
+        def train() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+
+        train()
+        progress, rng = holdfast.Progress(), holdfast.RNG()
+        return {"model": model, "optimizer": optimizer, "progress": progress, "rng": rng}, train
 
     never = holdfast.EverySteps(10**9)
-    for name, layers, policy in (
-        ("step", 60, never),
-        ("mark", 60, never | holdfast.OnException()),
-        ("mark ten times", 600, never | holdfast.OnException()),
+    for name, layers, policy, repeats in (
+        ("step", 60, never, _STEPS),
+        ("mark", 60, never | holdfast.OnException(), _STEPS),
+        ("mark ten times", 600, never | holdfast.OnException(), _STEPS // 5),
     ):
-        with holdfast.Checkpointer(f"{folder}/{name}", state(layers), save=policy) as ckpt:
+        state, train = training(layers)
+        with holdfast.Checkpointer(f"{folder}/{name}", state, save=policy) as ckpt:
             ckpt.step({"loss": 1.0})
-            timed(name, lambda ckpt=ckpt: ckpt.step({"loss": 1.0}))
+            timed(name, lambda ckpt=ckpt: ckpt.step({"loss": 1.0}), train, repeats)
     for length in (10**5, 10**9):
-        mine = iter(holdfast.ElasticSampler(length, 256))
-        timed(f"sampler {length:.0e}", lambda mine=mine: next(mine))
+        for size in (256, 32):
+            mine = iter(holdfast.ElasticSampler(length, size))
+            timed(f"sampler {length:.0e} {size}", lambda mine=mine: next(mine), int, _BATCHES)
+            amortize(found, f"sampler {length:.0e} {size}")
+    for length in (10**5, 10**9):
+        for _ in range(20):
+            old = holdfast.ElasticSampler(length, 256)
+            iterator = iter(old)
+            for _ in range(37):
+                next(iterator)
+            old.advance(37)
+            new = holdfast.ElasticSampler(length, 256)
+            new.load_state_dict(old.state_dict())
+            timed(f"first {length:.0e}", lambda new=new: next(iter(new)), int, 1)
     theirs = iter(BatchSampler(RandomSampler(range(10**5)), 256, drop_last=False))
-    timed("RandomSampler", lambda: next(theirs))
+    timed("RandomSampler", lambda: next(theirs), int)
     return found
+
+
+def amortize(found: dict[str, list[float]], name: str) -> None:
+    """Replace the durations of single batches by the means of consecutive batches: a sampler
+    computes the indices of many batches at once."""
+    times = found[name]
+    found[name] = [
+        sum(times[at : at + _AVERAGED]) / _AVERAGED
+        for at in range(0, len(times) - _AVERAGED + 1, _AVERAGED)
+    ]
 
 
 def sections(options: Options) -> list[Section]:
     title = "Cost of every step"
     text = (
         "The state has 1,140 leaves: 60 pairs of Linear and BatchNorm, with AdamW. step() does not"
-        " save, and no save is requested. OnException copies everything that is not a parameter or"
-        " optimizer slot at every step. A batch of the samplers has 256 indices."
+        " save, and no save is requested. A forward pass in training mode, a backward pass, and an"
+        " optimizer step run between the calls, because they evict the caches of the processor."
+        " OnException copies everything that is not a parameter or optimizer slot at every step."
+        " ElasticSampler computes the indices of many batches at once; the figures are means over"
+        f" {_AVERAGED} consecutive batches."
     )
     place = options.folder / "step"
     place.mkdir()
@@ -80,18 +112,26 @@ def sections(options: Options) -> list[Section]:
         return [Section(title, text, [], missing=[f"holdfast: {failure}"])]
     finally:
         disk.remove(Path(place))
-    labels = {
-        "step": "step() that does not save, 1,140 leaves",
-        "mark": "the same with OnException()",
-        "mark ten times": "the same with OnException(), 11,400 leaves",
-        "sampler 1e+05": "a batch of ElasticSampler, 100,000 samples",
-        "sampler 1e+09": "a batch of ElasticSampler, 1,000,000,000 samples",
-        "RandomSampler": "a batch of PyTorch's BatchSampler(RandomSampler), 100,000 samples",
+    microseconds = {
+        "step": ("step() that does not save, 1,140 leaves", None),
+        "mark": ("the same with OnException()", 500.0),
+        "mark ten times": ("the same with OnException(), 11,400 leaves", 5000.0),
+        "RandomSampler": ("256 indices of PyTorch's BatchSampler(RandomSampler)", None),
     }
+    for length in (10**5, 10**9):
+        who = f"of ElasticSampler, {length:,} samples"
+        microseconds |= {
+            f"sampler {length:.0e} 256": (f"256 indices {who}", 35.0),
+            f"sampler {length:.0e} 32": (f"32 indices {who}", 10.0),
+            f"first {length:.0e}": (f"the first batch after a resume {who}", 2000.0),
+        }
     return [
         Section(
             title,
             text,
-            [judge(label, found[name], unit="us", digits=0) for name, label in labels.items()],
+            [
+                judge(label, found[name], most=most, unit="us", digits=0)
+                for name, (label, most) in microseconds.items()
+            ],
         )
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,11 @@ from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.copy_pool import CopyPool
 from holdfast.engine.state.fingerprint import Fingerprint
 from holdfast.engine.state.flatten import FlatState, flatten
+from holdfast.engine.state.member_copies import (
+    MemberCopies,
+    PrefixedModules,
+    find_mutable_members,
+)
 from holdfast.engine.state.replication import PerRank, Replicated, keeps_per_rank
 from holdfast.engine.state.sharding import Boxed
 from holdfast.engine.state.step_hooks import StepPreHook
@@ -39,10 +45,6 @@ from holdfast.threads import gc_paused
 
 if TYPE_CHECKING:
     import torch
-
-PrefixedModules = list[tuple[str, Any]]
-"""Submodules, each with the prefix of its members' names."""
-
 
 _NO_SAVEPOINT = "no step has been completed yet"
 _INTERRUPTED = "the copy of the mutable state was interrupted"
@@ -80,16 +82,14 @@ class Savepoint:
         self._step_hook = StepPreHook((), self._on_step_begin)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._modules: list[torch.nn.Module] = []
-        # keeps the tensors alive, so that no other object gets one of their ids
         self._owned_tensors: list[torch.Tensor] = []
-        self._owned_ids: list[int] = []
         self._stable_tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._version_counters: list[int] = []
         self._fingerprint = Fingerprint(())
-        self._signature: list[int] = []
+        self._signature = _Signature([])
         self._stable_storages: frozenset[int] = frozenset()
-        self._mutable_members: dict[int, PrefixedModules | None] = {}
+        self._mutable_members: dict[int, tuple[PrefixedModules, MemberCopies] | None] = {}
         self._stable_optimizer_ids: set[int] = set()
 
     @property
@@ -100,7 +100,7 @@ class Savepoint:
         if not self._is_structure_unchanged():
             return _STRUCTURE_CHANGED
         changed = (
-            _read_version_counters(self._stable_tensors) != self._version_counters
+            _read_version_counters(self._fingerprint.partial) != self._version_counters
             or self._fingerprint.has_changed()
         )
         return _PARAMETER_CHANGED if changed else None
@@ -110,7 +110,7 @@ class Savepoint:
         self._invalid_reason, self._captured = _INTERRUPTED, None
         if not self._is_structure_unchanged():
             self._scan_state()
-        self._version_counters = _read_version_counters(self._stable_tensors)
+        self._version_counters = _read_version_counters(self._fingerprint.partial)
         self._fingerprint.record()
         self._copies.recycle()
         self._memo = {}
@@ -156,9 +156,9 @@ class Savepoint:
         return (
             optimizers_in(self._state) == self._optimizers
             and modules_in(self._state) == self._modules
-            and [*map(id, parameters_and_slots(self._optimizers))] == self._owned_ids
-            and [t.data_ptr() for t in self._stable_tensors] == self._addresses
-            and _structure_signature(self._modules) == self._signature
+            and _are_same(parameters_and_slots(self._optimizers), self._owned_tensors)
+            and _read_addresses(self._stable_tensors) == self._addresses
+            and _Signature(self._modules).is_equal(self._signature)
         )
 
     def _scan_state(self) -> None:
@@ -168,16 +168,17 @@ class Savepoint:
         self._optimizers = optimizers_in(self._state)
         self._step_hook = StepPreHook(self._optimizers, self._on_step_begin)
         self._modules = modules_in(self._state)
-        self._owned_tensors = list(parameters_and_slots(self._optimizers))
-        self._owned_ids = [*map(id, self._owned_tensors)]
+        self._owned_tensors = parameters_and_slots(self._optimizers)
         self._stable_storages = find_stable_storages(self._owned_tensors, self._modules)
         self._stable_tensors = [
             to_local(t) for t in self._owned_tensors if storage_address(t) in self._stable_storages
         ]
         self._fingerprint = Fingerprint(self._stable_tensors)
-        self._signature = _structure_signature(self._modules)
+        self._signature = _Signature(self._modules)
+        addresses = _read_addresses(self._stable_tensors)
         self._mutable_members = {
-            id(m): _mutable_members(m, self._stable_storages) for m in self._modules
+            id(m): find_mutable_members(m, self._stable_storages, frozenset(addresses))
+            for m in self._modules
         }
         self._stable_optimizer_ids = {
             id(o)
@@ -185,7 +186,7 @@ class Savepoint:
             if optimizers.is_standard_optimizer(o)
             and all(storage_address(t) in self._stable_storages for t in slots_of(o))
         }
-        self._addresses = [t.data_ptr() for t in self._stable_tensors]
+        self._addresses = addresses
 
     def _capture_value(self, value: Any, depth: int) -> Any:
         """Return the value in a form that does not change before the next optimizer step."""
@@ -229,10 +230,16 @@ class Savepoint:
             return map_containers(
                 modules.module_state(module, ""), self._capture_value, self._memo, depth
             )
+        custom, member_copies = mutable_members
         members: dict[str, Any] = {}
-        for prefix, sub in mutable_members:
+        for prefix, sub in custom:
             sub._save_to_state_dict(members, prefix, False)
-        captured = {
+        copies = member_copies.copy(self._copies)
+        if copies is None:
+            copies = {}
+            for prefix, sub in member_copies.submodules:
+                sub._save_to_state_dict(members, prefix, False)
+        captured = copies | {
             name: map_containers(v, self._capture_value, self._memo, depth)
             for name, v in members.items()
         }
@@ -290,50 +297,45 @@ def _merge_live_state(captured: Any, names: dict[int, str]) -> Any:
     return map_containers(captured, merge, {})
 
 
-def _mutable_members(
-    module: torch.nn.Module, stable_storages: frozenset[int]
-) -> PrefixedModules | None:
-    """Return the submodules with members that may change.
+class _Signature:
+    """Changes with the submodules, parameters, hooks, and the number of buffers of modules."""
 
-    None means that user code (hooks or an overridden ``state_dict``) may build the state dict, so
-    the whole module must be captured.
-    """
+    def __init__(self, roots: list[torch.nn.Module]) -> None:
+        members: list[Any] = []
+        counts: list[int] = []
+        pending: list[Any] = list(roots)
+        while pending:
+            sub = pending.pop()
+            if sub is not None:
+                members.append(sub)
+                attributes = sub.__dict__  # faster than each attribute of the module
+                if hooks := attributes["_state_dict_hooks"]:
+                    counts.append(len(hooks))
+                if hooks := attributes["_state_dict_pre_hooks"]:
+                    counts.append(-len(hooks))
+                if buffers := attributes["_buffers"]:
+                    counts.append(len(buffers))
+                if parameters := attributes["_parameters"]:
+                    members += parameters.values()
+                if submodules := attributes["_modules"]:
+                    counts.append(len(submodules))
+                    pending += submodules.values()
+                counts.append(0)
+        self.members, self.counts = members, counts
+
+    def is_equal(self, other: _Signature) -> bool:
+        return self.counts == other.counts and _are_same(self.members, other.members)
+
+
+def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return True if two sequences contain the same objects."""
+    return len(objects) == len(others) and all(map(is_, objects, others))
+
+
+def _read_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor's first element."""
     torch = lazy_torch.torch_or_none()
-    base = torch.nn.Module
-    mutable: PrefixedModules = []
-    for path, sub in module.named_modules(remove_duplicate=False):
-        cls = type(sub)
-        if (
-            cls.state_dict is not base.state_dict
-            or sub._state_dict_hooks
-            or sub._state_dict_pre_hooks
-        ):
-            return None
-        if (
-            sub._buffers
-            or any(
-                p is not None and storage_address(p) not in stable_storages
-                for p in sub._parameters.values()
-            )
-            or cls.get_extra_state is not base.get_extra_state
-            or cls._save_to_state_dict is not base._save_to_state_dict
-        ):
-            mutable.append((f"{path}." if path else "", sub))
-    return mutable
-
-
-def _structure_signature(roots: list[torch.nn.Module]) -> list[int]:
-    """Return numbers that change with the submodules, parameters, buffers, and hooks."""
-    signature: list[int] = []
-    pending: list[Any] = list(roots)
-    while pending:
-        sub = pending.pop()
-        if sub is not None:
-            hooks = len(sub._state_dict_hooks) + len(sub._state_dict_pre_hooks)
-            signature += (id(sub), hooks, len(sub._buffers), len(sub._modules))
-            signature += map(id, sub._parameters.values())
-            pending += sub._modules.values()
-    return signature
+    return [*map(torch.Tensor.data_ptr, tensors)] if torch is not None else []
 
 
 def _read_version_counters(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -342,4 +344,4 @@ def _read_version_counters(tensors: Sequence[torch.Tensor]) -> list[int]:
     The counters are not sufficient alone: fused optimizers and ``p.data`` change tensors without
     incrementing them.
     """
-    return [t._version for t in tensors]
+    return [*map(attrgetter("_version"), tensors)]

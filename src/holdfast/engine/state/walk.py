@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from holdfast import lazy_torch
@@ -38,25 +39,36 @@ def modules_in(state: Any) -> list[torch.nn.Module]:
     return [] if torch is None else list(find_instances(state, torch.nn.Module))
 
 
-def parameters_and_slots(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield the parameters of the optimizers and the tensors in their slots."""
+def parameters_and_slots(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the parameters of the optimizers and the tensors in their slots."""
+    tensors: list[torch.Tensor] = []
     for optimizer in optimizers:
-        yield from parameters_of(optimizer)
-        yield from slots_of(optimizer)
+        tensors += parameters_of(optimizer)
+        tensors += slots_of(optimizer)
+    return tensors
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups of an optimizer."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an optimizer's slots, including those in nested lists and dicts."""
-    torch = lazy_torch.torch_or_none()
-    for slots in optimizer.state.values():
+def slots_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """Return the tensors in an optimizer's slots, including those in nested lists and dicts."""
+    torch: Any = lazy_torch.torch_or_none()
+    per_parameter = optimizer.state.values()
+    if {*map(type, per_parameter)} <= {dict}:  # the common case, and fast to check
+        slots = [*chain.from_iterable(map(dict.values, per_parameter))]
+        if {*map(type, slots)} <= {torch.Tensor}:
+            return slots
+    return _find_slots(per_parameter)
+
+
+def _find_slots(per_parameter: Iterable[Any]) -> Iterator[torch.Tensor]:
+    torch: Any = lazy_torch.torch_or_none()
+    for slots in per_parameter:
         for slot in slots.values() if isinstance(slots, dict) else (slots,):
-            if isinstance(slot, torch.Tensor):  # the common case, and fast to check
+            if isinstance(slot, torch.Tensor):
                 yield slot
             else:
                 yield from find_instances(slot, torch.Tensor)
