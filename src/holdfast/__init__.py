@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from holdfast.engine.state.sharding import Boxed
     from holdfast.events import attach
     from holdfast.run.policy import (
+        AtEnd,
         EveryEpoch,
         EverySeconds,
         EverySteps,
         KeepBest,
         KeepEvery,
         KeepLast,
+        Never,
         OnException,
         StopWhen,
     )
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from holdfast.training.checkpointer import Checkpointer
 
 __all__ = [
+    "AtEnd",
     "Boxed",
     "Checkpointer",
     "ElasticSampler",
@@ -52,6 +55,7 @@ __all__ = [
     "KeepEvery",
     "KeepLast",
     "LeafView",
+    "Never",
     "OnException",
     "Pending",
     "PerRank",
@@ -74,6 +78,7 @@ __all__ = [
 ]
 
 _LAZY_NAMES = {
+    "AtEnd": "run.policy",
     "Boxed": "engine.state.sharding",
     "Checkpointer": "training.checkpointer",
     "ElasticSampler": "data.sampler",
@@ -84,6 +89,7 @@ _LAZY_NAMES = {
     "KeepEvery": "run.policy",
     "KeepLast": "run.policy",
     "LeafView": "engine.snapshot.leaf",
+    "Never": "run.policy",
     "OnException": "run.policy",
     "Pending": "engine.saving.pending",
     "PerRank": "engine.state.replication",

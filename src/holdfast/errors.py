@@ -193,10 +193,14 @@ class SkippedVersion(UserWarning):
 
 
 class SaveFailed(UserWarning):
-    """A save failed or was skipped, and no error reports it.
+    """A save failed, and no error reports it.
 
     Training continues because the user chose ``on_error="warn"``, or training has ended.
     """
+
+
+class UnsavedSteps(UserWarning):
+    """Training has ended, and its last steps are in no version; the message lists them."""
 
 
 class MetricMissing(UserWarning):

@@ -46,6 +46,7 @@ def document_id(document: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if runnable(d)], ids=document_id)
 def test_code_blocks_run_without_errors(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

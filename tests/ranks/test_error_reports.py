@@ -77,7 +77,7 @@ def test_the_first_error_is_reported_when_another_rank_hangs() -> None:
     """Rank 0 hangs in its all-reduce. It did not cause the failure, so the notes name rank 2."""
     with (
         TrainingJob(3) as job,
-        mock.patch("holdfast.training.exception_save.JOIN_TIMEOUT", 0.5),
+        mock.patch("holdfast.training.ending.JOIN_TIMEOUT", 0.5),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -25,6 +25,7 @@ from holdfast.errors import (
     SkippedVersion,
     StoreError,
     Unavailable,
+    UnsavedSteps,
 )
 from holdfast.format.names import Version
 from holdfast.run.policy import EverySeconds, EverySteps, KeepLast, OnException
@@ -103,6 +104,7 @@ def test_damage_that_one_rank_finds_makes_all_ranks_skip_the_version(reader: int
         flip_bit(job.inner, shard_key(job.inner, "version_10", reader))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", UnsavedSteps)
             job.train(12, save=EverySteps(5))
         assert [trainer.resumed.step for trainer in job.ranks] == [5] * 3
         assert [w.category for w in caught] == [SkippedVersion]
@@ -349,6 +351,7 @@ def test_a_failed_save_is_a_warning_with_on_error_warn(rank: int) -> None:
         fail_calls(job, rank, NoSpace("The disk is full"), "put", ".safetensors")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", UnsavedSteps)
             job.train(17, save=EverySteps(5), on_error="warn")
         assert [w.category for w in caught] == [SaveFailed] * 3
         assert all("NOTHING WAS SAVED" in str(w.message) for w in caught)
@@ -401,6 +404,7 @@ def test_a_failed_retention_is_reported_on_all_ranks(on_error: str) -> None:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", UnsavedSteps)
             outcomes = job.run(work)
         if on_error == "warn":
             assert [w.category for w in caught] == [SaveFailed] * 3
@@ -540,6 +544,7 @@ def train_and_raise(
 def test_the_state_before_the_step_is_saved_when_all_ranks_raise(kind: type[BaseException]) -> None:
     with TrainingJob(3) as job, warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", UnsavedSteps)
         outcomes = job.outcomes(lambda trainer: train_and_raise(trainer, 7, (0, 1, 2), kind("NaN")))
         assert [type(o) for o in outcomes] == [kind] * 3
         assert [getattr(o, "__notes__", None) for o in outcomes] == [None] * 3
@@ -555,7 +560,7 @@ def test_the_state_before_the_step_is_saved_when_all_ranks_raise(kind: type[Base
 @pytest.mark.parametrize("victim", [0, 2])
 def test_nothing_is_saved_when_one_rank_raises_and_a_note_says_so(victim: int) -> None:
     """The other ranks wait in an all-reduce that never ends, or are ended too."""
-    with TrainingJob(3) as job, mock.patch("holdfast.training.exception_save.JOIN_TIMEOUT", 1.0):
+    with TrainingJob(3) as job, mock.patch("holdfast.training.ending.JOIN_TIMEOUT", 1.0):
         began = time.monotonic()
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
@@ -621,7 +626,7 @@ def test_nothing_is_saved_when_one_rank_has_changed_its_parameters() -> None:
 @pytest.mark.slow
 def test_the_save_after_an_exception_waits_for_a_slow_save_in_flight() -> None:
     """The ranks have 20 s to join, but a save in flight may take longer on one rank."""
-    with TrainingJob(2) as job, mock.patch("holdfast.training.exception_save.JOIN_TIMEOUT", 0.5):
+    with TrainingJob(2) as job, mock.patch("holdfast.training.ending.JOIN_TIMEOUT", 0.5):
         release = threading.Event()
 
         def hold(method: str, key: str) -> None:

@@ -34,7 +34,15 @@ from holdfast.errors import (
 )
 from holdfast.format.names import Version
 from holdfast.format.records import Pin, encode_pin
-from holdfast.run.policy import EveryEpoch, EverySteps, KeepBest, KeepLast, OnException, StopWhen
+from holdfast.run.policy import (
+    EveryEpoch,
+    EverySteps,
+    KeepBest,
+    KeepLast,
+    Never,
+    OnException,
+    StopWhen,
+)
 from holdfast.run.run import Run
 from holdfast.run.save_request import (
     RequestedSave,
@@ -315,7 +323,7 @@ def test_a_version_is_not_a_run(tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", ["a@latest", "a@8", "a@8.1"])
 def test_the_address_of_a_version_is_not_a_run(tmp_path: Any, name: str) -> None:
     for call in ("step", "resume"):  # an ordinary name if no such run exists
-        with Checkpointer(tmp_path / call / name, initial_state()) as ckpt:
+        with Checkpointer(tmp_path / call / name, initial_state(), save=Never()) as ckpt:
             getattr(ckpt, call)()
         with training(tmp_path / call / "a", EverySteps(1)) as (state, ckpt):
             train(state, ckpt, 1)
@@ -953,7 +961,8 @@ def test_a_metric_that_is_never_given_causes_one_warning(
 
 
 def test_a_missing_metric_causes_no_warning_without_saves() -> None:
-    with Checkpointer(MemoryStore(), state := initial_state(), keep=BEST, stop=STOP) as ckpt:
+    arguments: dict[str, Any] = {"save": Never(), "keep": BEST, "stop": STOP}
+    with Checkpointer(MemoryStore(), state := initial_state(), **arguments) as ckpt:
         train(state, ckpt, 3)
 
 

@@ -55,6 +55,11 @@ class SavePolicy:
         return False
 
     @property
+    def at_end(self) -> bool:
+        """True if the last step is saved when training ends normally."""
+        return False
+
+    @property
     def wants_epochs(self) -> bool:
         """True if the policy can fire only when epochs are counted."""
         return False
@@ -68,6 +73,15 @@ class _SaveUnion(SavePolicy):
     first: SavePolicy
     second: SavePolicy
 
+    def __post_init__(self) -> None:
+        if isinstance(self.first, Never) or isinstance(self.second, Never):
+            raise HoldfastError(
+                "Never() cannot be combined with another save policy",
+                expected="Never(), which saves only on request, or policies that save",
+                found=f"{self}",
+                todo="Use Never() alone, or remove it",
+            )
+
     def __repr__(self) -> str:
         return f"{self.first} | {self.second}"
 
@@ -77,6 +91,10 @@ class _SaveUnion(SavePolicy):
     @property
     def on_exception(self) -> bool:
         return self.first.on_exception or self.second.on_exception
+
+    @property
+    def at_end(self) -> bool:
+        return self.first.at_end or self.second.at_end
 
     @property
     def wants_epochs(self) -> bool:
@@ -130,6 +148,21 @@ class OnException(SavePolicy):
     """Save the state before the step that raised, when an exception ends the training."""
 
     on_exception = True
+
+
+@dataclass(frozen=True, slots=True)
+class AtEnd(SavePolicy):
+    """Save the last step when training ends normally: in ``close``, or at the end of the block."""
+
+    at_end = True
+
+
+@dataclass(frozen=True, slots=True)
+class Never(SavePolicy):
+    """Save only on request: not on a schedule, at the end, or after an exception.
+
+    It cannot be combined with other policies, which would save.
+    """
 
 
 # -- what to keep --------------------------------------------------------------------------------
@@ -330,21 +363,6 @@ class StopWhen:
         if not matches or not isinstance(misses, int) or not (best is None or _is_number(best)):
             return StopState()
         return StopState(best, misses, misses >= self.patience)
-
-
-def check_can_fire(policy: SavePolicy, epochs_known: bool) -> None:
-    """Raise ``HoldfastError`` for a policy that can never fire in this training.
-
-    ``epochs_known`` is True if it is known at each step whether the step completes an epoch.
-    """
-    if policy.wants_epochs and not epochs_known:
-        raise HoldfastError(
-            "EveryEpoch can never fire: nothing in the state shows which step completes an epoch",
-            expected="a holdfast.ElasticSampler in the state",
-            found="none",
-            todo="Add the loader's sampler to the state. With another kind of sampler, call"
-            " ckpt.save() at the end of each epoch",
-        )
 
 
 # -- checks of arguments -------------------------------------------------------------------------

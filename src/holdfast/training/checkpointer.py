@@ -7,15 +7,14 @@ from typing import Any, Literal, Self
 
 from holdfast import events
 from holdfast.engine.distributed.agreement import make_agreement
-from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group, use_group
 from holdfast.engine.loading.binding import Leniency
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import CommitError, HoldfastError, SkippedVersion, StoreError
+from holdfast.errors import HoldfastError, SkippedVersion
 from holdfast.format.names import Version
 from holdfast.run.metrics import check_metrics
-from holdfast.run.policy import EverySeconds, KeepPolicy, SavePolicy, StopWhen, check_can_fire
+from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
 from holdfast.run.save_request import RequestWatcher
 from holdfast.run.writer_lock import WriterLock
@@ -23,24 +22,19 @@ from holdfast.text import warn_user
 from holdfast.training.arguments import (
     acquire_run,
     check_arguments,
+    check_can_fire,
     check_not_version,
     check_state,
-    not_entered_error,
 )
 from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
-from holdfast.training.exception_save import ExceptionSave
+from holdfast.training.ending import Ending
 from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle
 from holdfast.training.resume import check_start, left_state_invalid, resume_run, start_from
 from holdfast.training.saver import Saver, SaveSpec
 from holdfast.training.step_counter import StepCounter
-from holdfast.training.warn import (
-    attach_secondary_errors,
-    is_store_failure,
-    warn_save_failed,
-    warn_unsaved_steps,
-)
+from holdfast.training.warn import raise_or_warn
 
 
 class Checkpointer:
@@ -51,9 +45,9 @@ class Checkpointer:
     counts the steps. Without one, the Checkpointer counts them. An ``ElasticSampler`` in the state
     advances with the steps.
 
-    ``save`` is the policy for when to save; the default is every ten minutes. ``keep`` is the
-    policy for which versions to keep; the default is all. ``stop`` is the policy for when training
-    should end (see ``should_stop``).
+    ``save`` is the policy for when to save; the default is every ten minutes and at the end.
+    ``keep`` is the policy for which versions to keep; the default is all. ``stop`` is the policy
+    for when training should end (see ``should_stop``).
 
     With ``incremental=True``, a version refers to the chunks that an earlier version already
     holds. Every ``full_every``-th version is still written in full. ``full_every=None`` never
@@ -93,7 +87,7 @@ class Checkpointer:
         on_error: Literal["raise", "warn"] = "raise",
         group: GroupSpec = None,
     ) -> None:
-        save = EverySeconds(600) if save is None else save
+        save = EverySeconds(600) | AtEnd() if save is None else save
         keep = KeepPolicy() if keep is None else keep
         check_state(state)
         self._arguments = check_arguments(
@@ -101,7 +95,6 @@ class Checkpointer:
         )
         self.run = Run(run)
         self.state = state
-        self._save_policy = save
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
         self._on_error = on_error
@@ -118,11 +111,19 @@ class Checkpointer:
         self._agreement = make_agreement(LocalGroup(), "training")
         self._agreed_proposals: frozenset[str] = frozenset()
         self._watcher = RequestWatcher(self.run.store)
-        self._exception_save: ExceptionSave | None = None
         self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self._lifecycle = Lifecycle()
+        self._ending = Ending(
+            save,
+            on_error,
+            self._group,
+            self._saver,
+            self._cadence,
+            self._lifecycle,
+            self._step_counter,
+        )
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -176,8 +177,7 @@ class Checkpointer:
         self._saver.wait_on_all_ranks(self._group)
         leniency = Leniency(missing, unexpected, False, rename or {})
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
-        if self._exception_save is not None:
-            self._exception_save.discard()
+        self._ending.discard()
         try:
             with use_group(self._group):
                 point = resume_run(
@@ -239,9 +239,7 @@ class Checkpointer:
         self._agreed_proposals = self._agreement.step()
         agreed = STOP_PROPOSAL in self._agreed_proposals
         self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
-        if self._exception_save is not None:
-            metadata = self._early_stop.to_metadata()
-            self._exception_save.mark(self.current_step, metadata, self._metrics)
+        self._ending.mark(self._early_stop, self._metrics)
 
     def _save_if_due(self) -> None:
         reason = self._cadence.save_reason(
@@ -335,70 +333,49 @@ class Checkpointer:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save in flight, and release memory. Raises the error of a failed save."""
-        self._close_parts()
+        """Save the last step if ``AtEnd`` is in the policy, and release memory.
+
+        Waits for the save in flight. Raises the error of a failed save. Nothing is saved while an
+        exception is handled, as in a ``finally`` block after an error: the state may belong to no
+        step. If steps remain unsaved, a warning names them. A second call does nothing.
+        """
+        self._close(self._lifecycle.interruption())
+
+    def _close(self, error: BaseException | None) -> None:
+        try:
+            unsaved = self._ending.finish(error, lambda: self._start_save("end", self._metrics))
+        finally:
+            self._release()
+        if unsaved:
+            self._ending.warn_unsaved(error)
         if not self._lifecycle.is_forked:
             if self._group.rank == 0 and self._goodput.counts["saves"]:
                 self._saver.metric_check.make()
             self._saver.metric_check.warn()
 
-    def _close_parts(self) -> None:
+    def _release(self) -> None:
         self._lifecycle.is_closed = True
-        if self._lifecycle.is_forked:
-            return
-        try:
-            self._raise_or_warn(self._saver.wait)
-        finally:
+        if not self._lifecycle.is_forked:
             self._agreement.close()
-            if self._exception_save is not None:
-                self._exception_save.close()
+            self._ending.close()
             self._saver.close()
             self._writer_lock.release()
             self._watcher.close()
 
     def __enter__(self) -> Self:
-        if self._save_policy.on_exception and self._exception_save is None:
-            self._exception_save = ExceptionSave(self.state, self._group)
+        self._ending.enter(self.state)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            return self._exit_normally()
-        problems: list[str] = []
-        try:
-            try:
-                if self._exception_save is not None and self._lifecycle.can_save:
-                    with use_group(self._group):
-                        self._exception_save.save(
-                            self._saver, error, self._branch, self._note, problems
-                        )
-            finally:
-                self._close_parts()
-        except Exception as e:
-            tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
-            if isinstance(error, SystemExit) and not error.code and not tolerated:
-                raise  # exit code 0 would report success to the parent process
-            problems.append(f"the last save failed: {format_with_notes(e)}")
-        finally:
-            attach_secondary_errors(error, problems)
-
-    def _exit_normally(self) -> None:
-        could_save = self._lifecycle.can_save
-        skipped = self._cadence.skipped_since_save and self._group.rank == 0
-        self.close()
-        if could_save and self._saver.saved_step != self.current_step:
-            warn_unsaved_steps(self.run.url, self.current_step, self._saver.saved_step, skipped)
+            self._close(None)
+        else:
+            self._ending.finish_after(error, self._branch, self._note, self._release)
 
     # -- implementation ------------------------------------------------------------------------
 
     def _raise_or_warn(self, call: Callable[[], object]) -> None:
-        """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
-        try:
-            call()
-        except (StoreError, CommitError) as e:
-            if self._on_error == "raise" or not is_store_failure(e):
-                raise
-            warn_save_failed(e, self._saver.saved_step)
+        raise_or_warn(call, self._on_error, self._saver)
 
     def _ensure_started(self) -> None:
         """Check the run and acquire the writer lock, at the first step or save.
@@ -409,8 +386,7 @@ class Checkpointer:
         self._lifecycle.check_state_valid()
         if self._lifecycle.is_started:
             return
-        if self._save_policy.on_exception and self._exception_save is None:
-            raise not_entered_error()
+        self._ending.check_entered()
         acquire_run(
             self.run,
             self._group,
@@ -422,6 +398,7 @@ class Checkpointer:
         if self._group.rank == 0:
             self._watcher.start()
         self._lifecycle.is_started = True
+        self._ending.warn_if_collected(self)
 
     def _rank_arguments(self) -> dict[str, str]:
         self._saver.reservation.measure(self.state, self._group)

@@ -80,6 +80,9 @@ class Saver:
     ) -> None:
         self.run = run
         self.newest: Snapshot | None = None
+        self.begun_step = 0
+        """The step of the last save that did not fail, even if it is still in flight."""
+
         self._keep = keep
         self._goodput = goodput
         self._writer_lock = writer_lock
@@ -162,6 +165,7 @@ class Saver:
                 ) from e
             # this training's own version, whose save failed with an unknown outcome
             self.newest = existing
+            self.begun_step = spec.version.step
             spec.on_finished(True)
             return
         self._attempt = job.partition.attempt
@@ -170,6 +174,7 @@ class Saver:
         self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
         self._goodput.seconds["last_blocked"] = blocked_seconds[0]
         pending_set = Event()
+        self.begun_step = spec.version.step
         try:
             self._pending = finish_in_background(
                 job, lambda j: self._finish_save(j, spec, blocked_seconds, pending_set)
@@ -302,6 +307,7 @@ class Saver:
 
     def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:
         spec.on_finished(False)
+        self.begun_step = self.saved_step
         self._goodput.counts["failures"] += 1
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
@@ -346,6 +352,7 @@ class Saver:
     def resume_from(self, snapshot: Snapshot) -> None:
         """Continue from a version, which becomes ``newest``."""
         self.newest = snapshot
+        self.begun_step = self.saved_step
         self._attempt = ""
 
     def close(self) -> None:

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Literal
 
-from holdfast import events
 from holdfast.engine.distributed.error_report import format_with_notes
-from holdfast.errors import CommitError, HoldfastError, RankFailed, SaveFailed, StoreError
+from holdfast.errors import (
+    CommitError,
+    HoldfastError,
+    RankFailed,
+    SaveFailed,
+    StoreError,
+    UnsavedSteps,
+)
+from holdfast.run.policy import SavePolicy
 from holdfast.text import warn_user
+from holdfast.training.saver import Saver
+
+
+def raise_or_warn(
+    call: Callable[[], object], on_error: Literal["raise", "warn"], saver: Saver
+) -> None:
+    """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
+    try:
+        call()
+    except (StoreError, CommitError) as e:
+        if on_error == "raise" or not is_store_failure(e):
+            raise
+        warn_save_failed(e, saver.saved_step)
 
 
 def is_store_failure(error: StoreError | CommitError) -> bool:
@@ -24,11 +45,11 @@ def is_store_failure(error: StoreError | CommitError) -> bool:
 
 
 def warn_save_failed(error: HoldfastError, last_saved_step: int) -> None:
-    """Warn of a save that failed, or of a failure after the commit. Training continues."""
+    """Warn of a save that failed, or of a failure after the commit."""
     message = (
         "Old versions accumulate"
         if error.is_after_commit
-        else f"NOTHING WAS SAVED; training continues, with no save since step {last_saved_step}"
+        else f"NOTHING WAS SAVED; there is no version since step {last_saved_step}"
     )
     warn_user(f"{message}: {format_with_notes(error)}", SaveFailed)
 
@@ -51,15 +72,33 @@ def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> No
                     sys.stderr.write(f"holdfast: {warning}\n")
 
 
-def warn_unsaved_steps(run_url: str, step: int, last_saved_step: int, skipped: bool) -> None:
-    """Report that the steps after ``last_saved_step`` are not in any version.
+def warn_unsaved_steps(run_url: str, step: int, last_saved_step: int, reason: str) -> None:
+    """Warn that the steps after ``last_saved_step`` are not in any version, and why."""
+    is_one = step <= last_saved_step + 1
+    steps = f"Step {step} is" if is_one else f"Steps {last_saved_step + 1} to {step} are"
+    warn_user(f"{steps} not in any version of {run_url}: {reason}", UnsavedSteps)
 
-    If ``skipped`` is True, a save that was due was skipped, and a warning is issued as well.
+
+def describe_cause(error: BaseException) -> str:
+    """Return the class and the text of an exception that ended a training."""
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
+def unsaved_reason(policy: SavePolicy, error: BaseException | None, skipped: bool) -> str:
+    """Return why the last steps were not saved, and what to do.
+
+    ``error`` is the exception that ended the training. ``skipped`` is True if a save that was due
+    was skipped.
     """
-    events.emit("left_unsaved", run=run_url, step=step, since=last_saved_step)
-    if skipped:
-        warn_user(
-            f"Steps {last_saved_step + 1} to {step} are not in any version of {run_url}: the save"
-            ' that was due was skipped (busy="skip"). Call ckpt.save() at the end of the training',
-            SaveFailed,
+    if error is not None:
+        return (
+            f"the training ended with an exception ({describe_cause(error)}). Only OnException()"
+            " saves then, in a with block"
         )
+    if policy.at_end:
+        return "the process was ending. Call close() earlier, or use a with block"
+    return (
+        'the save that was due was skipped (busy="skip").'
+        if skipped
+        else f"{policy} saves nothing at the end of the training."
+    ) + f" Write save={policy} | AtEnd(), or call ckpt.save() after the last step"

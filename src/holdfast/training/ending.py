@@ -1,0 +1,327 @@
+"""How a training ends: the save of the last step, the save after an exception, and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from typing import Any, Literal
+from weakref import finalize
+
+from holdfast import events
+from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.distributed.error_report import Arrival, format_with_notes
+from holdfast.engine.distributed.group import Group, use_group
+from holdfast.engine.state.savepoint import Savepoint
+from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
+from holdfast.format.names import Version
+from holdfast.run.policy import Never, SavePolicy
+from holdfast.training.arguments import not_entered_error
+from holdfast.training.cadence import Cadence
+from holdfast.training.early_stop import EarlyStop
+from holdfast.training.lifecycle import Lifecycle, is_process_ending
+from holdfast.training.saver import Saver, SaveSpec
+from holdfast.training.step_counter import StepCounter
+from holdfast.training.warn import (
+    attach_secondary_errors,
+    describe_cause,
+    raise_or_warn,
+    unsaved_reason,
+    warn_unsaved_steps,
+)
+
+JOIN_TIMEOUT = 20.0
+"""Seconds within which all ranks must join a save after an exception.
+
+If only one rank has raised, the other ranks hang or are terminated.
+"""
+
+_END = "the end of the training"
+
+
+class Ending:
+    """Ends a training: saves what the policy says, and warns of steps that no version holds.
+
+    ``AtEnd`` saves the last step when training ends normally. ``OnException`` saves the state
+    before the step that raised. No state is ever saved that may belong to no step.
+    """
+
+    def __init__(
+        self,
+        policy: SavePolicy,
+        on_error: Literal["raise", "warn"],
+        group: Group,
+        saver: Saver,
+        cadence: Cadence,
+        lifecycle: Lifecycle,
+        step_counter: StepCounter,
+    ) -> None:
+        self._policy = policy
+        self._on_error = on_error
+        self._group = group
+        self._saver = saver
+        self._cadence = cadence
+        self._lifecycle = lifecycle
+        self._step_counter = step_counter
+        self._exception_save: ExceptionSave | None = None
+
+    # -- during the training -------------------------------------------------------------------
+
+    def enter(self, state: dict[str, Any]) -> None:
+        """Prepare the save after an exception, at the beginning of the ``with`` block."""
+        if self._policy.on_exception and self._exception_save is None:
+            self._exception_save = ExceptionSave(state, self._group)
+
+    def check_entered(self) -> None:
+        """Raise ``HoldfastError`` if ``OnException`` is used outside a ``with`` block."""
+        if self._policy.on_exception and self._exception_save is None:
+            raise not_entered_error()
+
+    def mark(self, early_stop: EarlyStop, metrics: Mapping[str, Any]) -> None:
+        """Capture the state after a step, for a save after an exception."""
+        if self._exception_save is not None:
+            self._exception_save.mark(self._step_counter.step, early_stop.to_metadata(), metrics)
+
+    def discard(self) -> None:
+        """Discard the captured state, because a different state is about to be loaded."""
+        if self._exception_save is not None:
+            self._exception_save.discard()
+
+    def warn_if_collected(self, checkpointer: object) -> None:
+        """Warn of unsaved steps if ``checkpointer`` is discarded, or the process ends, without
+        ``close``."""
+        if self._group.rank == 0:
+            parts = self._policy, self._lifecycle, self._saver, self._step_counter
+            finalize(checkpointer, _warn_collected, *parts)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def finish(self, error: BaseException | None, save_last_step: Callable[[], object]) -> bool:
+        """Wait for the save in flight, and save the last step with ``AtEnd``.
+
+        ``error`` is the exception that is being handled, or None at a normal end. Return True if
+        steps may remain unsaved that nothing has reported.
+        """
+        could_save = self._lifecycle.can_save
+        at_end = could_save and self._policy.at_end and not is_process_ending()
+        if at_end and error is not None:
+            report_exception(self._group, error)
+        try:
+            self._wait()
+        except Exception:
+            if at_end and error is None:  # this save may succeed although that one failed
+                self._save(save_last_step)
+            raise
+        if at_end and error is None:
+            self._save(save_last_step)
+            return False
+        return could_save
+
+    def _wait(self) -> None:
+        if not self._lifecycle.is_forked:
+            raise_or_warn(self._saver.wait, self._on_error, self._saver)
+
+    def _save(self, save_last_step: Callable[[], object]) -> None:
+        step = self._step_counter.step
+        if must_save_last_step(self._group, step, self._saver.saved_step == step):
+            raise_or_warn(save_last_step, self._on_error, self._saver)
+            self._wait()
+
+    def finish_after(
+        self,
+        error: BaseException,
+        branch: int,
+        note: Mapping[str, Any],
+        release: Callable[[], object],
+    ) -> None:
+        """End the training after ``error`` has ended the ``with`` block.
+
+        ``release`` is called when no save is in flight anymore. Failures are reported in addition
+        to ``error``.
+        """
+        problems: list[str] = []
+        could_save = self._lifecycle.can_save
+        try:
+            try:
+                if could_save:
+                    self._save_after(error, branch, note, problems)
+            finally:
+                try:
+                    self._wait()
+                finally:
+                    release()
+        except Exception as e:
+            tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
+            if isinstance(error, SystemExit) and not error.code and not tolerated:
+                raise  # exit code 0 would report success to the parent process
+            problems.append(f"the last save failed: {format_with_notes(e)}")
+        finally:
+            attach_secondary_errors(error, problems)
+        if could_save and isinstance(error, SystemExit) and not error.code and not problems:
+            self.warn_unsaved(error)  # Python shows no traceback
+
+    def _save_after(
+        self, error: BaseException, branch: int, note: Mapping[str, Any], problems: list[str]
+    ) -> None:
+        if self._exception_save is not None and self._exception_save.is_available:
+            with use_group(self._group):
+                self._exception_save.save(self._saver, error, branch, note, problems)
+        elif self._policy.at_end:
+            report_exception(self._group, error)
+
+    def warn_unsaved(self, error: BaseException | None) -> None:
+        """Warn, on rank 0, of the steps that no version holds. Emit an event on all ranks."""
+        step, saved_step, url = self._step_counter.step, self._saver.saved_step, self._saver.run.url
+        if step != saved_step and not isinstance(self._policy, Never):
+            events.emit("left_unsaved", run=url, step=step, since=saved_step)
+            if self._group.rank == 0:
+                skipped = self._cadence.skipped_since_save
+                reason = unsaved_reason(self._policy, error, skipped)
+                warn_unsaved_steps(url, step, saved_step, reason)
+
+    def close(self) -> None:
+        if self._exception_save is not None:
+            self._exception_save.close()
+
+
+def _warn_collected(
+    policy: SavePolicy, lifecycle: Lifecycle, saver: Saver, step_counter: StepCounter
+) -> None:
+    """Warn of the unsaved steps of a Checkpointer that was never closed.
+
+    It may be collected at any moment, in any thread, and at the end of the process. Therefore
+    nothing is saved, and no sink is called, which could hold a lock.
+    """
+    step, begun_step = step_counter.step, saver.begun_step
+    if lifecycle.can_save and step != begun_step and not isinstance(policy, Never):
+        ended = "the process ended" if is_process_ending() else "the Checkpointer was discarded"
+        reason = f"{ended} before close(). Use a with block, or call close()"
+        if not policy.at_end:
+            reason += f", and write save={policy} | AtEnd()"
+        warn_unsaved_steps(saver.run.url, step, begun_step, reason)
+
+
+def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
+    """Return True if all ranks must now save ``step``, the last step of this rank.
+
+    ``is_saved`` is True if a version holds that step. This rank then does not wait for the others.
+    Raises ``RankFailed`` unless all ranks end at this step, without an exception.
+    """
+    with closing(group.collective(_END)) as collective, collective:
+        if not is_saved:
+            _compare_steps(collective, step, "The ranks did not end at the same step")
+            return True
+        collective.abort(
+            RankFailed(
+                f"Rank {group.rank} has ended after step {step}, which is saved",
+                expected="all ranks to end after the same step",
+                todo="Make the same number of steps on all ranks",
+                rank=group.rank,
+            )
+        )
+        return False
+
+
+def report_exception(group: Group, error: BaseException) -> None:
+    """Make ranks that end normally save nothing, because this rank has raised ``error``.
+
+    Does not wait for the other ranks.
+    """
+    with suppress(RankFailed):  # the other ranks know already that a rank failed
+        collective = group.collective(_END, JOIN_TIMEOUT, describe_cause(error))
+        collective.abort(error)
+        collective.close()
+
+
+class ExceptionSave:
+    """Keeps the state after the last step, in order to save it if the next step raises."""
+
+    def __init__(self, state: dict[str, Any], group: Group) -> None:
+        self._savepoint = Savepoint(state)
+        self._group = group
+        self._marked: tuple[int, dict[str, Any], Mapping[str, Any]] | None = None
+
+    def mark(
+        self, step: int, training_metadata: dict[str, Any], metrics: Mapping[str, Any]
+    ) -> None:
+        """Capture the state, which is the state after ``step``."""
+        self._marked = None
+        self._savepoint.capture()
+        self._marked = step, training_metadata, metrics
+
+    def discard(self) -> None:
+        """Discard the captured state, because a different state is about to be loaded."""
+        self._savepoint.invalidate()
+        self._marked = None
+
+    @property
+    def is_available(self) -> bool:
+        """True if the state after a step has been captured."""
+        return self._marked is not None
+
+    def save(
+        self,
+        saver: Saver,
+        error: BaseException,
+        branch: int,
+        note: Mapping[str, Any],
+        problems: list[str],
+    ) -> None:
+        """Save the state before the step that raised.
+
+        Whatever prevents the save is appended to ``problems``. If another rank raised a different
+        error first, that error is most likely the cause. It is then reported in ``problems``, or
+        as a note on ``error`` and in the note of the version.
+        """
+        if self._marked is None:
+            return
+        step, training_metadata, metrics = self._marked
+        cause = describe_cause(error)
+        first = Arrival(self._group.rank, "", cause)
+        try:
+            collective = self._group.collective("the save after an exception", JOIN_TIMEOUT, cause)
+            first = collective.first_arrival
+            with closing(collective), collective:
+                _compare_steps(collective, step, "The ranks did not raise in the same step")
+        except RankFailed as e:
+            failure = HoldfastError(e.what, expected=e.expected, found=e.found)  # without advice
+            problems.append(
+                f"the state after step {step} was not saved:"
+                f" {failure}{_first_error_text(first, cause)}"
+            )
+        else:
+            if first_error := _first_error_text(first, cause):
+                error.add_note(first_error.strip())
+                cause = f"{first.cause} (rank {first.rank})"
+            note = {**note, "error": cause}
+            spec = SaveSpec(Version(step, branch), "exception", metrics, note, training_metadata)
+            saver.save_after_exception(self._savepoint, spec, self._group, problems)
+
+    def close(self) -> None:
+        self._savepoint.close()
+
+
+def _compare_steps(collective: Collective, step: int, problem: str) -> None:
+    """Wait for the other ranks, with the timeout of ``collective``.
+
+    Raises ``RankFailed`` unless all ranks join, and their last completed step is the same.
+    """
+    steps = collective.gather(step, int)
+    if steps is not None and (other := {*steps} - {step}):
+        rank = steps.index(min(other))
+        raise RankFailed(
+            problem,
+            expected=f"step {step} as the last completed step of all ranks, as on rank 0",
+            found=f"step {steps[rank]} on rank {rank}",
+            rank=rank,
+        )
+    collective.broadcast(True if steps is not None else None, bool)
+
+
+def _first_error_text(first: Arrival, own_error: str) -> str:
+    """Return a sentence about the error that another rank raised first, if it is a different one.
+
+    The sentence begins with a space. It is empty if there is no such error.
+    """
+    if first.cause in ("", own_error):
+        return ""
+    return f" Rank {first.rank} raised first: {first.cause}"

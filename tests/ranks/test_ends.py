@@ -1,0 +1,179 @@
+"""The end of a training of several ranks: all ranks save the last step, or none does."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+
+from holdfast.errors import HoldfastError, RankFailed, UnsavedSteps
+from holdfast.run.policy import AtEnd, EverySteps, OnException, SavePolicy
+from holdfast.run.run import Run
+from tests.ranks.trainings import (
+    SHORT_TIMEOUTS,
+    TrainingJob,
+    TrainingRank,
+    matches_uninterrupted,
+)
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.mark.parametrize("policy", [None, AtEnd(), EverySteps(5) | AtEnd()])
+def test_all_ranks_save_the_last_step(policy: SavePolicy | None) -> None:
+    with TrainingJob(3) as job:
+        job.train(7, save=policy)
+        assert job.versions[-1] == 7
+        assert Run(job.inner).snapshots()[-1].metadata["reason"] == "end"
+        job.train(7, save=policy)  # only resumes
+        assert [trainer.resumed.step for trainer in job.ranks] == [7] * 3
+        job.train(9, save=policy)
+        assert job.versions[-1] == 9
+        assert all(
+            matches_uninterrupted(trainer.state, trainer.rank, 3, 9) for trainer in job.ranks
+        )
+        assert job.leftover_keys() == []
+
+
+def test_ranks_whose_last_step_is_saved_do_not_wait_for_one_another() -> None:
+    with TrainingJob(3) as job:
+
+        def work(trainer: TrainingRank) -> float:
+            with trainer.make_checkpointer(save=EverySteps(5) | AtEnd()):
+                trainer.train_steps(5)
+                trainer.ckpt.wait()
+                if trainer.rank == 1:  # writes a report, for example
+                    while not all(
+                        r.ckpt._lifecycle.is_closed for r in (job.ranks[0], job.ranks[2])
+                    ):
+                        assert time.monotonic() < end
+                        time.sleep(0.001)
+            return 0.0
+
+        end = time.monotonic() + 20
+        job.run(work)
+        assert job.versions == [5]
+        assert job.leftover_keys() == []
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("policy", [AtEnd(), AtEnd() | OnException()])
+@pytest.mark.parametrize("block", [True, False])
+def test_nothing_is_saved_when_one_rank_raises_while_the_others_end(
+    victim: int, policy: SavePolicy, block: bool
+) -> None:
+    if not block and policy.on_exception:
+        pytest.skip("OnException requires a with block")
+    with TrainingJob(3) as job, warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+
+        def train(trainer: TrainingRank) -> None:
+            trainer.train_steps(7)
+            if trainer.rank == victim:
+                raise ValueError("NaN in the loss")
+
+        def work(trainer: TrainingRank) -> None:
+            ckpt = trainer.make_checkpointer(save=policy)
+            if block:
+                with ckpt:
+                    train(trainer)
+            else:
+                try:
+                    train(trainer)
+                finally:
+                    ckpt.close()
+
+        began = time.monotonic()
+        outcomes = job.outcomes(work)
+        assert time.monotonic() - began < SHORT_TIMEOUTS.silent
+        assert isinstance(outcomes[victim], ValueError)
+        for rank in {0, 1, 2} - {victim}:
+            assert isinstance(outcomes[rank], RankFailed), outcomes
+            assert f"ank {victim}" in str(outcomes[rank])
+            assert "NaN in the loss" in str(outcomes[rank])
+        assert job.versions == []
+        assert job.leftover_keys() == []
+
+
+@pytest.mark.parametrize(("early", "saved"), [(0, 7), (2, 7), (0, 5), (2, 5)])
+def test_nothing_is_saved_when_the_ranks_end_at_different_steps(early: int, saved: int) -> None:
+    """With ``saved`` at 5, the last step of the early rank is saved, and that of the others not."""
+    with TrainingJob(3, lockstep=False) as job:
+
+        def work(trainer: TrainingRank) -> None:
+            with trainer.make_checkpointer(save=EverySteps(5) | AtEnd()):
+                trainer.train_steps(saved)
+                trainer.ckpt.wait()
+                if trainer.rank != early:
+                    trainer.train_steps(saved + 1)
+
+        began = time.monotonic()
+        outcomes = job.outcomes(work)
+        assert time.monotonic() - began < SHORT_TIMEOUTS.silent
+        late = [o for rank, o in enumerate(outcomes) if rank != early]
+        assert all(isinstance(o, RankFailed) for o in late), outcomes
+        assert all(f"step {saved}" in str(o) and f"rank {early}" in str(o).lower() for o in late)
+        assert (outcomes[early] is None) == (saved == 5)
+        assert job.versions == [5]
+        assert job.leftover_keys() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_the_end_does_not_hang_the_others() -> None:
+    with TrainingJob(3) as job:
+
+        def work(trainer: TrainingRank) -> None:
+            ckpt = trainer.make_checkpointer(save=AtEnd())
+            trainer.train_steps(7)
+            if trainer.rank == 1:
+                job.group.groups[1].kv.close()  # like the end of its process
+            else:
+                ckpt.close()
+
+        began = time.monotonic()
+        outcomes = job.outcomes(work)
+        assert time.monotonic() - began < SHORT_TIMEOUTS.stuck
+        assert [type(o) for o in outcomes] == [RankFailed, type(None), RankFailed]
+        assert job.versions == []
+
+
+def test_a_store_that_fails_on_one_rank_at_the_end_raises_on_all() -> None:
+    with TrainingJob(3) as job:
+
+        def fail(method: str, key: str) -> None:
+            if method == "put" and "version_7" in key:
+                raise OSError("disk on fire")
+
+        job.set_before_call(1, fail)
+        outcomes = job.outcomes(lambda trainer: trainer.train(7, save=AtEnd()))
+        assert all(isinstance(o, OSError | HoldfastError) for o in outcomes), outcomes
+        assert all("disk on fire" in str(o) for o in outcomes)
+        assert job.versions == []
+        assert job.leftover_keys() == []
+
+
+def test_only_rank_0_warns_of_unsaved_steps() -> None:
+    with TrainingJob(3) as job, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job.train(7, save=EverySteps(5))
+        [warning] = caught
+        assert warning.category is UnsavedSteps
+        assert "Steps 6 to 7" in str(warning.message)
+        assert job.leftover_keys() == []
+
+
+def test_ranks_that_all_raise_save_nothing() -> None:
+    with TrainingJob(3) as job:
+
+        def work(trainer: TrainingRank) -> Any:
+            with trainer.make_checkpointer(save=AtEnd()):
+                trainer.train_steps(7)
+                raise ValueError("NaN")
+
+        assert [type(o) for o in job.outcomes(work)] == [ValueError] * 3
+        assert job.versions == []
+        assert job.leftover_keys() == []
+        job.train(3, save=AtEnd())  # the ranks still agree on the number of their operations
+        assert job.versions == [3]

@@ -1,0 +1,556 @@
+"""The end of a training: what ``AtEnd`` saves, and which warning names the steps that are lost."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast import events
+from holdfast.errors import HoldfastError, NoSpace, SaveFailed, StoreError, UnsavedSteps
+from holdfast.run.policy import (
+    AtEnd,
+    EveryEpoch,
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepLast,
+    Never,
+    OnException,
+    SavePolicy,
+    StopWhen,
+)
+from holdfast.run.run import Run
+from holdfast.run.save_request import SIGNAL, put_request
+from holdfast.storage.memory import MemoryStore
+from holdfast.training.checkpointer import Checkpointer
+from tests.trainings import initial_state, state_after, states_equal, train, training
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def saved(store: Any) -> list[tuple[int, str]]:
+    """Return the step and the reason of each version."""
+    return [(s.step or 0, s.metadata["reason"]) for s in Run(store).snapshots()]
+
+
+class FailingStore(MemoryStore):
+    """A store whose next writes of shards raise the ``errors``, and which waits for ``open``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[BaseException] = []
+        self.open = threading.Event()
+        self.open.set()
+
+    def put(self, key: str, length: int) -> Any:
+        assert self.open.wait(20)
+        if self.errors:
+            raise self.errors.pop(0)
+        return super().put(key, length)
+
+
+def no_space() -> NoSpace:
+    return NoSpace("Cannot write: No space left on device")
+
+
+# -- what is saved -------------------------------------------------------------------------------
+
+
+def test_the_default_saves_the_last_step() -> None:
+    """25 steps end long before the ten minutes of the default are over."""
+    store = MemoryStore()
+    with Checkpointer(store, state := initial_state()) as ckpt:
+        train(state, ckpt, 25)
+    assert saved(store) == [(25, "end")]
+    resumed = initial_state()
+    with Checkpointer(store, resumed) as ckpt:
+        assert ckpt.resume() is not None
+    assert states_equal(resumed, state_after(25))
+    assert saved(store) == [(25, "end")]  # a training that only resumes saves nothing
+
+
+def test_close_saves_the_last_step_once() -> None:
+    store = MemoryStore()
+    ckpt = Checkpointer(store, state := initial_state())
+    train(state, ckpt, 3)
+    ckpt.close()
+    ckpt.close()
+    assert saved(store) == [(3, "end")]
+    assert Run(store).snapshots()[0].metadata["metrics"].keys() == {"loss"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (AtEnd(), [(7, "end")]),
+        (EverySteps(5) | AtEnd(), [(5, "cadence"), (7, "end")]),
+        (AtEnd() | EverySteps(5) | EverySeconds(600), [(5, "cadence"), (7, "end")]),
+        (EverySteps(7) | AtEnd(), [(7, "cadence")]),
+        (OnException() | AtEnd(), [(7, "end")]),
+    ],
+)
+def test_at_end_combines_with_other_policies(policy: SavePolicy, expected: Any) -> None:
+    store = MemoryStore()
+    with training(store, policy) as (state, ckpt):
+        train(state, ckpt, 7)
+    assert saved(store) == expected
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_nothing_is_saved_twice(steps: int) -> None:
+    store = MemoryStore()
+    with training(store, AtEnd()) as (state, ckpt):
+        train(state, ckpt, steps)
+        ckpt.save()
+    assert saved(store) == [(steps, "request")]
+
+
+def test_a_training_without_a_step_saves_nothing() -> None:
+    store = MemoryStore()
+    with training(store, AtEnd()):
+        pass
+    with training(store, AtEnd()) as (_, ckpt):
+        assert ckpt.resume() is None
+    assert not list(store.list(""))
+
+
+def test_a_training_that_goes_back_saves_its_last_step_on_the_branch() -> None:
+    store = MemoryStore()
+    with training(store, EverySteps(2) | AtEnd()) as (state, ckpt):
+        train(state, ckpt, 5)
+    with training(store, AtEnd()) as (state, ckpt):
+        ckpt.resume(at=2)
+        train(state, ckpt, 4)
+    assert [str(v) for v in Run(store).line()] == ["version_2", "version_4.1"]
+
+
+def test_a_failed_resume_saves_nothing_at_the_end() -> None:
+    """The live state may be invalid."""
+    store = MemoryStore()
+    with training(store, AtEnd()) as (state, ckpt):
+        train(state, ckpt, 2)
+        ckpt.save()
+        ckpt._lifecycle.is_state_valid = False  # as after a load that failed in the middle
+        train_only = state["progress"].step
+    assert saved(store) == [(train_only, "request")]
+
+
+def test_the_save_waits_for_the_one_in_flight_also_with_skip() -> None:
+    store = FailingStore()
+    state = initial_state()
+    with Checkpointer(store, state, save=EverySteps(2) | AtEnd(), busy="skip") as ckpt:
+        train(state, ckpt, 2)
+        ckpt.wait()
+        store.open.clear()
+        train(state, ckpt, 7)  # 4 is in flight, 6 is skipped
+        threading.Timer(0.05, store.open.set).start()
+    assert saved(store) == [(2, "cadence"), (4, "cadence"), (7, "end")]
+
+
+def test_a_pending_request_is_answered_by_the_last_save() -> None:
+    store = MemoryStore()
+    with training(store, AtEnd()) as (state, ckpt):
+        train(state, ckpt, 3)
+        ckpt._watcher._signalled = True
+        assert ckpt._watcher.pending_request == SIGNAL
+    assert saved(store) == [(3, "request")]
+
+
+def test_the_last_save_has_its_metrics_and_applies_retention() -> None:
+    store, state = MemoryStore(), initial_state()
+    keep = KeepLast(1) | KeepBest(1, "loss", mode="max")
+    with Checkpointer(store, state, save=EverySteps(2) | AtEnd(), keep=keep) as ckpt:
+        for loss in (1.0, 2.0, 3.0, 4.0, 9.0):
+            ckpt.step({"loss": loss})
+    assert saved(store) == [(5, "end")]
+    best = Run(store).best("loss", mode="max")
+    assert best is not None
+    assert best.step == 5
+
+
+def test_an_early_stop_saves_its_state() -> None:
+    store, state, stop = MemoryStore(), initial_state(), StopWhen("loss", patience=2)
+    with Checkpointer(store, state, stop=stop) as ckpt:
+        while not ckpt.should_stop:
+            ckpt.step({"loss": 1.0})
+    assert saved(store) == [(3, "end")]
+    with Checkpointer(store, initial_state(), stop=stop) as ckpt:
+        ckpt.resume()
+        assert ckpt.should_stop
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_at_the_end_raises_and_closes() -> None:
+    store = FailingStore()
+    with pytest.raises(NoSpace), training(store, AtEnd()) as (state, ckpt):
+        train(state, ckpt, 3)
+        store.errors.append(no_space())
+    ckpt.close()
+    with pytest.raises(HoldfastError, match="closed"):
+        ckpt.step()
+    assert saved(store) == []
+    assert "writer.json" not in {s.key for s in store.list("")}
+
+
+def test_a_full_disk_at_the_end_with_warn_warns_once() -> None:
+    store = FailingStore()
+    state = initial_state()
+    ckpt = Checkpointer(store, state, save=EverySteps(2) | AtEnd(), on_error="warn")
+    train(state, ckpt, 3)
+    ckpt.wait()
+    store.errors.append(no_space())
+    with pytest.warns(SaveFailed, match=r"NOTHING WAS SAVED.*since step 2.*No space") as caught:
+        ckpt.close()
+    assert len(caught) == 1
+    assert saved(store) == [(2, "cadence")]
+
+
+def test_the_last_state_is_saved_although_the_save_before_failed() -> None:
+    store = FailingStore()
+    with (
+        pytest.raises(StoreError, match="temporary"),
+        training(store, EverySteps(2) | AtEnd()) as (
+            state,
+            ckpt,
+        ),
+    ):
+        train(state, ckpt, 2)
+        ckpt.wait()
+        store.errors.append(StoreError("A temporary error"))
+        store.open.clear()
+        train(state, ckpt, 5)  # the save of 4 is in flight, and will fail
+        threading.Timer(0.05, store.open.set).start()
+    assert saved(store) == [(2, "cadence"), (5, "end")]
+
+
+def test_the_last_step_is_saved_again_if_its_save_failed() -> None:
+    store = FailingStore()
+    with (
+        pytest.raises(StoreError, match="temporary"),
+        training(store, EverySteps(2) | AtEnd()) as (
+            state,
+            ckpt,
+        ),
+    ):
+        store.errors.append(StoreError("A temporary error"))
+        train(state, ckpt, 2)
+    assert saved(store) == [(2, "end")]
+
+
+def test_retention_that_fails_at_the_end_raises() -> None:
+    class Undeletable(MemoryStore):
+        def delete(self, key: str) -> None:
+            if "version_" in key and key.endswith("manifest.json"):
+                raise StoreError("Cannot delete")
+            super().delete(key)
+
+    store, state = Undeletable(), initial_state()
+    with (
+        pytest.raises(StoreError, match="Cannot delete"),
+        Checkpointer(store, state, save=EverySteps(2) | AtEnd(), keep=KeepLast(1)) as ckpt,
+    ):
+        train(state, ckpt, 3)
+    assert saved(store)[-1] == (3, "end")
+
+
+def test_an_interrupt_during_the_last_save_releases_everything() -> None:
+    """The save still completes."""
+    store = FailingStore()
+    ckpt = Checkpointer(store, state := initial_state(), save=AtEnd())
+    train(state, ckpt, 3)
+    store.open.clear()
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        threading.Timer(0.1, store.open.set).start()
+
+    threading.Timer(0.1, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    ckpt.close()
+    pending = ckpt._saver._pending
+    assert pending is None or pending.wait(20)
+    assert saved(store) == [(3, "end")]
+
+
+# -- after an exception --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_nothing_is_saved_after_an_exception(kind: type[BaseException]) -> None:
+    """The state may belong to no step."""
+    store = MemoryStore()
+    with pytest.raises(kind), training(store, EverySteps(2) | AtEnd()) as (state, ckpt):
+        train(state, ckpt, 3)
+        state["weights"] += 1
+        raise kind("NaN")
+    assert saved(store) == [(2, "cadence")]
+
+
+def raise_in_finally(ckpt: Checkpointer) -> None:
+    try:
+        raise ValueError("NaN")
+    finally:
+        ckpt.close()
+
+
+def raise_in_closing(ckpt: Checkpointer) -> None:
+    with closing(ckpt):
+        raise ValueError("NaN")
+
+
+def close_in_handler(ckpt: Checkpointer) -> None:
+    try:
+        raise ValueError("NaN")
+    except ValueError:
+        ckpt.close()
+
+
+@pytest.mark.parametrize("end", [raise_in_finally, raise_in_closing, close_in_handler])
+def test_close_during_an_exception_saves_nothing_and_warns(
+    end: Callable[[Checkpointer], None],
+) -> None:
+    store = MemoryStore()
+    ckpt = Checkpointer(store, state := initial_state(), save=EverySteps(2) | AtEnd())
+    train(state, ckpt, 3)
+    with (
+        pytest.warns(
+            UnsavedSteps, match=r"Step 3 is not in any version.*ValueError: NaN"
+        ) as caught,
+        suppress(ValueError),
+    ):
+        end(ckpt)
+    assert len(caught) == 1
+    assert saved(store) == [(2, "cadence")]
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_training_inside_an_exception_handler_saves_its_last_step(block: bool) -> None:
+    """As in a loop that tries again with a smaller batch after a failure."""
+    store = MemoryStore()
+    try:
+        raise MemoryError("batch too large")
+    except MemoryError:
+        ckpt = Checkpointer(store, state := initial_state())
+        if block:
+            with ckpt:
+                train(state, ckpt, 3)
+        else:
+            train(state, ckpt, 3)
+            ckpt.close()
+    assert saved(store) == [(3, "end")]
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_an_exit_that_reports_success_does_not_hide_lost_steps(code: int | None) -> None:
+    store = MemoryStore()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(SystemExit), training(store, AtEnd()) as (state, ckpt):
+            train(state, ckpt, 3)
+            sys.exit(code)
+    assert saved(store) == []
+    assert [str(w.message)[:40] for w in caught] == (
+        [] if code else ["Steps 1 to 3 are not in any version of m"]
+    )
+
+
+# -- the warning ---------------------------------------------------------------------------------
+
+
+def unsaved_warnings(policy: SavePolicy | None, steps: int, **options: Any) -> list[str]:
+    """Return the warnings of a training that ends normally."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Checkpointer(MemoryStore(), state := initial_state(), save=policy, **options) as ckpt:
+            train(state, ckpt, steps)
+        ckpt.close()
+    assert {w.category for w in caught} <= {UnsavedSteps}
+    assert {Path(w.filename).name for w in caught} <= {"test_end.py"}
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("policy", [EverySteps(5), EverySeconds(600) | EverySteps(5), SavePolicy()])
+def test_a_policy_without_at_end_warns_of_unsaved_steps(policy: SavePolicy) -> None:
+    [message] = unsaved_warnings(policy, 8)
+    first = 1 if policy == SavePolicy() else 6
+    assert message.startswith(f"Steps {first} to 8 are not in any version of memory://")
+    assert "AtEnd()" in message
+    assert repr(policy) in message
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"),
+    [(EverySteps(4), 8), (None, 8), (AtEnd(), 8), (Never(), 8), (EverySteps(5), 0)],
+)
+def test_nothing_is_warned_of_if_nothing_is_lost(policy: SavePolicy | None, steps: int) -> None:
+    assert unsaved_warnings(policy, steps) == []
+
+
+def test_the_last_of_the_unsaved_steps_is_named_alone() -> None:
+    [message] = unsaved_warnings(EverySteps(5), 6)
+    assert message.startswith("Step 6 is not in any version of ")
+
+
+def test_an_error_of_the_last_save_is_not_hidden_by_the_warning() -> None:
+    store = FailingStore()
+    with pytest.raises(NoSpace), training(store, EverySteps(2)) as (state, ckpt):
+        train(state, ckpt, 2)
+        ckpt.wait()
+        store.errors.append(no_space())
+        store.open.clear()
+        train(state, ckpt, 5)
+        threading.Timer(0.05, store.open.set).start()
+
+
+# -- a Checkpointer that is never closed ---------------------------------------------------------
+
+UNCLOSED = """
+import sys, warnings
+import holdfast as hf
+from tests.trainings import initial_state, train
+def main():
+    state = initial_state()
+    ckpt = hf.Checkpointer(sys.argv[1], state{arguments})
+    train(state, ckpt, 3)
+    {end}
+    return ckpt
+ckpt = main()
+"""
+
+
+def run_script(folder: Path, arguments: str, end: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", UNCLOSED.format(arguments=arguments, end=end), str(folder)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end", "expected"),
+    [
+        ("", "", "Steps 1 to 3 are not in any version"),
+        (", save=hf.AtEnd()", "", "Steps 1 to 3 are not in any version"),
+        (", save=hf.EverySteps(2)", "", "Step 3 is not in any version"),
+        ("", "import atexit; atexit.register(ckpt.close)", "Steps 1 to 3 are not in any version"),
+        ("", "import os; os.fork() or sys.exit()", "Steps 1 to 3 are not in any version"),
+        (", save=hf.EverySteps(3)", "", ""),  # the save in flight is completed first
+        (", save=hf.Never()", "", ""),
+        ("", "ckpt.save()", ""),
+    ],
+)
+def test_the_end_of_the_process_only_warns(
+    arguments: str, end: str, expected: str, tmp_path: Path
+) -> None:
+    """At that time, other libraries may have shut down, and no thread can be started."""
+    done = run_script(tmp_path / "run", arguments, end)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("UnsavedSteps") == bool(expected), done.stderr
+    assert expected in done.stderr
+    assert (not expected) or "close()" in done.stderr or "atexit" in end
+    reasons = [reason for _, reason in saved(tmp_path / "run")]
+    assert "end" not in reasons
+
+
+def test_a_checkpointer_that_is_garbage_collected_warns_once() -> None:
+    """A cell of a notebook that is run again replaces the Checkpointer."""
+    store, emitted = MemoryStore(), list[str]()
+    ckpt: Checkpointer | None = Checkpointer(store, state := initial_state())
+    assert ckpt is not None
+    train(state, ckpt, 3)
+    watcher = ckpt._watcher
+    with (
+        # a sink may hold a lock at the moment of the collection
+        events.attach(lambda name, fields: emitted.append(name)),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        ckpt = None
+        gc.collect()
+    watcher.close()
+    [warning] = caught
+    assert warning.category is UnsavedSteps
+    assert "Steps 1 to 3 are not in any version" in str(warning.message)
+    assert emitted == []
+    assert saved(store) == []
+
+
+@pytest.mark.parametrize("policy", [None, EverySteps(5)])
+def test_a_closed_checkpointer_is_collected_silently(policy: SavePolicy | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnsavedSteps)
+        ckpt = Checkpointer(MemoryStore(), state := initial_state(), save=policy)
+        train(state, ckpt, 3)
+        ckpt.close()
+    del ckpt
+    gc.collect()
+
+
+# -- Never, and combinations ---------------------------------------------------------------------
+
+
+def test_never_saves_only_on_request() -> None:
+    store = MemoryStore()
+    with training(store, Never()) as (state, ckpt):
+        train(state, ckpt, 3)
+        ckpt.save()
+        put_request(store, "a" * 12)
+        ckpt._watcher.poll()
+        train(state, ckpt, 5)
+        ckpt.wait()
+    assert saved(store) == [(3, "request"), (4, "request")]
+    with pytest.raises(ValueError, match="NaN"), training(MemoryStore(), Never()) as (state, ckpt):
+        train(state, ckpt, 3)
+        raise ValueError("NaN")
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda: Never() | EverySteps(5),
+        lambda: EverySteps(5) | Never(),
+        lambda: EverySteps(5) | (AtEnd() | Never()),
+        lambda: Never() | Never(),
+    ],
+)
+def test_never_cannot_be_combined(combine: Callable[[], SavePolicy]) -> None:
+    with pytest.raises(HoldfastError, match=r"Never\(\) cannot be combined.*Use Never\(\) alone"):
+        combine()
+
+
+def test_policies_combine_only_with_or() -> None:
+    with pytest.raises(TypeError):
+        AtEnd() & EverySteps(5)  # type: ignore[operator]
+    with pytest.raises(TypeError):
+        AtEnd() | 5  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "at_end"),
+    [
+        (AtEnd(), "AtEnd()", True),
+        (Never(), "Never()", False),
+        (EverySteps(5) | AtEnd(), "EverySteps(steps=5) | AtEnd()", True),
+        (EveryEpoch() | OnException(), "EveryEpoch(epochs=1) | OnException()", False),
+        (EverySteps(5) | (EveryEpoch() | AtEnd()), None, True),
+    ],
+)
+def test_attributes_of_end_policies(policy: SavePolicy, text: str | None, at_end: bool) -> None:
+    assert policy.at_end is at_end
+    assert text is None or repr(policy) == text
+
+
+def test_the_new_policies_are_public() -> None:
+    assert holdfast.AtEnd() == AtEnd()
+    assert holdfast.Never() == Never()
