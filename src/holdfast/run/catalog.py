@@ -16,11 +16,10 @@ from operator import attrgetter
 from typing import Any
 
 from holdfast import events
-from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.location import Location, get_bounded
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.errors import FormatError, HoldfastError, ManifestInvalid, NotFound
 from holdfast.format import names
-from holdfast.format.manifest import MAX_MANIFEST
 from holdfast.format.names import Version
 from holdfast.format.records import (
     MAX_RECORD,
@@ -32,7 +31,9 @@ from holdfast.format.records import (
 from holdfast.run.metrics import check_metrics, select_numbers, to_numbers
 from holdfast.run.policy import Record
 from holdfast.storage.store import Stat, Store
+from holdfast.types import MIB
 
+_PART = 4 * MIB
 _VERSION = re.compile(rb"version_[0-9]{1,18}(?:\.[1-9][0-9]{0,8})?")
 
 
@@ -148,7 +149,7 @@ class Catalog:
     def read_branch(self, number: int) -> Branch:
         """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
         file = names.branch_name(number)
-        return decode_branch(self.store.get(file, MAX_RECORD), file)
+        return decode_branch(get_bounded(self.store, file, MAX_RECORD), file)
 
     def read_versions(self, listing: Listing) -> dict[Version, VersionRecord]:
         """Return the record of every version that exists.
@@ -184,9 +185,20 @@ class Catalog:
             return make_version_record(self.open(version))
         except FormatError as e:
             events.emit("skipped", version=str(version), error=e)
-            raw = self.store.get(manifest.key, MAX_MANIFEST)
-            mentioned = {names.parse_version(m.decode()) for m in _VERSION.findall(raw)}
+            mentioned = map(names.parse_version, self._find_version_names(manifest))
             return VersionRecord(bases=frozenset(v for v in mentioned if v is not None))
+
+    def _find_version_names(self, manifest: Stat) -> set[str]:
+        """Return every version's name in the bytes of a damaged manifest of any length.
+
+        The manifest is read in parts that overlap by more than the length of a name.
+        """
+        found: set[str] = set()
+        for offset in range(0, manifest.length, _PART):
+            part = bytearray(min(_PART + 64, manifest.length - offset))
+            self.store.get_range(manifest.key, offset, len(part), memoryview(part))
+            found |= {match.decode() for match in _VERSION.findall(part)}
+        return found
 
     def intact_records(
         self,
@@ -244,7 +256,7 @@ class Catalog:
         return cached
 
     def _read_evaluation(self, key: str, expected: tuple[str, ...]) -> Evaluation:
-        evaluation = decode_evaluation(self.store.get(key, MAX_RECORD), key)
+        evaluation = decode_evaluation(get_bounded(self.store, key, MAX_RECORD), key)
         found = (
             evaluation.name,
             evaluation.attempt,

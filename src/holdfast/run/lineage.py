@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast import events
+from holdfast.engine.snapshot.location import get_bounded
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import (
     Denied,
@@ -28,6 +29,11 @@ _MAX_LISTINGS = 10
 
 If a training saves so fast that none agree, the last listing is used.
 """
+
+
+MAX_SEARCHES = 100
+"""Maximum number of listings that are searched while versions are deleted between the listing and
+the read."""
 
 
 def lineage_of(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
@@ -135,7 +141,7 @@ def find_newest(
     """See ``Run.newest``."""
     skipped: dict[Version, HoldfastError] = {}
     deleted: dict[Version, HoldfastError] = {}
-    while True:
+    for _ in range(MAX_SEARCHES):
         listing = stable_listing(catalog)
         lineage = lineage_of(catalog, listing, branch)
         for version in reversed([v for v in lineage if at is None or v.step == at]):
@@ -160,6 +166,7 @@ def find_newest(
                 error = _no_version_error(catalog.store.url, at, failed, lineage, listing.versions)
                 raise error from next(iter(failed.values()), None)
             return None, []
+    raise changing_run_error(catalog)
 
 
 def stable_listing(catalog: Catalog) -> Listing:
@@ -184,6 +191,19 @@ def is_stale(catalog: Catalog, listing: Listing) -> bool:
     """
     versions = catalog.listing().versions
     return not set(listing.versions) <= set(versions) or (not listing.versions and bool(versions))
+
+
+def changing_run_error(catalog: Catalog) -> NotFound:
+    """Return the error for a run whose versions are deleted each time before they are read."""
+    return NotFound(
+        f"The versions of {catalog.store.url} are deleted before they can be read",
+        expected="a listing of the store that shows the versions that exist",
+        found=f"deleted versions in {MAX_SEARCHES} listings",
+        todo="Keep more versions (KeepLast), or pin the version. If nothing deletes versions, the"
+        " store's listings are out of date",
+        key="",
+        store=catalog.store.url,
+    )
 
 
 def _no_version_error(
@@ -274,7 +294,7 @@ def find_divergence(
     """
     for number in sorted({*listing.branches} & {*other_listing.branches}):
         file = names.branch_name(number)
-        if catalog.store.get(file, MAX_RECORD) != other.store.get(file, MAX_RECORD):
+        if _read_raw_branch(catalog, file) != _read_raw_branch(other, file):
             return f"another {file}"
     branch, other_branch = max(_branch_numbers(listing)), max(_branch_numbers(other_listing))
     if branch < other_branch and _newest_step(listing, branch) > _newest_step(
@@ -293,6 +313,14 @@ def find_divergence(
         if _find_conflict(other, version, catalog, other_versions, versions):
             return str(version)
     return None
+
+
+def _read_raw_branch(catalog: Catalog, file: str) -> bytes | None:
+    """Return the bytes of the record of a branch, or None if it is too long for a record."""
+    try:
+        return get_bounded(catalog.store, file, MAX_RECORD)
+    except FormatError:
+        return None
 
 
 def _find_conflict(

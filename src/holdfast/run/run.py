@@ -30,6 +30,7 @@ from holdfast.run import lineage, sweep
 from holdfast.run.catalog import Catalog, Listing, VersionRecord, new_evaluation
 from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
 from holdfast.run.sweep import GRACE, SweepResult
+from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
 
@@ -156,7 +157,7 @@ class Run:
 
     def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
         """Durably start a branch at a version and return the number of the branch."""
-        while True:
+        for _ in range(MAX_PUTS):
             listing = self.listing()
             number = max([0, *listing.branches, *(v.branch for v in listing.versions)]) + 1
             record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
@@ -164,6 +165,7 @@ class Run:
             with suppress(AlreadyExists):
                 self.store.put_if_absent(names.branch_name(number), encode_branch(record))
                 return number
+        raise contended_error(names.branch_name(number), self.url)
 
     # -- metrics -------------------------------------------------------------------------------
 
@@ -223,7 +225,7 @@ class Run:
             raise HoldfastError(
                 "Invalid argument to Run.best", expected='mode="min" or mode="max"', found=mode
             )
-        while True:
+        for _ in range(lineage.MAX_SEARCHES):
             listing = lineage.stable_listing(self.catalog)
             best = None
             for version in best_first(self._records(listing), metric, mode):
@@ -233,6 +235,7 @@ class Run:
             # a stale listing may lack a better version, for which retention deleted a listed one
             if not lineage.is_stale(self.catalog, listing):
                 return best
+        raise lineage.changing_run_error(self.catalog)
 
     def _resolve_version(self, at: Snapshot | Version | int) -> Version:
         if isinstance(at, Version):
@@ -294,14 +297,22 @@ class Run:
             if branch is not None or len(pinned_at_step) != 1:
                 raise
             version = pinned_at_step[0]
-        if version not in pinned:
+        key = names.pin_name(str(version))
+        try:
+            self.store.stat(key)
+        except NotFound as e:
+            todo = f"Pinned versions: {', '.join(map(str, pinned)) or 'none'}"
+            if e.found is not None:  # something else has the name of the pin
+                todo = f"Move {self.url}/{key} away; it protects nothing. {todo}"
             raise NotFound(
                 f"{version} of {self.url} is not pinned",
-                todo=f"Pinned versions: {', '.join(map(str, pinned)) or 'none'}",
-                key=names.pin_name(str(version)),
+                expected=e.expected,
+                found=e.found,
+                todo=todo,
+                key=key,
                 store=self.url,
-            )
-        self.store.delete(names.pin_name(str(version)))
+            ) from e
+        self.store.delete(key)
         return version
 
     def pins(self) -> list[Version]:

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from holdfast import events, machine
+from holdfast.engine.snapshot.location import get_bounded
 from holdfast.errors import (
     AlreadyExists,
     DeadlinePassed,
@@ -37,6 +38,7 @@ from holdfast.format.digest import digest
 from holdfast.format.names import SAVE_REQUEST, Version, is_attempt, random_id
 from holdfast.format.sealed import seal, unseal
 from holdfast.run.run import Run
+from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.store import Store
 
 SIGNAL = "signal"
@@ -78,7 +80,7 @@ def put_request(store: Store, request_id: str) -> str:
     """
     host, _, process = machine.process_identity()
     record = seal(SaveRequest(request_id, machine.utc_now(), host, process))[0]
-    while True:
+    for _ in range(MAX_PUTS):
         try:
             store.put_if_absent(SAVE_REQUEST, record)
         except AlreadyExists:
@@ -87,17 +89,22 @@ def put_request(store: Store, request_id: str) -> str:
                 return pending_id
         else:
             return request_id
+    raise contended_error(SAVE_REQUEST, store.url)
 
 
 def read_request(store: Store) -> str | None:
     """Return the id of the pending request of a run, or None.
 
-    If the file has no valid id, the id is derived from its bytes. Raises ``StoreError``.
+    If the file has no valid id, the id is derived from its first bytes. Raises ``StoreError``.
     """
     try:
-        raw = store.get(SAVE_REQUEST, _MAX_BYTES)
+        raw = get_bounded(store, SAVE_REQUEST, _MAX_BYTES)
     except NotFound:
         return None
+    except FormatError:  # too long: a request all the same
+        start = bytearray(_MAX_BYTES)
+        store.get_range(SAVE_REQUEST, 0, _MAX_BYTES, memoryview(start))
+        raw = bytes(start)
     try:
         request_id = unseal(raw, SaveRequest, SAVE_REQUEST)[0].id
     except FormatError:

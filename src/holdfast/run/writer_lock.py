@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from holdfast import machine
 from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.location import Location, get_bounded
 from holdfast.errors import (
     AlreadyExists,
     FormatError,
@@ -26,6 +26,7 @@ from holdfast.errors import (
 )
 from holdfast.format.names import WRITER_LOCK, random_id
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
+from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.store import Store
 
 
@@ -48,7 +49,7 @@ class WriterLock:
             return
         lock = Pin(random_id(), None, machine.utc_now(), *machine.process_identity())
         previous = None
-        while True:
+        for _ in range(MAX_PUTS):
             try:
                 self._store.put_if_absent(WRITER_LOCK, encode_pin(lock))
             except AlreadyExists:
@@ -67,6 +68,7 @@ class WriterLock:
                 if previous is not None:
                     self._release_pins_of(previous)
                 return
+        raise contended_error(WRITER_LOCK, self._store.url)
 
     def _release_pins_of(self, previous: Pin) -> None:
         """Remove the pins of the previous writer, if it was another process.
@@ -110,7 +112,7 @@ class WriterLock:
         Raises ``FormatTooNew`` if a later format wrote the file, because it then has an owner.
         """
         try:
-            return decode_pin(self._store.get(WRITER_LOCK, MAX_RECORD), WRITER_LOCK)
+            return decode_pin(get_bounded(self._store, WRITER_LOCK, MAX_RECORD), WRITER_LOCK)
         except FormatTooNew:
             raise
         except (NotFound, FormatError):

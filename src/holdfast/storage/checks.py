@@ -90,3 +90,18 @@ def too_long_error(key: str, store: str, limit: int, found: int) -> StoreError:
         key=key,
         store=store,
     )
+
+
+MAX_PUTS = 100
+"""The largest number of tries to create an object that other processes create and delete."""
+
+
+def contended_error(key: str, store: str) -> StoreError:
+    """Return the error for an object that was there again each time it had been removed."""
+    return StoreError(
+        f"Cannot create {key} in {store}: it exists again each time that it was removed",
+        expected=f"to create it in {MAX_PUTS} tries",
+        todo=f"Find the program that creates {key} again and again, and end it",
+        key=key,
+        store=store,
+    )

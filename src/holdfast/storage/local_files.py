@@ -46,6 +46,12 @@ _ERROR_TYPES: dict[int, tuple[type[StoreError], str | None]] = {
     errno.ENFILE: (Unavailable, "The system has too many open files"),
     errno.ENOMEM: (Unavailable, "The system is out of memory"),
 }
+_KINDS = {
+    "file": "a file",
+    "folder": "a folder",
+    "link": "a symbolic link that leads to nothing",
+    "other": "a device",
+}
 DIRECT_MIN_BYTES = MIB
 """Transfers of fewer bytes use the page cache: direct I/O gains too little, and recently written
 data is often read soon."""
@@ -73,11 +79,39 @@ class LocalFiles:
             raise NotFound(
                 f"There is no {key} in {self.url}",
                 expected="a file",
-                found="a folder" if file_stat.kind == "folder" else "a device",
+                found=_KINDS[file_stat.kind],
                 key=key,
                 store=self.url,
             )
         return Stat(key, file_stat.size, file_stat.modified)
+
+    def refuse_obstacle(self, key: str, path: str, expected: str) -> None:
+        """Raise ``StoreError`` if ``key`` cannot be written because ``path`` is something else.
+
+        ``path``: the path of the key's file or folder. ``expected``: "file" or "folder". What is in
+        the way is not an object: a caller that tried again after ``AlreadyExists`` would never end.
+        """
+        while path != self._root:
+            kind = expected
+            try:
+                kind = self.fs.stat(path).kind
+            except OSError:
+                with suppress(OSError):  # absent, or unknown: then the error of the operation tells
+                    if self.fs.stat(path, follow=False).kind == "link":
+                        kind = "link"
+            if kind != expected:
+                obstacle = f"{self.url.rstrip('/')}/{os.path.relpath(path, self._root)}"
+                raise StoreError(
+                    f"Cannot create {key} in {self.url}: {obstacle} is in the way",
+                    expected=f"a {expected}, or nothing",
+                    found=_KINDS[kind],
+                    todo=f"Move {obstacle} away, then try again. Nothing was changed",
+                    key=key,
+                    store=self.url,
+                )
+            if expected == "file":
+                return
+            path = os.path.dirname(path)
 
     def get(self, key: str, limit: int) -> bytes:
         length = self.stat(key).length
@@ -242,7 +276,8 @@ class LocalFiles:
         return None
 
     def _read(self, path: str, offset: int, length: int, into: memoryview, flag: int = 0) -> int:
-        fd = self.fs.open(path, os.O_RDONLY | flag)
+        # O_NONBLOCK: a FIFO that has replaced the file is an error, not a wait for its writer
+        fd = self.fs.open(path, os.O_RDONLY | os.O_NONBLOCK | flag)
         address = address_of(into)
         done = 0
         try:

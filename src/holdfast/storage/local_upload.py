@@ -141,8 +141,12 @@ class LocalUpload(Upload):
     def _create(self) -> int:
         for _ in range(_MAX_TRIES):
             with suppress(FileNotFoundError):  # a delete removed the empty folder
-                self._files.make_folders(self._folder)
-                return self._fs.open(self._temp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                try:
+                    self._files.make_folders(self._folder)
+                    return self._fs.open(self._temp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                except (FileNotFoundError, NotADirectoryError):
+                    self._files.refuse_obstacle(self._key, self._folder, "folder")
+                    raise
         raise FileNotFoundError(errno.ENOENT, "its folder was removed repeatedly")
 
     def _open_direct(self) -> None:
@@ -203,6 +207,8 @@ class LocalUpload(Upload):
                 and accept_existing is not None
                 and self._files.object_equals(self._key, accept_existing)
             ):
+                if error.errno == errno.EEXIST:
+                    self._files.refuse_obstacle(self._key, self._path, "file")
                 raise
 
     def _rename(self, link_error: OSError) -> None:

@@ -31,7 +31,7 @@ from holdfast.cli.resolve import (
 )
 from holdfast.cli.verbs.verify import bytes_to_read
 from holdfast.engine.saving.commit import raise_if_exists
-from holdfast.engine.snapshot.location import Location, is_snapshot, locate
+from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot, locate
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.transform.copy import Advance, attempt_of_copy, copy_snapshot
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
@@ -43,13 +43,16 @@ from holdfast.format.names import (
     parse_version,
     pin_name,
 )
-from holdfast.format.records import LastingPin, encode_evaluation, encode_lasting_pin
+from holdfast.format.records import (
+    MAX_RECORD,
+    LastingPin,
+    encode_evaluation,
+    encode_lasting_pin,
+)
 from holdfast.machine import utc_now
 from holdfast.run.catalog import Listing, read_training_metadata
 from holdfast.run.lineage import find_divergence
 from holdfast.run.run import Run
-
-_MAX_BRANCH_SIZE = 1 << 20
 
 
 @dataclass(slots=True)
@@ -130,10 +133,13 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
         except FormatError as e:
             result.damaged.append((str(version), e))
     _refuse_other_training(run, listing, destination, existing, result, remaining)
-    for number in listing.branches:
-        destination.store.put_if_absent(
-            branch_name(number), run.store.get(branch_name(number), _MAX_BRANCH_SIZE)
-        )
+    for file in map(branch_name, listing.branches):
+        try:
+            raw = get_bounded(run.store, file, MAX_RECORD)
+        except FormatError as e:
+            result.damaged.append((file, e))
+        else:
+            destination.store.put_if_absent(file, raw)
     for snapshot, target in zip(already_copied, result.present, strict=True):
         _copy_records(run, listing, snapshot, target, result)
     nbytes = sum(bytes_to_read(snapshot) for snapshot, _ in remaining)

@@ -22,6 +22,7 @@ from holdfast.cli.console import (
 from holdfast.cli.exit_codes import exit_on_errors
 from holdfast.cli.output import describe_error, json_option, print_result
 from holdfast.cli.resolve import format_count, resolve_run_or_snapshot, stray_snapshot_warning
+from holdfast.engine.snapshot.location import get_bounded
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.snapshot.verify import CheckedChunks, Problem
 from holdfast.errors import Denied, DigestMismatch, FormatError, NotFound, StoreError, Unavailable
@@ -99,7 +100,7 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
             results.append(_failed_result(str(version), key, location.url, e))
     for key, decode in _run_records(listing):
         try:
-            decode(run.store.get(key, MAX_RECORD), key)
+            decode(get_bounded(run.store, key, MAX_RECORD), key)
         except NotFound:
             continue
         except (FormatError, StoreError) as e:

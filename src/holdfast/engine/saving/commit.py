@@ -190,8 +190,8 @@ def _require_length(
     """Raise ``CommitError`` with these fields if a file is missing or does not have its length."""
     try:
         found = f"{location.store.stat(key).length} bytes"
-    except NotFound:
-        found = "no such file"
+    except NotFound as e:
+        found = str(e.found or "no such file")
     if found != f"{length} bytes":
         raise CommitError(
             f"Nothing was committed to {location.url}: {what} is missing or has the wrong length",

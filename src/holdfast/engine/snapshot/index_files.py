@@ -78,7 +78,7 @@ def check_length(location: Location, name: str, length: int) -> None:
         raise FormatError(
             f"{location.url} is damaged: {name} is missing",
             expected=f"{length} bytes",
-            found="no such file",
+            found=e.found or "no such file",
             todo=VERIFY_ADVICE,
             file=file,
             offset=0,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.errors import BrokenLink, NotFound, StoreError
+from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.storage.open import expand_home, open_store
 from holdfast.storage.store import Store, list_level
@@ -57,6 +57,29 @@ def locate(url: Url) -> Location:
     if not scheme:
         root = root or ("/" if text.startswith("/") else ".")
     return Location(open_store(f"{scheme}{separator}{root}"), folder)
+
+
+def get_bounded(store: Store, key: str, limit: int) -> bytes:
+    """Return an object that its format limits to ``limit`` bytes.
+
+    A longer one is damaged: raises ``ManifestInvalid``, not the ``StoreError`` of ``Store.get``.
+    """
+    try:
+        return store.get(key, limit)
+    except NotFound:
+        raise
+    except StoreError as e:
+        length = 0
+        with suppress(StoreError):
+            length = store.stat(key).length
+        if length <= limit:
+            raise
+        raise ManifestInvalid(
+            f"{key} in {store.url} is longer than the format allows",
+            expected=f"at most {limit} bytes",
+            found=f"{length} bytes",
+            file=key,
+        ) from e
 
 
 def versions_in(location: Location) -> list[Version]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from holdfast import events
-from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.location import Location, get_bounded
 from holdfast.errors import Denied, FormatError, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_pin, parse_version, pin_name, random_id
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
@@ -120,7 +120,7 @@ def read_process_pins(
     for stat in stats:
         if parse_pin(stat.key) is not None:
             try:
-                yield stat, decode_pin(store.get(stat.key, MAX_RECORD), stat.key)
+                yield stat, decode_pin(get_bounded(store, stat.key, MAX_RECORD), stat.key)
             except NotFound:
                 continue
             except FormatError as e:

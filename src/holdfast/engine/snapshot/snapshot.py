@@ -14,7 +14,14 @@ from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import check_length, read_index
 from holdfast.engine.snapshot.leaf import LeafView
-from holdfast.engine.snapshot.location import Location, Url, describe_run, locate, versions_in
+from holdfast.engine.snapshot.location import (
+    Location,
+    Url,
+    describe_run,
+    get_bounded,
+    locate,
+    versions_in,
+)
 from holdfast.engine.snapshot.read import Target, execute_read_plan
 from holdfast.engine.snapshot.verify import CheckedChunks, Report, verify
 from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
@@ -41,7 +48,7 @@ def open_location(location: Location) -> Snapshot:
     """Do the same as ``open_snapshot`` for a location."""
     file = location.key(MANIFEST)
     try:
-        raw = location.store.get(file, MAX_MANIFEST)
+        raw = get_bounded(location.store, file, MAX_MANIFEST)
     except NotFound as e:
         if versions := versions_in(location):
             raise NotFound(
