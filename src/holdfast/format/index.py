@@ -32,6 +32,7 @@ from holdfast.format.index_columns import (
 from holdfast.format.manifest import ShardReference
 from holdfast.format.safetensors import MAX_HEADER
 from holdfast.format.sealed import Int64, decode_struct
+from holdfast.format.strict_json import StrictDecoder
 from holdfast.format.tree import MAX_DIMENSIONS
 from holdfast.ragged import Ints, exclusive_cumsum, int_array, ranges, row_products
 from holdfast.types import DTYPES, MIB
@@ -96,6 +97,8 @@ class ShardIndex:
         )
 
 
+_INDEX = StrictDecoder[Index](Index)
+_INCREMENTAL_INDEX = StrictDecoder[Index](IncrementalIndex)
 encode_index: Callable[[Index], bytes] = msgspec.json.encode
 
 
@@ -113,7 +116,7 @@ def decode_index(
 
     Raises ``ManifestInvalid``, which names ``file`` and, if one leaf is at fault, the leaf.
     """
-    index = decode_struct(raw, IncrementalIndex if refers else Index, file)
+    index = decode_struct(raw, _INCREMENTAL_INDEX if refers else _INDEX, file)
     make_error = partial(_index_error, file)
     number = 2 if refers else 1
     if index.format != number:

@@ -16,9 +16,13 @@ from msgspec import Meta
 from holdfast.format.digest import Digest
 from holdfast.format.names import Attempt, ShardName, VersionName, parse_reference
 from holdfast.format.sealed import is_utc_time, require, seal, unseal
+from holdfast.format.strict_json import StrictDecoder
 
 MAX_MANIFEST = 1 << 30
 """The maximum size of a manifest or index in bytes. A longer one is rejected before it is read."""
+
+FEWER_LEAVES = "Store small values in fewer, larger tensors, or save with more ranks"
+"""The advice for a state whose manifest or index would be too long."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +91,10 @@ class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
     chain: Annotated[int, Meta(gt=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
 
 
+_MANIFEST = StrictDecoder[Manifest](Manifest)
+_INCREMENTAL_MANIFEST = StrictDecoder[Manifest](IncrementalManifest)
+
+
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
     """Return the bytes of the file and its digest."""
     return seal(manifest, 2 if isinstance(manifest, IncrementalManifest) else 1)
@@ -97,14 +105,14 @@ def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
 
     Raises ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``.
     """
-    manifest, manifest_digest = unseal(raw, Manifest, file, {2: IncrementalManifest})
+    manifest, manifest_digest = unseal(raw, _MANIFEST, file, {2: _INCREMENTAL_MANIFEST})
     _check(manifest, file)
     return manifest, manifest_digest
 
 
 def _check(manifest: Manifest, file: str) -> None:
     """Check what the types of the fields do not."""
-    require(file, is_utc_time(manifest.created), "a time in UTC", manifest.created)
+    require(file, is_utc_time(manifest.created), "a time in UTC in `created`", manifest.created)
     shard_names = [shard.name for shard in manifest.shards]
     require(file, len({*shard_names}) == len(shard_names), "each shard only once", shard_names)
     for shard in manifest.shards:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from holdfast.format.digest import Digest
 from holdfast.format.names import Attempt, EvaluationName, VersionName
 from holdfast.format.sealed import Int64, is_utc_time, require, seal, unseal
+from holdfast.format.strict_json import StrictDecoder
 
 MAX_RECORD = 1 << 20
 """The maximum size of a record in bytes. A longer record is rejected before it is read."""
@@ -84,10 +85,16 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _Record = TypeVar("_Record", Branch, Pin, LastingPin, Evaluation)
 
 
-def _decode(raw: bytes, record_type: type[_Record], file: str) -> _Record:
+_BRANCH = StrictDecoder[Branch](Branch)
+_PIN = StrictDecoder[Pin](Pin)
+_LASTING_PIN = StrictDecoder[LastingPin](LastingPin)
+_EVALUATION = StrictDecoder[Evaluation](Evaluation)
+
+
+def _decode(raw: bytes, decoder: StrictDecoder[_Record], file: str) -> _Record:
     """Return a record. Every field is checked. Raises the same errors as ``decode_manifest``."""
-    record = unseal(raw, record_type, file)[0]
-    require(file, is_utc_time(record.created), "a time in UTC", record.created)
+    record = unseal(raw, decoder, file)[0]
+    require(file, is_utc_time(record.created), "a time in UTC in `created`", record.created)
     return record
 
 
@@ -96,7 +103,7 @@ def encode_branch(branch: Branch) -> bytes:
 
 
 def decode_branch(raw: bytes, file: str) -> Branch:
-    return _decode(raw, Branch, file)
+    return _decode(raw, _BRANCH, file)
 
 
 def encode_pin(pin: Pin) -> bytes:
@@ -104,7 +111,7 @@ def encode_pin(pin: Pin) -> bytes:
 
 
 def decode_pin(raw: bytes, file: str) -> Pin:
-    return _decode(raw, Pin, file)
+    return _decode(raw, _PIN, file)
 
 
 def encode_lasting_pin(pin: LastingPin) -> bytes:
@@ -112,7 +119,7 @@ def encode_lasting_pin(pin: LastingPin) -> bytes:
 
 
 def decode_lasting_pin(raw: bytes, file: str) -> LastingPin:
-    return _decode(raw, LastingPin, file)
+    return _decode(raw, _LASTING_PIN, file)
 
 
 def encode_evaluation(evaluation: Evaluation) -> bytes:
@@ -125,4 +132,4 @@ def encode_evaluation(evaluation: Evaluation) -> bytes:
 
 
 def decode_evaluation(raw: bytes, file: str) -> Evaluation:
-    return _decode(raw, Evaluation, file)
+    return _decode(raw, _EVALUATION, file)

@@ -15,6 +15,7 @@ from math import prod
 import msgspec
 
 from holdfast.errors import ManifestInvalid, Unsupported
+from holdfast.format.strict_json import DECODE_ERRORS, require_unique_names
 from holdfast.text import VERIFY_ADVICE
 from holdfast.types import ALIGNMENT, DTYPES, DType
 
@@ -48,15 +49,23 @@ class HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The exceptions that ``decode_entries`` raises."""
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_METADATA = msgspec.json.Decoder(dict[str, str])
+_ENTRY = msgspec.json.Decoder(HeaderEntry)
 
 
-def decode_entries(header: bytes) -> tuple[dict[str, HeaderEntry], msgspec.Raw | None]:
-    """Return the entries of a header by name, and its metadata. Only their types are checked."""
-    raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-    metadata = raw.pop("__metadata__", None)
-    return {n: msgspec.json.decode(r, type=HeaderEntry) for n, r in raw.items()}, metadata
+def decode_entries(header: bytes) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Return the entries of a header by name, and its metadata.
+
+    Only their types are checked, and that no name occurs twice. Raises one of ``DECODE_ERRORS``.
+    """
+    members = _MEMBERS.decode(header)
+    encoded = members.pop("__metadata__", None)
+    metadata = None if encoded is None else _METADATA.decode(encoded)
+    entries = {name: _ENTRY.decode(raw) for name, raw in members.items()}
+    first = {} if metadata is None else {"__metadata__": metadata}
+    require_unique_names(header.rstrip(b" "), {**first, **entries})
+    return entries, metadata or {}
 
 
 def stored_shape(dtype: DType, sizes: tuple[int, ...]) -> tuple[int, ...]:

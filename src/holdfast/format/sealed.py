@@ -14,8 +14,9 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from holdfast.errors import DigestMismatch, FormatTooNew, ManifestInvalid
+from holdfast.errors import DigestMismatch, FormatTooNew, ManifestInvalid, Unsupported
 from holdfast.format.digest import HEX_LENGTH, digest
+from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder, describe_invalid
 from holdfast.text import VERIFY_ADVICE
 
 FORMAT = 2
@@ -39,12 +40,12 @@ def seal(content: msgspec.Struct, format_number: int = 1) -> tuple[bytes, str]:
 
 
 def unseal(
-    raw: bytes, struct_type: type[T], file: str, newer_types: Mapping[int, type[T]] = {}
+    raw: bytes, decoder: StrictDecoder[T], file: str, newer: Mapping[int, StrictDecoder[T]] = {}
 ) -> tuple[T, str]:
     """Check a sealed file, and return its content and its digest.
 
-    ``struct_type``: the type of the content in format 1. ``newer_types``: the types in other
-    formats, by format number. ``file``: the name of the file for messages.
+    ``decoder``: decodes the content in format 1. ``newer``: the decoders for other formats, by
+    format number. ``file``: the name of the file for messages.
 
     Raises ``ManifestInvalid`` if the file does not have the form of a sealed file,
     ``DigestMismatch`` if it was changed after it was written, and ``FormatTooNew`` if its format
@@ -81,20 +82,21 @@ def unseal(
             todo="Install a newer version of Holdfast to read it",
             file=file,
         )
-    types = {1: struct_type, **newer_types}
-    require(file, number in types, f"format {' or '.join(map(str, types))}", f"format {number}")
-    return decode_struct(b"{" + raw[head.end() :], types[number], file), claimed
+    decoders = {1: decoder, **newer}
+    expected = f"format {' or '.join(map(str, decoders))}"
+    require(file, number in decoders, expected, f"format {number}")
+    return decode_struct(b"{" + raw[head.end() :], decoders[number], file), claimed
 
 
-def decode_struct(raw: bytes, struct_type: type[T], file: str) -> T:
-    """Decode JSON bytes as a ``struct_type``. Raises ``ManifestInvalid``."""
+def decode_struct(raw: bytes, decoder: StrictDecoder[T], file: str) -> T:
+    """Decode the JSON bytes of a file. Raises ``ManifestInvalid``."""
     try:
-        return msgspec.json.decode(raw, type=struct_type)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        return decoder.decode(raw)
+    except DECODE_ERRORS as e:
         raise ManifestInvalid(
             f"{file} violates the format",
             expected="the fields that docs/format.md specifies",
-            found=str(e),
+            found=describe_invalid(raw, e),
             file=file,
         ) from e
 
@@ -105,6 +107,17 @@ def require(file: str, condition: bool, expected: str, found: object) -> None:
         raise ManifestInvalid(
             f"{file} violates the format", expected=expected, found=str(found)[:300], file=file
         )
+
+
+def too_long_error(file: str, length: int, limit: int, todo: str) -> Unsupported:
+    """Return the error of a writer for a file that readers would refuse, because it is too long."""
+    return Unsupported(
+        f"{file} would be longer than a reader accepts; it was not written",
+        expected=f"at most {limit} bytes",
+        found=f"{length} bytes",
+        todo=todo,
+        file=file,
+    )
 
 
 def is_utc_time(text: str) -> bool:

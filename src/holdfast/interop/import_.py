@@ -10,7 +10,6 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self, cast
 
 from msgspec import structs
@@ -24,6 +23,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.errors import HoldfastError, NotFound, Unsupported
 from holdfast.format.names import MANIFEST, is_shard_name, parse_version
+from holdfast.format.strict_json import unique_members
 from holdfast.interop import read_dcp, read_safetensors
 from holdfast.interop.arrange import step_from_name, step_from_state
 from holdfast.interop.mmap_files import Advance, MappedFile
@@ -167,8 +167,9 @@ def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
 
 def _read_trainer_step(folder: str) -> int | None:
     """Return the step that the Trainer of Transformers recorded next to the model, if any."""
-    with suppress(OSError, ValueError, RecursionError):
-        return step_from_state(json.loads(Path(folder, _TRAINER_STATE_FILE).read_bytes()))
+    with suppress(OSError, HoldfastError, ValueError, RecursionError):
+        file = MappedFile(os.path.join(folder, _TRAINER_STATE_FILE))
+        return step_from_state(json.loads(bytes(file.view), object_pairs_hook=unique_members))
     return None
 
 

@@ -6,10 +6,9 @@ import os
 from math import prod
 from typing import Any
 
-import msgspec
-
 from holdfast.errors import FormatError, Unsupported
-from holdfast.format.safetensors import DECODE_ERRORS, MAX_HEADER, HeaderEntry, decode_entries
+from holdfast.format.safetensors import MAX_HEADER, HeaderEntry, decode_entries
+from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
 from holdfast.format.tree import is_valid_shape
 from holdfast.interop.mmap_files import Advance, MappedFile
 from holdfast.interop.read_torch import LoadedFile, load_torch_file
@@ -18,6 +17,9 @@ from holdfast.types import DTYPES
 SAFE_WEIGHTS_NAME, WEIGHTS_NAME = "model.safetensors", "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"
 _MAX_INDEX_SIZE = 1 << 28
+
+_SHARDING = StrictDecoder[dict[str, dict[str, list[int]]]](dict[str, dict[str, list[int]]])
+_INDEX = StrictDecoder[dict[str, Any]](dict[str, Any])
 
 _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_per_element == 1} | {
     "U8": "uint8",
@@ -73,8 +75,7 @@ def _read_header(file: MappedFile) -> tuple[dict[str, HeaderEntry], int]:
     """Return the entries of a file that ``is_safetensors`` by name, and the offset of its data."""
     begin = 8 + int.from_bytes(file.view[:8], "little")
     try:
-        entries, encoded = decode_entries(bytes(file.view[8:begin]))
-        metadata = {} if encoded is None else msgspec.json.decode(encoded, type=dict[str, str])
+        entries, metadata = decode_entries(bytes(file.view[8:begin]))
     except DECODE_ERRORS as e:
         raise file.format_error("a JSON header of safetensors", str(e), 8) from e
     _refuse_rank_files(file, metadata)
@@ -91,8 +92,8 @@ def _refuse_rank_files(file: MappedFile, metadata: dict[str, str]) -> None:
     if encoded is None:
         return
     try:
-        sharding = msgspec.json.decode(encoded, type=dict[str, dict[str, list[int]]])
-    except msgspec.DecodeError as e:
+        sharding = _SHARDING.decode(encoded.encode())
+    except DECODE_ERRORS as e:
         raise file.format_error("the offsets of parts in DCP_SHARDING_INFO", str(e), 8) from e
     has_offset = any(any(p.get("saved_offsets", ())) for p in sharding.values())
     if has_offset or os.path.basename(file.path).startswith("shard-"):
@@ -164,17 +165,15 @@ def _read_index(path: str) -> dict[str, str]:
 
     Parts are in the same folder as the index. Raises ``FormatError`` for a name outside of it.
     """
-
-    class Index(msgspec.Struct):
-        weight_map: dict[str, str]
-
     file = MappedFile(path)
     try:
         if file.length > _MAX_INDEX_SIZE:
             raise ValueError(f"{file.length} bytes")
-        weight_map = msgspec.json.decode(bytes(file.view), type=Index).weight_map
+        weight_map = _INDEX.decode(bytes(file.view)).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError("no weight_map")
         for part in weight_map.values():
-            if part in ("", ".", "..") or "/" in part or "\0" in part:
+            if not isinstance(part, str) or part in ("", ".", "..") or "/" in part or "\0" in part:
                 raise ValueError(f"a part named {part!r}")
     except (*DECODE_ERRORS, ValueError) as e:
         raise file.format_error("an index of tensors and files in the same folder", str(e)) from e

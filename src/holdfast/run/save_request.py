@@ -37,6 +37,7 @@ from holdfast.errors import (
 from holdfast.format.digest import digest
 from holdfast.format.names import SAVE_REQUEST, Version, is_attempt, random_id
 from holdfast.format.sealed import seal, unseal
+from holdfast.format.strict_json import StrictDecoder
 from holdfast.run.run import Run
 from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.store import Store
@@ -57,6 +58,9 @@ class SaveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: str
     host: str
     process: str
+
+
+_SAVE_REQUEST = StrictDecoder[SaveRequest](SaveRequest)
 
 
 # -- the requester -------------------------------------------------------------------------------
@@ -106,7 +110,7 @@ def read_request(store: Store) -> str | None:
         store.get_range(SAVE_REQUEST, 0, _MAX_BYTES, memoryview(start))
         raw = bytes(start)
     try:
-        request_id = unseal(raw, SaveRequest, SAVE_REQUEST)[0].id
+        request_id = unseal(raw, _SAVE_REQUEST, SAVE_REQUEST)[0].id
     except FormatError:
         request_id = ""
     return request_id if is_attempt(request_id) else digest(raw)[:12]

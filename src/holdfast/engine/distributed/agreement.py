@@ -179,6 +179,9 @@ class Round(msgspec.Struct, frozen=True):
     rank: int | None = None
 
 
+_ROUND = msgspec.json.Decoder(Round)
+
+
 class RoundParticipant:
     """The part of one rank in the rounds, one round after the other.
 
@@ -224,7 +227,7 @@ class RoundParticipant:
         """
         self._measure_speed()
         text = self._kv.get_text(self._key) or ""
-        current = msgspec.json.decode(text, type=Round) if text else None
+        current = _ROUND.decode(text) if text else None
         if current is not None and self._current is None:
             self._poll_delay, self._started_at = self._active_poll[0], self.clock()
         self._current = current

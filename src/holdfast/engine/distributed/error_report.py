@@ -47,6 +47,9 @@ class Arrival(msgspec.Struct, frozen=True):
     cause: str
 
 
+ERROR_REPORT = msgspec.json.Decoder(ErrorReport)
+ARRIVAL = msgspec.json.Decoder(Arrival)
+
 _MAX_LENGTH = 4000
 
 COMMIT_BEGUN = "commit begun"
@@ -117,7 +120,7 @@ def _is_short(value: Any) -> bool:
 
 def decode_error(text: str, rank: int, operation: str) -> HoldfastError:
     """Return the error that this rank raises because another rank failed."""
-    report = msgspec.json.decode(text, type=ErrorReport)
+    report = ERROR_REPORT.decode(text)
     error_class = getattr(errors, report.error_class, None)
     cause: Exception = RuntimeError(f"{report.error_class}: {report.what}")
     if isinstance(error_class, type) and issubclass(error_class, HoldfastError):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
 
 from holdfast.engine.distributed.error_report import (
+    ARRIVAL,
     COMMIT_BEGUN,
+    ERROR_REPORT,
     Arrival,
-    ErrorReport,
     decode_error,
     encode_error,
     encode_json,
@@ -22,6 +24,20 @@ from holdfast.engine.distributed.kv import MAX_BATCH_KEYS, KVClient, WaitPositio
 from holdfast.errors import RankFailed
 
 T = TypeVar("T")
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_decoders_lock = Lock()
+
+
+def _decoder_of(value_type: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of the values of a type, which one thread creates.
+
+    Two threads that create a decoder of one type at the same time crash the process.
+    """
+    with _decoders_lock:
+        if value_type not in _decoders:
+            _decoders[value_type] = msgspec.msgpack.Decoder(value_type)
+        return _decoders[value_type]
 
 
 class StoreCollective(AbstractContextManager["StoreCollective", None]):
@@ -67,7 +83,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         text = self._kv.get_text(f"{self._sequence_number}/failed")
         if text in (None, COMMIT_BEGUN):
             return None
-        report = msgspec.json.decode(text, type=ErrorReport)
+        report = ERROR_REPORT.decode(text)
         return report.operation if report.fields.get("rank") == self.rank != report.rank else None
 
     def join(self) -> None:
@@ -76,7 +92,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         stored = self._kv.compare_and_set(
             f"{self._sequence_number}/first_arrival", encode_json(own_arrival)
         )
-        self.first_arrival = first = msgspec.json.decode(stored, type=Arrival)
+        self.first_arrival = first = ARRIVAL.decode(stored)
         if first.operation != self.operation:
             self.raise_if_aborted()
             own, other = (
@@ -101,11 +117,12 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             self._put({self._key(self.rank): value})
             return None
         keys, values = [self._key(r) for r in range(self.size)], [value]
+        decoder = _decoder_of(value_type)
 
         def is_done() -> bool:
             """Read the available values in rank order."""
             while raw_values := self._kv.get_many(keys[len(values) : len(values) + MAX_BATCH_KEYS]):
-                values.extend(msgspec.msgpack.decode(raw, type=value_type) for raw in raw_values)
+                values.extend(map(decoder.decode, raw_values))
                 self.advance()
             return len(values) == self.size
 
@@ -160,7 +177,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         if self._written_keys:
             self._kv.delete(self._written_keys)
             self._written_keys.clear()
-        return msgspec.msgpack.decode(received[0], type=value_type)
+        return _decoder_of(value_type).decode(received[0])
 
     # -- waiting ---------------------------------------------------------------------------------
 

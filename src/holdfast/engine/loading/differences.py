@@ -58,9 +58,7 @@ class Differences:
             return
         encoded = collective.gather(self._encode(), bytes)
         combined = None if encoded is None else self._combine(encoded)
-        result = msgspec.json.decode(
-            zlib.decompress(collective.broadcast(combined, bytes)), type=Differences
-        )
+        result = _DIFFERENCES.decode(zlib.decompress(collective.broadcast(combined, bytes)))
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(result, name))
 
@@ -72,7 +70,7 @@ class Differences:
         for rank, raw in enumerate(encoded):
             ranks_by_message[raw].append(rank)
         groups = [
-            (msgspec.json.decode(zlib.decompress(raw), type=Differences), ranks)
+            (_DIFFERENCES.decode(zlib.decompress(raw)), ranks)
             for raw, ranks in ranks_by_message.items()
         ]
         combined = Differences()
@@ -216,6 +214,9 @@ def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
 def _key_prefixes(key: str) -> Iterator[str]:
     """Return the key of each level: ``a``, ``a/b``, and ``a/b/c`` for ``a/b/c``."""
     return accumulate(key.split("/"), join_key)
+
+
+_DIFFERENCES = msgspec.json.Decoder(Differences)
 
 
 def _format_keys(folded: Sequence[tuple[str, int]]) -> str:

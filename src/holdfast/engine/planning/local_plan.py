@@ -32,6 +32,7 @@ from holdfast.ragged import Ints, flatten_rows, ranges, row_products
 Hashes = NDArray[np.uint64]
 
 _HEADER = struct.Struct("<16sQQQ")
+_LEAF_TYPES = msgspec.msgpack.Decoder(list[tuple[str, str, tuple[int, ...]]])
 _COLUMN_DTYPES = ("<u8", "<u8", "<u8", "<i8", "<u8", "<i8", "<u4", "<u1")
 
 
@@ -96,9 +97,7 @@ class LocalPlan:
 
     def unpack_leaf_types(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
         """Return key, dtype, and shape of every leaf by the hash of its key."""
-        rows = msgspec.msgpack.decode(
-            zlib.decompress(self.packed_leaf_types), type=list[tuple[str, str, tuple[int, ...]]]
-        )
+        rows = _LEAF_TYPES.decode(zlib.decompress(self.packed_leaf_types))
         return dict(zip(self.leaf_key.tolist(), rows, strict=True))
 
 

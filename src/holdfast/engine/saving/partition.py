@@ -112,6 +112,11 @@ class CommonTree(msgspec.Struct, frozen=True, array_like=True):
     merged_lists: list[str]
 
 
+_COMMON_TREE = msgspec.msgpack.Decoder(CommonTree)
+_VALUE_DIGESTS = msgspec.msgpack.Decoder(list[tuple[str, bytes]])
+_PER_RANK_NODES = msgspec.json.Decoder(dict[str, Any])
+
+
 def partition_state(
     collective: Collective, group: Group, flat: FlatState, workers: Workers
 ) -> Partition:
@@ -264,7 +269,7 @@ class _Coordinator:
         """Process the requested details. Raises ``PlanError``."""
         summaries = self._summaries
         for r in request.tree_ranks:
-            common = msgspec.msgpack.decode(details[r].tree, type=CommonTree)
+            common = _COMMON_TREE.decode(details[r].tree)
             self._trees[summaries[r].tree_digest] = common.tree
             self._merged_lists.update(common.merged_lists)
         # before the values are compared: if shapes differ, elements differ too
@@ -289,7 +294,7 @@ class _Coordinator:
                 for i, s in enumerate(self._summaries)
                 if (s.unverified_keys, s.unverified_values) == same
             ]
-            for key, digest in msgspec.msgpack.decode(raw, type=list[tuple[str, bytes]]):
+            for key, digest in _VALUE_DIGESTS.decode(raw):
                 ranks_by_digest.setdefault(key, {}).setdefault(digest, []).extend(ranks)
         mismatches = {key: ranks for key, ranks in ranks_by_digest.items() if len(ranks) > 1}
         if mismatches:
@@ -301,7 +306,7 @@ class _Coordinator:
         per_rank: dict[str, dict[int, Any]] = {}
         for rank, summary in enumerate(summaries):
             if summary.per_rank_nodes != b"{}":
-                for key, node in msgspec.json.decode(summary.per_rank_nodes).items():
+                for key, node in _PER_RANK_NODES.decode(summary.per_rank_nodes).items():
                     per_rank.setdefault(key, {})[rank] = node
         trees = []
         for digest in _first_ranks(s.tree_digest for s in summaries):
