@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,6 +17,38 @@ PIN_ADVICE = "Load another version; `holdfast pin RUN STEP` protects a version"
 def with_article(noun: str) -> str:
     """Return the noun with its indefinite article: ``a dict``, ``an int``."""
     return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
+
+
+class LongRepr(reprlib.Repr):
+    """``reprlib.Repr`` with integers of any length.
+
+    Python refuses to convert integers of more than 4,300 digits to decimal text. They are shown in
+    hexadecimal.
+    """
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:
+            text = hex(x)
+            return text if len(text) <= self.maxlong else f"{text[: self.maxlong - 3]}..."
+
+    def repr_instance(self, x: object, level: int) -> str:
+        try:
+            return repr(x)
+        except ValueError:
+            return f"<{type(x).__qualname__}>"
+
+
+_long_repr = LongRepr()
+
+
+def to_repr(value: object) -> str:
+    """Return the ``repr`` of a value, shortened if it contains an integer of over 4,300 digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return _long_repr.repr(value)
 
 
 def format_list(

@@ -14,6 +14,7 @@ from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
 from holdfast.sinks.wording import to_printable
+from holdfast.text import to_repr
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,7 +118,9 @@ def format_metrics(metrics: Any) -> str:
     if not isinstance(metrics, dict):
         return ""
     return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        f"{name} {value:.4g}"
+        if isinstance(value, float)
+        else f"{name} {value if isinstance(value, str) else to_repr(value)}"
         for name, value in metrics.items()
     )
 

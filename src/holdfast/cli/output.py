@@ -13,6 +13,7 @@ import numpy as np
 
 from holdfast.errors import HoldfastError
 from holdfast.sinks.wording import to_printable
+from holdfast.text import to_repr
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -93,10 +94,10 @@ def to_json_value(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return {k if isinstance(k, str) else repr(k): to_json_value(v) for k, v in value.items()}
+        return {k if isinstance(k, str) else to_repr(k): to_json_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [to_json_value(v) for v in value]
-    return repr(value)
+    return to_repr(value)
 
 
 def format_error_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -11,11 +10,12 @@ from typing import Any
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.text import LongRepr
 from holdfast.types import DTYPES
 
 CONTAINER_KINDS = ("dict", "ordered", "counter", "list", "tuple", "sparse")
 
-_short_repr = reprlib.Repr()
+_short_repr = LongRepr()
 _short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.maxdict = 6
 _short_repr.maxstring = _short_repr.maxother = 60
 

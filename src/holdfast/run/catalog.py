@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from operator import attrgetter
 from typing import Any
 
 from holdfast import events
@@ -235,7 +234,7 @@ class Catalog:
             if name_and_attempt is not None:
                 expected = (*name_and_attempt, str(version), digest)
                 evaluations += self._cached_evaluation(stat, expected)
-        return sorted(evaluations, key=attrgetter("created", "attempt"))
+        return sorted(evaluations, key=lambda e: (datetime.fromisoformat(e.created), e.attempt))
 
     def _cached_evaluation(self, stat: Stat, expected: tuple[str, ...]) -> tuple[Evaluation, ...]:
         """Return the evaluation in a file as a tuple of one, or an empty tuple.
@@ -304,6 +303,23 @@ def read_training_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
     return training if isinstance(training, dict) else {}
 
 
+def _next_time(evaluation: Evaluation) -> datetime:
+    """Return a time after that of an evaluation: a second later, or less in the year 9999.
+
+    Raises ``HoldfastError`` if there is no later time.
+    """
+    time = datetime.fromisoformat(evaluation.created)
+    remaining = datetime.max.replace(tzinfo=UTC) - time
+    if not remaining:
+        name = names.evaluation_name(evaluation.name, evaluation.attempt)
+        raise HoldfastError(
+            f"No evaluation can be newer than {evaluation.version}/{name}",
+            found=f"the time {evaluation.created}, the last one",
+            todo="Delete that file; the clock of the machine that wrote it was wrong",
+        )
+    return time + min(timedelta(seconds=1), remaining)
+
+
 def new_evaluation(
     name: str,
     version: Version,
@@ -314,7 +330,7 @@ def new_evaluation(
     """Return an evaluation that is newer than every evaluation in ``earlier``.
 
     Only the creation time orders evaluations. If the clock is behind, the new time is therefore
-    one second after the newest earlier one. Raises ``HoldfastError`` for an invalid name or
+    after the newest earlier one. Raises ``HoldfastError`` for an invalid name or
     metric.
     """
     attempt = names.random_id()
@@ -324,8 +340,7 @@ def new_evaluation(
             expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
             found=repr(name)[:80],
         )
-    after_earlier = [datetime.fromisoformat(e.created) + timedelta(seconds=1) for e in earlier]
-    created = max([datetime.now(UTC), *after_earlier]).isoformat(timespec="seconds")
+    created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)]).isoformat()
     return Evaluation(
         name, attempt, str(version), digest, created, to_numbers(check_metrics(metrics))
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import PlanError
-from holdfast.text import with_article
+from holdfast.text import to_repr, with_article
 
 _INT64_LIMIT = 1 << 63
 
@@ -29,7 +29,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         if not _is_name(name) or not _is_number(value):
             shape = getattr(value, "shape", None)
             raise PlanError(
-                f"The metric {name!r} is not a number",
+                f"The metric {to_repr(name)[:80]} is not a number",
                 expected="a 64-bit int, a float, or a real tensor or array of one element",
                 found=with_article(type(value).__name__)
                 + (f" of shape {tuple(shape)}" if shape else ""),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
+from holdfast.text import to_repr
 
 Mode = Literal["min", "max"]
 
@@ -392,6 +393,6 @@ def _require(name: str, valid: bool, expected: str, found: object, example: str)
         raise HoldfastError(
             f"Invalid argument to {name}",
             expected=expected,
-            found=repr(found)[:200],
+            found=to_repr(found)[:200],
             todo=f"For example, write {example}",
         )

@@ -20,12 +20,14 @@ from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.records import (
+    MAX_RECORD,
     Branch,
     LastingPin,
     encode_branch,
     encode_evaluation,
     encode_lasting_pin,
 )
+from holdfast.format.sealed import too_long_error
 from holdfast.run import lineage, sweep
 from holdfast.run.catalog import Catalog, Listing, VersionRecord, new_evaluation
 from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
@@ -33,6 +35,9 @@ from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Stat
+from holdfast.text import to_repr
+
+_STEP, _BRANCH = "a step, a whole number", "a branch, a whole number"
 
 
 class Run:
@@ -110,6 +115,8 @@ class Run:
 
         Raises ``NoSnapshot`` if no version qualifies, and ``NotFound`` if there is no such branch.
         """
+        at = None if at is None else _to_int(at, _STEP)
+        branch = None if branch is None else _to_int(branch, _BRANCH)
         return lineage.find_newest(self.catalog, use, at, branch)
 
     def find(self, step: int, branch: int | None = None) -> Version:
@@ -118,8 +125,8 @@ class Run:
         Raises ``NotFound`` if there is no such version or branch, and ``HoldfastError`` if
         ``step`` or ``branch`` is not a whole number.
         """
-        step = _to_int(step, "a step, a whole number")
-        branch = None if branch is None else _to_int(branch, "a branch, a whole number")
+        step = _to_int(step, _STEP)
+        branch = None if branch is None else _to_int(branch, _BRANCH)
         listing = self.listing()
         versions = self.line(listing, branch)
         matches = [v for v in versions if v.step == step]
@@ -200,8 +207,11 @@ class Run:
             )
         earlier = self.catalog.evaluations(version, record.digest, files)
         evaluation = new_evaluation(name, version, record.digest, metrics, earlier)
-        file = names.evaluation_name(name, evaluation.attempt)
-        self.store.put_if_absent(self.location(version).key(file), encode_evaluation(evaluation))
+        key = self.location(version).key(names.evaluation_name(name, evaluation.attempt))
+        raw = encode_evaluation(evaluation)
+        if len(raw) > MAX_RECORD:
+            raise too_long_error(key, len(raw), MAX_RECORD, "Store fewer metrics in one call")
+        self.store.put_if_absent(key, raw)
 
     def records(self) -> list[Record]:
         """Return the intact versions on the current lineage with their metrics, oldest first.
@@ -368,7 +378,9 @@ def _to_int(number: Any, expected: str) -> int:
     """
     if not isinstance(number, bool):
         with suppress(TypeError):
-            return operator.index(number)
+            index = operator.index(number)
+            if index.bit_length() <= 64:
+                return index
     raise HoldfastError(
-        "The argument does not identify a version", expected=expected, found=repr(number)[:80]
+        "The argument does not identify a version", expected=expected, found=to_repr(number)[:80]
     )

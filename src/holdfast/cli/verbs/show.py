@@ -30,6 +30,7 @@ from holdfast.engine.planning.select import make_key_filter
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
 from holdfast.format.index_columns import IndexBox
+from holdfast.text import to_repr
 
 MAX_TREE_LINES = 40
 """Maximum number of rows of the tree on a terminal, unless an option selects the rows."""
@@ -222,7 +223,8 @@ def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield "parent", manifest.parent.version
     for name in ("reason", "metrics", "note"):
         if value := metadata.get(name):
-            yield name, format_metrics(value) if isinstance(value, dict) else str(value)
+            text = value if isinstance(value, str) else to_repr(value)
+            yield name, format_metrics(value) if isinstance(value, dict) else text
     shards = format_count(len(manifest.shards), "shard")
     yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
     if snapshot.bases:

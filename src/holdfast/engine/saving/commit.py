@@ -27,12 +27,15 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.format.manifest import (
+    FEWER_LEAVES,
+    MAX_MANIFEST,
     IncrementalShard,
     Manifest,
     Shard,
     encode_manifest,
 )
 from holdfast.format.names import MANIFEST
+from holdfast.format.sealed import too_long_error
 from holdfast.format.validate import check_tree
 from holdfast.threads import in_parallel
 
@@ -213,6 +216,8 @@ def put_manifest(
     """
     raw, manifest_digest = encode_manifest(manifest)
     # do not commit a manifest that a reader would reject
+    if len(raw) > MAX_MANIFEST:
+        raise too_long_error(location.key(MANIFEST), len(raw), MAX_MANIFEST, FEWER_LEAVES)
     leaves = check_tree(manifest.tree, MANIFEST)
     if plan is not None and (mismatched := plan.mismatched_leaves(leaves)):
         raise CommitError(

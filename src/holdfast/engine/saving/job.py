@@ -16,8 +16,10 @@ from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.partition import Partition
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import HoldfastError
 from holdfast.format import names, tree
 from holdfast.format.manifest import IncrementalManifest, IncrementalShard, Manifest, Parent, Shard
+from holdfast.text import to_repr
 from holdfast.threads import Workers
 from holdfast.version import __version__
 
@@ -86,6 +88,12 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         metadata = self.metadata
         version = names.parse_version(self.location.folder.rpartition("/")[2])
         step = version.step if metadata.step is None and version is not None else metadata.step
+        if step is not None and not (type(step) is int and 0 <= step < 10**18):
+            raise HoldfastError(
+                "Invalid value for step=; nothing was committed",
+                expected="a whole number, 0 or more, with at most 18 digits",
+                found=to_repr(step)[:80],
+            )
         statistics = {
             "bytes": sum(s.length for s in shards),
             "staged_seconds": round(self.staged_at - self.started_at, 6),

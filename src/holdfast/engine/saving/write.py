@@ -22,7 +22,8 @@ from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import IncrementalIndex, Index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
-from holdfast.format.manifest import FileEntry, IncrementalShard
+from holdfast.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, IncrementalShard
+from holdfast.format.sealed import too_long_error
 from holdfast.threads import Workers
 
 
@@ -105,7 +106,8 @@ def write_index(
     layout: IncrementalLayout | None = None,
 ) -> IncrementalShard:
     """Write the index of a shard durably, and return the shard as the manifest lists it. With a
-    ``layout``, the index has format number 2. Raises ``StoreError``."""
+    ``layout``, the index has format number 2. Raises ``StoreError``, and
+    ``Unsupported`` if the index is too long."""
     header, length, refers = (
         (image.header, image.length, [])
         if layout is None
@@ -134,6 +136,8 @@ def write_index(
         if layout is None
         else IncrementalIndex(format=2, runs=layout.runs, **fields)
     )
+    if len(raw) > MAX_MANIFEST:
+        raise too_long_error(location.key(name), len(raw), MAX_MANIFEST, FEWER_LEAVES)
     location.store.put_if_absent(location.key(name), raw)
     entry = FileEntry(name, len(raw), digest(raw))
     return IncrementalShard(shard_name, length, entry, refers)

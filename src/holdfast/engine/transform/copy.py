@@ -30,6 +30,7 @@ from holdfast.format.digest import digest
 from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
 from holdfast.format.manifest import (
+    FEWER_LEAVES,
     MAX_MANIFEST,
     FileEntry,
     IncrementalManifest,
@@ -40,6 +41,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.names import MANIFEST
 from holdfast.format.safetensors import build_header
+from holdfast.format.sealed import too_long_error
 from holdfast.threads import Workers, no_op
 
 Advance = Callable[[int], object]
@@ -141,9 +143,12 @@ def _plan_full(snapshot: Snapshot, number: int, index: ShardIndex) -> _ShardCopy
         digests=[digest(header), *map(index.chunk_digest, range(1, len(cuts)))],
     )
     raw = encode_index(full_index)
-    file = FileEntry(names.index_name(number, count, attempt), len(raw), digest(raw))
-    shard = Shard(full_index.shard, full_index.length, file)
-    return _ShardCopy(shard, decode_index(raw, file.name), raw, header)
+    if len(raw) > MAX_MANIFEST:
+        file = names.index_name(number, count, attempt)
+        raise too_long_error(file, len(raw), MAX_MANIFEST, FEWER_LEAVES)
+    entry = FileEntry(names.index_name(number, count, attempt), len(raw), digest(raw))
+    shard = Shard(full_index.shard, full_index.length, entry)
+    return _ShardCopy(shard, decode_index(raw, entry.name), raw, header)
 
 
 def full_manifest(snapshot: Snapshot, **changes: Any) -> Manifest:
