@@ -23,6 +23,9 @@ from train import Model
 
 import holdfast
 
+HELD_OUT = 64
+"""The number of windows that are only used for evaluation."""
+
 
 class Windows(Dataset):
     """Consecutive windows of ``length + 1`` bytes of a text, which overlap by one byte."""
@@ -61,12 +64,23 @@ def make_sharded_model(options: argparse.Namespace) -> Loss:
     return fully_shard(Loss(model), mesh=mesh)
 
 
+def evaluate(loss_module: Loss, windows: torch.Tensor) -> float:
+    """Return the loss on windows that are not used for training, the same on all ranks."""
+    loss_module.eval()
+    with torch.no_grad():
+        loss = loss_module(windows)
+    loss_module.train()
+    return loss.item()
+
+
 def train(options: argparse.Namespace) -> None:
     loss_module = make_sharded_model(options)
     optimizer = torch.optim.AdamW(loss_module.parameters(), lr=3e-3)
     progress = holdfast.Progress()
     windows = Windows(options.length)
-    sampler = holdfast.ElasticSampler(len(windows), batch_size=options.batch, drop_last=True)
+    size = len(windows) - HELD_OUT
+    held_out = torch.stack([windows[i] for i in range(size, len(windows))])
+    sampler = holdfast.ElasticSampler(size, batch_size=options.batch, drop_last=True)
     loader = DataLoader(windows, batch_sampler=sampler)
     state = {
         "model": loss_module.model,  # the same keys as in train.py
@@ -94,8 +108,13 @@ def train(options: argparse.Namespace) -> None:
                 dist.all_reduce(mean)
                 mean /= dist.get_world_size()
                 ckpt.step({"loss": mean})
+                evaluation = ""
+                if progress.step % options.every == 0:
+                    # a resumed run does not repeat this, so it must not change what follows
+                    with holdfast.isolated_rng():
+                        evaluation = f"  held out {evaluate(loss_module, held_out):.4f}"
                 if is_coordinator:
-                    print(f"step {progress.step:4}  loss {mean.item():.9f}", flush=True)
+                    print(f"step {progress.step:4}  loss {mean.item():.9f}{evaluation}", flush=True)
                 if progress.step >= options.steps:
                     break
             else:

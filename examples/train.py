@@ -63,8 +63,23 @@ def draw_batch(text: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     return text[starts[:, None] + torch.arange(length + 1)].long()
 
 
+def compute_loss(model: Model, windows: torch.Tensor) -> torch.Tensor:
+    logits = model(windows[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+def evaluate(model: Model, text: torch.Tensor, batch: int, length: int) -> float:
+    """Return the loss on windows at random positions of a text that is not used for training."""
+    model.eval()
+    with torch.no_grad():
+        loss = compute_loss(model, draw_batch(text, batch, length))
+    model.train()
+    return loss.item()
+
+
 def train(options: argparse.Namespace) -> None:
     text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
+    held_out, text = text[: len(text) // 10], text[len(text) // 10 :]
     model = Model(options.width, options.layers, options.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
@@ -93,9 +108,7 @@ def train(options: argparse.Namespace) -> None:
         print(f"resuming from {snapshot.url}" if snapshot else "starting from scratch", flush=True)
 
         while progress.step < options.steps:
-            window = draw_batch(text, options.batch, options.length)
-            logits = model(window[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+            loss = compute_loss(model, draw_batch(text, options.batch, options.length))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -106,7 +119,12 @@ def train(options: argparse.Namespace) -> None:
             # Only the copy of the state blocks; a background thread writes it.
             ckpt.step({"loss": loss})
             if progress.step % options.log == 0:
-                print(f"step {progress.step:5}  loss {loss.item():.4f}", flush=True)
+                # A resumed run does not repeat the evaluation, so it must not change the random
+                # numbers of the steps that follow.
+                with holdfast.isolated_rng():
+                    held_out_loss = evaluate(model, held_out, 4 * options.batch, options.length)
+                losses = f"loss {loss.item():.4f}  held out {held_out_loss:.4f}"
+                print(f"step {progress.step:5}  {losses}", flush=True)
 
         ckpt.save()  # also save the last state, which may not be due
         statistics = ckpt.statistics()
@@ -125,7 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="number of steps")
     parser.add_argument("--every", type=int, default=100, help="steps between saves")
     parser.add_argument("--keep", type=int, default=3, help="number of versions to keep")
-    parser.add_argument("--log", type=int, default=10, help="steps between printed losses")
+    parser.add_argument("--log", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--batch", type=int, default=4, help="windows per batch")
     parser.add_argument("--length", type=int, default=64, help="bytes per window")
     parser.add_argument("--width", type=int, default=256, help="width of the model")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from holdfast.engine.state.replication import PerRank, Replicated
     from holdfast.engine.state.sharding import Boxed
     from holdfast.events import attach
+    from holdfast.generators import isolated_rng
     from holdfast.run.policy import (
         AtEnd,
         EveryEpoch,
@@ -69,6 +70,7 @@ __all__ = [
     "Store",
     "attach",
     "errors",
+    "isolated_rng",
     "load",
     "open",
     "open_store",
@@ -103,6 +105,7 @@ _LAZY_NAMES = {
     "Store": "storage.store",
     "attach": "events",
     "errors": "errors",
+    "isolated_rng": "generators",
     "load": "engine.loading.load",
     "open": "engine.snapshot.snapshot:open_snapshot",
     "open_store": "storage.open",

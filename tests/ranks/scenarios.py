@@ -375,8 +375,18 @@ def groups_of_two_ranks(ranks):
 
 
 def random_generators(ranks):
+    """The generators of each rank are restored last, whatever other objects of the state draw."""
+
     def draw():
         return [random.random(), float(np.random.random()), float(torch.rand(1).item())]
+
+    class Drawing:
+        def state_dict(self):
+            draw()
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            draw()
 
     def all_gather(value):
         values = [None] * dist.get_world_size()
@@ -387,18 +397,21 @@ def random_generators(ranks):
         random.seed(ranks.rank)
         np.random.seed(ranks.rank)
         torch.manual_seed(ranks.rank)
-        holdfast.save(ranks.url("rng"), {"rng": holdfast.RNG()})
+        expected = torch.get_rng_state()
+        holdfast.save(ranks.url("rng"), {"a": Drawing(), "rng": holdfast.RNG(), "z": Drawing()})
+        assert torch.equal(torch.get_rng_state(), expected)
         draws = all_gather(draw())
         if ranks.rank == 0:
             (ranks.folder / "rng.json").write_text(json.dumps(draws))
 
     def load(size):
-        holdfast.load(ranks.url("rng"), into={"rng": holdfast.RNG()})
+        state = {"a": Drawing(), "rng": holdfast.RNG(), "z": Drawing()}
+        holdfast.load(ranks.url("rng"), into=state)
         draws = all_gather(draw())
         expected = json.loads((ranks.folder / "rng.json").read_text())
         assert draws[:2] == expected[: min(size, 2)]
         assert len({str(g) for g in draws + expected}) == max(size, 2)
-        holdfast.load(ranks.url("rng"), into={"rng": holdfast.RNG()})
+        holdfast.load(ranks.url("rng"), into=dict(reversed(state.items())))
         assert all_gather(draw()) == draws
 
     ranks(2, save)

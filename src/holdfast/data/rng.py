@@ -7,8 +7,10 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import numpy.random  # NumPy loads it on first use: an RNG always includes its generator
 
 from holdfast.errors import PlanError
+from holdfast.generators import States, capture_states, load_training_states, training_states
 from holdfast.lazy_torch import torch_or_none
 
 
@@ -33,23 +35,26 @@ class RNG:
 
         The states of the devices are a list under the name of the device type, such as ``cuda``,
         with one state per device. They are included only if the program uses the accelerator.
+
+        These are the states from which training continues: inside a block of
+        ``holdfast.isolated_rng``, those at the beginning of the outermost block.
         """
-        version, words, gauss = random.getstate()
+        states = training_states()
+        version, words, gauss = states["python"]
         python = {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
-        state: dict[str, Any] = {"python": python, "numpy": np.random.get_state()}
-        torch = torch_or_none()
-        if torch is not None:
-            state["torch"] = torch.get_rng_state()
-            kind, device = _accelerator(torch)
-            # ask is_initialized first: is_available may break a later fork
-            in_use = getattr(device, "is_initialized", lambda: True)()
-            if in_use and torch.accelerator.is_available():
-                state[kind] = [device.get_rng_state(*args) for args in _device_arguments(torch)]
+        state: dict[str, Any] = {"python": python, "numpy": _to_legacy(states["numpy"])}
+        if "torch" in states:
+            state["torch"] = states["torch"]
+        for name in states:
+            kind, _, index = name.partition(":")
+            if index:
+                state.setdefault(kind, []).append(states[name])
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state. Devices that it does not contain keep their current generators.
 
+        In a load, the generators also have this state at the end, whatever other objects draw.
         Raises ``PlanError`` if it is not the state of an ``RNG``.
         """
         if not isinstance(state, dict) or not {"python", "numpy"} <= set(state):
@@ -61,35 +66,30 @@ class RNG:
         python = state["python"]
         if isinstance(python, dict):  # from before Holdfast supported ranks: the tuple
             python = (python["version"], tuple(python["words"].tolist()), python["gauss"])
-        random.setstate(python)
-        np.random.set_state(state["numpy"])
+        states: States = {"python": python, "numpy": state["numpy"]}
         if "torch" in state:
-            import torch  # the program may import it only after the resume
-
-            torch.set_rng_state(state["torch"])
-            kind, device = _accelerator(torch)
-            if kind in state and torch.accelerator.is_available():
-                for saved, args in zip(state[kind], _device_arguments(torch), strict=False):
-                    device.set_rng_state(saved, *args)
+            states["torch"] = state["torch"]
+        for kind in state.keys() - {"python", "numpy", "torch"}:
+            states |= {f"{kind}:{i}": saved for i, saved in enumerate(state[kind])}
+        load_training_states(states)
 
     def derive(self, rank: int) -> None:
         """Seed all generators from the current state and the rank."""
-        seed_bytes = sha256(repr((random.getstate(), rank)).encode()).digest()
+        seed_bytes = sha256(repr((training_states()["python"], rank)).encode()).digest()
         seed = int.from_bytes(seed_bytes[:8], "little") >> 1
-        random.seed(seed)
-        np.random.seed(seed % (1 << 32))
+        states: States = {"python": random.Random(seed).getstate()}
+        states["numpy"] = np.random.RandomState(seed % (1 << 32)).get_state(legacy=False)
         torch = torch_or_none()
         if torch is not None:
-            torch.manual_seed(seed)
+            torch.manual_seed(seed)  # seeds the devices too
+            states["torch"] = torch.Generator().manual_seed(seed).get_state()
+            states = capture_states() | states
+        load_training_states(states)
 
 
-def _accelerator(torch: Any) -> tuple[str, Any]:
-    """Return the type and module of PyTorch's accelerator, or ``("cpu", None)`` without one."""
-    device = torch.accelerator.current_accelerator()
-    return ("cpu", None) if device is None else (device.type, torch.get_device_module(device))
-
-
-def _device_arguments(torch: Any) -> list[tuple[int, ...]]:
-    """Return the arguments that select each device; a single device needs none (MPS takes none)."""
-    count = torch.accelerator.device_count()
-    return [()] if count == 1 else [(i,) for i in range(count)]
+def _to_legacy(state: dict[str, Any]) -> Any:
+    """Return the state of NumPy's generator as the tuple that snapshots contain, if it has one."""
+    if state["bit_generator"] != "MT19937":  # np.random.set_bit_generator was called
+        return state
+    inner = state["state"]
+    return "MT19937", inner["key"], inner["pos"], state["has_gauss"], state["gauss"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from holdfast.data.epoch_labels import EpochLabels
-from holdfast.data.rng import RNG
 from holdfast.errors import UncountedEpochs
+from holdfast.generators import States, capture_states, restore_states
 from holdfast.text import warn_user
 
 
@@ -25,7 +24,7 @@ class SamplerGroup:
         self.epoch_labels = list(epoch_labels)
         self._warned = False  # that nobody increments progress.epoch
         self._at_beginning: set[object] = set()
-        self._rng_state: dict[str, Any] | None = None
+        self._rng_state: States | None = None
 
     def record_load(self, sampler: object, *, at_beginning: bool) -> None:
         """Record that a resume set the position of a sampler."""
@@ -39,7 +38,7 @@ class SamplerGroup:
         then saved between two passes, and the uninterrupted run also created an iterator.
         """
         if self._rng_state is None and not self._at_beginning:
-            self._rng_state = RNG().state_dict()
+            self._rng_state = capture_states()
 
     def record_step(self) -> None:
         """Record, for all samplers, a step that did not complete the epoch of one of them.
@@ -57,7 +56,7 @@ class SamplerGroup:
         self._at_beginning.discard(sampler)
         rng_state, self._rng_state = self._rng_state, None
         if resumed and rng_state is not None:
-            RNG().load_state_dict(rng_state)
+            restore_states(rng_state)
 
     def _warn_uncounted(self, sampler: object, epoch: int) -> None:
         """Warn once if no label of any sampler changes.

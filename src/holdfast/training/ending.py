@@ -14,6 +14,7 @@ from holdfast.engine.distributed.group import Group, use_group
 from holdfast.engine.state.savepoint import Savepoint
 from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
 from holdfast.format.names import Version
+from holdfast.generators import Isolation
 from holdfast.run.policy import Never, SavePolicy
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
@@ -245,7 +246,8 @@ class ExceptionSave:
     ) -> None:
         """Capture the state, which is the state after ``step``."""
         self._marked = None
-        self._savepoint.capture()
+        with Isolation("call"):
+            self._savepoint.capture()
         self._marked = step, training_metadata, metrics
 
     def discard(self) -> None:

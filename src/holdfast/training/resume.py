@@ -26,6 +26,7 @@ from holdfast.errors import (
 )
 from holdfast.format.names import parse_version
 from holdfast.format.tree import child_keys
+from holdfast.generators import open_block
 from holdfast.run.address import open_version
 from holdfast.run.catalog import read_training_metadata
 from holdfast.run.run import Run
@@ -94,6 +95,13 @@ def resume_run(
             found=f"{at=}, {branch=}",
             todo="resume() continues from the newest version, and resume(at=120) from the version"
             ' of step 120. resume(start="RUN@120") starts from a version of another run',
+        )
+    if open_block() is not None:
+        raise HoldfastError(
+            "resume() was called inside a block of isolated_rng()",
+            expected="resume() outside, because the block would undo that it restores the random"
+            " generators",
+            todo="Train outside of the block; only an evaluation belongs into it",
         )
     collective = current_group().collective(f"the resume of {run.url}")
     loader = StateLoader(state, share)

@@ -25,6 +25,7 @@ from holdfast.engine.state.walk import optimizers_in
 from holdfast.errors import AlreadyExists, HoldfastError
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version, parse_version
+from holdfast.generators import Isolation
 from holdfast.run.metrics import to_numbers
 from holdfast.run.policy import KeepPolicy
 from holdfast.run.run import Run
@@ -221,7 +222,8 @@ class Saver:
             earlier_error = e
         state, own_reason = None, ALREADY_SAVED
         if self.newest is None or _version_of(self.newest) != spec.version:
-            state = savepoint.flatten_captured()
+            with Isolation("call"):
+                state = savepoint.flatten_captured()
             own_reason = str(savepoint.invalid_reason) if state is None else ""
         reason = all_reduce(
             group, "the state before an exception", lambda: own_reason, str, _first_reason, str

@@ -9,6 +9,7 @@ from holdfast.data.sampler import ElasticSampler
 from holdfast.data.sampler_group import SamplerGroup
 from holdfast.engine.state.walk import find_instances
 from holdfast.errors import HoldfastError
+from holdfast.generators import open_block
 from holdfast.text import with_article
 
 
@@ -34,6 +35,7 @@ class StepCounter:
         for sampler in self._samplers:
             sampler.follow(self._saved_progress, sampler_group)
         self._expected_step: int | None = None
+        self._block: object | None = None
 
     @property
     def step(self) -> int:
@@ -57,6 +59,7 @@ class StepCounter:
         """
         progress = self._progress
         _check_step(progress.step, self._expected_step)
+        self._check_block()
         for sampler in self._samplers:
             sampler.check(batches)  # check all samplers before any of them advances
         for sampler in self._samplers:
@@ -65,6 +68,20 @@ class StepCounter:
         self._expected_step = None
         progress.step += 1
         self._expected_step = progress.step
+
+    def _check_block(self) -> None:
+        """Raise ``HoldfastError`` if the step before was in the same block of ``isolated_rng``.
+
+        Such a training would save the generators as they were before all of its steps.
+        """
+        block, self._block = self._block, open_block()
+        if block is not None and block is self._block:
+            raise HoldfastError(
+                "Two steps of the training were in the same block of isolated_rng()",
+                expected="only an evaluation in the block, because random numbers drawn in it are"
+                " undone and not saved",
+                todo="Train outside of the block",
+            )
 
     def resume_at(self, step: int, from_own_run: bool) -> None:
         """Continue at ``step``.

@@ -15,6 +15,7 @@ from holdfast.engine.planning.select import ABSENT, KeyFilter
 from holdfast.engine.state import sharding
 from holdfast.errors import PlanError
 from holdfast.format import tree
+from holdfast.generators import keep_restored
 from holdfast.lazy_torch import dtype_name
 from holdfast.types import Box
 
@@ -179,7 +180,9 @@ class Binding:
             check(finalize_state())
 
         def finalize() -> Any:
-            value.load_state_dict(finalize_state())
+            state = finalize_state()
+            value.load_state_dict(state)
+            keep_restored(state)
             return value
 
         return finalize

@@ -4,7 +4,8 @@
 2. Bind: match the snapshot's tree with the live state. This raises an error that lists all
    differences, or gives every leaf a target.
 3. Plan the reads, read, check the digests, and copy.
-4. Finalize: set plain values and options, and call ``load_state_dict``.
+4. Finalize: set plain values and options, and call ``load_state_dict``. Restore the random
+   generators last.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.engine.state import modules
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed, RanksChanged
+from holdfast.generators import Isolation
 from holdfast.text import warn_user, with_article
 from holdfast.threads import gc_paused
 
@@ -127,7 +129,8 @@ def _load(
         )
     try:
         reader.read(targets.requests, targets.targets, collective.advance)
-        loaded = finalize()
+        with Isolation("load"):
+            loaded = finalize()
         collective.gather(True, bool)
         collective.broadcast(True if collective.rank == 0 else None, bool)
     except BaseException as e:
@@ -142,6 +145,7 @@ def _load(
 
 
 @gc_paused()
+@Isolation("call")
 def _bind(
     targets: LoadTargets,
     into: dict[str, Any] | None,

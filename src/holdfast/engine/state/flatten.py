@@ -6,6 +6,7 @@ without bytes of its own, such as a conjugate: its source is the resolved tensor
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,7 @@ from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
 from holdfast.format.names import join_key
 from holdfast.format.tree import unsupported
+from holdfast.generators import Isolation
 from holdfast.text import with_article
 from holdfast.types import DTYPES, Box
 
@@ -86,16 +88,17 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
             expected='a dict such as {"model": model, "optimizer": optimizer}',
             found=type(state).__name__,
         )
-    flattener = _Flattener(state, rank)
-    torch = flattener.torch
-    if (
-        torch is not None
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    ):
-        flattener.replication_by_address = find_ddp_replication(state)
-    flattener.flat.tree = nodes.encode(state, "", flattener.encode_value)
-    return flattener.flat
+    with ExitStack() as isolation:
+        flattener = _Flattener(state, rank, isolation)
+        torch = flattener.torch
+        if (
+            torch is not None
+            and torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+        ):
+            flattener.replication_by_address = find_ddp_replication(state)
+        flattener.flat.tree = nodes.encode(state, "", flattener.encode_value)
+        return flattener.flat
 
 
 @dataclass
@@ -104,6 +107,8 @@ class _Flattener:
 
     state: dict[str, Any]
     rank: int
+    isolation: ExitStack
+    runs_user_code: bool = False
     flat: FlatState = field(default_factory=FlatState)
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
@@ -155,6 +160,9 @@ class _Flattener:
         return {"first" if first else "own": key}
 
     def _encode_object(self, value: Any, key: str, depth: int) -> Any:
+        if not self.runs_user_code:  # what it draws, in all objects of the state, is undone
+            self.runs_user_code = True
+            self.isolation.enter_context(Isolation("call"))
         if sharding.is_distributed_tensor(value):
             return self._encode_distributed(value, key)
         if isinstance(value, Replicated) or (

@@ -1,0 +1,636 @@
+"""Random numbers that Holdfast's calls draw, or an evaluation, do not change the training's.
+
+A save, a load, and a step call code of the user, which may draw from the global generators at any
+place: in ``state_dict``, in ``load_state_dict``, in hooks, in properties.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import count, permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import holdfast
+from holdfast.errors import HoldfastError, PlanError
+from holdfast.generators import capture_states, restore_states
+from holdfast.storage.memory import MemoryStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _generators() -> Iterator[None]:
+    before = capture_states()
+    yield
+    restore_states(before)
+
+
+def draw() -> list[float]:
+    """Draw from every generator, also the numbers that it caches."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.normal()),
+        float(np.random.random()),
+        torch.randn(1).item(),
+        torch.rand(1).item(),
+    ]
+
+
+def seed_all(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    draw()  # caches a second normal number
+
+
+def upcoming() -> list[float]:
+    """The numbers that the training would draw next."""
+    states = capture_states()
+    try:
+        return draw()
+    finally:
+        restore_states(states)
+
+
+# -- objects that draw ---------------------------------------------------------------------------
+
+drawn = count()
+
+
+def draw_here() -> None:
+    next(drawn)
+    draw()
+
+
+class Methods:
+    """An object whose methods draw."""
+
+    def state_dict(self) -> dict[str, Any]:
+        draw_here()
+        return {"a": 1, "t": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        draw_here()
+
+
+class CheckedMethods(Methods):
+    def state_dict(self) -> dict[str, Any]:
+        draw_here()
+        return {"a": 1}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        draw_here()
+
+
+class Properties:
+    """An object that draws when its attributes are read."""
+
+    @property
+    def keeps_per_rank(self) -> bool:
+        draw_here()
+        return False
+
+    @property
+    def state_dict(self) -> Callable[[], dict[str, int]]:
+        draw_here()
+        return lambda: {"a": 1}
+
+    @property
+    def load_state_dict(self) -> Callable[[Any], None]:
+        draw_here()
+        return lambda state: None
+
+
+class ExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        draw_here()
+        return {"n": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        draw_here()
+
+
+class OwnMethods(nn.Linear):
+    def _save_to_state_dict(self, *args: Any) -> None:
+        draw_here()
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        draw_here()
+        super()._load_from_state_dict(*args)
+
+
+class OwnOptimizer(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        draw_here()
+        return super().state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        draw_here()
+        super().load_state_dict(state)
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draw_here()
+        return x
+
+
+def module_with_hooks() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_pre_hook(lambda *args: draw_here())
+    module.register_state_dict_post_hook(lambda *args: draw_here())
+    module.register_load_state_dict_pre_hook(lambda *args: draw_here())
+    module.register_load_state_dict_post_hook(lambda *args: draw_here())
+    return module
+
+
+def module_with_parametrization() -> nn.Module:
+    module = module_with_hooks()
+    nn.utils.parametrize.register_parametrization(module, "weight", Noisy())
+    return module
+
+
+def optimizer_with_hooks() -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.register_state_dict_pre_hook(lambda *args: draw_here())
+    optimizer.register_state_dict_post_hook(lambda *args: draw_here())
+    optimizer.register_load_state_dict_pre_hook(lambda *args: draw_here())
+    optimizer.register_load_state_dict_post_hook(lambda *args: draw_here())
+    return optimizer
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "methods": Methods,
+    "check": CheckedMethods,
+    "properties": Properties,
+    "extra state": lambda: ExtraState(2, 2),
+    "own methods": lambda: OwnMethods(2, 2),
+    "module hooks": module_with_hooks,
+    "parametrization": module_with_parametrization,
+    "own optimizer": lambda: OwnOptimizer([nn.Parameter(torch.ones(2))], lr=0.1),
+    "optimizer hooks": optimizer_with_hooks,
+    "per rank": lambda: holdfast.PerRank(Methods()),
+    "replicated": lambda: holdfast.Replicated([Methods()]),
+    "nested": lambda: {"a": [{"b": (Methods(),)}]},
+}
+
+# modules draw their initial weights, which is not what the tests are about
+drawing = pytest.mark.parametrize(
+    "make", [holdfast.isolated_rng()(make) for make in MAKERS.values()], ids=MAKERS
+)
+
+
+@pytest.fixture
+def unchanged() -> Iterator[None]:
+    """Assert that the test draws in user code, and that this does not change the generators."""
+    seed_all(1)
+    before, expected = next(drawn), upcoming()
+    yield
+    assert upcoming() == expected
+    assert next(drawn) > before + 1, "nothing was drawn, so nothing was tested"
+
+
+@drawing
+@pytest.mark.usefixtures("unchanged")
+def test_a_save_and_a_load(make: Callable[[], Any]) -> None:
+    store, state = MemoryStore(), {"x": make(), "y": torch.ones(2)}
+    expected = upcoming()
+    holdfast.save(store, state)
+    assert upcoming() == expected
+    holdfast.load(store, into=state)
+    assert upcoming() == expected
+    holdfast.load(store, into=state, keys="x")
+    assert upcoming() == expected
+    holdfast.load(store, into=state, keys="y")
+    assert upcoming() == expected
+    with pytest.raises(PlanError):
+        holdfast.load(store, into=state | {"z": make()})
+    assert upcoming() == expected
+    holdfast.save_async(MemoryStore(), state).wait()
+
+
+@drawing
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"save": holdfast.EverySteps(2)},
+        {"save": holdfast.EverySteps(2), "overlap": True},
+        {"save": holdfast.EverySteps(2), "incremental": True},
+        {"save": holdfast.EverySteps(2) | holdfast.OnException()},
+    ],
+    ids=["plain", "overlap", "incremental", "on exception"],
+)
+def test_every_call_of_a_checkpointer(make: Callable[[], Any], options: Any) -> None:
+    store, state, expected = MemoryStore(), {"x": make(), "rng": holdfast.RNG()}, upcoming()
+    with holdfast.Checkpointer(store, state, **options) as ckpt:
+        assert ckpt.resume() is None
+        for _ in range(5):
+            ckpt.step()
+            assert upcoming() == expected
+        ckpt.save()
+        assert upcoming() == expected
+    random.seed(2)
+    with holdfast.Checkpointer(store, state, **options) as ckpt:
+        ckpt.resume()
+        assert upcoming() == expected
+        ckpt.step()
+        assert upcoming() == expected
+        ckpt.resume(at=4)
+        assert upcoming() == expected
+
+
+@drawing
+def test_a_save_after_an_exception(make: Callable[[], Any]) -> None:
+    store, state = MemoryStore(), {"x": make(), "rng": holdfast.RNG()}
+    ckpt = holdfast.Checkpointer(store, state, save=holdfast.OnException())
+    with pytest.raises(ZeroDivisionError), ckpt:
+        ckpt.step()
+        expected = upcoming()
+        draw()
+        after = upcoming()
+        raise ZeroDivisionError
+    assert upcoming() == after
+    with holdfast.Checkpointer(store, state) as ckpt:
+        ckpt.resume()
+        assert upcoming() == expected
+
+
+def test_a_load_that_fails_in_user_code() -> None:
+    class Failing(Methods):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            draw_here()
+            raise ZeroDivisionError
+
+    store = MemoryStore()
+    holdfast.save(store, {"x": Failing()})
+    expected = upcoming()
+    with pytest.raises(ZeroDivisionError):
+        holdfast.load(store, into={"x": Failing()})
+    assert upcoming() == expected
+
+
+# -- the order of the state ----------------------------------------------------------------------
+
+
+def states_with_rng() -> Iterator[dict[str, Any]]:
+    for order in permutations(("x", "rng", "z")):
+        members = {"x": Methods(), "rng": holdfast.RNG(), "z": CheckedMethods()}
+        yield {name: members[name] for name in order}
+    yield {"a": {"rng": holdfast.RNG(), "x": Methods()}, "z": Methods()}
+    yield {"a": [Methods(), (holdfast.RNG(), Methods())], "z": [Methods()]}
+    yield {"first": holdfast.RNG(), "x": Methods(), "second": [holdfast.RNG()], "z": Methods()}
+    yield {"rng": holdfast.PerRank([holdfast.RNG()]), "x": Methods()}
+    yield {"rng": holdfast.Replicated(holdfast.RNG()), "x": holdfast.PerRank(Methods())}
+    yield {"rng": holdfast.RNG(), "model": module_with_hooks(), "optimizer": optimizer_with_hooks()}
+    yield {"trainer": Trainer(), "x": Methods()}
+
+
+class Trainer:
+    """An object that contains an ``RNG``."""
+
+    def __init__(self) -> None:
+        self.rng = holdfast.RNG()
+
+    def state_dict(self) -> dict[str, Any]:
+        draw_here()
+        state = {"rng": self.rng.state_dict(), "n": 1}
+        draw_here()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        draw_here()
+        self.rng.load_state_dict(state["rng"])
+        draw_here()
+
+
+def reversed_order(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: reversed_order(value[name]) for name in reversed(value)}
+    return value
+
+
+@pytest.mark.parametrize("state", list(states_with_rng()), ids="-".join)
+@pytest.mark.parametrize("reorder", [False, True])
+def test_the_generators_are_restored_last(state: dict[str, Any], reorder: bool) -> None:
+    """The order of the state at the load need not be that at the save."""
+    store = MemoryStore()
+    seed_all(2)
+    expected = upcoming()
+    holdfast.save(store, state)
+    assert draw() == expected
+    seed_all(3)
+    holdfast.load(store, into=reversed_order(state) if reorder else state)
+    assert draw() == expected
+    run = MemoryStore()
+    with holdfast.Checkpointer(run, state) as ckpt:
+        ckpt.step()
+        ckpt.save()
+        expected = upcoming()
+    seed_all(4)
+    with holdfast.Checkpointer(run, state) as ckpt:
+        ckpt.resume()
+        assert draw() == expected
+
+
+def test_a_part_without_the_rng_changes_no_generator_and_a_part_with_it_restores_them() -> None:
+    store, state = MemoryStore(), {"rng": holdfast.RNG(), "x": Methods(), "y": Methods()}
+    seed_all(5)
+    saved = upcoming()
+    holdfast.save(store, state)
+    seed_all(6)
+    live = upcoming()
+    for keys in ("x", ["x", "y"], "y/**"):
+        holdfast.load(store, into=state, keys=keys)
+        assert upcoming() == live
+    holdfast.load(store)
+    assert upcoming() == live
+    holdfast.load(store, into=state, keys=["rng", "y"])
+    assert upcoming() == saved
+
+
+def test_resume_from_another_run(tmp_path: Path) -> None:
+    first, state = str(tmp_path / "a"), {"rng": holdfast.RNG(), "x": Methods()}
+    seed_all(7)
+    with holdfast.Checkpointer(first, state) as ckpt:
+        ckpt.step()
+        saved = upcoming()
+        ckpt.save()
+    for keys, restores in ((None, True), ("x", False)):
+        seed_all(8)
+        live = upcoming()
+        with holdfast.Checkpointer(str(tmp_path / f"b{restores}"), state) as ckpt:
+            ckpt.resume(start=f"{first}@latest", keys=keys)
+            assert upcoming() == (saved if restores else live)
+
+
+@pytest.mark.parametrize("form", ["torch", "tuples", "numpy dict"])
+@pytest.mark.parametrize("thread", [False, True])
+def test_an_object_may_restore_the_generators_itself(form: str, thread: bool) -> None:
+    """As the ``RNGState`` of torchsnapshot does. Loads used to support that."""
+
+    class OwnState:
+        def state_dict(self) -> dict[str, Any]:
+            if form == "torch":
+                return {"rng_state": torch.get_rng_state()}
+            numpy_state = np.random.get_state(legacy=form != "numpy dict")
+            return {"all": [random.getstate(), {"np": numpy_state}]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if form == "torch":
+                torch.set_rng_state(state["rng_state"])
+            else:
+                random.setstate(state["all"][0])
+                np.random.set_state(state["all"][1]["np"])
+
+    store, state = MemoryStore(), {"own": OwnState(), "a": Methods()}
+    seed_all(9)
+    saved = upcoming()
+    holdfast.save(store, state)
+    seed_all(10)
+    live = upcoming()
+    run_in_thread(lambda: holdfast.load(store, into=state), thread)
+    own = [4, 5] if form == "torch" else [0, 1, 2, 3]
+    assert upcoming() == [saved[i] if i in own else live[i] for i in range(6)]
+    # an RNG decides, wherever it is
+    for with_rng in ({"rng": holdfast.RNG(), **state}, {**state, "rng": holdfast.RNG()}):
+        seed_all(11)
+        expected = upcoming()
+        version = MemoryStore()
+        holdfast.save(version, with_rng)
+        seed_all(12)
+        holdfast.load(version, into=with_rng)
+        assert upcoming() == expected
+
+
+def run_in_thread(work: Callable[[], object], thread: bool) -> None:
+    from threading import Thread
+
+    if not thread:
+        work()
+        return
+    runner = Thread(target=work)
+    runner.start()
+    runner.join(60)
+    assert not runner.is_alive()
+
+
+def test_a_save_or_load_in_another_thread_does_not_rewind_the_training() -> None:
+    """The main thread may draw meanwhile. Restoring would repeat its random numbers."""
+    store = MemoryStore()
+
+    class Meanwhile:
+        def state_dict(self) -> dict[str, int]:
+            seed_all(13)  # in the place of draws by the main thread
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            seed_all(14)
+
+    run_in_thread(lambda: holdfast.save(store, {"x": Meanwhile()}), True)
+    after_save = upcoming()
+    run_in_thread(lambda: holdfast.load(store, into={"x": Meanwhile()}), True)
+    after_load = upcoming()
+    seed_all(13)
+    assert upcoming() == after_save
+    seed_all(14)
+    assert upcoming() == after_load
+
+
+def test_a_training_in_another_thread_is_exact() -> None:
+    store, state = MemoryStore(), {"rng": holdfast.RNG(), "x": Methods()}
+    results: list[list[float]] = []
+
+    def train() -> None:
+        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(2)) as ckpt:
+            ckpt.resume()
+            for _ in range(ckpt.current_step, 3):
+                results.append(draw())
+                ckpt.step()
+
+    seed_all(15)
+    run_in_thread(train, True)
+    seed_all(16)
+    run_in_thread(train, True)
+    assert results[3:] == results[2:3]
+
+
+# -- blocks and the training ---------------------------------------------------------------------
+
+
+def test_resume_in_a_block_is_refused() -> None:
+    store, state = MemoryStore(), {"rng": holdfast.RNG()}
+    with holdfast.Checkpointer(store, state) as ckpt:
+        with (
+            holdfast.isolated_rng(),
+            pytest.raises(HoldfastError, match="inside a block of isolated_rng"),
+        ):
+            ckpt.resume()
+        assert ckpt.resume() is None
+
+
+def test_training_in_a_block_is_refused_at_its_second_step() -> None:
+    state = {"rng": holdfast.RNG()}
+    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+        for _ in range(3):
+            with holdfast.isolated_rng():
+                ckpt.step()
+        with holdfast.isolated_rng():
+            ckpt.step()
+            with (
+                holdfast.isolated_rng(),
+                pytest.raises(HoldfastError, match="Two steps of the training were in the same"),
+            ):
+                ckpt.step()
+        ckpt.step()
+        assert ckpt.current_step == 5
+
+
+# -- evaluation ----------------------------------------------------------------------------------
+
+
+class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.arange(4.0) * (i + 1) / 6
+        return x + torch.rand(4) + random.random(), x.sum()
+
+
+class Training:
+    """Four steps. ``place`` is where the loop evaluates: before or after ``step``, or around it."""
+
+    def __init__(self, place: str, workers: int, every: int, isolated: bool = True) -> None:
+        self.place, self.every, self.isolated = place, every, isolated
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.sampler = holdfast.ElasticSampler(6, 3, seed=1)
+        self.loader = DataLoader(Points(), batch_sampler=self.sampler)
+        self.validation = DataLoader(Points(), batch_size=3, shuffle=True, num_workers=workers)
+        self.progress = holdfast.Progress()
+        self.state = {
+            "rng": holdfast.RNG(),
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "sampler": self.sampler,
+            "progress": self.progress,
+        }
+        self.history: dict[int, list[Any]] = {}
+
+    def evaluate(self) -> float:
+        def run() -> float:
+            with torch.no_grad():  # in training mode: dropout draws too
+                losses = [self.loss(x, y).item() for x, y in self.validation]
+            return sum(losses) + sum(draw())
+
+        if not self.isolated:
+            return run()
+        with holdfast.isolated_rng():
+            return run()
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        noisy = x + random.gauss(0, 0.1) + np.random.normal() * 0.1
+        return (self.model(noisy).squeeze(1) - y).square().mean()
+
+    def run(self, ckpt: holdfast.Checkpointer, last: int) -> None:
+        while self.progress.epoch < 2:
+            for x, y in self.loader:
+                loss = self.loss(x, y)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                self.step(ckpt, loss.item())
+                if self.progress.step == last:
+                    return
+            self.progress.epoch += 1
+
+    def step(self, ckpt: holdfast.Checkpointer, loss: float) -> None:
+        number = self.progress.step + 1
+        record = self.history[number] = [loss]
+        due = number % self.every == 0
+        if self.place in ("before", "both") and due:
+            record.append(self.evaluate())
+        if self.place == "around" and due:
+            with holdfast.isolated_rng():
+                record.append(self.evaluate())
+                ckpt.step({"loss": loss})
+                record.append(draw())
+        else:
+            ckpt.step({"loss": loss})
+        if self.place in ("after", "both") and due:
+            record.append(self.evaluate())
+        record.append(upcoming())
+
+
+def train(
+    store: MemoryStore, last: int, *arguments: Any, save: int = 100, isolated: bool = True
+) -> Training:
+    training = Training(*arguments, isolated=isolated)
+    options: Any = {"save": holdfast.EverySteps(save)}
+    with holdfast.Checkpointer(store, training.state, **options) as ckpt:
+        ckpt.resume()
+        training.run(ckpt, last)
+    return training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["before", "after", "both", "around"])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_loop_that_evaluates_resumes_exactly(place: str, workers: int, every: int) -> None:
+    """Interrupted after each step, at which a version is saved or not."""
+    seed_all(20)
+    expected = train(MemoryStore(), 4, place, workers, every).history
+    assert len(expected) == 4
+    for save in (1, 2, 3):
+        for stop in range(save, 5):
+            seed_all(20)
+            store = MemoryStore()
+            first = train(store, stop, place, workers, every, save=save).history
+            assert first == {step: expected[step] for step in range(1, stop + 1)}
+            seed_all(21)  # a new process
+            draw()
+            second = train(store, 4, place, workers, every).history
+            resumed_at = stop // save * save
+            assert second == {step: expected[step] for step in range(resumed_at + 1, 5)}
+
+
+def test_an_evaluation_without_isolation_is_not_repeated_by_the_resumed_run() -> None:
+    """The reason for ``isolated_rng``, and the proof that the test above can fail."""
+    seed_all(20)
+    expected = train(MemoryStore(), 4, "after", 0, 1, isolated=False).history
+    store = MemoryStore()
+    seed_all(20)
+    train(store, 2, "after", 0, 1, save=2, isolated=False)
+    seed_all(21)
+    assert train(store, 4, "after", 0, 1, isolated=False).history[3] != expected[3]
+
+
+def test_an_exception_in_an_evaluation_saves_the_generators_of_the_training() -> None:
+    store, state = MemoryStore(), {"rng": holdfast.RNG()}
+    ckpt = holdfast.Checkpointer(store, state, save=holdfast.OnException())
+    seed_all(22)
+    with pytest.raises(ZeroDivisionError), ckpt:
+        ckpt.step()
+        with holdfast.isolated_rng():
+            draw()
+            ckpt.step()
+            draw()
+            raise ZeroDivisionError
+    expected = draw()
+    seed_all(23)
+    with holdfast.Checkpointer(store, state) as resumed:
+        resumed.resume()
+        assert resumed.current_step == 2
+        assert draw() == expected
