@@ -248,6 +248,29 @@ def test_a_mismatched_leaf_on_one_rank_raises_on_all_ranks(rank, value, kind):
     assert_same(floats(0), states[1 - rank]["w"])
 
 
+def test_an_object_of_one_rank_with_other_keys_raises_on_all_ranks():
+    class Counted:
+        def __init__(self, **state):
+            self.state = state
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    def state(r, name="a"):
+        return {"o": Counted(**{name: 1} if r else {"a": 1}), "w": floats(1)}
+
+    store = save_on_ranks(*for_each_rank(3, state))
+    states = [s | {"w": floats(0)} for s in for_each_rank(3, lambda r: state(r, "b"))]
+    for e in load_errors(store, MissingLeaf, *states):
+        assert e.missing == ("o/b",)  # "o/a" is what rank 0 expects
+        assert "check_state_dict" in str(e)
+    for live in states:
+        assert_same(floats(0), live["w"])
+
+
 def test_nothing_is_changed_if_an_object_of_one_rank_refuses_its_state():
     class Refusing:
         def state_dict(self):

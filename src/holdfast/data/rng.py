@@ -51,18 +51,23 @@ class RNG:
                 state.setdefault(kind, []).append(states[name])
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state. Devices that it does not contain keep their current generators.
-
-        In a load, the generators also have this state at the end, whatever other objects draw.
-        Raises ``PlanError`` if it is not the state of an ``RNG``.
-        """
+    def check_state_dict(self, state: object) -> None:
+        """Raise ``PlanError`` if this is not the state of an ``RNG``. The generators of PyTorch and
+        of devices are optional."""
         if not isinstance(state, dict) or not {"python", "numpy"} <= set(state):
             raise PlanError(
                 "The loaded value is not the state of an RNG",
                 expected="python, numpy, and torch",
                 found=", ".join(map(str, state)) if isinstance(state, dict) else type(state),
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state. Devices that it does not contain keep their current generators.
+
+        In a load, the generators also have this state at the end, whatever other objects draw.
+        Raises ``PlanError`` if it is not the state of an ``RNG``.
+        """
+        self.check_state_dict(state)
         python = state["python"]
         if isinstance(python, dict):  # from before Holdfast supported ranks: the tuple
             python = (python["version"], tuple(python["words"].tolist()), python["gauss"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.engine.loading.bind_stateful import bind_stateful
 from holdfast.engine.loading.binding import Binding
 from holdfast.engine.loading.targets import Finalize
 from holdfast.engine.planning.select import ABSENT
@@ -39,7 +40,7 @@ def bind_per_rank(binding: Binding, bind: Bind, value: Any, node: Any, key: str)
     """
     saved = _nodes_by_rank(binding, node, key)
     if not saved:
-        return binding.bind_stateful(value, ABSENT, key)
+        return bind_stateful(binding, value, ABSENT, key)
     has_own, can_derive = binding.rank in saved, hasattr(value, "derive")
     if not can_derive and binding.is_any_selected(node, key):
         binding.differences.saved_ranks[key] = sorted(saved)
@@ -49,7 +50,7 @@ def bind_per_rank(binding: Binding, bind: Bind, value: Any, node: Any, key: str)
     if isinstance(value, PerRank):
         finalize_child = bind_wrapped(binding, bind, value, child, child_key)
     else:
-        finalize_child = binding.bind_stateful(value, child, child_key)
+        finalize_child = bind_stateful(binding, value, child, child_key)
 
     def derive() -> Any:
         finalize_child()

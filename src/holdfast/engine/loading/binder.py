@@ -17,6 +17,7 @@ from holdfast import lazy_torch
 from holdfast.engine.loading.bind_module import bind_module
 from holdfast.engine.loading.bind_optimizer import bind_optimizer
 from holdfast.engine.loading.bind_ranks import bind_per_rank, bind_wrapped
+from holdfast.engine.loading.bind_stateful import bind_stateful
 from holdfast.engine.loading.binding import Binding
 from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import ABSENT
@@ -60,7 +61,7 @@ class Binder(Binding):
         if optimizers.is_standard_optimizer(value):
             return bind_optimizer(self, value, node, key)
         if modules.is_stateful(value):
-            return self.bind_stateful(value, node, key)
+            return bind_stateful(self, value, node, key)
         return self._bind_leaf(self._bind_value, value, node, key)
 
     def _bind_leaf(

@@ -10,12 +10,11 @@ import numpy as np
 
 from holdfast import lazy_torch
 from holdfast.engine.loading.differences import Differences
-from holdfast.engine.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
+from holdfast.engine.loading.targets import LoadTargets, is_leaf, tag_of
 from holdfast.engine.planning.select import ABSENT, KeyFilter
 from holdfast.engine.state import sharding
 from holdfast.errors import PlanError
 from holdfast.format import tree
-from holdfast.generators import keep_restored
 from holdfast.lazy_torch import dtype_name
 from holdfast.types import Box
 
@@ -162,30 +161,6 @@ class Binding:
         if self.selected(key):
             tag = next(iter(node), "nothing") if type(node) is dict else type(node).__name__
             self.differences.kinds[key] = f"{tag}, live {expected}"
-
-    def bind_stateful(self, value: Any, node: Any, key: str) -> Finalize:
-        """Bind an object by its ``load_state_dict``, which is called after the bytes are read.
-
-        If the object has ``check_state_dict`` and its saved state consists of plain values, that
-        method is called now, so that the object can reject the state before anything changes.
-        """
-        if node is ABSENT:
-            self.note_missing(key)
-            return lambda: value
-        if not self.is_any_selected(node, key):
-            return lambda: value
-        finalize_state = self.targets.add_fresh(node, key, "cpu")
-        check = getattr(value, "check_state_dict", None)
-        if check is not None and not any(is_leaf(n) for _, n in tree.walk(node, key)):
-            check(finalize_state())
-
-        def finalize() -> Any:
-            state = finalize_state()
-            value.load_state_dict(state)
-            keep_restored(state)
-            return value
-
-        return finalize
 
 
 def _can_cast(stored: str, dtype: Any) -> bool:

@@ -29,7 +29,8 @@ class Differences:
     snapshot that the live state lacks; ``shapes``, ``dtypes``, and ``kinds``: a description of both
     sides, by key; ``ranks``: the ranks whose states differ, or an empty list if all do. The error
     that ``raise_if_any`` raises has the keys as fields: ``missing``, ``unexpected``, and
-    ``misfits`` for the rest.
+    ``misfits`` for the rest. ``objects``: the keys of the objects with a ``load_state_dict`` of
+    their own whose state has missing or unexpected keys.
 
     ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
     it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
@@ -41,6 +42,7 @@ class Differences:
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     saved_ranks: dict[str, list[int]] = field(default_factory=dict)
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -77,7 +79,9 @@ class Differences:
         combined._keep_reassigned(groups)
         on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
         combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
-        combined.missing = list(dict.fromkeys(key for one, _ in groups for key in one.missing))
+        for name in ("missing", "objects"):
+            keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
+            setattr(combined, name, list(keys))
         for one, ranks in groups:
             for name in ("shapes", "dtypes", "kinds"):
                 setattr(combined, name, getattr(one, name) | getattr(combined, name))
@@ -148,6 +152,7 @@ class Differences:
             ('missing="keep"', lacking),
             ('unexpected="ignore"', surplus),
             ("rename={...}", lacking and surplus),
+            ("check_state_dict(state) in a class whose keys change in training", self.objects),
             ("cast=True (of holdfast.load)", self.dtypes),
             ("keys=[...] without the keys that do not fit and without their optimizer", misfits),
         )
