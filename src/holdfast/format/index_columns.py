@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -36,7 +37,7 @@ class IndexLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
     boxes: list[IndexBox]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LeafSchema:
     """The keys, dtypes, and global shapes of leaves.
 
@@ -50,6 +51,11 @@ class LeafSchema:
     ndims: Ints
     flat_shapes: Ints
     itemsizes: Ints
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each leaf by key."""
+        return {key: number for number, key in enumerate(self.keys)}
 
 
 @dataclass(slots=True)

@@ -173,10 +173,11 @@ def _convert_optimizer(value: Any, modules: Mapping[str, Any]) -> dict[str, Any]
             return None
         names.update(zip(group["params"], group_names, strict=True))
     plain = dict(zip(names, unwrap_names(list(names.values())), strict=True))
-    owners = [m for m, state in modules.items() if set(plain.values()) <= state.keys()]
+    parameters = set(plain.values())
+    owners = [m for m, state in modules.items() if parameters <= state.keys()]
     if MODEL_KEY in owners:
         owners = [MODEL_KEY]
-    if len(owners) != 1 or len(set(plain.values())) < sum(len(g["params"]) for g in groups):
+    if len(owners) != 1 or len(parameters) < sum(len(g["params"]) for g in groups):
         return None
     # DCP converts all keys to text
     qualified = {str(k): f"{owners[0]}.{n}" for k, n in plain.items()}

@@ -130,14 +130,17 @@ def load_huggingface_folder(
     weight_map = _read_index(os.path.join(folder, name))
     tensors: dict[str, Any] = {}
     all_mapped = True
-    parts = sorted(set(weight_map.values()))
+    names_by_part: dict[str, list[str]] = {}
+    for tensor_name, part in weight_map.items():
+        names_by_part.setdefault(part, []).append(tensor_name)
+    parts = sorted(names_by_part)
     for part in parts:
         path = os.path.join(folder, part)
         if not os.path.isfile(path):
             raise _incomplete_error(folder, name, f"the part {part}", "no such file")
         values, mapped = _load_weights(path, advance)
         all_mapped = all_mapped and mapped
-        missing = [n for n, p in weight_map.items() if p == part and n not in values]
+        missing = [n for n in names_by_part[part] if n not in values]
         if missing:
             raise _incomplete_error(
                 folder, name, f"{missing[0]} in {part}", f"{len(values)} other tensors"

@@ -7,7 +7,12 @@ from typing import Any
 
 from holdfast.engine.loading.binding import Binding
 from holdfast.engine.loading.targets import Finalize, tag_of
-from holdfast.engine.planning.select import ABSENT
+from holdfast.engine.planning.select import (
+    ABSENT,
+    NumberedRenames,
+    find_renames,
+    number_renames,
+)
 from holdfast.engine.state import optimizers, sharding
 from holdfast.format import tree
 from holdfast.format.names import escape_level, join_key
@@ -35,11 +40,13 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         for group, names in zip(optimizer.param_groups, grouped, strict=True)
         for name, parameter in zip(names, group["params"], strict=True)
     }
+    # a parameter's name is its path in the state, with dots
+    renames = number_renames({old.replace("/", "."): new for old, new in binding.renames.items()})
     finalizers: dict[str, dict[str, Finalize]] = {}
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
     for name, slots, k in tree.children(saved, state_key):
-        name = _rename_parameter(name, binding)
+        name = _rename_parameter(name, renames)
         if name not in live:
             binding.note_unexpected([(slots, k)])
             continue
@@ -57,7 +64,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
             for slot, child, slot_key in tree.children(slots, k)
             if binding.selected(slot_key)
         }
-    groups = _bind_groups(binding, optimizer, grouped, *members["groups"])
+    groups = _bind_groups(binding, optimizer, grouped, renames, *members["groups"])
 
     def finalize() -> Any:
         if exact:
@@ -128,14 +135,13 @@ def _note_other_class(
     return is_other_class
 
 
-def _rename_parameter(name: Any, binding: Binding) -> Any:
-    """Apply ``rename`` to a parameter's name. A parameter's name is its path in the state, with
-    dots."""
-    for old, new in binding.renames.items():
-        prefix = old.replace("/", ".")
-        if name == prefix or name.startswith(prefix + "."):
-            return new.replace("/", ".") + name[len(prefix) :]
-    return name
+def _rename_parameter(name: Any, renames: NumberedRenames) -> Any:
+    """Apply ``rename`` to a parameter's name."""
+    matches = find_renames(name, renames)
+    if not matches:
+        return name
+    _, old, new = matches[-1]
+    return new.replace("/", ".") + name[len(old) :]
 
 
 def _bind_slot(
@@ -186,7 +192,12 @@ def _slot_device(parameter: Any, group: dict[str, Any], slot: str) -> Any:
 
 
 def _bind_groups(
-    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
+    binding: Binding,
+    optimizer: Any,
+    grouped: list[list[str]],
+    renames: NumberedRenames,
+    node: Any,
+    key: str,
 ) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
     """Bind the options of each group. Groups are matched by position and must have the same
     parameters."""
@@ -196,7 +207,7 @@ def _bind_groups(
     for k, saved, group, live_names in zip(keys, node["list"], optimizer.param_groups, grouped):
         members = {name: child for name, child, _ in tree.children(saved, k)}
         saved_names = [
-            _rename_parameter(n, binding)
+            _rename_parameter(n, renames)
             for n in tree.decode(members.pop("params"), k, tree.reject_value)
         ]
         for side, names, others in (

@@ -133,11 +133,15 @@ class OverlapSearch:
         Raises ``ManifestInvalid`` if an earlier shard gives a leaf another dtype or shape.
         """
         leaves, request_ids = [], []
-        for leaf, key in enumerate(schema.keys):
-            if matching := self._requests_by_key.get(key):
-                self._check_type(key, (schema.dtypes[leaf], schema.shapes[leaf]), file)
-                leaves += [leaf] * len(matching)
-                request_ids += matching
+        # a read of one leaf of many looks only at that leaf
+        for leaf in sorted(
+            schema.numbers[key] for key in self._requests_by_key.keys() & schema.numbers.keys()
+        ):
+            key = schema.keys[leaf]
+            matching = self._requests_by_key[key]
+            self._check_type(key, (schema.dtypes[leaf], schema.shapes[leaf]), file)
+            leaves += [leaf] * len(matching)
+            request_ids += matching
         try:
             return self._build_columns(schema, leaves, request_ids)
         except (OverflowError, ValueError):  # ``check_requests`` reports boxes outside their leaf

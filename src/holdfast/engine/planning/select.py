@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -12,6 +13,9 @@ from holdfast.format import tree
 from holdfast.format.names import join_key
 
 KeyFilter = Callable[[str], bool]
+
+NumberedRenames = dict[str, tuple[int, str]]
+"""By the old name: the number of a rename, and the new name."""
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 """A placeholder for a node that does not exist. None is a node (``null``)."""
@@ -31,16 +35,35 @@ def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
     """
     if patterns is None:
         return match_all
-    alternatives = map(_pattern_to_regex, [patterns] if isinstance(patterns, str) else patterns)
-    regex = re.compile("|".join(f"(?:{a})" for a in alternatives), re.DOTALL)
-    return lambda key: regex.fullmatch(key) is not None
+    plain: set[str] = set()
+    # by the levels before the first wildcard, so that the time per key does not depend on the
+    # number of patterns: a program may list thousands of them
+    regexes: defaultdict[str, list[str]] = defaultdict(list)
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        literal, *wild = re.split(r"(\*\*|\*|\?)", pattern)
+        if not wild:
+            plain.add(literal)
+        else:
+            wildcards = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+            regex = "".join(wildcards.get(p) or re.escape(p) for p in wild)
+            regexes[literal.rpartition("/")[0]].append(re.escape(literal) + regex)
+    compiled = {
+        level: re.compile("|".join(f"(?:{r})" for r in group), re.DOTALL)
+        for level, group in regexes.items()
+    }
+    above_all = compiled.pop("", None)
 
+    def matches(key: str) -> bool:
+        if above_all is not None and above_all.fullmatch(key):
+            return True
+        levels = [key[: m.start()] for m in re.finditer("/", key)]
+        return (
+            key in plain
+            or not plain.isdisjoint(levels)
+            or any(level in compiled and compiled[level].fullmatch(key) for level in levels)
+        )
 
-def _pattern_to_regex(pattern: str) -> str:
-    parts = re.split(r"(\*\*|\*|\?)", pattern)
-    wildcards = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
-    below = "(?:/.*)?" if len(parts) == 1 else ""
-    return "".join(wildcards.get(p) or re.escape(p) for p in parts) + below
+    return matches
 
 
 def prune(node: Any, key_filter: KeyFilter, key: str = "") -> Any:
@@ -87,10 +110,10 @@ def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
     Raises ``PlanError`` for a rename that would move a member to another level, that matches no
     member, or that gives two members the same name.
     """
+    patterns = [old for old, new in renames.items() if _WILDCARDS & set(old + new)]
+    members = _find_members(node, patterns, key)
     for old, new in renames.items():
-        if _WILDCARDS & set(old + new) and not (
-            _same_level(old, new) and _has_member(node, old, key)
-        ):
+        if _WILDCARDS & set(old + new) and not (_same_level(old, new) and old in members):
             raise PlanError(
                 f"Keys to rename must not be patterns, but {old!r}: {new!r} is a pattern",
                 todo=_advice(node, old.rstrip("*/"), new.rstrip("*/"), key),
@@ -104,9 +127,10 @@ def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
                 leaf=old,
             )
     used: set[str] = set()
-    renamed = _rename_members(node, renames, key, used)
+    renamed = _rename_members(node, number_renames(renames), key, used)
     if unused := sorted(set(renames) - used):
-        old = next((o for o in unused if _has_member(node, renames[o], key)), unused[0])
+        members = _find_members(node, [renames[old] for old in unused], key)
+        old = next((o for o in unused if renames[o] in members), unused[0])
         raise PlanError(
             f"Keys to rename are not in the snapshot: {', '.join(unused)}",
             todo=_advice(node, old, renames[old], key),
@@ -123,19 +147,36 @@ def _same_level(old: str, new: str) -> bool:
     return old.rpartition("/")[0] == new.rpartition("/")[0]
 
 
-def _has_member(node: Any, name: str, key: str) -> bool:
-    """Return True if the tree has a member of that name."""
-    used: set[str] = set()
-    _rename_members(node, {name: name}, key, used)
-    return bool(used)
+def number_renames(renames: Mapping[str, str]) -> NumberedRenames:
+    """Return the renames for ``find_renames``."""
+    return {old: (number, new) for number, (old, new) in enumerate(renames.items())}
+
+
+def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, str]]:
+    """Return the renames of a name, each as its number, its old name, and its new one. The last one
+    applies. A rename is for a name, and for every name that continues it with a dot."""
+    if not renames or type(name) is not str:
+        return []
+    prefixes = [name[: m.start()] for m in re.finditer(r"\.", name)]
+    found = ((old, renames[old]) for old in (*prefixes, name) if old in renames)
+    return sorted((number, old, new) for old, (number, new) in found)
+
+
+def _find_members(node: Any, keys: Sequence[str], key: str) -> set[str]:
+    """Return those of the keys that the tree has."""
+    found: set[str] = set()
+    if keys:
+        _rename_members(node, number_renames({k: k for k in keys}), key, found)
+    return found
 
 
 def _advice(node: Any, old: str, new: str, key: str) -> str:
     """Return advice on how to correct a rename that matches nothing."""
     if old and new and old != new and _same_level(old, new):
-        if _has_member(node, old, key):
+        members = _find_members(node, [old, new], key)
+        if old in members:
             return f"rename={{{old!r}: {new!r}}} renames {old} and everything below it"
-        if _has_member(node, new, key):
+        if new in members:
             return (
                 f"The snapshot has {new}, so write rename={{{new!r}: {old!r}}}:"
                 " the name in the snapshot comes first"
@@ -150,7 +191,7 @@ def _suggest_key(node: Any, old: str, key: str) -> str:
     The given key may have dots between levels or may be misspelled.
     """
     for dots in range(1, old.count(".") + 1):
-        if _has_member(node, slashed := old.replace(".", "/", dots), key):
+        if _find_members(node, [slashed := old.replace(".", "/", dots)], key):
             return f"Levels are separated by /; did you mean {slashed}? "
     matches = get_close_matches(
         old, [k for k, _ in tree.walk(node, key)][:_MAX_KEYS_COMPARED], 1, 0.8
@@ -158,16 +199,18 @@ def _suggest_key(node: Any, old: str, key: str) -> str:
     return f"Did you mean {matches[0]}? " if matches else ""
 
 
-def _rename_members(node: Any, renames: Mapping[str, str], key: str, used_names: set[str]) -> Any:
+def _rename_members(node: Any, renames: NumberedRenames, key: str, used_names: set[str]) -> Any:
     tag = next(iter(node), None) if type(node) is dict else None
     if tag in ("dict", "ordered"):
         members: dict[str, Any] = {}
         for name, child, k in tree.children(node, key):
             target = name
-            for old, new in renames.items():
-                parent, _, last = old.rpartition("/")
-                if parent == key and (name == last or name.startswith(last + ".")):
-                    target = new.rpartition("/")[2] + name[len(last) :]
+            # a name with a slash has no rename, because the last level of a rename has none
+            for _, old, new in find_renames(
+                join_key(key, name) if "/" not in name else "", renames
+            ):
+                if old.rpartition("/")[0] == key:
+                    target = new.rpartition("/")[2] + join_key(key, name)[len(old) :]
                     used_names.add(old)
             if target in members:
                 raise PlanError(f"Two members of {key!r} would be called {target!r}", leaf=k)

@@ -7,6 +7,8 @@ The state of an optimizer is keyed by the qualified names of its parameters.
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine.state.walk import find_named_instances
@@ -41,15 +43,15 @@ def strip_wrapper_names(module: torch.nn.Module, names: list[str], key: str) -> 
     """
     torch = torch_or_none()
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    wrapped_paths = [
+    wrapped_paths = {
         f"{path}.module" if path else "module"
         for path, sub in module.named_modules()
         if isinstance(sub, wrappers)
-    ]
+    }
     is_wrapped = wrapped_paths or any(a in name for name in names for a in _WRAPPER_ATTRIBUTES)
     stripped = [_strip_wrappers(n, wrapped_paths) for n in names] if is_wrapped else names
     if len(set(stripped)) < len(stripped):
-        duplicates = sorted({n for n in stripped if stripped.count(n) > 1})
+        duplicates = sorted(n for n, count in Counter(stripped).items() if count > 1)
         raise PlanError(
             f"Leaves of the module at {key!r} have the same name without their wrapper prefixes",
             found=", ".join(duplicates[:5]),
@@ -59,11 +61,11 @@ def strip_wrapper_names(module: torch.nn.Module, names: list[str], key: str) -> 
     return stripped
 
 
-def _strip_wrappers(name: str, wrapped_paths: list[str]) -> str:
-    for path in sorted(wrapped_paths, key=len, reverse=True):
-        if name.startswith(path + "."):
-            name = name[: len(path) - len("module")] + name[len(path) + 1 :]
-    return ".".join(level for level in name.split(".") if level not in _WRAPPER_ATTRIBUTES)
+def _strip_wrappers(name: str, wrapped_paths: set[str]) -> str:
+    levels = name.split(".")
+    paths = accumulate(levels[:-1], "{}.{}".format)
+    kept = [level for level, path in zip(levels, paths) if path not in wrapped_paths]
+    return ".".join(level for level in [*kept, levels[-1]] if level not in _WRAPPER_ATTRIBUTES)
 
 
 def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:

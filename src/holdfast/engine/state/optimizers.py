@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import PlanError
@@ -48,7 +49,7 @@ def group_parameter_names(
     ]
     flat = [name for group in grouped for name in group]
     if len(set(flat)) < len(flat):
-        duplicate = next(name for name in flat if flat.count(name) > 1)
+        duplicate = next(name for name, count in Counter(flat).items() if count > 1)
         raise PlanError(
             f"Two parameters of an optimizer would both be named {duplicate}",
             todo='Give the modules in the state different paths; in {"a.b": x, "a": {"b": y}}, both'

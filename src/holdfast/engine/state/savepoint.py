@@ -78,6 +78,7 @@ class Savepoint:
         self._captured: Any = None
         self._invalid_reason: str | None = _NO_SAVEPOINT
         self._memo: Memo = {}
+        self._parameter_names: dict[int, str] | None = None
         self._copies = CopyPool()
         self._step_hook = StepPreHook((), self._on_step_begin)
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -113,7 +114,7 @@ class Savepoint:
         self._version_counters = _read_version_counters(self._fingerprint.partial)
         self._fingerprint.record()
         self._copies.recycle()
-        self._memo = {}
+        self._memo, self._parameter_names = {}, None
         self._captured = map_containers(self._state, self._capture_value, self._memo)
         self._memo = {}
         self._invalid_reason = None
@@ -212,8 +213,9 @@ class Savepoint:
             return self._capture_module(value, depth)
         if optimizers.is_standard_optimizer(value):
             if id(value) not in self._stable_optimizer_ids:
-                names = modules.parameter_names(self._state)
-                state = optimizers.optimizer_state(value, names, "")
+                if self._parameter_names is None:
+                    self._parameter_names = modules.parameter_names(self._state)
+                state = optimizers.optimizer_state(value, self._parameter_names, "")
                 return map_containers(state, self._capture_value, self._memo, depth)
             groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
             return _CapturedOptimizer(

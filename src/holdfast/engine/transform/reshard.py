@@ -42,6 +42,7 @@ from holdfast.engine.transform.reshard_plan import (
     LeafSpan,
     OrderedLeaf,
     assign_leaves,
+    group_by_shard,
     group_into_windows,
     iter_chunks,
     lay_out_window,
@@ -94,11 +95,15 @@ def reshard(
         leaves = order_leaves(snapshot, locations)
         reader = _SnapshotReader(snapshot, leaves, locations)
         assignment = assign_leaves(leaves, shards, split)
+        numbers = group_by_shard(assignment, shards)
         attempt, receipts = names.random_id(), list[Receipt]()
         with snapshot.pin_while_reading(), pins.hold_pin(location, attempt):
             for first in range(0, shards, MAX_OPEN_SHARDS):
                 batch = range(first, min(first + MAX_OPEN_SHARDS, shards))
-                images = [make_shard_image(leaves, assignment, shard, shards) for shard in batch]
+                images = [
+                    make_shard_image(leaves, assignment, numbers[shard], shard, shards)
+                    for shard in batch
+                ]
                 shard_names = [names.shard_name(shard, shards, attempt) for shard in batch]
                 digests = _write_shards(location, shard_names, images, reader, advance)
                 for shard, name, image, chunk_digests in zip(

@@ -209,13 +209,27 @@ def _row_range(leaf: OrderedLeaf, shard: int, shards: int) -> tuple[int, int]:
     return min(shard * step, rows), min((shard + 1) * step, rows)
 
 
+def group_by_shard(assignment: Sequence[int | None], shards: int) -> list[list[int]]:
+    """Return, for each new shard, the numbers of the leaves of which it gets a part, in order."""
+    numbers: list[list[int]] = [[] for _ in range(shards)]
+    for number, assigned in enumerate(assignment):
+        for of_shard in numbers if assigned is None else (numbers[assigned],):
+            of_shard.append(number)
+    return numbers
+
+
 def make_shard_image(
-    leaves: Sequence[OrderedLeaf], assignment: Sequence[int | None], shard: int, shards: int
+    leaves: Sequence[OrderedLeaf],
+    assignment: Sequence[int | None],
+    numbers: Sequence[int],
+    shard: int,
+    shards: int,
 ) -> Image:
-    """Return the image of a new shard. Its ``sources`` are, for each box, the number of the leaf
-    and the first byte of the box in the leaf."""
+    """Return the image of a new shard, which gets parts of the leaves ``numbers``. Its ``sources``
+    are, for each box, the number of the leaf and the first byte of the box in the leaf."""
     leaf_boxes, sources = [], []
-    for number, leaf in enumerate(leaves):
+    for number in numbers:
+        leaf = leaves[number]
         box, first = Box.whole(leaf.shape), 0
         if assignment[number] is None:
             first, end = _row_range(leaf, shard, shards)
@@ -223,8 +237,6 @@ def make_shard_image(
                 continue
             other_sizes = leaf.shape[1:]
             box = Box((first, *(0 for _ in other_sizes)), (end - first, *other_sizes))
-        elif assignment[number] != shard:
-            continue
         leaf_boxes.append(LeafBox(leaf.key, leaf.dtype, leaf.shape, box))
         sources.append((number, first * leaf.row_bytes))
     image = make_image(sources, leaf_boxes, range(len(leaf_boxes)))

@@ -1,0 +1,414 @@
+"""The work of every public call grows in proportion to its state: to the number of leaves,
+parameters, parameter groups, optimizers, modules, tied tensors, dicts, keys, and renames.
+
+The tests count the bytecode instructions that Holdfast executes, at three sizes. They do not
+measure time, so they give the same result on every machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint
+from click.testing import CliRunner
+from torch import nn, optim
+
+import holdfast
+from holdfast.cli import cli
+from holdfast.engine.planning import select
+from holdfast.errors import PlanError
+
+PACKAGE = os.path.dirname(holdfast.__file__)
+SIZES = (16, 32, 64)
+
+
+def count_instructions(call: Callable[[], Any]) -> tuple[int, Counter[str]]:
+    """Return the number of instructions that Holdfast executes in a call, in all threads, and the
+    numbers by function."""
+    counts: Counter[str] = Counter()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return None
+        name = f"{code.co_filename[len(PACKAGE) + 1 :]}:{code.co_name}"
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def local(_: Any, event: str, __: Any) -> Any:
+            counts[name] += event == "opcode"
+            return local
+
+        return local
+
+    gc.collect()  # finalizers of other tests' objects would count
+    previous = sys.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(previous)
+        threading.settrace(previous)  # type: ignore[arg-type]
+    return counts.total(), counts
+
+
+def assert_linear(
+    prepare: Callable[[int], Callable[[], Any]], sizes: tuple[int, ...] = SIZES
+) -> None:
+    """Assert that the work of ``prepare(n)()`` grows at most linearly with n.
+
+    From n to 2n and from 2n to 4n, linear work grows by a factor of 2, and quadratic work by 4.
+    """
+    prepare(sizes[0])()  # imports and caches
+    (a, first), (b, second), (c, third) = (count_instructions(prepare(n)) for n in sizes)
+    faster = {
+        name: (first[name], second[name], n)
+        for name, n in third.items()
+        if n - second[name] > 2.5 * (second[name] - first[name]) + 1000
+    }
+    assert c > 0
+    assert not faster, (a, b, c)
+
+
+class Net(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.p = nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(n)])
+
+
+def stepped(parameters: Any) -> optim.Optimizer:
+    optimizer = optim.AdamW(parameters)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def with_optimizer(n: int) -> dict[str, Any]:
+    m = Net(n // 4)
+    return {"m": m, "o": stepped(m.parameters())}
+
+
+def with_groups(n: int) -> dict[str, Any]:
+    m = Net(n // 4)
+    return {"m": m, "o": stepped([{"params": [p]} for p in m.parameters()])}
+
+
+def with_optimizers(n: int) -> dict[str, Any]:
+    """One optimizer per module, as for an optimizer step within the backward pass."""
+    ms = [nn.Linear(2, 1) for _ in range(n // 6)]
+    return {"m": ms, "o": [stepped(m.parameters()) for m in ms]}
+
+
+def with_unstable_optimizers(n: int) -> dict[str, Any]:
+    """Optimizers whose slots a forward pass may change, because buffers share their memory."""
+    state = with_optimizers(n)
+    for m, o in zip(state["m"], state["o"], strict=True):
+        m.register_buffer("average", o.state[m.weight]["exp_avg"])
+    return state
+
+
+def tied(n: int) -> dict[str, Any]:
+    tensors = {f"k{i}": torch.full((2,), float(i)) for i in range(n // 2)}
+    return {"a": tensors, "b": dict(tensors)}
+
+
+def one_tensor(n: int) -> dict[str, Any]:
+    return {"a": dict.fromkeys(map(str, range(n)), torch.ones(2))}
+
+
+def dicts(n: int) -> dict[str, Any]:
+    return {f"a{i}": {"x": i, "y": {"z": [i, "t", None, 1.5], i: "i"}} for i in range(n // 4)}
+
+
+def objects(n: int) -> dict[str, Any]:
+    return {
+        "s": [Counted(i) for i in range(n // 3)],
+        "r": holdfast.PerRank(list(range(n))),
+    }
+
+
+class Counted:
+    def __init__(self, i: int) -> None:
+        self.i = i
+
+    def state_dict(self) -> dict[str, int]:
+        return {"i": self.i}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.i = state["i"]
+
+
+def wrapped(n: int) -> dict[str, Any]:
+    return {"m": nn.ModuleList([nn.DataParallel(nn.Linear(2, 1)) for _ in range(n // 2)])}
+
+
+def leaves(n: int) -> dict[str, Any]:
+    return {"d": {f"k{i}": torch.full((2,), float(i)) for i in range(n)}}
+
+
+def everything(n: int) -> dict[str, Any]:
+    """All kinds of state, each with about n members."""
+    kinds = {
+        "leaves": leaves(n),
+        "list": [torch.full((2,), float(i)) for i in range(n)],
+        "arrays": {i: np.full(2, i) for i in range(n)},
+        "sparse": {f"k{i}": torch.eye(2).to_sparse() for i in range(n)},
+        "values": [[float(i) for i in range(n)], set(range(n)), list(range(n))],
+        "equal texts": {**dict.fromkeys(range(n)), **dict.fromkeys(map(str, range(n)))},
+        "dicts": dicts(n),
+        "tied": tied(n),
+        "one tensor": one_tensor(n),
+    }
+    live = (with_optimizer, with_groups, with_optimizers, with_unstable_optimizers)
+    for make in (*live, objects, wrapped):
+        kinds |= {f"{make.__name__} {key}": value for key, value in make(n).items()}
+    return kinds
+
+
+@pytest.fixture
+def folder(tmp_path):
+    numbers = itertools.count()
+    return lambda: str(tmp_path / str(next(numbers)))
+
+
+def run(*arguments: str, codes: tuple[int, ...] = (0,)) -> None:
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert result.exit_code in codes, result.output[-500:]
+
+
+def expect_error(call: Callable[[], Any]) -> Callable[[], None]:
+    def wrapper() -> None:
+        with pytest.raises(PlanError):
+            call()
+
+    return wrapper
+
+
+def save_in_background(url: str, state: dict[str, Any]) -> None:
+    holdfast.save_async(url, state).wait()
+
+
+def saved(make: Callable[[int], dict[str, Any]], n: int, folder: Any) -> str:
+    url = folder() + "/version_1"
+    holdfast.save(url, make(n))
+    return url
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+
+
+@pytest.mark.slow
+def test_saves_and_loads_grow_linearly(folder):
+    def load_into(n, change=lambda live: live, **options):
+        url, live = saved(everything, n, folder), change(everything(n))
+        return lambda: holdfast.load(url, into=live, **options)
+
+    assert_linear(lambda n: partial(holdfast.save, folder() + "/version_1", everything(n)))
+    assert_linear(lambda n: partial(save_in_background, folder() + "/version_1", everything(n)))
+    assert_linear(lambda n: partial(holdfast.load, saved(everything, n, folder)))
+    assert_linear(load_into)
+    assert_linear(lambda n: load_into(n, keys=["leaves", "**/exp_avg", "dicts/**"]))
+    assert_linear(lambda n: expect_error(load_into(n, lambda live: {})))
+    assert_linear(lambda n: expect_error(load_into(n, lambda live: {"other": live})))
+
+
+COMMANDS = {
+    "verify": [],
+    "show": ["--layout"],
+    "copy": ["{folder}/version_1"],
+    "reshard": ["{folder}/version_1", "--shards", "2", "--split", "even"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_grow_linearly(name, folder):
+    def command(n):
+        arguments = [a.format(folder=folder()) for a in COMMANDS[name]]
+        return partial(run, name, saved(everything, n, folder), *arguments)
+
+    assert_linear(command)
+
+
+@pytest.mark.slow
+def test_comparisons_grow_linearly(folder):
+    def diff(n, other):
+        a, b = saved(everything, n, folder), saved(other, n, folder)
+        return lambda: run("diff", a, b, codes=(0, 7))
+
+    assert_linear(lambda n: diff(n, everything))
+    assert_linear(lambda n: diff(n, lambda n: {"other": everything(n)}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
+def test_exports_and_imports_grow_linearly(to, folder):
+    """With ``hf``, the number of files grows with the number of tensors."""
+    size = ["--max-shard-size", "64B"] if to == "hf" else []
+
+    def export_and_import(n):
+        url, out = saved(everything if to == "torch" else leaves, n, folder), folder()
+
+        def call():
+            run("export", url, out, "--to", to, *size)
+            file = "" if to == "hf" else f"/{os.listdir(out)[0]}"
+            run("import", out + file, folder(), "--step", "1")
+
+        return call
+
+    assert_linear(export_and_import)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_imports_of_training_states_grow_linearly(folder):
+    def plain(n):
+        state = leaves(n) | with_optimizer(n) | {"list": list(range(n)), "dicts": dicts(n)}
+        return {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
+
+    def from_torch(n):
+        path = folder()
+        torch.save(plain(n), path)
+        return lambda: run("import", path, folder(), "--step", "1")
+
+    def from_dcp(n):
+        path = folder()
+        torch.distributed.checkpoint.save(plain(n), checkpoint_id=path, no_dist=True)
+        return lambda: run("import", path, folder(), "--step", "1")
+
+    assert_linear(from_torch)
+    assert_linear(from_dcp)
+
+
+@pytest.mark.slow
+def test_a_training_grows_linearly(folder):
+    policy = holdfast.EverySteps(2) | holdfast.OnException()
+
+    def train(n):
+        url, state = folder(), everything(n)
+
+        def call():
+            with (
+                pytest.raises(ZeroDivisionError),
+                holdfast.Checkpointer(url, state, save=policy) as c,
+            ):
+                for _ in range(3):
+                    c.step()
+                raise ZeroDivisionError
+            with holdfast.Checkpointer(url, state, save=policy) as c:
+                c.resume()
+
+        return call
+
+    assert_linear(train)
+
+
+def test_reading_leaves_one_by_one_grows_linearly(folder):
+    def read(n):
+        snapshot = holdfast.open(saved(leaves, n, folder))
+        return lambda: [snapshot[key][:] for key in snapshot]
+
+    assert_linear(read)
+
+
+def test_a_reshard_into_many_files_grows_with_the_files(folder):
+    def reshard(n):
+        url = saved(leaves, n, folder)
+        return lambda: run("reshard", url, folder() + "/version_1", "--shards", str(n))
+
+    assert_linear(reshard)
+
+
+def test_a_load_with_many_keys_grows_linearly(folder, monkeypatch):
+    work = 0
+
+    class Regex:
+        def __init__(self, pattern, flags):
+            self.pattern, self.regex = pattern, select_re.compile(pattern, flags)
+
+        def fullmatch(self, key):
+            nonlocal work
+            work += len(self.pattern)
+            return self.regex.fullmatch(key)
+
+    select_re = select.re
+    fake = SimpleNamespace(**{**vars(select_re), "compile": Regex})
+    monkeypatch.setattr(select, "re", fake)
+
+    def load(n):
+        url, live = saved(leaves, n, folder), leaves(n)
+        keys = [f"d/k{i}" for i in range(0, n, 2)] + [f"o/p{i}/**" for i in range(n)]
+        return lambda: holdfast.load(url, into=live, keys=keys)
+
+    assert_linear(load)
+    done = []
+    for n in SIZES:
+        work = 0
+        load(n)()
+        done.append(work)
+    assert done[2] - done[1] <= 2.4 * (done[1] - done[0]) + 100, done
+
+
+@pytest.mark.parametrize("name", ["*", "?", ""])
+def test_a_load_with_many_renames_grows_linearly(name, folder):
+    class Layers(nn.Module):
+        def __init__(self, n, prefix):
+            super().__init__()
+            for i in range(n):
+                self.register_parameter(f"{prefix}{i}", nn.Parameter(torch.ones(1)))
+
+    def load(n):
+        def make(prefix):
+            m = Layers(n // 4, prefix)
+            return {"m": m, "o": stepped(m.parameters())}
+
+        url, live = saved(lambda n: make(f"old{name}"), n, folder), make(f"new{name}")
+        renames = {f"m/old{name}{i}": f"m/new{name}{i}" for i in range(n // 4)}
+        return lambda: holdfast.load(url, into=live, rename=renames)
+
+    assert_linear(load)
+    url = saved(lambda n: {"m": Layers(n, "a")}, 8, folder)
+    missing = lambda n: {f"m/b{i}": f"m/c{i}" for i in range(n)}  # noqa: E731
+    assert_linear(
+        lambda n: expect_error(
+            lambda: holdfast.load(url, into={"m": Layers(8, "a")}, rename=missing(n))
+        )
+    )
+
+
+def test_errors_for_equal_names_grow_linearly(folder):
+    def equal_names(n):
+        m = nn.Module()
+        m._orig_mod = nn.Module()
+        for i in range(n):
+            for part in (m, m._orig_mod):
+                part.register_parameter(f"p{i}", nn.Parameter(torch.ones(1)))
+        return expect_error(lambda: holdfast.save(folder(), {"m": m}))
+
+    assert_linear(equal_names)
+
+
+def test_the_state_of_the_test_is_not_changed_by_counting():
+    """The counter sees quadratic work, and its result does not depend on earlier calls."""
+    code = compile("for i in range(n):\n for j in range(n): pass", f"{PACKAGE}/x.py", "exec")
+    with pytest.raises(AssertionError):
+        assert_linear(lambda n: lambda: exec(code, {"n": n}))
+    counted = [count_instructions(lambda: copy.copy([exec(code, {"n": 5})]))[0] for _ in range(2)]
+    assert counted[0] == counted[1] > 0
