@@ -16,37 +16,30 @@ from holdfast.run.writer_lock import WriterLock
 from holdfast.text import with_article
 
 
-def check_arguments(
-    save: object,
-    keep: object,
-    stop: object,
-    busy: object,
-    on_error: object,
-    full_every: object,
-    incremental: object,
-    overlap: object,
-) -> dict[str, str]:
+def check_arguments(**values: Any) -> dict[str, str]:
     """Return the arguments that must be equal on all ranks as text, by name.
 
     The text has no memory addresses. Raises ``HoldfastError`` for an invalid argument.
     """
+    full_every = values["full_every"]
     full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
-    checks = (
-        ("save", save, isinstance(save, SavePolicy), "a save policy such as EverySteps(500)"),
-        ("keep", keep, isinstance(keep, KeepPolicy), "a keep policy such as KeepLast(3)"),
-        ("stop", stop, isinstance(stop, StopWhen | None), 'StopWhen("val_loss") or None'),
-        ("busy", busy, busy in ("wait", "skip"), '"wait" or "skip"'),
-        ("on_error", on_error, on_error in ("raise", "warn"), '"raise" or "warn"'),
-        ("full_every", full_every, full_every_valid, "a number of versions, 1 or more, or None"),
-        ("incremental", incremental, type(incremental) is bool, "True or False"),
-        ("overlap", overlap, type(overlap) is bool, "True or False"),
-    )
-    for name, value, valid, expected in checks:
-        if not valid:
-            raise _invalid_error(name, value, expected)
+    expected_values = {
+        "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
+        "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
+        "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
+        "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
+        "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
+    }
+    for name in ("on_error", "on_unchanged"):
+        expected_values[name] = values[name] in ("raise", "warn"), '"raise" or "warn"'
+    for name in ("incremental", "overlap"):
+        expected_values[name] = type(values[name]) is bool, "True or False"
+    for name, (is_valid, expected) in expected_values.items():
+        if not is_valid:
+            raise _invalid_error(name, values[name], expected)
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
-        for name, value, *_ in checks
+        for name, value in values.items()
         if name not in ("keep", "stop")  # only rank 0 uses them
     }
 

@@ -34,6 +34,7 @@ from holdfast.training.lifecycle import Lifecycle
 from holdfast.training.resume import check_start, left_state_invalid, resume_run, start_from
 from holdfast.training.saver import Saver, SaveSpec
 from holdfast.training.step_counter import StepCounter
+from holdfast.training.version_checks import VersionChecks
 from holdfast.training.warn import raise_or_warn
 
 
@@ -63,6 +64,10 @@ class Checkpointer:
     ``on_error="warn"``, a store failure causes only a ``SaveFailed`` warning in ``step`` and
     ``close``, and training continues.
 
+    If an optimizer stepped since the previous save, but no trainable parameter in the state has
+    changed, the state is probably a copy that nobody trains. A ``StateUnchanged`` warning names the
+    parameters, once. With ``on_unchanged="raise"``, the save raises and commits nothing.
+
     Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
     ``group`` is the ``ProcessGroup`` of these ranks if they are not all ranks. The metrics and the
     clock of rank 0 count. All ranks act on them at a step on which they agree, without a
@@ -85,13 +90,22 @@ class Checkpointer:
         overlap: bool = False,
         busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
+        on_unchanged: Literal["raise", "warn"] = "warn",
         group: GroupSpec = None,
     ) -> None:
         save = EverySeconds(600) | AtEnd() if save is None else save
         keep = KeepPolicy() if keep is None else keep
         check_state(state)
         self._arguments = check_arguments(
-            save, keep, stop, busy, on_error, full_every, incremental, overlap
+            save=save,
+            keep=keep,
+            stop=stop,
+            busy=busy,
+            on_error=on_error,
+            on_unchanged=on_unchanged,
+            full_every=full_every,
+            incremental=incremental,
+            overlap=overlap,
         )
         self.run = Run(run)
         self.state = state
@@ -104,8 +118,9 @@ class Checkpointer:
         self._goodput = Goodput()
         full_every = full_every if incremental else 1
         self._writer_lock = WriterLock(self.run.store)
+        checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
         self._saver = Saver(
-            self.run, keep, self._goodput, self._writer_lock, self._early_stop, full_every, overlap
+            self.run, keep, self._goodput, self._writer_lock, checks, full_every, overlap
         )
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
@@ -231,7 +246,7 @@ class Checkpointer:
             if self._group.size == 1 and not self._saver.busy:
                 self._raise_or_warn(self._saver.wait)
             self._save_if_due()
-            self._saver.metric_check.warn()
+            self._saver.checks.warn()
 
     def _count_step(self, batches: int) -> None:
         """Count the step that led to the current state."""
@@ -350,8 +365,8 @@ class Checkpointer:
             self._ending.warn_unsaved(error)
         if not self._lifecycle.is_forked:
             if self._group.rank == 0 and self._goodput.counts["saves"]:
-                self._saver.metric_check.make()
-            self._saver.metric_check.warn()
+                self._saver.checks.metric.make()
+            self._saver.checks.warn()
 
     def _release(self) -> None:
         self._lifecycle.is_closed = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -13,6 +13,7 @@ from holdfast import events
 from holdfast.buffers import BufferPool
 from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.engine.distributed.group import Group, all_reduce, broadcast_from_first, current_group
+from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
 from holdfast.engine.saving.pending import Pending
@@ -31,9 +32,8 @@ from holdfast.run.policy import KeepPolicy
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
 from holdfast.training.buffer_reservation import BufferReservation
-from holdfast.training.early_stop import EarlyStop
 from holdfast.training.goodput import Goodput
-from holdfast.training.version_checks import MetricCheck, emit_structure_change
+from holdfast.training.version_checks import VersionChecks, emit_structure_change
 
 METRIC_CHECK_AFTER = 3
 """The number of saves after which a metric that no version has causes a warning."""
@@ -60,8 +60,7 @@ class SaveSpec:
 class Saver:
     """Saves states into a run in the background, and applies retention after each save.
 
-    ``writer_lock`` is checked before every commit. ``early_stop`` says which metric it still waits
-    for.
+    ``writer_lock`` and ``checks`` are checked before every commit.
 
     ``newest`` is the version that was saved or resumed last. The next version names it as its
     parent and refers to its chunks, except for every ``full_every``-th version, which is written
@@ -75,7 +74,7 @@ class Saver:
         keep: KeepPolicy,
         goodput: Goodput,
         writer_lock: WriterLock,
-        early_stop: EarlyStop,
+        checks: VersionChecks,
         full_every: int | None,
         overlap: bool,
     ) -> None:
@@ -100,7 +99,7 @@ class Saver:
         self._closing = False
         self._pid = os.getpid()
         self._post_commit_error: Exception | None = None
-        self.metric_check = MetricCheck(run, keep, early_stop)
+        self.checks = checks
 
     @property
     def busy(self) -> bool:
@@ -170,6 +169,7 @@ class Saver:
             spec.on_finished(True)
             return
         self._attempt = job.partition.attempt
+        self.checks.stale.observe(job, state, spec.version)
         # set before the background thread starts: an optimizer may step at any moment
         self._deferred_staging = job.deferred
         self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
@@ -265,7 +265,8 @@ class Saver:
         began = time.perf_counter()
         pending_set.wait()  # an event sink may use the pending save
         try:
-            snapshot = finish_save(job, self._writer_lock.check)
+            snapshot = finish_save(job, self._check_before_commit)
+            self.checks.stale.mark_committed(job)
         except BaseException as e:
             self._record_failure(spec, e)
             raise
@@ -282,7 +283,7 @@ class Saver:
             if job.collective.rank == 0:  # the rank that committed the version
                 emit_structure_change(self.run.url, self.newest, snapshot)
                 if self._goodput.counts["saves"] == METRIC_CHECK_AFTER:
-                    self.metric_check.make()
+                    self.checks.metric.make()
                 self.run.retain(self._keep)
         except HoldfastError as e:
             self._post_commit_error = e.with_advice(
@@ -306,6 +307,10 @@ class Saver:
             metrics=dict(job.metadata.metrics),
         )
         return snapshot
+
+    def _check_before_commit(self, receipts: Sequence[Receipt]) -> None:
+        self._writer_lock.check()
+        self.checks.stale.check(receipts)
 
     def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:
         spec.on_finished(False)
@@ -354,6 +359,7 @@ class Saver:
     def resume_from(self, snapshot: Snapshot) -> None:
         """Continue from a version, which becomes ``newest``."""
         self.newest = snapshot
+        self.checks.stale.restart()
         self.begun_step = self.saved_step
         self._attempt = ""
 
@@ -364,6 +370,7 @@ class Saver:
         releases the buffers.
         """
         self._closing = True
+        self.checks.stale.close()
         if self._guard is not None:
             self._guard.remove()
             self._guard = None

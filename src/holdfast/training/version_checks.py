@@ -1,14 +1,47 @@
-"""Checks after a save: whether the structure changed, and whether a policy's metric is missing."""
+"""Checks of versions: a changed structure, a metric that is missing, and a state that is stale."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Literal
+
 from holdfast import events
+from holdfast.engine.saving.commit import Receipt
+from holdfast.engine.saving.job import SaveJob
+from holdfast.engine.saving.stale_state import Observation, StepCount, TrainableBoxes
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import HoldfastError, MetricMissing
+from holdfast.engine.state.flatten import FlatState
+from holdfast.errors import HoldfastError, MetricMissing, PlanError, StateUnchanged
+from holdfast.format.names import Version
+from holdfast.lazy_torch import torch_or_none
 from holdfast.run.policy import KeepPolicy
 from holdfast.run.run import Run
-from holdfast.text import warn_user
+from holdfast.text import format_list, warn_user
 from holdfast.training.early_stop import EarlyStop
+
+_MAX_LISTED = 5
+
+
+class VersionChecks:
+    """The checks that warn in the thread of the training.
+
+    ``metric`` is made after some saves, and ``stale`` at every save.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        keep: KeepPolicy,
+        early_stop: EarlyStop,
+        on_unchanged: Literal["raise", "warn"],
+    ) -> None:
+        self.metric = MetricCheck(run, keep, early_stop)
+        self.stale = StaleStateCheck(run.url, on_unchanged)
+
+    def warn(self) -> None:
+        """Issue the warnings, each once, in the thread of the training."""
+        self.metric.warn()
+        self.stale.warn()
 
 
 def emit_structure_change(run_url: str, before: Snapshot | None, after: Snapshot) -> None:
@@ -72,3 +105,102 @@ class MetricCheck:
         message, self._message = self._message, None
         if message is not None:
             warn_user(message, MetricMissing)
+
+
+# -- stale states --------------------------------------------------------------------------------
+
+
+class StaleStateCheck:
+    """Finds versions whose trainable leaves are the same although an optimizer has stepped.
+
+    Such a state is a copy that nobody trains, and training cannot be resumed from it. The check
+    compares the digests of the chunks that hold trainable leaves of at least 64 KiB, which every
+    save computes, and one digest of all smaller ones, computed from their staged bytes. A leaf is
+    trainable if it shares its memory with a tensor that requires a gradient. If the state has
+    neither such tensors nor modules, every floating-point tensor except a slot is trainable.
+
+    All ranks compare the boxes that they write. Rank 0 finds the version stale if no rank has found
+    a change. Nothing is concluded if the layout has changed, or from the first version of a
+    process, resumed or saved.
+    """
+
+    def __init__(self, run_url: str, on_unchanged: Literal["raise", "warn"]) -> None:
+        self._run_url = run_url
+        self._raises = on_unchanged == "raise"
+        self._steps: StepCount | None = None
+        self._trainable: TrainableBoxes | None = None
+        self._committed: Observation | None = None
+        self._message: str | None = None
+        self._is_done = False
+
+    def observe(self, job: SaveJob, state: Any, version: Version) -> None:
+        """Observe a save that begins. Call it before an optimizer may step again."""
+        try:
+            self._observe(job, state, version)
+        except BaseException:
+            with job, job.collective:  # otherwise another rank would wait forever
+                raise
+
+    def _observe(self, job: SaveJob, state: Any, version: Version) -> None:
+        if self._is_done or isinstance(state, FlatState) or torch_or_none() is None:
+            return
+        trainable = self._trainable
+        if trainable is None or not trainable.matches(job.image):
+            trainable = self._trainable = TrainableBoxes.find(state, job.partition, job.image)
+            if self._steps is not None:
+                self._steps.follow(trainable)
+        if self._steps is None and trainable.shapes:
+            self._steps = StepCount(trainable)
+        if self._steps is not None:
+            job.observer = Observation(
+                str(version), trainable, self._committed, self._steps.count, self._steps.found_inf
+            )
+
+    def check(self, receipts: Sequence[Receipt]) -> None:
+        """Check the version that is about to be committed, on rank 0.
+
+        Raises ``PlanError`` for a stale state if the user chose that.
+        """
+        if self._is_done or any(r.unchanged is None for r in receipts) or self._committed is None:
+            return
+        leaves = sorted({key for r in receipts for key in r.unchanged or ()})
+        if not leaves:
+            return
+        since = f"since {self._committed.version}, although an optimizer has stepped"
+        todo = (
+            "Check that the state holds the model that is trained, not a copy of it, and that its"
+            " parameters get gradients"
+        )
+        if self._raises:
+            raise PlanError(
+                f"Nothing was committed to {self._run_url}: no trainable leaf has changed {since}",
+                expected="other values in at least one trainable leaf",
+                found=f"the same bytes in {format_list(leaves, _MAX_LISTED)}",
+                todo=todo,
+                leaves=tuple(leaves),
+            )
+        self._is_done = True
+        self._message = (
+            f"No trainable leaf in {self._run_url} has changed {since}:"
+            f" {format_list(leaves, _MAX_LISTED)}. {todo}"
+        )
+
+    def mark_committed(self, job: SaveJob) -> None:
+        """Compare the next version with the one of ``job``, which is committed."""
+        self._committed = job.observer
+        if self._committed is not None:
+            self._committed.base = None
+
+    def restart(self) -> None:
+        """Forget the last version, because a load has changed the state."""
+        self._committed = self._trainable = None
+
+    def warn(self) -> None:
+        """Issue the warning, once, in the thread of the training."""
+        message, self._message = self._message, None
+        if message is not None:
+            warn_user(message, StateUnchanged)
+
+    def close(self) -> None:
+        if self._steps is not None:
+            self._steps.remove()

@@ -126,12 +126,14 @@ class Receipt(msgspec.Struct, frozen=True):
     """What a rank returns once its files are durable.
 
     ``shard``: the rank's shard, or None if the rank had nothing to write; ``data_bytes``: the bytes
-    of the boxes that the shard holds or refers to.
+    of the boxes that the shard holds or refers to; ``unchanged``: what
+    ``Observation.on_written`` returned.
     """
 
     rank: int
     shard: IncrementalShard | None
     data_bytes: int = 0
+    unchanged: list[str] | None = []
 
 
 def check_receipts(

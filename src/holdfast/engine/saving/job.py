@@ -14,6 +14,7 @@ from holdfast.engine.saving.commit import NO_RESULT, CommitResult
 from holdfast.engine.saving.image import Image, Piece, release_buffers
 from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.partition import Partition
+from holdfast.engine.saving.stale_state import Observation
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
@@ -54,7 +55,8 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     releases what it holds.
 
     ``deferred``: the pieces that remain to be staged in the background; ``staging_error``: the
-    error with which this rank failed to stage the save while other ranks may have succeeded.
+    error with which this rank failed to stage the save while other ranks may have succeeded;
+    ``observer``: compares the trainable leaves with those of the version before, if not None.
     """
 
     location: Location
@@ -70,6 +72,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     staged_at: float = 0.0
     deferred: DeferredStaging | None = None
     staging_error: Exception | None = None
+    observer: Observation | None = None
     result: CommitResult = NO_RESULT
 
     def __exit__(self, *exception: object) -> None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast import events
@@ -180,10 +180,11 @@ def begin_save(
     return job
 
 
-def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> Snapshot:
+def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_op) -> Snapshot:
     """Run the second half of a save, which may run in the background: write, gather, and commit.
 
-    Rank 0 calls ``fence`` right before the commit; ``fence`` raises to prevent the commit.
+    Rank 0 calls ``fence`` with the receipts right before the commit; ``fence`` raises to prevent
+    the commit.
     """
     location, collective = job.location, job.collective
     with job, collective:
@@ -191,6 +192,8 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> Snapshot:
             raise job.staging_error
         if job.deferred is not None:
             _stage_deferred(job, job.deferred)
+        if job.observer is not None:
+            job.observer.on_staged(job.pieces)
         with pinned_base(location, job.partition.attempt, job.base, collective) as base:
             receipt = write_local_shard(job, base)
 
@@ -199,7 +202,7 @@ def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> Snapshot:
                 manifest = job.build_manifest(
                     shards, 1 if base is None else base.manifest.chain + 1
                 )
-                fence()
+                fence(receipts)
                 collective.begin_commit()  # raises if another rank failed before
                 return put_manifest(location, manifest, job.partition.plan)
 
