@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import machine
-from holdfast.engine.distributed import host_memory
+from holdfast.engine.distributed import host_exchange, host_memory
+from holdfast.engine.distributed.host_exchange import HostPeers
 from holdfast.engine.distributed.kv import Timeouts
 from holdfast.engine.loading import shared_read
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.planning.read_plan import ReadItem
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import open_location
-from holdfast.errors import DigestMismatch, FormatError, HoldfastError, PlanError, RankFailed
+from holdfast.errors import DigestMismatch, FormatError, PlanError, RankFailed
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Traits
@@ -49,6 +50,7 @@ class CountingStore(HookedStore):
         super().__init__(inner)
         self.byte_counts = Counter()
         self.stats = Counter()
+        self.lock = threading.Lock()
         self.before = lambda method, key: self.stats.update([key] if method == "stat" else [])
 
     def get(self, key, limit):
@@ -58,7 +60,8 @@ class CountingStore(HookedStore):
 
     def get_range(self, key, offset, length, into):
         super().get_range(key, offset, length, into)
-        self.byte_counts[key] += length
+        with self.lock:
+            self.byte_counts[key] += length
 
     def bytes_read(self, suffix):
         return sum(n for file, n in self.byte_counts.items() if file.endswith(suffix))
@@ -76,16 +79,15 @@ def on_hosts(*hosts):
     return patch.object(machine, "process_identity", process_identity)
 
 
-def load_outcomes(hosts, store, states, **options):
-    """Load into the states of all ranks, by default with ``share=True``.
+def without_sharing():
+    return patch.object(shared_read, "MIN_SHARED_BYTES", 1 << 62)
 
-    Returns the outcome of each rank and its store.
-    """
+
+def load_outcomes(hosts, store, states, **options):
+    """Load into the states of all ranks. Return the outcome of each rank and its store."""
     stores = [CountingStore(store) for _ in hosts]
     with FakeGroup(len(hosts)) as group, on_hosts(*hosts):
-        outcomes = group.outcomes(
-            lambda r: holdfast.load(stores[r], into=states[r], **{"share": True, **options})
-        )
+        outcomes = group.outcomes(lambda r: holdfast.load(stores[r], into=states[r], **options))
     return outcomes, stores
 
 
@@ -121,7 +123,8 @@ def shared_segments():
 @pytest.fixture(autouse=True)
 def no_leftover_memory():
     before = shared_memory_names()
-    yield
+    with patch.object(shared_read, "MIN_SHARED_BYTES", 0):
+        yield
     assert shared_segments() == ([], 0)
     assert shared_memory_names() - before == set()
 
@@ -204,7 +207,8 @@ def test_replicated_leaves_are_read_once_per_host():
 def test_without_sharing_each_rank_reads_everything():
     store = save(*[replicated() for _ in range(2)])
     live_states = [zeroed(replicated()) for _ in range(2)]
-    stores = load_on_hosts("aa", store, live_states, share=False)
+    with without_sharing():
+        stores = load_on_hosts("aa", store, live_states)
     assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
     assert [s.bytes_read(".index.json") for s in stores] == [stored_bytes(store)[1]] * 2
 
@@ -212,7 +216,8 @@ def test_without_sharing_each_rank_reads_everything():
 def test_each_rank_reads_its_own_shards_itself():
     store = save(*[sharded(r, 4) for r in range(4)])
     alone, shared = ([zeroed(sharded(r, 4)) for r in range(4)] for _ in range(2))
-    stores_alone = load_on_hosts(TWO_BY_TWO, store, alone, share=False)
+    with without_sharing():
+        stores_alone = load_on_hosts(TWO_BY_TWO, store, alone)
     stores = load_on_hosts(TWO_BY_TWO, store, shared)
     for rank in range(4):
         assert_same_state(shared[rank], sharded(rank, 4))
@@ -264,7 +269,7 @@ def test_an_incremental_version_is_shared_like_a_full_one():
 
     def load(rank):
         snapshot = open_location(Location(stores[rank], "version_2"))
-        load_snapshot(snapshot, live_states[rank], share=True)
+        load_snapshot(snapshot, live_states[rank])
 
     with FakeGroup(2) as group:
         group.run(load)
@@ -299,13 +304,12 @@ def test_an_index_that_is_larger_than_one_block():
     store = save(*states)
     live_states = [zeroed(state) for state in states]
 
-    def backwards(items, work, threads, advance=bool):  # so the parts arrive in another order
-        for item in reversed(list(items)):
-            work(item)
+    def in_halves(sizes, peer_count):  # rank 0 has the second half first
+        return [int(i < len(sizes) // 2) for i in range(len(sizes))]
 
     with (
         patch("holdfast.engine.loading.shared_read.BLOCK_SIZE", 4096),
-        patch.object(host_memory, "in_parallel", backwards),
+        patch.object(shared_read, "assign_readers", in_halves),
     ):
         stores = load_on_hosts("aa", store, live_states)
     assert_same_state(live_states[0], states[0])
@@ -331,7 +335,7 @@ def test_shared_reads_begin_at_aligned_offsets():
     for name in "abcd":
         live_states = [zeroed(state) for _ in range(2)]
         with FakeGroup(2) as group:
-            load = partial(holdfast.load, share=True, keys=name)
+            load = partial(holdfast.load, keys=name)
             group.run(lambda r: load(PagedStore(store), into=live_states[r]))  # noqa: B023
         assert_same_state(live_states[1], zeroed(state) | {name: state[name]})
     assert {offset % 4096 for offset in offsets} == {0}
@@ -399,7 +403,8 @@ def test_any_layout_loads_on_any_hosts(drawn, budget, random):
 def _load_and_check(tensors, world, store, hosts, share=True):
     """Load and compare all tensors on all ranks. Return the stores."""
     states = [state_of(tensors, world, rank, empty=True) for rank in range(len(hosts))]
-    stores = load_on_hosts(hosts, store, [state for state, _ in states], share=share)
+    with nullcontext() if share else without_sharing():
+        stores = load_on_hosts(hosts, store, [state for state, _ in states])
     for state, expected in states:
         for i, rows in expected.items():
             level, name = leaf_key(i).split("/")
@@ -411,32 +416,32 @@ def _load_and_check(tensors, world, store, hosts, share=True):
 
 
 class WindowTracker:
-    """Tracks the total size of all windows, and the number of rounds, while a test runs."""
+    """Tracks the total size of all windows, and of all items, while a test runs."""
 
     def __init__(self):
         self.sizes = {}
         self.peak_bytes = 0
-        self.rounds = 0
+        self.item_bytes = 0
         self.lock = threading.Lock()
 
     def __enter__(self):
         original_resize = host_memory.SharedSegment.resize
-        original_exchange = host_memory.HostPeers.exchange
+        original_exchange = HostPeers.exchange
 
         def resize(segment, size):
             with self.lock:
                 self.sizes[id(segment)] = size
                 self.peak_bytes = max(self.peak_bytes, sum(self.sizes.values()))
             original_resize(segment, size)
-            assert os.fstat(segment.fd).st_size == host_memory.PAGE_SIZE + size
+            assert os.fstat(segment.fd).st_size == host_memory.CONTROL_SIZE + size
 
-        def exchange(peers, rounds, fill, take):
-            self.rounds = max(self.rounds, len(rounds))
-            original_exchange(peers, rounds, fill, take)
+        def exchange(peers, sizes, *rest):
+            self.item_bytes = max(self.item_bytes, sum(sizes))
+            return original_exchange(peers, sizes, *rest)
 
         self.patches = [
             patch.object(host_memory.SharedSegment, "resize", resize),
-            patch.object(host_memory.HostPeers, "exchange", exchange),
+            patch.object(HostPeers, "exchange", exchange),
         ]
         for each in self.patches:
             each.start()
@@ -447,8 +452,8 @@ class WindowTracker:
             each.stop()
 
 
-@pytest.mark.parametrize("budget", [20 * MIB, 64 * MIB])
-def test_a_leaf_that_is_larger_than_all_windows_is_read_in_rounds(budget):
+@pytest.mark.parametrize("budget", [12 * MIB + 3 * 4096, 30 * MIB])
+def test_a_leaf_that_is_larger_than_all_windows_reuses_the_slots(budget):
     whole = torch.arange(10 * MIB, dtype=torch.int32).reshape(1024, -1)
     store = save({"w": whole}, {"w": whole})
     live_states = [{"w": torch.zeros_like(whole)} for _ in range(3)]
@@ -458,7 +463,7 @@ def test_a_leaf_that_is_larger_than_all_windows_is_read_in_rounds(budget):
         assert torch.equal(live["w"], whole)
     assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
     assert windows.peak_bytes <= budget
-    assert windows.rounds >= 2 * whole.nbytes // budget
+    assert windows.item_bytes >= whole.nbytes > budget
 
 
 def test_a_small_load_uses_small_windows():
@@ -468,41 +473,38 @@ def test_a_small_load_uses_small_windows():
     assert windows.peak_bytes <= 64 * 1024
 
 
-@given(
-    st.lists(st.integers(0, 16 * MIB + 4096), max_size=300),
-    st.integers(1, 64),
-    st.sampled_from([64 * MIB, 256 * MIB]),
-)
-def test_reads_are_assigned_within_the_window_budget(sizes, ranks, budget):
-    with patch.object(host_memory, "WINDOW_BUDGET", budget):
-        rounds = host_memory.assign_reads(sizes, ranks)
-    reads = [read for reads in rounds for read in reads]
-    assert [p.item_number for p in reads] == list(range(len(sizes)))
-    window_size = max((p.window_offset + p.size for p in reads), default=0)
-    readers = {p.reader for p in reads}
-    assert len(readers) <= ranks
-    assert 2 * window_size * len(readers) <= budget
-    for reads in rounds:
-        used = {}
-        for p in reads:
-            assert p.size >= sizes[p.item_number]
-            assert p.window_offset % 4096 == 0
-            assert p.window_offset == used.get(p.reader, 0)  # one after the other
-            used[p.reader] = p.window_offset + p.size
-    for reads in rounds[:-1]:  # no round ends early
-        total = sum(p.size for p in reads)
-        assert total + (16 * MIB + 8192) * ranks > budget // 4 or len(readers) < ranks
+@given(st.lists(st.integers(0, 8 * MIB), min_size=1, max_size=300), st.integers(2, 64))
+def test_slots_stay_within_the_window_budget(sizes, ranks):
+    readers = host_memory.assign_readers(sizes, ranks)
+    slot_size, slots = host_memory.slot_layout(sizes, readers)
+    assert len(readers) == len(sizes)
+    assert max(sizes) <= host_memory.max_item_size(ranks)
+    assert max(sizes) <= slot_size
+    assert slot_size % 4096 == 0
+    assert 1 <= slots <= host_memory.MAX_SLOTS
+    assert len(set(readers)) * slot_size * slots <= host_memory.WINDOW_BUDGET
 
 
 def test_many_reads_are_assigned_evenly():
     random = Random(0)
     sizes = [random.randint(1, BLOCK_SIZE) for _ in range(1000)]
-    reader_bytes = Counter()
-    for reads in host_memory.assign_reads(sizes, 8):
-        for p in reads:
-            reader_bytes[p.reader] += p.size
-    assert len(reader_bytes) == 8
-    assert max(reader_bytes.values()) < 1.15 * min(reader_bytes.values())
+    for ranks in (2, 8, 64):
+        reader_bytes = Counter()
+        for size, reader in zip(sizes, host_memory.assign_readers(sizes, ranks), strict=True):
+            reader_bytes[reader] += size
+        assert len(reader_bytes) == min(ranks, host_memory.MAX_READERS)
+        assert max(reader_bytes.values()) < 1.05 * min(reader_bytes.values())
+
+
+def test_a_chunk_that_does_not_fit_into_a_window_is_read_by_each_rank():
+    store = save(*[replicated() for _ in range(2)])
+    live_states = [zeroed(replicated()) for _ in range(2)]
+    with patch.object(host_memory, "WINDOW_BUDGET", 4 * MIB):  # 2 MiB for each of 2 ranks
+        stores = load_on_hosts("aa", store, live_states)
+    for live in live_states:
+        assert_same_state(live, replicated())
+    data, bytes_read = stored_bytes(store)[0], sum(s.bytes_read(".safetensors") for s in stores)
+    assert data + 4 * BLOCK_SIZE < bytes_read < 2 * data
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -575,38 +577,41 @@ def test_a_mismatched_leaf_raises_on_all_ranks_before_anything_is_changed():
     assert_same_state(live_states[0], zeroed(replicated()))
 
 
-def test_all_ranks_raise_when_one_does_not_share():
-    store = save(*[replicated() for _ in range(2)])
-    with FakeGroup(2) as group:
-        errors = group.outcomes(
-            lambda r: holdfast.load(store, into=zeroed(replicated()), share=r == 0)
-        )
-    assert {type(e) for e in errors} == {RankFailed}
-    assert any("shared load" in str(e) and "different operations" in str(e) for e in errors)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["indexes", "wanted", "first", "later"])
+@pytest.mark.parametrize("phase", ["indexes", "wanted", "read", "publish", "consume"])
 def test_all_ranks_raise_within_the_timeouts_when_one_dies(phase):
-    """Only the shared memory of the dead rank remains, with a phase that never advances."""
+    """Only the shared memory of the dead rank remains, with words that never change."""
     store = save(*[replicated() for _ in range(3)])
     live_states = [zeroed(replicated()) for _ in range(3)]
-    last_phase = {"indexes": 2, "wanted": 4, "first": 5, "later": 6}[phase]
-    original = host_memory.HostPeers._barrier
+    exchanges = Counter()
     with FakeGroup(3, Timeouts(silent=1.0, stuck=10.0)) as group:
 
-        def die_in_phase(peers):
-            if peers.peer_index == 1 and peers._phase + 1 == last_phase:
-                group.views[1].disconnect()
-                raise KeyboardInterrupt
-            original(peers)
+        def dying(original, is_due):
+            def call(self, *args):
+                peers = getattr(self, "_peers", self)
+                if is_due(peers, *args) and peers.peer_index == 1:
+                    group.views[1].disconnect()
+                    raise KeyboardInterrupt
+                return original(self, *args)
 
+            return call
+
+        def is_exchange(peers, sizes, *_):
+            exchanges[peers.peer_index] += 1
+            return exchanges[peers.peer_index] == {"indexes": 1, "wanted": 2}.get(phase)
+
+        name = f"_run_{phase}" if hasattr(host_exchange._Exchange, f"_run_{phase}") else ""
+        step = getattr(host_exchange._Exchange, name or "_run_read")
         with (
-            patch.object(host_memory.HostPeers, "_barrier", die_in_phase),
-            patch.object(host_memory, "WINDOW_BUDGET", 40 * MIB),
+            patch.object(HostPeers, "exchange", dying(HostPeers.exchange, is_exchange)),
+            patch.object(
+                host_exchange._Exchange,
+                name or "_run_read",
+                dying(step, lambda peers, *_: name and exchanges[peers.peer_index] == 3),
+            ),
         ):
             began = time.monotonic()
-            errors = group.outcomes(lambda r: holdfast.load(store, into=live_states[r], share=True))
+            errors = group.outcomes(lambda r: holdfast.load(store, into=live_states[r]))
     assert isinstance(errors[1], KeyboardInterrupt)
     for error in (errors[0], errors[2]):
         assert isinstance(error, RankFailed)
@@ -615,7 +620,7 @@ def test_all_ranks_raise_within_the_timeouts_when_one_dies(phase):
     assert time.monotonic() - began < 8
     if phase in ("indexes", "wanted"):
         assert_same_state(live_states[0], zeroed(replicated()))
-    del errors, error, die_in_phase
+    del errors, error, dying, is_exchange, step
 
 
 def test_the_other_ranks_raise_at_once_when_one_fails_in_the_middle():
@@ -631,7 +636,7 @@ def test_the_other_ranks_raise_at_once_when_one_fails_in_the_middle():
     with FakeGroup(3) as group:
         errors = group.outcomes(
             lambda r: holdfast.load(
-                BrokenStore(store) if r == 1 else store, into=zeroed(replicated()), share=True
+                BrokenStore(store) if r == 1 else store, into=zeroed(replicated())
             )
         )
     assert time.monotonic() - began < 4
@@ -689,21 +694,63 @@ def test_a_rank_without_shared_memory_reads_alone(failing):
     assert events.count("read_alone") == 2
 
 
-def test_all_ranks_raise_when_there_is_no_memory_for_windows():
+@pytest.mark.parametrize("allocation", [1, 2, 3])
+def test_all_ranks_read_alone_when_there_is_no_memory_for_windows(allocation):
+    """It may be missing for the indexes, for the lists of chunks, or for the data."""
     store = save(*[replicated() for _ in range(2)])
-    original = os.posix_fallocate
+    live_states, events, calls = [zeroed(replicated()) for _ in range(2)], [], Counter()
+    original = host_memory.SharedSegment.resize
 
-    def fail(fd, offset, length):
-        if length > MIB and threading.current_thread().name == "rank-1":
+    def fail(segment, size):
+        rank = threading.current_thread().name
+        calls[rank] += 1
+        if rank == "rank-1" and calls[rank] == allocation:
             raise OSError(28, "No space left on device")
-        original(fd, offset, length)
+        original(segment, size)
 
-    with patch.object(os, "posix_fallocate", fail):
-        errors, _ = load_outcomes("aa", store, [zeroed(replicated()) for _ in range(2)])
-    assert type(errors[1]) is HoldfastError
-    assert "share=True" in str(errors[1])
-    assert isinstance(errors[0], RankFailed)
-    assert "share=True" in str(errors[0])
+    with (
+        patch.object(host_memory.SharedSegment, "resize", fail),
+        holdfast.attach(lambda n, f: events.append(f["reason"]) if n == "read_alone" else None),
+    ):
+        stores = load_on_hosts("aa", store, live_states)
+    assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
+    for live in live_states:
+        assert_same_state(live, replicated())
+    assert len(events) == 2
+    assert all("rank 1 cannot allocate" in reason for reason in events)
+    assert any("No space left" in reason for reason in events)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_share_is_deprecated_and_has_no_effect(share, tmp_path):
+    store = save(*[replicated() for _ in range(2)])
+    live_states = [zeroed(replicated()) for _ in range(2)]
+    stores = [CountingStore(store) for _ in range(2)]
+
+    def load(rank):
+        options = {"share": share} if rank else {}
+        holdfast.load(stores[rank], into=live_states[rank], **options)
+
+    with FakeGroup(2) as group, pytest.warns(DeprecationWarning, match="share=") as caught:
+        group.run(load)
+    assert [w.filename for w in caught] == [__file__]
+    assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
+    with (
+        holdfast.Checkpointer(tmp_path, {"x": torch.zeros(1)}, save=holdfast.EverySteps(1)) as ckpt,
+        pytest.warns(DeprecationWarning, match="share=") as caught,
+    ):
+        ckpt.resume(share=share)
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_small_snapshot_is_not_shared():
+    store = save(*[replicated() for _ in range(2)])
+    live_states = [zeroed(replicated()) for _ in range(2)]
+    nbytes = holdfast.open(store).nbytes
+    for least, factor in ((nbytes, 1), (nbytes + 1, 2)):
+        with patch.object(shared_read, "MIN_SHARED_BYTES", least):
+            stores = load_on_hosts("aa", store, live_states)
+        assert sum(s.bytes_read(".safetensors") for s in stores) == factor * nbytes
 
 
 def test_a_segment_of_another_process_is_refused():
@@ -728,12 +775,12 @@ def test_a_segment_of_another_process_is_refused():
 # -- no rank to share with -------------------------------------------------------------------------
 
 
-def test_share_has_no_effect_without_other_ranks_on_the_host():
+def test_each_rank_of_a_host_by_itself_reads_alone():
     store = save(*[replicated() for _ in range(2)])
     live = zeroed(replicated())
-    assert holdfast.load(store, into=live, share=True) is live
+    assert holdfast.load(store, into=live) is live
     assert_same_state(live, replicated())
-    assert_same_state(holdfast.load(store, share=True), replicated())
+    assert_same_state(holdfast.load(store), replicated())
     live_states = [zeroed(replicated()) for _ in range(2)]
     stores = load_on_hosts("ab", store, live_states)
     assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
@@ -752,7 +799,7 @@ def resume_on_hosts(hosts, run, **options):
         with holdfast.Checkpointer(
             stores[rank], live_states[rank], save=holdfast.EverySteps(1)
         ) as ckpt:
-            snapshot = ckpt.resume(**{"share": True, **options})
+            snapshot = ckpt.resume(**options)
         assert_same_state(
             {k: v for k, v in live_states[rank].items() if k != "progress"}, replicated()
         )

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.ranks.test_shared_read import (
     replicated,
     shared_segments,
     stored_bytes,
+    without_sharing,
     zeroed,
 )
 from tests.ranks.world import run_ranks
@@ -64,7 +66,8 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
         store = CountingStore(LocalStore(location))
         live = zeroed({k: v for k, v in state.items() if k != "rng"}) | {"rng": holdfast.RNG()}
         began = time.monotonic()
-        holdfast.load(store, into=live, share=share)
+        with nullcontext() if share else without_sharing():
+            holdfast.load(store, into=live)
         results[f"seconds {share}"] = time.monotonic() - began
         results[f"bytes {share}"] = store.bytes_read(".safetensors")
         results[f"indexes {share}"] = store.bytes_read(".index.json")
@@ -79,7 +82,6 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
         holdfast.load(
             (SelfKillingStore if rank == 1 else CountingStore)(LocalStore(location)),
             into=live,
-            share=True,
         )
     except RankFailed as e:
         results["killed"] = [e.rank, time.monotonic() - began, e.fields.get("live_state")]

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from holdfast import events
 from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group, use_group
-from holdfast.engine.loading.binding import Leniency
+from holdfast.engine.loading.binding import Leniency, warn_of_share
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError, SkippedVersion
@@ -168,7 +168,7 @@ class Checkpointer:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
-        share: bool = False,
+        share: bool | None = None,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
@@ -176,7 +176,7 @@ class Checkpointer:
         branch. Training may continue from a version other than the newest one, because newer ones
         are damaged or because ``at`` or ``branch`` selects it. In that case, a branch is durably
         started before this method returns. A ``SkippedVersion`` warning reports each damaged
-        version. ``share`` is as for ``holdfast.load``.
+        version. ``share`` is deprecated and has no effect.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@latest"``, or a URL. ``keys``, ``missing``, ``unexpected``, and ``rename`` (as
@@ -188,6 +188,7 @@ class Checkpointer:
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
         arguments.
         """
+        warn_of_share(share)
         self._lifecycle.check_open()
         self._saver.wait_on_all_ranks(self._group)
         leniency = Leniency(missing, unexpected, False, rename or {})
@@ -195,11 +196,9 @@ class Checkpointer:
         self._ending.discard()
         try:
             with use_group(self._group):
-                point = resume_run(
-                    self.run, self.state, at, branch, self._writer_lock.acquire, share
-                )
+                point = resume_run(self.run, self.state, at, branch, self._writer_lock.acquire)
                 if point is None and start is not None:
-                    point = start_from(start, self.state, keys, leniency, share)
+                    point = start_from(start, self.state, keys, leniency)
         except BaseException as e:
             self._lifecycle.is_state_valid &= not left_state_invalid(e)
             raise

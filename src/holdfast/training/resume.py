@@ -74,7 +74,6 @@ def resume_run(
     at: int | None,
     branch: int | None,
     acquire_lock: Callable[[], object],
-    share: bool = False,
 ) -> ResumePoint | None:
     """Load the newest intact version of a run into ``state``, or return None if the run is empty.
 
@@ -104,7 +103,7 @@ def resume_run(
             todo="Train outside of the block; only an evaluation belongs into it",
         )
     collective = current_group().collective(f"the resume of {run.url}")
-    loader = StateLoader(state, share)
+    loader = StateLoader(state)
     try:
         with collective:
             if collective.rank == 0:
@@ -127,7 +126,6 @@ class StateLoader:
     """
 
     state: dict[str, Any]
-    share: bool
     error: HoldfastError | None = None
     partially_loaded: bool = False
 
@@ -138,7 +136,7 @@ class StateLoader:
         because the version may then be intact.
         """
         try:
-            load_snapshot(snapshot, self.state, share=self.share)
+            load_snapshot(snapshot, self.state)
         except HoldfastError as e:
             self.error, self.partially_loaded = e, self.partially_loaded or left_state_invalid(e)
             cause = e.__cause__ if isinstance(e, RankFailed) else None
@@ -269,7 +267,6 @@ def start_from(
     state: dict[str, Any],
     keys: str | Sequence[str] | None,
     leniency: Leniency,
-    share: bool,
 ) -> ResumePoint:
     """Load a version of another run, or a part of it, into ``state``.
 
@@ -277,7 +274,7 @@ def start_from(
     loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
     """
     snapshot = _open_on_all_ranks(start)
-    load_snapshot(snapshot, state, keys, None, leniency, share)
+    load_snapshot(snapshot, state, keys, None, leniency)
     is_complete = keys is None and leniency == STRICT
     metadata = read_training_metadata(snapshot) if is_complete else {}
     return ResumePoint(

@@ -1,8 +1,8 @@
 """Pass bytes from one rank to the other ranks of its host through shared memory.
 
-Each rank has a memory segment that the others map: a control page with the progress of the rank,
-and two windows. The ranks proceed in lockstep. While each rank fills one of its windows with the
-data that it was assigned to read, all ranks consume data from the other windows of all ranks.
+Each rank has a memory segment that the others map: control words with the progress of the rank, and
+a window of slots, which the rank fills in turn. The slots are few, so that little memory must be
+allocated, and most copies are from the cache of the processor.
 
 The memory has no name (``memfd_create``); other ranks open it through the process that created it.
 However a process ends, nothing is left.
@@ -14,10 +14,9 @@ import heapq
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -25,17 +24,29 @@ import msgspec
 from holdfast import events, machine
 from holdfast.buffers import address_of
 from holdfast.engine.distributed.collective import Collective
-from holdfast.errors import HoldfastError
-from holdfast.threads import Workers, in_parallel
 from holdfast.types import ALIGNMENT, MIB
 
-WINDOW_BUDGET = 256 * MIB
+WINDOW_BUDGET = 64 * MIB
 """The total size of all windows of a host in bytes."""
+
+MAX_READERS = 8
+"""The maximum number of ranks that read for the others, so that each has a few slots."""
+
+MAX_SLOTS = 16
+"""The maximum number of slots of a window."""
 
 MAX_PEERS = 64
 """The maximum number of ranks that share memory; more ranks on a host form several sets."""
 
-PAGE_SIZE = mmap.ALLOCATIONGRANULARITY
+TOKEN, PHASE, WINDOW_STATE, FILLED = range(4)
+"""The numbers of the control words: the token, the number of phases that the rank has completed,
+whether its window is allocated (1: yes, -1: no), and the first of ``MAX_SLOTS`` words with the
+turn that filled each slot, and the item. The words from ``CONSUMED`` on have, for each rank and
+each of its slots, the last turn that this rank has consumed."""
+CONSUMED = FILLED + MAX_SLOTS
+
+_CONTROL_BYTES = 8 * (CONSUMED + MAX_PEERS * MAX_SLOTS)
+CONTROL_SIZE = -(-_CONTROL_BYTES // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -52,40 +63,30 @@ class Peer(msgspec.Struct, frozen=True):
     token: int
 
 
-class WindowSlice(NamedTuple):
-    """A part of a window: a flat view, and its address in memory."""
+class MemorySlice(NamedTuple):
+    """Bytes in memory: a flat view, and its address."""
 
     view: memoryview
     address: int
-
-
-class ReadAssignment(NamedTuple):
-    """An item that a reader reads in one round, to ``window_offset`` of its window."""
-
-    item_number: int
-    reader: int
-    window_offset: int
-    size: int
 
 
 class SharedSegment:
     """The shared memory of one rank, mapped into this process.
 
     ``fd``: its descriptor, which this object closes; ``token``: the token of the rank that created
-    it, or None for new memory, which gets a token. ``control_words``: the token, and the number of
-    phases that the rank has completed. The methods raise ``OSError``.
+    it, or None for new memory, which gets a token. The methods raise ``OSError``.
     """
 
     def __init__(self, fd: int, token: int | None = None) -> None:
         self.fd = fd
-        self._mapped_windows = WindowSlice(memoryview(b""), 0)
+        self._mapped_windows = MemorySlice(memoryview(b""), 0)
         try:
             if token is None:
-                os.posix_fallocate(fd, 0, PAGE_SIZE)
-            self.control_words = memoryview(_map_memory(fd, PAGE_SIZE, 0)).cast("q")
+                os.posix_fallocate(fd, 0, CONTROL_SIZE)
+            self.control_words = memoryview(_map_memory(fd, CONTROL_SIZE, 0)).cast("q")
             if token is None:
-                self.control_words[0] = secrets.randbits(62)
-            elif self.control_words[0] != token:
+                self.control_words[TOKEN] = secrets.randbits(62)
+            elif self.control_words[TOKEN] != token:
                 raise OSError("the memory belongs to another process")
         except BaseException:
             self.close()
@@ -101,28 +102,17 @@ class SharedSegment:
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), peer.token)
 
     def resize(self, size: int) -> None:
-        """Resize the memory after the control page to ``size`` bytes.
+        """Resize the memory after the control words to ``size`` bytes."""
+        os.ftruncate(self.fd, CONTROL_SIZE + size)
+        os.posix_fallocate(self.fd, 0, CONTROL_SIZE + size)  # otherwise an access may raise SIGBUS
 
-        Raises ``HoldfastError`` if the memory cannot be allocated.
-        """
-        try:
-            os.ftruncate(self.fd, PAGE_SIZE + size)
-            os.posix_fallocate(self.fd, 0, PAGE_SIZE + size)  # otherwise an access may raise SIGBUS
-        except OSError as e:
-            raise HoldfastError(
-                "The shared memory windows of the ranks on this host cannot be allocated",
-                expected=f"{size} bytes of shared memory for each rank",
-                found=str(e),
-                todo="Load without share=True, or give the job more memory",
-            ) from e
-
-    def window(self, offset: int, size: int) -> WindowSlice:
-        """Return bytes after the control page; the first request for them maps the memory."""
+    def window(self, offset: int, size: int) -> MemorySlice:
+        """Return bytes after the control words; the first request for them maps the memory."""
         if len(self._mapped_windows.view) < offset + size:
-            length = os.fstat(self.fd).st_size - PAGE_SIZE
-            view = memoryview(_map_memory(self.fd, length, PAGE_SIZE))
-            self._mapped_windows = WindowSlice(view, address_of(view))
-        return WindowSlice(
+            length = os.fstat(self.fd).st_size - CONTROL_SIZE
+            view = memoryview(_map_memory(self.fd, length, CONTROL_SIZE))
+            self._mapped_windows = MemorySlice(view, address_of(view))
+        return MemorySlice(
             self._mapped_windows.view[offset : offset + size], self._mapped_windows.address + offset
         )
 
@@ -137,9 +127,18 @@ def _map_memory(fd: int, length: int, offset: int) -> mmap.mmap:
     return mapping
 
 
+class HostMemory(NamedTuple):
+    """The segments of the ranks of one host, in rank order. ``own``: the position of this rank."""
+
+    url: str
+    ranks: list[int]
+    own: int
+    segments: list[SharedSegment]
+
+
 @contextmanager
-def connect_host_peers(collective: Collective, url: str) -> Iterator[HostPeers | None]:
-    """Connect the ranks of this host and yield them.
+def connect_host_peers(collective: Collective, url: str) -> Iterator[HostMemory | None]:
+    """Connect the ranks of this host and yield their memory.
 
     Yields None for the only rank of a host, or if the ranks cannot map each other's memory; the
     event ``read_alone`` then reports the reason. All ranks of the collective must enter.
@@ -157,7 +156,13 @@ def connect_host_peers(collective: Collective, url: str) -> Iterator[HostPeers |
         reason = _share_reason(collective, peers[0].rank, reason)
         if reason:
             events.emit("read_alone", url=url, reason=reason)
-        yield None if reason or len(peers) == 1 else HostPeers(collective, peers, segments)
+        if reason or len(peers) == 1:
+            yield None
+        else:
+            ranks = [peer.rank for peer in peers]
+            own = ranks.index(collective.rank)
+            segments.insert(own, segments.pop(0))
+            yield HostMemory(url, ranks, own, segments)
     finally:
         for segment in segments:
             segment.close()
@@ -171,7 +176,7 @@ def _gather_peers(collective: Collective, segments: list[SharedSegment]) -> list
     fd = token = -1
     with suppress(OSError):  # the ranks that cannot open the memory report it
         segments.append(SharedSegment.create())
-        fd, token = segments[0].fd, segments[0].control_words[0]
+        fd, token = segments[0].fd, segments[0].control_words[TOKEN]
     host, boot, _ = machine.process_identity()
     all_peers = collective.gather(Peer(collective.rank, (host, boot), os.getpid(), fd, token), Peer)
     peers_of_rank: dict[int, list[Peer]] = {}
@@ -200,104 +205,26 @@ def _share_reason(collective: Collective, first_rank: int, reason: str) -> str:
     )
 
 
-def assign_reads(sizes: Sequence[int], peer_count: int) -> list[list[ReadAssignment]]:
-    """Assign items to readers and rounds.
-
-    Items are assigned in order, each to the reader with the fewest bytes in the round so far. The
-    windows of all ranks together stay within ``WINDOW_BUDGET``, so if items are long, not all ranks
-    read.
-    """
-    padded_sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    readers = max(1, min(peer_count, WINDOW_BUDGET // (2 * max(padded_sizes, default=1) or 1)))
-    capacity = WINDOW_BUDGET // (2 * readers)
-    rounds: list[list[ReadAssignment]] = []
-    heap: list[tuple[int, int]] = []
-    for number, size in enumerate(padded_sizes):
-        if not heap or heap[0][0] + size > capacity:
-            rounds.append([])
-            heap = [(0, reader) for reader in range(readers)]
-        offset, reader = heap[0]
-        heapq.heapreplace(heap, (offset + size, reader))
-        rounds[-1].append(ReadAssignment(number, reader, offset, size))
-    return rounds
+def assign_readers(sizes: Sequence[int], peer_count: int) -> list[int]:
+    """Assign each item, in order, to the reader that has the fewest bytes so far."""
+    heap = [(0, reader) for reader in range(min(peer_count, MAX_READERS))]
+    readers = []
+    for size in sizes:
+        nbytes, reader = heap[0]
+        heapq.heapreplace(heap, (nbytes + size, reader))
+        readers.append(reader)
+    return readers
 
 
-class HostPeers:
-    """The ranks of one host in a collective.
+def max_item_size(peer_count: int) -> int:
+    """Return the maximum size in bytes of an item that fits into a window."""
+    return WINDOW_BUDGET // min(peer_count, MAX_READERS) // ALIGNMENT * ALIGNMENT
 
-    All of them make the same calls. The collective reports errors. ``peer_index``: the position of
-    this rank among them in rank order.
-    """
 
-    def __init__(
-        self, collective: Collective, peers: Sequence[Peer], segments: Sequence[SharedSegment]
-    ) -> None:
-        self.collective = collective
-        self.ranks = [peer.rank for peer in peers]
-        self.peer_index = self.ranks.index(collective.rank)
-        self._segments = [
-            *segments[1 : self.peer_index + 1],
-            segments[0],
-            *segments[self.peer_index + 1 :],
-        ]
-        self._phase = 0
-
-    def exchange(
-        self,
-        rounds: Sequence[Sequence[ReadAssignment]],
-        fill: Callable[[int, WindowSlice], None],
-        consume: Callable[[int, WindowSlice], None],
-    ) -> None:
-        """Run the rounds.
-
-        For each assignment, ``fill`` is called on the rank that reads it, and then ``consume`` on
-        all ranks. The arguments are the item number and the window slice. Several threads make the
-        calls.
-        """
-        ends = [
-            (assignment.reader, assignment.window_offset + assignment.size)
-            for assignments in rounds
-            for assignment in assignments
-        ]
-        window_size = max((end for _, end in ends), default=0)
-        for phase, (previous, current) in enumerate(pairwise([[], *rounds, []])):
-            self._barrier()
-            if phase == 0:  # no rank reads the previous contents of the windows
-                is_reader = any(reader == self.peer_index for reader, _ in ends)
-                self._segments[self.peer_index].resize(2 * window_size if is_reader else 0)
-            own = [a for a in current if a.reader == self.peer_index]
-            jobs = [
-                [
-                    partial(
-                        callback,
-                        a.item_number,
-                        self._segments[a.reader].window(window + a.window_offset, a.size),
-                    )
-                    for a in assignments
-                ]
-                for callback, assignments, window in (
-                    (fill, own, window_size * (phase % 2)),
-                    (consume, previous, window_size * ((phase - 1) % 2)),
-                )
-            ]
-            in_parallel(jobs, self._run_jobs, 2)  # only ``fill`` waits for the store
-
-    def _run_jobs(self, jobs: Sequence[Callable[[], None]]) -> None:
-        Workers.create(advance=self.collective.advance).each(jobs, lambda job: job())
-
-    def _barrier(self) -> None:
-        """Wait until all ranks have completed the phases that this rank has completed.
-
-        The threads that wrote the bytes have ended before the number is set, so on every processor
-        the bytes are visible before the number.
-        """
-        self._phase += 1
-        self._segments[self.peer_index].control_words[1] = self._phase
-        self.collective.wait_for_ranks(self._lagging_ranks, self._phase)
-
-    def _lagging_ranks(self) -> list[int]:
-        return [
-            rank
-            for rank, segment in zip(self.ranks, self._segments, strict=True)
-            if segment.control_words[1] < self._phase
-        ]
+def slot_layout(sizes: Sequence[int], readers: Sequence[int]) -> tuple[int, int]:
+    """Return the size of a slot, and the number of slots of each window, so that all windows stay
+    within the budget if the items do."""
+    slot_size = max(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    turns = max(readers.count(reader) for reader in set(readers))
+    slots = WINDOW_BUDGET // (len(set(readers)) * slot_size or 1)
+    return slot_size, max(1, min(slots, turns, MAX_SLOTS))

@@ -16,6 +16,7 @@ from holdfast.engine.state import sharding
 from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.lazy_torch import dtype_name
+from holdfast.text import warn_user
 from holdfast.types import Box
 
 
@@ -39,6 +40,16 @@ class Leniency:
 
 STRICT = Leniency()
 """No difference is tolerated."""
+
+
+def warn_of_share(share: bool | None) -> None:
+    """Warn of the deprecated option ``share=``."""
+    if share is not None:
+        warn_user(
+            "share= has no effect: the ranks of a host share reads of large snapshots. Remove the"
+            " argument",
+            DeprecationWarning,
+        )
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from holdfast import events
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import GroupSpec, current_group, use_group
 from holdfast.engine.loading.binder import Binder
-from holdfast.engine.loading.binding import STRICT, Leniency
-from holdfast.engine.loading.shared_read import SharedReader, open_shared_reader
+from holdfast.engine.loading.binding import STRICT, Leniency, warn_of_share
+from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from holdfast.engine.loading.targets import Finalize, LoadTargets
 from holdfast.engine.planning.select import ABSENT, make_key_filter, prune, rename
 from holdfast.engine.snapshot.location import Url
@@ -42,7 +42,7 @@ def load(  # noqa: PLR0913  (the public face)
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
     group: GroupSpec = None,
-    share: bool = False,
+    share: bool | None = None,
 ) -> Any:
     """Load the snapshot at ``url`` and check every byte that is read.
 
@@ -57,18 +57,18 @@ def load(  # noqa: PLR0913  (the public face)
     below them, before they are matched with the live state.
 
     Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
-    snapshot was saved with. Each rank reads what it needs, and either all ranks succeed or all
-    raise. ``group="alone"`` loads in this process only, as does every load without
-    ``into``. ``share=True``: if several ranks of a host need the same data, one of them reads it
-    from the store and shares it through shared memory (256 MiB per host). All ranks must pass the
-    same value.
+    snapshot was saved with. Each rank gets what it needs, and either all ranks succeed or all
+    raise. If several ranks of a host need the same data of a large snapshot, one of them reads it,
+    and passes it on through shared memory (64 MiB per host). ``group="alone"`` loads in this
+    process only, as does every load without ``into``. ``share`` is deprecated and has no effect.
 
     Raises ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists every
     difference. If it raises a ``PlanError``, nothing in ``into`` was changed.
     """
+    warn_of_share(share)
     leniency = Leniency(missing, unexpected, cast, rename or {})
     with use_group(current_group(group)):
-        return load_snapshot(open_snapshot(url), into, keys, device, leniency, share)
+        return load_snapshot(open_snapshot(url), into, keys, device, leniency)
 
 
 def load_snapshot(
@@ -77,19 +77,19 @@ def load_snapshot(
     keys: str | Sequence[str] | None = None,
     device: Any = None,
     leniency: Leniency = STRICT,
-    share: bool = False,
 ) -> Any:
     """Load an open snapshot, as ``load`` does."""
     group = current_group("alone" if into is None else None)
-    collective = group.collective(f"the {'shared ' if share else ''}load of {snapshot.url}")
+    collective = group.collective(f"the load of {snapshot.url}")
     targets = LoadTargets(snapshot, device)
     try:
         # One pin protects all ranks, because no rank reads before the broadcast.
         with collective, snapshot.pin_while_reading() if group.rank == 0 else nullcontext():
-            collective.broadcast(True if group.rank == 0 else None, bool)
+            is_shared = group.size > 1 and is_worth_sharing(snapshot)
+            is_shared = collective.broadcast(is_shared if group.rank == 0 else None, bool)
             with (
                 open_shared_reader(snapshot, collective)
-                if share and group.size > 1
+                if is_shared
                 else nullcontext(snapshot) as reader
             ):
                 return _load(reader, into, keys, targets, leniency, collective)

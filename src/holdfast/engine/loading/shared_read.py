@@ -9,20 +9,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.buffers import address_of
 from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.distributed.host_exchange import HostPeers
 from holdfast.engine.distributed.host_memory import (
-    HostPeers,
-    ReadAssignment,
-    WindowSlice,
-    assign_reads,
+    MemorySlice,
+    assign_readers,
     connect_host_peers,
+    max_item_size,
 )
 from holdfast.engine.planning.read_plan import (
     ReadItem,
@@ -37,16 +38,25 @@ from holdfast.engine.snapshot.read import (
     copy_to_targets,
     execute_read_plan,
     increment_tensor_versions,
-    read_chunks_into,
+    read_verified_chunks,
 )
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import SchemaCache
 from holdfast.threads import Workers, gc_paused, no_op
-from holdfast.types import ALIGNMENT, BLOCK_SIZE
+from holdfast.types import BLOCK_SIZE, MIB
 
 RankMasks = npt.NDArray[np.uint64]
 """Sets of ranks, one per chunk: bit ``r`` represents the ``r``-th rank of a host."""
+
+
+MIN_SHARED_BYTES = 16 * MIB
+"""Each rank reads a snapshot with fewer bytes by itself, which takes less time than to connect."""
+
+
+def is_worth_sharing(snapshot: Snapshot) -> bool:
+    """Return True if ranks of one host should read the snapshot together."""
+    return snapshot.nbytes + snapshot.referred_bytes >= MIN_SHARED_BYTES
 
 
 @contextmanager
@@ -55,8 +65,11 @@ def open_shared_reader(
 ) -> Iterator[Snapshot | SharedReader]:
     """Yield a reader with which the ranks of this host read the snapshot together. Yield the
     snapshot itself if this host has no other rank, or if its ranks cannot share memory."""
-    with connect_host_peers(collective, snapshot.url) as peers:
-        yield snapshot if peers is None else SharedReader(snapshot, peers)
+    with connect_host_peers(collective, snapshot.url) as memory:
+        if memory is None:
+            yield snapshot
+        else:
+            yield SharedReader(snapshot, HostPeers(collective, memory))
 
 
 class SharedReader:
@@ -81,12 +94,15 @@ class SharedReader:
         indexes: dict[int, ShardIndex] = {}
         lock, schema_cache = Lock(), SchemaCache()
 
-        def fill(number: int, into: WindowSlice) -> None:
+        def read(number: int) -> AbstractContextManager[MemorySlice]:
             i, at, size = blocks[number]
-            key = snapshot.location.key(shards[i].index.name)
-            snapshot.location.store.get_range(key, at, size, into.view)
+            raw = memoryview(bytearray(size))
+            snapshot.location.store.get_range(
+                snapshot.location.key(shards[i].index.name), at, size, raw
+            )
+            return nullcontext(MemorySlice(raw, address_of(raw)))
 
-        def consume(number: int, span: WindowSlice) -> None:
+        def consume(number: int, span: MemorySlice) -> None:
             i, at, size = blocks[number]
             with lock:
                 received[i][at] = bytes(span.view[:size])
@@ -98,9 +114,9 @@ class SharedReader:
 
         with snapshot.not_found_if_deleted(), gc_paused():
             snapshot.check_lengths(shards[peers.peer_index :: len(peers.ranks)])
-            rounds = assign_reads([size for _, _, size in blocks], len(peers.ranks))
-            peers.exchange(rounds, fill, consume)
-            snapshot.set_indexes([indexes[i] for i in range(len(shards))])
+            sizes = [size for _, _, size in blocks]
+            if peers.exchange(sizes, assign_readers(sizes, len(peers.ranks)), read, consume):
+                snapshot.set_indexes([indexes[i] for i in range(len(shards))])
         return snapshot.indexes()
 
     def read(
@@ -117,33 +133,31 @@ class SharedReader:
             plan = make_read_plan(indexes, requests, checked_headers)
         keys = [(item.shard, item.first_chunk) for item in plan.items]
 
-        def fill(number: int, into: WindowSlice) -> None:
-            item, padding = shared_items[number], paddings[number]
-            # bytes that the store's alignment makes the read include before the range
-            extra = min(padding, _file_offset(indexes, item) % location.store.traits.alignment)
-            view = into.view[padding - extra :]
-            read_chunks_into(location, indexes[item.shard], item, extra, view)
+        @contextmanager
+        def read(number: int) -> Iterator[MemorySlice]:
+            item = shared_items[number]
+            index = indexes[item.shard]
+            with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
+                start, stop = item.start - base, item.stop - base
+                yield MemorySlice(buffer.view[start:stop], buffer.address + start)
 
-        def consume(number: int, span: WindowSlice) -> None:
+        def consume(number: int, span: MemorySlice) -> None:
             item = shared_items[number]
             i = bisect_right(keys, (item.shard, item.first_chunk)) - 1
             if i >= 0 and plan.items[i].shard == item.shard:
-                copies = _narrow(plan.items[i], item)
-                copy_to_targets(copies, targets, span, item.start - paddings[number])
+                copy_to_targets(_narrow(plan.items[i], item), targets, span, item.start)
 
+        workers = Workers.create(advance=advance)
         with self._snapshot.not_found_if_deleted():
-            shared_items, unshared = _split_shared(
-                plan, indexes, self._wanting_ranks(plan, indexes)
-            )
-            # Ranges have the same alignment in a window as in their file, which allows direct I/O.
-            paddings = [_file_offset(indexes, item) % ALIGNMENT for item in shared_items]
-            sizes = [
-                n + item.stop - item.start for n, item in zip(paddings, shared_items, strict=True)
-            ]
+            masks = self._wanting_ranks(plan, indexes)
+            max_length = max_item_size(len(self._peers.ranks))
+            shared_items, unshared = _split_shared(plan, indexes, masks, max_length)
+            sizes = [item.stop - item.start for item in shared_items]
+            readers = assign_readers(sizes, len(self._peers.ranks))
             increment_tensor_versions(targets)
-            self._peers.exchange(assign_reads(sizes, len(self._peers.ranks)), fill, consume)
-            own_plan = ReadPlan(tuple(unshared))
-            execute_read_plan(location, own_plan, indexes, targets, Workers.create(advance=advance))
+            is_shared = self._peers.exchange(sizes, readers, read, consume)
+            own_plan = ReadPlan(tuple(unshared)) if is_shared else plan
+            execute_read_plan(location, own_plan, indexes, targets, workers)
         self._snapshot.checked_headers.update(plan.headers)
 
     def _wanting_ranks(self, plan: ReadPlan, indexes: Sequence[ShardIndex]) -> list[RankMasks]:
@@ -154,34 +168,36 @@ class SharedReader:
             start = starts[item.shard]
             own_chunks[start + item.first_chunk : start + item.end_chunk] = True
         packed = np.packbits(own_chunks).tobytes()
-        chunks_by_rank = [np.zeros(0, np.uint64)] * len(self._peers.ranks)
+        chunks_by_rank = [np.zeros(len(own_chunks), np.uint64)] * len(self._peers.ranks)
 
-        def fill(number: int, into: WindowSlice) -> None:
-            into.view[: len(packed)] = packed
+        def read(number: int) -> AbstractContextManager[MemorySlice]:
+            return nullcontext(MemorySlice(memoryview(packed), address_of(memoryview(packed))))
 
-        def consume(number: int, span: WindowSlice) -> None:
+        def consume(number: int, span: MemorySlice) -> None:
             bits = np.frombuffer(span.view, np.uint8, len(packed))
             chunks_by_rank[number] = np.unpackbits(bits, count=len(own_chunks)).astype(np.uint64)
 
-        assignments = [ReadAssignment(r, r, 0, len(packed)) for r in range(len(chunks_by_rank))]
-        self._peers.exchange([assignments], fill, consume)
+        every_rank = range(len(chunks_by_rank))
+        self._peers.exchange([len(packed)] * len(every_rank), every_rank, read, consume)
         masks = np.zeros(len(own_chunks), np.uint64)
         for number, chunks in enumerate(chunks_by_rank):
             masks |= chunks << np.uint64(number)
         return np.split(masks, starts[1:-1])
 
 
-def _file_offset(indexes: Sequence[ShardIndex], item: ReadItem) -> int:
-    """Return the offset of the item's bytes in their file."""
-    return indexes[item.shard].locate_chunk(item.first_chunk)[1]
-
-
 def _split_shared(
-    plan: ReadPlan, indexes: Sequence[ShardIndex], wanting_ranks: Sequence[RankMasks]
+    plan: ReadPlan,
+    indexes: Sequence[ShardIndex],
+    wanting_ranks: Sequence[RankMasks],
+    max_length: int,
 ) -> tuple[list[ReadItem], list[ReadItem]]:
     """Return the chunks that several ranks need, and the part of the plan that only this rank
-    needs. The shared chunks are split into ranges of which each rank needs all or nothing."""
-    is_shared = [masks & (masks - np.uint64(1)) != 0 for masks in wanting_ranks]
+    needs. The shared chunks are split into ranges of which each rank needs all or nothing. A chunk
+    of more than ``max_length`` bytes is not shared."""
+    is_shared = [
+        (masks & (masks - np.uint64(1)) != 0) & (np.diff(index.cuts, prepend=0) <= max_length)
+        for index, masks in zip(indexes, wanting_ranks, strict=True)
+    ]
     shared_items: list[ReadItem] = []
     for shard, (index, masks, shared) in enumerate(
         zip(indexes, wanting_ranks, is_shared, strict=True)
@@ -190,7 +206,7 @@ def _split_shared(
             item
             for mask in np.unique(masks[shared])
             for item in chunk_read_items(
-                shard, index.cuts, index.chunk_refs, np.flatnonzero(masks == mask)
+                shard, index.cuts, index.chunk_refs, np.flatnonzero((masks == mask) & shared)
             )
         )
         shared_items += sorted(shard_items, key=lambda item: item.first_chunk)
