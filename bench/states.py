@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 MIB = 1 << 20
-_TENSOR_BYTES = 32 * MIB
+TENSOR_BYTES = 32 * MIB
 
 
-def _base_tensor() -> torch.Tensor:
-    return torch.randn(_TENSOR_BYTES // 4, generator=torch.Generator().manual_seed(7))
+def base_tensor() -> torch.Tensor:
+    return torch.randn(TENSOR_BYTES // 4, generator=torch.Generator().manual_seed(7))
 
 
 def large_state(size: int) -> dict[str, torch.Tensor]:
     """Return ``size`` bytes as float32 tensors of 32 MiB. All differ and resemble weights."""
-    base = _base_tensor()
-    return {f"layers.{i:02}.weight": base + i / 64 for i in range(size // _TENSOR_BYTES)}
+    base = base_tensor()
+    return {f"layers.{i:02}.weight": base + i / 64 for i in range(size // TENSOR_BYTES)}
 
 
 def small_state(count: int = 2000) -> dict[str, torch.Tensor]:
@@ -30,14 +30,14 @@ def blank_like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def blank_large_state(size: int) -> dict[str, torch.Tensor]:
     return {
-        f"layers.{i:02}.weight": torch.full((_TENSOR_BYTES // 4,), -1.0)
-        for i in range(size // _TENSOR_BYTES)
+        f"layers.{i:02}.weight": torch.full((TENSOR_BYTES // 4,), -1.0)
+        for i in range(size // TENSOR_BYTES)
     }
 
 
 def find_mismatches(loaded: dict[str, torch.Tensor]) -> list[str]:
     """Return the keys whose values differ from those of ``large_state``."""
-    base = _base_tensor()
+    base = base_tensor()
     return [
         key
         for i, (key, value) in enumerate(loaded.items())
