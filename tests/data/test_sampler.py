@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 import tracemalloc
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from itertools import chain, islice
 from typing import Any
 
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import holdfast
+from holdfast.data import batch_blocks
 from holdfast.data.permutation import permute
 from holdfast.data.sampler_group import SamplerGroup
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
@@ -1020,3 +1023,116 @@ def test_a_loader_with_spawned_workers() -> None:
         sampler.advance()
     assert seen == [sample**2 for sample in order(10)]
     assert sampler.epochs == 1
+
+
+# -- blocks of batches -----------------------------------------------------------------------------
+
+GOLDEN_BATCHES: dict[str, tuple[Any, Any, int | None, tuple[int, str]]] = {
+    "one sample": ((1, 1), {}, None, (1, "d0bca111f8628137")),
+    "ten": ((10, 3), {}, None, (4, "08e688989e69d61d")),
+    "ten, drop": ((10, 3), {"drop_last": True, "seed": -7}, None, (3, "49d94ef9c857bbbd")),
+    "4 ranks": ((1000, 7), {"rank": 3, "ranks": 4, "seed": 5}, None, (143, "8aa2a7df9b1ec13f")),
+    "64 ranks": ((1000, 65), {"rank": 63, "ranks": 64, "seed": 5}, None, (16, "d3672bc4c1dc4a82")),
+    "plain": (
+        (5000, 33),
+        {"rank": 1, "ranks": 2, "shuffle": False},
+        None,
+        (152, "3f0c442d6ed68dd3"),
+    ),
+    "100,000": ((10**5, 256), {"seed": 1}, None, (391, "4c7c200a58fcbef4")),
+    "100,000, 3 ranks": (
+        (10**5, 100),
+        {"seed": 1, "rank": 2, "ranks": 3},
+        None,
+        (1000, "90d6663ac9d581a6"),
+    ),
+    "a billion": ((10**9, 256), {"seed": 2**70}, 200, (200, "d2fda58d9f730ff8")),
+    "a billion, 64 ranks": (
+        (10**9, 4096),
+        {"seed": 3, "rank": 17, "ranks": 64},
+        200,
+        (200, "4ac4772a8537d220"),
+    ),
+    "long batches": (
+        (60000, 20011),
+        {"seed": 4, "rank": 0, "ranks": 2},
+        None,
+        (3, "b036109b21bdb27a"),
+    ),
+}
+"""Arguments, the number of batches, and the digest of the batches before there were blocks."""
+
+
+@pytest.mark.parametrize("name", GOLDEN_BATCHES)
+def test_the_batches_are_those_of_every_earlier_release(name: str) -> None:
+    arguments, options, batches, expected = GOLDEN_BATCHES[name]
+    digest, count = sha256(), 0
+    for batch in islice(holdfast.ElasticSampler(*arguments, **options), batches):
+        digest.update(json.dumps(batch).encode())
+        count += 1
+    assert (count, digest.hexdigest()[:16]) == expected
+
+
+def batch_alone(sampler: Any, epoch: int, start: int, rank: int, ranks: int) -> list[int]:
+    """Return a batch as it is computed without blocks."""
+    stop = min(start + sampler.batch_size, sampler.length)
+    if stop - start < sampler.batch_size:
+        stop += -(stop - start) % ranks
+    at = np.arange(start + rank, stop, ranks) % sampler.length
+    order = permute(at, sampler.length, sampler.seed, epoch) if sampler.shuffle else at
+    return order.tolist()  # type: ignore[no-any-return]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_blocks_hold_the_batches_that_are_computed_alone(data: Any) -> None:
+    """Also after resumes in the middle of a block, with other batch sizes and world sizes."""
+    length = data.draw(st.sampled_from([1, 10, 97, 1000, 20011, 10**6, 10**9]), "length")
+    shuffle = data.draw(st.booleans(), "shuffle")
+    drop_last = data.draw(st.booleans(), "drop_last")
+    state: Any = None
+    for _ in range(data.draw(st.integers(1, 4), "resumes")):
+        ranks = data.draw(st.sampled_from([1, 2, 3, 64]), "ranks")
+        batch_size = data.draw(st.sampled_from([1, 3, 32, 257, 9001]), "batch_size")
+        if batch_size < ranks or (drop_last and batch_size > length):
+            continue
+        rank = data.draw(st.integers(0, ranks - 1), "rank")
+        sampler = holdfast.ElasticSampler(
+            length, batch_size, 5, shuffle=shuffle, drop_last=drop_last, rank=rank, ranks=ranks
+        )
+        if state is not None:
+            sampler.load_state_dict(state)
+        epoch, start = sampler._counted
+        for batch in islice(sampler, data.draw(st.integers(1, 300), "batches")):
+            assert batch == batch_alone(sampler, epoch, start, rank, ranks)
+            assert sampler._blocks._rows.nbytes <= 8 * max(8192, len(batch))
+            start = min(start + batch_size, length)
+            sampler.advance(1)
+        state = sampler.state_dict()
+
+
+def test_many_batches_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counted(positions: Any, *arguments: Any) -> Any:
+        sizes.append(len(positions))
+        return permute(positions, *arguments)
+
+    monkeypatch.setattr(batch_blocks, "permute", counted)
+    assert len(list(holdfast.ElasticSampler(100_000, 32))) == 3125
+    assert len(sizes) <= 100_000 // 8192 + 2
+    assert max(sizes) <= 8192
+    assert sum(sizes) == 100_000  # nothing is computed twice
+
+
+def test_the_sizes_of_a_sampler_count_at_the_next_batch() -> None:
+    """Attributes that the user changes during a pass count from the next batch on."""
+    sampler = holdfast.ElasticSampler(1000, 10)
+    batches = iter(sampler)
+    next(batches)
+    sampler.seed = 3
+    assert next(batches) == batch_alone(sampler, 0, 10, 0, 1)
+    sampler.batch_size = 7
+    assert next(batches) == batch_alone(sampler, 0, 20, 0, 1)
+    sampler.shuffle = False
+    assert next(batches) == list(range(27, 34))

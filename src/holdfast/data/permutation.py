@@ -30,8 +30,10 @@ def permute(positions: NDArray[np.int64], length: int, seed: int, epoch: int) ->
     while len(pending):
         row, column = np.divmod(order[pending], b)
         for first, second in zip(keys[::2], keys[1::2]):
-            row = (row + _splitmix64(column ^ first)) % a
-            column = (column + _splitmix64(row ^ second)) % b
+            row += _splitmix64(column ^ first)
+            _reduce(row, a)
+            column += _splitmix64(row ^ second)
+            _reduce(column, b)
         candidates = row * b + column
         order[pending] = candidates
         pending = pending[candidates >= length]
@@ -39,7 +41,17 @@ def permute(positions: NDArray[np.int64], length: int, seed: int, epoch: int) ->
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the finalizer of SplitMix64 (Steele, Lea, and Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    """Change ``x`` to the finalizer of SplitMix64 (Steele, Lea, and Flood, 2014), and return it."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def _reduce(x: NDArray[np.uint64], n: np.uint64) -> None:
+    """Compute ``x %= n``. NumPy divides by a scalar in a quarter of the time of a remainder."""
+    quotients = x // n
+    quotients *= n
+    x -= quotients

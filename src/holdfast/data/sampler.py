@@ -15,10 +15,8 @@ import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from holdfast.data.batch_blocks import BatchBlocks
 from holdfast.data.epoch_labels import EpochLabels
-from holdfast.data.permutation import permute
 from holdfast.data.sampler_group import SamplerGroup
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches
 from holdfast.lazy_torch import torch_or_none
@@ -80,6 +78,7 @@ class ElasticSampler:
         self._resumed = False  # a state was loaded, and no pass has begun since
         # passes begun and epoch label at the first iteration after a load
         self._first_iteration: tuple[int, int | None] | None = None
+        self._blocks = BatchBlocks()
         self._epoch_labels = EpochLabels()
         self._group = SamplerGroup([self._epoch_labels])
         self._check_sizes()
@@ -267,7 +266,10 @@ class ElasticSampler:
             if not self._is_epoch_over(start):
                 stop = min(start + self.batch_size, self.length)
                 self._yielded = (epoch, stop)
-                yield self._local_batch(epoch, start, stop, rank, ranks)
+                order = (self.length, self.seed, self.shuffle)
+                yield self._blocks.local_batch(
+                    order, epoch, (start, stop), self.batch_size, rank, ranks
+                )
             elif epoch < self._pass_epoch:
                 self._enter_epoch(epoch + 1)
             else:
@@ -334,14 +336,6 @@ class ElasticSampler:
 
     def _batch_count(self, samples: int) -> int:
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
-
-    def _local_batch(self, epoch: int, start: int, stop: int, rank: int, ranks: int) -> list[int]:
-        if stop - start < self.batch_size:
-            stop += -(stop - start) % ranks
-        positions = np.arange(start + rank, stop, ranks) % self.length
-        order = permute(positions, self.length, self.seed, epoch) if self.shuffle else positions
-        batch: list[int] = order.tolist()
-        return batch
 
     def _rank_and_world_size(self) -> tuple[int, int]:
         """Return the rank of this process and the number of ranks."""
