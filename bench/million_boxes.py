@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from holdfast.engine.planning.global_plan import can_reuse_plan, make_global_plan
-from holdfast.engine.planning.local_plan import LocalPlan, digest_leaf_boxes, make_local_plan
+from holdfast.engine.planning.local_plan import LocalPlan, make_local_plan
 from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
-from holdfast.engine.planning.shard_layout import LeafBox, chunk_cuts, file_order
+from holdfast.engine.planning.shard_layout import LeafBox, chunk_cuts, digest_leaf_boxes, file_order
 from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf, SchemaCache
 from holdfast.types import MIB, Box

@@ -10,8 +10,8 @@ from bench import disk, fresh_process
 from bench.report import Options, Section, judge
 
 _STEPS = 300
-_BATCHES = 360
-_AVERAGED = 90
+_BLOCK = 8192
+"""The number of indices over which the cost of a batch is averaged."""
 
 
 def measure(folder: str) -> dict[str, list[float]]:
@@ -67,8 +67,12 @@ def measure(folder: str) -> dict[str, list[float]]:
     for length in (10**5, 10**9):
         for size in (256, 32):
             mine = iter(holdfast.ElasticSampler(length, size))
-            timed(f"sampler {length:.0e} {size}", lambda mine=mine: next(mine), int, _BATCHES)
-            amortize(found, f"sampler {length:.0e} {size}")
+            name, block = f"sampler {length:.0e} {size}", _BLOCK // size
+            timed(name, lambda mine=mine: next(mine), int, 10 * block)
+            times = found[name]  # means, because the indices of a block are computed at once
+            found[name] = [
+                sum(times[at : at + block]) / block for at in range(0, len(times), block)
+            ]
     for length in (10**5, 10**9):
         for _ in range(20):
             old = holdfast.ElasticSampler(length, 256)
@@ -84,16 +88,6 @@ def measure(folder: str) -> dict[str, list[float]]:
     return found
 
 
-def amortize(found: dict[str, list[float]], name: str) -> None:
-    """Replace the durations of single batches by the means of consecutive batches: a sampler
-    computes the indices of many batches at once."""
-    times = found[name]
-    found[name] = [
-        sum(times[at : at + _AVERAGED]) / _AVERAGED
-        for at in range(0, len(times) - _AVERAGED + 1, _AVERAGED)
-    ]
-
-
 def sections(options: Options) -> list[Section]:
     title = "Cost of every step"
     text = (
@@ -102,7 +96,7 @@ def sections(options: Options) -> list[Section]:
         " optimizer step run between the calls, because they evict the caches of the processor."
         " OnException copies everything that is not a parameter or optimizer slot at every step."
         " ElasticSampler computes the indices of many batches at once; the figures are means over"
-        f" {_AVERAGED} consecutive batches."
+        f" {_BLOCK:,} consecutive indices."
     )
     place = options.folder / "step"
     place.mkdir()

@@ -104,8 +104,7 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
 
 def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) -> Node:
     name = _DICT_TAGS[type(value)]
-    extra = {k: v for k, v in getattr(value, "__dict__", {}).items() if k != "_metadata"}
-    if extra:
+    if extra := {k: v for k, v in getattr(value, "__dict__", {}).items() if k != "_metadata"}:
         raise unsupported(value, key, f"it has the attributes {sorted(extra)}")
     try:
         levels = child_keys(list(value), key)
@@ -114,14 +113,13 @@ def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) ->
     children = [
         encode(v, k, encode_other, depth + 1) for k, v in zip(levels, value.values(), strict=True)
     ]
-    if name != "counter" and all(type(k) is str for k in value):
+    if name != "counter" and {*map(type, value)} <= {str}:
         encode("".join(value), key, _reject_key)
         node: Node = {name: dict(zip(value, children, strict=True))}
     else:
         keys = [encode(k, key, _reject_key, depth + 1) for k in value]
         node = {"items": [list(pair) for pair in zip(keys, children, strict=True)], "of": name}
-    metadata = getattr(value, "_metadata", None)
-    if metadata is not None:
+    if (metadata := getattr(value, "_metadata", None)) is not None:
         # module.state_dict() attaches version numbers to the dict; load_state_dict reads them
         node["metadata"] = encode(metadata, join_key(key, "~metadata"), reject_value, depth + 1)
     return node
@@ -177,6 +175,8 @@ def child_keys(keys: list[Any], parent: str) -> list[str]:
     """Return the leaf keys of a dict's members, in order. Dict keys with equal text (1 and "1") get
     the suffixes ``~2``, ``~3``, and so on, which no escaped text contains."""
     prefix = f"{parent}/" if parent else ""
+    if {*map(type, keys)} == {str} and all(keys) and escape_level(s := "".join(keys)) == s:
+        return [prefix + k for k in keys]  # the usual names: all differ, and none is escaped
     result = [prefix + escape_level(k if type(k) is str else _key_text(k)) for k in keys]
     if len(set(result)) < len(result):
         seen: Counter[str] = Counter()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.engine.planning.global_plan import can_reuse_plan, make_global_plan
-from holdfast.engine.planning.local_plan import LocalPlan, digest_leaf_boxes, make_local_plan
-from holdfast.engine.planning.shard_layout import LeafBox
+from holdfast.engine.planning.local_plan import LocalPlan, make_local_plan
+from holdfast.engine.planning.shard_layout import LeafBox, digest_leaf_boxes
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch, Unsupported
 from holdfast.types import Box
 from tests.engine.planning.random_boxes import leaves, rank_boxes, tilings

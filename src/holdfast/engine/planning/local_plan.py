@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest, xxh3_128_digest
+from xxhash import xxh3_64_intdigest
 
-from holdfast.engine.planning.shard_layout import LeafBox, itemsize
+from holdfast.engine.planning.shard_layout import LeafBox, digest_leaf_boxes, itemsize
 from holdfast.errors import PlanError
 from holdfast.ragged import Ints, flatten_rows, ranges, row_products
 
@@ -99,14 +99,6 @@ class LocalPlan:
         """Return key, dtype, and shape of every leaf by the hash of its key."""
         rows = _LEAF_TYPES.decode(zlib.decompress(self.packed_leaf_types))
         return dict(zip(self.leaf_key.tolist(), rows, strict=True))
-
-
-def digest_leaf_boxes(leaf_boxes: Sequence[LeafBox]) -> bytes:
-    """Return a 16-byte digest of the leaf boxes.
-
-    As long as the digest is unchanged, the local plan is unchanged too.
-    """
-    return xxh3_128_digest(msgspec.msgpack.encode(leaf_boxes))
 
 
 def make_local_plan(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from holdfast.errors import PlanError, Unsupported
 from holdfast.format.index import ShardIndex
@@ -144,6 +145,14 @@ def itemsize(dtype: str) -> int:
             todo="Convert the tensor to one of these dtypes",
         )
     return DTYPES[dtype].itemsize
+
+
+def digest_leaf_boxes(leaf_boxes: Sequence[LeafBox]) -> bytes:
+    """Return a 16-byte digest of the leaf boxes.
+
+    As long as the digest is unchanged, the local plan is unchanged too.
+    """
+    return xxh3_128_digest(msgspec.msgpack.encode(leaf_boxes))
 
 
 def file_order(leaf_boxes: Sequence[LeafBox]) -> list[int]:

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.shard_layout import (
     LeafBox,
     chunk_cuts,
+    digest_leaf_boxes,
     file_order,
     full_shard_entries,
 )
@@ -87,27 +88,60 @@ class Image:
                 copy_bytes(source, a - box_start, b - box_start, buffer, a + shift)
 
 
+class _Layout(NamedTuple):
+    """Everything in an image that follows from its boxes. ``order``: their order in the file.
+
+    From save to save, a training has the same boxes, and only their sources differ. Nothing may
+    change a layout, because several images have its lists.
+    """
+
+    order: Sequence[int]
+    header: bytes
+    box_starts: list[int]
+    box_ends: list[int]
+    cuts: Ints
+
+
+_MAX_CACHED_LAYOUTS = 2
+_MAX_CACHED_BOXES = 200_000
+"""The layout of more boxes than this is not kept. A box takes about 200 bytes."""
+
+
 def make_image(
-    sources: Sequence[Any], leaf_boxes: Sequence[LeafBox], order: Sequence[int] | None = None
+    sources: Sequence[Any],
+    leaf_boxes: Sequence[LeafBox],
+    order: Sequence[int] | None = None,
+    cache: dict[str, Any] | None = None,
 ) -> Image:
     """Return the image of a shard with these boxes. Box ``i`` is the whole of ``sources[i]``.
 
-    ``order``: the order of the boxes in the file, as indices.
+    ``order``: the order of the boxes in the file, as indices. ``cache``: the group's, which keeps
+    the layout for later images of the same boxes in the default order.
     """
-    order = file_order(leaf_boxes) if order is None else order
-    ordered = [leaf_boxes[i] for i in order]
-    lengths = np.array([leaf_box.nbytes for leaf_box in ordered], dtype=np.int64)
-    header = build_header(full_shard_entries(ordered))
-    ends = np.cumsum(lengths) + len(header)
-    cuts = chunk_cuts(len(header), lengths)
+    layouts: dict[bytes, _Layout] = {} if cache is None else cache.setdefault("layouts", {})
+    digest = b"" if cache is None else digest_leaf_boxes(leaf_boxes)
+    layout = layouts.get(digest)
+    if layout is None:
+        order = file_order(leaf_boxes) if order is None else order
+        ordered = [leaf_boxes[i] for i in order]
+        lengths = np.array([leaf_box.nbytes for leaf_box in ordered], dtype=np.int64)
+        header = build_header(full_shard_entries(ordered))
+        ends = np.cumsum(lengths) + len(header)
+        cuts = chunk_cuts(len(header), lengths)
+        cuts.setflags(write=False)
+        layout = _Layout(order, header, (ends - lengths).tolist(), ends.tolist(), cuts)
+        if len(order) <= _MAX_CACHED_BOXES:
+            layouts[digest] = layout
+            while len(layouts) > _MAX_CACHED_LAYOUTS:
+                del layouts[next(iter(layouts))]
     return Image(
-        header,
-        ordered,
-        [sources[i] for i in order],
-        (ends - lengths).tolist(),
-        ends.tolist(),
-        cuts,
-        int(cuts[-1]),
+        layout.header,
+        [leaf_boxes[i] for i in layout.order],
+        [sources[i] for i in layout.order],
+        layout.box_starts,
+        layout.box_ends,
+        layout.cuts,
+        int(layout.cuts[-1]),
     )
 
 

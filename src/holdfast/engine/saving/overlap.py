@@ -34,8 +34,8 @@ class DeferredStaging:
         self.done = Event()
         self._image = image
         self._pieces = pieces
-        self._streams = _ThreadStreams(cuda_devices(image.sources))
-        self._leaf_indices = _leaf_indices_in(image, pieces)
+        self._streams = _ThreadStreams(cuda_devices(image.sources) if pieces else ())
+        self._leaf_indices = _leaf_indices_in(image, pieces) if pieces else []
         self._tensor_versions = self._read_tensor_versions()
         if not pieces:
             self.release()
@@ -82,6 +82,8 @@ def split_pieces(
 ) -> tuple[list[Piece], list[Piece]]:
     """Split the pieces into those to stage now and those to stage later. The later ones hold only
     leaves that do not change until an optimizer steps (``stable_keys``)."""
+    if not stable_keys:
+        return list(pieces), []
     unstable = [
         (a, b)
         for leaf_box, a, b in zip(image.leaf_boxes, image.box_starts, image.box_ends, strict=True)
@@ -91,7 +93,7 @@ def split_pieces(
     now: list[Piece] = []
     later: list[Piece] = []
     for piece in pieces:
-        is_stable = stable_keys and not _overlaps(starts, stops, piece.start, piece.stop)
+        is_stable = not _overlaps(starts, stops, piece.start, piece.stop)
         (later if is_stable and piece.start >= len(image.header) else now).append(piece)
     return now, later
 

@@ -22,9 +22,9 @@ from xxhash import xxh3_128_digest
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.planning.global_plan import GlobalPlan, can_reuse_plan, make_global_plan
-from holdfast.engine.planning.local_plan import LocalPlan, digest_leaf_boxes, make_local_plan
+from holdfast.engine.planning.local_plan import LocalPlan, make_local_plan
 from holdfast.engine.planning.merge_trees import RankNodes, merge
-from holdfast.engine.planning.shard_layout import LeafBox
+from holdfast.engine.planning.shard_layout import LeafBox, digest_leaf_boxes
 from holdfast.engine.saving.replica_check import digest_values
 from holdfast.engine.state.flatten import FlatState, LocalLeaf
 from holdfast.engine.state.replication import Replication

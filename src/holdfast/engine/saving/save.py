@@ -112,6 +112,7 @@ def finish_in_background(
     return pending
 
 
+@gc_paused()
 def begin_save(
     location: Location,
     state: Any,
@@ -138,13 +139,13 @@ def begin_save(
         if group.rank == 0:
             raise_if_exists(location)
         metadata_node = metadata.to_node()
-        with gc_paused():
-            flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
-            sources = [leaf.source for leaf in flat.leaves]
-            if any(getattr(source, "is_cuda", False) for source in sources):
-                synchronize_streams(sources)
-            partition = partition_state(collective, group, flat, workers)
-            image = make_image(partition.sources, partition.leaf_boxes)
+        flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
+        sources = [leaf.source for leaf in flat.leaves]
+        if any(getattr(source, "is_cuda", False) for source in sources):
+            synchronize_streams(sources)
+        partition = partition_state(collective, group, flat, workers)
+        cache = group.cache if stage_now else None  # a synchronous save is not one of many
+        image = make_image(partition.sources, partition.leaf_boxes, cache=cache)
         job = SaveJob(
             location,
             metadata,

@@ -44,7 +44,7 @@ _SPARSE_PARTS = {
 
 
 # One is created for every leaf, and creating a frozen dataclass takes eight times as long.
-class LocalLeaf(msgspec.Struct, frozen=True):
+class LocalLeaf(msgspec.Struct, frozen=True, gc=False):
     """A box of a leaf that is about to be saved.
 
     ``shape`` is the shape of the global tensor. ``source`` is a strided torch tensor or a NumPy
@@ -88,9 +88,10 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
             expected='a dict such as {"model": model, "optimizer": optimizer}',
             found=type(state).__name__,
         )
+    torch = lazy_torch.torch_or_none()
+    classes = () if torch is None else (torch.Tensor, torch.nn.Parameter)
     with ExitStack() as isolation:
-        flattener = _Flattener(state, rank, isolation)
-        torch = flattener.torch
+        flattener = _Flattener(state, rank, isolation, torch, classes[:1], classes)
         if (
             torch is not None
             and torch.distributed.is_available()
@@ -108,13 +109,19 @@ class _Flattener:
     state: dict[str, Any]
     rank: int
     isolation: ExitStack
+    torch: Any
+    tensor_class: tuple[Any, ...]
+    plain_classes: tuple[Any, ...]
     runs_user_code: bool = False
     flat: FlatState = field(default_factory=FlatState)
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
     key_by_memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     enclosing_ids: list[int] = field(default_factory=list)
-    torch: Any = field(default_factory=lazy_torch.torch_or_none)
+    leaf_types: dict[tuple[Any, Any], tuple[str, tuple[int, ...], Box, Any]] = field(
+        default_factory=dict
+    )
+    """By dtype and shape: the name of the dtype, the shape, the box, and the node of a tensor."""
 
     @cached_property
     def parameter_names(self) -> dict[int, str]:
@@ -122,7 +129,7 @@ class _Flattener:
         return modules.parameter_names(self.state)
 
     def encode_value(self, value: Any, key: str, depth: int) -> Any:
-        if self.torch is not None and isinstance(value, self.torch.Tensor):
+        if isinstance(value, self.tensor_class):
             return self._encode_tensor(value, key)
         if type(value) is np.ndarray:
             return self._encode_array(value, key)
@@ -215,35 +222,45 @@ class _Flattener:
             ) from e
 
     def _encode_tensor(self, t: Any, key: str) -> Any:
+        """Encode a tensor. This is called for every leaf of a model: keep it short."""
         torch = self.torch
-        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+        if type(t) not in self.plain_classes:
             if sharding.is_distributed_tensor(t):
                 return self._encode_distributed(t, key)
             raise unsupported(
                 t, key, "it is a subclass of Tensor whose structure Holdfast does not know"
             )
-        if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
+        if t.layout is not torch.strided or t.is_nested:
             return self._encode_sparse(t, key)
-        shape = tuple(t.shape)
-        name = _require_storable(t, lazy_torch.dtype_name(t.dtype), shape, key)
+        leaf_type = self.leaf_types.get((t.dtype, t.shape))
+        if leaf_type is None:
+            if t.is_quantized or t.is_meta:
+                return self._encode_sparse(t, key)
+            shape = tuple(t.shape)
+            name = _require_storable(t, lazy_torch.dtype_name(t.dtype), shape, key)
+            node = {"tensor": [name, list(shape)]}
+            leaf_type = self.leaf_types[t.dtype, t.shape] = name, shape, Box.whole(shape), node
+        name, shape, box, node = leaf_type
         if t.requires_grad:
             t = t.detach()
-        if t.is_conj() or t.is_neg():
+        if t.is_neg() or t.is_conj():
             t = t.resolve_conj().resolve_neg()
-        replication = self.forced_replication
-        if t.numel():
+        replication = self.forced_replication or Replication.UNVERIFIED
+        if 0 not in shape:
             address = t.data_ptr()
             if not address:
+                if t.is_meta:
+                    return self._encode_sparse(t, key)
                 raise unsupported(t, key, "its memory has been freed")
             first_key = self.key_by_memory.setdefault((address, name, shape, t.stride()), key)
             if first_key != key:
                 return {"tied": first_key}
-            if replication is None:
-                replication = self.replication_by_address.get(address)
-        self.flat.leaves.append(
-            LocalLeaf(key, name, shape, t, Box.whole(shape), replication or Replication.UNVERIFIED)
-        )
-        return {"tensor": [name, list(shape)]}
+            if self.forced_replication is None and self.replication_by_address:
+                replication = self.replication_by_address.get(address, replication)
+        elif t.is_meta:
+            return self._encode_sparse(t, key)
+        self.flat.leaves.append(LocalLeaf(key, name, shape, t, box, replication))
+        return node
 
     def _encode_distributed(self, value: Any, key: str) -> Any:
         """Encode a tensor that is distributed over ranks: add the boxes that this rank has."""
