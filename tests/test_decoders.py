@@ -19,8 +19,6 @@ import holdfast
 
 ROOT = Path(holdfast.__file__).parent
 SAFE = {
-    # the decoder that a module creates
-    ("format/strict_json.py", "__init__"),
     # one thread at a time
     ("engine/distributed/store_collective.py", "_decoder_of"),
 }

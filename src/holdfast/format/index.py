@@ -97,8 +97,8 @@ class ShardIndex:
         )
 
 
-_INDEX = StrictDecoder[Index](Index)
-_INCREMENTAL_INDEX = StrictDecoder[Index](IncrementalIndex)
+_INDEX: StrictDecoder[Index] = StrictDecoder(msgspec.json.Decoder(Index))
+_INCREMENTAL_INDEX: StrictDecoder[Index] = StrictDecoder(msgspec.json.Decoder(IncrementalIndex))
 encode_index: Callable[[Index], bytes] = msgspec.json.encode
 
 

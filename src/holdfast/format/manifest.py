@@ -91,8 +91,10 @@ class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
     chain: Annotated[int, Meta(gt=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
 
 
-_MANIFEST = StrictDecoder[Manifest](Manifest)
-_INCREMENTAL_MANIFEST = StrictDecoder[Manifest](IncrementalManifest)
+_MANIFEST = StrictDecoder(msgspec.json.Decoder(Manifest))
+_INCREMENTAL_MANIFEST: StrictDecoder[Manifest] = StrictDecoder(
+    msgspec.json.Decoder(IncrementalManifest)
+)
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:

@@ -85,10 +85,10 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _Record = TypeVar("_Record", Branch, Pin, LastingPin, Evaluation)
 
 
-_BRANCH = StrictDecoder[Branch](Branch)
-_PIN = StrictDecoder[Pin](Pin)
-_LASTING_PIN = StrictDecoder[LastingPin](LastingPin)
-_EVALUATION = StrictDecoder[Evaluation](Evaluation)
+_BRANCH = StrictDecoder(msgspec.json.Decoder(Branch))
+_PIN = StrictDecoder(msgspec.json.Decoder(Pin))
+_LASTING_PIN = StrictDecoder(msgspec.json.Decoder(LastingPin))
+_EVALUATION = StrictDecoder(msgspec.json.Decoder(Evaluation))
 
 
 def _decode(raw: bytes, decoder: StrictDecoder[_Record], file: str) -> _Record:

@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -33,18 +34,18 @@ _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _NOT_QUOTE_OR_COLON = bytes(set(range(256)) - {*b'":'})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StrictDecoder(Generic[T]):
-    """A ``msgspec.json.Decoder`` of one type that rejects objects with two members of one name.
+    """A ``msgspec.json.Decoder`` that rejects objects with two members of one name.
 
-    All fields of the type's structs are required, and no others are allowed.
+    All fields of the structs in its type are required, and no others are allowed.
     """
 
-    def __init__(self, value_type: Any) -> None:
-        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(value_type)
+    decoder: msgspec.json.Decoder[T]
 
     def decode(self, raw: bytes) -> T:
         """Return the value. Raises one of ``DECODE_ERRORS``."""
-        value = self._decoder.decode(raw)
+        value = self.decoder.decode(raw)
         require_unique_names(raw, value)
         return value
 

@@ -6,6 +6,8 @@ import os
 from math import prod
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import FormatError, Unsupported
 from holdfast.format.safetensors import MAX_HEADER, HeaderEntry, decode_entries
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
@@ -18,8 +20,8 @@ SAFE_WEIGHTS_NAME, WEIGHTS_NAME = "model.safetensors", "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"
 _MAX_INDEX_SIZE = 1 << 28
 
-_SHARDING = StrictDecoder[dict[str, dict[str, list[int]]]](dict[str, dict[str, list[int]]])
-_INDEX = StrictDecoder[dict[str, Any]](dict[str, Any])
+_SHARDING = StrictDecoder(msgspec.json.Decoder(dict[str, dict[str, list[int]]]))
+_INDEX = StrictDecoder(msgspec.json.Decoder(dict[str, Any]))
 
 _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_per_element == 1} | {
     "U8": "uint8",

@@ -60,7 +60,7 @@ class SaveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process: str
 
 
-_SAVE_REQUEST = StrictDecoder[SaveRequest](SaveRequest)
+_SAVE_REQUEST = StrictDecoder(msgspec.json.Decoder(SaveRequest))
 
 
 # -- the requester -------------------------------------------------------------------------------
