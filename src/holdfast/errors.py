@@ -212,6 +212,13 @@ class MetricMissing(UserWarning):
     """A policy uses a metric that no version has; the message lists the available metrics."""
 
 
+class NothingSaved(UserWarning):
+    """A module in the state has state of its own, but its ``state_dict()`` is empty.
+
+    The message names the modules. A resumed training starts with their initial states.
+    """
+
+
 class SinkFailed(UserWarning):
     """An event sink raised an error and was detached; the message names the sink and the cause."""
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from holdfast.engine.distributed.group import Group, all_reduce
 from holdfast.engine.snapshot.location import Location, describe_run, is_snapshot
-from holdfast.errors import HoldfastError, PlanError
+from holdfast.engine.state.loadable import find_unsaved_modules, find_unwritable
+from holdfast.errors import HoldfastError, NothingSaved, PlanError
 from holdfast.format.names import parse_version, split_address
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
-from holdfast.text import with_article
+from holdfast.text import MAX_SHOWN, format_list, warn_user, with_article
 
 
 def check_arguments(**values: Any) -> dict[str, str]:
@@ -94,6 +95,34 @@ def check_state(state: dict[str, Any]) -> None:
                     todo='Write {"optimizer": optimizer}, without .state_dict()',
                     leaf=key,
                 )
+
+
+def check_loadable(state: dict[str, Any], rank: int) -> None:
+    """Raise ``PlanError`` if the state has tensors that a save accepts, but no load can fill.
+
+    On rank 0, emits a ``NothingSaved`` warning for modules that save none of their state.
+    """
+    unwritable = find_unwritable(state)
+    if unwritable:
+        raise PlanError(
+            f"{format_list(unwritable, MAX_SHOWN)} in the state could be saved, but never loaded:"
+            " several elements share memory, as in an expanded tensor",
+            expected="tensors whose elements each have their own memory",
+            found=f"{len(unwritable)} without",
+            todo="Use tensor.clone(memory_format=torch.contiguous_format), also for a buffer, or"
+            " register the buffer with persistent=False if it is a constant",
+            leaves=tuple(unwritable),
+        )
+    unsaved = find_unsaved_modules(state) if rank == 0 else ()
+    if unsaved:
+        warn_user(
+            f"{format_list(unsaved, MAX_SHOWN)} in the state saves nothing: its state_dict() is"
+            " empty, although it has state. After a resume, it starts with its initial state. Call"
+            " persistent(True) of a metric of torchmetrics, and register buffers with"
+            " persistent=True. If it need not be saved, remove it from the state, or ignore this"
+            " warning.",
+            NothingSaved,
+        )
 
 
 def _walk_dicts(

@@ -23,6 +23,7 @@ from holdfast.training.arguments import (
     acquire_run,
     check_arguments,
     check_can_fire,
+    check_loadable,
     check_not_version,
     check_state,
 )
@@ -415,5 +416,6 @@ class Checkpointer:
         self._ending.warn_if_collected(self)
 
     def _rank_arguments(self) -> dict[str, str]:
+        check_loadable(self.state, self._group.rank)
         self._saver.reservation.measure(self.state, self._group)
         return {**self._arguments, "current_step": str(self.current_step)}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from holdfast.engine.loading.binding import Binding
@@ -10,6 +11,7 @@ from holdfast.engine.loading.targets import Finalize
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import modules, sharding
 from holdfast.format.names import escape_level, join_key
+from holdfast.lazy_torch import dtype_name
 
 
 def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
@@ -34,6 +36,8 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
             binding.differences.missing.append(k)
         elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
             fresh[name] = binding.targets.add_fresh(child, k)
+        elif _is_resized_by_load(binding, module, name, value, child, k):
+            fresh[name] = binding.targets.add_fresh(child, k, value.device)
         elif (source := binding.tensor_source(value, child, k)) is None:
             continue
         elif value.numel() == 0 or _memory_key(value) in in_place:
@@ -49,6 +53,34 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         return module
 
     return finalize
+
+
+def _is_resized_by_load(
+    binding: Binding, module: Any, name: str, value: Any, node: Any, key: str
+) -> bool:
+    """Return True if the module's own code for loading gives this buffer its saved shape, as the
+    observers of quantization-aware training do. A copy of the submodule tries it."""
+    source = binding.leaf_source(node, key, "tensor")
+    stored, shape = ("", ()) if source is None else binding.targets.snapshot.leaves[source]
+    if shape == tuple(value.shape) or stored != dtype_name(value.dtype):
+        return False
+    path, _, member = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:  # a state_dict hook made the name
+        return False
+    if member not in owner._buffers or not _has_own_load(owner):
+        return False
+    trial, errors = copy.deepcopy(owner), list[str]()
+    state: dict[str, Any] = {}
+    trial._save_to_state_dict(state, "", False)
+    state[member] = value.new_zeros(shape)
+    try:
+        trial._load_from_state_dict(state, "", {"version": owner._version}, True, [], [], errors)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError):  # fmt: skip
+        return False
+    return not errors and tuple(getattr(trial, member).shape) == shape
 
 
 def _memory_key(value: Any) -> object:
@@ -76,8 +108,11 @@ def _has_custom_load(module: Any) -> bool:
     import torch
 
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
-        m._load_state_dict_pre_hooks
-        or m._load_state_dict_post_hooks
-        or not type(m)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks or _has_own_load(m)
         for m in module.modules()
     )
+
+
+def _has_own_load(sub: Any) -> bool:
+    """Return True if a submodule overrides how its own members are loaded."""
+    return not type(sub)._load_from_state_dict.__module__.startswith("torch.nn.modules.")

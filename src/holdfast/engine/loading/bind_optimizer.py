@@ -14,6 +14,7 @@ from holdfast.engine.planning.select import (
     number_renames,
 )
 from holdfast.engine.state import optimizers, sharding
+from holdfast.engine.state.loadable import shares_elements
 from holdfast.format import tree
 from holdfast.format.names import escape_level, join_key
 
@@ -156,7 +157,8 @@ def _bind_slot(
         source, _ = binding.targets.resolve_leaf(node, key)
         stored = binding.targets.snapshot.leaves[source]
         same = (str(live.dtype).removeprefix("torch."), tuple(live.shape)) == stored
-        if same and live.layout is torch.strided and live.device == torch.device(device):
+        writable = live.layout is torch.strided and not shares_elements(live)
+        if same and writable and live.device == torch.device(device):
             binding.add_tensor(live, source, key)
             return lambda: live
     return binding.targets.add_fresh(node, key, device)

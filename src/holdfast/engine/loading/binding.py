@@ -13,6 +13,7 @@ from holdfast.engine.loading.differences import Differences
 from holdfast.engine.loading.targets import LoadTargets, is_leaf, tag_of
 from holdfast.engine.planning.select import ABSENT, KeyFilter
 from holdfast.engine.state import sharding
+from holdfast.engine.state.loadable import shares_elements
 from holdfast.errors import PlanError
 from holdfast.format import tree
 from holdfast.lazy_torch import dtype_name
@@ -124,10 +125,11 @@ class Binding:
 
     def _add_target(self, value: Any, source: str, key: str, box: Box | None = None) -> None:
         stride = () if value.is_contiguous() else value.stride()
-        if 0 in stride and any(n > 1 and s == 0 for n, s in zip(value.shape, stride, strict=True)):
+        if stride and shares_elements(value):
             raise PlanError(
                 f"The live tensor {key!r} is expanded: several of its elements share memory",
-                todo="Put a tensor with its own memory into the live state: tensor.contiguous()",
+                todo="Put a tensor with its own memory into the live state:"
+                " tensor.clone(memory_format=torch.contiguous_format)",
                 leaf=key,
             )
         if pointer := value.data_ptr():
