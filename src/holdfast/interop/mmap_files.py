@@ -147,8 +147,11 @@ def read_zip_records(
         raise file.format_error(
             "a complete zip file", str(e) or with_article(type(e).__name__), start
         ) from e
-    records = {}
-    for entry in entries:
+    records: dict[str, ZipRecord] = {}
+    end = 0
+    # in the order of the file, in which no record may begin before the end of another: the time to
+    # check overlapping ones could grow with the square of the file's length
+    for entry in sorted(entries, key=lambda e: e.header_offset):
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise Unsupported(
                 f"{file.path} cannot be imported: its records are compressed, which PyTorch does"
@@ -156,18 +159,24 @@ def read_zip_records(
                 found=entry.filename,
             )
         offset = entry.header_offset
+        if offset < end:
+            raise file.format_error("records that do not overlap", entry.filename, start + offset)
         header = bytes(window[offset : offset + _LOCAL_HEADER_SIZE])
         if len(header) < _LOCAL_HEADER_SIZE or header[:4] != b"PK\3\4":
             raise file.format_error("a record", f"{header[:4]!r}", start + offset)
         skipped = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         begin = start + offset + _LOCAL_HEADER_SIZE + skipped
-        end = begin + entry.file_size
-        if end > start + len(window):
+        end = offset + _LOCAL_HEADER_SIZE + skipped + entry.file_size
+        if end > len(window):
             raise file.format_error(
-                f"{entry.filename} up to byte {end}", "the end of the file", begin
+                f"{entry.filename} up to byte {start + end}", "the end of the file", begin
             )
         name = entry.filename.partition("/")[2]
-        records[name] = ZipRecord(name, begin, end, entry.CRC)
+        if (
+            records.setdefault(name, record := ZipRecord(name, begin, start + end, entry.CRC))
+            is not record
+        ):
+            raise file.format_error("one record of each name", f"two named {name}", begin)
     return records
 
 

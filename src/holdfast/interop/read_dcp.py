@@ -18,14 +18,15 @@ from holdfast.engine.planning.global_plan import make_global_plan
 from holdfast.engine.planning.local_plan import make_local_plan
 from holdfast.engine.planning.shard_layout import LeafBox
 from holdfast.errors import FormatError, PlanError, Unsupported
-from holdfast.format.tree import MAX_DEPTH, is_valid_shape
+from holdfast.format.tree import MAX_DIMENSIONS, is_valid_shape
+from holdfast.interop.extent import check_bytes, check_extent
 from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
 from holdfast.interop.read_torch import ZIP_MAGIC, torch_load
+from holdfast.interop.unflatten import unflatten
 from holdfast.threads import Workers
 from holdfast.types import DTYPES, Box
 
 METADATA_FILE = ".metadata"
-_MAX_LIST_LENGTH = 1 << 20
 
 _DCP_PREFIX = "torch.distributed.checkpoint."
 _SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
@@ -142,6 +143,11 @@ class _StoredBox:
     file_span: tuple[str, int, int]
     tensor: Any = None
 
+    @property
+    def nbytes(self) -> int:
+        _, start, stop = self.file_span
+        return max(stop - start, self.box.numel * DTYPES[self.dtype].itemsize)
+
 
 @dataclass(slots=True)
 class TensorBoxes:
@@ -158,7 +164,9 @@ class _DcpFolder:
     def __init__(self, path: str) -> None:
         self.path = path
         self.files: dict[str, MappedFile] = {}
+        self._parts = 0
         self.metadata_file = MappedFile(os.path.join(path, METADATA_FILE))
+        self.nbytes = self.metadata_file.length
         try:
             self.metadata = _RestrictedUnpickler(
                 bytes(self.metadata_file.view), self.metadata_file.path
@@ -175,6 +183,18 @@ class _DcpFolder:
         if isinstance(found, Exception):
             found = f"{type(found).__name__}: {found}"
         return self.metadata_file.format_error(expected, str(found))
+
+    def dims(self, numbers: Any) -> tuple[int, ...]:
+        """Return a shape or an offset. Many tensors may share one, so its length is checked."""
+        if len(numbers) > MAX_DIMENSIONS:
+            raise self.format_error(f"at most {MAX_DIMENSIONS} dimensions", len(numbers))
+        return tuple(numbers)
+
+    def count_part(self) -> None:
+        """Count a part of a tensor. Each takes a byte of the metadata, unless lists are shared."""
+        self._parts += 1
+        if self._parts > self.metadata_file.length:
+            raise self.format_error("a list of parts for each tensor", "tensors that share parts")
 
     def find_span(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
         """Return the file, the first byte, and the past-the-last byte of a value.
@@ -203,6 +223,7 @@ class _DcpFolder:
             if not os.path.isfile(path):
                 raise self.format_error(f"the file {name} in the same folder", "no such file")
             file = self.files[name] = MappedFile(path)
+            self.nbytes += file.length
         if start + length > file.length:
             raise file.format_error(
                 f"{fqn} up to byte {start + length}", "the end of the file", start
@@ -219,6 +240,7 @@ def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
     opened = _DcpFolder(folder)
     values: dict[str, Any] = {}
     boxes: list[_StoredBox] = []
+    nbytes = 0  # that are read or written: values must not share most of the bytes of the files
     try:
         for fqn, metadata in opened.metadata.state_dict_metadata.items():
             if hasattr(metadata, "chunks"):
@@ -227,10 +249,14 @@ def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
             else:
                 name, start, stop = opened.find_span(fqn, None)
                 file = opened.files[name]
+                nbytes += stop - start
+                check_bytes(nbytes, opened.nbytes, folder)
                 _read_checked_records(file, fqn, start, stop, advance)
-                values[fqn] = torch_load(
-                    io.BytesIO(file.view[start:stop]), f"{file.path} ({fqn})", mmap=False
-                )
+                origin = f"{file.path} ({fqn})"
+                values[fqn] = torch_load(io.BytesIO(file.view[start:stop]), origin, mmap=False)
+                check_extent(values[fqn], stop - start, origin)
+        nbytes += sum(box.nbytes for box in boxes)
+        check_bytes(nbytes, opened.nbytes, folder)
         _check_coverage(opened, values)
     except _MALFORMED_ERRORS as e:
         raise opened.format_error("a list of tensors and their locations", e) from e
@@ -238,18 +264,20 @@ def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
     for fqn, value in values.items():
         if isinstance(value, TensorBoxes) and value.boxes[0].box == Box.whole(value.shape):
             values[fqn] = value.boxes[0].tensor
-    return _unflatten(opened, values)
+    paths = opened.planner_data if isinstance(opened.planner_data, dict) else {}
+    return unflatten(values, paths, opened.metadata_file.length, opened.format_error)
 
 
 def _parse_tensor_metadata(folder: _DcpFolder, fqn: str, metadata: Any) -> TensorBoxes:
     """Return a tensor without mapped boxes. Raises ``FormatError`` if its metadata is invalid."""
-    properties, shape = metadata.properties, tuple(metadata.size)
+    properties, shape = metadata.properties, folder.dims(metadata.size)
     dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
     if type(fqn) is not str or dtype not in DTYPES or not is_valid_shape(dtype, shape):
         raise folder.format_error("a tensor of a valid dtype and shape", f"{dtype!r}, {shape!r}")
     tensor = TensorBoxes(dtype, shape)
     for chunk in metadata.chunks:
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        folder.count_part()
+        box = Box(folder.dims(chunk.offsets), folder.dims(chunk.sizes))
         if not all(type(n) is int for n in (*box.offsets, *box.sizes)) or not box.is_within(shape):
             raise folder.format_error(f"parts of {fqn} within {shape}", f"{box}")
         if box.numel or 0 in shape:  # ranks without elements may have recorded empty boxes
@@ -276,7 +304,7 @@ def _check_coverage(folder: _DcpFolder, values: dict[str, Any]) -> None:
 def _read_checked_records(
     file: MappedFile, fqn: str, start: int, stop: int, advance: Advance
 ) -> dict[str, ZipRecord]:
-    """Return the records of the zip file at bytes ``start`` to ``stop``, and check their CRCs."""
+    """Return the records of the zip file at bytes ``start`` to ``stop``; check their CRCs."""
     if bytes(file.view[start : start + 4]) != ZIP_MAGIC:
         raise file.format_error(f"{fqn} as torch.save writes it", "something else", start)
     records = read_zip_records(file, start, stop)
@@ -322,55 +350,3 @@ def _map_box(folder: _DcpFolder, stored_box: _StoredBox, advance: Advance) -> No
 
 def _record_bytes(file: MappedFile, record: ZipRecord) -> bytes:
     return bytes(file.view[record.start : record.stop])
-
-
-# -- nesting -------------------------------------------------------------------------------------
-
-
-def _unflatten(folder: _DcpFolder, values: dict[str, Any]) -> dict[Any, Any]:
-    """Return the nested state.
-
-    DCP flattens nested dicts and lists, and records the path of each value, with keys as text and
-    list positions as integers. A name without a recorded path stays at the top level.
-    """
-    paths = folder.planner_data if isinstance(folder.planner_data, dict) else {}
-    root = _ContainerBuilder()
-    for fqn, value in values.items():
-        path = paths.get(fqn, (fqn,))
-        if (
-            not isinstance(path, tuple)
-            or not 0 < len(path) <= MAX_DEPTH
-            or not all(type(p) in (str, int) for p in path)
-        ):
-            raise folder.format_error(f"the path of {fqn}", f"{path!r:.100}")
-        level = root
-        for name in path[:-1]:
-            level = level.members.setdefault(name, _ContainerBuilder())
-            if not isinstance(level, _ContainerBuilder):
-                raise folder.format_error(f"a dict or list at {path}", "a value")
-        if level.members.setdefault(path[-1], value) is not value:
-            raise folder.format_error(f"one value at {path}", "two")
-    state = root.build(folder)
-    if not isinstance(state, dict):
-        raise folder.format_error("a dict of values", type(state).__name__)
-    return state
-
-
-@dataclass(slots=True)
-class _ContainerBuilder:
-    """A dict or list whose members are being collected."""
-
-    members: dict[Any, Any] = field(default_factory=dict)
-
-    def build(self, folder: _DcpFolder) -> Any:
-        values = {
-            k: v.build(folder) if isinstance(v, _ContainerBuilder) else v
-            for k, v in self.members.items()
-        }
-        positions = [k for k in values if type(k) is int]
-        if not positions:
-            return values
-        if len(positions) < len(values) or min(positions) < 0 or max(positions) > _MAX_LIST_LENGTH:
-            raise folder.format_error("positions in a list", f"{list(values)[:5]!r:.100}")
-        # DCP does not save members such as an empty dict; they become None
-        return [values.get(i) for i in range(max(positions) + 1)]

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from holdfast.errors import FormatError, HoldfastError, Unsupported
+from holdfast.interop.extent import check_extent
 from holdfast.interop.mmap_files import Advance, MappedFile, check_crc, read_zip_records
 from holdfast.text import format_list
 from holdfast.threads import Workers
@@ -68,7 +69,9 @@ def load_torch_file(file: MappedFile, advance: Advance) -> LoadedFile | None:
     head = bytes(file.view[:16])
     if head[:1] == b"\x80" and _LEGACY_MAGIC in head:
         with open(file.path, "rb") as opened:
-            return LoadedFile(torch_load(opened, file.path, mmap=False), False)
+            value = torch_load(opened, file.path, mmap=False)
+        check_extent(value, file.length, file.path)
+        return LoadedFile(value, False)
     records = read_zip_records(file) if head[:4] == ZIP_MAGIC else {}
     if "data.pkl" not in records:
         return None
@@ -82,7 +85,9 @@ def load_torch_file(file: MappedFile, advance: Advance) -> LoadedFile | None:
     with open(file.path, "rb") as opened:
         misleading = file.path.endswith(".safetensors")
         path = f"/proc/self/fd/{opened.fileno()}" if misleading else file.path
-        return LoadedFile(torch_load(path, file.path, mmap=True), True)
+        value = torch_load(path, file.path, mmap=True)
+    check_extent(value, file.length, file.path)
+    return LoadedFile(value, True)
 
 
 def torch_load(file: Any, name: str, *, mmap: bool) -> Any:

@@ -33,7 +33,7 @@ from holdfast.types import DTYPES, Box
 
 _ROWS = {"crow": "crow_indices", "col": "col_indices", "values": "values"}
 _COLUMNS = {"ccol": "ccol_indices", "row": "row_indices", "values": "values"}
-_SPARSE_PARTS = {
+SPARSE_PARTS = {
     "sparse_coo": {"indices": "_indices", "values": "_values"},
     "sparse_csr": _ROWS,
     "sparse_bsr": _ROWS,
@@ -291,7 +291,7 @@ class _Flattener:
                 "it is a quantized tensor; save its int_repr(), scale, and zero point",
             ),
             (t.is_nested, "it is a nested tensor; save its values and offsets"),
-            (layout not in _SPARSE_PARTS, f"its layout {t.layout} is opaque"),
+            (layout not in SPARSE_PARTS, f"its layout {t.layout} is opaque"),
         )
         for is_present, problem in problems:
             if is_present:
@@ -304,7 +304,7 @@ class _Flattener:
                 "coalesced": layout == "sparse_coo" and t.is_coalesced(),
                 "parts": {
                     name: self._encode_tensor(getattr(t, method)(), join_key(key, name))
-                    for name, method in _SPARSE_PARTS[layout].items()
+                    for name, method in SPARSE_PARTS[layout].items()
                 },
             }
         }
