@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,8 +122,9 @@ def test_a_function_that_would_draw_after_its_call_is_not_decorated() -> None:
         yield random.random()
 
     for function in (batches, evaluate, stream):
-        with pytest.raises(HoldfastError, match=rf"cannot decorate .*{function.__name__}"):
-            holdfast.isolated_rng()(function)
+        for same in (function, partial(function)):
+            with pytest.raises(HoldfastError, match=rf"cannot decorate .*{function.__name__}"):
+                holdfast.isolated_rng()(same)
 
 
 def test_suspended_blocks_end_with_the_state_before_the_first() -> None:

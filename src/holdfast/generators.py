@@ -115,7 +115,7 @@ class Isolation:
             or inspect.isasyncgenfunction(function)
         ):
             raise HoldfastError(
-                f"isolated_rng() cannot decorate {function.__qualname__}",
+                f"isolated_rng() cannot decorate {getattr(function, '__qualname__', function)}",
                 expected="a function that has drawn its random numbers when it returns",
                 found="a generator function or coroutine function",
                 todo="Use `with holdfast.isolated_rng():` around the loop or call that draws",
