@@ -150,7 +150,7 @@ def check_no_orphans(run: Run) -> None:
         referenced |= {
             snapshot.location.key(name) for name in (*shard_files(snapshot), names.MANIFEST)
         }
-        files = [stat.key for stat in listing.folders[version]]
+        files = [stat.key for stat in run.catalog.files(version, listing).stats]
         referenced |= {f for f in files if names.parse_evaluation(f.rpartition("/")[2])}
     assert {s.key for s in run.store.list("")} == referenced
     assert list(run.store.partials("")) == []

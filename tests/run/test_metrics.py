@@ -18,7 +18,7 @@ from holdfast import events
 from holdfast.errors import FormatError, HoldfastError, NotFound
 from holdfast.format.names import MANIFEST, Version
 from holdfast.format.records import Evaluation, decode_evaluation, encode_evaluation
-from holdfast.run.catalog import new_evaluation
+from holdfast.run.metrics import new_evaluation
 from holdfast.run.policy import EverySteps, KeepBest, KeepLast
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore

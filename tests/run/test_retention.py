@@ -794,8 +794,13 @@ def test_each_manifest_and_evaluation_is_read_once() -> None:
     run.retain(KeepLast(30) | KeepBest(2, "loss"))
     assert calls[f"get {MANIFEST}"] == 1
     assert sum(n for call, n in calls.items() if call.startswith("get")) == 1
-    assert sum(n for call, n in calls.items() if call.startswith("list")) == 2
-    assert not any(call.startswith("stat") for call in calls)
+    # a new evaluation shows only in the folder of its version
+    assert sum(n for call, n in calls.items() if call.startswith("list")) == 1 + 31
+    assert sum(n for call, n in calls.items() if call.startswith("stat")) == 1
+    calls.clear()
+    run.retain(KeepLast(30) | KeepEvery(1))
+    assert sum(n for call, n in calls.items() if call.startswith("list")) == 1
+    assert not any(call.startswith(("stat", "get")) for call in calls)
     assert run.best("loss") is not None
     assert run.retain(KeepLast(1)) != []
     run.retain(KeepLast(1))

@@ -483,9 +483,7 @@ def test_a_successor_removes_only_the_pins_of_its_predecessor(
     with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 4)
-    assert [s.key for s in Run(store).listing().process_pins] == [
-        f"pin-{n:012}.json" for n in (2, 3)
-    ]
+    assert Run(store).listing().process_pins == [f"pin-{n:012}.json" for n in (2, 3)]
     assert Run(store).line() == [Version(2), Version(3), Version(4)]
 
 
@@ -513,7 +511,7 @@ def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one() ->
         store.put_if_absent(key, encode_pin(own_pin))
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
-    assert [s.key for s in Run(store).listing().process_pins] == ["pin-000000000000.json"]
+    assert Run(store).listing().process_pins == ["pin-000000000000.json"]
 
 
 def test_a_writer_in_a_newer_format_is_not_ignored() -> None:

@@ -20,7 +20,7 @@ from holdfast.errors import AlreadyExists, NoSnapshot, NotFound
 from holdfast.format import names
 from holdfast.format.names import split_address
 from holdfast.run.address import ADDRESS_FORMS, open_version
-from holdfast.run.catalog import Listing
+from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 MANIFEST = "manifest.json"
+MAX_STEP = 10**18 - 1
 SAVE_REQUEST = "request-save.json"
 WRITER_LOCK = "writer.json"
 
@@ -39,8 +39,7 @@ def is_attempt(text: str) -> bool:
     return len(text) == 12 and not text.strip("0123456789abcdef")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
+class Version(Struct, frozen=True, order=True, gc=False):
     """The name of a version: the step after which it was saved, and its branch (0: the first)."""
 
     step: int

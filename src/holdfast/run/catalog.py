@@ -8,16 +8,19 @@ after every save of a run with a thousand versions.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from holdfast import events
-from holdfast.engine.snapshot.location import Location, get_bounded
+from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
-from holdfast.errors import FormatError, HoldfastError, ManifestInvalid, NotFound
+from holdfast.errors import BrokenLink, FormatError, HoldfastError, ManifestInvalid, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.records import (
@@ -27,42 +30,18 @@ from holdfast.format.records import (
     decode_branch,
     decode_evaluation,
 )
-from holdfast.run.metrics import check_metrics, select_numbers, to_numbers
+from holdfast.run.listing import FolderFiles, Listing
+from holdfast.run.metrics import select_numbers
 from holdfast.run.policy import Record
-from holdfast.storage.store import Stat, Store
+from holdfast.storage.store import Entry, Stat, Store, list_level
 from holdfast.types import MIB
 
 _PART = 4 * MIB
 _VERSION = re.compile(rb"version_[0-9]{1,18}(?:\.[1-9][0-9]{0,8})?")
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """One listing of a run's store.
-
-    ``folders`` maps each version to the objects in its folder. ``branches`` holds the numbers of
-    the recorded branches in ascending order. ``process_pins`` holds the pins of processes.
-    ``lasting_pins`` maps each version that has a lasting pin to that pin.
-    """
-
-    folders: Mapping[Version, Sequence[Stat]]
-    branches: list[int]
-    process_pins: list[Stat]
-    lasting_pins: dict[Version, Stat]
-
-    @property
-    def versions(self) -> list[Version]:
-        """The versions that have a manifest, oldest first. No other version exists."""
-        return sorted(v for v, files in self.folders.items() if find_manifest(files) is not None)
-
-
-def find_manifest(files: Iterable[Stat]) -> Stat | None:
-    """Return the manifest among the files of a version's folder, or None."""
-    return next((f for f in files if f.key.endswith("/" + names.MANIFEST)), None)
-
-
 def find_orphans(
-    listing: Listing, version_records: Mapping[Version, VersionRecord]
+    files: Mapping[Version, FolderFiles], version_records: Mapping[Version, VersionRecord]
 ) -> Iterator[tuple[Version, Stat]]:
     """Yield the files in version folders that no manifest names or refers to.
 
@@ -70,10 +49,10 @@ def find_orphans(
     unreadable manifest contributes no files, because that manifest may name them.
     """
     referenced = {key for r in version_records.values() for key in r.files}
-    for version, files in listing.folders.items():
+    for version, folder in files.items():
         record = version_records.get(version)
         if record is None or record.digest:
-            for stat in files:
+            for stat in folder.stats:
                 name = stat.key.rpartition("/")[2]
                 is_evaluation = record is None and names.parse_evaluation(name) is not None
                 is_attempt_file = names.parse_attempt(name) is not None
@@ -86,37 +65,44 @@ class VersionRecord:
     """The facts about one version that retention and selection need.
 
     ``files`` maps the key of every file that the manifest names or refers to, relative to the run,
-    to the file's length in bytes. ``bases`` holds the versions that this version refers to. If the
-    manifest is damaged, ``digest`` is empty, ``files`` is empty, and ``bases`` holds every version
-    whose name occurs in the manifest's bytes.
+    to the file's length in bytes. ``bases`` holds the versions that this version needs: it refers
+    to them, or symbolic links of it lead there. If the manifest is damaged, ``digest`` is empty,
+    ``files`` is empty, and ``bases`` holds every version whose name occurs in the manifest's bytes,
+    or every older version if there are no bytes. ``manifest`` is the status of the manifest when it
+    was read.
     """
 
     digest: str = ""
     files: Mapping[str, int] = field(default_factory=dict)
     bases: frozenset[Version] = frozenset()
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-    def is_intact(self, lengths: Mapping[str, int]) -> bool:
-        """Return True if the manifest is valid and every file exists with its full length.
-
-        ``lengths`` maps keys to lengths in bytes.
-        """
-        return self.digest != "" and all(lengths.get(k) == n for k, n in self.files.items())
+    manifest: Stat | None = None
 
 
 class Catalog:
-    """A cached reader of manifests and evaluations.
+    """A cached reader of manifests, branch records, and evaluations.
 
-    The catalog reads each file once. If the store fails, its methods raise ``StoreError``: the
+    None of them ever changes, so the catalog reads each once. But a version may be deleted and its
+    step saved again: who depends on what a version refers to lets the catalog *look again*, which
+    compares the status of its manifest. If the store fails, the methods raise ``StoreError``: the
     content of a manifest is then unknown, and nothing may be deleted.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._version_records: dict[Stat, VersionRecord] = {}
-        self._evaluations: dict[tuple[Stat, str], tuple[Evaluation, ...]] = {}
+        self._versions: dict[str, Version] = {}
+        self._folders: list[Version] = []
+        self._present: frozenset[Version] = frozenset()
+        self._version_records: dict[Version, VersionRecord] = {}
+        self._damaged: set[Version] = set()
+        self._branches: dict[int, Branch] = {}
+        self._evaluations: dict[Version, dict[tuple[str, str], tuple[Evaluation, ...]]] = {}
+        self._reported: set[str] = set()
         self.half_deleted: dict[Version, list[Stat]] = {}
         """Remaining files of versions whose manifest this process has deleted."""
+        self.linked: set[Version] = set()
+        """Versions with files that are symbolic links, found when they were to be deleted."""
+        self.reported_links: set[Version] = set()
 
     def open(self, version: Version) -> Snapshot:
         """Open one version.
@@ -129,63 +115,153 @@ class Catalog:
         return snapshot
 
     def listing(self) -> Listing:
-        """List the store once, and group its objects by their names."""
-        folders: dict[Version, list[Stat]] = defaultdict(list)
-        branches, pins, lasting = [], [], {}
-        for stat in self.store.list(""):
-            folder, slash, rest = stat.key.partition("/")
-            version = names.parse_version(folder)
-            if slash and version is not None and "/" not in rest:
-                folders[version].append(stat)
-            elif (number := names.parse_branch(stat.key)) is not None:
-                branches.append(number)
-            elif names.parse_pin(stat.key) is not None:
-                pins.append(stat)
-            elif (version := names.parse_lasting_pin(stat.key)) is not None:
-                lasting[version] = stat
-        return Listing(dict(folders), sorted(branches), pins, lasting)
+        """List the folder of the run, once and not below it."""
+        found, linked, branches, pins, lasting = [], [], [], [], []
+        known = self._versions
+        for entry in list_level(self.store, ""):
+            name, kind = entry.name, entry.kind
+            version = known.get(name)
+            if version is None and name.startswith("version_"):
+                version = names.parse_version(name)
+            if version is not None:
+                if kind != "object":
+                    known[name] = version
+                    found.append(version)
+                    if kind == "link":
+                        linked.append(version)
+            elif kind == "folder":
+                continue
+            elif name.startswith("branch-"):
+                if (number := names.parse_branch(name)) is not None:
+                    branches.append(number)
+            elif name.startswith("pin-"):
+                if (version := names.parse_lasting_pin(name)) is not None:
+                    lasting.append(version)
+                elif names.parse_pin(name) is not None:
+                    pins.append(name)
+        return Listing(
+            self._sort(found),
+            frozenset(linked),
+            sorted(branches),
+            sorted(pins),
+            frozenset(lasting),
+            cache(lambda version: is_snapshot(Location(self.store, str(version)))),
+        )
+
+    def _sort(self, found: list[Version]) -> list[Version]:
+        """Sort versions that are almost those of the last call, which saves most comparisons."""
+        present = frozenset(found)
+        if present != self._present:
+            kept = [v for v in self._folders if v in present]
+            self._folders = sorted([*kept, *present.difference(kept)])
+            self._present = present
+        if len(self._versions) > 2 * len(found) + 100:  # drop the names of deleted versions
+            self._versions = {str(v): v for v in found}
+        return self._folders
+
+    def files(self, version: Version, listing: Listing) -> FolderFiles:
+        """List the folder of a version, and nothing below it."""
+        stats = []
+        for entry in self._entries(version):
+            if entry.kind != "folder":
+                with suppress(NotFound, BrokenLink):  # deleted meanwhile, or a broken link
+                    stats.append(entry.stat or self.store.stat(f"{version}/{entry.name}"))
+        return FolderFiles(sorted(stats, key=attrgetter("key")), self._links(version, listing))
+
+    def _entries(self, version: Version) -> Iterable[Entry]:
+        try:
+            return list_level(self.store, str(version))
+        except BrokenLink:
+            return ()
+
+    def _links(self, version: Version, listing: Listing) -> list[str]:
+        """Return the keys of the symbolic links that a version consists of."""
+        if not hasattr(self.store, "link_target"):  # most stores have no links
+            return []
+        inner = (f"{version}/{e.name}" for e in self._entries(version) if e.kind == "link")
+        return [*inner, *([str(version)] if version in listing.linked else [])]
 
     def read_branch(self, number: int) -> Branch:
         """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
-        file = names.branch_name(number)
-        return decode_branch(get_bounded(self.store, file, MAX_RECORD), file)
+        if (branch := self._branches.get(number)) is None:
+            file = names.branch_name(number)
+            branch = self._branches[number] = decode_branch(
+                get_bounded(self.store, file, MAX_RECORD), file
+            )
+        return branch
 
-    def read_versions(self, listing: Listing) -> dict[Version, VersionRecord]:
+    def read_versions(
+        self, listing: Listing, look_again_from: int = 0
+    ) -> dict[Version, VersionRecord]:
         """Return the record of every version that exists.
 
-        A version that another process deletes during the call is omitted.
+        A version that another process deletes during the call is omitted. A version that is known,
+        intact, and of a step before ``look_again_from`` is not looked at again.
         """
-        records = {
-            version: record
-            for version in listing.versions
-            if (record := self.read_version(version, listing.folders[version])) is not None
-        }
-        self._evict_deleted(listing)
+        folders = self._present if listing.folders is self._folders else set(listing.folders)
+        for version in [v for v in self._version_records if v not in folders]:
+            self.forget(version)
+        records = dict(self._version_records)
+        first = bisect_left(listing.folders, Version(look_again_from))
+        older = (v for v in listing.folders[:first] if v not in records)
+        for version in (*older, *self._damaged.intersection(records), *listing.folders[first:]):
+            record = self.read_version(version, listing)
+            if record is not None:
+                records[version] = record
+            else:
+                records.pop(version, None)
         return records
 
-    def read_version(self, version: Version, files: Sequence[Stat]) -> VersionRecord | None:
-        """Return the record of one version, or None if the version no longer exists.
+    def read_version(self, version: Version, listing: Listing) -> VersionRecord | None:
+        """Return the record of one version, or None if the version does not exist (any more).
 
-        ``files`` are the files of the version's folder.
+        The store is asked. The manifest is read only if it is not the one that was read before.
         """
-        manifest = find_manifest(files)
-        if manifest is None:
+        record = self._version_records.get(version)
+        try:
+            manifest = self.store.stat(f"{version}/{names.MANIFEST}")
+            if record is None or record.manifest != manifest:
+                self.forget(version)
+                record = self._read_manifest(version, manifest)
+        except NotFound:
+            self.forget(version)
             return None
-        record = self._version_records.get(manifest)
-        if record is None:
-            try:
-                record = self._version_records[manifest] = self._read_manifest(version, manifest)
-            except NotFound:
-                return None
+        except BrokenLink as e:  # it may refer to any older version, until its target is back
+            self._report(str(version), e)
+            older = (v for v in listing.folders if v.step < version.step)
+            return VersionRecord(bases=frozenset(older))
+        if links := self._links(version, listing):
+            targets = {names.parse_version(self._target_folder(link)) for link in links}
+            needed = frozenset(v for v in targets if v not in (None, version))
+            record = replace(record, bases=record.bases | needed)
+        self._version_records[version] = record
+        (self._damaged.discard if record.digest else self._damaged.add)(version)
         return record
 
     def _read_manifest(self, version: Version, manifest: Stat) -> VersionRecord:
         try:
-            return make_version_record(self.open(version))
+            record = make_version_record(self.open(version))
+        except BrokenLink:
+            raise
         except FormatError as e:
-            events.emit("skipped", version=str(version), error=e)
+            self._report(str(version), e)
             mentioned = map(names.parse_version, self._find_version_names(manifest))
-            return VersionRecord(bases=frozenset(v for v in mentioned if v is not None))
+            record = VersionRecord(bases=frozenset(v for v in mentioned if v is not None))
+        return replace(record, manifest=manifest)
+
+    def _target_folder(self, link: str) -> str:
+        """Return the first level of the key that a link leads to; empty if it leaves the store."""
+        target: str | None = self.store.link_target(link)  # type: ignore[attr-defined]
+        return (target or "").partition("/")[0]
+
+    def is_intact(self, record: VersionRecord) -> bool:
+        """Return True if a manifest is valid and every file exists with its full length."""
+        try:
+            return record.digest != "" and all(
+                self.store.stat(key).length == length for key, length in record.files.items()
+            )
+        except (NotFound, BrokenLink):
+            return False
 
     def _find_version_names(self, manifest: Stat) -> set[str]:
         """Return every version's name in the bytes of a damaged manifest of any length.
@@ -200,58 +276,58 @@ class Catalog:
         return found
 
     def intact_records(
-        self,
-        lineage: Iterable[Version],
-        listing: Listing,
-        version_records: Mapping[Version, VersionRecord],
+        self, lineage: Iterable[Version], version_records: Mapping[Version, VersionRecord]
     ) -> list[Record]:
         """Return the intact versions of a lineage with their metrics, oldest first."""
-        lengths = {s.key: s.length for files in listing.folders.values() for s in files}
         return [
-            Record(v, self.metrics(v, version_records[v], listing.folders[v]))
+            Record(v, self.metrics(v, version_records[v]))
             for v in lineage
-            if v in version_records and version_records[v].is_intact(lengths)
+            if v in version_records and self.is_intact(version_records[v])
         ]
 
-    def metrics(
-        self, version: Version, version_record: VersionRecord, files: Sequence[Stat]
-    ) -> dict[str, float]:
+    def metrics(self, version: Version, version_record: VersionRecord) -> dict[str, float]:
         """Return the metrics of the save, updated with those of the evaluations, oldest first."""
         metrics = dict(version_record.metrics)
-        for evaluation in self.evaluations(version, version_record.digest, files):
+        for evaluation in self.evaluations(version, version_record.digest):
             metrics.update(evaluation.decoded_metrics())
         return metrics
 
-    def evaluations(self, version: Version, digest: str, files: Sequence[Stat]) -> list[Evaluation]:
+    def evaluations(self, version: Version, digest: str) -> list[Evaluation]:
         """Return the evaluations of the snapshot whose manifest has ``digest``, oldest first.
 
-        For each evaluation that is damaged or of another snapshot, the catalog emits the event
-        ``skipped`` and omits the evaluation.
+        The folder of the version is listed, because an evaluation can be added at any time. For
+        each one that is damaged or of another snapshot, the catalog emits the event ``skipped``
+        and omits the evaluation.
         """
         evaluations: list[Evaluation] = []
-        for stat in files:
-            name_and_attempt = names.parse_evaluation(stat.key.rpartition("/")[2])
-            if name_and_attempt is not None:
+        for entry in self._entries(version):
+            name_and_attempt = names.parse_evaluation(entry.name)
+            if name_and_attempt is not None and entry.kind != "folder":
                 expected = (*name_and_attempt, str(version), digest)
-                evaluations += self._cached_evaluation(stat, expected)
+                evaluations += self._cached_evaluation(version, entry.name, expected)
         return sorted(evaluations, key=lambda e: (datetime.fromisoformat(e.created), e.attempt))
 
-    def _cached_evaluation(self, stat: Stat, expected: tuple[str, ...]) -> tuple[Evaluation, ...]:
+    def _cached_evaluation(
+        self, version: Version, name: str, expected: tuple[str, ...]
+    ) -> tuple[Evaluation, ...]:
         """Return the evaluation in a file as a tuple of one, or an empty tuple.
 
         The tuple is empty if the file is missing, damaged, or not of the ``expected`` name,
         attempt, version, and manifest digest.
         """
-        cached = self._evaluations.get((stat, expected[-1]))
+        known, key = self._evaluations.setdefault(version, {}), f"{version}/{name}"
+        cached = known.get((name, expected[-1]))
         if cached is None:
             try:
-                cached = (self._read_evaluation(stat.key, expected),)
+                cached = (self._read_evaluation(key, expected),)
             except NotFound:
                 return ()
             except FormatError as e:
-                events.emit("skipped", version=stat.key, error=e)
+                self._report(key, e)
                 cached = ()
-            self._evaluations[stat, expected[-1]] = cached
+                if isinstance(e, BrokenLink):
+                    return cached  # until its target is back
+            known[name, expected[-1]] = cached
         return cached
 
     def _read_evaluation(self, key: str, expected: tuple[str, ...]) -> Evaluation:
@@ -272,13 +348,18 @@ class Catalog:
             )
         return evaluation
 
-    def _evict_deleted(self, listing: Listing) -> None:
-        existing = {stat for files in listing.folders.values() for stat in files}
-        for stat in set(self._version_records) - existing:
-            self._version_records.pop(stat, None)
-        for stat, digest in list(self._evaluations):
-            if stat not in existing:
-                self._evaluations.pop((stat, digest), None)
+    def _report(self, name: str, error: HoldfastError) -> None:
+        """Emit the event ``skipped`` for a damaged file, once while it is damaged."""
+        if name not in self._reported:
+            self._reported.add(name)
+            events.emit("skipped", version=name, error=error)
+
+    def forget(self, version: Version) -> None:
+        """Drop what is known of a version that does not exist any more."""
+        self._version_records.pop(version, None)
+        self._damaged.discard(version)
+        self._evaluations.pop(version, None)
+        self._reported.discard(str(version))
 
 
 def make_version_record(snapshot: Snapshot) -> VersionRecord:
@@ -301,46 +382,3 @@ def read_training_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
     """
     training = snapshot.metadata.get("training")
     return training if isinstance(training, dict) else {}
-
-
-def _next_time(evaluation: Evaluation) -> datetime:
-    """Return a time after that of an evaluation: a second later, or less in the year 9999.
-
-    Raises ``HoldfastError`` if there is no later time.
-    """
-    time = datetime.fromisoformat(evaluation.created)
-    remaining = datetime.max.replace(tzinfo=UTC) - time
-    if not remaining:
-        name = names.evaluation_name(evaluation.name, evaluation.attempt)
-        raise HoldfastError(
-            f"No evaluation can be newer than {evaluation.version}/{name}",
-            found=f"the time {evaluation.created}, the last one",
-            todo="Delete that file; the clock of the machine that wrote it was wrong",
-        )
-    return time + min(timedelta(seconds=1), remaining)
-
-
-def new_evaluation(
-    name: str,
-    version: Version,
-    digest: str,
-    metrics: Mapping[str, Any],
-    earlier: Iterable[Evaluation],
-) -> Evaluation:
-    """Return an evaluation that is newer than every evaluation in ``earlier``.
-
-    Only the creation time orders evaluations. If the clock is behind, the new time is therefore
-    after the newest earlier one. Raises ``HoldfastError`` for an invalid name or
-    metric.
-    """
-    attempt = names.random_id()
-    if names.parse_evaluation(names.evaluation_name(name, attempt)) is None:
-        raise HoldfastError(
-            f"{str(name)[:80]!r} is not a valid name for an evaluation",
-            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
-            found=repr(name)[:80],
-        )
-    created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)]).isoformat()
-    return Evaluation(
-        name, attempt, str(version), digest, created, to_numbers(check_metrics(metrics))
-    )

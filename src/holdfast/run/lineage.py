@@ -22,7 +22,8 @@ from holdfast.format import names
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
 from holdfast.format.records import MAX_RECORD
-from holdfast.run.catalog import Catalog, Listing
+from holdfast.run.catalog import Catalog
+from holdfast.run.listing import Listing
 
 _MAX_LISTINGS = 10
 """Maximum number of further listings made to get two consecutive ones that agree.
@@ -42,13 +43,19 @@ def lineage_of(catalog: Catalog, listing: Listing, branch: int | None = None) ->
     The lineage holds the versions of the branch and, before them, those of each ancestor branch up
     to the version at which its descendant started. Raises ``NotFound`` if there is no such branch.
     """
-    versions = listing.versions
+    return [v for v in lineage_folders(catalog, listing, branch) if listing.exists(v)]
+
+
+def lineage_folders(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
+    """Do the same as ``lineage_of``, but do not check that each version exists.
+
+    A caller that needs only some of the versions checks those.
+    """
     number = newest_branch(catalog, listing) if branch is None else branch
-    existing = _branch_numbers(listing)
-    if number not in existing:
+    if number and number not in listing.branches and not _has_versions(listing, number):
         raise NotFound(
             f"{catalog.store.url} has no branch {number}",
-            expected=f"one of {', '.join(map(str, sorted(existing)))}",
+            expected=f"one of {', '.join(map(str, sorted(_branch_numbers(listing))))}",
             found=number,
             key=names.branch_name(number),
             store=catalog.store.url,
@@ -57,23 +64,34 @@ def lineage_of(catalog: Catalog, listing: Listing, branch: int | None = None) ->
     last_step = None
     while True:
         lineage[:0] = [
-            v for v in versions if v.branch == number and (last_step is None or v.step <= last_step)
+            v
+            for v in listing.folders
+            if v.branch == number and (last_step is None or v.step <= last_step)
         ]
-        origin = None if number == 0 else branch_origin(catalog, number, versions)
+        origin = None if number == 0 else branch_origin(catalog, number, listing.folders)
         if origin is None:
             return lineage
         number, last_step = origin.branch, origin.step
 
 
+def newest_version(catalog: Catalog, listing: Listing) -> Version | None:
+    """Return the newest version of the current lineage, intact or not."""
+    return next(filter(listing.exists, reversed(lineage_folders(catalog, listing))), None)
+
+
 def newest_branch(catalog: Catalog, listing: Listing) -> int:
     """Return the number of the newest branch that has versions or a known origin."""
-    versions = listing.versions
-    with_versions = {0, *(v.branch for v in versions)}
-    return next(
-        number
-        for number in sorted({*listing.branches, *with_versions}, reverse=True)
-        if number in with_versions or branch_origin(catalog, number, versions) is not None
-    )
+    numbers = {*listing.branches, *(v.branch for v in listing.folders)} - {0}
+    for number in sorted(numbers, reverse=True):
+        if _has_versions(listing, number) or (
+            branch_origin(catalog, number, listing.folders) is not None
+        ):
+            return number
+    return 0
+
+
+def _has_versions(listing: Listing, branch: int) -> bool:
+    return any(listing.exists(v) for v in reversed(listing.folders) if v.branch == branch)
 
 
 def branches_of_unknown_origin(catalog: Catalog, listing: Listing) -> list[int]:
@@ -138,20 +156,28 @@ def _read_parent(catalog: Catalog, version: Version) -> Parent | None:
 def find_newest(
     catalog: Catalog, use: Callable[[Snapshot], object], at: int | None, branch: int | None
 ) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
-    """See ``Run.newest``."""
+    """See ``Run.newest``. Only the versions that are tried are looked at."""
     skipped: dict[Version, HoldfastError] = {}
     deleted: dict[Version, HoldfastError] = {}
     for _ in range(MAX_SEARCHES):
         listing = stable_listing(catalog)
-        lineage = lineage_of(catalog, listing, branch)
+        lineage = lineage_folders(catalog, listing, branch)
+        tried: list[Version] = []
+        missing: list[Version] = []
         for version in reversed([v for v in lineage if at is None or v.step == at]):
+            if not listing.exists(version):
+                missing.append(version)
+                continue
+            if missing and has_changed(catalog, listing, (), missing):
+                break  # a missing one was deleted because its writer saved a newer one
+            tried.append(version)
             try:
                 snapshot = catalog.open(version)
                 use(snapshot)
             except (FormatTooNew, Denied, Unavailable):
                 raise
             except (FormatError, StoreError) as e:
-                if isinstance(e, NotFound) and version not in catalog.listing().versions:
+                if isinstance(e, NotFound) and not catalog.listing().exists(version):
                     deleted[version] = e
                     break  # deleted, not damaged: list again, since its writer saved a newer one
                 events.emit("skipped", version=str(version), error=e)
@@ -159,10 +185,11 @@ def find_newest(
             else:
                 return snapshot, list(skipped.items())
         else:
-            if is_stale(catalog, listing):
+            if has_changed(catalog, listing, tried, missing):
                 continue
             failed = {**deleted, **skipped}
             if failed or at is not None or listing.versions:
+                lineage = [v for v in lineage if listing.exists(v)]
                 error = _no_version_error(catalog.store.url, at, failed, lineage, listing.versions)
                 raise error from next(iter(failed.values()), None)
             return None, []
@@ -170,7 +197,7 @@ def find_newest(
 
 
 def stable_listing(catalog: Catalog) -> Listing:
-    """List the store until two consecutive listings show the same versions; return the last one.
+    """List the run until two consecutive listings show the same versions; return the last one.
 
     A listing is not atomic. If one version is committed and an older one is deleted during a
     listing, the listing may show neither.
@@ -178,19 +205,25 @@ def stable_listing(catalog: Catalog) -> Listing:
     listing = catalog.listing()
     for _ in range(_MAX_LISTINGS):
         previous, listing = listing, catalog.listing()
-        if previous.versions == listing.versions:
+        if previous.folders == listing.folders:
             break
     return listing
 
 
-def is_stale(catalog: Catalog, listing: Listing) -> bool:
-    """Return True if a failed search of ``listing`` proves nothing, because the run has changed.
+def has_changed(
+    catalog: Catalog, listing: Listing, existing: Iterable[Version], missing: Iterable[Version]
+) -> bool:
+    """Return True if a search of ``listing`` proves nothing, because the run has changed since.
 
-    This is the case if a version in the listing no longer exists, or if the listing is empty and
-    the run now has versions.
+    That is the case if the run has a folder that ``listing`` lacks, if one of the ``existing``
+    versions does not exist any more, or if one of the ``missing`` ones exists now.
     """
-    versions = catalog.listing().versions
-    return not set(listing.versions) <= set(versions) or (not listing.versions and bool(versions))
+    again = catalog.listing()
+    return (
+        not set(again.folders) <= set(listing.folders)
+        or not all(again.exists(v) for v in existing)
+        or any(again.exists(v) for v in missing)
+    )
 
 
 def changing_run_error(catalog: Catalog) -> NotFound:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from holdfast.errors import PlanError
+from holdfast.errors import HoldfastError, PlanError
+from holdfast.format import names
+from holdfast.format.names import Version
+from holdfast.format.records import Evaluation
 from holdfast.text import to_repr, with_article
 
 _INT64_LIMIT = 1 << 63
@@ -87,3 +91,46 @@ def select_numbers(metrics: Any) -> dict[str, float]:
         for name, value in metrics.items()
         if isinstance(name, str) and isinstance(value, int | float) and type(value) is not bool
     }
+
+
+def _next_time(evaluation: Evaluation) -> datetime:
+    """Return a time after that of an evaluation: a second later, or less in the year 9999.
+
+    Raises ``HoldfastError`` if there is no later time.
+    """
+    time = datetime.fromisoformat(evaluation.created)
+    remaining = datetime.max.replace(tzinfo=UTC) - time
+    if not remaining:
+        name = names.evaluation_name(evaluation.name, evaluation.attempt)
+        raise HoldfastError(
+            f"No evaluation can be newer than {evaluation.version}/{name}",
+            found=f"the time {evaluation.created}, the last one",
+            todo="Delete that file; the clock of the machine that wrote it was wrong",
+        )
+    return time + min(timedelta(seconds=1), remaining)
+
+
+def new_evaluation(
+    name: str,
+    version: Version,
+    digest: str,
+    metrics: Mapping[str, Any],
+    earlier: Iterable[Evaluation],
+) -> Evaluation:
+    """Return an evaluation that is newer than every evaluation in ``earlier``.
+
+    Only the creation time orders evaluations. If the clock is behind, the new time is therefore
+    after the newest earlier one. Raises ``HoldfastError`` for an invalid name or
+    metric.
+    """
+    attempt = names.random_id()
+    if names.parse_evaluation(names.evaluation_name(name, attempt)) is None:
+        raise HoldfastError(
+            f"{str(name)[:80]!r} is not a valid name for an evaluation",
+            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
+            found=repr(name)[:80],
+        )
+    created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)]).isoformat()
+    return Evaluation(
+        name, attempt, str(version), digest, created, to_numbers(check_metrics(metrics))
+    )

@@ -9,9 +9,11 @@ store, or a model. A table of inputs and results therefore tests it. Save polici
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isnan
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
@@ -169,8 +171,7 @@ class Never(SavePolicy):
 # -- what to keep --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True):
     """The input of a keep policy for one version.
 
     ``metrics`` holds the metrics of the save, overridden by those of later evaluations.
@@ -200,11 +201,11 @@ class KeepPolicy:
         return frozenset()
 
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
-        return _KeepUnion(self, other) if isinstance(other, KeepPolicy) else NotImplemented
+        return KeepUnion(self, other) if isinstance(other, KeepPolicy) else NotImplemented
 
 
 @dataclass(frozen=True, slots=True)
-class _KeepUnion(KeepPolicy):
+class KeepUnion(KeepPolicy):
     first: KeepPolicy
     second: KeepPolicy
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from holdfast import events, machine
@@ -28,13 +29,14 @@ from holdfast.format.records import (
     encode_lasting_pin,
 )
 from holdfast.format.sealed import too_long_error
-from holdfast.run import lineage, sweep
-from holdfast.run.catalog import Catalog, Listing, VersionRecord, new_evaluation
+from holdfast.run import lineage, retention, sweep
+from holdfast.run.catalog import Catalog, VersionRecord
+from holdfast.run.listing import Listing
+from holdfast.run.metrics import new_evaluation
 from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
 from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.open import open_store
-from holdfast.storage.store import Stat
 from holdfast.text import to_repr
 
 _STEP, _BRANCH = "a step, a whole number", "a branch, a whole number"
@@ -43,9 +45,9 @@ _STEP, _BRANCH = "a step, a whole number", "a branch, a whole number"
 class Run:
     """A location that holds the snapshots of one training, and its branches.
 
-    The constructor reads nothing. Every call lists the store again. Manifests and evaluations
-    never change, and each is read only once. The *current lineage* is the lineage of the newest
-    branch, which is the one that training is on.
+    The constructor reads nothing. Every call lists the folder of the run again, and nothing below
+    it. Manifests and evaluations never change, and each is read only once. The *current lineage*
+    is the lineage of the newest branch, which is the one that training is on.
     """
 
     def __init__(self, url: Url) -> None:
@@ -128,9 +130,10 @@ class Run:
         step = _to_int(step, _STEP)
         branch = None if branch is None else _to_int(branch, _BRANCH)
         listing = self.listing()
-        versions = self.line(listing, branch)
-        matches = [v for v in versions if v.step == step]
+        folders = lineage.lineage_folders(self.catalog, listing, branch)
+        matches = [v for v in folders if v.step == step and listing.exists(v)]
         if not matches:
+            versions = self.line(listing, branch)
             where = "the current lineage" if branch is None else f"the lineage of branch {branch}"
             found, todo = lineage.alternatives(step, versions, listing.versions)
             raise NotFound(
@@ -166,7 +169,7 @@ class Run:
         """Durably start a branch at a version and return the number of the branch."""
         for _ in range(MAX_PUTS):
             listing = self.listing()
-            number = max([0, *listing.branches, *(v.branch for v in listing.versions)]) + 1
+            number = max([0, *listing.branches, *(v.branch for v in listing.folders)]) + 1
             record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
             # if another process starts a branch at the same time, try the next number
             with suppress(AlreadyExists):
@@ -196,7 +199,7 @@ class Run:
         snapshot and another snapshot has replaced it, ``PlanError`` if a metric is not a number,
         and ``HoldfastError`` if ``name`` is invalid.
         """
-        version, record, files = self._read_version(at)
+        version, record = self._read_version(at)
         if isinstance(at, Snapshot) and at.digest != record.digest:
             raise FormatError(
                 f"{version} of {self.url} is not the snapshot that was evaluated",
@@ -205,7 +208,7 @@ class Run:
                 todo="Evaluate the snapshot that is there now",
                 file=self.location(version).key(names.MANIFEST),
             )
-        earlier = self.catalog.evaluations(version, record.digest, files)
+        earlier = self.catalog.evaluations(version, record.digest)
         evaluation = new_evaluation(name, version, record.digest, metrics, earlier)
         key = self.location(version).key(names.evaluation_name(name, evaluation.attempt))
         raw = encode_evaluation(evaluation)
@@ -222,7 +225,8 @@ class Run:
 
     def _records(self, listing: Listing) -> list[Record]:
         version_records = self.catalog.read_versions(listing)
-        return self.catalog.intact_records(self.line(listing), listing, version_records)
+        listing = replace(listing, exists=version_records.__contains__)
+        return self.catalog.intact_records(self.line(listing), version_records)
 
     def best(self, metric: str, mode: Mode = "min") -> Snapshot | None:
         """Return the intact version on the current lineage with the best value of ``metric``.
@@ -237,13 +241,14 @@ class Run:
             )
         for _ in range(lineage.MAX_SEARCHES):
             listing = lineage.stable_listing(self.catalog)
-            best = None
+            existing, best = listing.versions, None
             for version in best_first(self._records(listing), metric, mode):
                 with suppress(NotFound):
                     best = self.open(version)
                     break
-            # a stale listing may lack a better version, for which retention deleted a listed one
-            if not lineage.is_stale(self.catalog, listing):
+            # an old listing may lack a better version, for which retention deleted a listed one
+            missing = {*listing.folders} - {*existing}
+            if not lineage.has_changed(self.catalog, listing, existing, missing):
                 return best
         raise lineage.changing_run_error(self.catalog)
 
@@ -254,20 +259,17 @@ class Run:
             return at.version
         return self.find(_to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
-    def _read_version(
-        self, at: Snapshot | Version | int
-    ) -> tuple[Version, VersionRecord, Sequence[Stat]]:
-        """Return a version, its record, and the files of its folder.
+    def _read_version(self, at: Snapshot | Version | int) -> tuple[Version, VersionRecord]:
+        """Return a version and its record.
 
         Raises ``NotFound``, or ``FormatError`` if the manifest is damaged.
         """
         version = self._resolve_version(at)
-        files = list(self.store.list(str(version)))
-        record = self.catalog.read_version(version, files)
+        record = self.catalog.read_version(version, self.listing())
         if record is None or not record.digest:
             self.open(version)  # raises the error in the manifest
             raise NotFound(f"There is no {version} in {self.url}", store=self.url)
-        return version, record, files
+        return version, record
 
     # -- pins ----------------------------------------------------------------------------------
 
@@ -347,7 +349,7 @@ class Run:
         remaining version refers to. Damaged versions and other branches do not change. Raises
         ``StoreError``; the next call then completes the deletion.
         """
-        return sweep.retain(self.catalog, policy)
+        return retention.retain(self.catalog, policy)
 
     def sweep(
         self,

@@ -38,6 +38,7 @@ from holdfast.format.digest import digest
 from holdfast.format.names import SAVE_REQUEST, Version, is_attempt, random_id
 from holdfast.format.sealed import seal, unseal
 from holdfast.format.strict_json import StrictDecoder
+from holdfast.run.lineage import lineage_folders
 from holdfast.run.run import Run
 from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.store import Store
@@ -170,7 +171,8 @@ def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
     If none was saved on request, return the newest version that is not in ``before``, or None.
     """
     newest = None
-    for version in reversed([v for v in run.line() if v not in before]):
+    folders = lineage_folders(run.catalog, run.listing())
+    for version in reversed([v for v in folders if v not in before]):
         try:
             if run.open(version).metadata["reason"] == "request":
                 return version

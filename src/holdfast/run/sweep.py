@@ -19,19 +19,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from holdfast import events
 from holdfast.engine.snapshot import pins
-from holdfast.errors import FormatError, HoldfastError, NotFound
+from holdfast.errors import BrokenLink, FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
-from holdfast.run.catalog import Catalog, Listing, VersionRecord, find_manifest, find_orphans
+from holdfast.run.catalog import Catalog, VersionRecord, find_orphans
 from holdfast.run.lineage import branches_of_unknown_origin, lineage_of
-from holdfast.run.policy import KeepPolicy
-from holdfast.storage.store import Stat
+from holdfast.run.listing import FolderFiles, Listing
+from holdfast.storage.store import Stat, Store
 
 GRACE = 24 * 3600.0
 """Default minimum age, in seconds, at which ``sweep`` removes a file that no manifest names."""
@@ -54,23 +55,37 @@ ALL_ABANDONED = "all abandoned versions"
 _ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Roots:
     """The garbage-collection roots of a run: what protects a version or file from deletion.
 
     ``pinned`` maps each pinned version to the reason. ``active_attempts`` holds the attempts of
-    saves in progress. ``stale_pins`` holds the pins that no longer protect anything. If
-    ``block_reason`` is not None, nothing may be deleted, for this reason. ``referenced_files``
-    holds the keys of the files that a manifest names or refers to.
+    saves in progress. ``stale_pins`` holds the keys of the pins that no longer protect anything. If
+    ``block_reason`` is not None, nothing may be deleted, for this reason. ``listing`` shows the
+    versions of ``version_records``.
     """
 
     pinned: dict[Version, str]
     active_attempts: set[str]
-    stale_pins: list[Stat]
+    stale_pins: list[str]
     block_reason: str | None
     listing: Listing
     version_records: dict[Version, VersionRecord]
-    referenced_files: set[str]
+
+    @cached_property
+    def _incremental(self) -> list[Version]:
+        return [v for v, record in self.version_records.items() if record.bases]
+
+    @cached_property
+    def _referenced_files(self) -> frozenset[str]:
+        """The keys of the files that incremental versions consist of."""
+        return frozenset(k for v in self._incremental for k in self.version_records[v].files)
+
+    @cached_property
+    def _possible_bases(self) -> frozenset[Version]:
+        """The versions to which an unreadable manifest may refer."""
+        unreadable = (r.bases for r in self.version_records.values() if not r.digest)
+        return frozenset().union(*unreadable)
 
     def select_deletable(
         self, candidates: Collection[Version]
@@ -80,13 +95,14 @@ class Roots:
             return set(), dict.fromkeys(candidates, self.block_reason)
         deletable = {v for v in candidates if v not in self.pinned}
         kept = {v: self.pinned[v] for v in candidates if v not in deletable}
-        remaining = [v for v in self.version_records if v not in deletable]
+        remaining = [v for v in self._incremental if v not in deletable]
         while remaining:
             version = remaining.pop()
             for base in self.version_records[version].bases & deletable:
                 deletable.remove(base)
                 kept[base] = f"{version} refers to it"
-                remaining.append(base)
+                if base in self.version_records:
+                    remaining.append(base)
         return deletable, kept
 
     def reason_to_keep(self, version: Version, stat: Stat) -> str | None:
@@ -96,45 +112,63 @@ class Roots:
         """
         if version in self.pinned and version not in self.version_records:
             return self.pinned[version]
-        if stat.key in self.referenced_files:
+        if stat.key in self._referenced_files:
             return "an incremental version refers to it"
-        if any(not r.digest and version in r.bases for r in self.version_records.values()):
+        if version in self._possible_bases:
             return "an unreadable manifest may refer to it"
         if names.parse_attempt(stat.key.rpartition("/")[2]) in self.active_attempts:
             return "a save is in progress"
         return self.block_reason
 
 
-def find_roots(catalog: Catalog, now: float | None = None) -> Roots:
+def find_roots(
+    catalog: Catalog,
+    now: float | None = None,
+    look_again_from: int = 0,
+    listing: Listing | None = None,
+) -> Roots:
     """Read the pins of a run, and then its manifests.
 
-    ``now`` replaces the current time, in seconds since the epoch.
+    ``now`` replaces the current time, in seconds since the epoch. ``look_again_from`` is as for
+    ``Catalog.read_versions``. ``listing``: use these pins and versions. That is enough to decide,
+    but not to delete files: a listing is not atomic, and may lack both the pin and the version of
+    a save.
     """
     now = time.time() if now is None else now
-    # process pins sort before "pin.", so the listing can stop there
-    files = takewhile(lambda stat: stat.key < "pin.", catalog.store.list(""))
     pinned: dict[Version, str] = {}
     attempts: set[str] = set()
-    stale: list[Stat] = []
+    stale: list[str] = []
     block_reason = None
-    for stat, record in pins.read_process_pins(catalog.store, list(files)):
+    keys = pins.list_process_pins(catalog.store) if listing is None else listing.process_pins
+    for key, record in pins.read_process_pins(catalog.store, keys):
         alive = None if isinstance(record, FormatError) else pins.is_holder_alive(record)
-        if alive is False or (alive is None and now - stat.modified >= REMOTE_PIN_TTL):
-            stale.append(stat)
+        if alive is False or (alive is None and _is_expired(catalog.store, key, now)):
+            stale.append(key)
         elif isinstance(record, FormatError):
-            events.emit("skipped", version=stat.key, error=record)
-            block_reason = f"{stat.key} is unreadable and may protect any version"
+            events.emit("skipped", version=key, error=record)
+            block_reason = f"{key} is unreadable and may protect any version"
         else:
             attempts.add(record.attempt)
             version = names.parse_version(record.version or "")
             if version is not None:
                 pinned[version] = "a process is using it"
-    listing = catalog.listing()
+    listing = catalog.listing() if listing is None else listing
+    version_records = catalog.read_versions(listing, look_again_from)
     # a folder without a manifest is not a version, so a lasting pin protects nothing in it
-    pinned |= dict.fromkeys(listing.lasting_pins.keys() & {*listing.versions}, "it is pinned")
-    version_records = catalog.read_versions(listing)
-    referenced = {key for r in version_records.values() for key in r.files}
-    return Roots(pinned, attempts, stale, block_reason, listing, version_records, referenced)
+    lasting = (v for v in listing.lasting_pins if v in version_records)
+    pinned |= dict.fromkeys(lasting, "it is pinned")
+    listing = replace(listing, exists=version_records.__contains__)
+    return Roots(pinned, attempts, stale, block_reason, listing, version_records)
+
+
+def _is_expired(store: Store, key: str, now: float) -> bool:
+    """Return True if a pin is so old that it protects nothing, although its process is unknown."""
+    try:
+        return now - store.stat(key).modified >= REMOTE_PIN_TTL
+    except BrokenLink:
+        return False
+    except NotFound:
+        return True  # removed meanwhile
 
 
 # -- deleting ------------------------------------------------------------------------------------
@@ -143,58 +177,53 @@ def find_roots(catalog: Catalog, now: float | None = None) -> Roots:
 def delete(catalog: Catalog, version: Version) -> int:
     """See ``Run.delete``."""
     roots = find_roots(catalog)
-    if version not in roots.listing.versions:
+    if version not in roots.version_records:
         raise NotFound(
             f"There is no {version} in {catalog.store.url}",
             key=f"{version}/{names.MANIFEST}",
             store=catalog.store.url,
         )
+    folder = catalog.files(version, roots.listing)
     deletable, kept = roots.select_deletable([version])
-    if not deletable:
+    if not deletable or folder.links:
         raise HoldfastError(
-            f"{version} of {catalog.store.url} was not deleted: {kept[version]}",
-            todo="Delete the versions that refer to it first. `holdfast pin RUN STEP --remove`"
+            f"{version} of {catalog.store.url} was not deleted:"
+            f" {kept.get(version) or link_reason(folder)}",
+            todo="Nothing is deleted through a link. Remove the link and its target yourself"
+            if deletable
+            else "Delete the versions that refer to it first. `holdfast pin RUN STEP --remove`"
             " removes a pin",
             version=str(version),
         )
-    return sum(s.length for s in _delete_versions(catalog, deletable, roots.listing))
+    return sum(s.length for s in delete_versions(catalog, {version: folder}))
 
 
-def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
-    """See ``Run.retain``."""
-    if type(policy) is KeepPolicy and not catalog.half_deleted:
-        return []
-    roots = find_roots(catalog)
-    _finish_deletions(catalog, roots)
-    records = catalog.intact_records(
-        lineage_of(catalog, roots.listing), roots.listing, roots.version_records
-    )
-    to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
-    deletable, _ = roots.select_deletable([r.version for r in records if r.version not in to_keep])
-    if deletable:
-        _delete_versions(catalog, deletable, roots.listing)
-    return sorted(deletable)
+def link_reason(folder: FolderFiles) -> str:
+    """Return why a version with symbolic links is never deleted."""
+    return f"{folder.links[0]} is a symbolic link"
 
 
-def _delete_versions(catalog: Catalog, versions: Iterable[Version], listing: Listing) -> list[Stat]:
+def delete_versions(catalog: Catalog, folders: Mapping[Version, FolderFiles]) -> list[Stat]:
     """Perform steps 2 to 4 for deletable versions, and return the deleted files.
 
     Manifests are deleted from the newest to the oldest. No manifest therefore refers to a deleted
     version, even if the process ends in between.
     """
     removed = []
-    for version in sorted(versions, reverse=True):
-        files = listing.folders[version]
-        manifest = find_manifest(files)
-        catalog.half_deleted[version] = [s for s in files if s is not manifest]
-        if manifest is not None:
-            catalog.store.delete(manifest.key)
-            removed.append(manifest)
+    for version in sorted(folders, reverse=True):
+        manifest_key = f"{version}/{names.MANIFEST}"
+        files = folders[version].stats
+        catalog.half_deleted[version] = [s for s in files if s.key != manifest_key]
+        catalog.forget(version)
+        catalog.store.delete(manifest_key)
+        removed += [s for s in files if s.key == manifest_key]
         events.emit("deleted", version=str(version))
-    return removed + _finish_deletions(catalog, find_roots(catalog))
+    # a version that refers to one of these is newer
+    roots = find_roots(catalog, look_again_from=min((v.step for v in folders), default=0))
+    return removed + finish_deletions(catalog, roots)
 
 
-def _finish_deletions(catalog: Catalog, roots: Roots) -> list[Stat]:
+def finish_deletions(catalog: Catalog, roots: Roots) -> list[Stat]:
     """Perform steps 3 and 4 for all half-deleted versions, and return the deleted files.
 
     Retention tries again the next time it runs for files that are protected or could not be
@@ -202,7 +231,7 @@ def _finish_deletions(catalog: Catalog, roots: Roots) -> list[Stat]:
     """
     removed = []
     for version, files in list(catalog.half_deleted.items()):
-        if version in roots.listing.versions:  # the deletion failed, or the step was saved again
+        if version in roots.version_records:  # the deletion failed, or the step was saved again
             del catalog.half_deleted[version]
             continue
         kept = [s for s in files if roots.reason_to_keep(version, s) is not None]
@@ -238,21 +267,24 @@ def sweep(
 ) -> SweepResult:
     """See ``Run.sweep``."""
     listing, partials = catalog.listing(), list(catalog.store.partials(""))
+    files = {version: catalog.files(version, listing) for version in listing.folders}
     # The roots are read after the listing. A save that has begun since then has none of the listed
     # files, and a save that has ended since then has a manifest.
     roots = find_roots(catalog, now)
     state = _Sweep(catalog, roots, dry_run, now)
-    for stat in roots.stale_pins:
-        state.remove(Stat(stat.key, 0, 0.0))
+    for key in roots.stale_pins:
+        state.remove(Stat(key, 0, 0.0))
     for version, record in roots.version_records.items():
-        if not record.digest:
-            files = listing.folders.get(version, ())
-            state.kept += [(s.key, "the manifest in its folder is unreadable") for s in files]
-    for version, stat in find_orphans(listing, roots.version_records):
-        state.remove_orphan(stat, roots.reason_to_keep(version, stat), grace)
-    for version, stat in listing.lasting_pins.items():
-        if version not in roots.version_records:
-            state.remove_orphan(stat, None, grace)
+        if not record.digest and version in files:
+            unreadable = "the manifest in its folder is unreadable"
+            state.kept += [(s.key, unreadable) for s in files[version].stats]
+    for version, stat in find_orphans(files, roots.version_records):
+        is_linked = {stat.key, str(version)} & {*files[version].links}
+        reason = "it is a symbolic link" if is_linked else roots.reason_to_keep(version, stat)
+        state.remove_orphan(stat, reason, grace)
+    for version in listing.lasting_pins - roots.version_records.keys():
+        with suppress(NotFound, BrokenLink):
+            state.remove_orphan(catalog.store.stat(names.pin_name(str(version))), None, grace)
     for stat in partials:
         match = _ATTEMPT.search(stat.key)
         attempt = match[1] if match else None
@@ -289,12 +321,14 @@ class _Sweep:
             self.kept.append((ALL_ABANDONED, reason))
             return
         abandoned = {*listing.versions} - {*lineage_of(self.catalog, listing)}
-        deletable, kept = self.roots.select_deletable(abandoned)
-        self.kept += [(str(v), reason) for v, reason in sorted(kept.items())]
+        folders = {v: self.catalog.files(v, listing) for v in abandoned}
+        linked = {v: link_reason(f) for v, f in folders.items() if f.links}
+        deletable, kept = self.roots.select_deletable(abandoned - linked.keys())
+        self.kept += [(str(v), reason) for v, reason in sorted({**kept, **linked}.items())]
         if self.dry_run:
-            self.removed += [s for v in sorted(deletable) for s in listing.folders[v]]
+            self.removed += [s for v in sorted(deletable) for s in folders[v].stats]
         else:
-            self.removed += _delete_versions(self.catalog, deletable, listing)
+            self.removed += delete_versions(self.catalog, {v: folders[v] for v in deletable})
 
     def remove_orphan(self, stat: Stat, keep_reason: str | None, grace: float) -> None:
         """Remove an orphan, unless something protects it or it is younger than ``grace`` seconds.

@@ -79,9 +79,10 @@ class WriterLock:
         identity = (previous.host, previous.boot, previous.process)
         if identity != machine.process_identity():
             with suppress(StoreError):
-                for stat, pin in pins.read_process_pins(self._store, self._store.list("")):
+                keys = pins.list_process_pins(self._store)
+                for key, pin in pins.read_process_pins(self._store, keys):
                     if isinstance(pin, Pin) and (pin.host, pin.boot, pin.process) == identity:
-                        pins.remove_pin(Location(self._store, ""), stat.key)
+                        pins.remove_pin(Location(self._store, ""), key)
 
     def check(self) -> None:
         """Raise ``HoldfastError`` if another training has taken the lock over.

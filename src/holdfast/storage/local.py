@@ -64,7 +64,9 @@ class LocalStore(LocalFiles):
     def partials(self, prefix: str) -> Iterator[Stat]:
         return self._list_prefix(prefix, partial=True)
 
-    def list_level(self, folder: str, *, partial: bool = False) -> Sequence[Entry]:
+    def list_level(
+        self, folder: str, prefix: str = "", *, partial: bool = False
+    ) -> Sequence[Entry]:
         """See the function. ``partial``: return unfinished uploads instead of objects."""
         path = self.path(folder) if folder else self._root
         try:
@@ -75,7 +77,8 @@ class LocalStore(LocalFiles):
         return [
             Entry(name, _ENTRY_KINDS[kind])
             for name, kind in found
-            if kind in _ENTRY_KINDS and (is_partial(name) == partial or kind == "folder")
+            if (kind == "folder" or (kind in _ENTRY_KINDS and is_partial(name) == partial))
+            and name.startswith(prefix)
         ]
 
     def delete(self, key: str) -> None:

@@ -73,13 +73,13 @@ class MemoryStore:
     def partials(self, prefix: str) -> Iterator[Stat]:
         return self._list_prefix(prefix, self._partials)
 
-    def list_level(self, folder: str) -> Iterator[Entry]:
+    def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
         start = self._folder + (check_key(folder, self.url) + "/" if folder else "")
         found: dict[str, Entry] = {}
         with self._lock:
             for path, (data, modified) in self._objects.items():
-                if path.startswith(start):
-                    name, slash, _ = path[len(start) :].partition("/")
+                name, slash, _ = path[len(start) :].partition("/")
+                if path.startswith(start) and name.startswith(prefix):
                     stat = Stat(path[len(self._folder) :], len(data), modified)
                     found[name] = Entry(name, "folder") if slash else Entry(name, "object", stat)
         return iter(found.values())

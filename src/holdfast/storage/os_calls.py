@@ -113,18 +113,15 @@ class Fs:
         """Return the names in a folder with their kinds (see ``FileStat``), in any order."""
         with os.scandir(path) as entries:
             return [
-                (
-                    entry.name,
-                    "folder"
-                    if entry.is_dir(follow_symlinks=False)
-                    else "file"
-                    if entry.is_file(follow_symlinks=False)
-                    else "link"
-                    if entry.is_symlink()
-                    else "other",
-                )
+                (entry.name, "folder" if entry.is_dir(follow_symlinks=False) else _kind(entry))
                 for entry in entries
             ]
+
+
+def _kind(entry: os.DirEntry[str]) -> str:
+    if entry.is_symlink():
+        return "link"
+    return "file" if entry.is_file(follow_symlinks=False) else "other"
 
 
 def _libc_error(name: str, code: int) -> OSError:

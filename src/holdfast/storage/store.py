@@ -145,7 +145,7 @@ class Store(Protocol):
 
         Unfinished uploads are not included. If the folder does not exist, nothing is yielded.
 
-        A store may also have ``list_level(folder)``: see the function of that name.
+        A store may also have ``list_level(folder, prefix)``: see the function of that name.
         """
         ...
 
@@ -161,20 +161,22 @@ class Store(Protocol):
         ...
 
 
-def list_level(store: Store, folder: str) -> Iterable[Entry]:
+def list_level(store: Store, folder: str, prefix: str = "") -> Iterable[Entry]:
     """Return what is directly in a folder (``""``: the root), in any order, and nothing below it.
 
-    The cost depends only on the names in this folder. If the folder does not exist, the result is
-    empty. The result comes from the store's own method ``list_level(folder)``, which is optional:
-    a store without it is listed recursively.
+    Only names that begin with ``prefix`` are returned. The cost depends only on the names in this
+    folder. If the folder does not exist, the result is empty. The result comes from the store's
+    own method ``list_level(folder, prefix)``, which is optional: a store without it is listed
+    recursively.
     """
     if (method := getattr(store, "list_level", None)) is not None:
-        entries: Iterable[Entry] = method(folder)
+        entries: Iterable[Entry] = method(folder, prefix)
         return entries
-    prefix, found = f"{folder}/" if folder else "", dict[str, Entry]()
+    start, found = f"{folder}/" if folder else "", dict[str, Entry]()
     for stat in store.list(folder):
-        name, slash, _ = stat.key.removeprefix(prefix).partition("/")
-        found[name] = Entry(name, "folder") if slash else Entry(name, "object", stat)
+        name, slash, _ = stat.key.removeprefix(start).partition("/")
+        if name.startswith(prefix):
+            found[name] = Entry(name, "folder") if slash else Entry(name, "object", stat)
     return found.values()
 
 

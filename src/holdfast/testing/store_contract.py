@@ -135,6 +135,18 @@ class StoreContract(WritingContract):
         assert level.pop("version_1/b") == [("c", "object")]
         assert level.pop("version_10") == [("d", "folder")]
         assert not any(level.values())
+        begins = {
+            prefix: sorted(e.name for e in list_level(store, "", prefix))
+            for prefix in ("version_1", "version_10", "version_1/", "x", "z")
+        }
+        assert begins == {
+            "version_1": ["version_1", "version_1.x", "version_10"],
+            "version_10": ["version_10"],
+            "version_1/": [],
+            "x": [],
+            "z": ["z"],
+        }
+        assert [e.name for e in list_level(store, "version_1", "b")] == ["b"]
         for entry in list_level(store, "version_1"):
             if entry.stat is not None:
                 assert entry.stat == store.stat(f"version_1/{entry.name}")

@@ -29,6 +29,7 @@ from holdfast.format.tree import child_keys
 from holdfast.generators import open_block
 from holdfast.run.address import open_version
 from holdfast.run.catalog import read_training_metadata
+from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.training.arguments import check_not_snapshot
 
@@ -179,7 +180,7 @@ def _coordinate(
         return None
     version = snapshot.version
     listing = run.listing()
-    if version in run.line(listing)[-1:]:
+    if version == newest_version(run.catalog, listing):
         number = run.branch(listing)
     else:
         acquire_lock()  # only the writer of a run may change its current lineage

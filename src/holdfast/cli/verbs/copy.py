@@ -50,8 +50,9 @@ from holdfast.format.records import (
     encode_lasting_pin,
 )
 from holdfast.machine import utc_now
-from holdfast.run.catalog import Listing, read_training_metadata
+from holdfast.run.catalog import read_training_metadata
 from holdfast.run.lineage import find_divergence
+from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 
 
@@ -175,8 +176,7 @@ def _copy_records(
 ) -> None:
     """Copy the evaluations of a version, which also hold for its copy, and its lasting pin."""
     version = snapshot.version
-    files = listing.folders[version]
-    for evaluation in run.catalog.evaluations(version, snapshot.digest, files):
+    for evaluation in run.catalog.evaluations(version, snapshot.digest):
         key = target.location.key(evaluation_name(evaluation.name, evaluation.attempt))
         copied = replace(evaluation, manifest_digest=target.digest)
         target.location.store.put_if_absent(key, encode_evaluation(copied))

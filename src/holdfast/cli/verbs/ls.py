@@ -25,7 +25,8 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version
 from holdfast.format.records import Branch
-from holdfast.run.catalog import Listing, VersionRecord, find_orphans, make_version_record
+from holdfast.run.catalog import VersionRecord, find_orphans, make_version_record
+from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.sinks.wording import format_error_brief
 from holdfast.storage.store import Stat
@@ -116,7 +117,8 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
             entries.append(entry)
         advance(1)
     records = {e.version: e.record for e in entries}
-    orphans = [stat for _, stat in find_orphans(listing, records)] + [*run.store.partials("")]
+    files = {version: run.catalog.files(version, listing) for version in listing.folders}
+    orphans = [stat for _, stat in find_orphans(files, records)] + [*run.store.partials("")]
     intact = [e for e in entries if e.on_lineage and e.problem is None]
     if intact:
         intact[-1].is_latest = True
@@ -135,7 +137,6 @@ def _read_entry(
     run: Run, listing: Listing, version: Version, on_lineage: bool
 ) -> VersionEntry | None:
     snapshot, problem = None, None
-    files = listing.folders[version]
     pinned = version in listing.lasting_pins
     try:
         snapshot = run.open(version)
@@ -146,7 +147,7 @@ def _read_entry(
         problem = e
     if snapshot is not None:
         record = make_version_record(snapshot)
-        evaluated = run.catalog.metrics(version, record, files)
+        evaluated = run.catalog.metrics(version, record)
         return VersionEntry(
             version,
             snapshot,
@@ -158,7 +159,8 @@ def _read_entry(
             record,
             {**snapshot.metadata.get("metrics", {}), **evaluated},
         )
-    modified = datetime.fromtimestamp(max(f.modified for f in files), UTC)
+    files = run.catalog.files(version, listing).stats
+    modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
     nbytes, created = sum(f.length for f in files), modified.isoformat(timespec="seconds")
     return VersionEntry(version, None, problem, on_lineage, pinned, nbytes, created)
 

@@ -28,7 +28,7 @@ from holdfast.engine.snapshot.verify import CheckedChunks, Problem
 from holdfast.errors import Denied, DigestMismatch, FormatError, NotFound, StoreError, Unavailable
 from holdfast.format.names import MANIFEST, branch_name, is_shard_name, parse_evaluation, pin_name
 from holdfast.format.records import MAX_RECORD, decode_branch, decode_evaluation, decode_lasting_pin
-from holdfast.run.catalog import Listing
+from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.sinks.wording import format_error_brief
 from holdfast.text import format_list
@@ -98,7 +98,7 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
         except (FormatError, StoreError) as e:
             key = location.key(MANIFEST)
             results.append(_failed_result(str(version), key, location.url, e))
-    for key, decode in _run_records(listing):
+    for key, decode in _run_records(run, listing):
         try:
             decode(get_bounded(run.store, key, MAX_RECORD), key)
         except NotFound:
@@ -134,13 +134,14 @@ def _newest_version(run: Run, listing: Listing) -> str | None:
         return None
 
 
-def _run_records(listing: Listing) -> list[tuple[str, Callable[[bytes, str], object]]]:
+def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes, str], object]]]:
     """Return the key and the decoder of each branch record, lasting pin, and evaluation."""
-    keys = (stat.key for files in listing.folders.values() for stat in files)
+    folders = (run.catalog.files(version, listing) for version in listing.folders)
+    keys = (stat.key for folder in folders for stat in folder.stats)
     evaluations = (k for k in keys if parse_evaluation(k.rpartition("/")[2]) is not None)
     return [
         *((branch_name(number), decode_branch) for number in listing.branches),
-        *((pin_name(str(version)), decode_lasting_pin) for version in listing.lasting_pins),
+        *((pin_name(str(version)), decode_lasting_pin) for version in sorted(listing.lasting_pins)),
         *((key, decode_evaluation) for key in evaluations),
     ]
 

@@ -90,7 +90,7 @@ def versions_in(location: Location) -> list[Version]:
     """
     if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
-    entries = list_level(location.store, location.folder)
+    entries = list_level(location.store, location.folder, "version_")
     versions = [parse_version(entry.name) for entry in entries if entry.kind != "object"]
     return sorted(
         v

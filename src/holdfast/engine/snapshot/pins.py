@@ -16,7 +16,7 @@ from holdfast.errors import Denied, FormatError, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_pin, parse_version, pin_name, random_id
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
 from holdfast.machine import pid_and_start_time, process_identity, utc_now
-from holdfast.storage.store import Stat, Store
+from holdfast.storage.store import Store, list_level
 from holdfast.text import PIN_ADVICE
 from holdfast.types import MIB
 
@@ -109,22 +109,24 @@ def remove_pin(location: Location, key: str) -> None:
         events.emit("pin_left", key=key, store=location.store.url, error=str(e))
 
 
-def read_process_pins(
-    store: Store, stats: Iterable[Stat]
-) -> Iterator[tuple[Stat, Pin | FormatError]]:
-    """Yield the pins of processes among the objects of a run, with their records.
+def list_process_pins(store: Store) -> list[str]:
+    """Return the keys of the pins of processes in the folder of a run."""
+    entries = list_level(store, "", "pin-")
+    return [e.name for e in entries if parse_pin(e.name) is not None and e.kind != "folder"]
 
-    If a record is damaged, the error takes its place. A pin that is removed during the iteration is
-    skipped.
+
+def read_process_pins(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, Pin | FormatError]]:
+    """Yield the keys of pins with their records.
+
+    If a record is damaged, the error takes its place. A pin that was removed is skipped.
     """
-    for stat in stats:
-        if parse_pin(stat.key) is not None:
-            try:
-                yield stat, decode_pin(get_bounded(store, stat.key, MAX_RECORD), stat.key)
-            except NotFound:
-                continue
-            except FormatError as e:
-                yield stat, e
+    for key in keys:
+        try:
+            yield key, decode_pin(get_bounded(store, key, MAX_RECORD), key)
+        except NotFound:
+            continue
+        except FormatError as e:
+            yield key, e
 
 
 def is_holder_alive(pin: Pin) -> bool | None:

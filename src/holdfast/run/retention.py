@@ -1,0 +1,133 @@
+"""Retention: which versions a keep policy deletes.
+
+A policy decides from what the catalog knows. Before anything is deleted, every file of the versions
+that are kept instead is looked up again, because the deletion relies on them. So the cost of a save
+does not grow with the number of versions in the run, except for one listing of its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from holdfast import events
+from holdfast.errors import HoldfastError
+from holdfast.format.names import MAX_STEP, Version
+from holdfast.run.catalog import Catalog, VersionRecord
+from holdfast.run.lineage import lineage_of
+from holdfast.run.listing import FolderFiles, Listing
+from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
+from holdfast.run.sweep import Roots, delete_versions, find_roots, finish_deletions
+from holdfast.text import format_list
+from holdfast.threads import in_parallel
+
+_MAX_ROUNDS = 10
+"""Maximum number of decisions. Each one finds that what the one before relied on has changed."""
+
+_STAT_THREADS = 32
+"""Largest number of threads that look up files, each of which costs a network round trip."""
+
+
+def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
+    """See ``Run.retain``."""
+    if type(policy) is KeepPolicy and not catalog.half_deleted:
+        return []
+    for _ in range(_MAX_ROUNDS):
+        if catalog.half_deleted:
+            oldest = min(version.step for version in catalog.half_deleted)
+            finish_deletions(catalog, find_roots(catalog, look_again_from=oldest))
+        roots = find_roots(catalog, look_again_from=MAX_STEP, listing=catalog.listing())
+        folders = _select(catalog, policy, roots)
+        if folders is not None:
+            if folders:
+                delete_versions(catalog, folders)
+            return sorted(folders)
+    return []  # the run changes all the time; the next retention decides
+
+
+def _select(
+    catalog: Catalog, policy: KeepPolicy, roots: Roots
+) -> dict[Version, FolderFiles] | None:
+    """Return the versions to delete, with their files.
+
+    The result is None if a version that counts is no longer the one that ``roots`` shows.
+    """
+    listing, known = roots.listing, roots.version_records
+    versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
+    metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
+    if not _consists_of(policy, KeepLast, KeepEvery):  # the others may use evaluations
+        _each(versions, lambda v: metrics.update({v: catalog.metrics(v, known[v])}))
+    records = [Record(v, metrics[v]) for v in versions]
+    intact: dict[Version, bool] = {}
+    while True:
+        records = [r for r in records if intact.get(r.version, True)]
+        to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
+        candidates = {r.version for r in records if r.version not in to_keep}
+        deletable, _ = roots.select_deletable(candidates - listing.linked - catalog.linked)
+        if not deletable:
+            _report_linked(catalog, candidates & (listing.linked | catalog.linked))
+            return {}
+        now = _look_again(catalog, listing, _relied_on(policy, records, deletable) - intact.keys())
+        if any(record != known[v] for v, (record, _) in now.items()):
+            return None
+        intact |= {v: is_intact for v, (_, is_intact) in now.items()}
+        folders = {v: catalog.files(v, listing) for v in deletable}
+        linked = {v for v, folder in folders.items() if folder.links}
+        catalog.linked |= linked
+        if not linked and all(is_intact for _, is_intact in now.values()):
+            _report_linked(catalog, candidates & (listing.linked | catalog.linked))
+            return folders
+
+
+def _relied_on(
+    policy: KeepPolicy, records: Sequence[Record], deletable: Collection[Version]
+) -> set[Version]:
+    """Return the versions to look up before a deletion: the deletable ones and those kept instead.
+
+    Often these are only the newest ones: if the policy would delete the same versions of a run
+    that has only the versions from the oldest deletable one on (and the one before it), then it
+    does not matter whether the other versions still exist. This holds for the policies of this
+    package, which keep no more versions of a run that has more.
+    """
+    first = next(i for i, r in enumerate(records) if r.version in deletable)
+    newest = records[max(0, first - 1) :]
+    if not _consists_of(policy, KeepLast, KeepEvery, KeepBest) or (
+        policy.keep(newest) & set(deletable)
+    ):
+        newest = records
+    return {r.version for r in newest}
+
+
+def _consists_of(policy: KeepPolicy, *kinds: type[KeepPolicy]) -> bool:
+    """Return True if a policy is one of these kinds, or a union of such policies."""
+    if type(policy) is KeepUnion:
+        return _consists_of(policy.first, *kinds) and _consists_of(policy.second, *kinds)
+    return type(policy) in kinds
+
+
+def _look_again(
+    catalog: Catalog, listing: Listing, versions: Collection[Version]
+) -> dict[Version, tuple[VersionRecord | None, bool]]:
+    """Return the record of each version as it is now, and whether all of its files exist."""
+    found: dict[Version, tuple[VersionRecord | None, bool]] = {}
+
+    def look(version: Version) -> None:
+        record = catalog.read_version(version, listing)
+        found[version] = record, record is not None and catalog.is_intact(record)
+
+    _each(sorted(versions), look)
+    return found
+
+
+def _each(versions: Sequence[Version], work: Callable[[Version], None]) -> None:
+    in_parallel(versions, work, min(_STAT_THREADS, len(versions) // 8 + 1))
+
+
+def _report_linked(catalog: Catalog, versions: Collection[Version]) -> None:
+    """Report versions that are kept because they are symbolic links, once for each version."""
+    if new := sorted(set(versions) - catalog.reported_links):
+        catalog.reported_links |= set(new)
+        names = format_list([str(v) for v in new], 3)
+        error = HoldfastError(
+            "it is a symbolic link, or consists of links, so retention does not delete it"
+        )
+        events.emit("skipped", version=names, error=error)
