@@ -1,4 +1,4 @@
-"""Topic 11: real ranks save and load a replicated and a sharded state, compared with DCP."""
+"""Topic 12: real ranks save and load a replicated and a sharded state, compared with DCP."""
 
 from __future__ import annotations
 
