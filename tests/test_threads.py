@@ -6,6 +6,7 @@ import gc
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,3 +81,21 @@ def test_a_failure_of_the_items_in_another_thread_is_raised_in_the_caller() -> N
 
     with pytest.raises(ZeroDivisionError):
         in_parallel(items(), lambda _: None, 2)
+
+
+def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_thread() -> None:
+    failures: list[BaseException] = []
+
+    def items() -> Iterator[int]:
+        yield 0
+        deadline = time.monotonic() + 10
+        while not failures and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel(items(), interrupt, 2, failures=failures)
+    assert time.monotonic() - began < 5

@@ -75,11 +75,13 @@ def in_parallel(
     work: Callable[[T], None],
     threads: int,
     advance: Callable[[], object] = no_op,
+    failures: list[BaseException] | None = None,
 ) -> None:
     """Call ``work`` on every item and ``advance`` after each item. Return when all are done.
 
     After the first failure, no thread starts another item, and the failure is raised here when all
-    threads have ended. With ``threads=1``, everything runs on the calling thread.
+    threads have ended. With ``threads=1``, everything runs on the calling thread. An iterable that
+    waits for its next item must stop when there is a failure, which is added to ``failures``.
     """
     if threads <= 1:
         for item in items:
@@ -88,7 +90,7 @@ def in_parallel(
         return
     source = iter(items)
     lock = Lock()
-    failures: list[BaseException] = []
+    failures = [] if failures is None else failures
 
     def run() -> None:
         try:

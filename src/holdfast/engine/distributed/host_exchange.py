@@ -147,7 +147,7 @@ class _Exchange:
         self._published = 0
         self._consuming = [0] * len(layout.items)
         self._running: set[Task] = set()
-        self._has_failed = False
+        self._failures: list[BaseException] = []
         self._lock = Lock()
         self._threads = read_settings().threads
 
@@ -155,14 +155,14 @@ class _Exchange:
         """Exchange all items. Raises the first error of a callback or of another rank."""
         advance = self._peers.collective.advance
         try:
-            in_parallel(self._iter_tasks(), self._run_task, self._threads, advance)
+            in_parallel(self._iter_tasks(), self._run_task, self._threads, advance, self._failures)
         finally:
             for _, _, stack in self._unpublished:  # after an error
                 stack.close()
 
     def _iter_tasks(self) -> Iterator[Task]:
         """Yield each task of this rank as soon as it is ready."""
-        while not self._has_failed and (self._running or self._pending()):
+        while not self._failures and (self._running or self._pending()):
             task = self._next_task()
             if task is not None:
                 self._running.add(task)
@@ -176,9 +176,6 @@ class _Exchange:
     def _run_task(self, task: Task) -> None:
         try:
             task()
-        except BaseException:
-            self._has_failed = True
-            raise
         finally:
             self._running.discard(task)
 
@@ -268,6 +265,8 @@ class _Exchange:
 
     def _awaited_ranks(self) -> list[int]:
         """Return the ranks that this rank waits for, or none if it has something to do."""
+        if self._failures:  # such as Ctrl-C in another thread
+            return []
         awaited = [ranks for _, ranks in self._pending()]
         return sorted({rank for ranks in awaited for rank in ranks}) if all(awaited) else []
 
