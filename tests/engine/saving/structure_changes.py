@@ -220,8 +220,9 @@ def _digest_of_fresh_save(change: Callable[[Json], object]) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    parameter = torch.nn.Parameter(torch.ones(1))
-    torch.optim.AdamW([parameter]).step()  # imports what each process would import otherwise
+    # import what each process would import otherwise; nothing is saved here
+    assert callable(holdfast.save)
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step()
     torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(1, 1))
     found = {}
     for name, change in CHANGES.items():

@@ -29,7 +29,7 @@ def fresh_digests() -> dict[str, str]:
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert made.returncode == 0, made.stderr
