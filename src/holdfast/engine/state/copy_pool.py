@@ -69,6 +69,7 @@ class CopyPool:
         self._in_use: dict[tuple[Any, AllocationKey], Any] = {}
         self._free: dict[AllocationKey, list[Any]] = {}
         self._copies_by_address: dict[int, Any] = {}
+        self._copied_addresses: set[int] = set()
 
     def recycle(self) -> None:
         """Make the memory of all copies available for new copies."""
@@ -76,17 +77,17 @@ class CopyPool:
         for (_, allocation_key), tensor in self._in_use.items():
             self._free[allocation_key].append(tensor)
         self._in_use, self._copies_by_address = {}, {}
+        self._copied_addresses = set()
 
     def add_copies(self, addresses: Sequence[int], copies: Sequence[Any]) -> bool:
         """Add copies that the caller makes of contiguous tensors at these addresses.
 
         Return False, and add nothing, if a tensor may be tied to another one or was copied before.
         """
-        earlier = {memory[0] for (memory, _) in self._in_use if type(memory) is tuple}
         made = self._copies_by_address
         added = dict(zip(addresses, copies, strict=True))
         if len(added) < len(addresses) or not (
-            earlier.isdisjoint(added) and made.keys().isdisjoint(added)
+            self._copied_addresses.isdisjoint(added) and made.keys().isdisjoint(added)
         ):
             return False
         made.update(added)
@@ -116,6 +117,7 @@ class CopyPool:
                 allocation_key, lambda: torch.empty(t.shape, dtype=t.dtype, device=t.device)
             )
             self._in_use[memory_key] = target.copy_(t)
+            self._copied_addresses.add(t.data_ptr())
         return self._in_use[memory_key]
 
     def copy_array(self, a: np.ndarray[Any, Any]) -> Any:
