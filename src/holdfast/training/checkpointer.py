@@ -31,7 +31,7 @@ from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.ending import Ending
 from holdfast.training.goodput import Goodput
-from holdfast.training.lifecycle import Lifecycle
+from holdfast.training.lifecycle import Lifecycle, exclusive
 from holdfast.training.resume import check_start, left_state_invalid, resume_run, start_from
 from holdfast.training.saver import Saver, SaveSpec
 from holdfast.training.step_counter import StepCounter
@@ -159,6 +159,7 @@ class Checkpointer:
 
     # -- resuming ------------------------------------------------------------------------------
 
+    @exclusive
     def resume(
         self,
         at: int | None = None,
@@ -224,6 +225,7 @@ class Checkpointer:
 
     # -- training ------------------------------------------------------------------------------
 
+    @exclusive
     def step(self, metrics: Mapping[str, Any] | None = None, *, batches: int = 1) -> None:
         """Count one step, and save if a save is due. Call it after every optimizer step.
 
@@ -284,6 +286,7 @@ class Checkpointer:
         with use_group(self._group):
             self._saver.start(self.state, spec)
 
+    @exclusive
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
         """Save now, and return the snapshot when it is committed.
 
@@ -318,6 +321,7 @@ class Checkpointer:
         self._lifecycle.check_open()
         self._watcher.install_signal_handler(number)
 
+    @exclusive
     def wait(self) -> Snapshot | None:
         """Wait until the save in flight is committed, and raise its error if it failed.
 
@@ -356,6 +360,7 @@ class Checkpointer:
         """
         self._close(self._lifecycle.interruption())
 
+    @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
             unsaved = self._ending.finish(error, lambda: self._start_save("end", self._metrics))

@@ -19,7 +19,7 @@ from holdfast.run.policy import Never, SavePolicy
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import EarlyStop
-from holdfast.training.lifecycle import Lifecycle, is_process_ending
+from holdfast.training.lifecycle import Lifecycle, exclusive, is_process_ending
 from holdfast.training.saver import Saver, SaveSpec
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.warn import (
@@ -142,14 +142,7 @@ class Ending:
         problems: list[str] = []
         could_save = self._lifecycle.can_save
         try:
-            try:
-                if could_save:
-                    self._save_after(error, branch, note, problems)
-            finally:
-                try:
-                    self._wait()
-                finally:
-                    release()
+            self._exit(error, branch, note, problems, release)
         except Exception as e:
             tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
             if isinstance(error, SystemExit) and not error.code and not tolerated:
@@ -159,6 +152,24 @@ class Ending:
             attach_secondary_errors(error, problems)
         if could_save and isinstance(error, SystemExit) and not error.code and not problems:
             self.warn_unsaved(error)  # Python shows no traceback
+
+    @exclusive
+    def _exit(
+        self,
+        error: BaseException,
+        branch: int,
+        note: Mapping[str, Any],
+        problems: list[str],
+        release: Callable[[], object],
+    ) -> None:
+        try:
+            if self._lifecycle.can_save:
+                self._save_after(error, branch, note, problems)
+        finally:
+            try:
+                self._wait()
+            finally:
+                release()
 
     def _save_after(
         self, error: BaseException, branch: int, note: Mapping[str, Any], problems: list[str]

@@ -4,9 +4,46 @@ from __future__ import annotations
 
 import os
 import sys
-from threading import main_thread
+from collections.abc import Callable
+from functools import wraps
+from sys import _current_frames, _getframe
+from threading import RLock, current_thread, main_thread
+from types import FrameType
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import HoldfastError
+
+_RUNNING = "running"
+
+
+class _HasLifecycle(Protocol):
+    _lifecycle: Lifecycle
+
+
+C = TypeVar("C", bound=_HasLifecycle)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
+    """Raise ``HoldfastError``, before anything is changed, if a call of such a method is running.
+
+    The running call is known by its frame, not by a lock: an exception of a signal handler can end
+    a call at any point, also before it would release a lock, but it always ends the frame.
+    """
+
+    @wraps(method)
+    def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        calls = self._lifecycle.calls
+        # no variable refers to the frame: it would keep itself alive until a garbage collection
+        if calls.setdefault(_RUNNING, _getframe()) is not _getframe():
+            self._lifecycle.take_over(_getframe(), method.__name__)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            calls.pop(_RUNNING, None)
+
+    return call
 
 
 def is_process_ending() -> bool:
@@ -26,6 +63,23 @@ class Lifecycle:
         self.is_resumed = self.is_started = self.is_closed = False
         self._pid = os.getpid()
         self._outer_exception = id(None)
+        self.calls: dict[str, FrameType] = {}
+        """The frame of the running call, or of one that an exception ended before it could leave.
+        One operation of the dict enters or leaves, so that no thread can do so in between."""
+
+        self._calls_lock = RLock()  # a signal handler may enter while its thread holds it
+
+    def take_over(self, frame: FrameType, name: str) -> None:
+        """Make ``frame``, a call of the method ``name``, the running call.
+
+        Raises ``HoldfastError`` if another call is running.
+        """
+        with self._calls_lock:
+            running = self.calls.setdefault(_RUNNING, frame)
+            if self.is_forked or not _is_running(running):
+                self.calls[_RUNNING] = running = frame
+        if running is not frame:
+            raise _refusal(name.lstrip("_"), frame, running)
 
     @property
     def is_forked(self) -> bool:
@@ -68,3 +122,42 @@ class Lifecycle:
                 "The last resume() failed and may have left the live state invalid",
                 todo="Resume from an intact version before you continue the training",
             )
+
+
+def _is_running(frame: FrameType) -> bool:
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _refusal(name: str, frame: FrameType, running: FrameType) -> HoldfastError:
+    """Return the error for the method ``name``, which ``frame`` calls while ``running`` runs."""
+    own, others = _callee(frame, running), [_callee(f, running) for f in _current_frames().values()]
+    callee = (own or next(filter(None, others), "another method")).lstrip("_")
+    if current_thread().name == "holdfast-save":
+        return HoldfastError(
+            f"{name}() was called in the thread of a save, which cannot wait for itself",
+            expected="a call in the training thread",
+            found=f"a call by an event sink, while {callee}() was running",
+            todo="Call it after the step",
+        )
+    return HoldfastError(
+        f"{name}() was called while {callee}() of the same Checkpointer was running",
+        expected="one call at a time",
+        found=f"a call of {callee}() in {'this' if own else 'another'} thread that has not ended",
+        todo="To save on a signal, call ckpt.save_on_signal(signal.SIGUSR1); do not save in a"
+        " handler. Make all other calls in one thread, or one after the other",
+    )
+
+
+def _callee(top: FrameType, frame: FrameType) -> str:
+    """Return the name of the function that ``frame`` has called, if it is below ``top`` on a stack.
+
+    Otherwise, return an empty string.
+    """
+    current: FrameType | None = top
+    while current is not None and current.f_back is not frame:
+        current = current.f_back
+    return "" if current is None else current.f_code.co_name

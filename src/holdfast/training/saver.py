@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Event
 from typing import Any
 
 from holdfast import events
@@ -170,18 +169,19 @@ class Saver:
             return
         self._attempt = job.partition.attempt
         self.checks.stale.observe(job, state, spec.version)
-        # set before the background thread starts: an optimizer may step at any moment
-        self._deferred_staging = job.deferred
         self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
         self._goodput.seconds["last_blocked"] = blocked_seconds[0]
-        pending_set = Event()
+
+        def register(pending: Pending | None) -> None:
+            # before the thread starts: an optimizer may step, an event sink may use the save, and
+            # an interrupt may occur at any moment
+            self._deferred_staging, self._pending = job.deferred, pending
+
+        def finish(job: SaveJob) -> Snapshot:
+            return self._finish_save(job, spec, blocked_seconds)
+
         self.begun_step = spec.version.step
-        try:
-            self._pending = finish_in_background(
-                job, lambda j: self._finish_save(j, spec, blocked_seconds, pending_set)
-            )
-        finally:
-            pending_set.set()
+        finish_in_background(job, finish, register=register)
 
     def _open_committed(self, version: Version) -> Snapshot:
         """Open the committed version on all ranks, or raise on all ranks."""
@@ -258,12 +258,9 @@ class Saver:
         # of every full_every versions, the first is full and the others are its chain
         return base if base.chain + 1 < self._full_every else None
 
-    def _finish_save(
-        self, job: SaveJob, spec: SaveSpec, blocked_seconds: list[float], pending_set: Event
-    ) -> Snapshot:
+    def _finish_save(self, job: SaveJob, spec: SaveSpec, blocked_seconds: list[float]) -> Snapshot:
         """Finish a save in the background: commit it, and then apply retention."""
         began = time.perf_counter()
-        pending_set.wait()  # an event sink may use the pending save
         try:
             snapshot = finish_save(job, self._check_before_commit)
             self.checks.stale.mark_committed(job)

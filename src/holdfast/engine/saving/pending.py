@@ -40,7 +40,7 @@ class Pending:
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
         self._pid = os.getpid()
-        self._start_failed = False
+        self._cancelled = False
         # Not Thread.join: before Python 3.13, a join that Ctrl-C interrupts marks the thread as
         # ended, and the process then does not wait for it at exit.
         self._ended = Event()
@@ -48,33 +48,30 @@ class Pending:
         # acquired once: by the thread, or by the caller that gave up starting it
         self._start_lock = Lock()
 
-    @property
-    def begun(self) -> bool:
-        """Return True if the thread has taken over the save. Otherwise, the save will never
-        begin."""
-        return self._start_lock.locked() and not self._start_failed
-
     def start(self) -> None:
         """Start the thread. Raises ``CommitError`` if no thread can be started.
 
-        If this call is interrupted, the save either continues (``begun`` is True) or will never
-        begin.
+        If this call is interrupted, the save may continue (see ``cancel``).
         """
         _unawaited.add(self)
         _register_worker_finalizer()
         try:
             self._thread.start()
-        except BaseException as e:
-            if self._start_lock.acquire(blocking=False):
-                self._start_failed = True
-                _unawaited.discard(self)
-            if not isinstance(e, RuntimeError):
+        except RuntimeError as e:
+            if not self.cancel():
                 raise
             raise CommitError(
                 f"Nothing was committed to {self.url}: no thread can be started",
                 found=str(e),
                 todo="Raise the limit on processes and threads (ulimit -u), or use save()",
             ) from e
+
+    def cancel(self) -> bool:
+        """Return True if the save will never begin, because its thread has not taken it over."""
+        if self._start_lock.acquire(blocking=False):
+            self._cancelled = True
+            _unawaited.discard(self)
+        return self._cancelled
 
     @property
     def done(self) -> bool:

@@ -95,18 +95,27 @@ def save_async(
 
 
 def finish_in_background(
-    job: SaveJob, finish: Callable[[SaveJob], Snapshot], after: Callable[[], object] = no_op
+    job: SaveJob,
+    finish: Callable[[SaveJob], Snapshot],
+    after: Callable[[], object] = no_op,
+    register: Callable[[Pending | None], object] = no_op,
 ) -> Pending:
     """Run the second half of a staged save on a background thread. Raises ``CommitError`` if no
-    thread can be started."""
+    thread can be started.
+
+    ``register`` gets the save before the thread starts, because an interrupt may prevent this
+    function from returning although the thread runs. It gets None if the save will never begin.
+    """
     pending = None
     try:
         staged = None if job.deferred is None else job.deferred.done
         pending = Pending(lambda: finish(job), job.location.url, after, staged)
+        register(pending)
         pending.start()
     except BaseException:
-        if pending is None or not pending.begun:
+        if pending is None or pending.cancel():
             with job, job.collective:  # otherwise an optimizer or another rank would wait forever
+                register(None)
                 raise
         raise
     return pending

@@ -1,0 +1,390 @@
+"""Calls of a Checkpointer during another call, by a signal handler or by a second thread."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.errors import HoldfastError
+from holdfast.run.policy import EverySteps, OnException
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.training import lifecycle
+from holdfast.training.checkpointer import Checkpointer
+from tests.trainings import initial_state, state_after, states_equal, train, train_step, training
+
+SOURCE = str(Path(holdfast.__file__).parent)
+METHODS: dict[str, Callable[[Checkpointer], object]] = {
+    "step": lambda ckpt: ckpt.step(),
+    "save": lambda ckpt: ckpt.save(),
+    "resume": lambda ckpt: ckpt.resume(),
+    "wait": lambda ckpt: ckpt.wait(),
+    "close": lambda ckpt: ckpt.close(),
+}
+
+
+def check_run(store: MemoryStore, steps: list[int]) -> None:
+    """Check that the run has exactly these versions, each as without an interruption."""
+    snapshots = Run(store).snapshots()
+    assert [s.step for s in snapshots] == steps
+    for snapshot in snapshots:
+        loaded, expected = (
+            holdfast.load(store.at(f"version_{snapshot.step}")),
+            state_after(snapshot.step),
+        )
+        assert loaded["weights"].tobytes() == expected["weights"].tobytes()
+        assert loaded["history"] == expected["history"]
+    assert not [s.key for s in store.list("") if "/" not in s.key]
+
+
+# -- at every point of a call ---------------------------------------------------------------------
+
+
+class Handler:
+    """A profile function that makes a call at every call and return of a running call.
+
+    Like a signal handler, it runs in the thread of the call. It catches the errors.
+    """
+
+    def __init__(self, ckpt: Checkpointer, call: Callable[[Checkpointer], object]) -> None:
+        self.ckpt = ckpt
+        self.call = call
+        self.messages: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        is_running = any(f.f_lasti >= 0 for f in self.ckpt._lifecycle.calls.values())
+        if not is_running or not frame.f_code.co_filename.startswith(SOURCE):
+            return
+        if frame.f_code.co_name == "call" and event in ("call", "return", "c_call", "c_return"):
+            return  # before the call has entered, or after it has left, a call is allowed
+        try:
+            self.call(self.ckpt)
+        except HoldfastError as e:
+            self.messages.append(str(e))
+        else:
+            self.messages.append("no error")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_call_in_a_signal_handler_is_refused_at_every_point_of_a_call(name: str) -> None:
+    store = MemoryStore()
+    messages: list[str] = []
+    with training(store, EverySteps(3) | OnException()) as (state, ckpt):
+
+        def attack(call: Callable[[], object]) -> None:
+            handler = Handler(ckpt, METHODS[name])
+            sys.setprofile(handler)
+            try:
+                call()
+            finally:
+                sys.setprofile(None)
+            messages.extend(handler.messages)
+
+        attack(ckpt.resume)
+        for _ in range(6):
+            loss = train_step(state)
+            attack(lambda loss=loss: ckpt.step({"loss": loss}))
+        train(state, ckpt, 7)
+        attack(ckpt.save)
+        attack(ckpt.wait)
+        attack(ckpt.close)
+    assert len(messages) > 1000
+    assert all(
+        f"{name}() was called while " in m and "save_on_signal" in m and "this thread" in m
+        for m in messages
+    ), {*messages}
+    check_run(store, [3, 6, 7])
+    assert ckpt.statistics()["saves"] == 3
+    assert ckpt.statistics()["failures"] == 0
+
+
+# CPython may print that the save's thread did not start, if the handler raises while it starts
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_real_signal_during_steps_changes_nothing(seed: int) -> None:
+    """The handler does not catch the error, so that it ends the call in progress."""
+    store, state = MemoryStore(), initial_state()
+    errors: list[HoldfastError] = []
+    with Checkpointer(store, state, save=EverySteps(2)) as ckpt:
+        ckpt.step({"loss": train_step(state)})
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            if ckpt._lifecycle.calls:
+                ckpt.save()
+
+        previous = signal.signal(signal.SIGALRM, handler)
+        try:
+            end = time.monotonic() + 30
+            while len(errors) < 20 and time.monotonic() < end:
+                loss, began_at = train_step(state), state["progress"].step
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.0002 * (len(errors) + seed / 3))
+                try:
+                    ckpt.step({"loss": loss})
+                except HoldfastError as e:
+                    errors.append(e)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                state["progress"].step = max(state["progress"].step, began_at + 1)
+                ckpt._step_counter._expected_step = None
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        assert errors
+        assert all("save_on_signal" in str(e) for e in errors), errors
+        ckpt.save()
+        last = ckpt.current_step
+    assert Run(store).snapshots()[-1].step == last
+    for snapshot in Run(store).snapshots():
+        assert snapshot.verify().ok
+        weights = holdfast.load(store.at(f"version_{snapshot.step}"))["weights"]
+        assert weights.tobytes() == state_after(snapshot.step)["weights"].tobytes()
+
+
+# -- a handler that ends the call -----------------------------------------------------------------
+
+
+class InterruptOpcode:
+    """A trace function that raises KeyboardInterrupt at the n-th opcode of the guard."""
+
+    def __init__(self, at: int) -> None:
+        self.remaining, self.seen = at, 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_name not in ("call", "take_over", "_is_running"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.seen += 1
+            if self.seen == self.remaining:
+                raise KeyboardInterrupt
+        return self
+
+
+def ended_frame() -> FrameType:
+    return sys._getframe()
+
+
+@pytest.mark.parametrize("ends", ["continues", "raises"])
+def test_an_interrupt_at_any_opcode_of_the_guard_leaves_the_checkpointer_usable(ends: str) -> None:
+    at = 0
+    while True:
+        at += 1
+        store, state, interrupt = MemoryStore(), initial_state(), InterruptOpcode(at)
+        try:
+            with Checkpointer(store, state, save=EverySteps(2) | OnException()) as ckpt:
+                train(state, ckpt, 3)
+                loss, before = train_step(state), sys.gettrace()
+                # as after an interrupt of an earlier call
+                ckpt._lifecycle.calls["running"] = ended_frame()
+                sys.settrace(interrupt)
+                try:
+                    ckpt.step({"loss": loss})
+                except KeyboardInterrupt:
+                    sys.settrace(before)
+                    if ends == "raises":
+                        raise
+                    if state["progress"].step == 3:
+                        ckpt.step({"loss": loss})
+                finally:
+                    sys.settrace(before)
+                train(state, ckpt, 6)
+        except KeyboardInterrupt:
+            assert ends == "raises"
+            check_run(store, [2, 3] if state["progress"].step == 3 else [2, 4])
+        else:
+            check_run(store, [2, 4, 6])
+        if interrupt.seen < at:
+            break
+    assert at > 60
+
+
+def test_an_ended_call_is_not_kept_alive() -> None:
+    """Neither a call nor its arguments wait for the garbage collector."""
+
+    class Metric(float):
+        pass
+
+    with training(MemoryStore(), EverySteps(100)) as (state, ckpt):
+        ckpt.step()
+        gc.collect()
+        gc.disable()
+        try:
+            metric = Metric(1.0)
+            alive = weakref.ref(metric)
+            ckpt.step({"loss": metric})
+            ckpt.step()
+            del metric
+            assert alive() is None
+        finally:
+            gc.enable()
+        assert state["progress"].step == 3
+        assert ckpt._lifecycle.calls == {}
+
+
+def test_a_step_costs_one_more_python_call() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self._lifecycle = lifecycle.Lifecycle()
+
+        @lifecycle.exclusive
+        def step(self) -> None: ...
+
+    calls: list[str] = []
+    plain = Plain()
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        plain.step()
+    finally:
+        sys.setprofile(None)
+    assert calls.count("call") == 2
+    assert calls.count("c_call") <= 5  # of these, one is sys.setprofile
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("tiny_switch_interval")
+@pytest.mark.parametrize("policy", [EverySteps(7), EverySteps(1) | OnException()])
+def test_of_concurrent_calls_all_but_one_raise(policy: Any) -> None:
+    store, state = MemoryStore(), initial_state()
+    counted: list[int] = []
+    others: list[BaseException] = []
+    refused: list[str] = []
+    with Checkpointer(store, state, save=policy) as ckpt:
+        ckpt.step()
+
+        def work(number: int) -> None:
+            name = ("step", "step", "save", "wait")[number % 4]
+            for _ in range(60):
+                try:
+                    METHODS[name](ckpt)
+                except HoldfastError as e:
+                    (refused if "was called while" in str(e) else others).append(str(e))  # type: ignore[arg-type]
+                except BaseException as e:
+                    others.append(e)
+                else:
+                    counted.append(name == "step")
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not others
+        assert refused
+        assert ckpt.current_step == 1 + sum(counted)
+        last = ckpt.save()
+    assert last.step == ckpt.current_step
+    assert all(s.verify().ok for s in Run(store).snapshots())
+    assert ckpt.statistics()["failures"] == 0
+    assert ckpt.statistics()["saves"] == len(Run(store).snapshots())
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def test_a_training_may_move_from_thread_to_thread() -> None:
+    store, state = MemoryStore(), initial_state()
+    ckpt = Checkpointer(store, state, save=EverySteps(2) | OnException())
+    in_thread(ckpt.__enter__)
+    in_thread(ckpt.resume)
+    for step in range(1, 7):
+        in_thread(lambda step=step: train(state, ckpt, step))
+    train(state, ckpt, 7)
+    in_thread(lambda: ckpt.__exit__(None, None, None))
+    check_run(store, [2, 4, 6])
+
+
+def test_a_generator_may_hold_the_block() -> None:
+    store = MemoryStore()
+
+    def steps() -> Iterator[tuple[dict[str, Any], Checkpointer]]:
+        with training(store, EverySteps(2) | OnException()) as (state, ckpt):
+            for _ in range(10):
+                ckpt.step({"loss": train_step(state)})
+                yield state, ckpt
+
+    generator = steps()
+    for _ in range(4):
+        state, _ = next(generator)
+    with pytest.raises(RuntimeError):
+        generator.throw(RuntimeError("in the loop"))
+    assert states_equal(state, state_after(4))
+    check_run(store, [2, 4])
+    generator = steps()
+    with pytest.raises(HoldfastError, match="resume"):
+        next(generator)
+
+
+class BlockingStore(MemoryStore):
+    """A store in which a save waits until the test lets it continue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocked, self.go = threading.Event(), threading.Event()
+
+    def put_if_absent(self, key: str, data: Any) -> Any:
+        if key.endswith("manifest.json"):
+            self.blocked.set()
+            assert self.go.wait(30)
+        return super().put_if_absent(key, data)
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(3), ValueError("loss is NaN")])
+def test_leaving_the_block_during_a_call_of_another_thread_is_refused(error: Any) -> None:
+    """An exception that leaves the block is not replaced."""
+    store, state = BlockingStore(), initial_state()
+    ckpt = Checkpointer(store, state, save=EverySteps(100) | OnException())
+    ckpt.__enter__()
+    train(state, ckpt, 3)
+    saving = threading.Thread(target=ckpt.save)
+    saving.start()
+    assert store.blocked.wait(30)
+    for name, call in METHODS.items():
+        with pytest.raises(HoldfastError, match="another thread") as refused:
+            call(ckpt)
+        assert f"{name}() was called while save()" in str(refused.value)
+    if error is None:
+        with pytest.raises(HoldfastError, match="close"):
+            ckpt.__exit__(None, None, None)
+    else:
+        ckpt.__exit__(type(error), error, None)
+        assert "save() of the same Checkpointer was running" in str(error.__notes__)
+    store.go.set()
+    saving.join(30)
+    train(state, ckpt, 4)  # nothing is closed
+    ckpt.save()
+    ckpt.close()
+    check_run(store, [3, 4])
