@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,6 +24,15 @@ def process_identity() -> tuple[str, str, str]:
         _read_text("/proc/sys/kernel/random/boot_id"),
         pid_and_start_time(os.getpid()),
     )
+
+
+def process_started_at() -> float:
+    """Return the time of day at which this process started, or the current one if unknown."""
+    ticks = pid_and_start_time(os.getpid()).partition(":")[2]
+    age = 0.0
+    if ticks.isdecimal():
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(age, 0.0)
 
 
 def utc_now() -> str:

@@ -17,7 +17,7 @@ from holdfast.engine.distributed.kv import KeyValueStore, KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
 from holdfast.engine.distributed.store_collective import StoreCollective
 from holdfast.engine.distributed.store_connection import StoreConnection
-from holdfast.errors import HoldfastError, Unsupported
+from holdfast.errors import HoldfastError, RankFailed, Unsupported
 from holdfast.format.digest import digest
 from holdfast.lazy_torch import torch_or_none
 from holdfast.settings import read_settings
@@ -25,6 +25,9 @@ from holdfast.threads import no_op
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+_MAX_MISSED = 10_000
+"""The maximum number of operations that a rank may have missed."""
 
 GroupSpec = Any
 """The ranks that save or load: None for all ranks of torch.distributed, ``"alone"`` for only this
@@ -72,11 +75,16 @@ class StoreGroup:
         if self.size == 1:
             return LocalCollective()
         self.kv.start()
-        while True:
+        for _ in range(_MAX_MISSED):
             collective = StoreCollective(
                 self.kv, self.size, self.next_sequence_number(), operation, timeout, cause
             )
-            missed_operation = collective.missed_operation()
+            try:
+                missed_operation = collective.missed_operation()
+            except RankFailed as error:
+                if isinstance(self.kv, SessionKVClient):  # rank 0 must not wait for this rank later
+                    self.kv.set_when_joined(*collective.encode_failure(error))
+                raise
             if missed_operation is None or (
                 missed_operation == operation and not self._missed_last
             ):
@@ -86,6 +94,14 @@ class StoreGroup:
                     collective.join()
                 return collective
             collective.close()  # the others gave up on this rank and continue with the next number
+        raise RankFailed(
+            f"This rank could not join {operation}",
+            expected=f"at most {_MAX_MISSED} operations that the other ranks aborted without it",
+            found="more",
+            todo="Restart the job from the last committed version",
+            rank=self.rank,
+            lost=True,
+        )
 
     def next_sequence_number(self) -> int:
         """Return the number of the group's next operation, which makes its keys unique.
@@ -258,6 +274,7 @@ def _torch_group(torch: Any, ranks: Sequence[int]) -> StoreGroup:
                 lambda prefix: torch.distributed.PrefixStore(prefix, connection),
             )
             kv.connection = _own_connection(connection, store)
+            kv.start()  # from its first call on, a rank sends heartbeats, such as during imports
             group = groups[os.getpid(), name] = StoreGroup(kv, len(ranks))
             # destroy_process_group ends the default group, and with it this group
             finalize(default_group, _close_group, group, store, os.getpid()).atexit = False

@@ -32,7 +32,7 @@ MAX_VALUE_BYTES = 4 * MIB
 CLOSED_HEARTBEAT = b"closed"
 """The last heartbeat of a process that has ended regularly."""
 
-_NO_VALUE = "-"
+NO_VALUE = "-"
 """A value that no key ever has."""
 
 MAX_BATCH_KEYS = 64
@@ -200,8 +200,8 @@ class KVClient:
         This uses a ``compare_set`` that changes nothing, because ``get`` would wait for a key that
         has just been deleted.
         """
-        value = bytes(self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
-        return None if value == _NO_VALUE.encode() else value
+        value = bytes(self._store.compare_set(key, NO_VALUE, NO_VALUE))
+        return None if value == NO_VALUE.encode() else value
 
     def has_all(self, keys: list[str]) -> bool:
         """Return True if every key has a value."""
@@ -287,6 +287,9 @@ class KVClient:
         ]
         self._store.set(f"heartbeat/{self.rank}", " ".join(map(str, fields)).encode())
 
+    def _send_closed(self) -> None:
+        self._store.set(f"heartbeat/{self.rank}", CLOSED_HEARTBEAT)
+
     # -- the thread ------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -358,7 +361,7 @@ class KVClient:
                 return
             if request is None:
                 with suppress(Exception):
-                    self._store.set(f"heartbeat/{self.rank}", CLOSED_HEARTBEAT)
+                    self._send_closed()
                 return
             operation, answer = request
             try:

@@ -309,6 +309,11 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             error.add_note(f"The other ranks could not be notified: {store_error}")
             return False
 
+    def encode_failure(self, error: RankFailed) -> tuple[str, str]:
+        """Return the key and the value by which this rank reports an error to the other ranks."""
+        report = encode_error(error, self.rank, self.operation, commit_begun=False)
+        return f"{self._sequence_number}/failed", report
+
     def advance(self) -> None:
         """Record progress, so that other ranks do not consider this rank stuck."""
         self._kv.advance()
