@@ -247,8 +247,8 @@ class Checkpointer:
             # several ranks raise together, when the next save is due
             if self._group.size == 1 and not self._saver.busy:
                 self._raise_or_warn(self._saver.wait)
+            self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
             self._save_if_due()
-            self._saver.checks.warn()
 
     def _count_step(self, batches: int) -> None:
         """Count the step that led to the current state."""
