@@ -401,7 +401,10 @@ def test_an_object_may_restore_the_generators_itself(form: str, thread: bool) ->
     live = upcoming()
     run_in_thread(lambda: holdfast.load(store, into=state), thread)
     own = [4, 5] if form == "torch" else [0, 1, 2, 3]
-    assert upcoming() == [saved[i] if i in own else live[i] for i in range(6)]
+    loaded = upcoming()
+    assert [loaded[i] for i in own] == [saved[i] for i in own]
+    if not thread:  # in another thread, what other objects draw is not undone without an RNG
+        assert loaded == [saved[i] if i in own else live[i] for i in range(6)]
     # an RNG decides, wherever it is
     for with_rng in ({"rng": holdfast.RNG(), **state}, {**state, "rng": holdfast.RNG()}):
         seed_all(11)
