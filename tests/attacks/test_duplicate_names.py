@@ -259,8 +259,8 @@ def test_structs_of_files_have_no_optional_fields() -> None:
         t
         for module in (index, index_columns, manifest, records, safetensors, save_request)
         for t in vars(module).values()
-        if isinstance(t, type) and issubclass(t, msgspec.Struct)
-    ]
+        if isinstance(t, type) and issubclass(t, msgspec.Struct) and t is not Version
+    ]  # files contain the names of versions as text
     assert len(structs) > 12
     for struct in structs:
         assert all(field.required for field in msgspec.structs.fields(struct)), struct

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -403,23 +403,33 @@ def opened() -> holdfast.Snapshot:
 
 
 class OutdatedStore(MemoryStore):
-    """A store whose every second listing shows a version that no longer exists."""
+    """A store that can never read a manifest that it shows, and every ``period``-th time denies it.
 
-    listings = 0
+    So each search finds a version, fails to read it, and finds that the run has changed meanwhile.
+    """
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        self.listings += 1
-        deleted = Stat("version_9/manifest.json", 1, 0.0)
-        # each search lists three times: two listings that agree, and one after the failed read
-        return iter([] if self.listings % 3 == 0 else [deleted])
+    def __init__(self, period: int) -> None:
+        super().__init__()
+        self.looks, self.period = 0, period
+
+    def stat(self, key: str) -> Stat:
+        if not key.endswith("/manifest.json"):
+            return super().stat(key)
+        self.looks += 1
+        if self.looks % self.period == 0:
+            raise NotFound(f"There is no {key}", key=key, store=self.url)
+        return Stat(key, 1, 0.0)
 
 
-@pytest.mark.parametrize("search", [Run.latest, lambda run: run.best("loss")])
-def test_searches_among_deleted_versions_are_bounded(search: Callable[[Run], object]) -> None:
-    store = OutdatedStore()
+@pytest.mark.parametrize(("search", "period"), [(Run.latest, 2), (lambda run: run.best("loss"), 3)])
+def test_searches_among_deleted_versions_are_bounded(
+    search: Callable[[Run], object], period: int
+) -> None:
+    store = OutdatedStore(period)
+    store.put_if_absent("version_9/shard", b"")
     with pytest.raises(NotFound, match="before they can be read") as caught:
         search(Run(store))
-    assert store.listings <= 5 * MAX_SEARCHES
+    assert MAX_SEARCHES <= store.looks <= 5 * MAX_SEARCHES
     assert caught.value.todo is not None
 
 

@@ -107,7 +107,7 @@ def test_a_manifest_is_skipped_and_protects_what_it_names(
         raw = b"x" * offset + b'"version_2.17"' + TOO_LONG
         store.put_if_absent("version_3/manifest.json", raw)
         listing = Run(store).listing()
-        record = Catalog(store).read_version(Version(3), listing.folders[Version(3)])
+        record = Catalog(store).read_version(Version(3), listing)
         assert record is not None
         assert not record.digest
         assert Version(2, 17) in record.bases

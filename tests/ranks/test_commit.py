@@ -178,10 +178,10 @@ def test_a_rank_that_writes_less_than_planned_is_named_and_nothing_is_committed(
     """Its files are in order; only the comparison with the plan shows what is missing."""
     this_thread, make_image = threading.local(), recipe.make_image
 
-    def make_less(leaves: Any, leaf_boxes: Any) -> Any:
+    def make_less(leaves: Any, leaf_boxes: Any, *, cache: Any) -> Any:
         dropped = 1 if this_thread.rank == 1 and this_thread.step == 2 else 0
         count = len(leaves) - dropped
-        return make_image(leaves[:count], leaf_boxes[:count])
+        return make_image(leaves[:count], leaf_boxes[:count], cache=cache)
 
     store = MemoryStore()
 

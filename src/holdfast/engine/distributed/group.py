@@ -172,7 +172,6 @@ def broadcast_from_first(
     )
 
 
-_local_group = LocalGroup()
 _groups: WeakKeyDictionary[Any, dict[tuple[int, str], StoreGroup]] = WeakKeyDictionary()
 """For each initialization of torch.distributed, by its default process group: the groups by process
 and name."""
@@ -203,7 +202,7 @@ def current_group(spec: GroupSpec = None) -> Group:
             found=repr(spec)[:80],
         )
     if spec == "alone":
-        return _local_group
+        return LocalGroup()
     simulated: Group | None = getattr(_thread_local, "group", None)
     if simulated is not None:
         return simulated
@@ -213,7 +212,7 @@ def current_group(spec: GroupSpec = None) -> Group:
         or not torch.distributed.is_available()
         or not torch.distributed.is_initialized()
     ):
-        return _local_group
+        return LocalGroup()
     ranks = torch.distributed.get_process_group_ranks(spec)
     if torch.distributed.get_rank() not in ranks:
         raise HoldfastError(
@@ -222,7 +221,7 @@ def current_group(spec: GroupSpec = None) -> Group:
             found=f"rank {torch.distributed.get_rank()}",
             todo="Make this call only on the ranks of the group",
         )
-    return _local_group if len(ranks) == 1 else _torch_group(torch, ranks)
+    return LocalGroup() if len(ranks) == 1 else _torch_group(torch, ranks)
 
 
 def saving_group(spec: GroupSpec = None) -> Group:
