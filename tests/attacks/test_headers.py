@@ -26,9 +26,9 @@ from holdfast.errors import DigestMismatch, SkippedVersion
 from holdfast.integrations.dcp.reading import StorageReader
 from holdfast.interop.stream import stream_leaves
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.fakegroup import FakeGroup
 from holdfast.types import BLOCK_SIZE, MIB
 from tests.engine.snapshot.manual_shards import split_columns, write_resharded
+from tests.fakegroup import FakeGroup
 from tests.forging import Files, files_of, save_to_files, shard_key, store_of
 from tests.ranks.recorded_reads import RecordingStore
 

@@ -26,8 +26,8 @@ from holdfast.format.names import Version
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
-from holdfast.testing.fakegroup import FakeGroup
 from tests.engine.unreliable_stores import HookedStore
+from tests.fakegroup import FakeGroup
 from tests.trainings import initial_state, state_after, states_equal
 
 SHORT_TIMEOUTS = Timeouts(silent=1.5, stuck=2.5)

@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.fakegroup import FakeGroup
+from tests.fakegroup import FakeGroup
 
 
 def save_on_ranks(*states: Any, store: Any = None) -> MemoryStore:

@@ -18,8 +18,8 @@ import holdfast
 from holdfast.engine.saving import save as recipe
 from holdfast.errors import CommitError, NoSpace, RankFailed, StoreError, Unavailable
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.fakegroup import FakeGroup
 from tests.crash.conftest import PoolTracker
+from tests.fakegroup import FakeGroup
 from tests.ranks.faults import (
     Call,
     ThreadedJob,

@@ -14,8 +14,8 @@ from holdfast.engine.distributed.group import current_group
 from holdfast.errors import CommitError, NotFound, RankFailed, SaveFailed
 from holdfast.run.policy import EverySteps, OnException
 from holdfast.run.run import Run
-from holdfast.testing.fakegroup import FakeGroup
 from holdfast.training.warn import warn_save_failed
+from tests.fakegroup import FakeGroup
 from tests.ranks.trainings import TrainingJob, TrainingRank
 
 

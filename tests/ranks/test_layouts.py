@@ -23,8 +23,8 @@ from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import open_location
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.fakegroup import FakeGroup
 from holdfast.types import BLOCK_SIZE, DTYPES, MIB
+from tests.fakegroup import FakeGroup
 from tests.ranks.random_layouts import (
     LaidOutTensor,
     Layout,

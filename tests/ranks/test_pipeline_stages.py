@@ -20,8 +20,8 @@ from holdfast.errors import (
     ShapeMismatch,
     UnexpectedLeaf,
 )
-from holdfast.testing.fakegroup import FakeGroup
 from tests.engine.states import assert_same, clone
+from tests.fakegroup import FakeGroup
 from tests.ranks.rank_threads import (
     floats,
     for_each_rank,

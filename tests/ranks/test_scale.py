@@ -15,7 +15,7 @@ from holdfast.engine.distributed.group import current_group
 from holdfast.engine.distributed.kv import MAX_BATCH_KEYS, MAX_VALUE_BYTES, KVClient, Timeouts
 from holdfast.engine.saving import partition
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.fakegroup import FakeGroup, FakeStore, StoreView
+from tests.fakegroup import FakeGroup, FakeStore, StoreView
 
 UNHURRIED = Timeouts(20.0, 40.0)
 

@@ -14,7 +14,7 @@ from holdfast.engine.distributed.group import StoreGroup
 from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT, KeyValueStore, KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
 from holdfast.errors import RankFailed
-from holdfast.testing.fakegroup import FakeStore, StoreView
+from tests.fakegroup import FakeStore, StoreView
 
 SOON = Timeouts(silent=1.5, stuck=8.0)
 

@@ -34,9 +34,9 @@ from holdfast.errors import DigestMismatch, FormatError, PlanError, RankFailed
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Traits
-from holdfast.testing.fakegroup import FakeGroup
 from holdfast.types import BLOCK_SIZE, MIB
 from tests.engine.unreliable_stores import HookedStore
+from tests.fakegroup import FakeGroup
 from tests.ranks.random_layouts import leaf_key, local_bytes, state_of, states
 from tests.ranks.test_layouts import save_to_location
 

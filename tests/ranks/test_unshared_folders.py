@@ -12,7 +12,7 @@ import holdfast
 from holdfast.engine.distributed.kv import Timeouts
 from holdfast.errors import CommitError, HoldfastError
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.fakegroup import FakeGroup
+from tests.fakegroup import FakeGroup
 
 
 @pytest.mark.parametrize("large", [False, True])

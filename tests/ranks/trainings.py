@@ -15,8 +15,8 @@ from holdfast.engine.distributed.kv import Timeouts
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
-from holdfast.testing.fakegroup import FakeGroup
 from tests.engine.unreliable_stores import HookedStore
+from tests.fakegroup import FakeGroup
 
 SHORT_TIMEOUTS = Timeouts(silent=4.0, stuck=8.0)
 ROWS = 120

@@ -1,10 +1,10 @@
 """The public test kit, for tests of Holdfast and of your own stores and file systems.
 
 It needs pytest. ``StoreContract`` tests a store; ``CrashFs`` drops unsynced data at a power cut;
-``FaultFs`` fails a chosen call; ``fakegroup.FakeGroup`` simulates ranks in threads.
+``FaultFs`` fails a chosen call.
 
 Terms: a *contract* is a class of tests from which the tests of one implementation derive.
-May import: the root modules, ``storage``, and ``engine``.
+May import: the root modules and ``storage``.
 """
 
 import pytest

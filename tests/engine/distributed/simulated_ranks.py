@@ -14,7 +14,7 @@ from holdfast.engine.distributed.agreement import Agreement
 from holdfast.engine.distributed.group import StoreGroup
 from holdfast.engine.distributed.kv import KVClient, Timeouts
 from holdfast.errors import RankFailed
-from holdfast.testing.fakegroup import FakeStore
+from tests.fakegroup import FakeStore
 
 TIMEOUTS = Timeouts(silent=60, stuck=600)
 

@@ -21,7 +21,7 @@ from holdfast.engine.distributed.agreement import Agreement, LocalAgreement, mak
 from holdfast.engine.distributed.group import LocalGroup, StoreGroup, current_group
 from holdfast.engine.distributed.kv import Timeouts
 from holdfast.errors import RankFailed
-from holdfast.testing.fakegroup import FakeGroup
+from tests.fakegroup import FakeGroup
 
 FAST_POLL = (0.0005, 0.002)
 

@@ -29,7 +29,7 @@ from holdfast.engine.distributed.kv import (
     Timeouts,
 )
 from holdfast.errors import HoldfastError, NotFound, PlanError, RankFailed, Unsupported
-from holdfast.testing.fakegroup import FakeGroup, FakeStore, StoreView
+from tests.fakegroup import FakeGroup, FakeStore, StoreView
 
 SHORT_TIMEOUTS = Timeouts(silent=0.4, stuck=1.5)
 

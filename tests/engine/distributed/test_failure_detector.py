@@ -15,7 +15,7 @@ from holdfast.engine.distributed.kv import KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
 from holdfast.engine.distributed.store_collective import StoreCollective
 from holdfast.errors import RankFailed
-from holdfast.testing.fakegroup import FakeStore
+from tests.fakegroup import FakeStore
 
 WHAT = "the save of version_5"
 

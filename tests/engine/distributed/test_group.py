@@ -10,7 +10,7 @@ import pytest
 import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.settings import read_settings
-from holdfast.testing.fakegroup import FakeGroup
+from tests.fakegroup import FakeGroup
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
-from holdfast.testing.fakegroup import FakeGroup
 from tests.engine.unreliable_stores import HookedStore
+from tests.fakegroup import FakeGroup
 from tests.forging import files_of, values_equal
 from tests.trainings import flip_bit, shard_of
 
