@@ -273,13 +273,29 @@ def test_an_interrupt_during_the_last_save_releases_everything() -> None:
     train(state, ckpt, 3)
     store.open.clear()
 
-    def interrupt() -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        threading.Timer(0.1, store.open.set).start()
+    main, stopped = threading.get_ident(), threading.Event()
 
-    threading.Timer(0.1, interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        ckpt.close()
+    def interrupt_once(number: int, frame: object) -> None:
+        if not stopped.is_set():
+            stopped.set()
+            raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        # A signal that arrives right before the wait blocks has no effect until the next signal.
+        while not stopped.wait(0.05):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, interrupt_once)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.close()
+    finally:
+        stopped.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+        store.open.set()
     ckpt.close()
     pending = ckpt._saver._pending
     assert pending is None or pending.wait(20)
