@@ -29,7 +29,7 @@ from tests.ranks.processes import STAGES
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
-SILENT, STUCK = 2, 4
+SILENT, STUCK = 4, 8
 TIME_LIMIT = 3 * STUCK
 RANK_0_STAGES = {"before the check", "before the manifest", "in the manifest", "after the manifest"}
 COMMITTED_STAGES = {"after the manifest"}
