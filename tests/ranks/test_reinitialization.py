@@ -78,10 +78,13 @@ def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, fold
         assert total == size
         pending = use(str(folder), cycle)
         dist.destroy_process_group()
+        if pending is not None:  # its thread is at its end once the group is closed
+            assert pending.wait().verify().ok
+            for thread in threading.enumerate():
+                if thread.name == "holdfast-save":
+                    thread.join(10)
         threads = [thread.name for thread in threading.enumerate() if "holdfast" in thread.name]
         assert not threads, threads
-        if pending is not None:
-            assert pending.wait().verify().ok
         seconds.append(time.monotonic() - began)
         fds.append(len(os.listdir("/proc/self/fd")))
         outer.add(f"{cycle}", 1)
