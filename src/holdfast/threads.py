@@ -14,6 +14,10 @@ from holdfast.settings import read_settings
 
 T = TypeVar("T")
 
+STAT_THREADS = 32
+"""Largest number of threads that stat files. Each stat of an object store costs a network round
+trip."""
+
 
 def no_op(*_: object) -> None:
     """Do nothing: the default of a callback."""

@@ -40,6 +40,19 @@ TORCH_DTYPES = [
 ]
 
 
+class Stateful:
+    """An object with a state that it saves and loads without a check."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
 def unused_url() -> str:
     """Return the URL of a memory store that no other test uses."""
     return f"memory://state{next(_url_numbers)}/version_1"

@@ -20,7 +20,7 @@ from holdfast.errors import (
     ShapeMismatch,
     UnexpectedLeaf,
 )
-from tests.engine.states import assert_same, clone
+from tests.engine.states import Stateful, assert_same, clone
 from tests.fakegroup import FakeGroup
 from tests.ranks.rank_threads import (
     floats,
@@ -249,18 +249,8 @@ def test_a_mismatched_leaf_on_one_rank_raises_on_all_ranks(rank, value, kind):
 
 
 def test_an_object_of_one_rank_with_other_keys_raises_on_all_ranks():
-    class Counted:
-        def __init__(self, **state):
-            self.state = state
-
-        def state_dict(self):
-            return self.state
-
-        def load_state_dict(self, state):
-            self.state = state
-
     def state(r, name="a"):
-        return {"o": Counted(**{name: 1} if r else {"a": 1}), "w": floats(1)}
+        return {"o": Stateful(**{name: 1} if r else {"a": 1}), "w": floats(1)}
 
     store = save_on_ranks(*for_each_rank(3, state))
     states = [s | {"w": floats(0)} for s in for_each_rank(3, lambda r: state(r, "b"))]

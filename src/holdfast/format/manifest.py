@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.format.digest import Digest
-from holdfast.format.names import Attempt, ShardName, VersionName, parse_reference
+from holdfast.format.names import MAX_STEP, Attempt, ShardName, VersionName, parse_reference
 from holdfast.format.sealed import is_utc_time, require, seal, unseal
 from holdfast.format.strict_json import StrictDecoder
 
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempt: Attempt
     created: str
     writer: str
-    step: Annotated[int, Meta(ge=0, lt=10**18)] | None
+    step: Annotated[int, Meta(ge=0, lt=MAX_STEP + 1)] | None
     branch: Annotated[int, Meta(ge=0, lt=10**9)]
     parent: Parent | None
     shards: Sequence[Shard]

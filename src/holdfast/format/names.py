@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 MANIFEST = "manifest.json"
-MAX_STEP = 10**18 - 1
+MAX_STEP = 10**18 - 1  # 18 digits
 SAVE_REQUEST = "request-save.json"
 WRITER_LOCK = "writer.json"
 

@@ -109,15 +109,16 @@ def require(file: str, condition: bool, expected: str, found: object) -> None:
         )
 
 
-def too_long_error(file: str, length: int, limit: int, todo: str) -> Unsupported:
-    """Return the error of a writer for a file that readers would refuse, because it is too long."""
-    return Unsupported(
-        f"{file} would be longer than a reader accepts; it was not written",
-        expected=f"at most {limit} bytes",
-        found=f"{length} bytes",
-        todo=todo,
-        file=file,
-    )
+def check_length(file: str, raw: bytes, limit: int, todo: str) -> None:
+    """Raise ``Unsupported`` before a file is written that readers would refuse as too long."""
+    if len(raw) > limit:
+        raise Unsupported(
+            f"{file} would be longer than a reader accepts; it was not written",
+            expected=f"at most {limit} bytes",
+            found=f"{len(raw)} bytes",
+            todo=todo,
+            file=file,
+        )
 
 
 def is_utc_time(text: str) -> bool:

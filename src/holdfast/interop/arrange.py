@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.engine.state.modules import EXTRA_STATE
+from holdfast.format.names import MAX_STEP
 
 STEP_KEYS = ("global_step", "step", "iteration", "iter_num")
 """Names that training loops use for the step. The first one at the top level applies."""
 
 MODEL_KEY = "model"
-MAX_STEP = 10**18
 
 _STEP_PATTERN = re.compile(
     r"(?<![a-z])(?:global[-_]?step|step|checkpoint|ckpt|iter(?:ation)?)s?[-_=]?([0-9]{1,18})(?![0-9])",
@@ -56,7 +56,7 @@ def step_from_state(value: Any) -> int | None:
         step: Any = value.get(name)
         if getattr(step, "shape", None) == () and not step.dtype.is_floating_point:
             step = step.item()
-        if type(step) is int and 0 <= step < MAX_STEP:
+        if type(step) is int and 0 <= step <= MAX_STEP:
             return step
     return None
 

@@ -161,12 +161,13 @@ class Catalog:
 
     def files(self, version: Version, listing: Listing) -> FolderFiles:
         """List the folder of a version, and nothing below it."""
-        stats = []
-        for entry in self._entries(version):
+        stats, entries = [], [*self._entries(version)]
+        for entry in entries:
             if entry.kind != "folder":
                 with suppress(NotFound, BrokenLink):  # deleted meanwhile, or a broken link
                     stats.append(entry.stat or self.store.stat(f"{version}/{entry.name}"))
-        return FolderFiles(sorted(stats, key=attrgetter("key")), self._links(version, listing))
+        links = self._links(version, listing, entries)
+        return FolderFiles(sorted(stats, key=attrgetter("key")), links)
 
     def _entries(self, version: Version) -> Iterable[Entry]:
         try:
@@ -174,11 +175,17 @@ class Catalog:
         except BrokenLink:
             return ()
 
-    def _links(self, version: Version, listing: Listing) -> list[str]:
-        """Return the keys of the symbolic links that a version consists of."""
+    def _links(
+        self, version: Version, listing: Listing, entries: Iterable[Entry] | None = None
+    ) -> list[str]:
+        """Return the keys of the symbolic links that a version consists of.
+
+        ``entries``: those of its folder, if they are known.
+        """
         if not hasattr(self.store, "link_target"):  # most stores have no links
             return []
-        inner = (f"{version}/{e.name}" for e in self._entries(version) if e.kind == "link")
+        entries = self._entries(version) if entries is None else entries
+        inner = (f"{version}/{e.name}" for e in entries if e.kind == "link")
         return [*inner, *([str(version)] if version in listing.linked else [])]
 
     def read_branch(self, number: int) -> Branch:

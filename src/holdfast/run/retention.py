@@ -18,13 +18,10 @@ from holdfast.run.listing import FolderFiles, Listing
 from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
 from holdfast.run.sweep import Roots, delete_versions, find_roots, finish_deletions
 from holdfast.text import format_list
-from holdfast.threads import in_parallel
+from holdfast.threads import STAT_THREADS, in_parallel
 
 _MAX_ROUNDS = 10
 """Maximum number of decisions. Each one finds that what the one before relied on has changed."""
-
-_STAT_THREADS = 32
-"""Largest number of threads that look up files, each of which costs a network round trip."""
 
 
 def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
@@ -119,7 +116,7 @@ def _look_again(
 
 
 def _each(versions: Sequence[Version], work: Callable[[Version], None]) -> None:
-    in_parallel(versions, work, min(_STAT_THREADS, len(versions) // 8 + 1))
+    in_parallel(versions, work, min(STAT_THREADS, len(versions) // 8 + 1))
 
 
 def _report_linked(catalog: Catalog, versions: Collection[Version]) -> None:

@@ -28,7 +28,7 @@ from holdfast.format.records import (
     encode_evaluation,
     encode_lasting_pin,
 )
-from holdfast.format.sealed import too_long_error
+from holdfast.format.sealed import check_length
 from holdfast.run import lineage, retention, sweep
 from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.listing import Listing
@@ -212,8 +212,7 @@ class Run:
         evaluation = new_evaluation(name, version, record.digest, metrics, earlier)
         key = self.location(version).key(names.evaluation_name(name, evaluation.attempt))
         raw = encode_evaluation(evaluation)
-        if len(raw) > MAX_RECORD:
-            raise too_long_error(key, len(raw), MAX_RECORD, "Store fewer metrics in one call")
+        check_length(key, raw, MAX_RECORD, "Store fewer metrics in one call")
         self.store.put_if_absent(key, raw)
 
     def records(self) -> list[Record]:

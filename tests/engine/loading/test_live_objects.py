@@ -10,7 +10,14 @@ from torch.optim import lr_scheduler as lrs
 
 import holdfast
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
-from tests.engine.states import assert_same, round_trip, save_state, tensor_bytes, unused_url
+from tests.engine.states import (
+    Stateful,
+    assert_same,
+    round_trip,
+    save_state,
+    tensor_bytes,
+    unused_url,
+)
 
 # -- modules -------------------------------------------------------------------------------------
 
@@ -950,17 +957,6 @@ def test_averaged_models_are_restored(ema):
     for s in (a, b):
         s["average"].update_parameters(s["m"])
     assert_same_state_dict(a["average"], b["average"])
-
-
-class Stateful:
-    def __init__(self, **state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 def test_a_stateful_object_with_tensors_and_values_is_restored():

@@ -13,8 +13,8 @@ from holdfast.cli.output import json_option, print_result
 from holdfast.cli.resolve import check_run_target, format_count
 from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.format.names import Version
-from holdfast.interop.arrange import MAX_STEP, ArrangedState, arrange_state
+from holdfast.format.names import MAX_STEP, Version
+from holdfast.interop.arrange import ArrangedState, arrange_state
 from holdfast.interop.import_ import (
     ForeignCheckpoint,
     flatten_foreign_state,
@@ -38,7 +38,7 @@ _KIND_NAMES = {
 @click.argument("run")
 @click.option(
     "--step",
-    type=click.IntRange(0, MAX_STEP - 1),
+    type=click.IntRange(0, MAX_STEP),
     help="The step of the version. Default: the step that the checkpoint records.",
 )
 @click.option("--as", "under", metavar="KEY", help="Store everything under KEY of the state.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -110,14 +110,15 @@ def command(run: str, as_json: bool) -> None:
 def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
     """Open every version. A version that is deleted in the meantime is omitted."""
     lineage = set(run.line(listing))
+    files = {version: run.catalog.files(version, listing) for version in listing.folders}
     entries: list[VersionEntry] = []
     for version in listing.versions:
-        entry = _read_entry(run, listing, version, version in lineage)
+        pinned = version in listing.lasting_pins
+        entry = _read_entry(run, version, version in lineage, pinned, files[version].stats)
         if entry is not None:
             entries.append(entry)
         advance(1)
     records = {e.version: e.record for e in entries}
-    files = {version: run.catalog.files(version, listing) for version in listing.folders}
     orphans = [stat for _, stat in find_orphans(files, records)] + [*run.store.partials("")]
     intact = [e for e in entries if e.on_lineage and e.problem is None]
     if intact:
@@ -134,10 +135,9 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
 
 
 def _read_entry(
-    run: Run, listing: Listing, version: Version, on_lineage: bool
+    run: Run, version: Version, on_lineage: bool, pinned: bool, files: Sequence[Stat]
 ) -> VersionEntry | None:
     snapshot, problem = None, None
-    pinned = version in listing.lasting_pins
     try:
         snapshot = run.open(version)
         snapshot.check_files()
@@ -159,7 +159,6 @@ def _read_entry(
             record,
             {**snapshot.metadata.get("metrics", {}), **evaluated},
         )
-    files = run.catalog.files(version, listing).stats
     modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
     nbytes, created = sum(f.length for f in files), modified.isoformat(timespec="seconds")
     return VersionEntry(version, None, problem, on_lineage, pinned, nbytes, created)

@@ -35,9 +35,9 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.names import MANIFEST
-from holdfast.format.sealed import too_long_error
+from holdfast.format.sealed import check_length
 from holdfast.format.validate import check_tree
-from holdfast.threads import in_parallel
+from holdfast.threads import STAT_THREADS, in_parallel
 
 
 class BasePin(msgspec.Struct, frozen=True):
@@ -117,11 +117,6 @@ def _check_visible(location: Location, key: str, collective: Collective) -> None
         ) from e
 
 
-_STAT_THREADS = 32
-"""Largest number of threads that stat files before the commit. Each stat of an object store costs
-a network round trip."""
-
-
 class Receipt(msgspec.Struct, frozen=True):
     """What a rank returns once its files are durable.
 
@@ -184,7 +179,7 @@ def check_receipts(
     in_parallel(
         files,
         lambda file: _require_length(location, *file),
-        min(_STAT_THREADS, len(files) // 8 + 1),
+        min(STAT_THREADS, len(files) // 8 + 1),
     )
     return [s if s.refers else Shard(s.name, s.length, s.index) for _, s in rank_shards]
 
@@ -218,8 +213,7 @@ def put_manifest(
     """
     raw, manifest_digest = encode_manifest(manifest)
     # do not commit a manifest that a reader would reject
-    if len(raw) > MAX_MANIFEST:
-        raise too_long_error(location.key(MANIFEST), len(raw), MAX_MANIFEST, FEWER_LEAVES)
+    check_length(location.key(MANIFEST), raw, MAX_MANIFEST, FEWER_LEAVES)
     leaves = check_tree(manifest.tree, MANIFEST)
     if plan is not None and (mismatched := plan.mismatched_leaves(leaves)):
         raise CommitError(

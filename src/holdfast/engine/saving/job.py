@@ -91,7 +91,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         metadata = self.metadata
         version = names.parse_version(self.location.folder.rpartition("/")[2])
         step = version.step if metadata.step is None and version is not None else metadata.step
-        if step is not None and not (type(step) is int and 0 <= step < 10**18):
+        if step is not None and not (type(step) is int and 0 <= step <= names.MAX_STEP):
             raise HoldfastError(
                 "Invalid value for step=; nothing was committed",
                 expected="a whole number, 0 or more, with at most 18 digits",

@@ -23,7 +23,7 @@ from holdfast.format.digest import digest
 from holdfast.format.index import IncrementalIndex, Index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
 from holdfast.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, IncrementalShard
-from holdfast.format.sealed import too_long_error
+from holdfast.format.sealed import check_length
 from holdfast.threads import Workers
 
 
@@ -141,8 +141,7 @@ def write_index(
         if layout is None
         else IncrementalIndex(format=2, runs=layout.runs, **fields)
     )
-    if len(raw) > MAX_MANIFEST:
-        raise too_long_error(location.key(name), len(raw), MAX_MANIFEST, FEWER_LEAVES)
+    check_length(location.key(name), raw, MAX_MANIFEST, FEWER_LEAVES)
     location.store.put_if_absent(location.key(name), raw)
     entry = FileEntry(name, len(raw), digest(raw))
     return IncrementalShard(shard_name, length, entry, refers)

@@ -41,7 +41,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.names import MANIFEST
 from holdfast.format.safetensors import build_header
-from holdfast.format.sealed import too_long_error
+from holdfast.format.sealed import check_length
 from holdfast.threads import Workers, no_op
 
 Advance = Callable[[int], object]
@@ -143,12 +143,10 @@ def _plan_full(snapshot: Snapshot, number: int, index: ShardIndex) -> _ShardCopy
         digests=[digest(header), *map(index.chunk_digest, range(1, len(cuts)))],
     )
     raw = encode_index(full_index)
-    if len(raw) > MAX_MANIFEST:
-        file = names.index_name(number, count, attempt)
-        raise too_long_error(file, len(raw), MAX_MANIFEST, FEWER_LEAVES)
-    entry = FileEntry(names.index_name(number, count, attempt), len(raw), digest(raw))
-    shard = Shard(full_index.shard, full_index.length, entry)
-    return _ShardCopy(shard, decode_index(raw, entry.name), raw, header)
+    name = names.index_name(number, count, attempt)
+    check_length(name, raw, MAX_MANIFEST, FEWER_LEAVES)
+    shard = Shard(full_index.shard, full_index.length, FileEntry(name, len(raw), digest(raw)))
+    return _ShardCopy(shard, decode_index(raw, name), raw, header)
 
 
 def full_manifest(snapshot: Snapshot, **changes: Any) -> Manifest:
