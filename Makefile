@@ -36,6 +36,9 @@ QUICK := tests/test_packages.py tests/test_shape.py tests/format tests/storage t
 # PyTorch's idle threads would spin, and take the cores from the other workers of pytest.
 quick test test-chaos: export OMP_WAIT_POLICY := PASSIVE
 
+# Each new connection to a TCPStore asks the name server for the name of 127.0.0.1. A slow one takes 5 to 15 seconds.
+quick test test-chaos: export RES_OPTIONS := timeout:1 attempts:1
+
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 2 -m "not slow and not root" $(QUICK)
 

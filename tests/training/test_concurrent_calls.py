@@ -63,7 +63,7 @@ class Handler:
         self.messages: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        is_running = any(f.f_lasti >= 0 for f in self.ckpt._lifecycle.calls.values())
+        is_running = any(f.f_lasti >= 0 for f in self.ckpt._lifecycle.calls)
         if not is_running or not frame.f_code.co_filename.startswith(SOURCE):
             return
         if frame.f_code.co_name == "call" and event in ("call", "return", "c_call", "c_return"):
@@ -160,7 +160,7 @@ class InterruptOpcode:
         self.remaining, self.seen = at, 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_name not in ("call", "take_over", "_is_running"):
+        if frame.f_code.co_name not in ("call", "check_exclusive", "_is_running"):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -185,7 +185,7 @@ def test_an_interrupt_at_any_opcode_of_the_guard_leaves_the_checkpointer_usable(
                 train(state, ckpt, 3)
                 loss, before = train_step(state), sys.gettrace()
                 # as after an interrupt of an earlier call
-                ckpt._lifecycle.calls["running"] = ended_frame()
+                ckpt._lifecycle.calls[ended_frame()] = None
                 sys.settrace(interrupt)
                 try:
                     ckpt.step({"loss": loss})
@@ -259,6 +259,40 @@ def tiny_switch_interval() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("tiny_switch_interval")
+def test_at_most_one_thread_is_in_an_exclusive_method() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self._lifecycle = lifecycle.Lifecycle()
+            self.entries = self.most_inside = 0
+            self.inside: list[int] = []
+
+        @lifecycle.exclusive
+        def step(self) -> None:
+            self.inside.append(1)
+            self.most_inside = max(self.most_inside, len(self.inside))
+            self.entries += 1
+            self.inside.pop()
+
+    plain, errors = Plain(), []
+
+    def work() -> None:
+        for _ in range(6000):
+            try:
+                plain.step()
+            except HoldfastError as e:
+                errors.append(e)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert plain.most_inside == 1
+    assert plain.entries + len(errors) == 8 * 6000
+    assert plain._lifecycle.calls == {}
 
 
 @pytest.mark.usefixtures("tiny_switch_interval")

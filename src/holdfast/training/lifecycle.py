@@ -7,13 +7,11 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from sys import _current_frames, _getframe
-from threading import RLock, current_thread, main_thread
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import HoldfastError
-
-_RUNNING = "running"
 
 
 class _HasLifecycle(Protocol):
@@ -36,12 +34,13 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         calls = self._lifecycle.calls
         # no variable refers to the frame: it would keep itself alive until a garbage collection
-        if calls.setdefault(_RUNNING, _getframe()) is not _getframe():
-            self._lifecycle.take_over(_getframe(), method.__name__)
+        calls[_getframe()] = None
+        if len(calls) > 1:
+            self._lifecycle.check_exclusive(_getframe(), method.__name__)
         try:
             return method(self, *args, **kwargs)
         finally:
-            calls.pop(_RUNNING, None)
+            calls.pop(_getframe(), None)
 
     return call
 
@@ -63,23 +62,21 @@ class Lifecycle:
         self.is_resumed = self.is_started = self.is_closed = False
         self._pid = os.getpid()
         self._outer_exception = id(None)
-        self.calls: dict[str, FrameType] = {}
-        """The frame of the running call, or of one that an exception ended before it could leave.
-        One operation of the dict enters or leaves, so that no thread can do so in between."""
-
-        self._calls_lock = RLock()  # a signal handler may enter while its thread holds it
-
-    def take_over(self, frame: FrameType, name: str) -> None:
-        """Make ``frame``, a call of the method ``name``, the running call.
-
-        Raises ``HoldfastError`` if another call is running.
+        self.calls: dict[FrameType, None] = {}
+        """The frames of the calls in the order in which they began. The first one that still runs
+        is the running call. The others are about to be refused, or an exception ended them before
+        they could leave. Each call enters and leaves by one operation of the dict, on its own key.
         """
-        with self._calls_lock:
-            running = self.calls.setdefault(_RUNNING, frame)
-            if self.is_forked or not _is_running(running):
-                self.calls[_RUNNING] = running = frame
-        if running is not frame:
-            raise _refusal(name.lstrip("_"), frame, running)
+
+    def check_exclusive(self, frame: FrameType, name: str) -> None:
+        """Raise ``HoldfastError`` unless ``frame``, a call of ``name``, is the running call."""
+        for other in list(self.calls):
+            if other is frame:
+                return
+            if not self.is_forked and _is_running(other):
+                self.calls.pop(frame, None)
+                raise _refusal(name.lstrip("_"), frame, other)
+            self.calls.pop(other, None)
 
     @property
     def is_forked(self) -> bool:
