@@ -14,7 +14,6 @@ from holdfast.engine.distributed.group import Group, use_group
 from holdfast.engine.state.savepoint import Savepoint
 from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
 from holdfast.format.names import Version
-from holdfast.generators import Isolation
 from holdfast.run.policy import Never, SavePolicy
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
@@ -257,8 +256,7 @@ class ExceptionSave:
     ) -> None:
         """Capture the state, which is the state after ``step``."""
         self._marked = None
-        with Isolation("call"):
-            self._savepoint.capture()
+        self._savepoint.capture()
         self._marked = step, training_metadata, metrics
 
     def discard(self) -> None:
