@@ -20,8 +20,9 @@ from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version
 from holdfast.run.lineage import MAX_SEARCHES
 from holdfast.run.policy import EverySteps, KeepLast
+from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
-from holdfast.run.save_request import RequestWatcher, put_request, request_and_wait
+from holdfast.run.save_request import put_request, request_and_wait
 from holdfast.run.writer_lock import WriterLock
 from holdfast.storage import local_files
 from holdfast.storage.checks import MAX_PUTS

@@ -14,8 +14,9 @@ from holdfast.format.records import MAX_RECORD
 from holdfast.run import catalog
 from holdfast.run.catalog import Catalog
 from holdfast.run.policy import EverySteps, KeepLast
+from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
-from holdfast.run.save_request import RequestWatcher, put_request, read_request
+from holdfast.run.save_request import put_request, read_request
 from holdfast.run.sweep import REMOTE_PIN_TTL
 from holdfast.run.writer_lock import WriterLock
 from holdfast.storage.memory import MemoryStore

@@ -44,7 +44,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
     monkeypatch.setattr("holdfast.engine.saving.save.BufferPool", tracker.make_pool)
     monkeypatch.setattr("holdfast.training.saver.BufferPool", tracker.make_pool)
     # the watcher polls at arbitrary times, so the number of store calls would vary
-    monkeypatch.setattr("holdfast.run.save_request.RequestWatcher.start", lambda self: None)
+    monkeypatch.setattr("holdfast.run.request_watcher.RequestWatcher.start", lambda self: None)
     monkeypatch.setattr(buffers, "_pool", tracker.make_pool(64 * PAGE))
     monkeypatch.setenv("HOLDFAST_THREADS", "3")
     return tracker

@@ -22,11 +22,10 @@ from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.errors import DeadlinePassed, Denied, HoldfastError, Unavailable
 from holdfast.format.names import MANIFEST, SAVE_REQUEST, Version, is_attempt
+from holdfast.run.request_watcher import SIGNAL, RequestWatcher
 from holdfast.run.run import Run
 from holdfast.run.save_request import (
-    SIGNAL,
     RequestedSave,
-    RequestWatcher,
     put_request,
     read_request,
     remove_request,
@@ -545,6 +544,21 @@ def test_close_interrupts_the_wait_and_can_be_repeated(store: FailingStore) -> N
     watcher.close()
     watcher.close()
     assert not threads()
+
+
+def test_the_thread_ends_when_a_watcher_that_nobody_closed_is_collected(
+    store: FailingStore,
+) -> None:
+    """As in a cell of a notebook that creates another Checkpointer each time it runs."""
+    ticks = Ticks()
+    watcher: RequestWatcher | None = RequestWatcher(store, wait=ticks.wait)
+    watcher.start()
+    (thread,) = [t for t in threading.enumerate() if t.name == "holdfast-request"]
+    ticks._waiting.get(timeout=20)
+    watcher = None
+    ticks._continue.put(False)
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_training_continues_if_no_thread_can_be_started(

@@ -60,7 +60,7 @@ class CountingFs(Fs):
 @pytest.fixture(autouse=True)
 def no_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watcher for requests polls at arbitrary times, so the number of calls would vary."""
-    monkeypatch.setattr("holdfast.run.save_request.RequestWatcher.start", lambda self: None)
+    monkeypatch.setattr("holdfast.run.request_watcher.RequestWatcher.start", lambda self: None)
 
 
 def make_run(path: Path, count: int) -> Path:

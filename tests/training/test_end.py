@@ -30,8 +30,9 @@ from holdfast.run.policy import (
     SavePolicy,
     StopWhen,
 )
+from holdfast.run.request_watcher import SIGNAL
 from holdfast.run.run import Run
-from holdfast.run.save_request import SIGNAL, put_request
+from holdfast.run.save_request import put_request
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
 from tests.trainings import initial_state, state_after, states_equal, train, training

@@ -43,14 +43,9 @@ from holdfast.run.policy import (
     OnException,
     StopWhen,
 )
+from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
-from holdfast.run.save_request import (
-    RequestedSave,
-    RequestWatcher,
-    put_request,
-    read_request,
-    request_and_wait,
-)
+from holdfast.run.save_request import RequestedSave, put_request, read_request, request_and_wait
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.training.goodput import Goodput

@@ -15,8 +15,8 @@ from holdfast.errors import HoldfastError, SkippedVersion
 from holdfast.format.names import Version
 from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
+from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
-from holdfast.run.save_request import RequestWatcher
 from holdfast.run.writer_lock import WriterLock
 from holdfast.text import warn_user
 from holdfast.training.arguments import (
