@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from bench.report import NO, YES, Options, Section, Verdict, judge
 SIZES = (1_000, 4_000, 16_000)
 QUICK_SIZES = (100, 400, 1_600)
 MOST = 1.1
-ROUNDS = 3
-PATIENCE = 3.0
+ROUNDS = 5
+PATIENCE = 5.0
 """A call that takes longer than this, in seconds, is not repeated."""
 
 
@@ -58,19 +58,20 @@ def remover(path: Path) -> Callable[[], object]:
     return lambda: shutil.rmtree(path, ignore_errors=True)
 
 
-def seconds_of(case: Case) -> float:
+def seconds_of(cases: Sequence[Case]) -> list[float]:
     """Return the processor time of the fastest of a few rounds, in seconds, of all threads.
 
-    Processor time varies less than elapsed time if other processes use the machine.
+    ``cases``: one call at each size. The sizes take turns, because the speed of a machine changes
+    over minutes. Processor time varies less than elapsed time if other processes use the machine.
     """
-    best = math.inf
-    for _ in range(case.rounds):
-        case.before()
-        begin = time.process_time()
-        case.call()
-        best = min(best, time.process_time() - begin)
-        if best > PATIENCE:
-            break
+    best = [math.inf] * len(cases)
+    for number in range(max(case.rounds for case in cases)):
+        for i, case in enumerate(cases):
+            if number < case.rounds and (number == 0 or best[i] <= PATIENCE):
+                case.before()
+                begin = time.process_time()
+                case.call()
+                best[i] = min(best[i], time.process_time() - begin)
     return best
 
 
@@ -294,14 +295,11 @@ DIMENSIONS = {
 
 def measure(folder: str, dimension: str, sizes: list[int]) -> dict[str, list[float]]:
     """Return the seconds of each call at each size. Runs in a child process."""
-    found: dict[str, list[float]] = {}
-    for size in sizes:
-        place = Path(folder) / str(size)
+    places = [Path(folder) / str(size) for size in sizes]
+    for place in places:
         place.mkdir()
-        for case in DIMENSIONS[dimension](size, place):
-            found.setdefault(case.name, []).append(seconds_of(case))
-        shutil.rmtree(place)
-    return found
+    each = map(DIMENSIONS[dimension], sizes, places)
+    return {cases[0].name: seconds_of(cases) for cases in zip(*each, strict=True)}
 
 
 def exponent(sizes: list[int], seconds: list[float]) -> float:
@@ -316,9 +314,9 @@ def sections(options: Options) -> list[Section]:
     section = Section(
         "Growth of cost",
         f"Every public call at {shown} leaves, parameters, versions, files of other programs, and"
-        f" ranks: processor time of all threads, the least of {ROUNDS} rounds (of one round, if it"
-        f" takes over {PATIENCE:.0f} s). The exponent is the slope of time over size, both as"
-        f" logarithms. Target: at most {MOST} for every call.",
+        f" ranks: processor time of all threads, the least of {ROUNDS} rounds in which the"
+        f" sizes take turns (of one round, if a call takes over {PATIENCE:.0f} s). The exponent is"
+        f" the slope of time over size, both as logarithms. Target: at most {MOST} for every call.",
         [],
         ["call", *(f"{size:,}" for size in sizes), "exponent"],
     )
