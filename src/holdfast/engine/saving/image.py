@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from holdfast.engine.planning.shard_layout import (
     full_shard_entries,
 )
 from holdfast.format.safetensors import build_header
+from holdfast.lazy_torch import torch_or_none
+from holdfast.memory_ranges import read_ranges, write_ranges
 from holdfast.ragged import Ints
 from holdfast.types import BLOCK_SIZE
 
@@ -78,14 +81,37 @@ class Image:
     def copy_range(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
         """Copy the data at file offsets ``start`` to ``stop`` into the buffer at
         ``buffer_offset``."""
-        boxes = slice(bisect_right(self.box_starts, start) - 1, bisect_left(self.box_starts, stop))
+        first, last = bisect_right(self.box_starts, start) - 1, bisect_left(self.box_starts, stop)
         shift = buffer_offset - start
-        for source, box_start, box_end in zip(
-            self.sources[boxes], self.box_starts[boxes], self.box_ends[boxes], strict=True
-        ):
-            a, b = max(start, box_start), min(stop, box_end)
+        boxes: Iterable[int] = range(first, last)
+        if last - first >= _MANY_BOXES:  # all but the first and the last one are copied completely
+            boxes = (first, *self._copy_small_boxes(first + 1, last - 1, buffer, shift), last - 1)
+        for i in boxes:
+            box_start = self.box_starts[i]
+            a, b = max(start, box_start), min(stop, self.box_ends[i])
             if b > a:
-                copy_bytes(source, a - box_start, b - box_start, buffer, a + shift)
+                copy_bytes(self.sources[i], a - box_start, b - box_start, buffer, a + shift)
+
+    def _copy_small_boxes(self, first: int, last: int, buffer: Buffer, shift: int) -> list[int]:
+        """Copy the small boxes from ``first`` to before ``last``, and return the other ones.
+
+        ``shift``: the difference between a file offset and the offset in the buffer.
+        """
+        addresses = np.array(_contiguous_addresses(self.sources[first:last]), np.int64)
+        starts = np.array(self.box_starts[first:last], np.int64)
+        sizes = np.array(self.box_ends[first:last], np.int64) - starts
+        is_small = (addresses != 0) & (sizes > 0) & (sizes <= _SMALL_BOX_BYTES)
+        for size in np.unique(sizes[is_small]).tolist():
+            same_size = is_small & (sizes == size)
+            (ranges,) = read_ranges([(size, addresses[same_size])])
+            write_ranges(buffer.view, starts[same_size] + shift, ranges)
+        others: list[int] = (first + np.flatnonzero(~is_small)).tolist()
+        return others
+
+
+_MANY_BOXES = 64
+_SMALL_BOX_BYTES = 512
+"""If a copy consists of many boxes, those up to this size are copied all at once."""
 
 
 class _Layout(NamedTuple):
@@ -162,6 +188,16 @@ def contiguous_address(source: Any) -> int:
     if isinstance(source, np.ndarray):
         return int(source.__array_interface__["data"][0]) if source.flags.c_contiguous else 0
     return int(source.data_ptr()) if source.is_cpu and source.is_contiguous() else 0
+
+
+def _contiguous_addresses(sources: Sequence[Any]) -> list[int]:
+    """Return ``contiguous_address`` of each source."""
+    torch = torch_or_none()
+    is_torch = torch is not None and {*map(type, sources)} <= {torch.Tensor, torch.nn.Parameter}
+    if torch is None or not is_torch or not all(map(attrgetter("is_cpu"), sources)):
+        return [*map(contiguous_address, sources)]
+    addresses = map(torch.Tensor.data_ptr, sources)  # a third of the time
+    return [*map(mul, addresses, map(torch.Tensor.is_contiguous, sources))]
 
 
 def _copy_strided_array(

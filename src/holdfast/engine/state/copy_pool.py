@@ -1,65 +1,18 @@
-"""Copies of tensors and arrays for a ``Savepoint``, in memory that is reused from step to step.
-
-``read_ranges`` reads thousands of short ranges of host memory at once. A loop in Python takes
-longer for each range than the copy of its bytes.
-"""
+"""Copies of tensors and arrays for a ``Savepoint``, in memory that is reused from step to step."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast import lazy_torch
 from holdfast.engine.state.sharding import is_distributed_tensor
 
 AllocationKey = tuple[Any, Any, Any]
 """Shape, dtype, and device. A copy can reuse the memory of another copy with the same key."""
-
-RangesOfSize = tuple[int, NDArray[np.int64]]
-"""A number of bytes, and the addresses of the ranges of host memory that have this size."""
-
-_FIRST_ADDRESS = 1 << 12
-"""No object is at a lower address."""
-
-
-def group_ranges(ranges: Iterable[tuple[int, int]]) -> list[RangesOfSize]:
-    """Return ranges of host memory, each given by its address and size in bytes, by their size."""
-    by_size = defaultdict(list)
-    for address, size in ranges:
-        by_size[size].append(address)
-    return [(size, np.array(addresses, np.int64)) for size, addresses in by_size.items()]
-
-
-def read_ranges(groups: Sequence[RangesOfSize]) -> list[NDArray[np.void]]:
-    """Return a copy of the bytes of ranges of host memory, one array of ranges per size.
-
-    All ranges must be memory of this process that can be read.
-    """
-    return [_host_memory(size)[addresses - _FIRST_ADDRESS] for size, addresses in groups]
-
-
-@cache
-def _host_memory(size: int) -> NDArray[np.void]:
-    """Return an array whose element ``i`` is the ``size`` bytes at address ``_FIRST_ADDRESS + i``.
-
-    It covers the whole address space. NumPy reads only the elements that are used.
-    """
-
-    class AddressSpace:
-        __array_interface__ = {  # noqa: RUF012  (NumPy reads it once)
-            "data": (_FIRST_ADDRESS, True),
-            "shape": (1 << 48,),
-            "strides": (1,),
-            "typestr": f"|V{size}",
-            "version": 3,
-        }
-
-    return np.asarray(AddressSpace())
 
 
 class CopyPool:
