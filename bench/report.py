@@ -128,9 +128,13 @@ def render_document(sections: list[Section], options: Options, seconds: float, c
         *_table(["package", "version"], version_rows(), "|"),
         "",
     ]  # fmt: skip
+    return "\n".join([*head, *(render(section, markdown=True) for section in sections), _limits()])
+
+
+def _limits() -> str:
+    """Return the last section of the document, which people write."""
     limits = Path(__file__).with_name("limits.md")
-    tail = ["## Why some targets are not reached", "", limits.read_text().strip(), ""]
-    return "\n".join([*head, *(render(section, markdown=True) for section in sections), *tail])
+    return "\n".join(["## Why some targets are not reached", "", limits.read_text().strip(), ""])
 
 
 def splice_sections(text: str, sections: list[Section]) -> str:
@@ -149,7 +153,7 @@ def splice_sections(text: str, sections: list[Section]) -> str:
             parts[titles.index(section.title)] = made
         else:
             parts.insert(len(parts) - 1, made)  # the last section explains the figures
-    return "\n## ".join([head, *parts])
+    return "\n## ".join([head, *parts[:-1], _limits().removeprefix("## ")])
 
 
 def machine_rows(folder: Path) -> list[list[str]]:
