@@ -73,59 +73,72 @@ Plan = Callable[[Rank], None]
 
 
 def die(rank: Rank) -> None:
+    rank.signal("begun")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def create_and_die(rank: Rank) -> None:
     rank.create()
+    rank.signal("begun")
     time.sleep(0.5)
-    die(rank)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def create_and_end(rank: Rank) -> None:
     rank.create()
+    rank.signal("begun")
     time.sleep(0.5)
 
 
 def resume_later(rank: Rank) -> None:
     """Load data for longer than SILENT before the first call."""
+    rank.signal("begun")
     time.sleep(1.5 * SILENT)
     rank.resume()
 
 
 def create_and_resume_later(rank: Rank) -> None:
     ckpt = rank.create()
+    rank.signal("begun")
     time.sleep(1.5 * SILENT)
     rank.resume(ckpt)
 
 
+def await_victim(rank: Rank) -> None:
+    """Wait until the victim has died, ended, or stopped. Its connection may take seconds."""
+    rank.await_signal("begun")
+    time.sleep(1.0)
+
+
 def wait_and_resume(rank: Rank) -> None:
-    time.sleep(1.0)  # the victim acts first
+    await_victim(rank)
     rank.resume()
 
 
 def stop_first(rank: Rank) -> None:
     """Stop before the first call, until the others have given up."""
+    rank.signal("begun")
     rank.stop_until("gave up")
     rank.resume()
 
 
 def create_and_stop(rank: Rank) -> None:
     ckpt = rank.create()
+    rank.signal("begun")
     time.sleep(0.5)
     rank.stop_until("gave up")
     rank.resume(ckpt)
 
 
 def give_up_and_end(rank: Rank) -> None:
-    time.sleep(1.0)
+    await_victim(rank)
     rank.resume()
     dist.destroy_process_group()  # as at the end of the process, which here calls os._exit
     rank.signal("gave up")
 
 
 def give_up_and_stay(rank: Rank) -> None:
-    time.sleep(1.0)
+    await_victim(rank)
     rank.resume()
     rank.signal("gave up")
     rank.await_signal("done")
