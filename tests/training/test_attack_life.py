@@ -6,6 +6,7 @@ A save after an exception is compared with a save at that moment.
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import random
 import signal
@@ -297,16 +298,26 @@ SOURCE = str(Path(holdfast.__file__).parent)
 
 
 class Interrupt:
-    """A trace function that raises KeyboardInterrupt at the n-th line of Holdfast."""
+    """A trace function that raises KeyboardInterrupt at the n-th line of Holdfast.
+
+    Not at the end of a ``with`` block: there, unlike a real interrupt, it would skip ``__exit__``,
+    and leave a lock locked.
+    """
 
     def __init__(self, at: int) -> None:
         self.remaining_lines = at
         self.lines = 0
+        self.previous_lines: dict[int, int] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(SOURCE):
             return None
         if event == "line":
+            line, previous = frame.f_lineno, self.previous_lines.get(id(frame), 0)
+            self.previous_lines[id(frame)] = line
+            text = linecache.getline(frame.f_code.co_filename, line)
+            if line < previous and text.lstrip().startswith("with "):
+                return self
             self.lines += 1
             if self.lines == self.remaining_lines:
                 raise KeyboardInterrupt

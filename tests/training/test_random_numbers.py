@@ -22,7 +22,6 @@ import holdfast
 from holdfast.errors import HoldfastError, PlanError
 from holdfast.generators import capture_states, restore_states
 from holdfast.storage.memory import MemoryStore
-from tests.test_generators import draw, seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -34,12 +33,26 @@ def _generators() -> Iterator[None]:
     restore_states(before)
 
 
+def draw() -> list[float]:
+    """Draw from every generator, also the numbers that it caches."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.normal()),
+        float(np.random.random()),
+        torch.randn(1).item(),
+        torch.rand(1).item(),
+    ]
+
+
 def seed_all(number: int) -> None:
-    seed(number)
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
     draw()  # caches a second normal number
 
 
-def upcoming() -> tuple[Any, ...]:
+def upcoming() -> list[float]:
     """The numbers that the training would draw next."""
     states = capture_states()
     try:
