@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import wraps
-from sys import _current_frames, _getframe
+from sys import _getframe
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -30,13 +30,15 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
     a call at any point, also before it would release a lock, but it always ends the frame.
     """
 
+    name = method.__name__.lstrip("_")
+
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         calls = self._lifecycle.calls
         # no variable refers to the frame: it would keep itself alive until a garbage collection
-        calls[_getframe()] = None
+        calls[_getframe()] = name
         if len(calls) > 1:
-            self._lifecycle.check_exclusive(_getframe(), method.__name__)
+            self._lifecycle.check_exclusive(_getframe())
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -62,20 +64,20 @@ class Lifecycle:
         self.is_resumed = self.is_started = self.is_closed = False
         self._pid = os.getpid()
         self._outer_exception = id(None)
-        self.calls: dict[FrameType, None] = {}
-        """The frames of the calls in the order in which they began. The first one that still runs
-        is the running call. The others are about to be refused, or an exception ended them before
-        they could leave. Each call enters and leaves by one operation of the dict, on its own key.
+        self.calls: dict[FrameType, str] = {}
+        """The frames and names of the calls in the order in which they began. The first one that
+        still runs is the running call. The others are about to be refused, or an exception ended
+        them before they could leave. Each call enters and leaves by one operation of the dict, on
+        its own key.
         """
 
-    def check_exclusive(self, frame: FrameType, name: str) -> None:
-        """Raise ``HoldfastError`` unless ``frame``, a call of ``name``, is the running call."""
-        for other in list(self.calls):
+    def check_exclusive(self, frame: FrameType) -> None:
+        """Raise ``HoldfastError`` unless ``frame`` is the running call."""
+        for other, name in list(self.calls.items()):
             if other is frame:
                 return
             if not self.is_forked and _is_running(other):
-                self.calls.pop(frame, None)
-                raise _refusal(name.lstrip("_"), frame, other)
+                raise _refusal(self.calls.pop(frame), frame, name, other)
             self.calls.pop(other, None)
 
     @property
@@ -129,10 +131,9 @@ def _is_running(frame: FrameType) -> bool:
     return False
 
 
-def _refusal(name: str, frame: FrameType, running: FrameType) -> HoldfastError:
-    """Return the error for the method ``name``, which ``frame`` calls while ``running`` runs."""
-    own, others = _callee(frame, running), [_callee(f, running) for f in _current_frames().values()]
-    callee = (own or next(filter(None, others), "another method")).lstrip("_")
+def _refusal(name: str, frame: FrameType, callee: str, running: FrameType) -> HoldfastError:
+    """Return the error for ``frame``, a call of ``name`` while ``running``, of ``callee``, runs."""
+    own = _is_below(frame, running)
     if current_thread().name == "holdfast-save":
         return HoldfastError(
             f"{name}() was called in the thread of a save, which cannot wait for itself",
@@ -149,12 +150,12 @@ def _refusal(name: str, frame: FrameType, running: FrameType) -> HoldfastError:
     )
 
 
-def _callee(top: FrameType, frame: FrameType) -> str:
-    """Return the name of the function that ``frame`` has called, if it is below ``top`` on a stack.
+def _is_below(top: FrameType, frame: FrameType) -> bool:
+    """Return True if ``frame`` is on the stack of ``top``, a frame of this thread.
 
-    Otherwise, return an empty string.
+    Only this thread's frames are safe to walk: those of another one may end in the meantime.
     """
     current: FrameType | None = top
-    while current is not None and current.f_back is not frame:
+    while current is not None and current is not frame:
         current = current.f_back
-    return "" if current is None else current.f_code.co_name
+    return current is frame
