@@ -109,7 +109,7 @@ class Image:
         return others
 
 
-_MANY_BOXES = 64
+_MANY_BOXES = 8
 _SMALL_BOX_BYTES = 512
 """If a copy consists of many boxes, those up to this size are copied all at once."""
 
