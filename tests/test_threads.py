@@ -14,6 +14,7 @@ import pytest
 
 from holdfast import threads
 from holdfast.threads import gc_paused, in_parallel
+from tests.signals_at_start import MOMENTS, SignalError, raise_at_start
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,31 @@ def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_th
     with pytest.raises(KeyboardInterrupt):
         in_parallel(items(), interrupt, 2, failures=failures)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_error_of_a_signal_handler_while_a_thread_starts_is_raised(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    errors: list[BaseException] = []
+    busy: set[int] = set()
+
+    def work(_: int) -> None:
+        busy.add(threading.get_ident())
+        time.sleep(0.001)
+        busy.discard(threading.get_ident())
+
+    def call() -> None:
+        raise_at_start(monkeypatch, "holdfast-0", moment)
+        try:
+            in_parallel(range(1_000_000), work, 3)
+        except SignalError as e:
+            assert not busy, "a thread still works"
+            errors.append(e)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(20)
+    assert not caller.is_alive(), "it waits for a thread that did not begin"
+    assert errors
+    assert errors[0].__context__ is None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from typing import Self, TypeVar
@@ -113,10 +114,10 @@ def in_parallel(
 
     workers: list[_Worker] = []
     try:
-        with suppress(RuntimeError):  # the system cannot start more threads: use those that run
-            for i in range(threads - 1):
-                workers.append(_Worker(run, f"holdfast-{i}"))
-                workers[-1].start()
+        for i in range(threads - 1):
+            workers.append(_Worker(run, f"holdfast-{i}"))
+            if not start_thread(workers[-1]):
+                break  # use those that run
         run()
     except BaseException as e:
         failures.append(e)
@@ -128,6 +129,25 @@ def in_parallel(
         raise failures[0]
 
 
+def start_thread(thread: Thread) -> bool:
+    """Start a thread. Return False if the system cannot start another thread.
+
+    If a signal handler raises an error meanwhile, that error is raised, and the thread may run or
+    not. ``Thread.start`` itself may raise ``KeyError`` or ``RuntimeError`` instead of the error of
+    the handler, because it undoes what the new thread has already undone.
+    """
+    outer = sys.exception()
+    try:
+        thread.start()
+        return True
+    except (KeyError, RuntimeError) as e:
+        if str(e) == "can't start new thread":
+            return False
+        inner = e.__context__
+        error = e if inner is None or inner is outer else inner
+    raise error
+
+
 class _Worker(Thread):
     """A thread that the caller can join despite Ctrl-C, which would interrupt ``Thread.join``.
 
@@ -136,22 +156,35 @@ class _Worker(Thread):
 
     def __init__(self, run: Callable[[], None], name: str) -> None:
         super().__init__(target=run, name=name)
+        self._claims: list[str] = []
         self._ended = Event()
 
     def run(self) -> None:
-        try:
-            super().run()
-        finally:
-            self._ended.set()
+        if self._claim("thread"):
+            try:
+                super().run()
+            finally:
+                self._ended.set()
 
     def join_despite_interrupts(self, failures: list[BaseException]) -> None:
-        """Wait until the thread has ended.
+        """Wait until the thread has ended. A thread that has not begun will do nothing.
 
         An interrupt is appended to ``failures``, so that the thread does not start another item.
         """
-        while self.ident is not None and (self.is_alive() or not self._ended.is_set()):
+        while True:
             try:
-                self._ended.wait()
-                self.join()
+                if not self._claim("caller"):
+                    self._ended.wait()
+                if self.is_alive():
+                    self.join()
+                return
             except BaseException as e:  # noqa: BLE001  (the caller raises it later)
                 failures.append(e)
+
+    def _claim(self, claimant: str) -> bool:
+        """Return True if ``claimant`` was the first: a thread that the caller claims does nothing.
+
+        Not a lock: an interrupt right after its ``acquire`` would hide who has it.
+        """
+        self._claims.append(claimant)
+        return self._claims[0] == claimant

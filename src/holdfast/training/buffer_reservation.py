@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from threading import Thread
 from typing import Any
 
 from holdfast.buffers import BufferPool
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.state.flatten import flatten
+from holdfast.threads import start_thread
 
 
 class BufferReservation:
@@ -39,8 +39,7 @@ class BufferReservation:
         nbytes, self._nbytes = self._nbytes, 0
         if nbytes:
             thread = Thread(target=self._pool.preallocate, args=(nbytes,), name="holdfast-buffers")
-            with suppress(RuntimeError):  # no thread can be started: the first save allocates
-                thread.start()
+            if start_thread(thread):  # otherwise, the first save allocates
                 self._thread = thread
 
     def join(self) -> None:

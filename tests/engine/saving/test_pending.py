@@ -24,6 +24,7 @@ from holdfast.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.engine.saving.child_scripts import SAVE, STEP, run_script
 from tests.engine.unreliable_stores import HookedStore
+from tests.signals_at_start import MOMENTS, SignalError, raise_at_start
 from tests.trainings import initial_state, state_after, states_equal, train
 
 REPOSITORY = Path(__file__).parents[3]
@@ -415,6 +416,20 @@ def test_a_step_survives_an_interrupt_at_any_moment() -> None:
         assert done.returncode == 0, done.stderr
         return
     pytest.fail("the process hung three times")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_error_of_a_signal_handler_while_the_thread_of_a_save_starts_is_raised(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    store, state = MemoryStore(), initial_state()
+    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+        train(state, ckpt, 2)
+        raise_at_start(monkeypatch, "holdfast-save", moment)
+        with pytest.raises(SignalError):
+            train(state, ckpt, 3)
+        train(state, ckpt, 4)
+    assert check_promises(store) == ([1, 2, 4] if moment == MOMENTS[0] else [1, 2, 3, 4])
 
 
 def test_a_forked_child_cannot_wait_for_a_pending_save(store: HookedStore) -> None:

@@ -12,6 +12,7 @@ from threading import Event, Lock, Thread, current_thread
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitError, HoldfastError
+from holdfast.threads import start_thread
 
 if TYPE_CHECKING:
     from holdfast.engine.snapshot.snapshot import Snapshot
@@ -55,16 +56,11 @@ class Pending:
         """
         _unawaited.add(self)
         _register_worker_finalizer()
-        try:
-            self._thread.start()
-        except RuntimeError as e:
-            if not self.cancel():
-                raise
+        if not start_thread(self._thread):
             raise CommitError(
                 f"Nothing was committed to {self.url}: no thread can be started",
-                found=str(e),
                 todo="Raise the limit on processes and threads (ulimit -u), or use save()",
-            ) from e
+            )
 
     def cancel(self) -> bool:
         """Return True if the save will never begin, because its thread has not taken it over."""

@@ -1,0 +1,60 @@
+"""A signal handler that raises an error while ``Thread.start`` starts a thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+START = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+
+
+class SignalError(Exception):
+    """The error of the signal handler."""
+
+
+MOMENTS = ["before the thread begins", "after the thread began", "while it waits for the thread"]
+
+
+def raise_at_start(monkeypatch: pytest.MonkeyPatch, name: str, moment: str) -> None:
+    """Raise ``SignalError`` once, in the thread that starts the next thread of this name.
+
+    Before the thread begins, which is 0.1 s later; or after it began; or while ``Thread.start``
+    waits for it, where Python may raise a ``RuntimeError`` in place of the error.
+    """
+    start = getattr(threading, START)
+    begins_late = moment == MOMENTS[0]
+
+    def start_and_raise(bootstrap: Callable[[], object], *args: Any, **kwargs: Any) -> object:
+        thread: threading.Thread = bootstrap.__self__  # type: ignore[attr-defined]
+        if thread.name != name:
+            return start(bootstrap, *args, **kwargs)
+        monkeypatch.setattr(threading, START, start)
+        gate = threading.Event()
+
+        def wait_and_run(*arguments: Any) -> None:
+            gate.wait(0.1 if begins_late else 0)
+            with suppress(KeyError):  # CPython prints it: the thread has been removed from a table
+                bootstrap(*arguments)
+
+        started = start(wait_and_run, *args, **kwargs)
+        while not begins_late and thread in threading._limbo:  # type: ignore[attr-defined]
+            gate.wait(0.001)
+        if moment == MOMENTS[2]:
+            thread._started.wait = interrupted_wait  # type: ignore[attr-defined]
+            return started
+        raise SignalError
+
+    monkeypatch.setattr(threading, START, start_and_raise)
+
+
+def interrupted_wait() -> None:
+    """Raise what the ``with`` block of ``threading.Event`` raises after an interrupt."""
+    try:
+        raise SignalError
+    finally:
+        threading.Lock().release()
