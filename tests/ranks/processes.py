@@ -60,11 +60,16 @@ def hold_gil() -> None:
     ctypes.PyDLL(None).sleep(3)
 
 
+def make_late() -> None:
+    time.sleep(3)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "kill": kill_process,
     "stop": stop_process,
     "full": raise_disk_full,
     "hold_gil": hold_gil,
+    "late": make_late,
 }
 
 

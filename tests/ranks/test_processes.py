@@ -290,6 +290,28 @@ def test_a_rank_that_holds_the_gil_for_seconds_does_not_fail(
     assert_versions_intact(LocalStore(job.root), [1])
 
 
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("operation", ["save", "save_async"])
+def test_a_job_that_is_suspended_as_a_whole_continues_its_save(
+    processes: Processes, tmp_path: Path, operation: str, agent: bool
+) -> None:
+    """As by a scheduler, or with its virtual machine. No rank was silent while others ran."""
+    job = Job(processes, tmp_path, 3, agent=agent)
+    calls = [(operation, 1), ("load", 1)]
+    start = job.start(calls, victim=1, stage="before the receipt", fault="late", silent=3)
+    start.wait_until_injected()
+    time.sleep(1.5)  # the others have begun to watch this rank
+    for rank in (0, 1, 2):
+        os.kill(start.pids[rank], signal.SIGSTOP)
+    time.sleep(4)
+    for rank in (0, 2, 1):
+        os.kill(start.pids[rank], signal.SIGCONT)
+        time.sleep(0.2)
+    start.wait()
+    assert not [report for r in range(3) for report in start.read_reports(r) if "error" in report]
+    assert_versions_intact(LocalStore(job.root), [1])
+
+
 @pytest.mark.parametrize("stage", ["after the partition", "before the manifest"])
 def test_the_other_ranks_raise_when_the_rank_that_hosts_the_store_is_killed(
     processes: Processes, tmp_path: Path, stage: str

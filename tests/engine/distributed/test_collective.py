@@ -225,20 +225,25 @@ def test_a_failure_detector_measures_from_its_first_check() -> None:
 
     for rank, text in heartbeats.items():
         set_heartbeat(rank, text)
+
+    def wait(detector: FailureDetector, ranks: list[int], seconds: int) -> None:
+        for _ in range(seconds):
+            assert detector.failed(ranks) is None
+            now[0] += 1
+
     detector = FailureDetector(kv, "the save")
     assert detector.failed([]) is None
-    assert detector.failed([1, 2]) is None
-    now[0] += 9
+    wait(detector, [1, 2], 9)
     set_heartbeat(1, "2 0 there")
-    assert detector.failed([1, 2]) is None
-    now[0] += 2
+    wait(detector, [1, 2], 2)
     error = detector.failed([1, 2])
     assert error is not None
     assert (error.rank, "Rank 2 on there did not join the save" in str(error)) == (2, True)
     for count in range(3, 9):  # the rank is alive but makes no progress
         set_heartbeat(1, f"{count} 0 there")
-        now[0] += 9
-        error = detector.failed([1])
+        for _ in range(9):
+            now[0] += 1
+            error = detector.failed([1])
         assert (error is not None) == (count > 6), count
     assert "some progress within 50 s" in str(error)
     set_heartbeat(1, "9 1 there")
@@ -248,13 +253,29 @@ def test_a_failure_detector_measures_from_its_first_check() -> None:
     assert error is not None
     assert "ended" in str(error)
     never = FailureDetector(kv, "it")
-    assert never.failed([7]) is None
-    now[0] += 11
-    assert never.failed([7]) is None  # the rank may be alive: it has sent no heartbeat yet
-    now[0] += 40
+    wait(never, [7], 51)  # the rank may be alive: it has sent no heartbeat yet
     error = never.failed([7])
     assert error is not None
     assert "never joined" in str(error)
+    kv.close()
+
+
+def test_a_failure_detector_that_was_suspended_with_the_job_waits_for_the_other_ranks() -> None:
+    store, now = FakeStore(), [100.0]
+    kv = KVClient(store, 0, 2, Timeouts(silent=10.0, stuck=50.0), lambda: now[0])
+    store.values["heartbeat/1"] = b"1 0 there"
+    detector = FailureDetector(kv, "the save")
+    assert detector.failed([1]) is None
+    now[0] += 1_000_000  # the other rank has not yet sent its next heartbeat
+    assert detector.failed([1]) is None
+    store.values["heartbeat/1"] = b"2 0 there"
+    for _ in range(11):
+        now[0] += 1
+        assert detector.failed([1]) is None
+    now[0] += 1
+    error = detector.failed([1])
+    assert error is not None
+    assert "none: the process has died or hangs" in str(error)
     kv.close()
 
 

@@ -318,7 +318,7 @@ class RoundParticipant:
             return self._kv.has_all([self._ack_key(rank, current.attempt)]) and self._kv.rank == 0
 
         failure = self._detector.failed(ranks, has_acked)
-        if failure is None and now - self._started_at > timeout:
+        if failure is None and self._detector.waited > timeout:
             missing = [r for r in ranks if not has_acked(r)] or [0]
             failure = self._detector.make_error(
                 missing,

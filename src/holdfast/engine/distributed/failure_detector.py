@@ -18,6 +18,8 @@ _MAX_SHOWN = 8
 class FailureDetector:
     """Monitors ranks that this rank waits for, starting with its first check.
 
+    ``waited``: the seconds so far, almost without those for which this process was suspended.
+
     ``operation``: the operation that the ranks perform, for messages. ``stuck``: seconds that a
     live rank may make no progress. If it is None, the bound of ``Timeouts`` applies, also to a rank
     without a first heartbeat. ``position``: a rank that itself waits at an earlier position is not
@@ -38,7 +40,8 @@ class FailureDetector:
         self._silent = kv.timeouts.silent
         self._stuck = kv.timeouts.stuck if stuck is None else stuck
         self._never_seen = max(self._silent, kv.timeouts.stuck if stuck is None else 0.0)
-        self._now = 0.0
+        self._checked_at = kv.clock()
+        self.waited = 0.0
         self._observed: dict[int, tuple[Heartbeat | None, float, float]] = {}
         self._arrived: set[int] = set()
 
@@ -72,13 +75,17 @@ class FailureDetector:
         late_ranks = [
             r
             for r in ranks
-            if r in self._observed and self._now - self._observed[r][2] > STRAGGLER_SECONDS
+            if r in self._observed and self.waited - self._observed[r][2] > STRAGGLER_SECONDS
         ]
         self._arrived.update(r for r in late_ranks if r not in self._arrived and has_arrived(r))
         return [r for r in late_ranks if r not in self._arrived]
 
     def _observe(self, ranks: Sequence[int]) -> None:
-        now = self._now = self._kv.clock()
+        last_check_at, self._checked_at = self._checked_at, self._kv.clock()
+        # A process that was suspended, perhaps with the whole job, has lost only a part. The parts
+        # are longer than the interval between checks.
+        self.waited += min(self._checked_at - last_check_at, self._silent / 2)
+        now = self.waited
         for rank, heartbeat in zip(ranks, self._kv.heartbeats(ranks) if ranks else (), strict=True):
             last, beat_at, progress_at = self._observed.get(rank, (heartbeat, now, now))
             if heartbeat is not None and last is not None:
@@ -99,7 +106,7 @@ class FailureDetector:
         ``fraction``: the fraction of the timeouts to apply.
         """
         heartbeat, beat_at, progress_at = self._observed[rank]
-        silent_for, idle_for = self._now - beat_at, self._now - progress_at
+        silent_for, idle_for = self.waited - beat_at, self.waited - progress_at
         if heartbeat is not None and heartbeat.count < 0:
             return "its process to run until the end of the operation", "that the process has ended"
         if heartbeat is None and silent_for > self._never_seen * fraction:
