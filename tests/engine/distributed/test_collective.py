@@ -9,7 +9,9 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from holdfast.engine.distributed.kv import (
     Timeouts,
 )
 from holdfast.errors import HoldfastError, NotFound, PlanError, RankFailed, Unsupported
+from holdfast.threads import gc_paused
 from tests.fakegroup import FakeGroup, FakeStore, StoreView
 
 SHORT_TIMEOUTS = Timeouts(silent=0.4, stuck=1.5)
@@ -148,6 +151,21 @@ def test_calls_raise_within_the_bound_after_the_store_fails_or_hangs() -> None:
         assert time.monotonic() - began < 3 * SHORT_TIMEOUTS.silent
         release.set()
         kv.close()
+
+
+def test_a_closed_client_whose_store_failed_is_freed_without_a_garbage_collection() -> None:
+    """Its connection would stay open until then, in each initialization."""
+    view = StoreView(FakeStore())
+    kv = KVClient(view, 0, 2, SHORT_TIMEOUTS)
+    kv.put_all({"a": b"1"})
+    view.disconnect()
+    with gc_paused():
+        with suppress(RankFailed):
+            kv.try_get("a")
+        kv.close()
+        freed = weakref.ref(kv)
+        del kv
+        assert freed() is None
 
 
 def test_a_client_whose_store_failed_sends_no_more_heartbeats() -> None:
@@ -445,6 +463,25 @@ def test_an_error_of_one_rank_is_raised_on_all_ranks_and_no_keys_are_left(
             assert "No space left" in str(raised)
         assert leftover_keys(group) == []
         group.run(run_all_operations)  # the next collective works
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_failed_collective_is_freed_without_a_garbage_collection(failing_rank: int) -> None:
+    """It may hold the memory of a state until then."""
+    freed: list[weakref.ref[Any]] = []
+
+    def work(rank: int) -> None:
+        collective = current_group().collective("the save of version_5")
+        freed.append(weakref.ref(collective))
+        with suppress(OSError, RankFailed), collective:
+            if rank == failing_rank:
+                raise OSError(28, "No space left on device")
+            collective.gather(1, int)
+            pytest.fail("the error of the other rank was not raised")
+
+    with FakeGroup(2) as group, gc_paused():
+        group.run(work)
+        assert [reference() for reference in freed] == [None, None]
 
 
 @pytest.mark.parametrize("kind", [PlanError, NotFound])

@@ -123,6 +123,7 @@ class KVClient:
         self._pid = os.getpid()
         self._closed = False
         self._error: BaseException | None = None
+        """Without its traceback, which would keep this client and its connection alive."""
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class KVClient:
             except Empty:
                 continue
             except Exception as e:  # noqa: BLE001  (top of a thread: raised in the next caller)
-                self._error = e
+                self._error = e.with_traceback(None)
                 while (request := self._requests.get()) is not None:
                     request[1].put((None, e))
                 return
@@ -367,7 +368,7 @@ class KVClient:
             try:
                 answer.put((operation(), None))
             except Exception as e:  # noqa: BLE001  (raised in the caller)
-                self._error = e
+                self._error = e.with_traceback(None)
                 answer.put((None, e))
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self._timeout = timeout
         self._sleep = sleep
         self._op_number = 0
-        self._failure: BaseException | None = None
+        self._failed = False  # not the error, whose traceback would keep this object alive
         self._commit_begun = False
         self._written_keys: list[str] = []
         self._gathered_keys: list[str] = []
@@ -273,8 +273,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
 
     def _raise_failure(self, text: str | None) -> None:
         if text is not None and text != COMMIT_BEGUN:
-            self._failure = decode_error(text, self.rank, self.operation)
-            raise self._failure
+            self._failed = True
+            raise decode_error(text, self.rank, self.operation)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -295,9 +295,9 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         Returns True if the commit has not begun and never will. Returns False if it may have begun
         or if the other ranks cannot be notified.
         """
-        if self._failure is not None:
+        if self._failed:
             return True
-        self._failure = error
+        self._failed = True
         report = encode_error(error, self.rank, self.operation, self._commit_begun)
         expected = COMMIT_BEGUN if self._commit_begun else ""
         try:
@@ -342,7 +342,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
 
     def _delete_keys(self) -> None:
         """Delete the keys that no other rank needs anymore."""
-        if self._failure is not None:
+        if self._failed:
             self._kv.delete(self._written_keys if self.rank else ())
         else:
             # Rank 0 sent nothing after the last gather, so the gathered values still exist.
@@ -352,7 +352,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             return
         for op_number in range(1, self._op_number + 1):
             self._kv.try_get(f"{self._sequence_number}/{op_number}/0", delete=True)
-        if self._failure is not None or self._read_failure() not in (None, COMMIT_BEGUN):
+        if self._failed or self._read_failure() not in (None, COMMIT_BEGUN):
             self._delete_leftovers()
         self._kv.delete(
             [f"{self._sequence_number}/{name}" for name in ("first_arrival", "left", "failed")]
