@@ -52,6 +52,24 @@ def test_saving_arrays_does_not_import_torch() -> None:
     assert run_in_new_interpreter(code) == "[]"
 
 
+def test_a_step_that_saves_imports_nothing() -> None:
+    """An import takes time in which the training waits, and leaves Python's import lock acquired if
+    a signal handler raises."""
+    code = (
+        "import sys, tempfile, holdfast, numpy as np\n"
+        "state = {'x': np.zeros(3), 'progress': holdfast.Progress()}\n"
+        "save = holdfast.EverySteps(1) | holdfast.OnException()\n"
+        "keep = holdfast.KeepLast(1) | holdfast.KeepBest(1, 'loss')\n"
+        "with holdfast.Checkpointer(tempfile.mkdtemp(), state, save=save, keep=keep) as ckpt:\n"
+        "    before = {*sys.modules}\n"
+        "    for _ in range(4):\n"
+        "        ckpt.step({'loss': 1.0})\n"
+        "        ckpt.wait()\n"
+        "    print({*sys.modules} - before)"
+    )
+    assert run_in_new_interpreter(code) == "set()"
+
+
 def test_every_error_is_in_the_tree_of_the_module_docstring() -> None:
     errors = holdfast.errors
     for name, kind in vars(errors).items():

@@ -23,6 +23,17 @@ def flatten_rows(rows: Iterable[tuple[int, ...]]) -> Ints:
     return int_array(list(chain.from_iterable(rows)))
 
 
+def sorted_unique(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the different values of an array of any shape in ascending order.
+
+    ``np.unique`` imports ``numpy.ma`` at its first call, which would take 11 ms of the first save.
+    """
+    ordered = np.sort(values, axis=None)
+    is_first = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    return ordered[is_first]
+
+
 def row_products(sizes: NDArray[Any], ndims: Ints) -> NDArray[Any]:
     """Return the product of each row; 1 for an empty row.
 

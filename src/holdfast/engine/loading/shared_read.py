@@ -43,6 +43,7 @@ from holdfast.engine.snapshot.read import (
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import SchemaCache
+from holdfast.ragged import sorted_unique
 from holdfast.threads import Workers, gc_paused, no_op
 from holdfast.types import BLOCK_SIZE, MIB
 
@@ -204,7 +205,7 @@ def _split_shared(
     ):
         shard_items = (
             item
-            for mask in np.unique(masks[shared])
+            for mask in sorted_unique(masks[shared])
             for item in chunk_read_items(
                 shard, index.cuts, index.chunk_refs, np.flatnonzero((masks == mask) & shared)
             )

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from holdfast.engine.planning.local_plan import Hashes, LocalPlan, describe_type, splitmix64
 from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
-from holdfast.ragged import Ints
+from holdfast.ragged import Ints, sorted_unique
 from holdfast.text import MAX_SHOWN, format_list, format_ranks
 
 
@@ -176,7 +176,7 @@ def _check_consistency(local_plans: Sequence[LocalPlan], first_records: NDArray[
         return_inverse=True,
     )
     types = _concat([plan.leaf_type for plan in local_plans], np.uint64)
-    mistyped = np.unique(inverse[types != types[index][inverse]])
+    mistyped = sorted_unique(inverse[types != types[index][inverse]])
     del inverse, types
     key = _concat([plan.leaf_key[plan.box_leaf] for plan in local_plans], np.uint64)[first_records]
     weight = _concat([plan.box_weight for plan in local_plans], np.uint64)[first_records]

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 from holdfast.errors import PlanError, Unsupported
 from holdfast.format.index import ShardIndex
 from holdfast.format.safetensors import entry_name, stored_shape
-from holdfast.ragged import Ints
+from holdfast.ragged import Ints, sorted_unique
 from holdfast.types import BLOCK_SIZE, DTYPES, KIB, MIB, Box
 
 HeaderEntry = tuple[str, str, tuple[int, ...], int, int]
@@ -217,11 +217,11 @@ def chunk_cuts(header_length: int, box_lengths: Ints) -> Ints:
             ends[-1:],
         ]
     )
-    return np.unique(cuts) + header_length
+    return sorted_unique(cuts) + header_length
 
 
 def split_long_chunks(cuts: Ints) -> Ints:
     """Add cuts to chunks after the header that are longer than ``BLOCK_SIZE``."""
     long_chunks = np.flatnonzero(np.diff(cuts) > BLOCK_SIZE).tolist()
     extra_cuts = [np.arange(cuts[i], cuts[i + 1], BLOCK_SIZE, dtype=np.int64) for i in long_chunks]
-    return np.unique(np.concatenate([cuts, *extra_cuts]))
+    return sorted_unique(np.concatenate([cuts, *extra_cuts]))

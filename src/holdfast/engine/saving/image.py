@@ -24,7 +24,7 @@ from holdfast.engine.planning.shard_layout import (
 from holdfast.format.safetensors import build_header
 from holdfast.lazy_torch import torch_or_none
 from holdfast.memory_ranges import read_ranges, write_ranges
-from holdfast.ragged import Ints
+from holdfast.ragged import Ints, sorted_unique
 from holdfast.types import BLOCK_SIZE
 
 
@@ -101,7 +101,7 @@ class Image:
         starts = np.array(self.box_starts[first:last], np.int64)
         sizes = np.array(self.box_ends[first:last], np.int64) - starts
         is_small = (addresses != 0) & (sizes > 0) & (sizes <= _SMALL_BOX_BYTES)
-        for size in np.unique(sizes[is_small]).tolist():
+        for size in sorted_unique(sizes[is_small]).tolist():
             same_size = is_small & (sizes == size)
             (ranges,) = read_ranges([(size, addresses[same_size])])
             write_ranges(buffer.view, starts[same_size] + shift, ranges)

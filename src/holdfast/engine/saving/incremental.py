@@ -28,7 +28,7 @@ from holdfast.format.chunk_refs import ChunkRefs, expand_runs
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Shard, ShardReference
 from holdfast.format.safetensors import build_header
-from holdfast.ragged import Ints, exclusive_cumsum, ranges
+from holdfast.ragged import Ints, exclusive_cumsum, ranges, sorted_unique
 from holdfast.threads import gc_paused
 from holdfast.types import ALIGNMENT, DTYPES
 
@@ -153,7 +153,7 @@ def align_chunks(image: Image, base: BaseVersion) -> Image:
             inside = _cuts_between(cuts, at, at + min(nbytes, end - start))
             aligned_cuts.append(cuts[inside] - at + start)
             keep[_cuts_between(image.cuts, start, end)] = False
-    cuts = np.unique(np.concatenate([image.cuts[keep], *aligned_cuts]))
+    cuts = sorted_unique(np.concatenate([image.cuts[keep], *aligned_cuts]))
     # a leaf may have grown, or the writer of the base may use longer chunks
     return replace(image, cuts=shard_layout.split_long_chunks(cuts))
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from holdfast import lazy_torch
 from holdfast.engine.state.walk import find_instances, find_named_instances
+from holdfast.ragged import sorted_unique
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ def shares_elements(t: torch.Tensor) -> bool:
     offsets = np.zeros((1,), np.int64)
     for stride, n in dims:
         offsets = np.add.outer(offsets, stride * np.arange(n))
-    return len(np.unique(offsets)) < t.numel()
+    return len(sorted_unique(offsets)) < t.numel()
 
 
 def find_unwritable(state: Any) -> list[str]:

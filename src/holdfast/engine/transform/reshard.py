@@ -54,6 +54,7 @@ from holdfast.engine.transform.reshard_plan import (
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.manifest import Manifest, Shard
+from holdfast.ragged import sorted_unique
 from holdfast.settings import read_settings
 from holdfast.storage.store import Upload
 from holdfast.threads import Workers, in_parallel, no_op
@@ -173,7 +174,9 @@ class _SnapshotReader:
                 at += box.numel * size
         rows = self._locations.rows
         keys = {self.leaves[span.leaf].key for span in spans}
-        shards = np.unique(np.concatenate([self._locations.shard[rows[k]] for k in keys])).tolist()
+        shards = sorted_unique(
+            np.concatenate([self._locations.shard[rows[k]] for k in keys])
+        ).tolist()
         indexes = [self._indexes[s] for s in shards]
         plan = make_read_plan(indexes, requests, self._snapshot.checked_headers)
         execute_read_plan(self._snapshot.location, plan, indexes, targets, self._workers)

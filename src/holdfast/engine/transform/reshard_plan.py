@@ -29,7 +29,7 @@ from holdfast.engine.planning.shard_layout import (
 from holdfast.engine.saving.image import Image, make_image
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index_columns import LeafColumns
-from holdfast.ragged import Ints, exclusive_cumsum
+from holdfast.ragged import Ints, exclusive_cumsum, sorted_unique
 from holdfast.types import ALIGNMENT, DTYPES, MIB, Box
 
 WINDOW_BYTES = 96 * MIB
@@ -168,7 +168,7 @@ def _split_tiles(group: list[OrderedLeaf], locations: LeafLocations) -> list[Ord
         if leaf.shape:
             leaf_shards, starts = _first_rows(leaf, locations)
             tile_ends = starts[np.searchsorted(leaf_shards, end_shards)] * leaf.row_bytes
-            leaf = leaf._replace(tile_ends=tuple(np.unique(tile_ends).tolist()))
+            leaf = leaf._replace(tile_ends=tuple(sorted_unique(tile_ends).tolist()))
         split.append(leaf)
     return split
 
@@ -251,7 +251,7 @@ def make_shard_image(
     starts = np.array(image.box_starts, np.int64)
     shared_cuts = _cuts_of_shared_chunks(starts, len(image.header), min(shards, MAX_OPEN_SHARDS))
     cuts = [image.cuts, shared_cuts, np.array(tile_cuts, np.int64)]
-    return replace(image, cuts=np.unique(np.concatenate(cuts)))
+    return replace(image, cuts=sorted_unique(np.concatenate(cuts)))
 
 
 def _cuts_of_shared_chunks(starts: Ints, header_length: int, shards: int) -> Ints:
