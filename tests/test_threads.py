@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from holdfast import threads
-from holdfast.threads import gc_paused, in_parallel
+from holdfast.threads import Latch, gc_paused, in_parallel
 from tests.signals_at_start import MOMENTS, SignalError, raise_at_start
 
 
@@ -128,3 +129,68 @@ def test_an_error_of_a_signal_handler_while_a_thread_starts_is_raised(
     assert not caller.is_alive(), "it waits for a thread that did not begin"
     assert errors
     assert errors[0].__context__ is None
+
+
+def test_all_threads_that_wait_for_a_latch_continue_when_it_is_set() -> None:
+    latch = Latch()
+    assert not latch.wait(0)
+    assert not latch.wait(0.01)
+    results: list[bool] = []
+    waiting = [threading.Thread(target=lambda: results.append(latch.wait())) for _ in range(8)]
+    for thread in waiting:
+        thread.start()
+    assert results == []
+    latch.set()
+    latch.set()
+    for thread in waiting:
+        thread.join(20)
+    assert results == [True] * 8
+    assert latch.wait()
+    assert latch.wait(0)
+
+
+@pytest.mark.parametrize("method", ["set", "wait"])
+def test_an_interrupted_call_of_a_latch_can_be_repeated(method: str) -> None:
+    """The exception comes at each line and each opcode in turn, as that of a signal handler."""
+    number = 0
+    while True:
+        latch, number = Latch(), number + 1
+        if method == "wait":
+            threading.Timer(0.001, latch.set).start()
+        try:
+            with raise_at_opcode(Latch, number) as opcodes:
+                getattr(latch, method)()
+        except KeyboardInterrupt:
+            getattr(latch, method)()
+        waiting = threading.Thread(target=latch.wait, daemon=True)
+        waiting.start()
+        waiting.join(20)
+        assert not waiting.is_alive(), f"another thread waits forever after opcode {number}"
+        if len(opcodes) < number:
+            break
+    assert number > 10
+
+
+@contextmanager
+def raise_at_opcode(cls: type, number: int) -> Iterator[list[int]]:
+    """Raise ``KeyboardInterrupt`` before the n-th opcode of a class's methods, which are listed."""
+    codes = {f.__code__ for f in vars(cls).values() if inspect.isfunction(f)}
+    opcodes: list[int] = []
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            opcodes.append(frame.f_lasti)
+            if len(opcodes) == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield opcodes
+    finally:
+        sys.settrace(previous)

@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Condition
+from threading import Condition, Lock
 
 import numpy as np
 
@@ -68,7 +68,8 @@ class BufferPool:
     ) -> None:
         self.buffer_size = buffer_size
         self._on_create = on_create
-        self._condition = Condition()
+        self._lock = Lock()  # ``with`` on a Condition can leave it acquired (see ``Latch``)
+        self._condition = Condition(self._lock)
         self._free: list[Buffer] = []
         self._count = 0
         self._closed = False
@@ -86,7 +87,7 @@ class BufferPool:
                 expected=f"at least {self.buffer_size} bytes",
                 found=budget,
             )
-        with self._condition:
+        with self._lock:
             self._limit = budget // self.buffer_size
             self._condition.notify_all()
 
@@ -104,10 +105,13 @@ class BufferPool:
         Raises ``StoreError`` if no buffer is released within ``timeout`` seconds, or if the pool is
         closed.
         """
-        with self._condition:
-            if not self._condition.wait_for(
-                lambda: self._closed or self._free or self._count < self._limit, timeout
+        with self._lock:
+            while not self._condition.wait_for(
+                lambda: self._closed or self._free or self._count < self._limit,
+                1.0 if timeout is None else timeout,
             ):
+                if timeout is None:
+                    continue  # wait in parts: an exception may have prevented a notification
                 raise StoreError(
                     "Timed out while waiting for a free buffer",
                     expected=f"a buffer within {timeout} s",
@@ -129,7 +133,7 @@ class BufferPool:
         A background thread calls this. Other threads can use the pool at the same time.
         """
         while True:
-            with self._condition:
+            with self._lock:
                 enough = self._count >= min(-(-nbytes // self.buffer_size), self._limit)
                 if enough or self._closed:
                     return
@@ -146,7 +150,7 @@ class BufferPool:
             if self._on_create is not None:
                 self._on_create(buffer)
         except BaseException:
-            with self._condition:
+            with self._lock:
                 self._count -= 1
                 self._condition.notify()
             raise
@@ -157,7 +161,7 @@ class BufferPool:
 
         Raises ``HoldfastError`` if the buffer was already released.
         """
-        with self._condition:
+        with self._lock:
             if buffer.is_free:
                 raise HoldfastError("A buffer was released twice: its bytes may be in use")
             buffer.is_free = True
@@ -169,7 +173,7 @@ class BufferPool:
 
     def trim(self, max_bytes: int) -> None:
         """Free unused buffers until at most ``max_bytes`` are allocated."""
-        with self._condition:
+        with self._lock:
             while self._free and self.allocated_bytes > max_bytes:
                 self._free.pop(0)
                 self._count -= 1
@@ -177,7 +181,7 @@ class BufferPool:
 
     def close(self) -> None:
         """Make all waiting and later calls of ``acquire`` raise, and free all unused buffers."""
-        with self._condition:
+        with self._lock:
             self._closed = True
         self.trim(0)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import Self, TypeVar
 
 from holdfast.buffers import Buffer, BufferPool, shared_pool
@@ -129,6 +129,47 @@ def in_parallel(
         raise failures[0]
 
 
+class Latch:
+    """An event that happens once, and that threads can wait for, as for a ``threading.Event``.
+
+    An exception that a signal handler raises in an ``Event``, which is written in Python, can leave
+    its lock acquired, so that all threads wait forever. This class uses only a lock of the
+    interpreter, and an interrupted call can be repeated.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._at_fork_reinit()
+
+    def _at_fork_reinit(self) -> None:  # ``Thread`` calls this in a forked process
+        self._lock = Lock()
+        self._lock.acquire()
+        self._release_if_set()
+
+    def is_set(self) -> bool:
+        """Return True if the event has happened."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Let all waiting and later calls of ``wait`` return."""
+        self._is_set = True
+        self._release_if_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for at most ``timeout`` seconds, and return whether the event has happened."""
+        if not self._is_set:
+            try:
+                self._lock.acquire(timeout=-1 if timeout is None else max(0, timeout))
+            finally:
+                self._release_if_set()  # for the next thread that waits
+        return self._is_set
+
+    def _release_if_set(self) -> None:
+        if self._is_set:
+            with suppress(RuntimeError):  # it is not acquired any more
+                self._lock.release()
+
+
 def start_thread(thread: Thread) -> bool:
     """Start a thread. Return False if the system cannot start another thread.
 
@@ -137,6 +178,7 @@ def start_thread(thread: Thread) -> bool:
     the handler, because it undoes what the new thread has already undone.
     """
     outer = sys.exception()
+    thread._started = Latch()  # type: ignore[attr-defined]  # an Event; ``start`` waits for it
     try:
         thread.start()
         return True
@@ -157,7 +199,7 @@ class _Worker(Thread):
     def __init__(self, run: Callable[[], None], name: str) -> None:
         super().__init__(target=run, name=name)
         self._claims: list[str] = []
-        self._ended = Event()
+        self._ended = Latch()
 
     def run(self) -> None:
         if self._claim("thread"):

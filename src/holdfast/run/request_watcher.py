@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Event, Lock, Thread, current_thread, main_thread
+from threading import Lock, Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -15,6 +15,7 @@ from holdfast import events
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.run.save_request import read_request, remove_request
 from holdfast.storage.store import Store
+from holdfast.threads import Latch, start_thread
 
 SIGNAL = "signal"
 """The value of ``RequestWatcher.pending_request`` if a signal made the request."""
@@ -38,7 +39,7 @@ class RequestWatcher:
     ) -> None:
         self._store = store
         self._interval = interval
-        self._closing = Event()
+        self._closing = Latch()
         self._wait = self._closing.wait if wait is None else wait
         self._pid = os.getpid()
         self._thread: Thread | None = None
@@ -66,12 +67,10 @@ class RequestWatcher:
         """
         args = ref(self), self._wait, self._interval
         thread = Thread(target=_poll_regularly, args=args, name="holdfast-request", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as e:
-            self._report_outage(e)
-        else:
+        if start_thread(thread):
             self._thread = thread
+        else:
+            self._report_outage(RuntimeError("can't start new thread"))
 
     def accept(self) -> str | None:
         """Accept the pending request for the save that begins now, and return its id or None.

@@ -16,7 +16,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from threading import Event
 from typing import NamedTuple, TypeVar
 
 from holdfast import machine
@@ -29,6 +28,7 @@ from holdfast.engine.distributed.kv import (
     Timeouts,
 )
 from holdfast.errors import RankFailed
+from holdfast.threads import Latch
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class SessionKVClient(KVClient):
         self._with_prefix = with_prefix
         self._token = secrets.token_hex(8)
         self._unjoined_ranks = dict.fromkeys(range(1, size) if rank == 0 else (), "")
-        self._joined = Event()
+        self._joined = Latch()
         self._stragglers_reported = False
         self._started_at = max(machine.process_started_at(), _last_closed_at)
         self._coordinator = Greeting()

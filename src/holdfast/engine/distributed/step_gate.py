@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from threading import Condition
+from threading import Condition, RLock
 
 from holdfast.errors import RankFailed
 
@@ -34,7 +34,8 @@ class StepGate:
         self._error: RankFailed | None = None
         self._timeout = timeout
         self._disabled = False
-        self._changed = Condition()
+        self._lock = RLock()  # ``with`` on a Condition can leave it acquired (see ``Latch``)
+        self._changed = Condition(self._lock)
 
     def step(self) -> frozenset[str]:
         """Count a step and return the actions for it, usually none.
@@ -45,7 +46,7 @@ class StepGate:
         return NO_ACTIONS if step < self._stop_at else self._wait_at(step)
 
     def _wait_at(self, step: int) -> frozenset[str]:
-        with self._changed:
+        with self._lock:
             for _ in range(8):  # in parts: a process that was suspended has lost only one part
                 if is_resolved := self._changed.wait_for(
                     lambda: self._is_resolved(step), self._timeout / 8
@@ -82,7 +83,7 @@ class StepGate:
 
     def arm(self, step: int) -> bool:
         """Stop the training at a step. Returns False if the training has already reached it."""
-        with self._changed:
+        with self._lock:
             self._armed_step = step
             self._update_stop()
             if self.current_step < step:
@@ -92,25 +93,25 @@ class StepGate:
 
     def disarm(self) -> None:
         """Let the training pass the armed step because the ranks have not agreed on actions."""
-        with self._changed:
+        with self._lock:
             self._armed_step = NEVER
             self._update_stop()
 
     def grant(self, step: int, actions: frozenset[str]) -> None:
         """Deliver the agreed actions at the armed step."""
-        with self._changed:
+        with self._lock:
             self._granted[step] = actions
             self.disarm()
 
     def fail(self, error: RankFailed) -> None:
         """Raise an error at the armed step because the outcome of the agreement is unknown."""
-        with self._changed:
+        with self._lock:
             self._error = error
             self._changed.notify_all()
 
     def disable(self) -> None:
         """Stop the training at no further step."""
-        with self._changed:
+        with self._lock:
             self._disabled = True
             self._update_stop()
 
@@ -119,7 +120,7 @@ class StepGate:
 
         ``since`` is an earlier value of ``delivery_count``.
         """
-        with self._changed:
+        with self._lock:
             return self._last_delivery.get(action, 0) > since or any(
                 action in actions for actions in self._granted.values()
             )

@@ -14,14 +14,14 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Event, local
+from threading import local
 from typing import Any
 
 from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.staging import cuda_devices, stage_pieces
 from holdfast.lazy_torch import torch_or_none
-from holdfast.threads import Workers
+from holdfast.threads import Latch, Workers
 
 
 class DeferredStaging:
@@ -31,7 +31,7 @@ class DeferredStaging:
     """
 
     def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
-        self.done = Event()
+        self.done = Latch()
         self._image = image
         self._pieces = pieces
         self._streams = _ThreadStreams(cuda_devices(image.sources) if pieces else ())

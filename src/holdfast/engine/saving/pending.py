@@ -8,11 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Event, Lock, Thread, current_thread
+from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitError, HoldfastError
-from holdfast.threads import start_thread
+from holdfast.threads import Latch, start_thread
 
 if TYPE_CHECKING:
     from holdfast.engine.snapshot.snapshot import Snapshot
@@ -32,7 +32,7 @@ class Pending:
         finish: Callable[[], Snapshot],
         url: str,
         after: Callable[[], object],
-        staged: Event | None,
+        staged: Latch | None,
     ) -> None:
         self.url = url
         self._staged = staged
@@ -44,7 +44,7 @@ class Pending:
         self._cancelled = False
         # Not Thread.join: before Python 3.13, a join that Ctrl-C interrupts marks the thread as
         # ended, and the process then does not wait for it at exit.
-        self._ended = Event()
+        self._ended = Latch()
         self._thread = Thread(target=self._run, name="holdfast-save")
         # acquired once: by the thread, or by the caller that gave up starting it
         self._start_lock = Lock()
