@@ -53,8 +53,10 @@ class FailingStore(MemoryStore):
         self.errors: list[BaseException] = []
         self.open = threading.Event()
         self.open.set()
+        self.reached = threading.Event()
 
     def put(self, key: str, length: int) -> Any:
+        self.reached.set()
         assert self.open.wait(20)
         if self.errors:
             raise self.errors.pop(0)
@@ -273,6 +275,7 @@ def test_an_interrupt_during_the_last_save_releases_everything() -> None:
     ckpt = Checkpointer(store, state := initial_state(), save=AtEnd())
     train(state, ckpt, 3)
     store.open.clear()
+    store.reached.clear()
 
     main, stopped = threading.get_ident(), threading.Event()
 
@@ -282,6 +285,7 @@ def test_an_interrupt_during_the_last_save_releases_everything() -> None:
             raise KeyboardInterrupt
 
     def interrupt() -> None:
+        store.reached.wait(20)
         # A signal that arrives right before the wait blocks has no effect until the next signal.
         while not stopped.wait(0.05):
             signal.pthread_kill(main, signal.SIGINT)
