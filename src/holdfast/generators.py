@@ -129,6 +129,20 @@ class Isolation:
         return isolated  # type: ignore[return-value]
 
 
+def end_interrupted() -> None:
+    """End the isolations of calls and loads that are still open in this thread, after an exception.
+
+    A signal handler may raise before ``Isolation.__exit__`` has done anything. An isolation that
+    stays open would end none of the later ones, and ``RNG`` would save its states ever after.
+    """
+    frames = _open_frames()
+    first = next((i for i, frame in enumerate(frames) if frame.kind != "block"), len(frames))
+    interrupted = frames[first:]
+    del frames[first:]
+    if interrupted and interrupted[0].restores:
+        restore_states(interrupted[0].states)
+
+
 def open_block() -> object | None:
     """Return the outermost block of ``isolated_rng`` that this thread is in, or None."""
     frames = _open_frames()

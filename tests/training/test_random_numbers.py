@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
+from holdfast import generators
 from holdfast.errors import HoldfastError, PlanError
-from holdfast.generators import capture_states, restore_states
+from holdfast.generators import Isolation, capture_states, restore_states
 from holdfast.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -637,3 +638,28 @@ def test_an_exception_in_an_evaluation_saves_the_generators_of_the_training() ->
         resumed.resume()
         assert resumed.current_step == 2
         assert draw() == expected
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_an_interrupt_leaves_no_isolation_open(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The signal handler raises when the isolation has begun, or before it ends."""
+    seed_all(1)
+    expected = upcoming()
+    original = getattr(Isolation, method)
+
+    def interrupted(self: Isolation, *args: Any) -> None:
+        monkeypatch.setattr(Isolation, method, original)
+        if method == "__enter__":
+            original(self)
+        raise KeyboardInterrupt
+
+    state = {"x": Methods(), "rng": holdfast.RNG()}
+    with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.Never()) as ckpt:
+        ckpt.step()
+        monkeypatch.setattr(Isolation, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save()
+        assert upcoming() == expected
+        assert generators._open_frames() == []

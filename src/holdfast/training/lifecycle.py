@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import HoldfastError
+from holdfast.generators import end_interrupted
 
 
 class _HasLifecycle(Protocol):
@@ -41,6 +42,9 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
             self._lifecycle.check_exclusive(_getframe())
         try:
             return method(self, *args, **kwargs)
+        except BaseException:
+            end_interrupted()
+            raise
         finally:
             calls.pop(_getframe(), None)
 
