@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast import generators
 from holdfast.errors import HoldfastError
 from holdfast.run.policy import EverySteps, OnException
 from holdfast.run.run import Run
@@ -143,6 +144,7 @@ def test_a_real_signal_during_steps_changes_nothing(seed: int) -> None:
             signal.signal(signal.SIGALRM, previous)
         assert errors
         assert all("save_on_signal" in str(e) for e in errors), errors
+        assert generators._open_frames() == [], "an isolation is still open"
         ckpt.save()
         last = ckpt.current_step
     assert Run(store).snapshots()[-1].step == last
