@@ -8,14 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from holdfast import threads
 from holdfast.threads import Latch, gc_paused, in_parallel
-from tests.signals_at_start import MOMENTS, SignalError, raise_at_start
+from tests.interrupts import MOMENTS, InterruptOpcode, SignalError, raise_at_start
 
 
 @pytest.fixture(autouse=True)
@@ -151,46 +150,26 @@ def test_all_threads_that_wait_for_a_latch_continue_when_it_is_set() -> None:
 
 @pytest.mark.parametrize("method", ["set", "wait"])
 def test_an_interrupted_call_of_a_latch_can_be_repeated(method: str) -> None:
-    """The exception comes at each line and each opcode in turn, as that of a signal handler."""
-    number = 0
+    """The exception comes at each opcode in turn, as that of a signal handler."""
+    codes = {f.__code__ for f in vars(Latch).values() if inspect.isfunction(f)}
+    number, before = 0, sys.gettrace()
     while True:
         latch, number = Latch(), number + 1
+        interrupt = InterruptOpcode(number, codes.__contains__)
         if method == "wait":
             threading.Timer(0.001, latch.set).start()
+        sys.settrace(interrupt)
         try:
-            with raise_at_opcode(Latch, number) as opcodes:
-                getattr(latch, method)()
-        except KeyboardInterrupt:
             getattr(latch, method)()
+        except KeyboardInterrupt:
+            sys.settrace(before)
+            getattr(latch, method)()
+        finally:
+            sys.settrace(before)
         waiting = threading.Thread(target=latch.wait, daemon=True)
         waiting.start()
         waiting.join(20)
         assert not waiting.is_alive(), f"another thread waits forever after opcode {number}"
-        if len(opcodes) < number:
+        if interrupt.seen < number:
             break
     assert number > 10
-
-
-@contextmanager
-def raise_at_opcode(cls: type, number: int) -> Iterator[list[int]]:
-    """Raise ``KeyboardInterrupt`` before the n-th opcode of a class's methods, which are listed."""
-    codes = {f.__code__ for f in vars(cls).values() if inspect.isfunction(f)}
-    opcodes: list[int] = []
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        if frame.f_code not in codes:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            opcodes.append(frame.f_lasti)
-            if len(opcodes) == number:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield opcodes
-    finally:
-        sys.settrace(previous)

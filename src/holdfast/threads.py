@@ -190,6 +190,21 @@ def start_thread(thread: Thread) -> bool:
     raise error
 
 
+class Claim:
+    """Which one of several threads does something: the first one that asks.
+
+    Not a lock: an interrupt right after its ``acquire`` would hide who has it.
+    """
+
+    def __init__(self) -> None:
+        self._claimants: list[str] = []
+
+    def take(self, claimant: str) -> bool:
+        """Return True if ``claimant`` was the first to call this, then or now."""
+        self._claimants.append(claimant)
+        return self._claimants[0] == claimant
+
+
 class _Worker(Thread):
     """A thread that the caller can join despite Ctrl-C, which would interrupt ``Thread.join``.
 
@@ -198,11 +213,11 @@ class _Worker(Thread):
 
     def __init__(self, run: Callable[[], None], name: str) -> None:
         super().__init__(target=run, name=name)
-        self._claims: list[str] = []
+        self._claim = Claim()
         self._ended = Latch()
 
     def run(self) -> None:
-        if self._claim("thread"):
+        if self._claim.take("thread"):
             try:
                 super().run()
             finally:
@@ -215,18 +230,10 @@ class _Worker(Thread):
         """
         while True:
             try:
-                if not self._claim("caller"):
+                if not self._claim.take("caller"):
                     self._ended.wait()
                 if self.is_alive():
                     self.join()
                 return
             except BaseException as e:  # noqa: BLE001  (the caller raises it later)
                 failures.append(e)
-
-    def _claim(self, claimant: str) -> bool:
-        """Return True if ``claimant`` was the first: a thread that the caller claims does nothing.
-
-        Not a lock: an interrupt right after its ``acquire`` would hide who has it.
-        """
-        self._claims.append(claimant)
-        return self._claims[0] == claimant

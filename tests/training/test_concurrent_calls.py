@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training import lifecycle
 from holdfast.training.checkpointer import Checkpointer
+from tests.interrupts import InterruptOpcode
 from tests.trainings import initial_state, state_after, states_equal, train, train_step, training
 
 SOURCE = str(Path(holdfast.__file__).parent)
@@ -161,21 +162,8 @@ def test_a_real_signal_during_steps_changes_nothing(seed: int) -> None:
 # -- a handler that ends the call -----------------------------------------------------------------
 
 
-class InterruptOpcode:
-    """A trace function that raises KeyboardInterrupt at the n-th opcode of the guard."""
-
-    def __init__(self, at: int) -> None:
-        self.remaining, self.seen = at, 0
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_name not in ("call", "check_exclusive", "_is_running"):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.seen += 1
-            if self.seen == self.remaining:
-                raise KeyboardInterrupt
-        return self
+def is_guard(code: CodeType) -> bool:
+    return code.co_name in ("call", "check_exclusive", "_is_running")
 
 
 def ended_frame() -> FrameType:
@@ -187,7 +175,7 @@ def test_an_interrupt_at_any_opcode_of_the_guard_leaves_the_checkpointer_usable(
     at = 0
     while True:
         at += 1
-        store, state, interrupt = MemoryStore(), initial_state(), InterruptOpcode(at)
+        store, state, interrupt = MemoryStore(), initial_state(), InterruptOpcode(at, is_guard)
         try:
             with Checkpointer(store, state, save=EverySteps(2) | OnException()) as ckpt:
                 train(state, ckpt, 3)

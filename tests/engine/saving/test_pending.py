@@ -24,7 +24,7 @@ from holdfast.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.engine.saving.child_scripts import SAVE, STEP, run_script
 from tests.engine.unreliable_stores import HookedStore
-from tests.signals_at_start import MOMENTS, SignalError, raise_at_start
+from tests.interrupts import MOMENTS, SignalError, raise_at_start
 from tests.trainings import initial_state, state_after, states_equal, train
 
 REPOSITORY = Path(__file__).parents[3]

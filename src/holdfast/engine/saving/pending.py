@@ -8,11 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Lock, Thread, current_thread
+from threading import Thread, current_thread
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitError, HoldfastError
-from holdfast.threads import Latch, start_thread
+from holdfast.threads import Claim, Latch, start_thread
 
 if TYPE_CHECKING:
     from holdfast.engine.snapshot.snapshot import Snapshot
@@ -41,13 +41,11 @@ class Pending:
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
         self._pid = os.getpid()
-        self._cancelled = False
         # Not Thread.join: before Python 3.13, a join that Ctrl-C interrupts marks the thread as
         # ended, and the process then does not wait for it at exit.
         self._ended = Latch()
         self._thread = Thread(target=self._run, name="holdfast-save")
-        # acquired once: by the thread, or by the caller that gave up starting it
-        self._start_lock = Lock()
+        self._claim = Claim()  # of the thread, or of the caller that gave up starting it
 
     def start(self) -> None:
         """Start the thread. Raises ``CommitError`` if no thread can be started.
@@ -64,10 +62,10 @@ class Pending:
 
     def cancel(self) -> bool:
         """Return True if the save will never begin, because its thread has not taken it over."""
-        if self._start_lock.acquire(blocking=False):
-            self._cancelled = True
+        is_cancelled = self._claim.take("caller")
+        if is_cancelled:
             _unawaited.discard(self)
-        return self._cancelled
+        return is_cancelled
 
     @property
     def done(self) -> bool:
@@ -108,7 +106,7 @@ class Pending:
         return self._snapshot
 
     def _run(self) -> None:
-        if not self._start_lock.acquire(blocking=False):
+        if not self._claim.take("thread"):
             return
         try:
             try:

@@ -1,4 +1,4 @@
-"""A signal handler that raises an error while ``Thread.start`` starts a thread."""
+"""Exceptions of signal handlers: at any opcode, and while ``Thread.start`` starts a thread."""
 
 from __future__ import annotations
 
@@ -6,11 +6,30 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 
 START = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+
+
+class InterruptOpcode:
+    """A trace function that raises KeyboardInterrupt at the n-th opcode of some functions."""
+
+    def __init__(self, at: int, is_traced: Callable[[CodeType], bool]) -> None:
+        self.remaining, self.seen = at, 0
+        self._is_traced = is_traced
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not self._is_traced(frame.f_code):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.seen += 1
+            if self.seen == self.remaining:
+                raise KeyboardInterrupt
+        return self
 
 
 class SignalError(Exception):
