@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,12 +17,12 @@ START = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new
 class InterruptOpcode:
     """A trace function that raises KeyboardInterrupt at the n-th opcode of some functions."""
 
-    def __init__(self, at: int, is_traced: Callable[[CodeType], bool]) -> None:
+    def __init__(self, at: int, is_traced: Callable[[FrameType], bool]) -> None:
         self.remaining, self.seen = at, 0
         self._is_traced = is_traced
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not self._is_traced(frame.f_code):
+        if not self._is_traced(frame):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

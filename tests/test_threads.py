@@ -155,7 +155,7 @@ def test_an_interrupted_call_of_a_latch_can_be_repeated(method: str) -> None:
     number, before = 0, sys.gettrace()
     while True:
         latch, number = Latch(), number + 1
-        interrupt = InterruptOpcode(number, codes.__contains__)
+        interrupt = InterruptOpcode(number, lambda frame: frame.f_code in codes)
         if method == "wait":
             threading.Timer(0.001, latch.set).start()
         sys.settrace(interrupt)

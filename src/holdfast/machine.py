@@ -1,4 +1,4 @@
-"""The identity of this machine, its boot, and this process."""
+"""The identity of this machine, its boot, and this process, and whether a function call runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 
 
 def process_identity() -> tuple[str, str, str]:
@@ -52,3 +53,15 @@ def _read_text(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
+
+
+def is_running(frame: FrameType) -> bool:
+    """Return True if a function call, in any thread, has not ended. A generator must not ask this.
+
+    The variables of a call that has ended are cleared.
+    """
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast import generators
-from holdfast.errors import HoldfastError, PlanError
-from holdfast.generators import Isolation, capture_states, restore_states
+from holdfast.errors import HoldfastError, PlanError, Unsupported
+from holdfast.generators import DeferredIsolation, Isolation, capture_states, restore_states
 from holdfast.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -640,26 +640,69 @@ def test_an_exception_in_an_evaluation_saves_the_generators_of_the_training() ->
         assert draw() == expected
 
 
-@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+@pytest.mark.parametrize(
+    ("operation", "method"),
+    [
+        (operation, method)
+        for operation in ("save", "load", "checkpointer")
+        for method in ("__enter__", "__exit__", "begin")
+        if (operation, method) != ("load", "begin")
+    ],
+)
 def test_an_interrupt_leaves_no_isolation_open(
-    monkeypatch: pytest.MonkeyPatch, method: str
+    monkeypatch: pytest.MonkeyPatch, operation: str, method: str
 ) -> None:
-    """The signal handler raises when the isolation has begun, or before it ends."""
-    seed_all(1)
-    expected = upcoming()
-    original = getattr(Isolation, method)
+    """The signal handler raises when an isolation has begun, or before it ends."""
+    isolation = Isolation if operation == "load" else DeferredIsolation
+    original = getattr(isolation, method)
+    state = {"x": Methods(), "rng": holdfast.RNG()}
+    stored = MemoryStore()
+    holdfast.save(stored, state)
 
-    def interrupted(self: Isolation, *args: Any) -> None:
-        monkeypatch.setattr(Isolation, method, original)
-        if method == "__enter__":
+    def interrupted(self: Any, *args: Any) -> None:
+        monkeypatch.setattr(isolation, method, original)
+        if method != "__exit__":
             original(self)
         raise KeyboardInterrupt
 
-    state = {"x": Methods(), "rng": holdfast.RNG()}
     with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.Never()) as ckpt:
         ckpt.step()
-        monkeypatch.setattr(Isolation, method, interrupted)
+        monkeypatch.setattr(isolation, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            ckpt.save()
+            if operation == "save":
+                holdfast.save(MemoryStore(), state)
+            elif operation == "load":
+                holdfast.load(stored, into=state)
+            else:
+                ckpt.save()
+    assert generators._open_frames() == []
+
+    expected = upcoming()
+    stored = MemoryStore()
+    holdfast.save(stored, {"rng": holdfast.RNG()})
+    draw()
+    holdfast.load(stored, into={"rng": holdfast.RNG()})
+    assert upcoming() == expected, "the save did not record the current states"
+
+
+def test_a_failed_save_inside_of_a_save_leaves_the_outer_isolation_open() -> None:
+    """An object may have a Checkpointer of its own, whose save fails."""
+
+    class SavesInside(Methods):
+        def state_dict(self) -> dict[str, Any]:
+            state: dict[str, Any] = {"x": 1}
+            with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.Never()) as inner:
+                inner.step()
+                state["x"] = object()
+                with pytest.raises(Unsupported):
+                    inner.save()
+            draw()
+            return super().state_dict()
+
+    seed_all(1)
+    expected = upcoming()
+    state = {"x": SavesInside(), "rng": holdfast.RNG()}
+    with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.Never()) as ckpt:
+        ckpt.step()
+        ckpt.save()
         assert upcoming() == expected
-        assert generators._open_frames() == []

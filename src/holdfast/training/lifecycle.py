@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import HoldfastError
-from holdfast.generators import end_interrupted
+from holdfast.machine import is_running
 
 
 class _HasLifecycle(Protocol):
@@ -42,9 +42,6 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
             self._lifecycle.check_exclusive(_getframe())
         try:
             return method(self, *args, **kwargs)
-        except BaseException:
-            end_interrupted()
-            raise
         finally:
             calls.pop(_getframe(), None)
 
@@ -80,7 +77,7 @@ class Lifecycle:
         for other, name in list(self.calls.items()):
             if other is frame:
                 return
-            if not self.is_forked and _is_running(other):
+            if not self.is_forked and is_running(other):
                 raise _refusal(self.calls.pop(frame), frame, name, other)
             self.calls.pop(other, None)
 
@@ -125,14 +122,6 @@ class Lifecycle:
                 "The last resume() failed and may have left the live state invalid",
                 todo="Resume from an intact version before you continue the training",
             )
-
-
-def _is_running(frame: FrameType) -> bool:
-    try:
-        frame.clear()
-    except RuntimeError:
-        return True
-    return False
 
 
 def _refusal(name: str, frame: FrameType, callee: str, running: FrameType) -> HoldfastError:

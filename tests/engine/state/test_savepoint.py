@@ -689,7 +689,8 @@ def test_values_that_contain_themselves_are_traversed_once_and_refused(
     savepoint = Savepoint({"x": value})
     # This part calls neither find_instances nor flatten, which traverse the state on their own.
     savepoint._memo = {}
-    map_containers(value, savepoint._capture_value, savepoint._memo)
+    with savepoint._isolation:
+        map_containers(value, savepoint._capture_value, savepoint._memo)
     assert len(savepoint._memo) < 500
     if make is not _dicts_within_each_other:  # flatten would traverse every path through these
         with pytest.raises(Unsupported):

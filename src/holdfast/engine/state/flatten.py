@@ -6,7 +6,6 @@ without bytes of its own, such as a conjugate: its source is the resolved tensor
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,7 +26,7 @@ from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
 from holdfast.format.names import join_key
 from holdfast.format.tree import unsupported
-from holdfast.generators import Isolation
+from holdfast.generators import DeferredIsolation
 from holdfast.text import with_article
 from holdfast.types import DTYPES, Box
 
@@ -90,7 +89,7 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
         )
     torch = lazy_torch.torch_or_none()
     classes = () if torch is None else (torch.Tensor, torch.nn.Parameter)
-    with ExitStack() as isolation:
+    with DeferredIsolation() as isolation:
         flattener = _Flattener(state, rank, isolation, torch, classes[:1], classes)
         if (
             torch is not None
@@ -108,11 +107,10 @@ class _Flattener:
 
     state: dict[str, Any]
     rank: int
-    isolation: ExitStack
+    isolation: DeferredIsolation
     torch: Any
     tensor_class: tuple[Any, ...]
     plain_classes: tuple[Any, ...]
-    runs_user_code: bool = False
     flat: FlatState = field(default_factory=FlatState)
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
@@ -167,9 +165,7 @@ class _Flattener:
         return {"first" if first else "own": key}
 
     def _encode_object(self, value: Any, key: str, depth: int) -> Any:
-        if not self.runs_user_code:  # what it draws, in all objects of the state, is undone
-            self.runs_user_code = True
-            self.isolation.enter_context(Isolation("call"))
+        self.isolation.begin()  # what its code draws is undone
         if sharding.is_distributed_tensor(value):
             return self._encode_distributed(value, key)
         if isinstance(value, Replicated) or (

@@ -9,7 +9,6 @@ stable parameters and slots (see ``step_hooks``), and it flattens the state only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from operator import attrgetter, is_
@@ -42,7 +41,7 @@ from holdfast.engine.state.walk import (
     storage_address,
     to_local,
 )
-from holdfast.generators import Isolation
+from holdfast.generators import DeferredIsolation
 from holdfast.threads import gc_paused
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class Savepoint:
         self._stable_storages: frozenset[int] = frozenset()
         self._mutable_members: dict[int, tuple[PrefixedModules, MemberCopies] | None] = {}
         self._stable_optimizer_ids: set[int] = set()
-        self._isolation: ExitStack | None = None
+        self._isolation = DeferredIsolation()
 
     @property
     def invalid_reason(self) -> str | None:
@@ -119,9 +118,9 @@ class Savepoint:
         What code of the user draws in the meantime is undone.
         """
         self._invalid_reason, self._captured = _INTERRUPTED, None
-        with ExitStack() as self._isolation:
+        with DeferredIsolation() as self._isolation:
             if not self._is_structure_unchanged():
-                self._isolate()
+                self._isolation.begin()
                 self._scan_state()
             self._version_counters = _read_version_counters(self._fingerprint.partial)
             self._fingerprint.record()
@@ -130,15 +129,6 @@ class Savepoint:
             self._captured = map_containers(self._state, self._capture_value, self._memo)
             self._memo = {}
         self._invalid_reason = None
-
-    def _isolate(self) -> None:
-        """Isolate the generators until the end of the capture, because code of the user follows.
-
-        A capture without such code saves the time, a tenth of a millisecond.
-        """
-        if self._isolation is not None:
-            self._isolation.enter_context(Isolation("call"))
-            self._isolation = None
 
     def invalidate(self) -> None:
         """Discard the savepoint, because a load is about to overwrite the live state."""
@@ -234,7 +224,7 @@ class Savepoint:
             return self._capture_module(value, depth)
         if optimizers.is_standard_optimizer(value):
             if id(value) not in self._stable_optimizer_ids:
-                self._isolate()
+                self._isolation.begin()
                 if self._parameter_names is None:
                     self._parameter_names = modules.parameter_names(self._state)
                 state = optimizers.optimizer_state(value, self._parameter_names, "")
@@ -245,7 +235,7 @@ class Savepoint:
             )
         is_own = type(value).__module__.partition(".")[0] in _OWN_PACKAGES
         if not is_own or id(value) in map(id, self._optimizers):  # an optimizer has hooks
-            self._isolate()
+            self._isolation.begin()
         if modules.is_stateful(value) and not isinstance(value, type):
             state = map_containers(value.state_dict(), self._capture_value, self._memo, depth + 1)
             return PerRank(state) if keeps_per_rank(value) else state
@@ -254,7 +244,7 @@ class Savepoint:
     def _capture_module(self, module: torch.nn.Module, depth: int) -> Any:
         mutable_members = self._mutable_members.get(id(module))
         if mutable_members is None or mutable_members[0]:
-            self._isolate()
+            self._isolation.begin()
         if mutable_members is None:
             return map_containers(
                 modules.module_state(module, ""), self._capture_value, self._memo, depth
