@@ -111,8 +111,11 @@ def await_victim(rank: Rank) -> None:
 
 
 def wait_and_resume(rank: Rank) -> None:
+    """End after the other one has its result: it may join late, and then blame this rank."""
     await_victim(rank)
     rank.resume()
+    rank.signal("resumed")
+    rank.await_signal("resumed", 2)
 
 
 def stop_first(rank: Rank) -> None:

@@ -476,7 +476,8 @@ def test_a_failed_collective_is_freed_without_a_garbage_collection(failing_rank:
         with suppress(OSError, RankFailed), collective:
             if rank == failing_rank:
                 raise OSError(28, "No space left on device")
-            collective.gather(1, int)
+            collective.gather(1, int)  # may not wait on rank 1
+            collective.broadcast(1, int)
             pytest.fail("the error of the other rank was not raised")
 
     with FakeGroup(2) as group, gc_paused():
