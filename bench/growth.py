@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,16 @@ PATIENCE = 5.0
 
 @dataclass(slots=True)
 class Case:
-    """A call to measure. ``before`` runs before each round, outside of the measurement."""
+    """A call to measure. ``before`` runs before each round, outside of the measurement.
+
+    ``call`` does what is measured ``repeats`` times.
+    """
 
     name: str
     call: Callable[[], object]
     before: Callable[[], object] = int
     rounds: int = ROUNDS
+    repeats: int = 1
 
 
 def run_command(*arguments: object) -> Callable[[], object]:
@@ -71,7 +76,7 @@ def seconds_of(cases: Sequence[Case]) -> list[float]:
                 case.before()
                 begin = time.process_time()
                 case.call()
-                best[i] = min(best[i], time.process_time() - begin)
+                best[i] = min(best[i], (time.process_time() - begin) / case.repeats)
     return best
 
 
@@ -171,22 +176,35 @@ def parameters(count: int, folder: Path) -> Iterator[Case]:
 def versions(count: int, folder: Path) -> Iterator[Case]:
     """A run of ``count`` versions."""
     import holdfast
+    from holdfast.run.retention import VERSIONS_PER_SAVE
 
     path, new = folder / "run", folder / "new"
     state = {"x": np.zeros(8), "progress": holdfast.Progress()}
     make_run(path, count, state)
-    saving = holdfast.Checkpointer(path, state, save=holdfast.EverySteps(10**9),
-                                   keep=holdfast.KeepLast(count + 100))  # fmt: skip
-    saving.resume()
-    saving.step()
-    saving.save()
     run = holdfast.Run(path)
 
     def fresh() -> holdfast.Run:
         return holdfast.Run(path)
 
-    yield Case("Checkpointer.save", saving.save, saving.step)
-    saving.close()
+    policies = {
+        "all kept": None,
+        "KeepLast": holdfast.KeepLast(count),
+        "KeepLast, KeepBest": holdfast.KeepLast(count) | holdfast.KeepBest(count // 2, "loss"),
+    }
+    for name, keep in policies.items():
+        saving = holdfast.Checkpointer(path, state, save=holdfast.Never(), keep=keep)
+        saving.resume()
+
+        def save(number: int, saving: holdfast.Checkpointer = saving) -> None:
+            for _ in range(number):
+                saving.step({"loss": 1.0})
+                saving.save()
+
+        save(1)  # reads all manifests
+        # after so many saves, the one with retention included, their mean is that of all
+        repeats = max(1, count // VERSIONS_PER_SAVE)
+        yield Case(f"Checkpointer.save, {name}", partial(save, repeats), repeats=repeats)
+        saving.close()
     resumed = holdfast.Checkpointer(path, state)
     yield Case("resume", resumed.resume)
     resumed.close()

@@ -7,13 +7,14 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
 
 from holdfast import threads
-from holdfast.threads import Latch, gc_paused, in_parallel
+from holdfast.threads import Latch, gc_paused, in_parallel, look_up_each
 from tests.interrupts import MOMENTS, InterruptOpcode, SignalError, raise_at_start
 
 
@@ -100,6 +101,53 @@ def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_th
     with pytest.raises(KeyboardInterrupt):
         in_parallel(items(), interrupt, 2, failures=failures)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("slow", [(), range(320), range(0, 320, 2), (7, 8)], ids=str)
+def test_only_slow_lookups_run_in_threads(
+    monkeypatch: pytest.MonkeyPatch, slow: Sequence[int]
+) -> None:
+    clock = 0.0
+    threads: dict[int, str] = {}
+    monkeypatch.setattr("holdfast.threads.time.perf_counter", lambda: clock)
+
+    def look_up(item: int) -> None:
+        nonlocal clock
+        assert item not in threads
+        threads[item] = threading.current_thread().name
+        time.sleep(0.001 if item > 9 else 0)
+        clock += 0.01 if item in slow else 0.0001
+
+    look_up_each(range(320), look_up)
+    assert sorted(threads) == [*range(320)]
+    own = threading.current_thread().name
+    first = next((i + 1 for i in range(320) if i in slow and i - 1 in slow), 320)
+    assert {threads[i] for i in range(first)} == {own}
+    assert (len({threads[i] for i in range(first, 320)}) > 10) == (first < 320)
+    look_up_each((), look_up)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 200])
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_the_first_error_ends_the_lookups(
+    monkeypatch: pytest.MonkeyPatch, in_threads: bool, failing: int
+) -> None:
+    seen: list[int] = []
+    clock, failed = count(), threading.Event()
+    monkeypatch.setattr("holdfast.threads.time.perf_counter", lambda: in_threads * next(clock))
+
+    def look_up(item: int) -> None:
+        seen.append(item)
+        if item == failing:
+            failed.set()
+            raise ZeroDivisionError
+        if item > failing:
+            failed.wait(10)
+            time.sleep(0.01)
+
+    with pytest.raises(ZeroDivisionError):
+        look_up_each(range(1000), look_up)
+    assert len(seen) < 1000 if in_threads else seen == [*range(failing + 1)]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

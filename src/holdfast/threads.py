@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from holdfast.settings import read_settings
 
 T = TypeVar("T")
 
-STAT_THREADS = 32
-"""Largest number of threads that stat files. Each stat of an object store costs a network round
-trip."""
+_LOOKUP_THREADS = 32
+"""Largest number of threads that look up files whose store responds slowly."""
+
+_SLOW_LOOKUP = 0.001
+"""Seconds from which on a lookup waits for a network or a disk rather than for the processor."""
 
 
 def no_op(*_: object) -> None:
@@ -127,6 +130,24 @@ def in_parallel(
             worker.join_despite_interrupts(failures)
     if failures:
         raise failures[0]
+
+
+def look_up_each(items: Sequence[T], look_up: Callable[[T], None]) -> None:
+    """Call ``look_up``, a few requests to a store, on every item. Raises the first error.
+
+    If two in succession are slow, the others run in threads: the round trips to a store overlap.
+    In a local folder, threads would take three times as long as this one alone, because they wait
+    for the interpreter.
+    """
+    slow = 0
+    for i, item in enumerate(items):
+        began = time.perf_counter()
+        look_up(item)
+        slow = slow + 1 if time.perf_counter() - began > _SLOW_LOOKUP else 0
+        if slow == 2:
+            rest = items[i + 1 :]
+            in_parallel(rest, look_up, min(_LOOKUP_THREADS, len(rest)))
+            return
 
 
 class Latch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from msgspec.structs import replace
 import holdfast
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
-from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy
+from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
+from holdfast.run.retention import VERSIONS_PER_SAVE
 from holdfast.run.run import Run
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -77,8 +78,13 @@ def make_run(path: Path, count: int) -> Path:
     return path
 
 
-def count_in_training(path: Path, last: int, keep: KeepPolicy | None) -> dict[str, Counter[str]]:
-    """Count the calls of reading and training in a run, whose retention knows the versions."""
+def count_in_training(
+    path: Path, last: int, keep: KeepPolicy | None, saves: int = 4
+) -> dict[str, Counter[str]]:
+    """Count the calls of reading and training in a run, whose retention knows the versions.
+
+    The calls of ``saves`` saves are added. The last of them applies retention.
+    """
     fs, counts = CountingFs(), dict[str, Counter[str]]()
     store = LocalStore(path, fs=fs)
     assert Run(store).latest() is not None
@@ -89,18 +95,20 @@ def count_in_training(path: Path, last: int, keep: KeepPolicy | None) -> dict[st
     with holdfast.Checkpointer(store, state, save=EverySteps(10**9), keep=keep) as ckpt:
         ckpt.resume()
         counts["resume"] = fs.take()
-        for step in range(1, 6):
-            ckpt.step()
+        counts["saves"] = Counter()
+        for number in range(saves + 1):
+            ckpt.step({"loss": 1.0})
             fs.take()
             ckpt.save()
-            counts[f"save {step}"] = fs.take()
+            if number:  # the retention of the first one reads every manifest, once
+                counts["saves"] += fs.take()
         ckpt.run.retain(keep or KeepPolicy())
         counts["retention"] = fs.take()
     if keep is None:
-        assert len(os.listdir(path)) >= last // 10 + 5
+        assert len(list(path.glob("version_*"))) == last // 10 + saves + 1
     else:
-        assert len(list(path.glob(f"version_{last // 10}[1-9]"))) <= 2
-    del counts["save 1"]  # its retention reads every manifest, once
+        records = Run(path).records()
+        assert {r.version for r in records} == keep.keep(records)
     return counts
 
 
@@ -113,11 +121,33 @@ def count_in_training(path: Path, last: int, keep: KeepPolicy | None) -> dict[st
 def test_the_calls_do_not_depend_on_the_number_of_versions(
     tmp_path: Path, count: int, keep: KeepPolicy | None
 ) -> None:
-    few = count_in_training(make_run(tmp_path / "few", 10), 100, keep)
-    many = count_in_training(make_run(tmp_path / "many", count), 10 * count, keep)
-    assert few == many
-    assert few["save 5"]["scandir"] <= 12
-    assert few["save 5"].total() < 130
+    saves = count // VERSIONS_PER_SAVE
+    few = count_in_training(make_run(tmp_path / "few", 10), 100, keep, saves)
+    many = count_in_training(make_run(tmp_path / "many", count), 10 * count, keep, saves)
+    assert few["saves"].total() < 100 * saves
+    assert many.pop("saves") <= few.pop("saves")
+    assert many == few
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(3_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["last", "best", "own"])
+def test_looking_up_all_versions_costs_the_same_for_each_save(
+    tmp_path: Path, count: int, kind: str
+) -> None:
+    """A policy may keep very many versions, or look at the metrics of all of them."""
+
+    class Own(KeepPolicy):
+        def keep(self, records: Sequence[Record]) -> set[Version]:
+            return {r.version for r in records[-count:]}
+
+    best = KeepBest(count // 2, "loss") | KeepEvery(10) | KeepLast(1)
+    keep = {"last": KeepLast(count), "best": best, "own": Own()}[kind]
+    saves = count // VERSIONS_PER_SAVE
+    few = count_in_training(make_run(tmp_path / "few", 10), 100, KeepLast(10), saves)
+    many = count_in_training(make_run(tmp_path / "many", count), 10 * count, keep, saves)
+    # for each version: its manifest, its links, its metrics, its two files, and its manifest again
+    per_save = 6.5 * VERSIONS_PER_SAVE
+    assert many["saves"].total() <= few["saves"].total() + saves * per_save
 
 
 def test_a_policy_on_metrics_lists_each_folder_once_and_reads_nothing_again(
@@ -287,7 +317,7 @@ def test_a_version_saved_again_by_another_process_keeps_its_base() -> None:
             ckpt.resume()
             for _ in range(steps):
                 state["live"] += 1
-                ckpt.step()
+                ckpt.step({"loss": 1.0})
 
     train(3, incremental=False)
     known = Run(store)

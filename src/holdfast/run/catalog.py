@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -38,26 +38,6 @@ from holdfast.types import MIB
 
 _PART = 4 * MIB
 _VERSION = re.compile(rb"version_[0-9]{1,18}(?:\.[1-9][0-9]{0,8})?")
-
-
-def find_orphans(
-    files: Mapping[Version, FolderFiles], version_records: Mapping[Version, VersionRecord]
-) -> Iterator[tuple[Version, Stat]]:
-    """Yield the files in version folders that no manifest names or refers to.
-
-    These are shards and indexes, and evaluations in folders without a manifest. A folder with an
-    unreadable manifest contributes no files, because that manifest may name them.
-    """
-    referenced = {key for r in version_records.values() for key in r.files}
-    for version, folder in files.items():
-        record = version_records.get(version)
-        if record is None or record.digest:
-            for stat in folder.stats:
-                name = stat.key.rpartition("/")[2]
-                is_evaluation = record is None and names.parse_evaluation(name) is not None
-                is_attempt_file = names.parse_attempt(name) is not None
-                if is_evaluation or (is_attempt_file and stat.key not in referenced):
-                    yield version, stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +93,11 @@ class Catalog:
         snapshot = open_location(Location(self.store, str(version)))
         _ = snapshot.version  # reads the manifest and compares its version with the folder's name
         return snapshot
+
+    @property
+    def version_count(self) -> int:
+        """The number of versions that the catalog knows."""
+        return len(self._version_records)
 
     def listing(self) -> Listing:
         """List the folder of the run, once and not below it."""
@@ -203,7 +188,8 @@ class Catalog:
         """Return the record of every version that exists.
 
         A version that another process deletes during the call is omitted. A version that is known,
-        intact, and of a step before ``look_again_from`` is not looked at again.
+        intact, and of a step before ``look_again_from`` is not looked at again. If there are such
+        versions, only the manifests of the others are looked at, not the links in their folders.
         """
         folders = self._present if listing.folders is self._folders else set(listing.folders)
         for version in [v for v in self._version_records if v not in folders]:
@@ -212,17 +198,20 @@ class Catalog:
         first = bisect_left(listing.folders, Version(look_again_from))
         older = (v for v in listing.folders[:first] if v not in records)
         for version in (*older, *self._damaged.intersection(records), *listing.folders[first:]):
-            record = self.read_version(version, listing)
+            record = self.read_version(version, listing, look_for_links=look_again_from == 0)
             if record is not None:
                 records[version] = record
             else:
                 records.pop(version, None)
         return records
 
-    def read_version(self, version: Version, listing: Listing) -> VersionRecord | None:
+    def read_version(
+        self, version: Version, listing: Listing, *, look_for_links: bool = True
+    ) -> VersionRecord | None:
         """Return the record of one version, or None if the version does not exist (any more).
 
-        The store is asked. The manifest is read only if it is not the one that was read before.
+        The store is asked. The manifest is read only if it is not the one that was read before;
+        otherwise, the links in the folder are optional.
         """
         record = self._version_records.get(version)
         try:
@@ -230,6 +219,8 @@ class Catalog:
             if record is None or record.manifest != manifest:
                 self.forget(version)
                 record = self._read_manifest(version, manifest)
+            elif not look_for_links:
+                return record
         except NotFound:
             self.forget(version)
             return None

@@ -1,13 +1,14 @@
-"""Retention: which versions a keep policy deletes.
+"""Retention: which versions a keep policy deletes, and when.
 
 A policy decides from what the catalog knows. Before anything is deleted, every file of the versions
-that are kept instead is looked up again, because the deletion relies on them. So the cost of a save
-does not grow with the number of versions in the run, except for one listing of its folder.
+that are kept instead is looked up again, because the deletion relies on them. The cost can thus
+grow with the number of versions. Therefore, a training that has many does not apply retention after
+each save, but after so many saves that the cost of one does not depend on the number of versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from holdfast import events
 from holdfast.errors import HoldfastError
@@ -18,10 +19,46 @@ from holdfast.run.listing import FolderFiles, Listing
 from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
 from holdfast.run.sweep import Roots, delete_versions, find_roots, finish_deletions
 from holdfast.text import format_list
-from holdfast.threads import STAT_THREADS, in_parallel
+from holdfast.threads import look_up_each
 
 _MAX_ROUNDS = 10
 """Maximum number of decisions. Each one finds that what the one before relied on has changed."""
+
+VERSIONS_PER_SAVE = 50
+"""Number of versions for each of which retention of a training waits for another save."""
+
+
+class TrainingRetention:
+    """Applies a keep policy after the saves of a training.
+
+    In a run of ``n`` versions, retention follows every ``n // 50``-th save. At most 2 % more
+    versions than the policy keeps therefore exist in the meantime, and none after ``finish``.
+    """
+
+    def __init__(self, catalog: Catalog, policy: KeepPolicy) -> None:
+        self._catalog = catalog
+        self._policy = policy
+        self._saves = self._interval = 0
+
+    def after_save(self) -> None:
+        """Apply retention if it is due. If it raises, the next save tries again."""
+        self._saves += 1
+        if self._saves >= self._interval:
+            self._saves = self._interval = 0
+            retain(self._catalog, self._policy)
+            self._interval = self._catalog.version_count // VERSIONS_PER_SAVE
+
+    def finish(self) -> None:
+        """Apply retention at the end of the training, unless it followed the last save."""
+        if self._saves:
+            self._saves = 0
+            retain(self._catalog, self._policy)
+
+
+def undeleted_error(error: HoldfastError, version: object) -> HoldfastError:
+    """Return the error of a retention with the advice that ``version`` was saved nevertheless."""
+    advice = f"{version} was saved, but old versions could not be deleted"
+    return error.with_advice(advice, committed=str(version))
 
 
 def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
@@ -52,7 +89,7 @@ def _select(
     versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
     if not _consists_of(policy, KeepLast, KeepEvery):  # the others may use evaluations
-        _each(versions, lambda v: metrics.update({v: catalog.metrics(v, known[v])}))
+        look_up_each(versions, lambda v: metrics.update({v: catalog.metrics(v, known[v])}))
     records = [Record(v, metrics[v]) for v in versions]
     intact: dict[Version, bool] = {}
     while True:
@@ -111,12 +148,8 @@ def _look_again(
         record = catalog.read_version(version, listing)
         found[version] = record, record is not None and catalog.is_intact(record)
 
-    _each(sorted(versions), look)
+    look_up_each(sorted(versions), look)
     return found
-
-
-def _each(versions: Sequence[Version], work: Callable[[Version], None]) -> None:
-    in_parallel(versions, work, min(STAT_THREADS, len(versions) // 8 + 1))
 
 
 def _report_linked(catalog: Catalog, versions: Collection[Version]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from holdfast.engine.snapshot import pins
 from holdfast.errors import BrokenLink, FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
-from holdfast.run.catalog import Catalog, VersionRecord, find_orphans
+from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.lineage import branches_of_unknown_origin, lineage_of
 from holdfast.run.listing import FolderFiles, Listing
 from holdfast.storage.store import Stat, Store
@@ -298,6 +298,26 @@ def sweep(
         state.delete_abandoned()
     nbytes = sum(s.length for s in state.removed)
     return SweepResult([s.key for s in state.removed], state.kept, nbytes)
+
+
+def find_orphans(
+    files: Mapping[Version, FolderFiles], version_records: Mapping[Version, VersionRecord]
+) -> Iterator[tuple[Version, Stat]]:
+    """Yield the files in version folders that no manifest names or refers to.
+
+    These are shards and indexes, and evaluations in folders without a manifest. A folder with an
+    unreadable manifest contributes no files, because that manifest may name them.
+    """
+    referenced = {key for r in version_records.values() for key in r.files}
+    for version, folder in files.items():
+        record = version_records.get(version)
+        if record is None or record.digest:
+            for stat in folder.stats:
+                name = stat.key.rpartition("/")[2]
+                is_evaluation = record is None and names.parse_evaluation(name) is not None
+                is_attempt_file = names.parse_attempt(name) is not None
+                if is_evaluation or (is_attempt_file and stat.key not in referenced):
+                    yield version, stat
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from holdfast.engine.state.savepoint import Savepoint
 from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
 from holdfast.format.names import Version
 from holdfast.run.policy import Never, SavePolicy
+from holdfast.run.retention import undeleted_error
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import EarlyStop
@@ -113,8 +114,16 @@ class Ending:
             raise
         if at_end and error is None:
             self._save(save_last_step)
-            return False
-        return could_save
+        if could_save and error is None and not is_process_ending():
+            raise_or_warn(self._finish_retention, self._on_error, self._saver)
+        return could_save and not (at_end and error is None)
+
+    def _finish_retention(self) -> None:
+        try:
+            self._saver.retention.finish()
+        except HoldfastError as e:
+            newest = self._saver.newest
+            raise undeleted_error(e, newest and newest.location.folder) from e
 
     def _wait(self) -> None:
         if not self._lifecycle.is_forked:

@@ -1,4 +1,4 @@
-"""The saves of one training: at most one is in flight, and retention follows each."""
+"""The saves of one training: at most one is in flight, and retention follows."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from holdfast.format.names import Version, parse_version
 from holdfast.generators import Isolation
 from holdfast.run.metrics import to_numbers
 from holdfast.run.policy import KeepPolicy
+from holdfast.run.retention import TrainingRetention, undeleted_error
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
 from holdfast.training.buffer_reservation import BufferReservation
@@ -57,7 +58,7 @@ class SaveSpec:
 
 
 class Saver:
-    """Saves states into a run in the background, and applies retention after each save.
+    """Saves states into a run in the background, and applies retention.
 
     ``writer_lock`` and ``checks`` are checked before every commit.
 
@@ -82,7 +83,7 @@ class Saver:
         self.begun_step = 0
         """The step of the last save that did not fail, even if it is still in flight."""
 
-        self._keep = keep
+        self.retention = TrainingRetention(run.catalog, keep)
         self._goodput = goodput
         self._writer_lock = writer_lock
         self._full_every = full_every
@@ -281,12 +282,9 @@ class Saver:
                 emit_structure_change(self.run.url, self.newest, snapshot)
                 if self._goodput.counts["saves"] == METRIC_CHECK_AFTER:
                     self.checks.metric.make()
-                self.run.retain(self._keep)
+                self.retention.after_save()
         except HoldfastError as e:
-            self._post_commit_error = e.with_advice(
-                f"{spec.version} was saved, but old versions could not be deleted",
-                committed=str(spec.version),
-            )
+            self._post_commit_error = undeleted_error(e, spec.version)
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
             self._post_commit_error = e
         seconds = time.perf_counter() - began

@@ -25,9 +25,10 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version
 from holdfast.format.records import Branch
-from holdfast.run.catalog import VersionRecord, find_orphans, make_version_record
+from holdfast.run.catalog import VersionRecord, make_version_record
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
+from holdfast.run.sweep import find_orphans
 from holdfast.sinks.wording import format_error_brief
 from holdfast.storage.store import Stat
 

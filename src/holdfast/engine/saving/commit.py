@@ -37,7 +37,7 @@ from holdfast.format.manifest import (
 from holdfast.format.names import MANIFEST
 from holdfast.format.sealed import check_length
 from holdfast.format.validate import check_tree
-from holdfast.threads import STAT_THREADS, in_parallel
+from holdfast.threads import look_up_each
 
 
 class BasePin(msgspec.Struct, frozen=True):
@@ -176,11 +176,7 @@ def check_receipts(
         for rank, shard in rank_shards
         for file in (shard, shard.index)
     ]
-    in_parallel(
-        files,
-        lambda file: _require_length(location, *file),
-        min(STAT_THREADS, len(files) // 8 + 1),
-    )
+    look_up_each(files, lambda file: _require_length(location, *file))
     return [s if s.refers else Shard(s.name, s.length, s.index) for _, s in rank_shards]
 
 
