@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from holdfast import threads
-from holdfast.threads import Latch, gc_paused, in_parallel, look_up_each
+from holdfast.buffers import shared_pool
+from holdfast.threads import Latch, Workers, gc_paused, in_parallel, look_up_each
+from holdfast.types import MIB
 from tests.interrupts import MOMENTS, InterruptOpcode, SignalError, raise_at_start
 
 
@@ -101,6 +103,20 @@ def test_an_iterable_that_waits_for_its_next_item_sees_the_failure_of_another_th
     with pytest.raises(KeyboardInterrupt):
         in_parallel(items(), interrupt, 2, failures=failures)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("nbytes", "threads"), [(0, 1), (MIB - 1, 1), (MIB, 2), (8 * MIB, 3)])
+def test_little_data_is_not_shared_by_threads(nbytes: int, threads: int) -> None:
+    seen: list[int] = []
+    together = threading.Barrier(threads)
+
+    def work(_: int) -> None:
+        seen.append(threading.get_ident())
+        together.wait(10)
+
+    Workers(shared_pool(), 3).each(range(3 * threads), work, nbytes)
+    assert len(seen) == 3 * threads
+    assert len(set(seen)) == threads
 
 
 @pytest.mark.parametrize("slow", [(), range(320), range(0, 320, 2), (7, 8)], ids=str)

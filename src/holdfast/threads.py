@@ -13,8 +13,12 @@ from typing import Self, TypeVar
 
 from holdfast.buffers import Buffer, BufferPool, shared_pool
 from holdfast.settings import read_settings
+from holdfast.types import MIB
 
 T = TypeVar("T")
+
+BYTES_PER_THREAD = MIB
+"""The least amount of data that another thread is started for, which takes about 0.2 ms."""
 
 _LOOKUP_THREADS = 32
 """Largest number of threads that look up files whose store responds slowly."""
@@ -64,9 +68,13 @@ class Workers:
         they use the one that the synchronous operations of the process share."""
         return cls(shared_pool() if pool is None else pool, read_settings().threads, advance)
 
-    def each(self, items: Sequence[T], work: Callable[[T], None]) -> None:
-        """Call ``work`` on every item. Raises the first error; then no further item is started."""
-        in_parallel(items, work, min(self.threads, len(items)), self.advance)
+    def each(self, items: Sequence[T], work: Callable[[T], None], nbytes: int = 1 << 50) -> None:
+        """Call ``work`` on every item. Raises the first error; then no further item is started.
+
+        ``nbytes``: the size of all items, for work that takes less time than the start of a thread.
+        """
+        threads = min(self.threads, len(items), 1 + nbytes // BYTES_PER_THREAD)
+        in_parallel(items, work, threads, self.advance)
 
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:

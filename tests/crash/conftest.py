@@ -47,6 +47,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
     monkeypatch.setattr("holdfast.run.request_watcher.RequestWatcher.start", lambda self: None)
     monkeypatch.setattr(buffers, "_pool", tracker.make_pool(64 * PAGE))
     monkeypatch.setenv("HOLDFAST_THREADS", "3")
+    monkeypatch.setattr("holdfast.threads.BYTES_PER_THREAD", 1)
     return tracker
 
 

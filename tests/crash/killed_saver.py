@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import holdfast
+from holdfast import threads
 from holdfast.engine.saving import save  # noqa: F401  (the fork server imports it only once)
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.run import Run
@@ -54,10 +55,11 @@ WORK = {"saves": save_and_sweep, "trains": resume_and_step, "loops": train_forev
 
 
 def run_when_traced(
-    release: Connection, output: Connection, root: str, work: str, threads: int
+    release: Connection, output: Connection, root: str, work: str, count: int
 ) -> None:
     """Run as a child of a fork server: wait for ``release``, and print to ``output``."""
-    os.environ["HOLDFAST_THREADS"] = str(threads)
+    os.environ["HOLDFAST_THREADS"] = str(count)
+    threads.BYTES_PER_THREAD = 1
     os.dup2(output.fileno(), sys.stdout.fileno())
     release.recv_bytes()
     WORK[work](root)

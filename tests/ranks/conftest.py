@@ -29,6 +29,7 @@ def trial_stores(pools: PoolTracker, monkeypatch: pytest.MonkeyPatch) -> Iterato
     )
     monkeypatch.setattr(buffers, "_pool", pools.make_pool(4096 * PAGE))
     monkeypatch.setenv("HOLDFAST_THREADS", "2")
+    monkeypatch.setattr("holdfast.threads.BYTES_PER_THREAD", 1)
     with mock.patch("holdfast.engine.snapshot.pins.is_holder_alive", return_value=False):
         yield pools
     for job in faults.OPEN_JOBS:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import holdfast
+from holdfast import threads
 from holdfast.engine.saving import save, write
 from holdfast.engine.saving.job import SaveJob
 from holdfast.storage.os_calls import Fs
@@ -128,6 +129,7 @@ def run_rank(spec: dict[str, Any]) -> None:
     """Run one rank and write its reports, one JSON object per line."""
     rank, size = spec["rank"], spec["size"]
     os.environ.update(HOLDFAST_THREADS="2", **spec["env"])
+    threads.BYTES_PER_THREAD = 1
     report_file = open(spec["report"], "a", buffering=1)  # noqa: SIM115
 
     def report(**fields: Any) -> None:

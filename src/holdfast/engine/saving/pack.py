@@ -72,7 +72,7 @@ def digest_chunks(
             with workers.buffer() as buffer:
                 digests[chunk] = digest(chunks.copy_live(chunk, buffer, 0))
 
-    workers.each(range(1, len(digests)), digest_chunk)
+    workers.each(range(1, len(digests)), digest_chunk, image.length)
     return digests
 
 

@@ -46,7 +46,7 @@ def stage_pieces(
             image.copy_piece(piece, buffer)
 
     try:
-        workers.each(pieces, fill)
+        workers.each(pieces, fill, image.length)
     except BaseException:
         release_buffers(pieces, workers.pool)
         raise

@@ -96,7 +96,7 @@ def write_shard(
             workers.pool.release(buffer)
 
     with location.store.put(location.key(name), pieces[-1].stop) as upload:
-        workers.each(pieces, write)
+        workers.each(pieces, write, pieces[-1].stop)
         upload.commit()
         workers.advance()
     return digests
