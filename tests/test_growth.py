@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 import os
 import sys
 import threading
@@ -212,6 +213,7 @@ def saved(make: Callable[[int], dict[str, Any]], n: int, folder: Any) -> str:
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setattr("holdfast.threads.SLOW_LOOKUP", math.inf)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ BYTES_PER_THREAD = MIB
 _LOOKUP_THREADS = 32
 """Largest number of threads that look up files whose store responds slowly."""
 
-_SLOW_LOOKUP = 0.001
+SLOW_LOOKUP = 0.001
 """Seconds from which on a lookup waits for a network or a disk rather than for the processor."""
 
 
@@ -151,7 +151,7 @@ def look_up_each(items: Sequence[T], look_up: Callable[[T], None]) -> None:
     for i, item in enumerate(items):
         began = time.perf_counter()
         look_up(item)
-        slow = slow + 1 if time.perf_counter() - began > _SLOW_LOOKUP else 0
+        slow = slow + 1 if time.perf_counter() - began > SLOW_LOOKUP else 0
         if slow == 2:
             rest = items[i + 1 :]
             in_parallel(rest, look_up, min(_LOOKUP_THREADS, len(rest)))

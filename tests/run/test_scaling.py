@@ -6,6 +6,7 @@ relies on is looked up again.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections import Counter
@@ -59,8 +60,9 @@ class CountingFs(Fs):
 
 
 @pytest.fixture(autouse=True)
-def no_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watcher for requests polls at arbitrary times, so the number of calls would vary."""
+    monkeypatch.setattr("holdfast.threads.SLOW_LOOKUP", math.inf)
     monkeypatch.setattr("holdfast.run.request_watcher.RequestWatcher.start", lambda self: None)
 
 

@@ -27,7 +27,8 @@ with holdfast.Checkpointer(sys.argv[1], state, save=save) as ckpt:
         loss = model(torch.randn(8, 4)).square().mean()
         if progress.step == 6:
             print("at", loss.item(), flush=True)
-            time.sleep(60)
+            while True:
+                time.sleep(0.01)  # a signal right before a sleep does not end it
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
