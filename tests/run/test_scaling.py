@@ -61,7 +61,10 @@ class CountingFs(Fs):
 
 @pytest.fixture(autouse=True)
 def no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watcher for requests polls at arbitrary times, so the number of calls would vary."""
+    """The watcher for requests polls at arbitrary times, so the number of calls would vary.
+
+    So would the order of lookups in threads.
+    """
     monkeypatch.setattr("holdfast.threads.SLOW_LOOKUP", math.inf)
     monkeypatch.setattr("holdfast.run.request_watcher.RequestWatcher.start", lambda self: None)
 
@@ -126,8 +129,10 @@ def test_the_calls_do_not_depend_on_the_number_of_versions(
     saves = count // VERSIONS_PER_SAVE
     few = count_in_training(make_run(tmp_path / "few", 10), 100, keep, saves)
     many = count_in_training(make_run(tmp_path / "many", count), 10 * count, keep, saves)
+    assert few["saves"]["scandir"] <= 12 * saves
     assert few["saves"].total() < 100 * saves
-    assert many.pop("saves") <= few.pop("saves")
+    if keep is not None:  # one retention in each run of many versions
+        assert many.pop("saves") <= few.pop("saves")
     assert many == few
 
 
@@ -319,7 +324,7 @@ def test_a_version_saved_again_by_another_process_keeps_its_base() -> None:
             ckpt.resume()
             for _ in range(steps):
                 state["live"] += 1
-                ckpt.step({"loss": 1.0})
+                ckpt.step()
 
     train(3, incremental=False)
     known = Run(store)
