@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 import holdfast
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -99,7 +100,7 @@ def verify_versions(run: Run, expected: Callable[[int], State]) -> dict[Version,
         if parent is not None:
             assert parent.version in map(str, digests) or not has_manifest(run, parent.version)
         state = initial_state()
-        load_snapshot(snapshot, state)
+        load_snapshot(snapshot, state, group=current_group())
         assert states_equal(state, expected(version.step)), f"{version} contains a different state"
         digests[version] = snapshot.digest
     return digests

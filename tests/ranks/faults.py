@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import holdfast
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.distributed.kv import Timeouts
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.errors import HoldfastError, RankFailed
@@ -275,7 +276,7 @@ def assert_versions_intact(store: Store, steps: list[int]) -> None:
         report = snapshot.verify()
         assert report.ok, report.problems
         state = initial_state()
-        load_snapshot(snapshot, state)
+        load_snapshot(snapshot, state, group=current_group())
         assert states_equal(state, state_after(step)), f"version {step} holds another state"
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.buffers import shared_pool
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.distributed.kv import Timeouts
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
@@ -203,7 +204,13 @@ def test_a_slow_rank_that_makes_progress_does_not_fail(
         state["more"] = np.arange(step, step + 600) if base is None else base[1]
         metadata = VersionMetadata(step=step)
         save_job = begin_save(
-            location, state, metadata, pool, stage_now=False, base=base and base[0]
+            location,
+            state,
+            metadata,
+            pool,
+            stage_now=False,
+            group=current_group(),
+            base=base and base[0],
         )
         return finish_save(save_job), state["more"]
 

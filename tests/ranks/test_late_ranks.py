@@ -29,6 +29,7 @@ from unittest import mock
 
 import pytest
 
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.saving import save
 from holdfast.errors import HoldfastError, NoSpace, Unavailable
 from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
@@ -314,7 +315,7 @@ def _record_requests(kv: Any, before_request: Callable[[str], None]) -> None:
 
 def _current_trial() -> tuple[Any, int]:
     """Return the trial of this thread, or None, and the rank of this thread."""
-    group = save.current_group()
+    group = current_group()
     return getattr(getattr(group, "kv", None), "trial", None), group.rank
 
 

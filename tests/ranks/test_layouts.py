@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.buffers import shared_pool
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.loading import shared_read
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.saving import partition
@@ -278,7 +279,7 @@ def test_an_incremental_version_in_another_layout_holds_its_own_values(drawn, sa
 
     def load(rank):
         state, expected = state_of(changed, 2, rank, empty=True)
-        load_snapshot(open_location(location), state)
+        load_snapshot(open_location(location), state, group=current_group())
         assert_loaded(changed, state, expected)
 
     with FakeGroup(sizes[2]) as group:
@@ -291,8 +292,9 @@ def save_to_location(location, size, state_of_rank, base=None):
     def work(rank):
         metadata = VersionMetadata(step=int(location.folder[-1]))
         state = state_of_rank(rank)
+        pool, group = shared_pool(), current_group()
         return finish_save(
-            begin_save(location, state, metadata, shared_pool(), stage_now=False, base=base)
+            begin_save(location, state, metadata, pool, stage_now=False, group=group, base=base)
         )
 
     with FakeGroup(size) as group:

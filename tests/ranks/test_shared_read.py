@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import machine
 from holdfast.engine.distributed import host_exchange, host_memory
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.distributed.host_exchange import HostPeers
 from holdfast.engine.distributed.kv import Timeouts
 from holdfast.engine.loading import shared_read
@@ -269,7 +270,7 @@ def test_an_incremental_version_is_shared_like_a_full_one():
 
     def load(rank):
         snapshot = open_location(Location(stores[rank], "version_2"))
-        load_snapshot(snapshot, live_states[rank])
+        load_snapshot(snapshot, live_states[rank], group=current_group())
 
     with FakeGroup(2) as group:
         group.run(load)

@@ -291,11 +291,11 @@ def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save() -> N
             with trainer.make_checkpointer(save=EverySteps(5)):
                 original = trainer.ckpt._saver.wait_on_all_ranks
 
-                def request_and_wait(group: Any) -> Any:
+                def request_and_wait() -> Any:
                     if trainer.rank == 0 and trainer.ckpt.current_step == 10:
                         put_request(job.inner, "0123456789ab")
                         trainer.ckpt._watcher.poll()
-                    return original(group)
+                    return original()
 
                 with mock.patch.object(trainer.ckpt._saver, "wait_on_all_ranks", request_and_wait):
                     trainer.train_steps(16)

@@ -15,7 +15,6 @@ from typing import Any, Self, cast
 from msgspec import structs
 
 from holdfast.buffers import shared_pool
-from holdfast.engine.distributed.group import current_group, use_group
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location, path_advice, suggest_similar_path
@@ -227,8 +226,7 @@ def save_foreign_checkpoint(
     note = {"imported_from": {"path": os.path.abspath(checkpoint.path), "kind": checkpoint.kind}}
     metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
     monitored = Location(cast(Store, _ReportingStore(location.store, advance)), location.folder)
-    with use_group(current_group("alone")):
-        finish_save(begin_save(monitored, flat, metadata, shared_pool(), stage_now=False))
+    finish_save(begin_save(monitored, flat, metadata, shared_pool(), stage_now=False))
     return open_location(location)
 
 

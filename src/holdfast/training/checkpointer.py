@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from holdfast import events
 from holdfast.engine.distributed.agreement import make_agreement
-from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group, use_group
+from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group
 from holdfast.engine.loading.binding import Leniency, warn_of_share
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -17,7 +17,6 @@ from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
-from holdfast.run.writer_lock import WriterLock
 from holdfast.text import warn_user
 from holdfast.training.arguments import (
     acquire_run,
@@ -118,11 +117,8 @@ class Checkpointer:
         check_not_version(self.run)
         self._goodput = Goodput()
         full_every = full_every if incremental else 1
-        self._writer_lock = WriterLock(self.run.store)
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
-        self._saver = Saver(
-            self.run, keep, self._goodput, self._writer_lock, checks, full_every, overlap
-        )
+        self._saver = Saver(self.run, self._group, keep, self._goodput, checks, full_every, overlap)
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
         self._agreed_proposals: frozenset[str] = frozenset()
@@ -192,15 +188,15 @@ class Checkpointer:
         """
         warn_of_share(share)
         self._lifecycle.check_open()
-        self._saver.wait_on_all_ranks(self._group)
+        self._saver.wait_on_all_ranks()
         leniency = Leniency(missing, unexpected, False, rename or {})
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._ending.discard()
         try:
-            with use_group(self._group):
-                point = resume_run(self.run, self.state, at, branch, self._writer_lock.acquire)
-                if point is None and start is not None:
-                    point = start_from(start, self.state, keys, leniency)
+            acquire_lock = self._saver.writer_lock.acquire
+            point = resume_run(self.run, self.state, self._group, at, branch, acquire_lock)
+            if point is None and start is not None:
+                point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:
             self._lifecycle.is_state_valid &= not left_state_invalid(e)
             raise
@@ -270,7 +266,7 @@ class Checkpointer:
             return
         if self._cadence.skip_if_busy(lambda: self._saver.busy, self.run.url, self._goodput):
             return
-        self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step, self._group))
+        self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step))
         self._raise_or_warn(lambda: self._start_save(reason, self._metrics))
 
     def _start_save(self, reason: str, metrics: Mapping[str, Any]) -> None:
@@ -283,8 +279,7 @@ class Checkpointer:
             self._early_stop.to_metadata(),
             self._watcher.accept_with_callback(),
         )
-        with use_group(self._group):
-            self._saver.start(self.state, spec)
+        self._saver.start(self.state, spec)
 
     @exclusive
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
@@ -300,13 +295,13 @@ class Checkpointer:
         added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
-            newest = self._saver.wait_on_all_ranks(self._group)
+            newest = self._saver.wait_on_all_ranks()
             self._early_stop.observe(added_metrics, self.current_step, self._agreement, False)
             if newest is None or self._saver.saved_step != self.current_step:
                 self._start_save("request", {**self._metrics, **added_metrics})
-                newest = self._saver.wait_on_all_ranks(self._group)
+                newest = self._saver.wait_on_all_ranks()
             else:
-                self._saver.add_metrics(newest, added_metrics, self._group)
+                self._saver.add_metrics(newest, added_metrics)
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return newest
@@ -331,7 +326,7 @@ class Checkpointer:
         with self._goodput.paused():
             if self._lifecycle.is_closed:
                 return self._saver.wait()
-            return self._saver.wait_on_all_ranks(self._group)
+            return self._saver.wait_on_all_ranks()
 
     def statistics(self) -> dict[str, float]:
         """Return statistics since this Checkpointer was created, by name.
@@ -379,7 +374,7 @@ class Checkpointer:
             self._agreement.close()
             self._ending.close()
             self._saver.close()
-            self._writer_lock.release()
+            self._saver.writer_lock.release()
             self._watcher.close()
 
     def __enter__(self) -> Self:
@@ -410,7 +405,7 @@ class Checkpointer:
         acquire_run(
             self.run,
             self._group,
-            self._writer_lock,
+            self._saver.writer_lock,
             self._rank_arguments,
             is_resumed=self._lifecycle.is_resumed,
         )

@@ -10,7 +10,7 @@ from weakref import finalize
 from holdfast import events
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.error_report import Arrival, format_with_notes
-from holdfast.engine.distributed.group import Group, use_group
+from holdfast.engine.distributed.group import Group
 from holdfast.engine.state.savepoint import Savepoint
 from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
 from holdfast.format.names import Version
@@ -183,8 +183,7 @@ class Ending:
         self, error: BaseException, branch: int, note: Mapping[str, Any], problems: list[str]
     ) -> None:
         if self._exception_save is not None and self._exception_save.is_available:
-            with use_group(self._group):
-                self._exception_save.save(self._saver, error, branch, note, problems)
+            self._exception_save.save(self._saver, error, branch, note, problems)
         elif self._policy.at_end:
             report_exception(self._group, error)
 
@@ -314,7 +313,7 @@ class ExceptionSave:
                 cause = f"{first.cause} (rank {first.rank})"
             note = {**note, "error": cause}
             spec = SaveSpec(Version(step, branch), "exception", metrics, note, training_metadata)
-            saver.save_after_exception(self._savepoint, spec, self._group, problems)
+            saver.save_after_exception(self._savepoint, spec, problems)
 
     def close(self) -> None:
         self._savepoint.close()

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.distributed.group import broadcast_from_first, current_group
+from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.location import locate
@@ -72,6 +72,7 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
 def resume_run(
     run: Run,
     state: dict[str, Any],
+    group: Group,
     at: int | None,
     branch: int | None,
     acquire_lock: Callable[[], object],
@@ -103,8 +104,8 @@ def resume_run(
             " generators",
             todo="Train outside of the block; only an evaluation belongs into it",
         )
-    collective = current_group().collective(f"the resume of {run.url}")
-    loader = StateLoader(state)
+    collective = group.collective(f"the resume of {run.url}")
+    loader = StateLoader(state, group)
     try:
         with collective:
             if collective.rank == 0:
@@ -127,6 +128,7 @@ class StateLoader:
     """
 
     state: dict[str, Any]
+    group: Group
     error: HoldfastError | None = None
     partially_loaded: bool = False
 
@@ -137,7 +139,7 @@ class StateLoader:
         because the version may then be intact.
         """
         try:
-            load_snapshot(snapshot, self.state)
+            load_snapshot(snapshot, self.state, group=self.group)
         except HoldfastError as e:
             self.error, self.partially_loaded = e, self.partially_loaded or left_state_invalid(e)
             cause = e.__cause__ if isinstance(e, RankFailed) else None
@@ -266,6 +268,7 @@ def check_start(
 def start_from(
     start: str,
     state: dict[str, Any],
+    group: Group,
     keys: str | Sequence[str] | None,
     leniency: Leniency,
 ) -> ResumePoint:
@@ -274,8 +277,8 @@ def start_from(
     If the state has no ``Progress``, steps continue from those of the version only if all of it is
     loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
     """
-    snapshot = _open_on_all_ranks(start)
-    load_snapshot(snapshot, state, keys, None, leniency)
+    snapshot = _open_on_all_ranks(start, group)
+    load_snapshot(snapshot, state, keys, None, leniency, group)
     is_complete = keys is None and leniency == STRICT
     metadata = read_training_metadata(snapshot) if is_complete else {}
     return ResumePoint(
@@ -288,7 +291,7 @@ def start_from(
     )
 
 
-def _open_on_all_ranks(start: str) -> Snapshot:
+def _open_on_all_ranks(start: str, group: Group) -> Snapshot:
     """Open the snapshot at an address, the same one on all ranks."""
 
     def choose() -> ResumeInstruction:
@@ -296,7 +299,7 @@ def _open_on_all_ranks(start: str) -> Snapshot:
         return ResumeInstruction(True, snapshot.url, snapshot.digest)
 
     instruction = broadcast_from_first(
-        current_group(), f"the start from {os.fspath(start)}", choose, ResumeInstruction
+        group, f"the start from {os.fspath(start)}", choose, ResumeInstruction
     )
     return Snapshot(locate(instruction.version or ""), None, instruction.digest)
 

@@ -11,7 +11,7 @@ from typing import Any
 from holdfast import events
 from holdfast.buffers import BufferPool
 from holdfast.engine.distributed.error_report import format_with_notes
-from holdfast.engine.distributed.group import Group, all_reduce, broadcast_from_first, current_group
+from holdfast.engine.distributed.group import Group, all_reduce, broadcast_from_first
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
@@ -71,9 +71,9 @@ class Saver:
     def __init__(
         self,
         run: Run,
+        group: Group,
         keep: KeepPolicy,
         goodput: Goodput,
-        writer_lock: WriterLock,
         checks: VersionChecks,
         full_every: int | None,
         overlap: bool,
@@ -84,8 +84,9 @@ class Saver:
         """The step of the last save that did not fail, even if it is still in flight."""
 
         self.retention = TrainingRetention(run.catalog, keep)
+        self._group = group
         self._goodput = goodput
-        self._writer_lock = writer_lock
+        self.writer_lock = WriterLock(run.store)
         self._full_every = full_every
         self._overlap = overlap
         self._guard: StepPreHook | None = None
@@ -111,14 +112,14 @@ class Saver:
         """The step of ``newest``, or 0 if there is none."""
         return 0 if self.newest is None else _version_of(self.newest).step
 
-    def wait_before_save(self, step: int, group: Group) -> None:
+    def wait_before_save(self, step: int) -> None:
         """Wait for the save in flight, because the save of ``step`` is due.
 
         Raises the error of the save in flight if it failed.
         """
         was_busy, began = self.busy, time.perf_counter()
         try:
-            self.wait_on_all_ranks(group)
+            self.wait_on_all_ranks()
         finally:
             if was_busy:
                 self._waited_seconds = time.perf_counter() - began
@@ -152,6 +153,7 @@ class Saver:
                 self._make_metadata(spec),
                 self._pool,
                 stage_now=True,
+                group=self._group,
                 base=self._choose_base(),
                 overlap=overlap,
             )
@@ -188,7 +190,7 @@ class Saver:
         """Open the committed version on all ranks, or raise on all ranks."""
         snapshots: list[Snapshot] = []
         broadcast_from_first(
-            current_group(),
+            self._group,
             f"the opening of {version}",
             lambda: True,
             bool,
@@ -209,7 +211,7 @@ class Saver:
         )
 
     def save_after_exception(
-        self, savepoint: Savepoint, spec: SaveSpec, group: Group, problems: list[str]
+        self, savepoint: Savepoint, spec: SaveSpec, problems: list[str]
     ) -> None:
         """Save the state of ``savepoint`` after an error has ended the training.
 
@@ -224,11 +226,10 @@ class Saver:
         state, own_reason = None, ALREADY_SAVED
         if self.newest is None or _version_of(self.newest) != spec.version:
             with Isolation("call"):
-                state = savepoint.flatten_captured()
+                state = savepoint.flatten_captured(self._group.rank)
             own_reason = str(savepoint.invalid_reason) if state is None else ""
-        reason = all_reduce(
-            group, "the state before an exception", lambda: own_reason, str, _first_reason, str
-        )
+        operation = "the state before an exception"
+        reason = all_reduce(self._group, operation, lambda: own_reason, str, _first_reason, str)
         if reason and reason != ALREADY_SAVED:
             problems.append(f"the state after step {spec.version.step} was not saved: {reason}")
             if earlier_error is not None:
@@ -254,7 +255,7 @@ class Saver:
         With several ranks, the decision of rank 0 counts.
         """
         base = None if self._full_every == 1 else self.newest
-        if base is None or self._full_every is None or current_group().rank:
+        if base is None or self._full_every is None or self._group.rank:
             return base
         # of every full_every versions, the first is full and the others are its chain
         return base if base.chain + 1 < self._full_every else None
@@ -304,7 +305,7 @@ class Saver:
         return snapshot
 
     def _check_before_commit(self, receipts: Sequence[Receipt]) -> None:
-        self._writer_lock.check()
+        self.writer_lock.check()
         self.checks.stale.check(receipts)
 
     def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:
@@ -313,15 +314,14 @@ class Saver:
         self._goodput.counts["failures"] += 1
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
-    def wait_on_all_ranks(self, group: Group) -> Snapshot | None:
+    def wait_on_all_ranks(self) -> Snapshot | None:
         """Wait as ``wait`` does, on all ranks together.
 
         If one rank raises, all ranks raise. Otherwise, some ranks would continue to a collective
         operation that the others never reach.
         """
-        broadcast_from_first(
-            group, f"the end of a save to {self.run.url}", lambda: True, bool, on_each=self.wait
-        )
+        operation = f"the end of a save to {self.run.url}"
+        broadcast_from_first(self._group, operation, lambda: True, bool, on_each=self.wait)
         return self.newest
 
     def wait(self) -> Snapshot | None:
@@ -341,7 +341,7 @@ class Saver:
             raise error
         return self.newest
 
-    def add_metrics(self, snapshot: Snapshot, metrics: Mapping[str, Any], group: Group) -> None:
+    def add_metrics(self, snapshot: Snapshot, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of rank 0 to a version. If that fails, all ranks raise."""
 
         def add() -> bool:
@@ -349,7 +349,7 @@ class Saver:
                 self.run.add_metrics(snapshot, metrics)
             return True
 
-        broadcast_from_first(group, f"adding metrics to {snapshot.url}", add, bool)
+        broadcast_from_first(self._group, f"adding metrics to {snapshot.url}", add, bool)
 
     def resume_from(self, snapshot: Snapshot) -> None:
         """Continue from a version, which becomes ``newest``."""

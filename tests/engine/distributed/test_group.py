@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 
 import holdfast
+from holdfast.engine.distributed import group
 from holdfast.errors import HoldfastError
 from holdfast.settings import read_settings
 from tests.fakegroup import FakeGroup
+from tests.interrupts import InterruptOpcode
 
 
 @pytest.fixture
@@ -43,8 +50,8 @@ def test_loads_and_saves_with_a_known_group_are_allowed(
     holdfast.load(tmp_path / "a", into=live)
     assert live["w"].sum() == 3
     assert holdfast.load(tmp_path / "a")["w"].sum() == 3
-    with FakeGroup(2) as group:
-        group.run(lambda rank: holdfast.save(tmp_path / "b", state))
+    with FakeGroup(2) as ranks:
+        ranks.run(lambda rank: holdfast.save(tmp_path / "b", state))
 
 
 def test_a_world_size_that_torchrun_did_not_set_is_ignored(
@@ -56,3 +63,42 @@ def test_a_world_size_that_torchrun_did_not_set_is_ignored(
     )
     monkeypatch.setenv("WORLD_SIZE", "4")
     holdfast.save(tmp_path / "a", {"n": 1})
+
+
+def test_an_interrupted_call_leaves_no_group_behind(
+    started_by_torchrun: None, tmp_path: Path
+) -> None:
+    """Ctrl-C at any opcode that handles ``group="alone"``. A notebook keeps the last exception."""
+    state = {"w": np.zeros(3)}
+    holdfast.save(tmp_path / "0", state, group="alone")
+    calls: dict[str, Callable[[int], object]] = {
+        "save": lambda n: holdfast.save(tmp_path / f"{n}", state, group="alone"),
+        "load": lambda n: holdfast.load(tmp_path / "0", into=dict(state), group="alone"),
+    }
+    codes = {holdfast.save.__code__, holdfast.load.__code__}
+    files = {group.__file__, contextlib.__file__}
+
+    def is_traced(frame: FrameType) -> bool:
+        """Return True for the calls, what they call in these files, and what that calls there."""
+        caller = frame.f_back
+        return frame.f_code in codes or (
+            frame.f_code.co_filename in files and caller is not None and is_traced(caller)
+        )
+
+    for name, call in calls.items():
+        kept: list[BaseException] = []
+        for at in count(1):
+            interrupt = InterruptOpcode(at, is_traced)
+            before = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
+                call(at)
+            except KeyboardInterrupt as e:
+                kept.append(e)
+            finally:
+                sys.settrace(before)
+            with pytest.raises(HoldfastError, match="torchrun started 4 processes"):
+                holdfast.save(tmp_path / "refused", state)
+            if interrupt.seen < at:
+                break
+        assert len(kept) > 40, name

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.buffers import BufferPool, shared_pool
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.planning.shard_layout import own_spans
 from holdfast.engine.saving import image
@@ -57,7 +58,8 @@ def save(
     pool = BufferPool(1 << 30, max(image.BLOCK_SIZE, 4096)) if staged else shared_pool()
     live = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.items()}
     location = Location(store, f"version_{step}")
-    job = begin_save(location, live, VersionMetadata(step=step), pool, stage_now=staged, base=base)
+    metadata, group = VersionMetadata(step=step), current_group()
+    job = begin_save(location, live, metadata, pool, group=group, stage_now=staged, base=base)
     if staged:
         for value in live.values():
             if isinstance(value, np.ndarray):
@@ -352,7 +354,9 @@ from pathlib import Path
 from holdfast.buffers import shared_pool
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.snapshot.location import locate
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.saving.save import begin_save
+from holdfast.engine.distributed.group import current_group
 from holdfast.engine.saving.save import finish_save
 
 def memory(name):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from holdfast import events
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.distributed.group import GroupSpec, current_group, use_group
+from holdfast.engine.distributed.group import Group, GroupSpec, LocalGroup, current_group
 from holdfast.engine.loading.binder import Binder
 from holdfast.engine.loading.binding import STRICT, Leniency, warn_of_share
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
@@ -67,8 +67,7 @@ def load(  # noqa: PLR0913  (the public face)
     """
     warn_of_share(share)
     leniency = Leniency(missing, unexpected, cast, rename or {})
-    with use_group(current_group(group)):
-        return load_snapshot(open_snapshot(url), into, keys, device, leniency)
+    return load_snapshot(open_snapshot(url), into, keys, device, leniency, current_group(group))
 
 
 def load_snapshot(
@@ -77,9 +76,10 @@ def load_snapshot(
     keys: str | Sequence[str] | None = None,
     device: Any = None,
     leniency: Leniency = STRICT,
+    group: Group | None = None,
 ) -> Any:
-    """Load an open snapshot, as ``load`` does."""
-    group = current_group("alone" if into is None else None)
+    """Load an open snapshot, as ``load`` does. Without a ``group``, this process loads alone."""
+    group = LocalGroup() if group is None or into is None else group
     collective = group.collective(f"the load of {snapshot.url}")
     targets = LoadTargets(snapshot, device)
     try:

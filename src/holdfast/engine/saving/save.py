@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast import events
 from holdfast.buffers import BufferPool, shared_pool
-from holdfast.engine.distributed.group import GroupSpec, current_group, saving_group, use_group
+from holdfast.engine.distributed.group import Group, GroupSpec, LocalGroup, saving_group
 from holdfast.engine.saving.commit import (
     Receipt,
     check_receipts,
@@ -65,8 +65,9 @@ def save(
     "unknown".
     """
     metadata = VersionMetadata(step=step, note=note)
-    with use_group(saving_group(group)):
-        return finish_save(begin_save(locate(url), state, metadata, shared_pool(), stage_now=False))
+    ranks = saving_group(group)
+    job = begin_save(locate(url), state, metadata, shared_pool(), group=ranks, stage_now=False)
+    return finish_save(job)
 
 
 def save_async(
@@ -86,8 +87,8 @@ def save_async(
     metadata = VersionMetadata(step=step, note=note)
     pool = BufferPool(1 << 50)
     try:
-        with use_group(saving_group(group)):
-            job = begin_save(locate(url), state, metadata, pool, stage_now=True)
+        ranks = saving_group(group)
+        job = begin_save(locate(url), state, metadata, pool, group=ranks, stage_now=True)
         return finish_in_background(job, finish_save, after=pool.close)
     except BaseException:
         pool.close()
@@ -128,12 +129,13 @@ def begin_save(
     metadata: VersionMetadata,
     pool: BufferPool,
     *,
+    group: Group | None = None,
     stage_now: bool,
     base: Snapshot | None = None,
     overlap: bool = False,
 ) -> SaveJob:
     """Run the first half of a save, during which the live state must not change: agree on which
-    rank writes what, and stage if ``stage_now``.
+    rank writes what, and stage if ``stage_now``. Without a ``group``, this process saves alone.
 
     ``base``: a version of the same run; the save refers to the chunks that the base already holds
     instead of writing them. ``overlap``: leave parameters and optimizer slots, which change only
@@ -141,7 +143,7 @@ def begin_save(
     of the returned job is set. ``state`` may already be flattened.
     """
     started_at = time.perf_counter()
-    group = current_group()
+    group = group or LocalGroup()
     collective = group.collective(f"the save of {location.url}")
     workers = Workers.create(pool, collective.advance)
     with collective:
@@ -175,12 +177,8 @@ def begin_save(
                 stage_pieces(image, now, workers)
                 job.deferred = DeferredStaging(image, later)
             job.staged_at = time.perf_counter()
-            events.emit(
-                "staged",
-                url=location.url,
-                bytes=image.length,
-                seconds=job.staged_at - started_at,
-            )
+            seconds = job.staged_at - started_at
+            events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
         except BaseException as e:
             release_buffers(job.pieces, pool)
             if collective.size == 1 or not stage_now or not isinstance(e, Exception):

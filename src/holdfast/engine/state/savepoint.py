@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdfast import lazy_torch
-from holdfast.engine.distributed.group import current_group
 from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.copy_pool import CopyPool
 from holdfast.engine.state.fingerprint import Fingerprint
@@ -134,8 +133,9 @@ class Savepoint:
         """Discard the savepoint, because a load is about to overwrite the live state."""
         self._invalid_reason, self._captured = _LOAD_BEGAN, None
 
-    def flatten_captured(self) -> FlatState | None:
-        """Return the flattened state of the last ``capture``, or None if it is not available.
+    def flatten_captured(self, rank: int = 0) -> FlatState | None:
+        """Return the state of the last ``capture``, flattened as ``rank``, or None if it is not
+        available.
 
         It is not available after an optimizer began a step, after a change of parameters or slots
         outside of an optimizer step, and after a change of the state's structure.
@@ -148,7 +148,7 @@ class Savepoint:
         names = modules.parameter_names(self._state)
         try:
             with gc_paused():
-                return flatten(_merge_live_state(self._captured, names), current_group().rank)
+                return flatten(_merge_live_state(self._captured, names), rank)
         except _Invalidated:
             self._invalid_reason = _STRUCTURE_CHANGED
             return None
