@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 
+from holdfast.buffers import shared_pool
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.saving.save import begin_save, finish_save
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import open_location
 from holdfast.errors import Denied, SaveFailed
-from holdfast.format.names import Version
-from holdfast.run.policy import EverySteps, KeepLast, Never
+from holdfast.format.names import MANIFEST, Version
+from holdfast.run import catalog
+from holdfast.run.policy import EverySteps, KeepBest, KeepLast, Never
 from holdfast.run.retention import VERSIONS_PER_SAVE
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
+from holdfast.training.saver import METRIC_CHECK_AFTER
+from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
-from tests.trainings import initial_state, train, training
+from tests.trainings import flip_bit, initial_state, train, training
 
 
 class UndeletableStore(MemoryStore):
@@ -116,3 +125,61 @@ def test_rank_0_alone_deletes_at_the_end() -> None:
     with FakeGroup(2) as group:
         group.run(work)
     assert count_versions(store) == kept
+
+
+def test_no_manifest_that_the_training_committed_is_decoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[str] = []
+
+    def open_and_count(location: Location) -> Any:
+        opened.append(location.folder)
+        return open_location(location)
+
+    monkeypatch.setattr(catalog, "open_location", open_and_count)
+    store, kept = MemoryStore(), 2 * VERSIONS_PER_SAVE
+    with training(store, EverySteps(1), KeepLast(kept) | KeepBest(1, "loss")) as (state, ckpt):
+        train(state, ckpt, kept + 5)
+    # once, the check for missing metrics precedes retention
+    assert opened == [str(Version(METRIC_CHECK_AFTER))]
+    opened.clear()
+    versions = Run(store).listing().folders
+    assert len(versions) in (kept, kept + 1)  # the best one may be older
+    Run(store).retain(KeepLast(1))
+    assert sorted(opened) == sorted(map(str, versions)), "another process must decode them"
+
+
+@pytest.mark.parametrize("change", ["damaged", "replaced", "deleted"])
+def test_a_manifest_that_changes_right_after_its_commit_is_not_relied_on(change: str) -> None:
+    """Another process or a failing disk changes the newest version before retention begins."""
+    inner = MemoryStore()
+    store = HookedStore(inner)
+
+    def after(method: str, key: str) -> None:
+        if (method, key) != ("put_if_absent", f"version_2/{MANIFEST}"):
+            return
+        if change == "damaged":
+            flip_bit(inner, key)
+        else:
+            for stat in list(inner.list("version_2")):
+                inner.delete(stat.key)
+        if change == "replaced":  # by one without metrics, whose files have other names
+            location, metadata = Location(inner, "version_2"), VersionMetadata(step=2)
+            finish_save(begin_save(location, {"x": 1}, metadata, shared_pool(), stage_now=False))
+
+    store.after = after
+    with training(store, EverySteps(1), KeepLast(1)) as (state, ckpt):
+        train(state, ckpt, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(state, ckpt, 2)
+            ckpt.wait()
+        versions = {s.key.partition("/")[0] for s in inner.list("")}
+        if change == "replaced":
+            record = ckpt.run.catalog.read_version(Version(2), ckpt.run.listing())
+            assert record is not None
+            assert {*record.files} == {
+                s.key for s in inner.list("version_2") if not s.key.endswith(MANIFEST)
+            }
+        else:
+            assert "version_1" in versions, "the newest version is not intact"

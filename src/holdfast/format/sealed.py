@@ -51,6 +51,30 @@ def unseal(
     ``DigestMismatch`` if it was changed after it was written, and ``FormatTooNew`` if its format
     number is newer than ``FORMAT``.
     """
+    head = _check_digest(raw, file)
+    number = int(head.group(1))
+    if number > FORMAT:
+        raise FormatTooNew(
+            f"{file} was written by a newer version of Holdfast",
+            expected=f"format {FORMAT} or earlier",
+            found=f"format {number}",
+            todo="Install a newer version of Holdfast to read it",
+            file=file,
+        )
+    decoders = {1: decoder, **newer}
+    expected = f"format {' or '.join(map(str, decoders))}"
+    require(file, number in decoders, expected, f"format {number}")
+    return decode_struct(b"{" + raw[head.end() :], decoders[number], file), head[2].decode()
+
+
+def sealed_digest(raw: bytes, file: str) -> str:
+    """Return the digest of a sealed file without decoding it. Raises like ``unseal``, but
+    not for invalid content."""
+    return _check_digest(raw, file)[2].decode()
+
+
+def _check_digest(raw: bytes, file: str) -> re.Match[bytes]:
+    """Return the beginning of a sealed file whose bytes have the digest that it states."""
     head = _HEAD.match(raw)
     if head is None:
         raise ManifestInvalid(
@@ -73,19 +97,7 @@ def unseal(
             file=file,
             offset=0,
         )
-    number = int(head.group(1))
-    if number > FORMAT:
-        raise FormatTooNew(
-            f"{file} was written by a newer version of Holdfast",
-            expected=f"format {FORMAT} or earlier",
-            found=f"format {number}",
-            todo="Install a newer version of Holdfast to read it",
-            file=file,
-        )
-    decoders = {1: decoder, **newer}
-    expected = f"format {' or '.join(map(str, decoders))}"
-    require(file, number in decoders, expected, f"format {number}")
-    return decode_struct(b"{" + raw[head.end() :], decoders[number], file), claimed
+    return head
 
 
 def decode_struct(raw: bytes, decoder: StrictDecoder[T], file: str) -> T:

@@ -22,6 +22,7 @@ from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.errors import BrokenLink, FormatError, HoldfastError, ManifestInvalid, NotFound
 from holdfast.format import names
+from holdfast.format.manifest import MAX_MANIFEST
 from holdfast.format.names import Version
 from holdfast.format.records import (
     MAX_RECORD,
@@ -30,6 +31,7 @@ from holdfast.format.records import (
     decode_branch,
     decode_evaluation,
 )
+from holdfast.format.sealed import sealed_digest
 from holdfast.run.listing import FolderFiles, Listing
 from holdfast.run.metrics import select_numbers
 from holdfast.run.policy import Record
@@ -74,6 +76,7 @@ class Catalog:
         self._folders: list[Version] = []
         self._present: frozenset[Version] = frozenset()
         self._version_records: dict[Version, VersionRecord] = {}
+        self._committed: dict[Version, VersionRecord] = {}
         self._damaged: set[Version] = set()
         self._branches: dict[int, Branch] = {}
         self._evaluations: dict[Version, dict[tuple[str, str], tuple[Evaluation, ...]]] = {}
@@ -93,6 +96,13 @@ class Catalog:
         snapshot = open_location(Location(self.store, str(version)))
         _ = snapshot.version  # reads the manifest and compares its version with the folder's name
         return snapshot
+
+    def add_committed(self, snapshot: Snapshot) -> None:
+        """Take over a version that this process has just committed.
+
+        When the version is looked at, its manifest is compared with the digest, not decoded again.
+        """
+        self._committed[snapshot.version] = make_version_record(snapshot)
 
     @property
     def version_count(self) -> int:
@@ -237,8 +247,13 @@ class Catalog:
         return record
 
     def _read_manifest(self, version: Version, manifest: Stat) -> VersionRecord:
+        record = self._committed.pop(version, None)
         try:
-            record = make_version_record(self.open(version))
+            file = f"{version}/{names.MANIFEST}"
+            if record is None or record.digest != sealed_digest(
+                get_bounded(self.store, file, MAX_MANIFEST), file
+            ):
+                record = make_version_record(self.open(version))
         except BrokenLink:
             raise
         except FormatError as e:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from holdfast import events
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format.names import MAX_STEP, Version
 from holdfast.run.catalog import Catalog, VersionRecord
@@ -40,8 +41,13 @@ class TrainingRetention:
         self._policy = policy
         self._saves = self._interval = 0
 
-    def after_save(self) -> None:
-        """Apply retention if it is due. If it raises, the next save tries again."""
+    def after_save(self, snapshot: Snapshot) -> None:
+        """Apply retention if it is due. If it raises, the next save tries again.
+
+        ``snapshot``: the version that was saved.
+        """
+        if type(self._policy) is not KeepPolicy:
+            self._catalog.add_committed(snapshot)
         self._saves += 1
         if self._saves >= self._interval:
             self._saves = self._interval = 0

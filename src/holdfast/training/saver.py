@@ -283,7 +283,7 @@ class Saver:
                 emit_structure_change(self.run.url, self.newest, snapshot)
                 if self._goodput.counts["saves"] == METRIC_CHECK_AFTER:
                     self.checks.metric.make()
-                self.retention.after_save()
+                self.retention.after_save(snapshot)
         except HoldfastError as e:
             self._post_commit_error = undeleted_error(e, spec.version)
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
