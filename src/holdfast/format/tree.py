@@ -77,6 +77,8 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
         if isinstance(value, np.generic):
             return _encode_scalar(value, key)
         return encode_other(value, key, depth)
+    if kind in _DICT_TAGS:
+        return _encode_dict(value, key, encode_other, depth)
     if kind is str:
         try:
             value.encode()
@@ -91,8 +93,6 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
         return value if is_int64(value) else {"int": hex(value)}
     if kind is float:
         return value if isfinite(value) else {"float": repr(value)}
-    if kind in _DICT_TAGS:
-        return _encode_dict(value, key, encode_other, depth)
     if kind in _SEQUENCE_TAGS:
         return _encode_sequence(value, key, encode_other, depth)
     if kind is complex:
@@ -104,20 +104,20 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
 
 def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) -> Node:
     name = _DICT_TAGS[type(value)]
-    if extra := {k: v for k, v in getattr(value, "__dict__", {}).items() if k != "_metadata"}:
+    if extra := getattr(value, "__dict__", {}).keys() - {"_metadata"}:
         raise unsupported(value, key, f"it has the attributes {sorted(extra)}")
+    names = list(value)
     try:
-        levels = child_keys(list(value), key)
+        levels = child_keys(names, key)
     except ValueError as e:
         raise unsupported(value, key, f"one of its keys cannot be converted to text: {e}") from e
-    children = [
-        encode(v, k, encode_other, depth + 1) for k, v in zip(levels, value.values(), strict=True)
-    ]
-    if name != "counter" and {*map(type, value)} <= {str}:
-        encode("".join(value), key, _reject_key)
-        node: Node = {name: dict(zip(value, children, strict=True))}
+    items = zip(levels, value.values(), strict=True)
+    children = [encode(v, k, encode_other, depth + 1) for k, v in items]
+    if name != "counter" and {*map(type, names)} <= {str}:
+        encode("".join(names), key, _reject_key)
+        node: Node = {name: dict(zip(names, children, strict=True))}
     else:
-        keys = [encode(k, key, _reject_key, depth + 1) for k in value]
+        keys = [encode(k, key, _reject_key, depth + 1) for k in names]
         node = {"items": [list(pair) for pair in zip(keys, children, strict=True)], "of": name}
     if (metadata := getattr(value, "_metadata", None)) is not None:
         # module.state_dict() attaches version numbers to the dict; load_state_dict reads them

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
+from holdfast.engine.state.flatten import flatten
 from holdfast.errors import NotFound, Unsupported
 from tests.engine.states import (
     TORCH_DTYPES,
@@ -148,6 +149,36 @@ def test_a_tied_tensor_is_written_once_and_loaded_as_one_tensor():
     assert made["a"] is made["b"] is made["c"][0]
     assert made["flat"].data_ptr() != made["a"].data_ptr()
     assert_same_tensor(t[:50], made["other"])
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_exactly_the_tensors_with_the_same_memory_and_layout_are_tied(random):
+    bases = [torch.zeros(4, 4), torch.zeros(4, 4)]
+    views = (
+        lambda t: t,
+        lambda t: t.view(4, 4),
+        lambda t: t.view(2, 8),
+        lambda t: t.T,
+        lambda t: t[:2],
+        lambda t: t[1:],
+        lambda t: t[:, 0],
+        lambda t: t.view(torch.int32),
+        lambda t: t.view(torch.int32).view(torch.float32),
+        nn.Parameter,
+    )
+    state = {f"t{i}": random.choice(views)(random.choice(bases)) for i in range(12)}
+    first: dict = {}
+    for key, t in state.items():
+        first.setdefault((t.data_ptr(), t.dtype, t.shape, t.stride()), key)
+    expected = {
+        key: {"tied": tied} if (tied := first[t.data_ptr(), t.dtype, t.shape, t.stride()]) != key
+        else {"tensor": [str(t.dtype).removeprefix("torch."), list(t.shape)]}
+        for key, t in state.items()
+    }  # fmt: skip
+    flat = flatten(state)
+    assert flat.tree == {"dict": expected}
+    assert [leaf.key for leaf in flat.leaves] == [k for k, n in expected.items() if "tensor" in n]
 
 
 def test_overlapping_views_are_loaded_into_overlapping_views():

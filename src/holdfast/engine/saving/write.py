@@ -24,7 +24,7 @@ from holdfast.format.index import IncrementalIndex, Index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
 from holdfast.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, IncrementalShard
 from holdfast.format.sealed import check_length
-from holdfast.threads import Workers
+from holdfast.threads import Workers, gc_paused
 
 
 def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
@@ -113,10 +113,22 @@ def write_index(
     """Write the index of a shard durably, and return the shard as the manifest lists it. With a
     ``layout``, the index has format number 2. Raises ``StoreError``, and
     ``Unsupported`` if the index is too long."""
-    header, length, refers = (
-        (image.header, image.length, [])
-        if layout is None
-        else (layout.header, layout.length, layout.refers)
+    raw = _encode_image_index(shard_name, image, digests, layout)
+    check_length(location.key(name), raw, MAX_MANIFEST, FEWER_LEAVES)
+    location.store.put_if_absent(location.key(name), raw)
+    entry = FileEntry(name, len(raw), digest(raw))
+    if layout is None:
+        return IncrementalShard(shard_name, image.length, entry, [])
+    return IncrementalShard(shard_name, layout.length, entry, layout.refers)
+
+
+@gc_paused()  # it creates several objects per box
+def _encode_image_index(
+    shard_name: str, image: Image, digests: list[str], layout: IncrementalLayout | None
+) -> bytes:
+    """Return the bytes of a shard's index."""
+    header, length = (
+        (image.header, image.length) if layout is None else (layout.header, layout.length)
     )
     # Offsets count from the start of the file, and the headers have different lengths.
     shift = len(header) - len(image.header)
@@ -136,12 +148,8 @@ def write_index(
         "cuts": (image.cuts + shift).tolist(),
         "digests": digests,
     }
-    raw = encode_index(
+    return encode_index(
         Index(format=1, **fields)
         if layout is None
         else IncrementalIndex(format=2, runs=layout.runs, **fields)
     )
-    check_length(location.key(name), raw, MAX_MANIFEST, FEWER_LEAVES)
-    location.store.put_if_absent(location.key(name), raw)
-    entry = FileEntry(name, len(raw), digest(raw))
-    return IncrementalShard(shard_name, length, entry, refers)

@@ -116,6 +116,8 @@ class _Flattener:
     forced_replication: Replication | None = None
     key_by_memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     enclosing_ids: list[int] = field(default_factory=list)
+    tensor_by_address: dict[int, tuple[str, str, Any]] = field(default_factory=dict)
+    """By address: the key, the name of the dtype, and the first tensor that begins there."""
     leaf_types: dict[tuple[Any, Any], tuple[str, tuple[int, ...], Box, Any]] = field(
         default_factory=dict
     )
@@ -127,7 +129,7 @@ class _Flattener:
         return modules.parameter_names(self.state)
 
     def encode_value(self, value: Any, key: str, depth: int) -> Any:
-        if isinstance(value, self.tensor_class):
+        if type(value) in self.plain_classes or isinstance(value, self.tensor_class):
             return self._encode_tensor(value, key)
         if type(value) is np.ndarray:
             return self._encode_array(value, key)
@@ -248,15 +250,22 @@ class _Flattener:
                 if t.is_meta:
                     return self._encode_sparse(t, key)
                 raise unsupported(t, key, "its memory has been freed")
-            first_key = self.key_by_memory.setdefault((address, name, shape, t.stride()), key)
-            if first_key != key:
-                return {"tied": first_key}
+            first = self.tensor_by_address.setdefault(address, (key, name, t))
+            if first[0] != key and (tied := self._find_tied(address, key, name, t)) != key:
+                return {"tied": tied}
             if self.forced_replication is None and self.replication_by_address:
                 replication = self.replication_by_address.get(address, replication)
         elif t.is_meta:
             return self._encode_sparse(t, key)
         self.flat.leaves.append(LocalLeaf(key, name, shape, t, box, replication))
         return node
+
+    def _find_tied(self, address: int, key: str, name: str, t: Any) -> str:
+        """Return the key of the first tensor with the same memory as ``t``, which may be ``t``."""
+        first_key, first_name, first = self.tensor_by_address[address]
+        memory = (address, first_name, first.shape, first.stride())
+        self.key_by_memory.setdefault(memory, first_key)
+        return self.key_by_memory.setdefault((address, name, t.shape, t.stride()), key)
 
     def _encode_distributed(self, value: Any, key: str) -> Any:
         """Encode a tensor that is distributed over ranks: add the boxes that this rank has."""
