@@ -191,8 +191,9 @@ class _Rank0:
         self.send_command(what, commit, write)
         began, cpu = time.perf_counter(), time.process_time()
         meeting = self.group.collective(what)
-        with meeting, gc_paused():
-            dealt = partition_state(meeting, self.group, flat, Workers(self.pool, 2))
+        with meeting:
+            workers = Workers(self.pool, 2)
+            dealt = gc_paused(partition_state)(meeting, self.group, flat, workers)
         figures: dict[str, Any] = {
             "agree_s": time.perf_counter() - began,
             "agree_cpu_s": time.process_time() - cpu,

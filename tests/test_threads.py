@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
 
 import pytest
 
@@ -26,55 +25,47 @@ def _reenable_gc() -> Iterator[None]:
     gc.enable()
 
 
-def test_gc_is_disabled_in_the_block_and_enabled_after_it() -> None:
-    with gc_paused():
+def test_gc_is_disabled_in_the_call_and_enabled_after_it() -> None:
+    @gc_paused
+    def inner() -> None:
         assert not gc.isenabled()
-        with gc_paused():
-            assert not gc.isenabled()
+
+    @gc_paused
+    def outer(number: int) -> float:
+        inner()
         assert not gc.isenabled()
+        return 1 / number
+
+    assert outer(2) == 0.5
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), gc_paused():
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        outer(0)
     assert gc.isenabled()
 
 
 def test_gc_stays_disabled_if_it_was_disabled_before() -> None:
     gc.disable()
-    with gc_paused():
-        pass
+    gc_paused(int)()
     assert not gc.isenabled()
 
 
-SOURCE_LINES, FIRST_LINE = inspect.getsourcelines(threads.gc_paused.__wrapped__)
-TRY_INDEX = next(i for i, line in enumerate(SOURCE_LINES) if line.strip() == "try:")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        FIRST_LINE + i
-        for i, line in enumerate(SOURCE_LINES)
-        if i > TRY_INDEX and line.strip() in ("gc.disable()", "yield", "gc.enable()")
-    ],
-)
-def test_gc_is_enabled_after_an_interrupt_before_any_line(line: int) -> None:
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename != threads.__file__:
-            return None
-        if event == "line" and frame.f_lineno == line:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    previous_trace = sys.gettrace()
-    with pytest.raises(KeyboardInterrupt):
-        sys.settrace(trace)
+def test_gc_is_enabled_after_an_interrupt_at_any_opcode() -> None:
+    """A notebook keeps the last exception, with the frames in its traceback."""
+    kept: list[BaseException] = []
+    for at in count(1):
+        interrupt = InterruptOpcode(at, lambda frame: frame.f_code.co_filename == threads.__file__)
+        previous_trace = sys.gettrace()
+        sys.settrace(interrupt)
         try:
-            with gc_paused():
-                pass
+            gc_paused(int)()
+        except KeyboardInterrupt as e:
+            kept.append(e)
         finally:
             sys.settrace(previous_trace)
-    assert gc.isenabled()
+        assert gc.isenabled(), at
+        if interrupt.seen < at:
+            break
+    assert len(kept) > 20
 
 
 def test_a_failure_of_the_items_in_another_thread_is_raised_in_the_caller() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.cli.verbs import ls
+from tests.cli.invoke import run_cli
 
 REPORT_IMPORTS = """
 import sys
@@ -72,3 +75,22 @@ def test_a_closed_pipe_is_not_an_error(run: Path) -> None:
     )
     assert done.stderr == ""
     assert done.stdout.split() == ["141"]
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--sort", "?"], ["none"], ["--help"]])
+def test_a_command_changes_the_garbage_collector_only_while_it_runs(
+    run: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = gc.get_threshold()
+    seen: list[tuple[int, bool]] = []
+
+    def observe(*_: object) -> None:
+        seen.append((gc.get_threshold()[0], gc.get_freeze_count() > 0))
+
+    monkeypatch.setattr(ls, "print_result", observe)
+    verb, *options = arguments
+    run_cli(verb, *([run] if verb == "ls" else []), *options)
+    assert len(seen) == (arguments == ["ls"])
+    assert all(threshold > before[0] and frozen for threshold, frozen in seen)
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0

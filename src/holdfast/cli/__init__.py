@@ -12,6 +12,7 @@ and ``training``.
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import sys
 from importlib import import_module
@@ -59,9 +60,15 @@ class VerbGroup(click.Group):
             close = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
             advice = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(VERBS)}."
             raise click.UsageError(f"No such command {name!r}. {advice}", ctx)
-        return super().resolve_command(ctx, args)
+        resolved = super().resolve_command(ctx, args)
+        gc.freeze()  # a garbage collection need not look at what was imported
+        return resolved
 
     def invoke(self, ctx: click.Context) -> Any:
+        thresholds = gc.get_threshold()
+        # A command creates millions of small objects that live until its end. With Python's
+        # thresholds, a quarter of its time is scanning them.
+        gc.set_threshold(20_000, 20, 50)
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -80,6 +87,9 @@ class VerbGroup(click.Group):
         except KeyboardInterrupt:
             click.echo("holdfast: interrupted", err=True)
             ctx.exit(INTERRUPTED)
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.unfreeze()
         return result
 
 

@@ -3,6 +3,7 @@ at any call."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,18 @@ from holdfast.engine.distributed.kv import (
     Timeouts,
 )
 from holdfast.errors import HoldfastError, NotFound, PlanError, RankFailed, Unsupported
-from holdfast.threads import gc_paused
 from tests.fakegroup import FakeGroup, FakeStore, StoreView
 
 SHORT_TIMEOUTS = Timeouts(silent=0.4, stuck=1.5)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 # -- the fake store and the stores of torch.distributed --------------------------------------------
@@ -159,7 +168,7 @@ def test_a_closed_client_whose_store_failed_is_freed_without_a_garbage_collectio
     kv = KVClient(view, 0, 2, SHORT_TIMEOUTS)
     kv.put_all({"a": b"1"})
     view.disconnect()
-    with gc_paused():
+    with no_garbage_collection():
         with suppress(RankFailed):
             kv.try_get("a")
         kv.close()
@@ -480,7 +489,7 @@ def test_a_failed_collective_is_freed_without_a_garbage_collection(failing_rank:
             collective.broadcast(1, int)
             pytest.fail("the error of the other rank was not raised")
 
-    with FakeGroup(2) as group, gc_paused():
+    with FakeGroup(2) as group, no_garbage_collection():
         group.run(work)
         assert [reference() for reference in freed] == [None, None]
 

@@ -130,7 +130,7 @@ def _load(
     try:
         reader.read(targets.requests, targets.targets, collective.advance)
         with Isolation("load"):
-            loaded = finalize()
+            loaded = gc_paused(finalize)()
         collective.gather(True, bool)
         collective.broadcast(True if collective.rank == 0 else None, bool)
     except BaseException as e:
@@ -144,7 +144,7 @@ def _load(
     return loaded
 
 
-@gc_paused()
+@gc_paused
 @Isolation("call")
 def _bind(
     targets: LoadTargets,

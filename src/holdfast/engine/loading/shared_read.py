@@ -81,6 +81,7 @@ class SharedReader:
         self._snapshot = snapshot
         self._peers = peers
 
+    @gc_paused
     def indexes(self) -> list[ShardIndex]:
         """Return the indexes of all shards, as ``Snapshot.indexes`` does. One rank reads each block
         of an index file."""
@@ -113,7 +114,7 @@ class SharedReader:
                 received[i].clear()
                 indexes[i] = parse_index(snapshot.location, shards[i], raw, schema_cache)
 
-        with snapshot.not_found_if_deleted(), gc_paused():
+        with snapshot.not_found_if_deleted():
             snapshot.check_lengths(shards[peers.peer_index :: len(peers.ranks)])
             sizes = [size for _, _, size in blocks]
             if peers.exchange(sizes, assign_readers(sizes, len(peers.ranks)), read, consume):
@@ -129,9 +130,8 @@ class SharedReader:
         """Read the requests into the targets, as ``Snapshot.read`` does. One rank reads each chunk
         that several ranks request."""
         location, indexes = self._snapshot.location, self._snapshot.indexes()
-        with gc_paused():
-            checked_headers = self._snapshot.checked_headers
-            plan = make_read_plan(indexes, requests, checked_headers)
+        checked_headers = self._snapshot.checked_headers
+        plan = gc_paused(make_read_plan)(indexes, requests, checked_headers)
         keys = [(item.shard, item.first_chunk) for item in plan.items]
 
         @contextmanager

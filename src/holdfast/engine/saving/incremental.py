@@ -118,7 +118,7 @@ class IncrementalLayout:
         return [p for p, is_unneeded in zip(pieces, unneeded.tolist(), strict=True) if is_unneeded]
 
 
-@gc_paused()
+@gc_paused
 def align_chunks(image: Image, base: BaseVersion) -> Image:
     """Return the image with each large box cut into the same chunks as in the base.
 
@@ -163,7 +163,7 @@ def _cuts_between(cuts: Ints, low: int, high: int) -> slice:
     return slice(*np.searchsorted(cuts, [low + 1, high]).tolist())
 
 
-@gc_paused()
+@gc_paused
 def make_incremental_layout(
     base: BaseVersion, image: Image, digests: list[str]
 ) -> IncrementalLayout | None:

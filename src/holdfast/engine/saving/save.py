@@ -122,7 +122,7 @@ def finish_in_background(
     return pending
 
 
-@gc_paused()
+@gc_paused
 def begin_save(
     location: Location,
     state: Any,

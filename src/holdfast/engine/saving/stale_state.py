@@ -56,7 +56,7 @@ class TrainableBoxes:
     small: list[tuple[int, int]]
 
     @classmethod
-    @gc_paused()
+    @gc_paused
     def find(cls, state: Any, partition: Partition, image: Image) -> TrainableBoxes:
         """Find the trainable boxes of ``partition``, which are those of ``image``."""
         torch, values = torch_or_none(), _unwrap(state)

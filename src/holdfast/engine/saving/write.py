@@ -122,7 +122,7 @@ def write_index(
     return IncrementalShard(shard_name, layout.length, entry, layout.refers)
 
 
-@gc_paused()  # it creates several objects per box
+@gc_paused  # it creates several objects per box
 def _encode_image_index(
     shard_name: str, image: Image, digests: list[str], layout: IncrementalLayout | None
 ) -> bytes:

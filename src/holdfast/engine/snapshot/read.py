@@ -111,7 +111,8 @@ def copy_to_targets(
     item: ReadItem, targets: Sequence[Target], memory: MemoryRegion, buffer_start: int
 ) -> None:
     """Make the item's copies from memory that starts at offset ``buffer_start`` of the shard."""
-    for request_id, file_offset, target_offset, size in item.linear_copies.tolist():
+    columns = item.linear_copies.T.tolist()  # a list per row would last as long as the loop
+    for request_id, file_offset, target_offset, size in zip(*columns, strict=True):
         _copy_span(targets[request_id], target_offset, memory, file_offset - buffer_start, size)
     for slab in item.strided_copies:
         _copy_slab(targets[slab.request_id], slab, memory.view[slab.file_offset - buffer_start :])

@@ -43,7 +43,7 @@ def open_snapshot(url: Url) -> Snapshot:
     return open_location(locate(url))
 
 
-@gc_paused()
+@gc_paused
 def open_location(location: Location) -> Snapshot:
     """Do the same as ``open_snapshot`` for a location."""
     file = location.key(MANIFEST)
@@ -250,7 +250,7 @@ class Snapshot:
                 self._indexes = self.read_indexes()
         return self._indexes
 
-    @gc_paused()
+    @gc_paused
     def read_indexes(self) -> list[ShardIndex]:
         """Do the same as ``indexes``, but read them again and do not keep them."""
         self.check_lengths(self.manifest.shards)
@@ -259,7 +259,7 @@ class Snapshot:
         self._check_indexes(indexes)
         return indexes
 
-    @gc_paused()
+    @gc_paused
     def set_indexes(self, indexes: list[ShardIndex]) -> None:
         """Check and keep the indexes of all shards, which the caller received in another way."""
         self._check_indexes(indexes)
@@ -338,9 +338,8 @@ class Snapshot:
         ``NotFound`` if the snapshot was deleted.
         """
         indexes = self.indexes()
-        with gc_paused():
-            checked = self.checked_headers if check_headers else None
-            plan = make_read_plan(indexes, requests, checked)
+        checked = self.checked_headers if check_headers else None
+        plan = gc_paused(make_read_plan)(indexes, requests, checked)
         with self.not_found_if_deleted():
             execute_read_plan(
                 self.location, plan, indexes, targets, Workers.create(advance=advance)

@@ -27,7 +27,7 @@ from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Manifest, Shard
 from holdfast.format.names import MANIFEST
 from holdfast.format.safetensors import header_length, parse_header
-from holdfast.threads import Workers
+from holdfast.threads import Workers, gc_paused
 from holdfast.types import Box
 
 CheckedChunks = dict[tuple[str, int, str], HoldfastError | None]
@@ -83,7 +83,7 @@ def verify(
         try:
             # the plan of a load of all leaves finds missing elements
             requests = [ReadRequest(k, Box.whole(s)) for k, (_, s) in leaves.items()]
-            make_read_plan(get_indexes(), requests)
+            gc_paused(make_read_plan)(get_indexes(), requests)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, location.key(MANIFEST)))
     problems.sort(key=lambda p: (p.file, p.offset or 0))
@@ -106,7 +106,7 @@ def _verify_shard(
     """Add all problems of one shard, its index, and the files it refers to, to ``problems``."""
     file = location.key(shard.name)
     try:
-        index = read_index(location, shard)
+        index = gc_paused(read_index)(location, shard)
         advance(shard.index.length)
         check_length(location, shard.name, shard.length)
     except (FormatError, StoreError) as e:
@@ -165,6 +165,7 @@ def _split_by_chunk(item: ReadItem, index: ShardIndex) -> list[ReadItem]:
     ]
 
 
+@gc_paused
 def _check_header(location: Location, index: ShardIndex) -> None:
     """Check that the safetensors header and the index list the same tensors.
 

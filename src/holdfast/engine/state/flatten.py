@@ -28,6 +28,7 @@ from holdfast.format.names import join_key
 from holdfast.format.tree import unsupported
 from holdfast.generators import DeferredIsolation
 from holdfast.text import with_article
+from holdfast.threads import gc_paused
 from holdfast.types import DTYPES, Box
 
 _ROWS = {"crow": "crow_indices", "col": "col_indices", "values": "values"}
@@ -76,6 +77,7 @@ class FlatState:
     merged_lists: list[str] = field(default_factory=list)
 
 
+@gc_paused
 def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
     """Flatten a state, as the rank ``rank`` of the save.
 

@@ -41,7 +41,6 @@ from holdfast.engine.state.walk import (
     to_local,
 )
 from holdfast.generators import DeferredIsolation
-from holdfast.threads import gc_paused
 
 if TYPE_CHECKING:
     import torch
@@ -147,8 +146,7 @@ class Savepoint:
             return None
         names = modules.parameter_names(self._state)
         try:
-            with gc_paused():
-                return flatten(_merge_live_state(self._captured, names), rank)
+            return flatten(_merge_live_state(self._captured, names), rank)
         except _Invalidated:
             self._invalid_reason = _STRUCTURE_CHANGED
             return None
