@@ -68,7 +68,7 @@ class VerbGroup(click.Group):
         thresholds = gc.get_threshold()
         # A command creates millions of small objects that live until its end. With Python's
         # thresholds, a quarter of its time is scanning them.
-        gc.set_threshold(20_000, 20, 50)
+        gc.set_threshold(100_000, 20, 50)
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()

@@ -38,6 +38,7 @@ from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.open import open_store
 from holdfast.text import to_repr
+from holdfast.threads import gc_paused
 
 _STEP, _BRANCH = "a step, a whole number", "a branch, a whole number"
 
@@ -76,6 +77,7 @@ class Run:
         """List the store once."""
         return self.catalog.listing()
 
+    @gc_paused
     def snapshots(self) -> list[Snapshot]:
         """Return the versions on the current lineage, oldest first.
 
@@ -300,11 +302,10 @@ class Run:
         pinned version of ``step`` on any other branch. Raises ``NotFound`` if the version does
         not exist or is not pinned.
         """
-        pinned = self.pins()
         try:
             version = self.find(step, branch)
         except NotFound:
-            pinned_at_step = [v for v in pinned if v.step == step]
+            pinned_at_step = [v for v in self.pins() if v.step == step]
             if branch is not None or len(pinned_at_step) != 1:
                 raise
             version = pinned_at_step[0]
@@ -312,7 +313,7 @@ class Run:
         try:
             self.store.stat(key)
         except NotFound as e:
-            todo = f"Pinned versions: {', '.join(map(str, pinned)) or 'none'}"
+            todo = f"Pinned versions: {', '.join(map(str, self.pins())) or 'none'}"
             if e.found is not None:  # something else has the name of the pin
                 todo = f"Move {self.url}/{key} away; it protects nothing. {todo}"
             raise NotFound(

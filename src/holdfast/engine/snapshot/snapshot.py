@@ -210,6 +210,7 @@ class Snapshot:
         """The number of versions from this one back to a full version; 0 for a full version."""
         return self.manifest.chain
 
+    @gc_paused
     def nodes(self) -> dict[str, Any]:
         """Return the tree's nodes of leaves and plain values by key, in the state's order."""
         if self._nodes is None:
