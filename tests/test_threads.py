@@ -203,6 +203,20 @@ def test_all_threads_that_wait_for_a_latch_continue_when_it_is_set() -> None:
     assert latch.wait(0)
 
 
+class LockWithSetter:
+    """The lock of a latch that another thread sets as soon as a thread waits for the lock."""
+
+    def __init__(self, latch: Latch) -> None:
+        self._latch, self._lock = latch, latch._lock
+
+    def acquire(self, timeout: float) -> bool:
+        threading.Thread(target=self._latch.set).start()
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
 @pytest.mark.parametrize("method", ["set", "wait"])
 def test_an_interrupted_call_of_a_latch_can_be_repeated(method: str) -> None:
     """The exception comes at each opcode in turn, as that of a signal handler."""
@@ -212,7 +226,7 @@ def test_an_interrupted_call_of_a_latch_can_be_repeated(method: str) -> None:
         latch, number = Latch(), number + 1
         interrupt = InterruptOpcode(number, lambda frame: frame.f_code in codes)
         if method == "wait":
-            threading.Timer(0.001, latch.set).start()
+            latch._lock = LockWithSetter(latch)  # type: ignore[assignment]
         sys.settrace(interrupt)
         try:
             getattr(latch, method)()
