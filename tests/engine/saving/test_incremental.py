@@ -354,9 +354,7 @@ from pathlib import Path
 from holdfast.buffers import shared_pool
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.snapshot.location import locate
-from holdfast.engine.distributed.group import current_group
 from holdfast.engine.saving.save import begin_save
-from holdfast.engine.distributed.group import current_group
 from holdfast.engine.saving.save import finish_save
 
 def memory(name):

@@ -131,7 +131,7 @@ class _Flattener:
         return modules.parameter_names(self.state)
 
     def encode_value(self, value: Any, key: str, depth: int) -> Any:
-        if type(value) in self.plain_classes or isinstance(value, self.tensor_class):
+        if isinstance(value, self.tensor_class):
             return self._encode_tensor(value, key)
         if type(value) is np.ndarray:
             return self._encode_array(value, key)
