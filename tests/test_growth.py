@@ -188,7 +188,12 @@ def folder(tmp_path):
 
 
 def run(*arguments: str, codes: tuple[int, ...] = (0,)) -> None:
-    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    """Run a command, which prints for programs."""
+    run_for_people(*arguments, "--json", codes=codes)
+
+
+def run_for_people(*arguments: str, codes: tuple[int, ...] = (0,)) -> None:
+    result = CliRunner().invoke(cli, arguments)
     assert result.exit_code in codes, result.output[-500:]
 
 
@@ -240,23 +245,25 @@ COMMANDS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", [run, run_for_people])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_grow_linearly(name, folder):
+def test_commands_grow_linearly(name, call, folder):
     def command(n):
         arguments = [a.format(folder=folder()) for a in COMMANDS[name]]
-        return partial(run, name, saved(everything, n, folder), *arguments)
+        return partial(call, name, saved(everything, n, folder), *arguments)
 
     assert_linear(command)
 
 
 @pytest.mark.slow
 def test_comparisons_grow_linearly(folder):
-    def diff(n, other):
+    def diff(n, other, call):
         a, b = saved(everything, n, folder), saved(other, n, folder)
-        return lambda: run("diff", a, b, codes=(0, 7))
+        return lambda: call("diff", a, b, codes=(0, 7))
 
-    assert_linear(lambda n: diff(n, everything))
-    assert_linear(lambda n: diff(n, lambda n: {"other": everything(n)}))
+    for call in (run, run_for_people):
+        assert_linear(lambda n, call=call: diff(n, everything, call))
+        assert_linear(lambda n, call=call: diff(n, lambda n: {"other": everything(n)}, call))
 
 
 @pytest.mark.slow

@@ -6,8 +6,10 @@ import io
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from random import Random
 
 import pytest
+from rich.console import Console
 
 from holdfast.cli import console
 
@@ -35,6 +37,28 @@ def test_ages(seconds: float, shown: str) -> None:
 
 def test_text_is_cut_with_an_ellipsis() -> None:
     assert console.styled_text("abcdefgh", limit=5).plain == "abcd\u2026"
+
+
+@pytest.mark.parametrize("width", [console.PIPE_WIDTH, 24])
+def test_a_table_in_a_pipe_is_the_one_on_a_terminal_without_styles_and_trailing_spaces(
+    width: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = Random(1)
+    texts = ["", "a", "two words", " indented", "end ", "\u65e5\u672c\u8a9e", "e\u0301", "x" * 30]
+    for _ in range(100):
+        table = console.make_table("n", "content", "", right_aligned=("n",))
+        table.show_header = random.random() < 0.5
+        for _ in range(random.randrange(5)):
+            number, content, last = random.choices(texts, k=3)
+            table.add_row(number.rstrip(), console.styled_text(content, "bold"), last)
+        pipe = console.make_console()
+        pipe.width = width
+        console.print_table(pipe, table)
+        terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        console.print_table(terminal, table)
+        shown = terminal.file.getvalue()  # type: ignore[attr-defined]
+        expected = [line.rstrip(" ") for line in shown.splitlines()]
+        assert capsys.readouterr().out.splitlines() == expected
 
 
 @pytest.mark.parametrize("unit", ["bytes", "versions"])

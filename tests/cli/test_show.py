@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 
 import holdfast as hf
 from holdfast.cli.tree_rows import iter_tree_rows
-from holdfast.cli.verbs.show import fitting_depth
+from holdfast.cli.verbs.show import fitting_depth, render
 from tests.cli.invoke import run_cli
 from tests.forging import small_state
 
@@ -141,6 +142,26 @@ def test_containers_show_their_number_of_leaves(empty_url: str) -> None:
     assert report["more"].startswith("list, 2 leaves ")
     assert report["two"].startswith("list, 1 leaf ")
     assert report["none"] == "dict, empty"
+
+
+def test_each_row_is_looked_at_a_few_times_whatever_the_number_of_containers(
+    empty_url: str,
+) -> None:
+    hf.save(empty_url, {"parts": [{"x": np.zeros(1), "n": {"of": i}} for i in range(500)]})
+
+    class Rows(list[Any]):
+        looked_at = 0
+
+        def __iter__(self) -> Any:
+            for row in super().__iter__():
+                self.looked_at += 1
+                yield row
+
+    snapshot = hf.open(empty_url)
+    rows = Rows(iter_tree_rows(snapshot))
+    render(snapshot, rows, None, None, may_limit=True)
+    assert len(rows) == 2001
+    assert rows.looked_at <= 10 * len(rows)
 
 
 @pytest.mark.parametrize("verb", ["show", "ls", "verify", "diff", "copy", "sweep"])

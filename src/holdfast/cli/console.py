@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 400
 """Width in columns if the output is not a terminal: wide enough that no cell is truncated."""
 
+_GAP = "  "
+"""What separates two columns of a table."""
+
 _PROGRESS_DELAY = 0.7
 """Seconds before a progress bar appears."""
 
@@ -66,14 +69,18 @@ def styled_text(content: object, style: str = "", limit: int | None = None) -> T
 
 def print_line(console: Console, content: object, style: str = "") -> None:
     """Print a line of text, which may be longer than the terminal is wide."""
-    console.print(styled_text(content, style), soft_wrap=True)
+    if console.is_terminal:
+        console.print(styled_text(content, style), soft_wrap=True)
+    else:  # rich takes 0.2 ms per line
+        console.file.write(to_printable(content).rstrip(" ") + "\n")
+        console.file.flush()
 
 
 def make_table(*columns: str, right_aligned: tuple[str, ...] = ()) -> Table:
     """Return a table without borders; the columns in ``right_aligned`` contain numbers."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
     for name in columns:
         table.add_column(
             name,
@@ -82,6 +89,32 @@ def make_table(*columns: str, right_aligned: tuple[str, ...] = ()) -> Table:
             overflow="ellipsis",
         )
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table that ``make_table`` returned.
+
+    In a pipe, a table that fits needs no style and no truncation. It is aligned here, because rich
+    takes 0.2 ms per line: 37 s for a model with 16,000 parameters and its optimizer.
+    """
+    from rich.cells import cell_len
+
+    columns = [[str(column.header)] * table.show_header + [str(c) for c in column.cells]
+               for column in table.columns]  # fmt: skip
+    lengths = [[cell_len(text) for text in column] for column in columns]
+    widths = [max(column, default=0) for column in lengths]
+    if console.is_terminal or sum(widths) + len(_GAP) * (len(widths) - 1) > console.width:
+        console.print(table)
+        return
+    aligned = [
+        [" " * (width - n) + text for text, n in zip(texts, each, strict=True)]
+        if column.justify == "right"
+        else [text + " " * (width - n) for text, n in zip(texts, each, strict=True)]
+        for column, texts, each, width in zip(table.columns, columns, lengths, widths, strict=True)
+    ]
+    lines = (_GAP.join(line).rstrip(" ") + "\n" for line in zip(*aligned, strict=True))
+    console.file.writelines(lines)
+    console.file.flush()
 
 
 def format_size(nbytes: int) -> str:

@@ -83,9 +83,10 @@ def _truncate(text: str, limit: int) -> str:
 
 def to_printable(text: object) -> str:
     """Return text from outside as one line without terminal control characters."""
-    return "".join(
-        c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in str(text)
-    )
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
 
 
 def format_error_brief(error: HoldfastError) -> str:

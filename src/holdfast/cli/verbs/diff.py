@@ -14,6 +14,7 @@ from holdfast.cli.console import (
     make_console,
     make_table,
     print_line,
+    print_table,
     progress_bar,
     styled_text,
 )
@@ -239,7 +240,7 @@ def render(a: Snapshot, b: Snapshot, differences: Differences) -> None:
             # truncate at the front: the end of a key is more specific
             key = c.key if len(c.key) <= key_width else "\u2026" + c.key[1 - key_width :]
             table.add_row(styled_text(key), styled_text(_format_change(c), "", change_width))
-        console.print(table)
+        print_table(console, table)
     if differences.is_same:
         count = format_count(differences.equal_count, "leaf or value", "leaves and values")
         console.print(styled_text(f"Identical: {count}", "green"))

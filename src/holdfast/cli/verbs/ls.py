@@ -16,6 +16,7 @@ from holdfast.cli.console import (
     make_console,
     make_table,
     print_line,
+    print_table,
     progress_bar,
     styled_text,
 )
@@ -232,7 +233,7 @@ def render(result: ListResult) -> None:
         row[-1].truncate(metrics_width, overflow="ellipsis")
         table.add_row(*row)
     console.width = max(console.width, used + metrics_width)  # the terminal wraps longer lines
-    console.print(table)
+    print_table(console, table)
     for note, style in _footnotes(result):
         print_line(console, note, style)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice, takewhile
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from holdfast.cli.console import (
     make_console,
     make_table,
     print_line,
+    print_table,
     styled_text,
 )
 from holdfast.cli.output import (
@@ -192,7 +192,7 @@ def render(
     problem = _find_problem(snapshot)
     for name, value in _header_fields(snapshot):
         header.add_row(styled_text(name, "dim"), styled_text(value, "", console.width - 12))
-    console.print(header)
+    print_table(console, header)
     if problem is not None:
         print_line(console, format_error_line(problem), "red")
     console.print()
@@ -200,13 +200,14 @@ def render(
     lines = list(_table_lines(rows, depth, layouts))
     longest = max((len(description) for _, description, _, _ in lines), default=0)
     width = min(longest, (console.width - 14) // 2, 60)
+    name_width = console.width - 15 - width  # asks the terminal
     for name, description, size, style in lines:
         table.add_row(
-            styled_text(name, style, console.width - 15 - width),
+            styled_text(name, style, name_width),
             styled_text(description, style, width),
             styled_text(size, style),
         )
-    console.print(table)
+    print_table(console, table)
     if depth is not None and any(r.depth >= depth for r in rows):
         note = f"Limited to --depth {depth}; --all shows everything, --keys selects keys"
         console.print(styled_text(note, "dim"))
@@ -240,12 +241,11 @@ def _table_lines(
     Without containers, the names are complete keys.
     """
     nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
-    for i, row in enumerate(rows):
+    for row, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True):
         if depth is not None and row.depth >= depth:
             continue
         name = "  " * row.depth + row.key.rpartition("/")[2] if nested else row.key
         if row.kind in CONTAINER_KINDS:
-            leaves, nbytes = _subtree_totals(rows, i)
             count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
             size = format_size(nbytes) if nbytes else ""
             yield name, f"{row.kind}, {count}", size, "" if row.depth else "bold"
@@ -260,11 +260,21 @@ def _table_lines(
             yield f"{indent}[{slices}]", f"shard {number} at byte {box.at}", "", "dim"
 
 
-def _subtree_totals(rows: Sequence[TreeRow], position: int) -> tuple[int, int]:
-    """Return the number of leaves and values below a container, and the bytes of the leaves."""
-    inside = takewhile(lambda r: r.depth > rows[position].depth, islice(rows, position + 1, None))
-    members = [r for r in inside if r.kind not in CONTAINER_KINDS]
-    return len(members), sum(r.nbytes for r in members)
+def _subtree_totals(rows: Sequence[TreeRow]) -> list[list[int]]:
+    """Return the number of leaves and values below each row, and the bytes of the leaves."""
+    totals = [[0, 0] for _ in rows]
+    above: list[tuple[int, list[int]]] = []  # the depth and the totals of each open container
+    for row, own in zip(rows, totals, strict=True):
+        while above and above[-1][0] >= row.depth:
+            above.pop()
+        if row.kind in CONTAINER_KINDS:
+            above.append((row.depth, own))
+            continue
+        nbytes = row.nbytes
+        for _, total in above:
+            total[0] += 1
+            total[1] += nbytes
+    return totals
 
 
 def _describe_leaf(row: TreeRow) -> str:

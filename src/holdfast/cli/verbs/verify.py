@@ -16,6 +16,7 @@ from holdfast.cli.console import (
     make_console,
     make_table,
     print_line,
+    print_table,
     progress_bar,
     styled_text,
 )
@@ -234,7 +235,7 @@ def render(
             else styled_text("ok", "green")
         )
         versions.add_row(styled_text(r.name), styled_text(format_size(r.nbytes)), status)
-    console.print(versions)
+    print_table(console, versions)
     for p, others in _group_problems(results):
         console.print()
         print_line(console, p.file if p.offset is None else f"{p.file}, byte {p.offset}", "red")

@@ -94,11 +94,13 @@ class Differences:
         """Keep only the per-rank values that are loaded by other ranks than saved them. ``groups``:
         the differences of all ranks, each with the ranks that have them."""
         saved_ranks: dict[str, list[int]] = {}
-        loaded_ranks: dict[str, list[int]] = {}
+        loaded_ranks: defaultdict[str, list[int]] = defaultdict(list)
         for one, ranks in groups:
             saved_ranks |= one.saved_ranks
             for key in one.saved_ranks:
-                loaded_ranks[key] = sorted([*loaded_ranks.get(key, ()), *ranks])
+                loaded_ranks[key] += ranks
+        for ranks in loaded_ranks.values():
+            ranks.sort()
         self.saved_ranks = {
             k: saved for k, saved in saved_ranks.items() if saved != loaded_ranks[k]
         }
