@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -216,7 +217,7 @@ def start_thread(thread: Thread) -> bool:
     the handler, because it undoes what the new thread has already undone.
     """
     outer = sys.exception()
-    thread._started = Latch()  # type: ignore[attr-defined]  # an Event; ``start`` waits for it
+    begun = thread._started = _Begun(thread)  # type: ignore[attr-defined]  # ``start`` waits for it
     try:
         thread.start()
         return True
@@ -225,7 +226,36 @@ def start_thread(thread: Thread) -> bool:
             return False
         inner = e.__context__
         error = e if inner is None or inner is outer else inner
+    finally:
+        begun.forget_unless_set()
     raise error
+
+
+class _Begun(Latch):
+    """The fact that a thread has begun: ``Thread._started``.
+
+    ``Thread.start`` adds the thread to a table, from which the thread removes itself when it
+    begins. After an interrupt, the entry of a thread that never begins would stay, listed by
+    ``threading.enumerate``, together with what the thread refers to. Or the entry is gone when a
+    late thread begins, which then ends with a ``KeyError``.
+    """
+
+    def __init__(self, thread: Thread) -> None:
+        self._thread = thread
+        super().__init__()
+
+    def set(self) -> None:
+        """Let ``start`` return. The new thread calls this before it removes its entry."""
+        with threading._active_limbo_lock:  # type: ignore[attr-defined]
+            threading._limbo[self._thread] = self._thread  # type: ignore[attr-defined]
+            del self._thread  # which refers to this object
+            super().set()
+
+    def forget_unless_set(self) -> None:
+        """Remove the entry of a thread that has not begun; if it begins, it adds the entry."""
+        with threading._active_limbo_lock:  # type: ignore[attr-defined]
+            if not self.is_set():
+                threading._limbo.pop(self._thread, None)  # type: ignore[attr-defined]
 
 
 class Claim:

@@ -148,6 +148,9 @@ def test_a_real_signal_during_steps_changes_nothing(seed: int) -> None:
         assert generators._open_frames() == [], "an isolation is still open"
         ckpt.save()
         last = ckpt.current_step
+    deadline = time.monotonic() + 20
+    while ours := [t for t in threading.enumerate() if t.name.startswith("holdfast")]:
+        assert time.monotonic() < deadline, ours
     assert Run(store).snapshots()[-1].step == last
     expected = initial_state()
     for snapshot in Run(store).snapshots():
