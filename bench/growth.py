@@ -357,8 +357,8 @@ def sections(options: Options) -> list[Section]:
         f" ranks: processor time of all threads per call, the least of {ROUNDS} rounds in which the"
         f" sizes take turns (of one round, if it takes over {PATIENCE:.0f} s). Smaller sizes make"
         " more calls per round, and before each call, the processor's caches are overwritten. The"
-        " exponent is the slope of time over size, both as"
-        f" logarithms. Target: at most {MOST} for every call.",
+        f" exponent is the slope of time over size, both as logarithms. Target: at most {MOST} for"
+        " every call.",
         [],
         ["call", *(f"{size:,}" for size in sizes), "exponent"],
     )

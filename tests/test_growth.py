@@ -188,11 +188,12 @@ def folder(tmp_path):
 
 
 def run(*arguments: str, codes: tuple[int, ...] = (0,)) -> None:
-    """Run a command, which prints for programs."""
-    run_for_people(*arguments, "--json", codes=codes)
+    """Run a command that prints JSON."""
+    invoke(*arguments, "--json", codes=codes)
 
 
-def run_for_people(*arguments: str, codes: tuple[int, ...] = (0,)) -> None:
+def invoke(*arguments: str, codes: tuple[int, ...] = (0,)) -> None:
+    """Run a command, which prints for people unless ``--json`` is one of the arguments."""
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code in codes, result.output[-500:]
 
@@ -245,7 +246,7 @@ COMMANDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [run, run_for_people])
+@pytest.mark.parametrize("call", [run, invoke])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_grow_linearly(name, call, folder):
     def command(n):
@@ -261,7 +262,7 @@ def test_comparisons_grow_linearly(folder):
         a, b = saved(everything, n, folder), saved(other, n, folder)
         return lambda: call("diff", a, b, codes=(0, 7))
 
-    for call in (run, run_for_people):
+    for call in (run, invoke):
         assert_linear(lambda n, call=call: diff(n, everything, call))
         assert_linear(lambda n, call=call: diff(n, lambda n: {"other": everything(n)}, call))
 

@@ -151,6 +151,7 @@ def test_a_real_signal_during_steps_changes_nothing(seed: int) -> None:
     deadline = time.monotonic() + 20
     while ours := [t for t in threading.enumerate() if t.name.startswith("holdfast")]:
         assert time.monotonic() < deadline, ours
+        time.sleep(0.001)
     assert Run(store).snapshots()[-1].step == last
     expected = initial_state()
     for snapshot in Run(store).snapshots():
