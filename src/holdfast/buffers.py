@@ -70,6 +70,7 @@ class BufferPool:
         self._on_create = on_create
         self._lock = Lock()  # ``with`` on a Condition can leave it acquired (see ``Latch``)
         self._condition = Condition(self._lock)
+        self._collecting = Lock()
         self._free: list[Buffer] = []
         self._count = 0
         self._closed = False
@@ -126,6 +127,23 @@ class BufferPool:
                 return buffer
             self._count += 1
         return self._create_buffer()
+
+    def acquire_many(self, count: int) -> list[Buffer]:
+        """Return ``count`` buffers, at most as many as the budget allows, as ``acquire`` does.
+
+        Only one thread at a time collects several buffers. If two did, each could wait for what
+        the other has.
+        """
+        buffers: list[Buffer] = []
+        with self._collecting:
+            try:
+                while len(buffers) < count:
+                    buffers.append(self.acquire())
+            except BaseException:
+                for buffer in buffers:
+                    self.release(buffer)
+                raise
+        return buffers
 
     def preallocate(self, nbytes: int) -> None:
         """Create buffers until the pool holds ``nbytes``, the budget is used up, or it is closed.

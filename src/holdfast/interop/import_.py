@@ -241,14 +241,14 @@ class _Reporting:
 
 
 class _ReportingStore(_Reporting):
-    def put(self, key: str, length: int) -> Any:
-        return _ReportingUpload(self._inner.put(key, length), self._advance)
+    def put(self, key: str, length: int, *head: int) -> Any:
+        return _ReportingUpload(self._inner.put(key, length, *head), self._advance)
 
 
 class _ReportingUpload(_Reporting):
-    def write_at(self, offset: int, data: memoryview) -> None:
-        self._inner.write_at(offset, data)
-        self._advance(len(data))
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        self._inner.write_at(offset, *data)
+        self._advance(sum(map(len, data)))
 
     def __enter__(self) -> Self:
         self._inner.__enter__()

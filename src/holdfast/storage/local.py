@@ -42,7 +42,7 @@ class LocalStore(LocalFiles):
     def traits(self) -> Traits:
         return Traits(name="local", alignment=ALIGNMENT, durable=True)
 
-    def put(self, key: str, length: int) -> Upload:
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
         return LocalUpload(
             self, key, length, direct=self._direct and length >= local_files.DIRECT_MIN_BYTES
         )

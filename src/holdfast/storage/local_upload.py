@@ -66,15 +66,16 @@ class LocalUpload(Upload):
                 self.abort()
                 raise
 
-    def write_at(self, offset: int, data: memoryview) -> None:
-        data = as_byte_view(data)
-        with self._using_descriptors("write"), self._written.adding(offset, len(data)):
-            done = 0
-            while done < len(data):
-                count = self._write(offset + done, data[done:])
-                if count <= 0:
-                    raise OSError(errno.EIO, "a write transferred no bytes")
-                done += count
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        for view in map(as_byte_view, data):
+            with self._using_descriptors("write"), self._written.adding(offset, len(view)):
+                done = 0
+                while done < len(view):
+                    count = self._write(offset + done, view[done:])
+                    if count <= 0:
+                        raise OSError(errno.EIO, "a write transferred no bytes")
+                    done += count
+            offset += len(view)
 
     def commit(self, *, accept_existing: bytes | None = None) -> Stat:
         """Commit as specified in the ``Upload`` protocol.

@@ -43,7 +43,7 @@ class MemoryStore:
     def url(self) -> str:
         return f"memory://{self._name}/{self._folder}".rstrip("/")
 
-    def put(self, key: str, length: int) -> Upload:
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
         return _MemoryUpload(self, check_key(key, self.url), length)
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
@@ -145,12 +145,13 @@ class _MemoryUpload(Upload):
         with store._lock:
             store._partials[self._partial_key] = (b"", time.time())
 
-    def write_at(self, offset: int, data: memoryview) -> None:
-        data = as_byte_view(data)
-        with self._lock:
-            self._require_open()
-            with self._written.adding(offset, len(data)):
-                self._data[offset : offset + len(data)] = data
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        for view in map(as_byte_view, data):
+            with self._lock:
+                self._require_open()
+                with self._written.adding(offset, len(view)):
+                    self._data[offset : offset + len(view)] = view
+            offset += len(view)
 
     def commit(self) -> Stat:
         try:

@@ -18,6 +18,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from holdfast.errors import StoreError
+from holdfast.storage.deadline import Deadline
+from holdfast.types import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,17 @@ class Traits:
 
     ``alignment``: reads and writes are fastest at offsets that are multiples of it, in bytes.
     ``durable``: the objects survive a crash of the machine, not only the end of the process.
+    ``part_size``: the store sends an upload in parts of at least this many bytes, and a
+    ``write_at`` of one whole part needs no copy (see ``part_length``); 0: writes of any size are
+    equal. ``retry_after``: the store obeys a server that says how long to wait; otherwise, it waits
+    for at least a second after a server refused a request for its rate.
     """
 
     name: str
     alignment: int
     durable: bool
+    part_size: int = 0
+    retry_after: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +72,9 @@ class Upload(Protocol):
     class that derives from this one inherits that.
     """
 
-    def write_at(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset``.
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        """Write ``data`` at ``offset``. Several views are written one behind the other; only a
+        store with a ``part_size`` gets several.
 
         Many threads may call this at once, in any order. Every byte of the object MUST be written
         exactly once. ``data`` MUST NOT change until the call returns.
@@ -103,8 +112,11 @@ class Store(Protocol):
         """The location of the store, as a user would write it."""
         ...
 
-    def put(self, key: str, length: int) -> Upload:
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
         """Begin to write an object of ``length`` bytes under a new key.
+
+        ``head``: the length of the object's header. The first part consists of the header and
+        ``part_length`` bytes. Only a store with a ``part_size`` gets this argument.
 
         This method is for large files. The caller makes keys unique (names contain an attempt).
         A store that finds the key taken refuses it at the latest in ``commit``; a store that
@@ -145,7 +157,8 @@ class Store(Protocol):
 
         Unfinished uploads are not included. If the folder does not exist, nothing is yielded.
 
-        A store may also have ``list_level(folder, prefix)``: see the function of that name.
+        A store may also have ``list_level(folder, prefix)`` and ``within(deadline)``: see the
+        functions of these names.
         """
         ...
 
@@ -178,6 +191,30 @@ def list_level(store: Store, folder: str, prefix: str = "") -> Iterable[Entry]:
         if name.startswith(prefix):
             found[name] = Entry(name, "folder") if slash else Entry(name, "object", stat)
     return found.values()
+
+
+def within(store: Store, deadline: Deadline) -> Store:
+    """Return a view of a store all of whose calls end by a deadline, with success or an error.
+
+    It comes from the store's own method ``within(deadline)``, which is optional: the calls of a
+    store without it (a local folder, memory) wait for no server.
+    """
+    method = getattr(store, "within", None)
+    view: Store = store if method is None else method(deadline)
+    return view
+
+
+MAX_PARTS = 10_000
+"""The largest number of parts of an upload, which is that of S3."""
+
+
+def part_length(traits: Traits, length: int) -> int:
+    """Return the length of the parts in which a store uploads an object of ``length`` bytes.
+
+    It is a multiple of ``BLOCK_SIZE``, at least ``part_size``, and such that ``MAX_PARTS`` suffice.
+    """
+    least = max(traits.part_size, -(-length // (MAX_PARTS - 1)))
+    return -(-least // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def check_key(key: str, store: str) -> str:

@@ -11,11 +11,21 @@ import pytest
 
 from holdfast.buffers import Buffer
 from holdfast.errors import AlreadyExists, NotFound, StoreError
-from holdfast.storage.store import Store, Upload
+from holdfast.storage.store import Store, Upload, part_length
 from holdfast.testing.contract import Contract, keys, partial_keys, put, random_bytes, read
 
 
 class WritingContract(Contract):
+    @staticmethod
+    def part_length(store: Store) -> int:
+        """Return the length of the parts of an object of a few parts, if it had some."""
+        return part_length(store.traits, 1)
+
+    @staticmethod
+    def write_and_commit(upload: Upload, offset: int, data: bytes) -> None:
+        upload.write_at(offset, memoryview(data))
+        upload.commit()
+
     # put
 
     @pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 100_000, (3 << 20) + 5])
@@ -165,6 +175,58 @@ class WritingContract(Contract):
             upload.abort()
             for future in writes:
                 future.result()
+        self.assert_empty(store)
+
+    @pytest.mark.parametrize("head", [0, 5000, 9 << 20])
+    def test_whole_parts_in_several_views(self, store: Store, head: int) -> None:
+        part = self.part_length(store)
+        data = memoryview(random_bytes(head + 2 * part + 1000))
+        cuts = [0, head + part, head + 2 * part, len(data)]
+
+        def write(start: int, stop: int) -> None:
+            middle = (start + stop) // 2
+            upload.write_at(start, data[start:middle], data[middle:stop])
+
+        with store.put("v/a", len(data), head) as upload, ThreadPoolExecutor(3) as threads:
+            list(threads.map(write, cuts[-2::-1], cuts[:0:-1]))
+            assert keys(store) == []
+            stat = upload.commit()
+        assert stat == store.stat("v/a")
+        assert store.get("v/a", len(data)) == data
+        assert partial_keys(store) == []
+
+    def test_small_pieces_of_a_large_object_in_any_order(self, store: Store) -> None:
+        data = memoryview(random_bytes(2 * self.part_length(store) + 77))
+        starts = list(range(0, len(data), 777_777))
+        random.Random(2).shuffle(starts)
+        with store.put("v/a", len(data), 100) as upload, ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda at: upload.write_at(at, data[at : at + 777_777]), starts))
+            upload.commit()
+        assert store.get("v/a", len(data)) == data
+
+    def test_an_unfinished_large_upload_can_be_deleted(self, store: Store) -> None:
+        part = self.part_length(store)
+        with store.put("v/a", 3 * part) as upload, store.put("v/b", 3 * part) as other:
+            for begun in (upload, other):
+                begun.write_at(0, memoryview(bytes(part)))
+            partials = {key for key in partial_keys(store) if "v/b" not in key and ".b." not in key}
+            assert len(partials) == 1
+            for key in partials:
+                store.delete(key)
+            assert len(partial_keys(store)) == 1
+            with pytest.raises(StoreError):
+                self.write_and_commit(upload, part, bytes(2 * part))
+            other.write_at(part, memoryview(bytes(2 * part)))
+            other.commit()
+        assert keys(store) == ["v/b"]
+        assert partial_keys(store) == []
+
+    def test_a_large_object_with_a_hole_is_not_committed(self, store: Store) -> None:
+        part = self.part_length(store)
+        with store.put("v/a", 3 * part) as upload:
+            upload.write_at(2 * part, memoryview(bytes(part)))
+            with pytest.raises(StoreError, match="byte 0"):
+                upload.commit()
         self.assert_empty(store)
 
     def test_concurrent_uploads_are_independent(self, store: Store) -> None:

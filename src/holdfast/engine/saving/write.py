@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
+from holdfast.buffers import Buffer
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.image import Image, Piece, release_buffers, split_into_pieces
 from holdfast.engine.saving.incremental import (
@@ -24,6 +26,7 @@ from holdfast.format.index import IncrementalIndex, Index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
 from holdfast.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, IncrementalShard
 from holdfast.format.sealed import check_length
+from holdfast.storage.store import Traits, part_length
 from holdfast.threads import Workers, gc_paused
 
 
@@ -78,28 +81,62 @@ def write_shard(
     """
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
+    key, head, length = location.key(name), len(image.header), pieces[-1].stop
+    traits = location.store.traits
 
-    def write(piece: Piece) -> None:
+    def fill(piece: Piece, buffer: Buffer, is_staged: bool) -> memoryview:
+        """Return the piece's bytes, and store the digests of its chunks."""
         start, stop = piece.start, piece.stop
-        staged, piece.buffer = piece.buffer, None
-        buffer = workers.pool.acquire() if staged is None else staged
-        try:
-            if staged is None:
-                image.copy_piece(piece, buffer)
-            view = buffer.view[: stop - start]
-            if start >= cuts[0]:
-                # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
-                for c in range(bisect_right(cuts, start), bisect_right(cuts, stop)):
-                    digests[c] = digest(view[cuts[c - 1] - start : cuts[c] - start])
-            upload.write_at(start, view)
-        finally:
-            workers.pool.release(buffer)
+        if not is_staged:
+            image.copy_piece(piece, buffer)
+        view = buffer.view[: stop - start]
+        if start >= cuts[0]:
+            # every multiple of BLOCK_SIZE is a cut, so no chunk crosses the end of a piece
+            for c in range(bisect_right(cuts, start), bisect_right(cuts, stop)):
+                digests[c] = digest(view[cuts[c - 1] - start : cuts[c] - start])
+        return view
 
-    with location.store.put(location.key(name), pieces[-1].stop) as upload:
-        workers.each(pieces, write, pieces[-1].stop)
+    def write(group: Sequence[Piece]) -> None:
+        staged = [piece.buffer for piece in group]
+        for piece in group:
+            piece.buffer = None
+        buffers = [buffer for buffer in staged if buffer is not None]
+        try:
+            unstaged = iter(workers.pool.acquire_many(staged.count(None)))
+            filled = [next(unstaged) if buffer is None else buffer for buffer in staged]
+            buffers = filled
+            views = [
+                fill(piece, buffer, was_staged is not None)
+                for piece, buffer, was_staged in zip(group, filled, staged, strict=True)
+            ]
+            upload.write_at(group[0].start, *views)
+        finally:
+            for buffer in buffers:
+                workers.pool.release(buffer)
+
+    most = workers.pool.budget // workers.pool.buffer_size
+    groups = group_into_parts(pieces, head, traits, most)
+    with location.store.put(key, length, *([head] if traits.part_size else [])) as upload:
+        workers.each(groups, write, length)
         upload.commit()
         workers.advance()
     return digests
+
+
+def group_into_parts(
+    pieces: Sequence[Piece], head: int, traits: Traits, most: int
+) -> list[Sequence[Piece]]:
+    """Return the pieces of each part in which the store uploads them (see ``Store.put``).
+
+    ``most``: the largest number of pieces in a group. A part of more pieces becomes several groups,
+    which the store collects.
+    """
+    if not traits.part_size:
+        return [[piece] for piece in pieces]
+    length = part_length(traits, pieces[-1].stop)
+    parts = groupby(pieces, lambda piece: max(0, piece.start - head) // length)
+    whole = ([*part] for _, part in parts)
+    return [part[i : i + most] for part in whole for i in range(0, len(part), most)]
 
 
 def write_index(

@@ -1,0 +1,177 @@
+"""Repeats the requests to a server that is busy or unreachable, until a deadline.
+
+All transfers of a process to one server share a ``Throttle``. It limits how many requests are in
+progress: a server that refuses a request for its rate halves the limit, which then recovers by one
+request per second. (The idea is TCP's additive increase, multiplicative decrease.) The pauses
+between the tries have full jitter, so that many clients do not return at the same time.
+(M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.)
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import TypeVar
+
+from holdfast.errors import StoreError, Unavailable
+from holdfast.storage.deadline import Deadline
+
+T = TypeVar("T")
+
+MIN_PAUSE = 1.0
+"""The least pause, in seconds, after a server refused a request for its rate, unless it said how
+long to wait."""
+
+RECOVERY = 1.0
+"""Seconds after which the limit changes again: down, or up by one request."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
+"""The largest pause after the first failure of a request, and after many, in seconds."""
+
+_POLL = 0.005
+"""Seconds between two looks at whether a request may start.
+
+A ``Condition`` would not do: an exception of a signal handler can leave its lock acquired.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a process has requested from one server.
+
+    ``requests``: the number of requests by operation, also of those that failed; ``retries``: the
+    repeated ones; ``throttled``: the refusals for their rate; ``waited_seconds``: the sum of the
+    pauses of all threads; ``running``: the requests in progress; ``concurrency``: the largest
+    number that may be in progress now.
+    """
+
+    requests: dict[str, int]
+    retries: int
+    throttled: int
+    waited_seconds: float
+    running: int
+    concurrency: int
+
+
+class Throttle:
+    """The limit of the requests to one server, and their statistics.
+
+    ``concurrency``: the largest number of requests in progress.
+    """
+
+    def __init__(
+        self,
+        concurrency: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._max_limit = self._limit = concurrency
+        self._clock, self._sleep, self._uniform = clock, sleep, uniform
+        self._lock = Lock()
+        self._running: set[object] = set()
+        self._resume_at = self._changed_at = clock()
+        self._requests: dict[str, int] = {}
+        self._retries = self._throttled = 0
+        self._waited = 0.0
+
+    def statistics(self) -> Statistics:
+        return Statistics(
+            dict(self._requests),
+            self._retries,
+            self._throttled,
+            self._waited,
+            len(self._running),
+            self._limit,
+        )
+
+    def call(self, operation: str, deadline: Deadline, request: Callable[[], T]) -> T:
+        """Return what ``request`` returns. While it raises ``Unavailable``, repeat it.
+
+        Fields of the error: ``throttled``, if the server refused the request for its rate;
+        ``retry_after``, the pause that the server asked for, in seconds; ``outcome``, "unknown" if
+        the request may have had an effect.
+
+        Raises the last error, with the number of tries, when the deadline does not leave the time
+        for another one. Its outcome is unknown if that of any try was.
+        """
+        began, tries, is_unknown = self._clock(), 0, False
+        while True:
+            tries += 1
+            with self._slot(operation, deadline):
+                try:
+                    result = request()
+                    self._recover()
+                    return result
+                except Unavailable as e:
+                    error = e
+            is_unknown |= error.is_outcome_unknown
+            pause = self._uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 20)))
+            if error.fields.get("throttled"):
+                asked = error.fields.get("retry_after")
+                least = MIN_PAUSE if asked is None else float(asked)
+                pause = max(pause, least)
+                self._slow_down(least)
+            if deadline.seconds_left <= pause:
+                raise _gave_up(error, tries, self._clock() - began, deadline, is_unknown) from error
+            self._pause(pause, is_retry=True)
+
+    @contextmanager
+    def _slot(self, operation: str, deadline: Deadline) -> Iterator[None]:
+        """Count a request as running, as soon as the limit allows it or the deadline passes."""
+        token = object()
+        try:
+            while not self._start(token, operation, deadline):
+                self._pause(_POLL)
+            yield
+        finally:
+            self._running.discard(token)
+
+    def _start(self, token: object, operation: str, deadline: Deadline) -> bool:
+        with self._lock:
+            may_start = len(self._running) < self._limit and self._clock() >= self._resume_at
+            if may_start or not deadline.seconds_left:
+                self._running.add(token)
+                self._requests[operation] = self._requests.get(operation, 0) + 1
+                return True
+        return False
+
+    def _pause(self, seconds: float, *, is_retry: bool = False) -> None:
+        with self._lock:
+            self._waited += seconds
+            self._retries += is_retry
+        self._sleep(seconds)
+
+    def _slow_down(self, pause: float) -> None:
+        with self._lock:
+            now = self._clock()
+            self._throttled += 1
+            self._resume_at = max(self._resume_at, now + pause)
+            if now - self._changed_at >= RECOVERY or self._limit == self._max_limit:
+                self._limit = max(1, self._limit // 2)
+                self._changed_at = now
+
+    def _recover(self) -> None:
+        with self._lock:
+            now = self._clock()
+            if self._limit < self._max_limit and now - self._changed_at >= RECOVERY:
+                self._limit += 1
+                self._changed_at = now
+
+
+def _gave_up(
+    error: Unavailable, tries: int, seconds: float, deadline: Deadline, is_unknown: bool
+) -> StoreError:
+    how_often = "1 try" if tries == 1 else f"{tries} tries"
+    fields = {"outcome": "unknown"} if is_unknown else {}
+    return error.with_advice(  # type: ignore[return-value]
+        f"Gave up after {how_often} in {seconds:.1f} s, the deadline of {deadline.purpose}."
+        " Check the network and the server, then try again",
+        tries=tries,
+        **fields,
+    )

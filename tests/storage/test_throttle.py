@@ -1,0 +1,203 @@
+"""Requests are repeated until a deadline, and slow down when a server asks for it."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+
+from holdfast.errors import HoldfastError, NotFound, Unavailable
+from holdfast.storage.deadline import NO_DEADLINE, Deadline
+from holdfast.storage.throttle import MIN_PAUSE, RECOVERY, Throttle
+
+
+class Clock:
+    """A clock that advances only by sleeping. Jitter is always the largest possible."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.pauses = []
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    def throttle(self, concurrency=8, uniform=lambda low, high: high):
+        return Throttle(concurrency, clock=self, sleep=self.sleep, uniform=uniform)
+
+    def deadline(self, seconds):
+        return Deadline.after(seconds, "the test", self)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+class Failing:
+    """Fails with each of the errors, then returns "done"."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def slow_down(retry_after=None):
+    return Unavailable("busy", throttled=True, retry_after=retry_after)
+
+
+def test_a_request_is_repeated_with_growing_pauses(clock):
+    throttle = clock.throttle()
+    request = Failing(*(Unavailable("reset") for _ in range(8)))
+    assert throttle.call("Get", clock.deadline(1000), request) == "done"
+    assert clock.pauses == [0.5, 1, 2, 4, 8, 16, 20, 20]
+    statistics = throttle.statistics()
+    assert statistics.requests == {"Get": 9}
+    assert (statistics.retries, statistics.throttled, statistics.running) == (8, 0, 0)
+    assert statistics.waited_seconds == sum(clock.pauses)
+
+
+def test_the_jitter_is_full(clock):
+    asked = []
+    throttle = clock.throttle(uniform=lambda low, high: asked.append((low, high)) or 0.0)
+    throttle.call("Get", clock.deadline(9), Failing(Unavailable("x"), Unavailable("x")))
+    assert asked == [(0, 0.5), (0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "least"), [(None, MIN_PAUSE), (0.0, 0.0), (3.0, 3.0), (40.0, 40.0)]
+)
+def test_a_busy_server_says_how_long_to_wait(clock, retry_after, least):
+    throttle = clock.throttle(uniform=lambda low, high: 0.0)
+    began = clock.now
+    throttle.call("Put", clock.deadline(1000), Failing(slow_down(retry_after)))
+    assert clock.now - began >= least
+    assert clock.now - began < least + 0.1
+
+
+def test_all_requests_wait_while_one_was_told_to(clock):
+    throttle = clock.throttle(uniform=lambda low, high: 0.0)
+    with pytest.raises(Unavailable):  # it gives up at once, because it may not wait so long
+        throttle.call("Put", clock.deadline(1), Failing(slow_down(5.0)))
+    began = clock.now
+    throttle.call("Get", clock.deadline(100), Failing())
+    assert 5.0 <= clock.now - began < 5.1
+
+
+def test_the_limit_halves_and_recovers_slowly(clock):
+    throttle = clock.throttle(concurrency=32)
+    limits = []
+    for _ in range(4):
+        throttle.call("Put", clock.deadline(1000), Failing(slow_down()))
+        limits.append(throttle.statistics().concurrency)
+        clock.now += RECOVERY
+    # each success after a second gives one back
+    assert limits == [17, 9, 5, 3]
+    for _ in range(100):
+        throttle.call("Put", NO_DEADLINE, Failing())
+    assert throttle.statistics().concurrency == 4
+    for _ in range(100):
+        clock.now += RECOVERY
+        throttle.call("Put", NO_DEADLINE, Failing())
+    assert throttle.statistics().concurrency == 32
+
+
+def test_many_refusals_at_once_halve_the_limit_once(clock):
+    throttle = clock.throttle(concurrency=32)
+    for _ in range(10):
+        with pytest.raises(Unavailable):
+            throttle.call("Put", clock.deadline(0.5), Failing(slow_down()))
+        throttle._resume_at = 0  # the ten were in progress together
+    assert throttle.statistics().concurrency == 16
+    assert throttle.statistics().throttled == 10
+
+
+def test_the_limit_is_at_least_one(clock):
+    throttle = clock.throttle(concurrency=2)
+    for _ in range(5):
+        throttle.call("Put", clock.deadline(1000), Failing(slow_down(), slow_down()))
+    assert throttle.statistics().concurrency >= 1
+
+
+def test_the_deadline_ends_the_tries(clock):
+    throttle = clock.throttle()
+    began = clock.now
+    request = Failing(*(Unavailable("no answer", key="v/m") for _ in range(99)))
+    with pytest.raises(
+        Unavailable, match=r"no answer.*Gave up after 6 tries .* the test"
+    ) as caught:
+        throttle.call("Get", clock.deadline(30), request)
+    assert clock.now - began <= 30
+    assert (caught.value.key, caught.value.tries) == ("v/m", 6)
+    assert not caught.value.is_outcome_unknown
+    assert isinstance(caught.value.__cause__, Unavailable)
+
+
+def test_one_unknown_outcome_makes_the_outcome_unknown(clock):
+    errors = [Unavailable("lost", outcome="unknown"), *(slow_down() for _ in range(99))]
+    with pytest.raises(Unavailable) as caught:
+        clock.throttle().call("Put", clock.deadline(9), Failing(*errors))
+    assert caught.value.is_outcome_unknown
+
+
+def test_other_errors_are_not_repeated(clock):
+    request = Failing(NotFound("gone"))
+    with pytest.raises(NotFound, match="gone"):
+        clock.throttle().call("Get", clock.deadline(9), request)
+    assert request.calls == 1
+    assert clock.pauses == []
+
+
+def test_the_number_of_requests_in_progress_is_limited():
+    throttle, may_end, running, peak = Throttle(3), Event(), set(), []
+
+    def request(number):
+        running.add(number)
+        peak.append(len(running))
+        may_end.wait(10)
+        running.discard(number)
+
+    with ThreadPoolExecutor(8) as threads:
+        calls = [
+            threads.submit(throttle.call, "Get", NO_DEADLINE, lambda n=n: request(n))
+            for n in range(8)
+        ]
+        while throttle.statistics().running < 3:
+            pass
+        may_end.set()
+        for call in calls:
+            call.result(10)
+    assert max(peak) == 3
+    assert throttle.statistics().running == 0
+
+
+def test_an_interrupted_request_is_not_counted_as_running(clock):
+    throttle = clock.throttle(concurrency=1)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            throttle.call("Get", NO_DEADLINE, Failing(KeyboardInterrupt()))
+    assert throttle.call("Get", clock.deadline(1), Failing()) == "done"
+
+
+def test_deadlines(clock):
+    near, far = clock.deadline(5), clock.deadline(50)
+    assert near.earlier(far) is near
+    assert far.earlier(near) is near
+    assert near.earlier(None) is near
+    assert NO_DEADLINE.seconds_left == math.inf
+    clock.now += 4
+    assert near.seconds_left == 1
+    clock.now += 2
+    assert near.seconds_left == 0
+    for seconds in (0, -1, math.nan):
+        with pytest.raises(HoldfastError, match="Invalid deadline for the test"):
+            clock.deadline(seconds)
