@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic quick test test-chaos tools lint ci bench clean
+.PHONY: demo demo-elastic quick test test-chaos test-stores tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,10 +34,10 @@ QUICK := tests/test_packages.py tests/test_shape.py tests/format tests/storage t
 	tests/ranks/test_commit.py tests/ranks/test_layouts.py tests/ranks/test_training.py tests/docs/test_design.py
 
 # PyTorch's idle threads would spin, and take the cores from the other workers of pytest.
-quick test test-chaos: export OMP_WAIT_POLICY := PASSIVE
+quick test test-chaos test-stores: export OMP_WAIT_POLICY := PASSIVE
 
 # Each new connection to a TCPStore asks the name server for the name of 127.0.0.1. A slow one takes 5 to 15 seconds.
-quick test test-chaos: export RES_OPTIONS := timeout:1 attempts:1
+quick test test-chaos test-stores: export RES_OPTIONS := timeout:1 attempts:1
 
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 2 -m "not slow and not root" $(QUICK)
@@ -50,8 +50,20 @@ test: $(VENV)/.ready tools
 test-chaos: $(VENV)/.ready
 	$(RUN) -m pytest -q -s -m chaos tests/crash/test_chaos.py
 
-# What CI runs. Tests against real servers become a target of their own, and go here.
+# Real storage servers on loopback: Ceph's S3 gateway. As root, this installs it.
+servers:
+	@command -v radosgw >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			radosgw ceph-mon ceph-osd ceph-common) >/dev/null 2>&1; } || \
+		echo "Ceph is not installed: its tests are skipped"
+
+# A server that cannot be installed is skipped, with a message. STORES=--require-servers: it fails instead.
+test-stores: $(VENV)/.ready servers
+	$(RUN) -m pytest -q -m stores tests/stores --durations=10 $(STORES)
+
+# What CI runs.
 ci: test test-chaos lint
+	$(MAKE) test-stores STORES=--require-servers
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/lint-imports

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         StopWhen,
     )
     from holdfast.run.run import Run
-    from holdfast.storage.open import open_store
+    from holdfast.storage.open import open_store, register_store
     from holdfast.storage.store import Store
     from holdfast.training.checkpointer import Checkpointer
 
@@ -74,6 +74,7 @@ __all__ = [
     "load",
     "open",
     "open_store",
+    "register_store",
     "save",
     "save_async",
     "sinks",
@@ -109,6 +110,7 @@ _LAZY_NAMES = {
     "load": "engine.loading.load",
     "open": "engine.snapshot.snapshot:open_snapshot",
     "open_store": "storage.open",
+    "register_store": "storage.open",
     "save": "engine.saving.save",
     "save_async": "engine.saving.save",
     "sinks": "sinks",

@@ -65,6 +65,12 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     )
 
 
+def aws_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:
+    """Return the environment variables that boto3 reads: a client is made for their values."""
+    environ = os.environ if environ is None else environ
+    return frozenset((n, v) for n, v in environ.items() if n.startswith("AWS_"))
+
+
 def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
     text = environ.get(name, default)
     try:

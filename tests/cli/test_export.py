@@ -111,7 +111,7 @@ def test_invalid_arguments(folder: Path) -> None:
     check_error_line(export("runs/a@1", "--to", "hf", ""), 5, "does not name a folder")
     check_error_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a snapshot or a run")
     check_error_line(
-        export("runs/a@1", "--to", "hf", "s3://bucket/x"), 5, "Unsupported kind of store"
+        export("runs/a@1", "--to", "hf", "ftp://bucket/x"), 5, "Unsupported kind of store"
     )
     assert not Path("out").exists()
     assert export("runs/a@1", "--to", "hf", "out").code == 0

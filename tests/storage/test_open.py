@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 import holdfast
+import holdfast.storage.open
 from holdfast.errors import StoreError
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from holdfast.testing.contract import keys
+from tests.cli.invoke import run_cli
 
 
 @pytest.mark.parametrize(
@@ -80,3 +82,78 @@ def test_the_error_for_an_unknown_scheme_lists_the_known_schemes(url):
 def test_an_argument_that_names_no_location_is_an_error(url):
     with pytest.raises(StoreError):
         open_store(url)
+
+
+# stores of others
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    """Register the scheme ``shelf``, whose stores are in memory and have an option."""
+    monkeypatch.setattr(holdfast.storage.open, "_functions", {**holdfast.storage.open._functions})
+    stores = {}
+
+    def open_shelf(url, *, label="none"):
+        name, _, folder = url.removeprefix("shelf://").partition("/")
+        store = stores.setdefault((name, label), MemoryStore(name))
+        return store.at(folder) if folder else store
+
+    holdfast.register_store("shelf", open_shelf)
+    return stores
+
+
+def test_a_registered_scheme_works_everywhere(shelf, tmp_path):
+    url = "shelf://one/run"
+    holdfast.save(f"{url}/version_1", {"n": 1}, step=1)
+    holdfast.save("shelf://one/version_7", {"n": 7})
+    assert holdfast.load(f"{url}/version_1") == {"n": 1}
+    assert holdfast.open(f"{url}/version_1").step == 1
+    assert [s.step for s in holdfast.Run(url).snapshots()] == [1]
+    with holdfast.Checkpointer(url, {"n": 2}) as checkpointer:
+        checkpointer.resume()
+    assert run_cli("ls", url).code == 0
+    assert run_cli("copy", f"{url}@1", f"{tmp_path}/out/version_1").code == 0
+    assert run_cli("verify", "shelf://one").code == 0
+    assert holdfast.load(tmp_path / "out/version_1") == {"n": 1}
+
+
+def test_options_reach_the_function(shelf):
+    holdfast.open_store("shelf://a", label="x").put_if_absent("m", b"1")
+    assert ("a", "x") in shelf
+    with pytest.raises(TypeError, match="colour"):
+        holdfast.open_store("shelf://a", colour="x")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file", "memory", "", "a b", "1x"])
+def test_a_scheme_of_holdfast_cannot_be_replaced(scheme):
+    with pytest.raises(StoreError, match="Cannot register the kind of store"):
+        holdfast.register_store(scheme, MemoryStore)
+
+
+class FakeEntryPoint:
+    def __init__(self, name, value, function):
+        self.name, self.value, self.load = name, value, lambda: function
+
+
+def test_a_package_adds_a_scheme_by_an_entry_point(monkeypatch):
+    store = MemoryStore()
+    points = [FakeEntryPoint("depot", "depot:open", lambda url: store)]
+
+    def entry_points(group, name=None):
+        return [p for p in points if group == "holdfast.stores" and name in (None, p.name)]
+
+    monkeypatch.setattr(holdfast.storage.open, "_functions", {})
+    monkeypatch.setattr(holdfast.storage.open, "entry_points", entry_points)
+    with pytest.raises(StoreError, match=r"Unsupported kind of store: x://y\..* or depot:// or"):
+        open_store("x://y")
+    assert open_store("depot://a") is store
+    points.append(FakeEntryPoint("twice", "one:open", None))
+    points.append(FakeEntryPoint("twice", "two:open", None))
+    with pytest.raises(StoreError, match=r"Several packages support twice://.*one:open, two:open"):
+        open_store("twice://a")
+
+
+@pytest.mark.parametrize("url", ["a/b", "file:///a/b", MemoryStore()])
+def test_a_store_without_options_refuses_them(url):
+    with pytest.raises(StoreError, match="options"):
+        open_store(url, region="x")

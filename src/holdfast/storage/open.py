@@ -1,9 +1,13 @@
-"""Opens the store at a URL or path."""
+"""Opens the store at a URL or path, and knows which function opens which kind of URL."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
 from urllib.parse import unquote
 
 from holdfast.errors import StoreError
@@ -12,45 +16,112 @@ from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 
-_SUPPORTED = "a path, file:// or memory://"
+OpenStore = Callable[..., Store]
+"""A function that returns the store at a URL: ``open(url, **options)``."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_BUILT_IN = {"s3": "holdfast.storage.s3.store:open_s3"}
 _memory_stores: dict[str, MemoryStore] = {}
 
 
-def open_store(url: str | os.PathLike[str] | Store) -> Store:
+def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     """Return the store at ``url``. This neither reads nor creates anything.
 
     A path (see ``expand_home``) or ``file:///path`` is a local folder. ``memory://NAME`` is one
-    store per name in this process, and ``memory://NAME/folder`` is a view of a folder in it. A
-    ``Store`` object is returned unchanged.
+    store per name in this process, and ``memory://NAME/folder`` is a view of a folder in it.
+    ``s3://BUCKET/folder`` is a folder in a bucket; its options are those of ``S3Options``. A
+    ``Store`` object is returned unchanged. ``register_store`` and packages with an entry point in
+    the group ``holdfast.stores`` add other kinds.
 
-    Raises ``StoreError`` for anything else.
+    Raises ``StoreError`` for anything else, and for an option that the kind of store does not have.
     """
     if not isinstance(url, str | os.PathLike):
-        if hasattr(url, "put_if_absent"):
+        if hasattr(url, "put_if_absent") and not options:
             return url
         raise StoreError(
-            "The argument is not a store", expected=f"{_SUPPORTED}, or a Store", found=repr(url)
+            "The argument is not a store" if not options else "A store takes no options",
+            expected=f"{_supported()}, or a Store",
+            found=repr(url),
         )
     text = os.fspath(url)
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text) if isinstance(url, str) else None
+    scheme = _SCHEME.match(text) if isinstance(url, str) else None
     if scheme is None:
-        path = expand_home(text)
-    elif scheme[1] == "memory":
-        return _open_memory(text)
-    elif scheme[1] == "file":
-        host, slash, path = text.removeprefix("file://").partition("/")
-        if host not in ("", "localhost"):
-            raise StoreError(
-                f"The URL {text} names another machine", expected="file:///path", found=host
-            )
-        path = unquote(slash + path)
-    else:
+        return _open_path(expand_home(text), text, options)
+    return _find_function(scheme[1], text)(text, **options)
+
+
+def register_store(scheme: str, function: OpenStore) -> None:
+    """Make ``function(url, **options)`` open the URLs that begin with ``scheme://``.
+
+    ``load``, ``save``, ``open``, ``Run``, ``Checkpointer``, and all commands then accept them. A
+    package does the same without a call, by an entry point in the group ``holdfast.stores`` whose
+    name is the scheme. Raises ``StoreError`` if the scheme is invalid or is one of Holdfast's own.
+    """
+    if not _SCHEME.fullmatch(f"{scheme}://") or scheme in (*_BUILT_IN, "file", "memory"):
         raise StoreError(
-            f"Unsupported kind of store: {text}", expected=_SUPPORTED, found=f"{scheme[1]}://"
+            f"Cannot register the kind of store {scheme!r}",
+            expected="letters, digits, '+', '-', or '.', and not a kind that Holdfast has",
         )
+    _functions[scheme] = function
+
+
+def has_authority(scheme: str) -> bool:
+    """Return True if the first level of a URL is not a folder: a bucket, a host, or a name."""
+    return scheme not in ("", "file")
+
+
+def _find_function(scheme: str, url: str) -> OpenStore:
+    """Return the function that opens URLs with this scheme. Raises ``StoreError``."""
+    if (function := _functions.get(scheme)) is not None:
+        return function
+    if scheme in _BUILT_IN:
+        module, _, name = _BUILT_IN[scheme].partition(":")
+        function = getattr(import_module(module), name)
+    else:
+        found = [*entry_points(group="holdfast.stores", name=scheme)]
+        if len(found) != 1:
+            raise StoreError(
+                f"Unsupported kind of store: {url}"
+                if not found
+                else f"Several packages support {scheme}://",
+                expected=_supported() if not found else "one package",
+                found=f"{scheme}://" if not found else ", ".join(e.value for e in found),
+            )
+        function = found[0].load()
+    return _functions.setdefault(scheme, function)
+
+
+def _supported() -> str:
+    added = {e.name for e in entry_points(group="holdfast.stores")} | {*_functions}
+    return "a path or " + " or ".join(f"{s}://" for s in sorted(added | {*_BUILT_IN}))
+
+
+def _open_file(url: str, **options: Any) -> LocalStore:
+    host, slash, path = url.removeprefix("file://").partition("/")
+    if host not in ("", "localhost"):
+        raise StoreError(
+            f"The URL {url} names another machine", expected="file:///path", found=host
+        )
+    return _open_path(unquote(slash + path), url, options)
+
+
+def _open_path(path: str, url: str, options: dict[str, Any]) -> LocalStore:
     if not path:
-        raise StoreError("The URL does not name a folder", expected=_SUPPORTED, found=repr(text))
+        raise StoreError("The URL does not name a folder", expected=_supported(), found=repr(url))
+    if options:
+        raise StoreError(f"A local folder has no options, but got {', '.join(options)}")
     return LocalStore(path, direct=read_settings().direct)
+
+
+def _open_memory(url: str) -> MemoryStore:
+    name, _, folder = url.removeprefix("memory://").strip("/").partition("/")
+    if not name:
+        raise StoreError("The memory store has no name", expected="memory://NAME", found=url)
+    store = _memory_stores.setdefault(name, MemoryStore(name))  # atomic, so there is no lock
+    return store.at(folder) if folder else store
+
+
+_functions: dict[str, OpenStore] = {"file": _open_file, "memory": _open_memory}
 
 
 def expand_home(path: str) -> str:
@@ -66,11 +137,3 @@ def expand_home(path: str) -> str:
             todo=f"Write the full path, or ./{path} for a folder with this name",
         )
     return expanded
-
-
-def _open_memory(url: str) -> MemoryStore:
-    name, _, folder = url.removeprefix("memory://").strip("/").partition("/")
-    if not name:
-        raise StoreError("The memory store has no name", expected="memory://NAME", found=url)
-    store = _memory_stores.setdefault(name, MemoryStore(name))  # atomic, so there is no lock
-    return store.at(folder) if folder else store

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
-from holdfast.storage.open import expand_home, open_store
+from holdfast.storage.open import expand_home, has_authority, open_store
 from holdfast.storage.store import Store, list_level
 
 Url = str | os.PathLike[str] | Store
@@ -48,8 +48,8 @@ def locate(url: Url) -> Location:
     text = expand_home(os.fspath(url)).rstrip("/")
     scheme, separator, path = text.rpartition("://")
     root, _, folder = path.rpartition("/")
-    if scheme == "memory" and not root:
-        return Location(open_store(text), "")
+    if has_authority(scheme) and not root:
+        return Location(open_store(text), "")  # the snapshot is a whole bucket
     if folder in ("", ".", ".."):
         raise StoreError(
             f"{os.fspath(url)!r} is not the URL of a snapshot", expected="RUN/version_120"

@@ -1,0 +1,177 @@
+"""The clients of one S3 endpoint, and what this process has learned about it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from threading import Lock
+from typing import Any
+
+from holdfast.errors import StoreError
+from holdfast.settings import aws_variables
+from holdfast.storage.throttle import Throttle
+from holdfast.text import to_repr
+from holdfast.types import MIB
+from holdfast.version import __version__
+
+INSTALL = "Install it: pip install 'holdfast[cloud]'"
+
+TIMEOUTS = (1, 4, 15, 60)
+"""The timeouts of the clients, in seconds: for a connection, and for each wait for bytes. A request
+uses the longest one that its deadline allows."""
+
+MIN_PART = 5 * MIB
+"""The least length of a part other than the last one."""
+
+CHECKSUMS = ("auto", "crc32c", "md5", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """The options of ``holdfast.open_store("s3://...", **options)``.
+
+    What is None comes from the environment variables and files of the AWS tools: ``endpoint`` (the
+    URL of a server with the API of S3), ``region``, ``profile``, and the credentials.
+    ``anonymous``: send no credentials. ``addressing``: "path" or "virtual"; by default "path" for
+    an endpoint other than that of AWS. ``part_size``: the length of the parts of uploads, in
+    bytes. ``equal_parts``: make all parts but the last equal in length, as Cloudflare R2 requires;
+    this takes another copy in memory. ``concurrency``: the largest number of requests of this
+    process in progress. ``timeout``: seconds for which a call is repeated while the server is
+    unreachable or busy. ``checksum``: what the server checks on arrival: "crc32c"; "md5"; "auto":
+    CRC-32C, and also MD5 if the server ignores it and the connection is not encrypted; "none".
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    access_key_id: str | None = field(default=None, repr=False)
+    secret_access_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    anonymous: bool = False
+    addressing: str | None = None
+    part_size: int = 16 * MIB
+    equal_parts: bool = False
+    concurrency: int = 32
+    timeout: float = 300.0
+    checksum: str = "auto"
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
+        """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise StoreError(
+                    f"Unknown option {name!r} of an S3 store", expected=" or ".join(known)
+                )
+        result = cls(**options)
+        for name, is_valid, expected in (
+            ("part_size", result.part_size >= MIN_PART, f"at least {MIN_PART} bytes"),
+            ("concurrency", 1 <= result.concurrency <= 1024, "1 to 1024"),
+            ("timeout", result.timeout > 0, "a number of seconds greater than 0"),
+            ("checksum", result.checksum in CHECKSUMS, " or ".join(CHECKSUMS)),
+            ("addressing", result.addressing in (None, "path", "virtual"), "'path' or 'virtual'"),
+        ):
+            if not is_valid:
+                value = to_repr(getattr(result, name))
+                raise StoreError(f"Invalid value for {name}=", expected=expected, found=value)
+        return result
+
+
+class Endpoint:
+    """The clients with certain options in this process, and the throttle of their requests.
+
+    ``known_buckets``: those that have answered. ``checks_crc``: whether the server checks CRC-32C,
+    None if that is not known yet. ``conditional_buckets``: those in which the server has refused
+    to replace an object.
+    """
+
+    def __init__(self, options: S3Options) -> None:
+        self.options = options
+        self.throttle = Throttle(options.concurrency)
+        self.known_buckets: set[str] = set()
+        self.conditional_buckets: set[str] = set()
+        self.checks_crc: bool | None = None
+        self._clients: dict[int, Any] = {}
+        self._lock = Lock()
+
+    def client(self, seconds_left: float, longest: int) -> Any:
+        """Return a client whose timeouts are at most ``seconds_left`` and ``longest``."""
+        timeout = max(t for t in TIMEOUTS if t <= max(TIMEOUTS[0], min(seconds_left, longest)))
+        client = self._clients.get(timeout)
+        if client is None:
+            with self._lock:  # the creation of clients is not thread-safe
+                client = self._clients.get(timeout) or self._create_client(timeout)
+                self._clients[timeout] = client
+        return client
+
+    def forget_clients(self) -> None:
+        """Let the next request create a client, which looks for credentials again."""
+        self._clients = {}
+
+    @property
+    def url(self) -> str:
+        """The URL of the server."""
+        return str(self.client(1, 1).meta.endpoint_url)
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.url.startswith("https:")
+
+    def _create_client(self, timeout: int) -> Any:
+        options = self.options
+        client = self._create_addressing(timeout, options.addressing or "auto")
+        if options.addressing is None and not _AWS.search(client.meta.endpoint_url):
+            # most servers have one name, to which "auto" would prepend that of the bucket
+            client = self._create_addressing(timeout, "path")
+        return client
+
+    def _create_addressing(self, timeout: int, addressing: str) -> Any:
+        import boto3
+        import botocore
+        from botocore.config import Config
+
+        options = self.options
+        return boto3.session.Session(
+            aws_access_key_id=options.access_key_id,
+            aws_secret_access_key=options.secret_access_key,
+            aws_session_token=options.session_token,
+            region_name=options.region,
+            profile_name=options.profile,
+        ).client(
+            "s3",
+            endpoint_url=options.endpoint,
+            config=Config(
+                signature_version=botocore.UNSIGNED if options.anonymous else None,
+                connect_timeout=min(timeout, 15),
+                read_timeout=timeout,
+                max_pool_connections=options.concurrency,
+                retries={"total_max_attempts": 1, "mode": "standard"},  # the throttle repeats
+                tcp_keepalive=True,
+                user_agent_extra=f"holdfast/{__version__}",
+                # the parts have checksums of their own: signing them takes five times as long
+                s3={"addressing_style": addressing, "payload_signing_enabled": False},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+        )
+
+
+_AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")
+_endpoints: dict[tuple[int, S3Options, frozenset[tuple[str, str]]], Endpoint] = {}
+
+
+def shared_endpoint(options: S3Options) -> Endpoint:
+    """Return the endpoint with these options that all stores of this process share.
+
+    A forked process gets its own: connections cannot be shared. So does a process that has changed
+    its environment variables. Raises ``StoreError`` if boto3 is not installed.
+    """
+    try:
+        import boto3  # noqa: F401
+    except ImportError as e:
+        raise StoreError("An s3:// store needs the package boto3", todo=INSTALL) from e
+    key = (os.getpid(), options, aws_variables())
+    return _endpoints.setdefault(key, Endpoint(options))

@@ -1,0 +1,134 @@
+"""Converts the errors of boto3 to those of a ``Store``."""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from typing import Any
+
+from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
+
+_THROTTLED = {
+    "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
+    "TooManyRequestsException", "ServiceUnavailable", "503", "429",
+}  # fmt: skip
+"""The codes with which a server asks for fewer requests. It has done nothing."""
+
+_TRY_AGAIN = {
+    "InternalError", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "Busy",
+    "BadDigest", "XAmzContentChecksumMismatch", "IncompleteBody", "InvalidDigest",
+    "XAmzContentSHA256Mismatch", "408", "409", "500", "502", "504",
+}  # fmt: skip
+"""The codes of failures that may be gone at the next try."""
+
+_DENIED = {
+    "InvalidAccessKeyId": "The server does not know the access key: check the credentials",
+    "SignatureDoesNotMatch": "Check the secret key of the credentials, and the endpoint",
+    "ExpiredToken": "The credentials have expired: renew them",
+    "ExpiredTokenException": "The credentials have expired: renew them",
+    "InvalidToken": "The session token is invalid: renew the credentials",
+    "RequestTimeTooSkewed": "The clock of this machine is wrong: synchronize it (NTP)",
+    "AccessDenied": "Allow s3:GetObject, PutObject, DeleteObject, ListBucket,"
+    " AbortMultipartUpload, and ListBucketMultipartUploads; without ListBucket, S3 also denies"
+    " access to objects that do not exist",
+}
+
+_CREDENTIALS = (
+    "Tried: the options access_key_id and profile of holdfast.open_store, the variables"
+    " AWS_ACCESS_KEY_ID, AWS_PROFILE, and AWS_WEB_IDENTITY_TOKEN_FILE, the files ~/.aws/config and"
+    " ~/.aws/credentials, and the metadata services of ECS and EC2."
+    " For a public bucket, use holdfast.open_store(url, anonymous=True)"
+)
+
+
+def translate(error: Exception, action: str, key: str, url: str, server: str) -> StoreError:
+    """Return the error of the store for an error of boto3, or of reading a reply.
+
+    ``action``: "read", for the message; ``server``: the URL of the endpoint. Messages contain no
+    credentials: those of boto3 have none, and requests are not shown.
+    """
+    from botocore import exceptions as boto
+
+    what = f"Cannot {action} {key or 'the bucket'} in {url}"
+    fields: dict[str, Any] = {"key": key, "store": url}
+    if isinstance(error, boto.ClientError):
+        return _translate_reply(error, what, server, fields)
+    if isinstance(error, boto.NoCredentialsError | boto.CredentialRetrievalError):
+        return Denied(f"{what}: there are no credentials", todo=_CREDENTIALS, **fields)
+    if isinstance(
+        error, boto.PartialCredentialsError | boto.ProfileNotFound | boto.TokenRetrievalError
+    ):
+        return Denied(f"{what}: {error}", todo=_CREDENTIALS, **fields)
+    if isinstance(error, boto.ResponseParserError):
+        return StoreError(
+            f"{what}: {server} does not answer as S3 does",
+            todo="Check the endpoint",
+            **fields,
+        )
+    if isinstance(error, boto.ParamValidationError | ValueError | UnicodeError):
+        return StoreError(f"{what}: {str(error).strip()}", todo="Check the URL", **fields)
+    broken = boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | OSError
+    if isinstance(error, broken | boto.ResponseStreamingError):
+        is_unsent = isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError)
+        if not is_unsent:
+            fields["outcome"] = "unknown"
+        return Unavailable(f"{what}: {error}", **fields)
+    return StoreError(f"{what}: {type(error).__name__}: {error}", **fields)
+
+
+def _translate_reply(error: Any, what: str, server: str, fields: dict[str, Any]) -> StoreError:
+    """Return the error for a reply with an error code."""
+    metadata = error.response.get("ResponseMetadata", {})
+    headers = metadata.get("HTTPHeaders", {})
+    status = metadata.get("HTTPStatusCode", 0)
+    details = error.response.get("Error", {})
+    code = str(details.get("Code", status))
+    fields |= {"code": code, "status": status}
+    message = details.get("Message") or code
+    what = f"{what}: {code}" if message in (code, "Unknown") else f"{what}: {code}: {message}"
+    if code in _THROTTLED or status in (429, 503):
+        pause = _seconds(headers.get("retry-after"))
+        return Unavailable(what, throttled=True, retry_after=pause, **fields)
+    if code in _TRY_AGAIN or status >= 500:
+        if status == 501:
+            return StoreError(what, todo="The server lacks what Holdfast needs", **fields)
+        return Unavailable(what, outcome="unknown", **fields)
+    if code == "NoSuchBucket":
+        todo = f"Create the bucket, or check its name and the endpoint, {server}"
+        return StoreError(what, todo=todo, **fields)
+    if code in ("NoSuchKey", "NotFound", "404", "NoSuchUpload"):
+        return NotFound(f"There is no {fields['key']} in {fields['store']}", **fields)
+    if code in _DENIED or status in (401, 403):
+        return Denied(what, todo=_DENIED.get(code, _DENIED["AccessDenied"]), **fields)
+    if region := headers.get("x-amz-bucket-region") or details.get("Region"):
+        todo = f"The bucket is in the region {region}: set AWS_DEFAULT_REGION, or region="
+        return StoreError(what, todo=todo, **fields)
+    if code in ("QuotaExceeded", "EntityTooLarge"):
+        return NoSpace(what, todo="Raise the quota, or save elsewhere", **fields)
+    return StoreError(what, todo=f"Check the endpoint, {server}", **fields)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Return the pause of a Retry-After header, which holds seconds or a date; None without one."""
+    if retry_after is None:
+        return None
+    if retry_after.strip().isdecimal():
+        return float(retry_after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None
+
+
+def no_tag_error(key: str, url: str) -> Unavailable:
+    """Return the error for a reply without the tag of what was written.
+
+    A server or a proxy may report success before it finds an error, which it then writes to the
+    body of the reply.
+    """
+    return Unavailable(
+        f"The reply to the write of {key} to {url} lacks the entity tag",
+        outcome="unknown",
+        key=key,
+        store=url,
+    )

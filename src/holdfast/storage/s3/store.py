@@ -1,0 +1,138 @@
+"""A store in an S3 bucket. The commit is one conditional PUT, which never replaces an object."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.errors import StoreError
+from holdfast.storage.s3.bucket import S3Bucket
+from holdfast.storage.s3.endpoint import S3Options
+from holdfast.storage.s3.upload import S3Upload, is_partial, object_of_partial, partial_key
+from holdfast.storage.store import Entry, Stat, Upload
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+
+
+class S3Store(S3Bucket):
+    """A store in a folder of a bucket, or in a whole bucket. Creating it sends no request."""
+
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
+        self._refuse_partial(key)
+        self.object_name(key)
+        return S3Upload(self, key, length, 0 if self.options.equal_parts else head)
+
+    def put_if_absent(self, key: str, data: bytes) -> Stat:
+        self._refuse_partial(key)
+        self.create_object(key, data, accept_equal=True)
+        if self.bucket not in self.endpoint.conditional_buckets:
+            self.require_conditional_put(key, data)
+        return self.require_stat(key, len(data))
+
+    def delete(self, key: str) -> None:
+        if is_partial(key.rpartition("/")[2]):
+            self._abort_partial(key)
+            return
+        name = self.object_name(key)
+        self.call(
+            "DeleteObject", "delete", key, lambda c: c.delete_object(Bucket=self.bucket, Key=name)
+        )
+
+    def _abort_partial(self, key: str) -> None:
+        object_key = object_of_partial(key)
+        for found_key, upload_id, _ in list(self._uploads(self.object_name(object_key))):
+            if partial_key(found_key, upload_id) == key:
+                self.abort_upload(object_key, upload_id)
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        for page in self._pages(self._folder_name(prefix), ""):
+            yield from self._stats(page)
+
+    def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
+        """See the function."""
+        start = self._folder_name(folder) + prefix
+        if "/" in prefix:
+            return
+        for page in self._pages(start, "/"):
+            for common in page.get("CommonPrefixes", ()):
+                yield Entry(common["Prefix"][:-1].rpartition("/")[2], "folder")
+            for stat in self._stats(page):
+                yield Entry(stat.key.rpartition("/")[2], "object", stat)
+
+    def partials(self, prefix: str) -> Iterator[Stat]:
+        found = [
+            Stat(partial_key(key, upload_id), 0, int(initiated.timestamp()))
+            for key, upload_id, initiated in self._uploads(self._folder_name(prefix))
+        ]
+        return iter(sorted(found, key=lambda stat: stat.key))
+
+    def _folder_name(self, folder: str) -> str:
+        return self.object_name(folder) + "/" if folder else self.prefix
+
+    def _stats(self, page: Any) -> Iterator[Stat]:
+        for found in page.get("Contents", ()):
+            key = found["Key"][len(self.prefix) :]
+            if key and not key.endswith("/"):  # the console creates "folders" as empty objects
+                modified = int(found["LastModified"].timestamp())
+                yield Stat(key, int(found["Size"]), modified)
+
+    def _pages(self, start: str, delimiter: str) -> Iterator[Any]:
+        """Yield the replies that list the objects whose names begin with ``start``."""
+        position: dict[str, str] = {}
+        while True:
+
+            def read(client: Any, position: dict[str, str] = position) -> Any:
+                return client.list_objects_v2(
+                    Bucket=self.bucket, Prefix=start, Delimiter=delimiter, **position
+                )
+
+            page = self.call("ListObjectsV2", "list", start, read)
+            self.endpoint.known_buckets.add(self.bucket)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            position = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _uploads(self, start: str) -> Iterator[tuple[str, str, Any]]:
+        """Yield the key, the id, and the time of each upload of an object whose name begins so."""
+        position: dict[str, str] = {}
+        while True:
+
+            def read(client: Any, position: dict[str, str] = position) -> Any:
+                return client.list_multipart_uploads(Bucket=self.bucket, Prefix=start, **position)
+
+            page = self.call("ListMultipartUploads", "list the uploads of", start, read)
+            for found in page.get("Uploads", ()):
+                yield found["Key"][len(self.prefix) :], found["UploadId"], found["Initiated"]
+            if not page.get("IsTruncated"):
+                return
+            position = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    def _refuse_partial(self, key: str) -> None:
+        if is_partial(key.rpartition("/")[2]):
+            raise StoreError(
+                f"Cannot write {key} to {self.url}: the name is reserved for unfinished uploads",
+                key=key,
+                store=self.url,
+            )
+
+
+def open_s3(url: str, **options: Any) -> S3Store:
+    """Return the store at ``s3://BUCKET/folder``. For the options, see ``S3Options``.
+
+    Characters such as ``%`` and ``+`` stand for themselves. Raises ``StoreError`` if the URL or an
+    option is invalid, or if boto3 is not installed.
+    """
+    bucket, _, folder = url.removeprefix("s3://").partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise StoreError(
+            f"{url} does not name a bucket",
+            expected="s3://BUCKET/folder",
+            found=repr(bucket),
+            todo="Credentials and other options are not part of the URL",
+        )
+    return S3Store(bucket, folder.rstrip("/"), S3Options.from_mapping(options))

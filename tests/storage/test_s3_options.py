@@ -1,0 +1,93 @@
+"""What is refused before any request is sent, and what messages show."""
+
+import sys
+
+import pytest
+
+import holdfast
+from holdfast.engine.snapshot.location import locate
+from holdfast.errors import StoreError
+from holdfast.storage.s3.endpoint import S3Options
+
+
+@pytest.mark.parametrize(
+    ("url", "store", "folder"),
+    [
+        ("s3://bucket", "s3://bucket", ""),
+        ("s3://bucket/", "s3://bucket", ""),
+        ("s3://bucket/version_1", "s3://bucket", "version_1"),
+        ("s3://bucket/a/b/version_1/", "s3://bucket/a/b", "version_1"),
+        ("s3://bucket/100%/a b+c/v", "s3://bucket/100%/a b+c", "v"),
+    ],
+)
+def test_a_url_names_a_bucket_and_a_folder(url, store, folder):
+    location = locate(url)
+    assert (location.store.url, location.folder) == (store, folder)
+    assert holdfast.open_store(url).url == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://", "does not name a bucket"),
+        ("s3:///run", "does not name a bucket"),
+        ("s3://key:secret@bucket/run", "Credentials and other options are not part of the URL"),
+        ("s3://bucket?region=x/run", "does not name a bucket"),
+        ("s3://b/run", "does not name a bucket"),
+        ("s3://bucket//run", "Invalid key"),
+        ("s3://bucket/a/../b", "Invalid key"),
+    ],
+)
+def test_a_mistyped_url_is_refused(url, message):
+    with pytest.raises(StoreError, match=message):
+        holdfast.open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"acces_key_id": "x"}, "Unknown option 'acces_key_id' of an S3 store. Expected endpoint"),
+        ({"part_size": 1 << 20}, "part_size=. Expected at least 5242880 bytes, found 1048576"),
+        ({"concurrency": 0}, "concurrency=. Expected 1 to 1024"),
+        ({"timeout": 0}, "timeout="),
+        ({"checksum": "crc"}, "Expected auto or crc32c or md5 or none, found 'crc'"),
+        ({"addressing": "dns"}, "Expected 'path' or 'virtual'"),
+    ],
+)
+def test_an_invalid_option_is_refused(options, message):
+    with pytest.raises(StoreError, match=message):
+        holdfast.open_store("s3://bucket/run", **options)
+
+
+def test_no_message_shows_credentials():
+    options = {"access_key_id": "AKIAKEY", "secret_access_key": "SECRET", "session_token": "TOKEN"}
+    store = holdfast.open_store("s3://bucket/run", **options)
+    shown = [repr(store), repr(store.options), store.url]
+    with pytest.raises(StoreError) as caught:
+        holdfast.open_store("s3://bucket/run", part_size=1, **options)
+    shown += [str(caught.value), repr(caught.value.fields)]
+    assert not any(secret in text for text in shown for secret in options.values())
+
+
+def test_the_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(StoreError, match=r"needs the package boto3\. .*'holdfast\[cloud\]'"):
+        holdfast.open_store("s3://bucket/run")
+
+
+def test_views_share_the_requests():
+    store = holdfast.open_store("s3://bucket/run")
+    assert store.at("a/b").url == "s3://bucket/run/a/b"
+    assert store.at("a").endpoint is store.endpoint
+    assert holdfast.open_store("s3://other").endpoint is store.endpoint
+    assert holdfast.open_store("s3://other", concurrency=3).endpoint is not store.endpoint
+    assert store.options == S3Options()
+
+
+def test_a_name_that_s3_does_not_allow_is_refused():
+    store = holdfast.open_store("s3://bucket/run")
+    for key, message in (("é" * 600, "at most 1024 bytes"), ("a\ud800", "Invalid key")):
+        with pytest.raises(StoreError, match=message):
+            store.put_if_absent(key, b"")
+    with pytest.raises(StoreError, match="reserved for unfinished uploads"):
+        store.put("v/.a.partial", 1)

@@ -1,0 +1,52 @@
+"""The servers that the tests in this folder share: one of each kind, started when first needed."""
+
+from __future__ import annotations
+
+import uuid
+
+import boto3
+import pytest
+
+from tests.stores.servers import Ceph, Missing, server_folder
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.stores)
+
+
+def skip_unless_required(request, error):
+    """Skip the test, with the reason, unless ``--require-servers`` asks for a failure."""
+    if request.config.getoption("--require-servers"):
+        pytest.fail(f"a server is missing: {error}")
+    pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def ceph(request):
+    with server_folder("ceph") as folder:
+        try:
+            server = Ceph(folder)
+        except Missing as e:
+            skip_unless_required(request, e)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def s3(ceph, monkeypatch):
+    """Point the environment variables of the AWS tools to Ceph. The value is a new bucket's URL."""
+    values = {
+        "AWS_ENDPOINT_URL": ceph.endpoint,
+        "AWS_ACCESS_KEY_ID": ceph.key,
+        "AWS_SECRET_ACCESS_KEY": ceph.secret,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"b-{uuid.uuid4()}"
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    return f"s3://{bucket}"

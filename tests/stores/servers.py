@@ -1,0 +1,190 @@
+"""Start, kill, and stop real storage servers on loopback, each with a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import mkdtemp
+
+
+class Missing(Exception):
+    """A program of a server is not installed."""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def answers_http(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=1).close()
+    except urllib.error.HTTPError:
+        return True  # any answer
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def server_folder(name: str) -> Iterator[Path]:
+    folder = Path(mkdtemp(prefix=f"holdfast-{name}-", dir="/var/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Daemons:
+    """The processes of one server, by name. Each is stopped by its process id."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def spawn(self, name: str, *command: str, **env: str) -> None:
+        with (self.folder / f"{name}.out").open("ab") as output:
+            self.processes[name] = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    def send(self, number: signal.Signals, *names: str) -> None:
+        for name in names or self.processes:
+            with suppress(ProcessLookupError):
+                self.processes[name].send_signal(number)
+
+    def kill(self, *names: str) -> None:
+        self.send(signal.SIGKILL, *names)
+        for name in names or self.processes:
+            self.processes[name].wait(30)
+
+    def stop(self) -> None:
+        self.send(signal.SIGCONT)
+        self.kill()
+
+    def wait_until(self, is_up: Callable[[], bool], seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while not is_up():
+            dead = [n for n, p in self.processes.items() if p.poll() is not None]
+            if dead or time.monotonic() > end:
+                text = "".join(f.read_text()[-2000:] for f in sorted(self.folder.glob("*.out")))
+                raise RuntimeError(f"not up after {seconds} s; ended: {dead}\n{text}")
+            time.sleep(0.1)
+
+
+def run(*command: str, seconds: float = 60) -> None:
+    done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stdout.decode()}{done.stderr.decode()}")
+
+
+class Ceph(Daemons):
+    """Ceph's S3 gateway with one monitor and one storage daemon.
+
+    ``objectstore``: "memstore" (fast), or "bluestore" (survives ``kill``).
+    """
+
+    key, secret = "test", "testtest"
+
+    def __init__(self, folder: Path, objectstore: str = "memstore") -> None:
+        super().__init__(folder)
+        for program in ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph"):
+            if shutil.which(program) is None:
+                raise Missing(f"{program} is not installed (Debian: radosgw ceph-mon ceph-osd)")
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.configuration = str(folder / "ceph.conf")
+        cluster, mon = str(uuid.uuid4()), f"v2:127.0.0.1:{free_port()}"
+        for name in ("mon", "osd", "rgw", "run", "log"):
+            (folder / name).mkdir()
+        text = _CEPH_CONF.format(
+            folder=folder, fsid=cluster, mon=mon, port=self.port, objectstore=objectstore
+        )
+        Path(self.configuration).write_text(text)
+        monmap = str(folder / "monmap")
+        run("monmaptool", "--create", "--addv", "a", f"[{mon}]", "--fsid", cluster, monmap)
+        run("ceph-mon", "-i", "a", "-c", self.configuration, "--mkfs", "--monmap", monmap)
+        self._spawn_ceph("mon", "ceph-mon", "-i", "a")
+        osd = str(uuid.uuid4())
+        run("ceph", "-c", self.configuration, "osd", "new", osd)
+        run("ceph-osd", "-i", "0", "-c", self.configuration, "--mkfs", "--osd-uuid", osd)
+        self._spawn_ceph("osd", "ceph-osd", "-i", "0")
+        run(
+            *("radosgw-admin", "-c", self.configuration, "-n", "client.rgw", "user", "create"),
+            *("--uid=test", "--display-name=test", f"--access-key={self.key}"),
+            f"--secret={self.secret}",
+        )
+        self._spawn_ceph("rgw", "radosgw", "-n", "client.rgw")
+        self.wait_until(lambda: answers_http(self.port))
+
+    def _spawn_ceph(self, name: str, program: str, *arguments: str) -> None:
+        self.spawn(name, program, "-f", *arguments, "-c", self.configuration)
+
+    def resume(self) -> None:
+        """Start the daemons again on the same data."""
+        self._spawn_ceph("mon", "ceph-mon", "-i", "a")
+        self._spawn_ceph("osd", "ceph-osd", "-i", "0")
+        self._spawn_ceph("rgw", "radosgw", "-n", "client.rgw")
+        self.wait_until(lambda: answers_http(self.port))
+
+
+_CEPH_CONF = """[global]
+ fsid = {fsid}
+ mon_host = [{mon}]
+ public_network = 127.0.0.0/8
+ ms_bind_ipv4 = true
+ auth_cluster_required = none
+ auth_service_required = none
+ auth_client_required = none
+ osd_pool_default_size = 1
+ osd_pool_default_min_size = 1
+ mon_allow_pool_size_one = true
+ osd_pool_default_pg_num = 8
+ osd_pool_default_pgp_num = 8
+ osd_pool_default_pg_autoscale_mode = off
+ osd_crush_chooseleaf_type = 0
+ mon_max_pg_per_osd = 1000
+ ms_mon_client_mode = crc
+ mon_data_avail_warn = 1
+ mon_data_avail_crit = 0
+ auth_allow_insecure_global_id_reclaim = false
+ run_dir = {folder}/run
+ admin_socket = {folder}/run/$name.asok
+ pid_file = {folder}/run/$name.pid
+ log_file = {folder}/log/$name.log
+ crash_dir = {folder}/log
+[mon.a]
+ mon_data = {folder}/mon
+ mon_warn_on_pool_no_redundancy = false
+[osd.0]
+ osd_data = {folder}/osd
+ osd_objectstore = {objectstore}
+ memstore_device_bytes = 8589934592
+ bluestore_block_size = 21474836480
+ osd_memory_target = 1073741824
+ osd_class_dir = /usr/lib/x86_64-linux-gnu/rados-classes
+[client.rgw]
+ rgw_data = {folder}/rgw
+ rgw_frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+ rgw_enable_usage_log = false
+ rgw_thread_pool_size = 64
+ rgw_gc_obj_min_wait = 5
+ rgw_gc_processor_period = 10
+ rgw_gc_processor_max_time = 10
+"""

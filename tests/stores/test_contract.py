@@ -1,0 +1,20 @@
+"""Run the store contract with every real server."""
+
+import pytest
+
+import holdfast
+from holdfast.testing import StoreContract
+
+
+class TestCeph(StoreContract):
+    @pytest.fixture
+    def store(self, s3):
+        return holdfast.open_store(f"{s3}/a/folder", part_size=8 << 20)
+
+
+class TestCephBucket(StoreContract):
+    """A whole bucket; all writes are collected into equal parts."""
+
+    @pytest.fixture
+    def store(self, s3):
+        return holdfast.open_store(s3, equal_parts=True, checksum="md5", part_size=5 << 20)
