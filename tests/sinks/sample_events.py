@@ -37,6 +37,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "skipped": {"version": "version_1250", "error": NO_SPACE},
     "deleted": {"version": "version_1000"},
     "pin_left": {"key": "pin-1.json", "store": "runs/a", "error": "timeout"},
+    "read_again": {"store": "s3://b/runs/a", "error": NO_SPACE},
     "read_alone": {"url": "runs/a/version_1200", "reason": "rank 2 cannot map it"},
     "request_unseen": {"store": "runs/a", "error": "timeout"},
     "not_agreed": {"wanted": ["save 3", "stop"], "error": "Rank 2 has died"},

@@ -34,6 +34,7 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
         "skipped": "WARNING",
         "deleted": "INFO",
         "pin_left": "WARNING",
+        "read_again": "WARNING",
         "read_alone": "WARNING",
         "request_unseen": "WARNING",
         "not_agreed": "WARNING",

@@ -288,6 +288,8 @@ def sweep(
     for stat in partials:
         match = _ATTEMPT.search(stat.key)
         attempt = match[1] if match else None
+        if attempt is None and catalog.store.traits.part_size:
+            continue  # such a store shows everybody's uploads; a small file of a run is not one
         # a partial file that names no attempt, such as a manifest, may belong to any active save
         in_progress = attempt in roots.active_attempts or (
             attempt is None and roots.active_attempts

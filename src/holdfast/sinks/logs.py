@@ -19,6 +19,7 @@ _LEVELS = {
     "save_skipped": logging.WARNING,
     "left_unsaved": logging.WARNING,
     "pin_left": logging.WARNING,
+    "read_again": logging.WARNING,
     "request_unseen": logging.WARNING,
     "read_alone": logging.WARNING,
     "not_agreed": logging.WARNING,

@@ -24,6 +24,7 @@ _STYLES = {
     "save_skipped": "yellow",
     "left_unsaved": "yellow",
     "pin_left": "yellow",
+    "read_again": "yellow",
     "request_unseen": "yellow",
     "read_alone": "yellow",
     "not_agreed": "yellow",

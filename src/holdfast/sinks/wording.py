@@ -160,6 +160,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",
         "deleted": f"deleted {version}",
         "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
+        "read_again": f"read again, and it was right: {_error_without_todo(fields)}",
         "not_agreed": f"could not agree on {', '.join(_list_field(fields, 'wanted'))}: {error}",
         "read_alone": (
             f"read {text_field(fields, 'url')} without shared memory:"

@@ -6,7 +6,7 @@ Nothing is copied from a chunk whose digest does not match the index.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from holdfast import events
 from holdfast.buffers import Buffer, BufferPool
 from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.read_plan import ReadItem, ReadPlan, StridedCopy
@@ -156,9 +157,11 @@ def check_header(location: Location, index: ShardIndex, workers: Workers) -> Non
                 _read_range(location, index, 0, start, length, buffer.view)
                 yield buffer.view[:length]
 
-        actual = digest_parts(parts())
-    if actual != index.chunk_digest(0):
-        raise make_damage_error(location, index, 0, actual)
+        def find_damage() -> tuple[int, str] | None:
+            actual = digest_parts(parts())
+            return None if actual == index.chunk_digest(0) else (0, actual)
+
+        _check_twice(location, index, find_damage)
 
 
 def read_chunks_into(
@@ -168,13 +171,33 @@ def read_chunks_into(
 
     Raises the same errors as ``read_verified_chunks``.
     """
-    buffer_start, stop = item.start - leading_bytes, item.start
-    _read_range(location, index, item.first_chunk, -leading_bytes, item.stop - buffer_start, view)
-    for c in range(item.first_chunk, item.end_chunk):
-        start, stop = stop, int(index.cuts[c])
-        actual = digest(view[start - buffer_start : stop - buffer_start])
-        if actual != index.chunk_digest(c):
-            raise make_damage_error(location, index, c, actual)
+    buffer_start = item.start - leading_bytes
+
+    def find_damage() -> tuple[int, str] | None:
+        stop = item.start
+        length = item.stop - buffer_start
+        _read_range(location, index, item.first_chunk, -leading_bytes, length, view)
+        for c in range(item.first_chunk, item.end_chunk):
+            start, stop = stop, int(index.cuts[c])
+            actual = digest(view[start - buffer_start : stop - buffer_start])
+            if actual != index.chunk_digest(c):
+                return c, actual
+        return None
+
+    _check_twice(location, index, find_damage)
+
+
+def _check_twice(
+    location: Location, index: ShardIndex, find_damage: Callable[[], tuple[int, str] | None]
+) -> None:
+    """Call ``find_damage``, which reads chunks and returns the first damaged one with its digest.
+    If there is one, call it again: bytes can change on their way, and be right in the store."""
+    if (damage := find_damage()) is None:
+        return
+    error = make_damage_error(location, index, *damage)
+    if (damage := find_damage()) is not None:
+        raise make_damage_error(location, index, *damage)
+    events.emit("read_again", store=location.store.url, error=error)
 
 
 def _read_range(

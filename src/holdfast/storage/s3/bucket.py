@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from copy import copy
 from typing import Any, Self, TypeVar
@@ -19,7 +19,7 @@ from holdfast.errors import AlreadyExists, Denied, NotFound, StoreError, Unavail
 from holdfast.storage.checks import check_range, short_read_error, too_long_error
 from holdfast.storage.deadline import Deadline
 from holdfast.storage.s3.endpoint import TIMEOUTS, Endpoint, S3Options, shared_endpoint
-from holdfast.storage.s3.failures import no_tag_error, translate
+from holdfast.storage.s3.failures import has_other_md5, no_tag_error, translate
 from holdfast.storage.store import Stat, Traits, check_key
 from holdfast.storage.throttle import Statistics
 from holdfast.types import MIB
@@ -192,6 +192,13 @@ class S3Bucket:
             )
         return stat
 
+    def abort_others(self, key: str, upload_id: str) -> None:
+        """Abort the uploads of an object other than one: those whose ids a lost reply had."""
+        name = self.object_name(key)
+        for found_key, found_id, _ in list(self.uploads(name)):
+            if found_key == key and found_id != upload_id:
+                self.abort_upload(key, found_id)
+
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Abort a multipart upload, and delete its parts. It may be gone already."""
         name = self.object_name(key)
@@ -217,7 +224,14 @@ class S3Bucket:
                     raise too_long_error(key, self.url, limit, length)
                 data = bytearray(length)
                 self._read_body(body, memoryview(data), key, lambda count: None)
-                return bytes(data)
+            if has_other_md5(reply, data):
+                raise Unavailable(
+                    f"{key} changed on its way from {self.url}",
+                    expected=f"the MD5 {reply['ETag']}",
+                    key=key,
+                    store=self.url,
+                )
+            return bytes(data)
 
         return self.call("GetObject", "read", key, read)
 
@@ -319,6 +333,24 @@ class S3Bucket:
             client.get_object(Bucket=self.bucket, Key=name, Range="bytes=0-0")["Body"].close()
         except Exception as e:
             raise self.translate(e, "look up", key) from e
+
+    def uploads(self, start: str) -> Iterator[tuple[str, str, Any]]:
+        """Yield the key, the id, and the time of each upload of an object whose name begins so."""
+        position: dict[str, str] = {}
+        while True:
+
+            def read(client: Any, position: dict[str, str] = position) -> Any:
+                return client.list_multipart_uploads(Bucket=self.bucket, Prefix=start, **position)
+
+            page = self.call("ListMultipartUploads", "list the uploads of", start, read)
+            for found in page.get("Uploads", ()):
+                yield found["Key"][len(self.prefix) :], found["UploadId"], found["Initiated"]
+            if not page.get("IsTruncated"):
+                return
+            position = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
 
     # -- requests ------------------------------------------------------------------------------
 

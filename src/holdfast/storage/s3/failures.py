@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import email.utils
+import hashlib
+import re
 import time
 from typing import Any
 
@@ -48,6 +50,7 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
     credentials: those of boto3 have none, and requests are not shown.
     """
     from botocore import exceptions as boto
+    from botocore.parsers import ResponseParserError
 
     what = f"Cannot {action} {key or 'the bucket'} in {url}"
     fields: dict[str, Any] = {"key": key, "store": url}
@@ -59,7 +62,7 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
         error, boto.PartialCredentialsError | boto.ProfileNotFound | boto.TokenRetrievalError
     ):
         return Denied(f"{what}: {error}", todo=_CREDENTIALS, **fields)
-    if isinstance(error, boto.ResponseParserError):
+    if isinstance(error, ResponseParserError):
         return StoreError(
             f"{what}: {server} does not answer as S3 does",
             todo="Check the endpoint",
@@ -73,6 +76,8 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
         if not is_unsent:
             fields["outcome"] = "unknown"
         return Unavailable(f"{what}: {error}", **fields)
+    if isinstance(error, KeyError):
+        return Unavailable(f"{what}: the reply lacks {error}", outcome="unknown", **fields)
     return StoreError(f"{what}: {type(error).__name__}: {error}", **fields)
 
 
@@ -132,3 +137,17 @@ def no_tag_error(key: str, url: str) -> Unavailable:
         key=key,
         store=url,
     )
+
+
+def has_other_md5(reply: Any, data: bytearray) -> bool:
+    """Return True if the bytes are not those of the object, as far as its entity tag tells.
+
+    The tag of an object that was written by one PUT is its MD5, unless it is encrypted with a key
+    of KMS or of the customer.
+    """
+    tag = str(reply.get("ETag", "")).strip('"')
+    is_md5 = re.fullmatch("[0-9a-f]{32}", tag) is not None
+    encryption = (reply.get("ServerSideEncryption") or "AES256", reply.get("SSECustomerAlgorithm"))
+    if not is_md5 or encryption != ("AES256", None):
+        return False
+    return hashlib.md5(data, usedforsecurity=False).hexdigest() != tag

@@ -41,7 +41,7 @@ class S3Store(S3Bucket):
 
     def _abort_partial(self, key: str) -> None:
         object_key = object_of_partial(key)
-        for found_key, upload_id, _ in list(self._uploads(self.object_name(object_key))):
+        for found_key, upload_id, _ in list(self.uploads(self.object_name(object_key))):
             if partial_key(found_key, upload_id) == key:
                 self.abort_upload(object_key, upload_id)
 
@@ -63,7 +63,7 @@ class S3Store(S3Bucket):
     def partials(self, prefix: str) -> Iterator[Stat]:
         found = [
             Stat(partial_key(key, upload_id), 0, int(initiated.timestamp()))
-            for key, upload_id, initiated in self._uploads(self._folder_name(prefix))
+            for key, upload_id, initiated in self.uploads(self._folder_name(prefix))
         ]
         return iter(sorted(found, key=lambda stat: stat.key))
 
@@ -93,24 +93,6 @@ class S3Store(S3Bucket):
             if not page.get("IsTruncated"):
                 return
             position = {"ContinuationToken": page["NextContinuationToken"]}
-
-    def _uploads(self, start: str) -> Iterator[tuple[str, str, Any]]:
-        """Yield the key, the id, and the time of each upload of an object whose name begins so."""
-        position: dict[str, str] = {}
-        while True:
-
-            def read(client: Any, position: dict[str, str] = position) -> Any:
-                return client.list_multipart_uploads(Bucket=self.bucket, Prefix=start, **position)
-
-            page = self.call("ListMultipartUploads", "list the uploads of", start, read)
-            for found in page.get("Uploads", ()):
-                yield found["Key"][len(self.prefix) :], found["UploadId"], found["Initiated"]
-            if not page.get("IsTruncated"):
-                return
-            position = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
 
     def _refuse_partial(self, key: str) -> None:
         if is_partial(key.rpartition("/")[2]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
 from threading import Lock
 from typing import Any
@@ -200,11 +201,8 @@ class S3Upload(Upload):
         """Free the memory, and abort an upload that was not completed."""
         self._collected = {}
         if self._upload_id:
-            deadline = Deadline.after(ABORT_SECONDS, f"{ABORT_SECONDS:g} s for the abort")
-            try:
-                self._store.within(deadline).abort_upload(self._key, self._upload_id)
-            except StoreError:
-                return  # the error of the upload counts, and ``sweep`` finds what remains
+            with suppress(StoreError):  # the error of the upload counts
+                self._store.within(_abort_deadline()).abort_upload(self._key, self._upload_id)
 
     def _create(self) -> str:
         store = self._store
@@ -213,13 +211,21 @@ class S3Upload(Upload):
         if store.options.checksum in ("auto", "crc32c"):
             algorithm["ChecksumAlgorithm"] = "CRC32C"
 
+        tries = 0
+
         def create(client: Any) -> str:
+            nonlocal tries
+            tries += 1
             reply = client.create_multipart_upload(Bucket=store.bucket, Key=name, **algorithm)
             if not reply.get("UploadId"):
                 raise no_tag_error(self._key, store.url)
             return str(reply["UploadId"])
 
-        return store.call("CreateMultipartUpload", "write", self._key, create)
+        upload_id = store.call("CreateMultipartUpload", "write", self._key, create)
+        if tries > 1:
+            with suppress(StoreError):  # ``sweep`` finds what remains
+                store.within(_abort_deadline()).abort_others(self._key, upload_id)
+        return upload_id
 
     def _complete(self) -> None:
         store = self._store
@@ -272,6 +278,10 @@ class S3Upload(Upload):
             key=key,
             store=url,
         )
+
+
+def _abort_deadline() -> Deadline:
+    return Deadline.after(ABORT_SECONDS, f"{ABORT_SECONDS:g} s to abort an upload")
 
 
 class PartBody:

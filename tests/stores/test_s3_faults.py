@@ -1,0 +1,297 @@
+"""Faults between a training and Ceph: the eight promises hold after each."""
+
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import boto3
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.errors import Denied, DigestMismatch, HoldfastError, StoreError, Unavailable
+from holdfast.storage.deadline import Deadline
+from holdfast.testing.contract import keys, partial_keys
+from holdfast.types import MIB
+from tests.stores.fault_proxy import Fault, FaultProxy
+
+STATE = {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}  # 20 MiB: three parts
+
+REQUESTS = {
+    "pin": ("PUT", r"/pin-[^?]*$"),
+    "create": ("POST", r"\?uploads"),
+    "part": ("PUT", r"partNumber=2"),
+    "complete": ("POST", r"uploadId="),
+    "index": ("PUT", r"index\.json$"),
+    "manifest": ("PUT", r"manifest\.json$"),
+    "stat": ("HEAD", r"shard-"),
+    "unpin": ("DELETE", r"/pin-"),
+}
+"""The requests of a save."""
+
+READS = {
+    "list": ("GET", r"list-type=2"),
+    "manifest": ("GET", r"manifest\.json$"),
+    "index": ("GET", r"index\.json$"),
+    "shard": ("GET", r"safetensors$"),
+    "stat": ("HEAD", r"shard-"),
+}
+
+
+@pytest.fixture
+def proxy(ceph):
+    proxy = FaultProxy(ceph.port)
+    yield proxy
+    proxy.stop()
+
+
+@pytest.fixture
+def store(s3, proxy):
+    """A run on Ceph behind the proxy. No call takes longer than 20 s."""
+    return open_run(s3, proxy)
+
+
+def open_run(s3, proxy, **options):
+    options = {"timeout": 20, "part_size": 8 * MIB, **options}
+    return holdfast.open_store(f"{s3}/run", endpoint=proxy.endpoint, **options)
+
+
+def save(store, step=1):
+    return holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+
+
+def save_in_run(store, step=1):
+    with holdfast.Checkpointer(store, dict(STATE), save=holdfast.Never()) as checkpointer:
+        checkpointer.resume()
+        while checkpointer.count < step:
+            checkpointer.step()
+        return checkpointer.save()
+
+
+def check_intact(store, steps=(1,)):
+    run = holdfast.Run(store)
+    assert [s.step for s in run.snapshots()] == [*steps]
+    assert all(s.verify().ok for s in run.snapshots())
+    assert partial_keys(store) == []
+
+
+def check_nothing(store):
+    """Nothing was committed, and the next save works."""
+    assert holdfast.Run(store).snapshots() == []
+    save(store, 2)
+    check_intact(store, [2])
+
+
+# faults that pass
+
+
+@pytest.mark.parametrize("action", ["status", "reset", "lose_reply", "ok_error", "truncate"])
+@pytest.mark.parametrize("request_name", REQUESTS)
+def test_a_save_survives_a_fault(store, proxy, request_name, action):
+    method, path = REQUESTS[request_name]
+    proxy.inject(Fault(action, method, path, count=2))
+    save(store)
+    if (action, method) not in [("truncate", "DELETE"), ("truncate", "HEAD"), ("ok_error", "HEAD")]:
+        assert proxy.faults[0].hits >= 1
+    proxy.inject()
+    check_intact(store)
+    leftover = [key for key in keys(store) if key.startswith("pin-")]
+    assert leftover == []
+
+
+@pytest.mark.parametrize("action", ["status", "reset", "cut", "truncate", "flip_reply"])
+@pytest.mark.parametrize("request_name", READS)
+def test_a_load_survives_a_fault(store, proxy, request_name, action):
+    save(store)
+    method, path = READS[request_name]
+    if method == "HEAD" and action in ("cut", "truncate", "flip_reply"):
+        pytest.skip("the reply to a HEAD has no body")
+    proxy.inject(Fault(action, method, path, count=1, after=100))
+    snapshot = holdfast.Run(store).latest()
+    assert snapshot is not None
+    state = holdfast.load(store.at("version_1"))
+    assert np.array_equal(state["w"], STATE["w"])
+    assert proxy.faults[0].hits == 1
+    proxy.inject()
+    check_intact(store)
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_busy_server_gets_fewer_requests(store, proxy, code):
+    proxy.inject(Fault("status", "PUT", "partNumber", count=3, code=code))
+    before = store.statistics()
+    save(store)
+    after = store.statistics()
+    assert after.throttled - before.throttled == 3
+    assert after.retries - before.retries >= 3
+    assert after.concurrency < before.concurrency
+    check_intact(store)
+
+
+def test_retry_after_is_honored(store, proxy):
+    proxy.inject(Fault("status", "PUT", "manifest.json$", retry_after="3"))
+    save(store)
+    tries = [r.time for r in proxy.log if r.method == "PUT" and "manifest" in r.target]
+    assert tries[1] - tries[0] >= 3
+    check_intact(store)
+
+
+def test_a_flipped_bit_of_an_upload_is_refused_by_the_server(store, proxy):
+    proxy.inject(
+        Fault("flip", "PUT", "partNumber=2", after=1000),
+        Fault("flip", "PUT", "index.json$", after=10),
+        Fault("flip", "PUT", "manifest.json$", after=10),
+    )
+    save(store)
+    assert [fault.hits for fault in proxy.faults] == [1, 1, 1]
+    check_intact(store)
+
+
+def test_a_stalled_reply_is_abandoned(s3, proxy):
+    store = open_run(s3, proxy, timeout=15)
+    save(store)
+    proxy.inject(
+        Fault("stall_reply", "GET", "safetensors$", after=MIB, seconds=60),
+        Fault("stall", "GET", "index.json$", seconds=60),
+    )
+    began = time.monotonic()
+    state = holdfast.load(store.at("version_1"))
+    assert time.monotonic() - began < 15
+    assert np.array_equal(state["w"], STATE["w"])
+
+
+def test_a_slow_server_is_waited_for(s3, proxy):
+    store = open_run(s3, proxy, timeout=30)
+    save(store)
+    proxy.inject(Fault("slow", "GET", "safetensors$", count=3, rate=2 * MIB))
+    assert np.array_equal(holdfast.load(store.at("version_1"))["w"], STATE["w"])
+
+
+# faults that stay
+
+
+@pytest.mark.parametrize("request_name", ["pin", "create", "part", "complete", "index", "manifest"])
+@pytest.mark.parametrize("action", ["status", "reset", "ok_error"])
+def test_a_save_fails_in_time(s3, proxy, request_name, action):
+    store = open_run(s3, proxy, timeout=2)
+    method, path = REQUESTS[request_name]
+    proxy.inject(Fault(action, method, path, count=-1))
+    began = time.monotonic()
+    with pytest.raises(HoldfastError) as caught:
+        save(store)
+    assert time.monotonic() - began < 10
+    assert "Gave up after" in str(caught.value)
+    assert store.url in str(caught.value)
+    proxy.inject()
+    check_nothing(store)
+
+
+def test_a_stopped_server_holds_no_call_up(s3, proxy, ceph):
+    store = open_run(s3, proxy, timeout=3)
+    save(store)
+    calls = [
+        lambda: store.stat("version_1/manifest.json"),
+        lambda: store.get("version_1/manifest.json", MIB),
+        lambda: store.get_range("version_1/manifest.json", 0, 9, memoryview(bytearray(9))),
+        lambda: store.put_if_absent("x", b"1"),
+        lambda: store.put("y", 30 * MIB),
+        lambda: store.delete("z"),
+        lambda: keys(store),
+        lambda: partial_keys(store),
+        lambda: store.within(Deadline.after(1, "the test")).stat("x"),
+    ]
+
+    def time_call(call):
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="Gave up after"):
+            call()
+        return time.monotonic() - began
+
+    ceph.send(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(len(calls)) as threads:
+            seconds = [*threads.map(time_call, calls)]
+    finally:
+        ceph.send(signal.SIGCONT)
+    assert max(seconds) < 4.5
+    assert seconds[-1] < 2.5
+    run = holdfast.Run(open_run(s3, proxy))
+    assert run.latest().verify().ok  # what was requested meanwhile may have been done, too late
+
+
+def test_a_lost_commit_whose_outcome_is_unknown_says_so(s3, proxy):
+    store = open_run(s3, proxy, timeout=2)
+    proxy.inject(
+        Fault("lose_reply", "PUT", "manifest.json$", count=1),
+        Fault("reset", ".*", "manifest.json$", count=-1, skip=2),
+    )
+    with pytest.raises(StoreError) as caught:
+        save(store)
+    assert caught.value.is_outcome_unknown
+    proxy.inject()
+    check_intact(store)
+
+
+def test_credentials_that_expire_during_a_save(store, proxy):
+    proxy.inject(Fault("status", "PUT", "partNumber=3", count=-1, code=403, reason="ExpiredToken"))
+    with pytest.raises(Denied, match=r"ExpiredToken.*renew them"):
+        save(store)
+    proxy.inject()
+    check_nothing(store)
+
+
+def test_wrong_bytes_of_the_store_are_damage(store, proxy):
+    save(store)
+    proxy.inject(Fault("flip_reply", "GET", "safetensors$", count=-1, after=5 * 1000))
+    with pytest.raises(DigestMismatch, match="is damaged"):
+        holdfast.load(store.at("version_1"))
+
+
+def test_two_writers_of_one_version(s3, proxy):
+    """Both replies of the first try are lost, and one of the two commits."""
+    store = open_run(s3, proxy)
+    proxy.inject(Fault("lose_reply", "PUT", "manifest.json$", count=2))
+    outcomes = []
+
+    def commit(number):
+        try:
+            store.put_if_absent("version_1/manifest.json", b"%d" % number * 100)
+            outcomes.append(number)
+        except HoldfastError as e:
+            outcomes.append(e)
+
+    threads = [threading.Thread(target=commit, args=(n,)) for n in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [o for o in outcomes if isinstance(o, int)]
+    assert len(winners) == 1
+    assert store.get("version_1/manifest.json", 1000) == b"%d" % winners[0] * 100
+
+
+# leftovers
+
+
+def test_sweep_finds_the_upload_of_a_failed_save(s3, proxy, ceph):
+    store = open_run(s3, proxy, timeout=3)
+    save(store)
+    proxy.inject(
+        Fault("reset", "PUT", "partNumber=2", count=-1), Fault("reset", "DELETE", count=-1)
+    )
+    with pytest.raises(StoreError):
+        save(store, 2)
+    proxy.inject()
+    client = boto3.client("s3")
+    bucket = s3.removeprefix("s3://")
+    client.create_multipart_upload(Bucket=bucket, Key="somebody/else")
+    client.create_multipart_upload(Bucket=bucket, Key="run/version_1/notes.bin")
+    run = holdfast.Run(store)
+    (partial,) = (key for key in partial_keys(store) if ".safetensors" in key)
+    assert run.sweep(grace=3600).removed == []
+    removed = run.sweep(grace=0, now=time.time() + 8 * 24 * 3600).removed
+    assert partial in removed
+    uploads = client.list_multipart_uploads(Bucket=bucket)["Uploads"]
+    assert {u["Key"] for u in uploads} == {"somebody/else", "run/version_1/notes.bin"}
+    assert [s.step for s in run.snapshots()] == [1]
