@@ -19,7 +19,7 @@ from holdfast.errors import AlreadyExists, Denied, NotFound, StoreError, Unavail
 from holdfast.storage.checks import check_range, short_read_error, too_long_error
 from holdfast.storage.deadline import Deadline
 from holdfast.storage.s3.endpoint import TIMEOUTS, Endpoint, S3Options, shared_endpoint
-from holdfast.storage.s3.failures import has_other_md5, no_tag_error, translate
+from holdfast.storage.s3.failures import has_other_md5, no_tag_error, require_field, translate
 from holdfast.storage.store import Stat, Traits, check_key
 from holdfast.storage.throttle import Statistics
 from holdfast.types import MIB
@@ -166,10 +166,11 @@ class S3Bucket:
 
         if not self.call("PutObject", "write", key, put):
             raise StoreError(
-                f"{self.endpoint.url} cannot hold a run: it replaces objects",
+                f"{self.url} cannot hold a run: {self.endpoint.url} replaces objects there",
                 expected="a server that refuses a PUT with If-None-Match: * if the object exists",
-                found="a server that ignores the condition, so that two writers could both commit",
-                todo="Use a server with conditional writes, such as AWS, Ceph, MinIO, or R2",
+                found="one that ignores the condition, so that two writers could both commit",
+                todo="Use a server with conditional writes, such as AWS, Ceph, MinIO, or R2. Ceph"
+                " ignores the condition in a bucket with versioning: use one without",
                 key=key,
                 store=self.url,
             )
@@ -219,6 +220,7 @@ class S3Bucket:
         def read(client: Any) -> bytes:
             reply = client.get_object(Bucket=self.bucket, Key=name)
             with closing(reply["Body"]) as body:
+                require_field(reply, "ETag", self.endpoint.url, self.url)
                 length = int(reply["ContentLength"])
                 if length > limit:
                     raise too_long_error(key, self.url, limit, length)
@@ -378,10 +380,7 @@ class S3Bucket:
             except StoreError:
                 raise
             except Exception as e:
-                error = self.translate(e, action, key)
-                if isinstance(error, Denied) and error.fields.get("code") not in _PERMISSION:
-                    endpoint.forget_clients()  # they keep credentials, and that there were none
-                raise error from e
+                raise self.translate(e, action, key) from e
 
         return endpoint.throttle.call(operation, deadline, attempt)
 
@@ -393,4 +392,7 @@ class S3Bucket:
             server = self.endpoint.url
         except Exception:  # noqa: BLE001  (the client cannot be created, which is the error)
             server = "the endpoint"
-        return translate(error, action, key, self.url, server)
+        found = translate(error, action, key, self.url, server)
+        if isinstance(found, Denied) and found.fields.get("code") not in _PERMISSION:
+            self.endpoint.forget_clients()  # they keep credentials, and that there were none
+        return found

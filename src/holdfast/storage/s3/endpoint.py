@@ -95,6 +95,7 @@ class Endpoint:
         self.conditional_buckets: set[str] = set()
         self.checks_crc: bool | None = None
         self._clients: dict[int, Any] = {}
+        self._session: Any = None
         self._lock = Lock()
 
     def client(self, seconds_left: float, longest: int) -> Any:
@@ -109,7 +110,7 @@ class Endpoint:
 
     def forget_clients(self) -> None:
         """Let the next request create a client, which looks for credentials again."""
-        self._clients = {}
+        self._clients, self._session = {}, None
 
     @property
     def url(self) -> str:
@@ -134,13 +135,16 @@ class Endpoint:
         from botocore.config import Config
 
         options = self.options
-        return boto3.session.Session(
-            aws_access_key_id=options.access_key_id,
-            aws_secret_access_key=options.secret_access_key,
-            aws_session_token=options.session_token,
-            region_name=options.region,
-            profile_name=options.profile,
-        ).client(
+        session = self._session
+        if session is None:  # it keeps the description of the service, which takes 0.3 s to read
+            session = self._session = boto3.session.Session(
+                aws_access_key_id=options.access_key_id,
+                aws_secret_access_key=options.secret_access_key,
+                aws_session_token=options.session_token,
+                region_name=options.region,
+                profile_name=options.profile,
+            )
+        return session.client(
             "s3",
             endpoint_url=options.endpoint,
             config=Config(

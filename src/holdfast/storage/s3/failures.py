@@ -63,11 +63,8 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
     ):
         return Denied(f"{what}: {error}", todo=_CREDENTIALS, **fields)
     if isinstance(error, ResponseParserError):
-        return StoreError(
-            f"{what}: {server} does not answer as S3 does",
-            todo="Check the endpoint",
-            **fields,
-        )
+        todo = "Check the endpoint"
+        return StoreError(f"{what}: {server} does not answer as S3 does", todo=todo, **fields)
     if isinstance(error, boto.ParamValidationError | ValueError | UnicodeError):
         return StoreError(f"{what}: {str(error).strip()}", todo="Check the URL", **fields)
     broken = boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | OSError
@@ -151,3 +148,17 @@ def has_other_md5(reply: Any, data: bytearray) -> bool:
     if not is_md5 or encryption != ("AES256", None):
         return False
     return hashlib.md5(data, usedforsecurity=False).hexdigest() != tag
+
+
+def require_field(reply: Any, name: str, server: str, url: str) -> None:
+    """Raise ``StoreError`` if a reply lacks what every server with the API of S3 sends.
+
+    A web server answers any request, and an empty list of objects would be an empty run.
+    """
+    if name not in reply:
+        raise StoreError(
+            f"Cannot use {url}: {server} does not answer as S3 does",
+            expected=f"a reply with {name}",
+            todo="Check the endpoint",
+            store=url,
+        )

@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.errors import StoreError
 from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import S3Options
+from holdfast.storage.s3.failures import require_field
 from holdfast.storage.s3.upload import S3Upload, is_partial, object_of_partial, partial_key
 from holdfast.storage.store import Entry, Stat, Upload
 
@@ -87,7 +88,8 @@ class S3Store(S3Bucket):
                     Bucket=self.bucket, Prefix=start, Delimiter=delimiter, **position
                 )
 
-            page = self.call("ListObjectsV2", "list", start, read)
+            page = self.call("ListObjectsV2", "list", start.rstrip("/"), read)
+            require_field(page, "IsTruncated", self.endpoint.url, self.url)
             self.endpoint.known_buckets.add(self.bucket)
             yield page
             if not page.get("IsTruncated"):

@@ -1,0 +1,228 @@
+"""What people get wrong: each message says what was expected, what was found, and what to do."""
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+import uuid
+
+import boto3
+import pytest
+
+import holdfast
+from holdfast.errors import Denied, NotFound, StoreError
+from tests.cli.invoke import run_cli
+
+SECRETS = ("testtest", "wrong-secret-key", "unknown-key-id")
+
+
+@pytest.fixture
+def saved(s3):
+    """A run on Ceph with one version."""
+    holdfast.save(f"{s3}/run/version_1", {"n": 1}, step=1)
+    return f"{s3}/run"
+
+
+COMMANDS = ["ls", "verify", "show", "sweep"]
+
+
+def check_message(result, *words):
+    assert result.code in (4, 5, 6), result
+    assert result.err.startswith("holdfast: ")
+    assert result.err.count("\n") == 1
+    for word in words:
+        assert word in result.err
+    assert not any(secret in result.err for secret in SECRETS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_bucket(s3, ceph, command):
+    url = f"s3://no-such-bucket-{uuid.uuid4()}"
+    check_message(
+        run_cli(command, f"{url}/run"), "NoSuchBucket", "Create the bucket", ceph.endpoint
+    )
+
+
+def test_a_missing_bucket_is_not_an_empty_run(s3):
+    url = f"s3://no-such-bucket-{uuid.uuid4()}/run"
+    for call in (
+        lambda: holdfast.save(f"{url}/version_1", {"n": 1}),
+        lambda: holdfast.load(f"{url}/version_1"),
+        lambda: holdfast.Run(url).latest(),
+        lambda: holdfast.Checkpointer(url, {"n": 1}).resume(),
+    ):
+        with pytest.raises(StoreError, match="NoSuchBucket") as caught:
+            call()
+        assert not isinstance(caught.value, NotFound)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistyped_folder(saved, command):
+    check_message(run_cli(command, f"{saved}x"), "There is no", f"{saved}x")
+
+
+def test_a_mistyped_url_lists_no_other_folder(s3, monkeypatch):
+    """Nothing below other folders is listed."""
+    store = holdfast.open_store(s3)
+    client = store.endpoint.client(15, 15)
+    for number in range(20):
+        client.put_object(Bucket=store.bucket, Key=f"data/{number % 5}/{number}", Body=b"")
+    before = store.statistics().requests
+    check_message(run_cli("ls", s3), "There is no run")
+    check_message(run_cli("ls", f"{s3}/nothing"), "There is no run")
+    after = store.statistics().requests
+    listed = after["ListObjectsV2"] - before.get("ListObjectsV2", 0)
+    assert listed <= 6
+    keys = [entry.name for entry in store.list_level("")]
+    assert keys == ["data"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unknown_credentials(saved, monkeypatch, command):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "unknown-key-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-key")
+    check_message(run_cli(command, saved), "InvalidAccessKeyId", "check the credentials")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_secret(saved, monkeypatch, command):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-key")
+    check_message(run_cli(command, saved), "SignatureDoesNotMatch", "Check the secret key")
+
+
+def test_no_permission(saved, monkeypatch, ceph):
+    """Another user of the server may not read the bucket."""
+    command = ["radosgw-admin", "-c", ceph.configuration, "-n", "client.rgw", "user", "create"]
+    user = ["--uid=other", "--display-name=o", "--access-key=other", "--secret=wrong-secret-key"]
+    subprocess.run([*command, *user], capture_output=True, check=False, timeout=60)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-key")
+    check_message(run_cli("ls", saved), "AccessDenied", "Allow s3:GetObject")
+    with pytest.raises(Denied, match="AccessDenied"):
+        holdfast.load(f"{saved}/version_1")
+    with pytest.raises(Denied, match="AccessDenied"):
+        holdfast.save(f"{saved}/version_2", {"n": 1})
+
+
+def test_missing_credentials(saved, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    tried = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "~/.aws/credentials", "metadata services")
+    check_message(run_cli("ls", saved), "there are no credentials", *tried)
+
+
+def test_credentials_that_are_set_later_are_found(saved, monkeypatch, tmp_path):
+    """A notebook: the first cell fails, the second writes the file, the first is run again."""
+    key, secret = (os.environ[n] for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    with pytest.raises(Denied, match="no credentials"):
+        holdfast.load(f"{saved}/version_1")
+    file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+
+
+def test_a_profile_and_a_missing_profile(saved, monkeypatch, tmp_path):
+    key, secret = (os.environ[n] for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    file.write_text(f"[team]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    assert holdfast.load(holdfast.open_store(f"{saved}/version_1", profile="team")) == {"n": 1}
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+    monkeypatch.setenv("AWS_PROFILE", "tema")
+    check_message(run_cli("ls", saved), "tema", "Tried:")
+
+
+def test_a_clock_that_is_off_by_20_minutes(saved, ceph):
+    """The process runs with a wrong clock, as boto3 sees it."""
+    script = f"""
+import datetime, holdfast, botocore.auth, botocore.crt.auth
+def later(*args, **kwargs):
+    now = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=20)
+    return now.replace(tzinfo=None)
+botocore.auth.get_current_datetime = botocore.crt.auth.get_current_datetime = later
+try:
+    holdfast.load({f"{saved}/version_1"!r})
+except holdfast.errors.Denied as e:
+    print(e)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "RequestTimeTooSkewed" in done.stdout, done
+    assert "The clock of this machine is wrong" in done.stdout
+
+
+@pytest.fixture
+def web_server():
+    """A server that is not S3."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            body = b"<html><body>Welcome</body></html>"
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_endpoint_that_is_not_s3(s3, monkeypatch, web_server):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", web_server)
+    store = holdfast.open_store(f"{s3}/run", timeout=1)
+    for call in (
+        lambda: holdfast.Run(store).latest(),
+        lambda: holdfast.save(store.at("version_1"), {"n": 1}),
+        lambda: holdfast.load(store.at("version_1")),
+    ):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert s3 in str(caught.value)
+
+
+def test_nobody_listens_at_the_endpoint(s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    store = holdfast.open_store(f"{s3}/run", timeout=1)
+    with pytest.raises(StoreError, match=r"127\.0\.0\.1:9.*Gave up after .* Check the network"):
+        holdfast.Run(store).latest()
+
+
+def test_a_versioned_bucket_in_which_ceph_replaces_objects(s3):
+    """AWS keeps the condition in such a bucket. Ceph does not, so two writers could commit."""
+    client, bucket = boto3.client("s3"), s3.removeprefix("s3://")
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    with pytest.raises(StoreError, match=r"cannot hold a run.*a bucket with versioning"):
+        holdfast.save(f"{s3}/run/version_1", {"n": 1}, step=1)
+    assert holdfast.Run(f"{s3}/run").latest() is None
+    assert run_cli("ls", f"{s3}/run").code == 4
+
+
+def test_the_console_shows_folders_as_empty_objects(saved):
+    bucket, _, folder = saved.removeprefix("s3://").partition("/")
+    client = boto3.client("s3")
+    for key in (f"{folder}/", f"{folder}/version_1/", f"{folder}/version_9/"):
+        client.put_object(Bucket=bucket, Key=key)
+    assert [s.step for s in holdfast.Run(saved).snapshots()] == [1]
+    assert run_cli("ls", saved, "--json").json["versions"][0]["step"] == 1
+    assert run_cli("sweep", saved).code == 0
+    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
