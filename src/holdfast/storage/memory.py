@@ -10,7 +10,8 @@ from threading import Lock
 
 from holdfast.buffers import as_byte_view
 from holdfast.errors import AlreadyExists, NotFound, StoreError
-from holdfast.storage.checks import WrittenRanges, check_range, short_read_error, too_long_error
+from holdfast.storage.buffered_upload import BufferedUpload
+from holdfast.storage.checks import check_range, short_read_error, too_long_error
 from holdfast.storage.store import Entry, Stat, Traits, Upload, check_key
 
 Objects = dict[str, tuple[bytes, float]]
@@ -132,49 +133,23 @@ class MemoryStore:
         return Stat(key, len(data), existing[1])
 
 
-class _MemoryUpload(Upload):
+class _MemoryUpload(BufferedUpload):
+    """An upload that ``partials`` shows until it ends, and that can be deleted until then."""
+
     def __init__(self, store: MemoryStore, key: str, length: int) -> None:
-        self._store = store
-        self._key = key
-        self._written = WrittenRanges(key, store.url, length)
-        self._data = bytearray(length)
         folder, _, name = (store._folder + key).rpartition("/")
         self._partial_key = f"{folder}/.{name}.{secrets.token_hex(8)}.partial".lstrip("/")
-        self._lock = Lock()
-        self._is_open = True
+        self._store = store
+        super().__init__(store.url, key, length, self._create_object)
         with store._lock:
             store._partials[self._partial_key] = (b"", time.time())
 
-    def write_at(self, offset: int, *data: memoryview) -> None:
-        for view in map(as_byte_view, data):
-            with self._lock:
-                self._require_open()
-                with self._written.adding(offset, len(view)):
-                    self._data[offset : offset + len(view)] = view
-            offset += len(view)
-
-    def commit(self) -> Stat:
-        try:
-            with self._lock:
-                self._require_open()
-                self._is_open = False
-            self._written.require_complete()
-            return self._store._put_object(
-                self._key, bytes(self._data), accept_existing=False, partial_key=self._partial_key
-            )
-        finally:
-            self.abort()
+    def _create_object(self, data: bytes) -> Stat:
+        return self._store._put_object(
+            self._key, data, accept_existing=False, partial_key=self._partial_key
+        )
 
     def abort(self) -> None:
-        with self._lock:
-            self._is_open = False
+        super().abort()
         with self._store._lock:
             self._store._partials.pop(self._partial_key, None)
-
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise StoreError(
-                f"The upload of {self._key} is finished: it was committed or aborted",
-                key=self._key,
-                store=self._store.url,
-            )

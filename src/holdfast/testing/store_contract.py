@@ -25,7 +25,9 @@ class StoreContract(WritingContract):
 
     A subclass implements ``make_store(folder)``, which returns a new, empty store and may use the
     empty folder. ``put_sees_existing`` is True if ``put`` refuses a key that already exists. A
-    store that cannot detect this cheaply sets it to False.
+    store that cannot detect this cheaply sets it to False. ``partials_are_listed`` is True if
+    ``partials`` shows unfinished uploads. A store in which they end with their process, and leave
+    nothing, sets it to False.
     """
 
     # reading

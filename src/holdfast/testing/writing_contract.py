@@ -12,7 +12,7 @@ import pytest
 from holdfast.buffers import Buffer
 from holdfast.errors import AlreadyExists, NotFound, StoreError
 from holdfast.storage.store import Store, Upload, part_length
-from holdfast.testing.contract import Contract, keys, partial_keys, put, random_bytes, read
+from holdfast.testing.contract import Contract, begin, keys, partial_keys, put, random_bytes, read
 
 
 class WritingContract(Contract):
@@ -185,9 +185,12 @@ class WritingContract(Contract):
 
         def write(start: int, stop: int) -> None:
             middle = (start + stop) // 2
-            upload.write_at(start, data[start:middle], data[middle:stop])
+            if store.traits.part_size:
+                upload.write_at(start, data[start:middle], data[middle:stop])
+            else:
+                upload.write_at(start, data[start:stop])
 
-        with store.put("v/a", len(data), head) as upload, ThreadPoolExecutor(3) as threads:
+        with begin(store, "v/a", len(data), head) as upload, ThreadPoolExecutor(3) as threads:
             list(threads.map(write, cuts[-2::-1], cuts[:0:-1]))
             assert keys(store) == []
             stat = upload.commit()
@@ -199,12 +202,14 @@ class WritingContract(Contract):
         data = memoryview(random_bytes(2 * self.part_length(store) + 77))
         starts = list(range(0, len(data), 777_777))
         random.Random(2).shuffle(starts)
-        with store.put("v/a", len(data), 100) as upload, ThreadPoolExecutor(4) as threads:
+        with begin(store, "v/a", len(data), 100) as upload, ThreadPoolExecutor(4) as threads:
             list(threads.map(lambda at: upload.write_at(at, data[at : at + 777_777]), starts))
             upload.commit()
         assert store.get("v/a", len(data)) == data
 
     def test_an_unfinished_large_upload_can_be_deleted(self, store: Store) -> None:
+        if not self.partials_are_listed:
+            pytest.skip("unfinished uploads of this store leave nothing")
         part = self.part_length(store)
         with store.put("v/a", 3 * part) as upload, store.put("v/b", 3 * part) as other:
             for begun in (upload, other):
