@@ -295,3 +295,18 @@ def test_sweep_finds_the_upload_of_a_failed_save(s3, proxy, ceph):
     uploads = client.list_multipart_uploads(Bucket=bucket)["Uploads"]
     assert {u["Key"] for u in uploads} == {"somebody/else", "run/version_1/notes.bin"}
     assert [s.step for s in run.snapshots()] == [1]
+
+
+def test_the_statistics_of_a_training_show_the_server(store, proxy):
+    with holdfast.Checkpointer(store, dict(STATE), save=holdfast.Never()) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step()
+        before = checkpointer.statistics()
+        proxy.inject(Fault("status", "PUT", "partNumber", count=2))
+        checkpointer.save()
+        after = checkpointer.statistics()
+    assert after["store_throttled"] - before["store_throttled"] == 2
+    assert after["store_retries"] - before["store_retries"] >= 2
+    assert after["store_requests"] > before["store_requests"] + 10
+    assert after["store_concurrency"] < before["store_concurrency"]
+    assert after["store_waited_seconds"] > before["store_waited_seconds"]

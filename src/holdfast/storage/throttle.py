@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import TypeVar
 
@@ -55,6 +55,16 @@ class Statistics:
     waited_seconds: float
     running: int
     concurrency: int
+
+
+def store_statistics(store: object) -> dict[str, float]:
+    """Return the statistics of a store's server as numbers by name; empty if it has none."""
+    method: Callable[[], Statistics] | None = getattr(store, "statistics", None)
+    if method is None:
+        return {}
+    found = asdict(method())
+    found["requests"] = sum(found["requests"].values())
+    return {f"store_{name}": value for name, value in found.items()}
 
 
 class Throttle:

@@ -17,6 +17,7 @@ from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
+from holdfast.storage.throttle import store_statistics
 from holdfast.text import warn_user
 from holdfast.training.arguments import (
     acquire_run,
@@ -341,8 +342,11 @@ class Checkpointer:
         - ``background_seconds``: the time that saves took in the background.
         - ``goodput``: the share of wall time since the run first began that was spent on steps
           that a committed version holds.
+        - ``store_requests``, ``store_retries``, ``store_throttled``, ``store_waited_seconds``,
+          ``store_running``, ``store_concurrency``: the requests of this process to the server of
+          the run (see ``holdfast.storage.throttle.Statistics``), if the store has a server.
         """
-        return self._goodput.statistics()
+        return {**self._goodput.statistics(), **store_statistics(self.run.store)}
 
     # -- the end -------------------------------------------------------------------------------
 
